@@ -1,0 +1,38 @@
+# Each target is enough on a fresh machine with Python >= 3.10; all of them may be repeated.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.PHONY: setup train test test-long test-gpu lint bench
+
+setup: $(STAMP)
+
+# The stamp is written last: an interrupted installation is done again.
+$(STAMP): requirements.txt requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "error: Python 3.10 or newer is needed; name one with make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) -m pip install --quiet -r requirements.txt -r requirements-dev.txt
+	@touch $@
+
+train: setup
+	$(RUN) train.py
+
+test: setup
+	$(RUN) -m pytest -m "not long and not gpu"
+
+test-long: setup
+	$(RUN) -m pytest -m "long and not gpu"
+
+test-gpu: setup
+	$(RUN) -m pytest -m gpu
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: setup
+	$(RUN) -m benchmarks.accuracy

@@ -1,0 +1,194 @@
+"""Detection data: images with boxes, as batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from data.augment import Augmenter, AugmentSettings, Placement, Sample, letterbox
+from data.cache import Images, open_images
+from data.labels import Labels, check_classes, load_labels
+from data.sampler import Draw, GlobalBatches, RectangularBatches, evaluation_batches, item_generator
+from data.sources import DataSpec
+from utils.config import Hyperparameters, select
+from utils.errors import UserError
+
+PROBLEMS_SHOWN = 5
+NOWHERE = Placement((0.0, 0.0), (0, 0))  # the placement of a training item: a mosaic has no way back into one file
+
+
+class ImageInfo(NamedTuple):
+    """Where an item came from: what scoring needs beside the pixels."""
+
+    image: int  # its number in the split
+    path: str
+    size: tuple[int, int]  # width and height of the file's image, pixels
+    placement: Placement  # from the file's pixels into the batch's
+    rows: np.ndarray  # its labels (k, 5): class, normalised xywh in the file's image
+
+
+@dataclass(frozen=True)
+class Batch:
+    """images: uint8 (b, 3, h, w), RGB; targets: float32 (m, 6): image in the batch, class, normalised xywh."""
+
+    images: Tensor
+    targets: Tensor
+    infos: tuple[ImageInfo, ...]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The same batch with its tensors on `device`."""
+        images, targets = (t.to(device, non_blocking=non_blocking) for t in (self.images, self.targets))
+        return Batch(images, targets, self.infos)
+
+    def pin_memory(self) -> Batch:
+        """The same batch in page-locked memory; a loader calls this."""
+        return Batch(self.images.pin_memory(), self.targets.pin_memory(), self.infos)
+
+
+class _Items(Dataset[tuple[Tensor, Tensor, ImageInfo]]):
+    """What training and evaluation items share: pixels, boxes and where they came from."""
+
+    def __init__(self, images: Images, labels: Labels) -> None:
+        self.images, self.labels = images, labels
+
+    def load(self, index: int) -> Sample:
+        """An image with its longer side at `imgsz`, and its boxes in pixels."""
+        image = self.images.read(index)
+        height, width = image.shape[:2]
+        rows = self.labels.of(index)
+        half = rows[:, 3:5] / 2
+        boxes = np.concatenate((rows[:, 1:3] - half, rows[:, 1:3] + half), 1)
+        return Sample(image, boxes * np.array([width, height, width, height], np.float32), rows[:, 0])
+
+    def info(self, index: int, placement: Placement) -> ImageInfo:
+        width, height = (int(side) for side in self.labels.sizes[index])
+        return ImageInfo(index, str(self.images.files[index]), (width, height), placement, self.labels.of(index))
+
+
+class TrainingItems(_Items):
+    """Augmented items. Indexed by a `Draw`; the same draw gives the same pixels anywhere."""
+
+    def __init__(self, images: Images, labels: Labels, augment: AugmentSettings, seed: int) -> None:
+        super().__init__(images, labels)
+        self.seed = seed
+        self.augmenter = Augmenter(augment, images.imgsz, len(images.files), self.load)
+
+    def __getitem__(self, draw: Draw) -> tuple[Tensor, Tensor, ImageInfo]:
+        sample = self.augmenter(draw.image, draw.shape, item_generator(self.seed, draw))
+        return *to_tensors(sample), self.info(draw.image, NOWHERE)
+
+
+class EvaluationItems(_Items):
+    """Letterboxed items, nothing random."""
+
+    def __getitem__(self, draw: Draw) -> tuple[Tensor, Tensor, ImageInfo]:
+        sample = self.load(draw.image)
+        fitted, (scale, offset) = letterbox(sample, draw.shape, enlarge=False)
+        height, width = sample.image.shape[:2]
+        native = self.labels.sizes[draw.image]
+        placement = Placement((scale[0] * width / native[0], scale[1] * height / native[1]), offset)
+        return *to_tensors(fitted), self.info(draw.image, placement)
+
+
+def to_tensors(sample: Sample) -> tuple[Tensor, Tensor]:
+    """Pixels as uint8 (3, h, w) RGB, and targets (k, 5): class, xywh normalised, cut at the image's edges."""
+    height, width = sample.image.shape[:2]
+    boxes = sample.boxes.clip(0, (width, height, width, height))
+    low, high = boxes[:, :2], boxes[:, 2:]
+    targets = np.concatenate((sample.classes[:, None], (low + high) / 2, high - low), 1)
+    targets[:, 1:] /= (width, height, width, height)
+    pixels = np.ascontiguousarray(sample.image.transpose(2, 0, 1)[::-1])
+    return torch.from_numpy(pixels), torch.from_numpy(targets.astype(np.float32))
+
+
+def collate(items: Sequence[tuple[Tensor, Tensor, ImageInfo]]) -> Batch:
+    """Items of one shape as a batch."""
+    images, targets, infos = zip(*items, strict=True)
+    numbers = torch.cat([torch.full((len(rows), 1), float(k)) for k, rows in enumerate(targets)])
+    return Batch(torch.stack(images), torch.cat((numbers, torch.cat(targets)), 1), infos)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The images of one split that can be read, and their labels."""
+
+    images: list[Path]
+    labels: Labels
+
+    def report(self, title: str) -> list[str]:
+        """What was found, for people: counts, and the first few problems."""
+        counts = self.labels.counts
+        lines = [f"{title}: {len(counts)} images, {counts.sum()} boxes, {(counts == 0).sum()} images without any"]
+        problems = self.labels.problems
+        lines += [f"warning: {problem}" for problem in problems[:PROBLEMS_SHOWN]]
+        if len(problems) > PROBLEMS_SHOWN:
+            lines.append(f"warning: {len(problems) - PROBLEMS_SHOWN} more such problems in {title}")
+        return lines
+
+
+class DetectionData:
+    """A detection data set at one image size: its splits, checked, and loaders over them."""
+
+    def __init__(
+        self, spec: DataSpec, *, imgsz: int, stride: int, single_class: bool, workers: int, cache: str
+    ) -> None:
+        self.spec, self.imgsz, self.stride, self.single_class = spec, imgsz, stride, single_class
+        self.workers, self.cache = workers, cache
+
+    @staticmethod
+    def class_names(spec: DataSpec, single_class: bool) -> dict[int, str]:
+        """What the model is to tell apart."""
+        return {0: "item"} if single_class else spec.names
+
+    def split(self, name: str) -> Split:
+        """A split, scanned. Raises `UserError` where nothing of it is usable or a class is unknown."""
+        images = self.spec.images(name)
+        labels = load_labels(images, f"{name} labels", self.workers)
+        readable = labels.sizes[:, 0] > 0
+        images, labels = list(compress(images, readable)), labels.keep(readable)
+        if not images:
+            raise UserError(f"{self.spec.file}: no image of `{name}:` can be read; the first: {labels.problems[0]}")
+        if self.single_class:
+            return Split(images, labels.as_single_class())
+        check_classes(labels, images, len(self.spec.names), self.spec.file)
+        return Split(images, labels)
+
+    def train_loader(self, split: Split, *, batch_size: int, hyp: Hyperparameters, seed: int, rect: bool) -> DataLoader:
+        """Global batches of augmented items. `rect` goes without mosaic: its batches are not square."""
+        augment = select(AugmentSettings, hyp)
+        batches: GlobalBatches
+        if rect:
+            augment = replace(augment, mosaic=0.0)
+            batches = RectangularBatches(split.labels.sizes, batch_size, seed, self.imgsz, self.stride)
+        else:
+            batches = GlobalBatches(len(split.images), batch_size, seed, (self.imgsz, self.imgsz))
+        return self._loader(TrainingItems(self._open(split, smooth=False), split.labels, augment, seed), batches)
+
+    def evaluation_batches(self, split: Split, *, batch_size: int, square: bool) -> list[list[Draw]]:
+        """The batches of an evaluation, the same for any number of processes."""
+        return evaluation_batches(split.labels.sizes, batch_size, self.imgsz, self.stride, square)
+
+    def evaluation_loader(self, split: Split, batches: list[list[Draw]]) -> DataLoader:
+        """A loader over some of the evaluation's batches: a process's share."""
+        return self._loader(EvaluationItems(self._open(split, smooth=True), split.labels), batches)
+
+    def _open(self, split: Split, smooth: bool) -> Images:
+        return open_images(split.images, self.imgsz, smooth, self.cache, self.workers)
+
+    def _loader(self, items: _Items, batches: Iterable[list[Draw]]) -> DataLoader:
+        return DataLoader(
+            items,
+            batch_sampler=batches,
+            num_workers=self.workers,
+            collate_fn=collate,
+            pin_memory=torch.cuda.is_available(),
+            persistent_workers=self.workers > 0,
+        )

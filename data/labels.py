@@ -1,0 +1,231 @@
+"""Label files: checked once, in parallel, and kept in a cache that is never beside the user's files."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import warnings
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+from tqdm import tqdm
+
+from data.sources import label_file
+from utils.errors import UserError
+from utils.files import cache_folder, replacing
+
+CACHE_VERSION = 1
+CHUNK = 64  # files that a scanning process takes at a time
+LEAST_SIDE = 10  # pixels; a smaller image is left out
+EXIF_ORIENTATION = 0x0112
+SLACK = 1e-3  # how far outside [0, 1] a coordinate may be (rounding) before its row is refused
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The labels of a list of images, in a few flat arrays (a worker shares them instead of copying objects).
+
+    rows: float32 (m, 5), class and normalised xywh; offsets: int64 (n + 1), image i has rows offsets[i] to
+    offsets[i + 1]; sizes: int32 (n, 2), width and height in pixels as displayed, (0, 0) where the image was left out;
+    problems: sentences.
+    """
+
+    rows: np.ndarray
+    offsets: np.ndarray
+    sizes: np.ndarray
+    problems: tuple[str, ...]
+
+    def of(self, index: int) -> np.ndarray:
+        """Rows of one image, (k, 5)."""
+        return self.rows[self.offsets[index] : self.offsets[index + 1]]
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """How many rows each image has, (n,)."""
+        return np.diff(self.offsets)
+
+    def keep(self, chosen: np.ndarray) -> Labels:
+        """The labels of the images where `chosen` (n,) is true."""
+        rows = self.rows[np.repeat(chosen, self.counts)]
+        offsets = np.concatenate(([0], np.cumsum(self.counts[chosen])))
+        return replace(self, rows=rows, offsets=offsets, sizes=self.sizes[chosen])
+
+    def as_single_class(self) -> Labels:
+        """The same boxes, all of class 0."""
+        rows = self.rows.copy()
+        rows[:, 0] = 0
+        return replace(self, rows=rows)
+
+    def side_lengths(self, imgsz: int) -> np.ndarray:
+        """Width and height of every box in pixels where the image's longer side has `imgsz` pixels, (m, 2)."""
+        scale = imgsz * self.sizes / self.sizes.max(1, keepdims=True)
+        return np.repeat(scale, self.counts, axis=0) * self.rows[:, 3:5]
+
+
+class Scanned(NamedTuple):
+    """What the scan of one image found."""
+
+    size: tuple[int, int]
+    rows: np.ndarray
+    problems: list[str]
+
+
+def load_labels(images: Sequence[Path], title: str, workers: int) -> Labels:
+    """The labels of `images`, from the cache where nothing changed since, else scanned with a progress bar."""
+    cached = cache_folder() / "labels" / f"{_key(images)}.npz"
+    found = _read_cache(cached)
+    if found is None:
+        found = _scan(images, title, workers)
+        _write_cache(cached, found)
+    return found
+
+
+def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: Path) -> None:
+    """Raises `UserError` naming the first label file with a class that `names` of the data YAML does not have."""
+    wrong = np.flatnonzero(labels.rows[:, 0] >= classes)
+    if len(wrong):
+        image = images[int(np.searchsorted(labels.offsets, wrong[0], side="right")) - 1]
+        number = int(labels.rows[wrong[0], 0])
+        raise UserError(
+            f"{label_file(image)} has class {number}, but `names` of {source} ends at {classes - 1}; "
+            f"mend the label or add the class ({len(wrong)} such rows in all)"
+        )
+
+
+def _key(images: Sequence[Path]) -> str:
+    """Changes with the list, and with the size and time of change of any image or label file."""
+    digest = hashlib.sha256(f"labels {CACHE_VERSION}".encode())
+    for image in images:
+        for file in (image, label_file(image)):
+            try:
+                status = os.stat(file)
+                digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+            except OSError:
+                digest.update(f"{file}\0absent\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def _read_cache(path: Path) -> Labels | None:
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            problems = tuple(str(text) for text in arrays["problems"])
+            return Labels(arrays["rows"], arrays["offsets"], arrays["sizes"], problems)
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile):
+        return None  # absent, or not one of ours: scan again
+
+
+def _write_cache(path: Path, labels: Labels) -> None:
+    try:
+        with replacing(path) as file:
+            problems = np.array(labels.problems, dtype=np.str_)
+            np.savez(file, rows=labels.rows, offsets=labels.offsets, sizes=labels.sizes, problems=problems)
+    except OSError as error:
+        warnings.warn(
+            f"the label cache {path} cannot be written ({error.strerror}); the next start scans again", stacklevel=2
+        )
+
+
+def _scan(images: Sequence[Path], title: str, workers: int) -> Labels:
+    chunks = [images[start : start + CHUNK] for start in range(0, len(images), CHUNK)]
+    results: list[Scanned] = []
+    with tqdm(total=len(images), desc=f"checking {title}", unit="image", disable=None, leave=False) as bar:
+        for part in _map_chunks(chunks, workers):
+            results += part
+            bar.update(len(part))
+    offsets = np.concatenate(([0], np.cumsum([len(result.rows) for result in results])))
+    problems = tuple(problem for result in results for problem in result.problems)
+    rows = np.concatenate([result.rows for result in results])
+    return Labels(rows, offsets, np.array([result.size for result in results], np.int32), problems)
+
+
+def _map_chunks(chunks: Sequence[Sequence[Path]], workers: int) -> Iterator[list[Scanned]]:
+    if workers < 2 or len(chunks) < 2:
+        yield from map(_scan_chunk, chunks)
+        return
+    with multiprocessing.Pool(min(workers, len(chunks))) as pool:
+        yield from pool.imap(_scan_chunk, chunks)
+
+
+def _scan_chunk(images: Sequence[Path]) -> list[Scanned]:
+    return [scan_image(image) for image in images]
+
+
+def scan_image(image: Path) -> Scanned:
+    """Check one image and its label file. A bad image is left out whole, a bad row alone; `problems` tells."""
+    nothing = np.zeros((0, 5), np.float32)
+    try:
+        size = image_size(image)
+    except Exception as error:  # Pillow raises many kinds for a damaged file
+        return Scanned((0, 0), nothing, [f"{image}: not readable as an image ({error}); left out"])
+    if min(size) < LEAST_SIDE:
+        return Scanned((0, 0), nothing, [f"{image}: {size[0]}x{size[1]} pixels, smaller than {LEAST_SIDE}; left out"])
+    file = label_file(image)
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        return Scanned(size, nothing, [])  # background
+    except (OSError, UnicodeDecodeError) as error:
+        return Scanned(size, nothing, [f"{file}: cannot be read as text ({error}); taken as having no rows"])
+    rows, problems = parse_rows(text, file)
+    return Scanned(size, rows, problems)
+
+
+def image_size(image: Path) -> tuple[int, int]:
+    """Width and height in pixels as displayed: EXIF orientations 5 to 8 lie on their side."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # damaged EXIF blocks warn; the orientation is then absent
+        with Image.open(image) as opened:
+            width, height = opened.size
+            orientation = opened.getexif().get(EXIF_ORIENTATION, 1)
+    return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
+
+
+def parse_rows(text: str, file: Path) -> tuple[np.ndarray, list[str]]:
+    """Rows `class x y w h` or polygons `class x1 y1 x2 y2 x3 y3 ...`, normalised, as (k, 5) boxes, each once, in order.
+
+    A row that cannot be meant as either is left out and named in the second result.
+    """
+    rows: dict[tuple[float, ...], None] = {}
+    problems = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                row = _parse_row(line.split())
+            except ValueError as error:
+                problems.append(f"{file}, line {number}: {error}; row left out")
+                continue
+            if row in rows:
+                problems.append(f"{file}, line {number}: the same box again; row left out")
+            rows[row] = None
+    return np.array(list(rows), np.float32).reshape(-1, 5), problems
+
+
+def _parse_row(words: Sequence[str]) -> tuple[float, ...]:
+    try:
+        label, *values = map(float, words)
+    except ValueError:
+        raise ValueError("not all words are numbers") from None
+    if len(values) != 4 and (len(values) < 6 or len(values) % 2):
+        raise ValueError(f"{len(words)} numbers instead of 5 (box) or an odd count from 7 (polygon)")
+    if label < 0 or label != label // 1:
+        raise ValueError(f"class {words[0]} is not a whole number from 0")
+    if not all(-SLACK <= value <= 1 + SLACK for value in values):  # false for NaN too
+        raise ValueError("coordinates outside 0 to 1 (they are shares of the image's width and height, not pixels)")
+    x, y, width, height = values if len(values) == 4 else _polygon_box(values)
+    if width <= 0 or height <= 0:
+        raise ValueError("the box has no area")
+    return label, x, y, width, height
+
+
+def _polygon_box(points: Sequence[float]) -> tuple[float, float, float, float]:
+    """Centre and size of the box around x1 y1 x2 y2 ..."""
+    xs, ys = points[0::2], points[1::2]
+    low_x, high_x, low_y, high_y = min(xs), max(xs), min(ys), max(ys)
+    return (low_x + high_x) / 2, (low_y + high_y) / 2, high_x - low_x, high_y - low_y

@@ -1,0 +1,131 @@
+"""From a data set YAML to lists of image files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.shapes import draw_dataset
+from utils.errors import UserError, nearest
+from utils.files import read_yaml
+
+IMAGE_SUFFIXES = frozenset([".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".pfm", ".png", ".tif", ".tiff", ".webp"])
+SPLITS = ("train", "val", "test")
+KEYS = ("path", *SPLITS, "names", "nc", "draw", "download")
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """A data set YAML, read and checked. `entries` holds each split's folders and list files as absolute paths."""
+
+    file: Path
+    names: dict[int, str]
+    entries: dict[str, tuple[Path, ...]]
+
+    def images(self, split: str) -> list[Path]:
+        """The image files of a split, sorted, each once. Raises `UserError` where the split is absent or empty."""
+        if split not in self.entries:
+            raise UserError(f"{self.file} has no `{split}:`; add a folder of images or a .txt list of them")
+        found = sorted({image for entry in self.entries[split] for image in _list_images(entry)})
+        if not found:
+            places = ", ".join(map(str, self.entries[split]))
+            raise UserError(f"{self.file}: `{split}:` has no images in {places}; put images there or mend the path")
+        return found
+
+
+def read_spec(file: Path) -> DataSpec:
+    """Read a data set YAML. Relative paths resolve against `path`, that against the YAML's or the working folder."""
+    content = read_yaml(file)
+    for key in content:
+        if key not in KEYS and (hint := nearest(str(key), KEYS)):
+            raise UserError(f"{file}: unknown key '{key}'{hint}")
+    root = _root(file, content.get("path"))
+    if "draw" in content:  # the built-in data set: its own code makes it where it is missing, from this seed
+        draw_dataset(root[0], seed=content["draw"])
+    entries = {
+        split: tuple(_resolve(file, split, entry, root) for entry in _as_list(content[split]))
+        for split in SPLITS
+        if content.get(split)
+    }
+    return DataSpec(file, _names(file, content), entries)
+
+
+def _root(file: Path, path: Any) -> list[Path]:
+    """The folders that entries may be relative to, best first."""
+    bases = [file.resolve().parent, Path.cwd()]
+    if path is None:
+        return bases
+    if not isinstance(path, str):
+        raise UserError(f"{file}: `path` must be a folder's name, not {path!r}")
+    return [base / Path(path).expanduser() for base in bases]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _resolve(file: Path, split: str, entry: Any, roots: Sequence[Path]) -> Path:
+    if not isinstance(entry, str):
+        raise UserError(f"{file}: `{split}` must be a path or a list of paths, not {entry!r}")
+    candidates = [Path(os.path.normpath(root / Path(entry).expanduser())) for root in roots]
+    for candidate in candidates:
+        if candidate.exists():
+            return candidate
+    tried = " or ".join(dict.fromkeys(map(str, candidates)))
+    raise UserError(f"{file}: `{split}: {entry}` does not exist; looked for {tried}")
+
+
+def _names(file: Path, content: dict[str, Any]) -> dict[int, str]:
+    names, count = content.get("names"), content.get("nc")
+    if names is None and isinstance(count, int):
+        return {number: str(number) for number in range(count)}
+    if isinstance(names, list):
+        names = dict(enumerate(names))
+    if not isinstance(names, dict) or not names:
+        raise UserError(f"{file}: `names` must list the classes, as `0: person` lines or as [person, ...]")
+    if sorted(names, key=str) != sorted(range(len(names)), key=str):
+        raise UserError(f"{file}: the numbers under `names` must be 0 to {len(names) - 1}, each once")
+    if count is not None and count != len(names):
+        raise UserError(f"{file}: `nc` is {count} but `names` has {len(names)} classes; mend either")
+    return {number: str(names[number]) for number in range(len(names))}
+
+
+def _list_images(entry: Path) -> Iterator[Path]:
+    return _read_list(entry) if entry.is_file() else _walk(entry)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Every image below a folder, through links, each real folder once (links may form loops)."""
+    seen = set()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from (Path(place, name) for name in files if Path(name).suffix.lower() in IMAGE_SUFFIXES)
+
+
+def _read_list(file: Path) -> Iterator[Path]:
+    """The images that a text file lists, one a line, relative to its own folder or to the working folder."""
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError):
+        raise UserError(f"{file} is neither a folder nor a readable text list of images") from None
+    for line in filter(None, map(str.strip, lines)):
+        if Path(line).suffix.lower() in IMAGE_SUFFIXES:
+            beside = Path(os.path.normpath(file.parent / line))
+            yield beside if beside.exists() else Path(os.path.abspath(line))
+
+
+def label_file(image: Path) -> Path:
+    """Where an image's label rows are: the last folder `images` of the path read as `labels`, the suffix as .txt."""
+    parts = list(image.parts)
+    for place in range(len(parts) - 2, -1, -1):
+        if parts[place] == "images":
+            parts[place] = "labels"
+            break
+    return Path(*parts).with_suffix(".txt")

@@ -1,0 +1,222 @@
+"""Detection: the model, its loss, its decoding and its scores, as one object."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.anchors import ENOUGH, find_anchors, fit
+from models.layers import Detect
+from models.losses import DetectionLoss, LossSettings, LossTerms
+from models.postprocess import Suppression, decode, suppress
+from models.yolo import Model, build_model
+from utils.boxes import pairwise_iou, xyxy_to_xywh
+from utils.config import Hyperparameters, select
+from utils.metrics import ClassScores, ImageRecord, SizeScores, match_detections, score_classes, score_sizes
+from utils.plots import draw_targets
+from utils.summary import Summary
+
+
+class Placement(Protocol):
+    """How an image's file lies in the batch: pixels of the batch = pixels of the file x scale + offset, by (x, y)."""
+
+    @property
+    def scale(self) -> tuple[float, float]: ...
+    @property
+    def offset(self) -> tuple[int, int]: ...
+
+
+class ImageInfo(Protocol):
+    """What this task needs to know of an image beside its pixels."""
+
+    @property
+    def image(self) -> int: ...
+    @property
+    def size(self) -> tuple[int, int]: ...
+    @property
+    def placement(self) -> Placement: ...
+    @property
+    def rows(self) -> np.ndarray: ...
+
+
+class Batch(Protocol):
+    """images: uint8 (b, 3, h, w); targets: (m, 6): image in the batch, class, normalised xywh; infos: b of them."""
+
+    @property
+    def images(self) -> Tensor: ...
+    @property
+    def targets(self) -> Tensor: ...
+    @property
+    def infos(self) -> Sequence[ImageInfo]: ...
+
+
+class Labels(Protocol):
+    """The labels of a split."""
+
+    def side_lengths(self, imgsz: int) -> np.ndarray: ...
+
+
+class Split(Protocol):
+    """A split of the data set."""
+
+    @property
+    def labels(self) -> Labels: ...
+
+
+class DetectionTask:
+    """The verbs that the training loop calls. `names` are the classes; `hyp` has the loss's gains."""
+
+    # Columns of results.csv, after train/ or val/, and after metrics/
+
+    loss_names = ("box_loss", "obj_loss", "cls_loss")
+    metric_names = ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95")
+
+    def __init__(self, names: Mapping[int, str], hyp: Hyperparameters, label_smoothing: float = 0.0) -> None:
+        self.names = dict(names)
+        self.loss_settings = select(LossSettings, hyp, label_smoothing=label_smoothing)
+        self.suppression = Suppression()
+
+    def build_model(self, yaml: Mapping[str, Any], imgsz: int) -> Model:
+        """The model of a YAML for this task's classes and images of about `imgsz` pixels.
+
+        The task keeps hold of its head, for the anchors, and of `self.imgsz`: rounded up to whole strides, at least 2.
+        """
+        model = build_model(dict(yaml), nc=len(self.names))
+        model.names = self.names
+        self.head: Detect = model.detect
+        stride = int(self.head.stride.max())
+        self.imgsz = max(math.ceil(imgsz / stride), 2) * stride
+        settings = self.loss_settings.scaled(self.head.nl, self.head.nc, self.imgsz)
+        self.criterion = DetectionLoss(settings, self.head.nc)
+        return model
+
+    def adapt(self, model: Model, split: Split) -> str:
+        """AutoAnchor: new anchors where the model's suit too few boxes of the training images.
+
+        Returns a sentence that says what was found and done.
+        """
+        sides = split.labels.side_lengths(self.imgsz)
+        if not len(sides):
+            return "AutoAnchor: the training images have no boxes, so the anchors stay"
+        threshold = self.loss_settings.anchor_t
+        strides = self.head.stride[:, None, None].to(self.head.anchors)
+        current = (self.head.anchors * strides).reshape(-1, 2).numpy()
+        before = fit(sides, current, threshold)
+        told = (
+            f"AutoAnchor: {before.recall:.4f} of the boxes fit an anchor, {before.anchors_per_box:.2f} anchors per box"
+        )
+        if before.recall > ENOUGH:
+            return told
+        found = find_anchors(sides, len(current), threshold)
+        after = fit(sides, found, threshold)
+        if after.recall <= before.recall:
+            return f"{told}; none better were found"
+        anchors = torch.from_numpy(found).to(self.head.anchors).view_as(self.head.anchors)
+        self.head.anchors.copy_(anchors / strides)
+        model.yaml["anchors"] = anchors.reshape(self.head.nl, -1).tolist()
+        return f"{told}; new anchors: {after.recall:.4f}, {after.anchors_per_box:.2f}"
+
+    def inputs(self, batch: Batch) -> Tensor:
+        """What the model is called with: float (b, 3, h, w) in 0 to 1."""
+        return batch.images.float() / 255
+
+    def losses(self, outputs: list[Tensor], batch: Batch) -> LossTerms:
+        """The loss of the model's raw maps, as sums and counts."""
+        return self.criterion(outputs, batch.targets, self.head.anchors.to(outputs[0].device))
+
+    def predict(self, outputs: list[Tensor], batch: Batch) -> list[Tensor]:
+        """Detections per image, (k, 6): xyxy in pixels of the image's file, cut at its edges, confidence, class."""
+        device = outputs[0].device
+        predictions = decode(outputs, self.head.anchors.to(device), self.head.stride.to(device))
+        found = suppress(predictions, *self.suppression)
+        return [_to_file(detections.cpu(), info) for detections, info in zip(found, batch.infos, strict=True)]
+
+    def set_thresholds(self, conf_thres: float, iou_thres: float, max_det: int) -> None:
+        """What `predict` takes for a detection: least confidence, overlap that suppresses, most per image."""
+        self.suppression = Suppression(conf_thres, iou_thres, max_det)
+
+    def text_rows(self, predictions: Sequence[Tensor], batch: Batch, with_confidence: bool) -> list[list[str]]:
+        """Each image's detections as label rows: class, normalised xywh, and the confidence if it is wanted."""
+        return [
+            _text_rows(found, info.size, with_confidence) for found, info in zip(predictions, batch.infos, strict=True)
+        ]
+
+    def picture(self, batch: Batch) -> np.ndarray:
+        """The batch's images with their targets drawn on, uint8 (h, w, 3) BGR."""
+        return draw_targets(batch.images.cpu().numpy(), batch.targets.cpu().numpy(), self.names)
+
+    def score(self, predictions: Sequence[Tensor], batch: Batch) -> list[ImageRecord]:
+        """What each image adds to the metrics."""
+        return [_record(found, info) for found, info in zip(predictions, batch.infos, strict=True)]
+
+    def summarise(self, records: Sequence[ImageRecord]) -> Summary:
+        """The metrics of a whole set, its table, and `fitness`."""
+        scores = score_classes(list(records))
+        means = scores.means()
+        metrics = dict(zip(self.metric_names, means.values(), strict=True))
+        fitness = 0.1 * means["mAP50"] + 0.9 * means["mAP50-95"]
+        overall, details = table(self.names, len(records), scores, score_sizes(list(records)))
+        return Summary(metrics, fitness, overall, details)
+
+
+def _to_file(detections: Tensor, info: ImageInfo) -> Tensor:
+    """Detections (k, 6) from the batch's pixels into those of the image's file."""
+    (scale_x, scale_y), (left, top) = info.placement.scale, info.placement.offset
+    corners = (detections[:, :4] - torch.tensor([left, top, left, top])) / torch.tensor([scale_x, scale_y] * 2)
+    width, height = info.size
+    limit = torch.tensor([width, height, width, height], dtype=corners.dtype)
+    return torch.cat((corners.clamp(min=torch.zeros(4), max=limit), detections[:, 4:]), 1)
+
+
+def _text_rows(found: Tensor, size: tuple[int, int], with_confidence: bool) -> list[str]:
+    boxes = xyxy_to_xywh(found[:, :4]) / torch.tensor(size * 2)
+    rows = torch.cat((boxes, found[:, 4:5]) if with_confidence else (boxes,), 1)
+    return [
+        f"{int(c)} {' '.join(f'{value:.6g}' for value in row)}"
+        for c, row in zip(found[:, 5], rows.tolist(), strict=True)
+    ]
+
+
+def _record(found: Tensor, info: ImageInfo) -> ImageRecord:
+    width, height = info.size
+    rows = torch.from_numpy(info.rows)
+    half = rows[:, 3:5] / 2
+    truth = torch.cat((rows[:, 1:3] - half, rows[:, 1:3] + half), 1) * torch.tensor([width, height, width, height])
+    overlaps = pairwise_iou(truth, found[:, :4]).numpy()
+    label, true_label = found[:, 5].numpy(), info.rows[:, 0]
+    overlap, partner, beaten = match_detections(overlaps, true_label[:, None] == label[None])
+    true_side = _side(truth)
+    partner_side = true_side[partner] if len(true_side) else np.zeros(len(label))
+    confidence = found[:, 4].numpy()
+    return ImageRecord(
+        info.image, overlap, beaten, partner_side, confidence, label, _side(found), true_label, true_side
+    )
+
+
+def _side(boxes: Tensor) -> np.ndarray:
+    """Square root of the area of xyxy boxes, (n,)."""
+    return (boxes[:, 2:4] - boxes[:, :2]).clamp(min=0).prod(1).sqrt().numpy()
+
+
+def table(
+    names: Mapping[int, str], images: int, scores: ClassScores, sizes: Sequence[SizeScores]
+) -> tuple[list[str], list[str]]:
+    """The table's head with the row of all classes, and a row per class and per object size."""
+    row = "{:>22} {:>9} {:>9} {:>10} {:>10} {:>10} {:>10}"
+    number = "{:.4f}".format
+    means = [number(value) for value in scores.means().values()]
+    head = row.format("Class", "Images", "Instances", "P", "R", "mAP50", "mAP50-95")
+    overall = row.format("all", images, int(scores.instances.sum()), *means)
+    details = [
+        row.format(names[int(c)][:22], seen, count, *map(number, (precision, recall, ap[0], ap.mean())))
+        for c, seen, count, precision, recall, ap in zip(*vars(scores).values(), strict=True)
+    ]
+    for size in sizes:
+        span = f"{size.low:g}-{size.high:g} px" if size.high < float("inf") else f"{size.low:g}+ px"
+        details.append(row.format(span, images, size.instances, "-", "-", number(size.ap50), number(size.ap)))
+    return [head, overall], details

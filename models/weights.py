@@ -1,0 +1,312 @@
+"""Weight files, read without running anything that they contain.
+
+A pickle is a program: it names functions and calls them. Our own files hold nothing but tensors and plain values. An
+official YOLOv5 file is a pickled network; its classes become inert stubs here, from which the tensors are taken, and a
+name outside the short lists below is refused.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+import warnings
+from _compat_pickle import IMPORT_MAPPING
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from utils.checkpoint import FORMAT
+from utils.errors import UserError
+
+# Modules and classes of which a file may hold objects. None is imported: whatever has such a name becomes a stub.
+STUB_MODULES = (
+    *("models", "utils", "ultralytics", "yolov5", "torch.nn.modules", "torch.nn.parallel", "pathlib", "datetime"),
+)
+STUBS = {
+    *("argparse.Namespace", "numpy.dtype", "numpy.ndarray", "_codecs.encode"),  # encode: numpy's scalars are made of it
+    *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
+    *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
+}
+# Real things. Built-in classes and values alone: a pickle's BUILD could change the attributes of anything else.
+PLAIN = (set, frozenset, list, dict, tuple, int, float, bool, str, complex)
+REAL: dict[str, Any] = {
+    "collections.OrderedDict": collections.OrderedDict,
+    "torch.Size": torch.Size,
+    "torch.device": torch.device,
+    **{f"builtins.{kind.__name__}": kind for kind in PLAIN},
+    **{f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+}
+TASKS_BY_CLASS = {"SegmentationModel": "segment", "ClassificationModel": "classify"}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a weight file holds. `source`: ours, a network pickled by YOLOv5, or a bare dict of tensors."""
+
+    state: dict[str, Tensor]  # on the CPU; float32 where it is a floating type
+    model: dict[str, Any] | None  # the model YAML's content
+    names: dict[int, str]
+    task: str
+    settings: dict[str, Any]
+    source: Literal["lockstep", "yolov5", "tensors"]
+
+
+def read_weights(path: str | Path) -> Weights:
+    """The weights in a file of ours, an official YOLOv5 `.pt`, or a saved dict of tensors.
+
+    Raises `UserError` for anything else, before anything that it names is called.
+    """
+    path = Path(path)
+    data = _read_bytes(path)
+    try:
+        _refuse_torchscript(data)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's remarks on how the file was made: nothing that the user can mend
+            return _interpret(_unpickle(data))
+    except _Unusable as error:
+        raise UserError(f"{path} {error}") from None
+    except Exception as error:  # a damaged or hostile file can fail anywhere: in torch's C++, while walking it, ...
+        raise UserError(f"{path} {_damage(data, error)}") from error
+
+
+def transfer(model: nn.Module, state: Mapping[str, Tensor], exclude: tuple[str, ...] = ()) -> tuple[int, int]:
+    """Load every tensor that fits by name and shape and has none of `exclude` in its name.
+
+    Returns how many were loaded, and how many the model has.
+    """
+    own = model.state_dict()
+    fitting = {
+        name: tensor
+        for name, tensor in state.items()
+        if name in own and own[name].shape == tensor.shape and not any(part in name for part in exclude)
+    }
+    model.load_state_dict(fitting, strict=False)
+    return len(fitting), len(own)
+
+
+class _Unusable(Exception):
+    """Why a file is not used: the rest of a sentence that begins with its name."""
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(
+            f"weights {path} do not exist; check the path (nothing is downloaded), or give '' to start from scratch"
+        ) from None
+    except OSError as error:
+        raise UserError(f"weights {path} cannot be read: {error.strerror}") from None
+    if not data:
+        raise UserError(f"{path} is empty; copy or download it again")
+    return data
+
+
+def _damage(data: bytes, error: Exception) -> str:
+    """The likely reason why torch could not read `data`."""
+    try:
+        data[:1000].decode("utf-8")
+    except UnicodeDecodeError:
+        reason = (str(error).strip() or type(error).__name__).split("\n")[0].split(". ")[0][:160]
+        return f"is not a whole PyTorch weight file ({reason}); copy or download it again"
+    return "is text, not a weight file (a web page or a Git LFS pointer?); download it again"
+
+
+def _refuse_torchscript(data: bytes) -> None:
+    """torch.load would hand such an archive to torch.jit.load, which runs it."""
+    if data[:4] != b"PK\x03\x04":
+        return
+    # The reader that torch.load uses: another one might see other records in a file made to deceive.
+    if "constants.pkl" in torch._C.PyTorchFileReader(io.BytesIO(data)).get_all_records():
+        raise _Unusable("is a TorchScript export, which cannot be trained; give the .pt that training wrote")
+
+
+def _unpickle(data: bytes) -> Any:
+    """The file's content, by torch's own safe loader, or with stubs for classes where that refuses."""
+    # From memory, for torch unpacks a tar archive wherever it wants to be unpacked, but only from a real file.
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_RESTRICTED)
+
+
+class Stub:
+    """Stands where a pickle has an object of some class: holds its state, and does nothing."""
+
+    __slots__ = ("state",)
+    stands_for: ClassVar[str] = ""
+    state: dict[str, Any]
+
+    def __new__(cls, *_: object, **__: object) -> Stub:
+        stub = super().__new__(cls)
+        stub.state = {}
+        return stub
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    # pickle would otherwise set attributes. On the class itself, which a file can also name, this call fails: good.
+    def __setstate__(self, state: object) -> None:
+        self.state = state if isinstance(state, dict) else {}
+
+    # What pickle calls to fill subclasses of list and dict.
+    def append(self, _: object) -> None:
+        pass
+
+    def extend(self, _: object) -> None:
+        pass
+
+    def __setitem__(self, _: object, __: object) -> None:
+        pass
+
+
+@lru_cache(maxsize=1000)
+def _stub_class(name: str) -> type[Stub]:
+    return type(name.rpartition(".")[2], (Stub,), {"__slots__": (), "stands_for": name})
+
+
+class _Unpickler(pickle.Unpickler):
+    """Resolves names from the lists above only. torch adds the storages, by way of `persistent_load`."""
+
+    def load(self) -> Any:
+        """The next object of the file."""
+        given = getattr(self, "persistent_load", None)
+        if given is not None:
+            self.persistent_load = lambda identity: _persistent(identity, given)  # type: ignore[method-assign]
+        return super().load()
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What the pickle means by a name. `_Unusable` where it has no business in a weight file."""
+        module = IMPORT_MAPPING.get(module, module)  # protocols 0 to 2 write __builtin__ for builtins, and so on
+        full = f"{module}.{name}"
+        if "." not in name:  # a dotted name is a path through attributes, from a harmless module to any other
+            if full in REAL:
+                return REAL[full]
+            if full in _REBUILD:
+                rebuild = _REBUILD[full]
+                return lambda *args: rebuild(*args)  # one to throw away: BUILD can change a function's attributes
+            if full in STUBS or any(f"{module}.".startswith(f"{allowed}.") for allowed in STUB_MODULES):
+                return _stub_class(full)
+        raise _Unusable(
+            f"was refused, and nothing in it was run: it names '{full}', which has no business in a weight file; "
+            "use a file from a source that you trust"
+        )
+
+
+def _persistent(identity: Any, load: Callable[[Any], Any]) -> Any:
+    """What `identity` stands for: a storage, by `load`, or in files of torch < 1.6 a class beside its source."""
+    # torch compares that source with the class's, and writes the difference into a file that the pickle can name.
+    if isinstance(identity, tuple) and identity[0] in ("module", b"module"):
+        return identity[1]
+    return load(identity)
+
+
+def _tensor(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object) -> Tensor:
+    """A tensor, without the hooks and metadata that the pickle may give it."""
+    if not isinstance(storage, torch.storage.TypedStorage):
+        raise TypeError(f"a tensor without a storage, but with a {type(storage).__name__}")
+    return torch._utils._rebuild_tensor(storage, offset, size, stride)
+
+
+def _parameter(data: Tensor, *_: object) -> Tensor:
+    return data
+
+
+_REBUILD: dict[str, Callable[..., Tensor]] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+}
+# torch.load takes `pickle` itself or something like it.
+_RESTRICTED = SimpleNamespace(
+    __name__="restricted pickle", Unpickler=_Unpickler, load=lambda file, **options: _Unpickler(file, **options).load()
+)
+
+
+def _interpret(content: Any) -> Weights:
+    """What an unpickled file means."""
+    if isinstance(content, dict):
+        if str(content.get("format", "")).startswith("lockstep-"):
+            return _own(content)
+        if content and all(isinstance(value, Tensor) for value in content.values()):
+            return Weights(_floats(content), None, {}, "detect", {}, "tensors")
+        # The smoothed weights are the ones to use, but YOLOv5 moves them to `model` when a training ends.
+        content = content.get("model") if content.get("ema") is None else content["ema"]
+    if _is_module(content):
+        return _official(content)
+    raise _Unusable("contains no model; give weights that this program or YOLOv5 has written")
+
+
+def _own(content: dict[str, Any]) -> Weights:
+    if content["format"] != FORMAT:
+        raise _Unusable(f"has the format {content['format']}, which this version does not know; update this program")
+    missing = [key for key in ("task", "model", "names", "state", "settings") if key not in content]
+    if missing:
+        raise _Unusable(f"lacks {', '.join(missing)}; it was not written whole, so take another file")
+    return Weights(
+        _floats(content["state"]),
+        _plain(content["model"]),
+        _numbered(content["names"]),
+        content["task"],
+        content["settings"],
+        "lockstep",
+    )
+
+
+def _official(network: Stub) -> Weights:
+    yaml = network.state.get("yaml")
+    return Weights(
+        _floats(dict(_tensors(network, ""))),
+        _plain(yaml) if isinstance(yaml, dict) else None,
+        _numbered(network.state.get("names") or {}),
+        TASKS_BY_CLASS.get(network.stands_for.rpartition(".")[2], "detect"),
+        {},
+        "yolov5",
+    )
+
+
+def _is_module(value: object) -> bool:
+    """Whether this is the stub of a torch module."""
+    return isinstance(value, Stub) and isinstance(value.state.get("_modules"), dict)
+
+
+def _tensors(module: Stub, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """The state dict that the module would have, as names and tensors."""
+    fields = module.state
+    unsaved = {"anchor_grid", *fields.get("_non_persistent_buffers_set", ())}  # the grid: of old files; it is derived
+    for name, tensor in {**fields["_parameters"], **fields["_buffers"]}.items():
+        if isinstance(tensor, Tensor) and name not in unsaved:
+            yield prefix + name, tensor
+    for name, child in fields["_modules"].items():
+        if _is_module(child):
+            yield from _tensors(child, f"{prefix}{name}.")
+
+
+def _floats(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors without gradients, floating ones as float32: official files are saved in half precision."""
+    return {name: (x.float() if x.is_floating_point() else x).detach() for name, x in state.items()}
+
+
+def _numbered(names: Any) -> dict[int, str]:
+    """Class names by number, from a dict or, as older files have it, a list."""
+    pairs = names.items() if isinstance(names, dict) else enumerate(names)
+    return {int(number): str(name) for number, name in pairs}
+
+
+def _plain(value: Any) -> Any:
+    """A copy made of plain dicts, lists and values. TypeError where there is anything else, such as a stub."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"its model description holds a {type(value).__name__}")

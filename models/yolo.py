@@ -1,0 +1,386 @@
+"""From a model YAML to a network.
+
+A YAML has `backbone` and `head`, lists of rows `[from, number, module, args]`, counted through from 0. `from` is the
+row whose output goes in (-1: the one before), or a list of them. A new kind of layer is a class and a line in `LAYERS`.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.layers import C3, SPP, SPPF, Bottleneck, Concat, Conv, Detect, DWConv
+from utils.errors import UserError, nearest
+from utils.files import find_file, read_yaml
+
+KEYS = (
+    *("task", "nc", "ch", "depth_multiple", "width_multiple", "channel_multiple", "anchors"),
+    *("activation", "inplace", "backbone", "head"),
+)
+# Side of the image that is sent through each layer while building, in pixels: the largest stride that a model may have.
+PROBE = 128
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a YAML's numbers become those of its size."""
+
+    depth: float
+    width: float
+    multiple: int  # channels come in multiples of this
+    outputs: int  # anchors per level * (5 + nc): a channel count of just this is not scaled
+
+    def channels(self, count: Any) -> int:
+        """Output channels for a row that asks for `count`. ValueError where that is no number of channels."""
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"the first argument is the number of output channels, not {count!r}")
+        return count if count == self.outputs else math.ceil(count * self.width / self.multiple) * self.multiple
+
+    def repeats(self, number: int) -> int:
+        """Repetitions for a row that asks for `number`."""
+        return max(round(number * self.depth), 1) if number > 1 else number
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of backbone or head.
+
+    `source` is the row whose output goes in, counted from 0 (-1: the image), or several for a list of maps.
+    """
+
+    index: int
+    source: int | tuple[int, ...]
+    number: int
+    module: str
+    args: tuple[Any, ...]
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The rows whose outputs go in."""
+        return self.source if isinstance(self.source, tuple) else (self.source,)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a layer learns about the place where it will stand."""
+
+    channels: tuple[int, ...]  # of each input map
+    repeats: int
+    args: tuple[Any, ...]
+    scaling: Scaling
+
+    @property
+    def c1(self) -> int:
+        """Channels of the only input. ValueError where there are several."""
+        if len(self.channels) != 1:
+            raise ValueError(f"it takes one input, not {len(self.channels)}: join them with Concat first")
+        return self.channels[0]
+
+    @property
+    def c2(self) -> int:
+        """Output channels: the first argument, scaled."""
+        if not self.args:
+            raise ValueError("the first argument, the number of output channels, is missing")
+        return self.scaling.channels(self.args[0])
+
+
+Maker = Callable[[Place], nn.Module]
+
+
+def convolving(layer: Callable[..., nn.Module]) -> Maker:
+    """For `layer(c1, c2, *args[1:])`; a number above 1 puts several in a row."""
+
+    def make(place: Place) -> nn.Module:
+        widths = [place.c1] + [place.c2] * place.repeats
+        return _chain([layer(c1, c2, *place.args[1:]) for c1, c2 in itertools.pairwise(widths)])
+
+    return make
+
+
+def repeating(layer: Callable[..., nn.Module]) -> Maker:
+    """For `layer(c1, c2, repeats, *args[1:])`, which repeats something inside."""
+    return lambda place: layer(place.c1, place.c2, place.repeats, *place.args[1:])
+
+
+def plain(layer: Callable[..., nn.Module]) -> Maker:
+    """For `layer(*args)`, which does not ask for channels; a number above 1 puts several in a row."""
+    return lambda place: _chain([layer(*place.args) for _ in range(place.repeats)])
+
+
+def detecting(layer: Callable[..., nn.Module]) -> Maker:
+    """For `layer(*args, channels)`, which takes all its inputs' channels."""
+    return lambda place: layer(*place.args, place.channels)
+
+
+def _chain(layers: list[nn.Module]) -> nn.Module:
+    """The layers one after the other; a single one stays itself, so that its state-dict keys do."""
+    return layers[0] if len(layers) == 1 else nn.Sequential(*layers)
+
+
+LAYERS: dict[str, Maker] = {
+    "Conv": convolving(Conv),
+    "DWConv": convolving(DWConv),
+    "Bottleneck": convolving(Bottleneck),
+    "C3": repeating(C3),
+    "SPP": convolving(SPP),
+    "SPPF": convolving(SPPF),
+    "Concat": plain(Concat),
+    "nn.Upsample": plain(nn.Upsample),
+    "Detect": detecting(Detect),
+}
+
+
+class Model(nn.Module):
+    """A detector. `yaml` builds the same network again; `names` are its classes."""
+
+    def __init__(self, layers: Sequence[nn.Module], rows: Sequence[Row], yaml: dict[str, Any]) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*layers)  # the attribute's name is part of every state-dict key
+        self.rows = tuple(rows)
+        self.yaml = yaml
+        self.names = {number: str(number) for number in range(yaml["nc"])}
+        self._later_inputs = {j for row in rows for j in row.sources if j != row.index - 1}
+
+    @property
+    def detect(self) -> Detect:
+        """The detection head."""
+        head = self.model[-1]
+        assert isinstance(head, Detect)
+        return head
+
+    @property
+    def stride(self) -> Tensor:
+        """(levels,): pixels per cell of each level."""
+        return self.detect.stride
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """(b, 3, h, w), RGB in [0, 1], to a raw map (b, anchors, h / stride, w / stride, 5 + nc) per level.
+
+        Height and width must be multiples of the largest stride.
+        """
+        kept: dict[int, Tensor] = {}  # only what a later row asks for stays alive
+        latest: Any = images
+        for row, layer in zip(self.rows, self.model, strict=True):
+            inputs = [latest if j == row.index - 1 else kept[j] for j in row.sources]
+            latest = layer(inputs if isinstance(row.source, tuple) else inputs[0])
+            if row.index in self._later_inputs:
+                kept[row.index] = latest
+        return latest
+
+
+def build_model(yaml: dict[str, Any] | str | Path, nc: int | None = None, channels: int = 3) -> Model:
+    """The network that a YAML describes, from its path, its shipped file's name, or its content.
+
+    `nc` overrides the YAML's number of classes, and its `ch` overrides `channels` of the images. Weights are random, in
+    train mode, on torch's default device (on "meta" this takes no memory). Raises `UserError` for a YAML that describes
+    no network.
+    """
+    source, description = _read(yaml)
+    description = _resolve(source, description, nc, channels)
+    rows = _parse_rows(source, description)
+    layers, strides = _build_layers(source, rows, description)
+    model = Model(layers, rows, description)
+    model.detect.set_strides(strides)
+    model.detect.initialise_biases()
+    return model
+
+
+def _read(yaml: dict[str, Any] | str | Path) -> tuple[str, dict[str, Any]]:
+    """What to call the YAML in messages, and a copy of its content."""
+    if isinstance(yaml, dict):
+        return "the model YAML", copy.deepcopy(yaml)
+    path = find_file(str(yaml), "model YAML", ["models"])
+    return str(path), read_yaml(path)
+
+
+def _resolve(source: str, yaml: dict[str, Any], nc: int | None, channels: int) -> dict[str, Any]:
+    """The YAML with every key that `build_model` needs, checked."""
+    for key in yaml:
+        if key not in KEYS:
+            raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), KEYS)}; known are {', '.join(KEYS)}")
+    sizes = {"ch": channels, "depth_multiple": 1.0, "width_multiple": 1.0, "channel_multiple": 8}
+    yaml = {**sizes, **yaml, **({} if nc is None else {"nc": nc})}
+    for key in ("nc", "ch", "channel_multiple"):
+        _require(source, yaml, key, "a whole number above 0", _is_count(yaml.get(key)))
+    for key in ("depth_multiple", "width_multiple"):
+        _require(source, yaml, key, "a number above 0", _is_number(yaml[key]) and yaml[key] > 0)
+    for key in ("backbone", "head"):
+        _require(source, yaml, key, "a list of rows [from, number, module, args]", isinstance(yaml.get(key), list))
+    anchors = "a list of width, height pairs per level, or their number per level"
+    _require(source, yaml, "anchors", anchors, _are_anchors(yaml.get("anchors")))
+    return yaml
+
+
+def _require(source: str, yaml: dict[str, Any], key: str, what: str, holds: bool) -> None:
+    if not holds:
+        found = f"is {yaml[key]!r}" if key in yaml else "is missing"
+        raise UserError(f"{source}: `{key}` {_shortened(found)}; give {what}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _are_anchors(value: Any) -> bool:
+    """Whether this is a count, or flat lists of numbers; `Detect` checks that their lengths fit it."""
+    if not isinstance(value, list):
+        return _is_count(value)
+    return bool(value) and all(isinstance(level, list) and level and all(map(_is_number, level)) for level in value)
+
+
+def _parse_rows(source: str, yaml: dict[str, Any]) -> list[Row]:
+    known = {"nc": yaml["nc"], "anchors": yaml["anchors"], "None": None}  # YAML itself writes null for None
+    return [_parse_row(source, index, row, known) for index, row in enumerate([*yaml["backbone"], *yaml["head"]])]
+
+
+def _parse_row(source: str, index: int, row: Any, known: dict[str, Any]) -> Row:
+    where = f"{source}, row {index}"
+    if not isinstance(row, list) or len(row) != 4:
+        raise UserError(f"{where}: {_shortened(repr(row))} is no row; write [from, number, module, args]")
+    origin, number, module, args = row
+    if not _is_count(number):
+        raise UserError(f"{where}: the number of repetitions is {number!r}; give a whole number above 0")
+    if not isinstance(module, str) or module not in LAYERS:
+        hint = nearest(str(module), LAYERS)
+        raise UserError(f"{where}: unknown module '{module}'{hint}; known are {', '.join(LAYERS)}")
+    if not isinstance(args, list):
+        raise UserError(f"{where}: the arguments are {args!r}; write them as a list, such as [64, 3, 2]")
+    return Row(index, _parse_source(where, index, origin), number, module, tuple(_argument(a, known) for a in args))
+
+
+def _parse_source(where: str, index: int, origin: Any) -> int | tuple[int, ...]:
+    """`from` with negative numbers turned into row numbers."""
+    if isinstance(origin, list) and origin:
+        return tuple(_parse_origin(where, index, one) for one in origin)
+    return _parse_origin(where, index, origin)
+
+
+def _parse_origin(where: str, index: int, origin: Any) -> int:
+    if isinstance(origin, bool) or not isinstance(origin, int):
+        raise UserError(f"{where}: `from` is {origin!r}; give a row's number, -1 for the row before, or a list of them")
+    row = index + origin if origin < 0 else origin
+    is_image = index == 0 and origin == -1
+    if not (0 <= row < index or is_image):
+        allowed = f"0 to {index - 1}, or -1 for the row before" if index else "-1, the image"
+        raise UserError(f"{where}: `from` is {origin}, but only rows before it can be its input: {allowed}")
+    return row
+
+
+def _argument(value: Any, known: dict[str, Any]) -> Any:
+    """The value itself, or what it is the name of."""
+    return known.get(value, value) if isinstance(value, str) else value
+
+
+def _build_layers(source: str, rows: list[Row], yaml: dict[str, Any]) -> tuple[list[nn.Module], list[float]]:
+    """The rows' layers, and the strides of the maps that reach the last one.
+
+    Each layer is tried on the maps that will reach it: that tells the channels and strides, and names the row where
+    something does not fit.
+    """
+    scaling, activation = _scaling(yaml), _parse_activation(source, yaml.get("activation"))
+    image = torch.zeros(1, yaml["ch"], PROBE, PROBE)
+    layers: list[nn.Module] = []
+    maps: list[Any] = []
+    inputs: list[Tensor] = []
+    for row in rows:
+        inputs = [image if j < 0 else maps[j] for j in row.sources]
+        with _naming(source, row):
+            layer = _build_layer(row, inputs, scaling, activation)
+            maps.append(_try(layer, inputs if isinstance(row.source, tuple) else inputs[0]))
+        layers.append(layer)
+    if not layers or not isinstance(layers[-1], Detect):
+        example = "[[17, 20, 23], 1, Detect, [nc, anchors]]"
+        raise UserError(f"{source}: the last row of `head` is no detection head; end it with one, such as {example}")
+    return layers, [PROBE / x.shape[2] for x in inputs]
+
+
+def _build_layer(
+    row: Row, inputs: list[Tensor], scaling: Scaling, activation: Callable[[], nn.Module] | None
+) -> nn.Module:
+    channels = tuple(x.shape[1] for x in inputs)
+    layer = LAYERS[row.module](Place(channels, scaling.repeats(row.number), row.args, scaling))
+    if activation is not None:
+        for part in layer.modules():
+            if isinstance(part, Conv):
+                part.set_activation(activation)
+    return layer
+
+
+@torch.no_grad()
+def _try(layer: nn.Module, inputs: Tensor | list[Tensor]) -> Any:
+    """The layer's output, in eval mode so that BatchNorm's statistics stay as they are."""
+    layer.eval()
+    output = layer(inputs)
+    layer.train()
+    return output
+
+
+@contextmanager
+def _naming(source: str, row: Row) -> Iterator[None]:
+    """Turn whatever goes wrong inside into a `UserError` that names the row: a user's arguments can fail anywhere."""
+    try:
+        yield
+    except Exception as error:
+        reason = _shortened(str(error).strip().split("\n")[0] or type(error).__name__)
+        raise UserError(
+            f"{source}, row {row.index}: {row.module} with the arguments {_shortened(str(list(row.args)))} "
+            f"on rows {list(row.sources)} does not work ({reason}); mend that row"
+        ) from error
+
+
+def _shortened(text: str, most: int = 160) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _scaling(yaml: dict[str, Any]) -> Scaling:
+    anchors = yaml["anchors"]
+    per_level = anchors if isinstance(anchors, int) else len(anchors[0]) // 2
+    outputs = per_level * (yaml["nc"] + 5)
+    return Scaling(yaml["depth_multiple"], yaml["width_multiple"], yaml["channel_multiple"], outputs)
+
+
+def _parse_activation(source: str, text: Any) -> Callable[[], nn.Module] | None:
+    """What makes one activation from a text such as `nn.LeakyReLU(0.1)`; None for no text. Nothing is evaluated."""
+    if text is None:
+        return None
+    known = nn.modules.activation.__all__
+    try:
+        name, args, options = _parse_call(text)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # all that ast raises
+        raise UserError(f"{source}: `activation` is {text!r}; write it like nn.LeakyReLU(0.1)") from None
+    if name not in known:
+        hint = nearest(name, known)
+        raise UserError(f"{source}: `activation` names '{name}', which is no activation of torch.nn{hint}")
+    activation = getattr(nn, name)
+    try:
+        activation(*args, **options)
+    except Exception as error:
+        raise UserError(f"{source}: `activation` {text} does not work ({error}); mend its arguments") from error
+    return lambda: activation(*args, **options)
+
+
+def _parse_call(text: Any) -> tuple[str, list[Any], dict[str, Any]]:
+    """Name, arguments and keyword arguments of `nn.Name(...)` or `nn.Name`. ValueError and others for anything else."""
+    if not isinstance(text, str):
+        raise ValueError(text)
+    tree = ast.parse(text.strip(), mode="eval").body
+    call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
+    prefix, _, name = ast.unparse(call.func).rpartition(".")
+    if prefix not in ("nn", "torch.nn"):
+        raise ValueError(text)
+    options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    return name, [ast.literal_eval(a) for a in call.args], options

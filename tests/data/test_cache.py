@@ -1,0 +1,213 @@
+"""Decoded images by three ways: the same pixels from files, memory and disk, and nothing written beside the files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from data import cache
+from data.cache import Images, open_images
+from utils.errors import UserError
+
+
+def write_image(file: Path, width: int, height: int, seed: int) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    Image.fromarray(pixels).save(file)
+    return file
+
+
+def pixels(images: Images) -> list[np.ndarray]:
+    return [images.read(index) for index in range(len(images.files))]
+
+
+def same(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
+    return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def kept_files(cache_home: Path) -> list[Path]:
+    return sorted(path for path in cache_home.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """Four images: one of the right size, one to shrink, one to enlarge, one portrait."""
+    sizes = ((32, 20), (64, 48), (16, 12), (21, 40))
+    return [write_image(tmp_path / f"set/{k}.png", *size, seed=k) for k, size in enumerate(sizes)]
+
+
+@pytest.fixture
+def no_reading(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Called, it makes every later reading of an image file fail the test."""
+
+    def forbid() -> None:
+        monkeypatch.setattr(cache, "read_image", lambda file: pytest.fail(f"read {file}"))
+
+    return forbid
+
+
+def free_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=size))
+
+
+@pytest.mark.parametrize("way", ["", "ram", "disk"])
+def test_the_longer_side_has_the_size_asked_for(files: list[Path], way: str) -> None:
+    found = pixels(open_images(files, 32, True, way, 2))
+    assert [image.shape for image in found] == [(20, 32, 3), (24, 32, 3), (24, 32, 3), (32, 17, 3)]  # 16.8
+    assert np.array_equal(found[0], np.asarray(Image.open(files[0]))[..., ::-1])
+    # a half in each direction: the mean of every four pixels, rounded
+    quarters = np.asarray(Image.open(files[1]))[..., ::-1].reshape(24, 2, 32, 2, 3).mean((1, 3))
+    assert np.abs(found[1] - quarters).max() <= 0.5
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+@pytest.mark.parametrize("way", ["ram", "disk"])
+def test_kept_images_are_those_of_the_files(files: list[Path], way: str, smooth: bool) -> None:
+    wanted = pixels(open_images(files, 32, smooth, "", 0))
+    images = open_images(files, 32, smooth, way, 0)
+    for _ in range(2):
+        assert same(pixels(images), wanted)
+
+
+@pytest.mark.parametrize("way", ["", "ram", "disk"])
+def test_the_data_folder_stays_as_it_is(files: list[Path], tmp_path: Path, way: str) -> None:
+    before = {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]}
+    pixels(open_images(files, 32, True, way, 2))
+    assert {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]} == before
+
+
+@pytest.mark.parametrize("way", ["", "ram", "disk"])
+def test_an_image_that_went_missing_is_named(files: list[Path], way: str) -> None:
+    files[2].unlink()
+    with pytest.raises(UserError, match=r"2\.png"):
+        pixels(open_images(files, 32, True, way, 2))
+
+
+# memory
+
+
+def test_memory_is_filled_before_the_first_reading(files: list[Path], no_reading: Callable[[], None]) -> None:
+    wanted = pixels(open_images(files, 32, True, "", 0))
+    images = open_images(files, 32, True, "ram", 2)
+    no_reading()
+    assert same(pixels(images), wanted)
+    assert same([images.read(2), images.read(0)], [wanted[2], wanted[0]])
+
+
+def test_memory_keeps_the_order_of_many_files(tmp_path: Path, no_reading: Callable[[], None]) -> None:
+    files = [write_image(tmp_path / f"set/{k:03}.bmp", 12, 12, seed=k) for k in range(130)]
+    wanted = pixels(open_images(files, 12, True, "", 0))
+    images = open_images(files, 12, True, "ram", 3)
+    no_reading()
+    assert same(pixels(images), wanted)
+
+
+def test_what_does_not_fit_into_memory_is_read_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [write_image(tmp_path / f"set/{k:03}.bmp", 12, 12, seed=k) for k in range(200)]
+    wanted = pixels(open_images(files, 12, True, "", 0))
+    read, seen = cache.read_image, []
+    monkeypatch.setattr(cache, "read_image", lambda file: seen.append(file) or read(file))
+    free_memory(monkeypatch, 100 * 12 * 12 * 3)  # room for 100 images, of which some is left free
+    with pytest.warns(UserWarning, match=r"--cache ram: \d+ of 200 images fit into memory"):
+        images = open_images(files, 12, True, "ram", 2)
+    kept = len(seen)
+    assert 1 <= kept <= 100 + 64  # no more than one portion beyond the limit
+    seen.clear()
+    assert same(pixels(images), wanted)
+    assert seen == files[kept:]
+
+
+def test_enough_memory_gives_no_warning(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    free_memory(monkeypatch, 10 * 32 * 32 * 3)
+    open_images(files, 32, True, "ram", 2)
+    assert not recwarn.list
+
+
+# disk
+
+
+def test_disk_survives_a_restart(files: list[Path], cache_home: Path, no_reading: Callable[[], None]) -> None:
+    first = pixels(open_images(files, 32, True, "disk", 0))
+    assert len(kept_files(cache_home)) == 4
+    assert all((cache_home / "lockstep/images") in path.parents for path in kept_files(cache_home))
+    no_reading()
+    assert same(pixels(open_images(files, 32, True, "disk", 0)), first)
+
+
+def test_disk_notices_a_changed_file(files: list[Path]) -> None:
+    images = open_images(files, 32, True, "disk", 0)
+    first = pixels(images)
+    status = files[0].stat()
+    write_image(files[0], 32, 20, seed=9)
+    os.utime(files[0], ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    for way in (images, open_images(files, 32, True, "disk", 0)):
+        second = pixels(way)
+        assert np.array_equal(second[0], np.asarray(Image.open(files[0]))[..., ::-1])
+        assert not np.array_equal(second[0], first[0])
+        assert same(second[1:], first[1:])
+
+
+def test_disk_keeps_sizes_and_kinds_of_shrinking_apart(files: list[Path]) -> None:
+    for imgsz, smooth in ((24, True), (24, False), (40, True)):
+        wanted = pixels(open_images(files, imgsz, smooth, "", 0))
+        for _ in range(2):
+            assert same(pixels(open_images(files, imgsz, smooth, "disk", 0)), wanted)
+
+
+def test_disk_keeps_equal_names_in_different_folders_apart(tmp_path: Path) -> None:
+    files = [write_image(tmp_path / folder / "a.png", 12, 12, seed=k) for k, folder in enumerate("xy")]
+    for file in files:
+        os.utime(file, ns=(0, 0))
+    for _ in range(2):
+        found = pixels(open_images(files, 12, True, "disk", 0))
+        assert same(found, pixels(open_images(files, 12, True, "", 0)))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda content: content[:-7], id="cut short"),
+        pytest.param(lambda content: content[:20], id="cut in its header"),
+        pytest.param(lambda content: b"", id="empty"),
+        pytest.param(lambda content: b"not an array", id="text"),
+    ],
+)
+def test_a_damaged_file_on_disk_is_made_anew(
+    files: list[Path], cache_home: Path, no_reading: Callable[[], None], damage: Callable[[bytes], bytes]
+) -> None:
+    wanted = pixels(open_images(files, 32, True, "disk", 0))
+    for path in kept_files(cache_home):
+        path.write_bytes(damage(path.read_bytes()))
+    assert same(pixels(open_images(files, 32, True, "disk", 0)), wanted)
+    no_reading()
+    assert same(pixels(open_images(files, 32, True, "disk", 0)), wanted)
+
+
+def test_an_unwritable_disk_is_a_warning(files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = pixels(open_images(files, 32, True, "", 0))
+    (cache_home / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home / "file"))  # no folder can be made below a file, even by root
+    with pytest.warns(UserWarning, match=r"--cache disk: .* cannot be written \("):
+        assert same(pixels(open_images(files, 32, True, "disk", 0)), wanted)
+
+
+def test_a_write_that_is_interrupted_leaves_nothing(
+    files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(file: object, image: np.ndarray) -> None:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "save", half)
+    with pytest.raises(KeyboardInterrupt):
+        open_images(files, 32, True, "disk", 0).read(0)
+    assert kept_files(cache_home) == []

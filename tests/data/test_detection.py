@@ -1,0 +1,474 @@
+"""Batches: the same pixels for any number of workers, targets where the pixels are, and the way back to the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data import DATASETS
+from data.augment import AugmentSettings, Placement, Sample
+from data.detection import Batch, DetectionData, EvaluationItems, ImageInfo, Split, TrainingItems, collate, to_tensors
+from data.labels import EXIF_ORIENTATION
+from data.sampler import Draw
+from data.sources import DataSpec, label_file, read_spec
+from utils.config import Hyperparameters
+from utils.errors import UserError
+
+NOTHING = Hyperparameters(
+    hsv_h=0.0, hsv_s=0.0, hsv_v=0.0, translate=0.0, scale=0.0, fliplr=0.0, mosaic=0.0
+)  # no augmentation at all
+EVERYTHING = Hyperparameters(
+    hsv_h=0.015, hsv_s=0.7, hsv_v=0.4, degrees=10.0, translate=0.1, scale=0.5, shear=2.0, perspective=0.0005,
+    flipud=0.5, fliplr=0.5, mosaic=1.0, mixup=0.5,
+)  # fmt: skip
+
+# Width and height of the images of the small data set; the fourth is background.
+SIZES = ((64, 64), (64, 48), (40, 64), (30, 30), (100, 50), (48, 96), (64, 20), (20, 64), (70, 61), (33, 47), (64, 64),
+         (80, 60))  # fmt: skip
+
+
+def write_image(file: Path, pixels: np.ndarray, *rows: str, **options: Any) -> Path:
+    """An image of these RGB pixels, and its label file where there are rows."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(file, **options)
+    if rows:
+        label_file(file).parent.mkdir(parents=True, exist_ok=True)
+        label_file(file).write_text("\n".join(rows))
+    return file
+
+
+def data_of(folder: Path, names: int = 3, **options: Any) -> DetectionData:
+    """The data set whose images are in `folder`/images, for training and validation alike, at 64 pixels."""
+    file = folder / "data.yaml"
+    file.write_text(f"train: images\nval: images\nnames: {[f'class {number}' for number in range(names)]}\n")
+    settings = {"imgsz": 64, "stride": 32, "single_class": False, "workers": 0, "cache": "", **options}
+    return DetectionData(read_spec(file), **settings)
+
+
+def evaluation_batch(data: DetectionData, square: bool = True) -> Batch:
+    """The one batch of a small validation split."""
+    split = data.split("val")
+    batches = data.evaluation_batches(split, batch_size=16, square=square)
+    (batch,) = data.evaluation_loader(split, batches)
+    return batch
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A data set of twelve images of noise in many shapes, with up to three boxes each."""
+    rng = np.random.default_rng(0)
+    for number, (width, height) in enumerate(SIZES):
+        coarse = rng.integers(0, 256, (height // 4 + 1, width // 4 + 1, 3), np.uint8)
+        pixels = coarse.repeat(4, 0).repeat(4, 1)[:height, :width]
+        rows = []
+        for _ in range(0 if number == 3 else number % 3 + 1):
+            low, side = rng.uniform(0.0, 0.4, 2), rng.uniform(0.3, 0.6, 2)
+            x, y = low + side / 2
+            rows.append(f"{rng.integers(3)} {x:.4f} {y:.4f} {side[0]:.4f} {side[1]:.4f}")
+        write_image(tmp_path / f"images/{number:02}.png", pixels, *rows)
+    return tmp_path
+
+
+# the same pixels
+
+
+def epochs(
+    data: DetectionData, split: Split, hyp: Hyperparameters, batch_size: int = 4, **more: Any
+) -> list[list[Batch]]:
+    """Two epochs of a loader, its processes kept between them."""
+    loader = data.train_loader(split, batch_size=batch_size, hyp=hyp, seed=3, **{"rect": False, **more})
+    found = []
+    for epoch in range(2):
+        loader.batch_sampler.set_epoch(epoch)
+        found.append(list(loader))
+    return found
+
+
+def check_same(first: list[Batch], second: list[Batch]) -> None:
+    """Bit by bit, and in the same order."""
+    assert len(first) == len(second)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a.images, b.images)
+        assert torch.equal(a.targets, b.targets)
+        assert [info.path for info in a.infos] == [info.path for info in b.infos]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("cache", ["", "ram"])
+def test_pixels_and_targets_do_not_depend_on_the_number_of_workers(folder: Path, cache: str) -> None:
+    alone = data_of(folder)
+    split = alone.split("train")
+    wanted = epochs(alone, split, EVERYTHING)
+    assert [len(epoch) for epoch in wanted] == [3, 3]
+    assert all(len(batch.targets) > 4 for epoch in wanted for batch in epoch)
+    for workers in (1, 4) if cache == "" else (2,):
+        found = epochs(data_of(folder, workers=workers, cache=cache), split, EVERYTHING)
+        for epoch in range(2):
+            check_same(found[epoch], wanted[epoch])
+    for epoch in range(2):
+        check_same(epochs(data_of(folder), split, EVERYTHING)[epoch], wanted[epoch])  # and a restart repeats it
+
+
+def test_pixels_do_not_depend_on_how_the_epoch_is_cut_into_batches(folder: Path) -> None:
+    data = data_of(folder)
+    split = data.split("train")
+    small, large = (epochs(data, split, EVERYTHING, batch_size)[1] for batch_size in (2, 6))
+    assert torch.equal(torch.cat([batch.images for batch in small]), torch.cat([batch.images for batch in large]))
+    assert torch.equal(
+        torch.cat([batch.targets[:, 1:] for batch in small]), torch.cat([batch.targets[:, 1:] for batch in large])
+    )
+
+
+def test_epochs_positions_and_seeds_each_give_other_pixels(folder: Path) -> None:
+    data = data_of(folder)
+    split = data.split("train")
+    loader = data.train_loader(split, batch_size=4, hyp=EVERYTHING, seed=3, rect=False)
+    draws = [Draw(0, 0, 5, (64, 64)), Draw(1, 0, 5, (64, 64)), Draw(0, 1, 5, (64, 64))]
+    items = [loader.dataset[draw][0] for draw in draws]
+    other = data.train_loader(split, batch_size=4, hyp=EVERYTHING, seed=4, rect=False).dataset[draws[0]][0]
+    assert torch.equal(loader.dataset[draws[0]][0], items[0])
+    for a, b in ((items[0], items[1]), (items[0], items[2]), (items[1], items[2]), (items[0], other)):
+        assert not torch.equal(a, b)
+
+
+def test_an_epoch_shows_every_image_once_in_a_new_order(folder: Path) -> None:
+    data = data_of(folder)
+    orders = [
+        [info.image for batch in epoch for info in batch.infos] for epoch in epochs(data, data.split("train"), NOTHING)
+    ]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(12))
+    assert orders[0] != orders[1]
+
+
+def test_a_training_epoch_has_full_batches_only(folder: Path) -> None:
+    data = data_of(folder)
+    found = epochs(data, data.split("train"), EVERYTHING, batch_size=5)[0]
+    assert [batch.images.shape for batch in found] == [(5, 3, 64, 64)] * 3
+    order = [info.image for batch in found for info in batch.infos]
+    assert order[12:] == order[:3]
+
+
+@pytest.mark.parametrize("cache", ["ram", "disk"])
+def test_cached_images_make_the_same_batches(folder: Path, cache: str) -> None:
+    data = data_of(folder)
+    split = data.split("train")
+    wanted = epochs(data, split, EVERYTHING)
+    found = epochs(data_of(folder, cache=cache), split, EVERYTHING)
+    for epoch in range(2):
+        check_same(found[epoch], wanted[epoch])
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_evaluation_does_not_depend_on_the_number_of_workers(folder: Path) -> None:
+    found: list[list[Batch]] = []
+    for workers in (0, 3):
+        data = data_of(folder, workers=workers)
+        split = data.split("val")
+        batches = data.evaluation_batches(split, batch_size=5, square=False)
+        found.append(list(data.evaluation_loader(split, batches)))
+        assert sorted(info.image for batch in found[-1] for info in batch.infos) == list(range(12))
+    check_same(*found)
+
+
+def test_a_share_of_the_evaluation_is_part_of_the_whole(folder: Path) -> None:
+    data = data_of(folder)
+    split = data.split("val")
+    batches = data.evaluation_batches(split, batch_size=5, square=False)
+    whole = list(data.evaluation_loader(split, batches))
+    assert [len(batch.images) for batch in whole] == [5, 5, 2]
+    check_same(list(data.evaluation_loader(split, batches[1::2])), whole[1::2])
+
+
+# what a training item is
+
+
+def test_without_augmentation_targets_are_the_labels_in_the_letterbox(tmp_path: Path) -> None:
+    pixels = np.zeros((32, 64, 3), np.uint8)
+    pixels[8:16, 16:48] = 255
+    # x 16 to 48 of 64, y 8 to 16 of 32; in the square 16 rows lower
+    write_image(tmp_path / "images/a.png", pixels, "2 0.5 0.375 0.5 0.25")
+    data = data_of(tmp_path)
+    ((batch,), _) = epochs(data, data.split("train"), NOTHING, batch_size=1)
+    wanted = torch.full((3, 64, 64), 114, dtype=torch.uint8)
+    wanted[:, 16:48] = 0
+    wanted[:, 24:32, 16:48] = 255
+    assert torch.equal(batch.images[0], wanted)
+    assert batch.targets.tolist() == [[0, 2, 0.5, 28 / 64, 0.5, 8 / 64]]
+    assert batch.infos[0].placement == Placement((0, 0), (0, 0))
+
+
+def test_targets_follow_the_pixels_through_everything(tmp_path: Path) -> None:
+    """One white square on black: whatever happens to it, some target lies around each piece of what is bright."""
+    pixels = np.zeros((64, 64, 3), np.uint8)
+    pixels[20:44, 20:44] = 255
+    for number in range(3):
+        write_image(tmp_path / f"images/{number}.png", pixels, "0 0.5 0.5 0.375 0.375")
+    data = data_of(tmp_path)
+    hyp = replace(EVERYTHING, hsv_h=0.0, hsv_s=0.0, hsv_v=0.0, mixup=0.0, scale=0.1)
+    checked = 0
+    for epoch in epochs(data, data.split("train"), hyp, batch_size=8):
+        for batch in epoch:
+            for number, image in enumerate(batch.images):
+                for _, _, x, y, width, height in batch.targets[batch.targets[:, 0] == number].tolist():
+                    left, top, right, bottom = (
+                        round(64 * side) for side in (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
+                    )
+                    inside = image[0, top:bottom, left:right]
+                    assert (inside > 128).float().mean() > 0.5  # a box around a turned square has dark corners
+                    checked += 1
+    assert checked > 15
+
+
+def test_rectangular_training_batches_have_their_own_shapes_and_no_mosaic(tmp_path: Path) -> None:
+    for number, (width, height) in enumerate(((64, 32), (32, 64), (32, 64), (64, 32))):
+        write_image(
+            tmp_path / f"images/{number}.png", np.full((height, width, 3), 40 * number, np.uint8), "1 .5 .5 1 1"
+        )
+    data = data_of(tmp_path)
+    hyp = replace(NOTHING, mosaic=1.0)
+    for batches in epochs(data, data.split("train"), hyp, batch_size=2, rect=True):
+        assert [batch.images.shape for batch in batches] == [(2, 3, 32, 64), (2, 3, 64, 32)]
+        for batch in batches:
+            assert batch.targets[:, 1:].tolist() == [[1, 0.5, 0.5, 1, 1]] * 2
+            for image, info in zip(batch.images, batch.infos, strict=True):
+                assert (image == 40 * info.image).all()
+
+
+def test_hyperparameters_reach_the_augmentation(folder: Path) -> None:
+    data = data_of(folder)
+    items = data.train_loader(data.split("train"), batch_size=4, hyp=EVERYTHING, seed=3, rect=False).dataset
+    assert isinstance(items, TrainingItems)
+    assert items.augmenter.settings == AugmentSettings(
+        hsv_h=0.015, hsv_s=0.7, hsv_v=0.4, degrees=10.0, translate=0.1, scale=0.5, shear=2.0, perspective=0.0005,
+        flipud=0.5, fliplr=0.5, mosaic=1.0, mixup=0.5,
+    )  # fmt: skip
+    assert items.augmenter.count == 12
+
+
+# what an evaluation item is
+
+
+def test_a_red_image_is_red_in_its_first_channel(tmp_path: Path) -> None:
+    write_image(tmp_path / "images/a.png", np.full((64, 64, 3), (255, 0, 0), np.uint8))
+    data = data_of(tmp_path)
+    ((batch,), _) = epochs(data, data.split("train"), NOTHING, batch_size=1)
+    for images in (batch.images, evaluation_batch(data).images):
+        assert (images.dtype, images.shape) == (torch.uint8, (1, 3, 64, 64))
+        assert images[0, :, 30, 30].tolist() == [255, 0, 0]
+
+
+def test_a_pixel_of_the_file_is_found_in_the_batch_and_back(tmp_path: Path) -> None:
+    pixels = np.zeros((64, 128, 3), np.uint8)
+    pixels[20:24, 40:48] = 255
+    # x 40 to 48 of 128, y 20 to 24 of 64
+    file = write_image(tmp_path / "images/a.png", pixels, f"1 {44 / 128} {22 / 64} {8 / 128} {4 / 64}")
+    batch = evaluation_batch(data_of(tmp_path))
+    (info,) = batch.infos
+    assert info[:3] == (0, str(file), (128, 64))
+    assert info.rows.tolist() == [[1, 44 / 128, 22 / 64, 8 / 128, 4 / 64]]
+    # halved to 64x32, then 16 grey rows above and below
+    assert info.placement == Placement((0.5, 0.5), (0, 16))
+    wanted = torch.full((64, 64), 114, dtype=torch.uint8)
+    wanted[16:48] = 0
+    wanted[26:28, 20:24] = 255
+    assert torch.equal(batch.images[0], wanted.expand(3, 64, 64))
+    assert batch.targets.tolist() == [[0, 1, 22 / 64, 27 / 64, 4 / 64, 2 / 64]]
+    (scale_x, scale_y), (left, top) = info.placement
+    assert (40 * scale_x + left, 20 * scale_y + top) == (20, 26)
+    assert ((24 - left) / scale_x, (28 - top) / scale_y) == (48, 24)
+
+
+def test_a_rectangular_batch_has_half_a_stride_more_and_never_enlarges_into_it(tmp_path: Path) -> None:
+    write_image(tmp_path / "images/a.png", np.zeros((64, 128, 3), np.uint8), "0 0.5 0.5 1 1")
+    batch = evaluation_batch(data_of(tmp_path), square=False)
+    # 32 / 32 + 0.5 and 64 / 32 + 0.5 strides, rounded up: 64 and 96, around an image of 64x32
+    assert batch.images.shape == (1, 3, 64, 96)
+    assert (batch.images[0, :, 16:48, 16:80] == 0).all()
+    assert (batch.images == 0).sum() == 3 * 32 * 64
+    assert batch.infos[0].placement == Placement((0.5, 0.5), (16, 16))
+    assert batch.targets[0].tolist() == pytest.approx([0, 0, 0.5, 0.5, 64 / 96, 32 / 64])
+
+
+def test_the_two_scales_of_a_placement_are_those_of_the_rounded_size(tmp_path: Path) -> None:
+    write_image(tmp_path / "images/a.png", np.zeros((33, 100, 3), np.uint8), "0 0.5 0.5 1 1")
+    batch = evaluation_batch(data_of(tmp_path))
+    scale, offset = batch.infos[0].placement
+    assert scale == pytest.approx((64 / 100, 22 / 33))  # 21.12 rows are rounded up
+    assert offset == (0, 21)
+    assert (batch.images[0, 0, :, 5] == 0).nonzero().ravel().tolist() == list(range(21, 43))
+    assert batch.targets[0].tolist() == pytest.approx([0, 0, 0.5, 0.5, 1, 22 / 64])
+
+
+def test_a_small_image_is_enlarged_to_the_size(tmp_path: Path) -> None:
+    write_image(tmp_path / "images/a.png", np.zeros((16, 32, 3), np.uint8), "0 0.25 0.5 0.5 1")
+    batch = evaluation_batch(data_of(tmp_path))
+    assert batch.infos[0].placement == Placement((2, 2), (0, 16))
+    assert (batch.images[0, 0, :, 5] == 0).nonzero().ravel().tolist() == list(range(16, 48))
+    assert batch.targets.tolist() == [[0, 0, 0.25, 0.5, 0.5, 0.5]]
+
+
+@pytest.mark.parametrize("suffix", [".png", ".tif"])
+def test_a_sideways_image_has_its_labels_where_its_upright_pixels_are(tmp_path: Path, suffix: str) -> None:
+    pixels = np.zeros((64, 128, 3), np.uint8)
+    pixels[:8, :16] = 255  # turned clockwise, this corner comes to the top right
+    exif = Image.Exif()
+    exif[EXIF_ORIENTATION] = 6
+    # upright it is 64x128 with the white part at x 56 to 64, y 0 to 16
+    row = f"0 {60 / 64} {8 / 128} {8 / 64} {16 / 128}"
+    write_image(tmp_path / f"images/a{suffix}", pixels, row, exif=exif)
+    batch = evaluation_batch(data_of(tmp_path))
+    assert batch.infos[0].size == (64, 128)
+    assert batch.infos[0].placement == Placement((0.5, 0.5), (16, 0))
+    wanted = torch.full((64, 64), 114, dtype=torch.uint8)
+    wanted[:, 16:48] = 0
+    wanted[:8, 44:48] = 255
+    assert torch.equal(batch.images[0, 0], wanted)
+    assert batch.targets.tolist() == [[0, 0, 46 / 64, 4 / 64, 4 / 64, 8 / 64]]
+
+
+def test_shrinking_is_smooth_for_evaluation_and_quick_for_training(tmp_path: Path) -> None:
+    pixels = np.zeros((256, 256, 3), np.uint8)
+    pixels[1::4, 1::4] = 160  # one of every 16 pixels, among the four that quick shrinking looks at
+    write_image(tmp_path / "images/a.png", pixels)
+    data = data_of(tmp_path)
+    ((batch,), _) = epochs(data, data.split("train"), NOTHING, batch_size=1)
+    assert (evaluation_batch(data).images == 10).all()
+    assert (batch.images == 40).all()
+
+
+# pieces
+
+
+def test_targets_are_cut_at_the_edges_of_the_image() -> None:
+    boxes = np.array([[-5, 2, 15, 12], [4, 5, 8, 10]], np.float32)
+    pixels, targets = to_tensors(Sample(np.zeros((10, 20, 3), np.uint8), boxes, np.array([3, 1], np.float32)))
+    assert pixels.shape == (3, 10, 20)
+    assert targets.dtype == torch.float32
+    # 0 to 15 of 20, 2 to 10 of 10; 4 to 8 of 20, 5 to 10 of 10
+    assert targets.numpy() == pytest.approx(np.array([[3, 0.375, 0.6, 0.75, 0.8], [1, 0.3, 0.75, 0.2, 0.5]]))
+
+
+def test_pixels_are_turned_from_rows_of_bgr_to_planes_of_rgb() -> None:
+    image = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    pixels, targets = to_tensors(Sample(image, np.zeros((0, 4), np.float32), np.zeros(0, np.float32)))
+    assert pixels[0].tolist() == [[2, 5, 8, 11], [14, 17, 20, 23]]
+    assert pixels[2].tolist() == [[0, 3, 6, 9], [12, 15, 18, 21]]
+    assert pixels.is_contiguous()
+    assert targets.shape == (0, 5)
+
+
+def info(number: int) -> ImageInfo:
+    return ImageInfo(number, f"{number}.png", (8, 8), Placement((1, 1), (0, 0)), np.zeros((0, 5), np.float32))
+
+
+def test_collate_numbers_the_targets_by_their_place_in_the_batch() -> None:
+    rows = torch.tensor([[2, 0.5, 0.5, 0.25, 0.125], [1, 0.25, 0.5, 0.5, 0.5], [0, 0.5, 0.5, 1, 1]])
+    images = [torch.full((3, 4, 8), value, dtype=torch.uint8) for value in (7, 8, 9)]
+    batch = collate([(images[0], rows[:0], info(5)), (images[1], rows[:2], info(3)), (images[2], rows[2:], info(4))])
+    assert batch.targets.dtype == torch.float32
+    assert batch.targets[:, 0].tolist() == [1, 1, 2]
+    assert torch.equal(batch.targets[:, 1:], rows)
+    assert (batch.images.shape, batch.images.dtype) == ((3, 3, 4, 8), torch.uint8)
+    assert batch.images[:, 0, 0, 0].tolist() == [7, 8, 9]
+    assert [entry.image for entry in batch.infos] == [5, 3, 4]
+
+
+def test_a_batch_of_backgrounds_has_no_targets() -> None:
+    image = torch.zeros((3, 4, 8), dtype=torch.uint8)
+    assert collate([(image, torch.zeros((0, 5)), info(0))] * 2).targets.shape == (0, 6)
+
+
+def test_a_batch_moves_to_a_device_whole() -> None:
+    batch = collate([(torch.zeros((3, 4, 8), dtype=torch.uint8), torch.zeros((1, 5)), info(0))])
+    moved = batch.to("meta")
+    assert (moved.images.device.type, moved.targets.device.type) == ("meta", "meta")
+    assert moved.infos == batch.infos
+
+
+# splits
+
+
+def test_labels_stay_with_their_images_when_others_are_left_out(tmp_path: Path) -> None:
+    for number in range(4):
+        write_image(tmp_path / f"images/{number}.png", np.full((20, 20, 3), number, np.uint8), f"{number} .5 .5 .5 .5")
+    (tmp_path / "images/0.png").write_bytes(b"not an image")
+    write_image(tmp_path / "images/2.png", np.zeros((5, 20, 3), np.uint8))
+    data = data_of(tmp_path, names=4)
+    split = data.split("val")
+    assert [image.name for image in split.images] == ["1.png", "3.png"]
+    assert split.labels.rows[:, 0].tolist() == [1, 3]
+    assert split.labels.counts.tolist() == [1, 1]
+    assert split.labels.sizes.tolist() == [[20, 20], [20, 20]]
+    batch = evaluation_batch(data)
+    for image, entry, target in zip(batch.images, batch.infos, batch.targets, strict=True):
+        assert entry.path == f"{tmp_path}/images/{int(target[1])}.png"
+        assert (image == int(target[1])).all()
+
+
+def test_a_report_counts_and_names_the_first_problems(tmp_path: Path) -> None:
+    write_image(tmp_path / "images/a.png", np.zeros((20, 20, 3), np.uint8), "0 .5 .5 .5 .5", "1 .5 .5 .5 .5")
+    write_image(tmp_path / "images/b.png", np.zeros((20, 20, 3), np.uint8))
+    bad = write_image(tmp_path / "images/c.png", np.zeros((20, 20, 3), np.uint8), *["bad"] * 7)
+    lines = data_of(tmp_path).split("val").report("val")
+    assert lines[0] == "val: 3 images, 2 boxes, 2 images without any"
+    assert lines[1].startswith(f"warning: {label_file(bad)}, line 1: ")
+    assert lines[5].startswith(f"warning: {label_file(bad)}, line 5: ")
+    assert lines[6:] == ["warning: 2 more such problems in val"]
+
+
+def test_a_report_without_problems_is_one_line(folder: Path) -> None:
+    # images 0 to 11 have 1, 2, 3, 1, ... boxes, the fourth none
+    assert data_of(folder).split("val").report("val") == ["val: 12 images, 23 boxes, 1 images without any"]
+
+
+def test_a_split_of_which_nothing_is_readable_is_an_error(tmp_path: Path) -> None:
+    write_image(tmp_path / "images/a.png", np.zeros((5, 5, 3), np.uint8))
+    with pytest.raises(UserError, match=r"data\.yaml: no image of `val:` can be read; the first: .*a\.png: 5x5 pixels"):
+        data_of(tmp_path).split("val")
+
+
+def test_an_unknown_class_is_an_error_that_names_the_label_file(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/0.png").write_bytes(b"not an image")  # left out, before the one to be named
+    write_image(tmp_path / "images/a.png", np.zeros((20, 20, 3), np.uint8), "2 .5 .5 .5 .5")
+    write_image(tmp_path / "images/b.png", np.zeros((20, 20, 3), np.uint8), "3 .5 .5 .5 .5")
+    with pytest.raises(UserError, match=r"/labels/b\.txt has class 3, but `names` of .*data\.yaml ends at 2"):
+        data_of(tmp_path).split("train")
+
+
+def test_a_single_class_takes_every_class_for_one(tmp_path: Path) -> None:
+    write_image(tmp_path / "images/a.png", np.zeros((64, 64, 3), np.uint8), "7 .5 .5 .5 .5", "0 .25 .25 .5 .5")
+    data = data_of(tmp_path, names=1, single_class=True)
+    assert data.split("train").labels.rows[:, 0].tolist() == [0, 0]
+    batch = evaluation_batch(data)
+    assert batch.targets.tolist() == [[0, 0, 0.5, 0.5, 0.5, 0.5], [0, 0, 0.25, 0.25, 0.5, 0.5]]
+    assert batch.infos[0].rows[:, 0].tolist() == [0, 0]
+    # the label cache keeps the classes of the file
+    with pytest.raises(UserError, match="has class 7"):
+        data_of(tmp_path, names=1).split("train")
+
+
+def test_class_names_are_those_of_the_data_or_item() -> None:
+    spec = DataSpec(Path("data.yaml"), {0: "cat", 1: "dog"}, {})
+    assert DetectionData.class_names(spec, single_class=False) == {0: "cat", 1: "dog"}
+    assert DetectionData.class_names(spec, single_class=True) == {0: "item"}
+
+
+def test_the_task_detect_has_this_data() -> None:
+    assert DATASETS["detect"] is DetectionData
+
+
+def test_the_two_loaders_have_items_of_their_kinds(folder: Path) -> None:
+    data = data_of(folder)
+    split = data.split("train")
+    evaluation = data.evaluation_loader(split, data.evaluation_batches(split, batch_size=4, square=True))
+    assert isinstance(evaluation.dataset, EvaluationItems)
+    found: Iterator[Batch] = iter(evaluation)
+    assert next(found).images.shape == (4, 3, 64, 64)

@@ -1,0 +1,541 @@
+"""Label files: how rows are read, what is left out and said about it, and the cache beside nobody's files."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data import labels
+from data.labels import Labels, check_classes, image_size, load_labels, parse_rows, scan_image
+from utils.errors import UserError
+
+FILE = Path("/set/labels/a.txt")
+
+
+def rows_of(text: str) -> list[list[float]]:
+    """The boxes of a label text that must be free of problems."""
+    rows, problems = parse_rows(text, FILE)
+    assert problems == []
+    assert rows.dtype == np.float32
+    return rows.tolist()
+
+
+def problem_of(text: str) -> str:
+    """The one problem of a label text between two good rows, which must survive it."""
+    rows, problems = parse_rows(f"3 0.5 0.5 0.25 0.25\n{text}\n4 0.5 0.5 0.25 0.25\n", FILE)
+    assert rows[:, 0].tolist() == [3, 4]
+    assert len(problems) == 1
+    start = f"{FILE}, line 2: "
+    assert problems[0].startswith(start)
+    assert problems[0].endswith("; row left out")
+    return problems[0][len(start) :]
+
+
+def write_image(file: Path, width: int = 16, height: int = 16, label: str | None = None, **options: Any) -> Path:
+    """A plain image, and its label file where `label` is given."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (width, height), (90, 120, 30)).save(file, **options)
+    if label is not None:
+        rows = labels.label_file(file)
+        rows.parent.mkdir(parents=True, exist_ok=True)
+        rows.write_text(label)
+    return file
+
+
+def oriented(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[labels.EXIF_ORIENTATION] = orientation
+    return exif
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Everything below a folder, folders too: time of change and content."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in [folder, *folder.rglob("*")]
+    }
+
+
+def same(a: Labels, b: Labels) -> bool:
+    arrays = ("rows", "offsets", "sizes")
+    equal = all(
+        np.array_equal(getattr(a, name), getattr(b, name)) and getattr(a, name).dtype == getattr(b, name).dtype
+        for name in arrays
+    )
+    return equal and a.problems == b.problems
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> list[Path]:
+    """Three images of a data set: one box, two boxes, background."""
+    folder = tmp_path / "set/images"
+    return [
+        write_image(folder / "a.png", 20, 10, "1 0.5 0.5 0.5 0.25\n"),
+        write_image(folder / "b.png", 16, 32, "0 0.25 0.25 0.5 0.5\n2 0.75 0.75 0.25 0.5\n"),
+        write_image(folder / "c.png", 40, 40),
+    ]
+
+
+@pytest.fixture
+def no_scan(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Called, it makes every later scan of an image fail the test."""
+
+    def forbid() -> None:
+        monkeypatch.setattr(labels, "scan_image", lambda image: pytest.fail(f"scanned {image}"))
+
+    return forbid
+
+
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The images scanned so far."""
+    seen: list[Path] = []
+    scan = labels.scan_image
+
+    def spy(image: Path) -> labels.Scanned:
+        seen.append(image)
+        return scan(image)
+
+    monkeypatch.setattr(labels, "scan_image", spy)
+    return seen
+
+
+# rows
+
+
+def test_a_box_row_is_kept_as_it_is() -> None:
+    assert rows_of("2 0.5 0.25 0.125 0.0625\n") == [[2, 0.5, 0.25, 0.125, 0.0625]]
+
+
+def test_a_polygon_row_becomes_the_box_around_it() -> None:
+    # x: 0.25, 0.75, 0.5 -> 0.25 to 0.75; y: 0.5, 0.625, 0.125 -> 0.125 to 0.625
+    assert rows_of("7 0.25 0.5 0.75 0.625 0.5 0.125") == [[7, 0.5, 0.375, 0.5, 0.5]]
+
+
+def test_a_polygon_may_have_any_number_of_corners() -> None:
+    # x: 0, 0.5, 0.5, 0.25, 0; y: 0.5, 0.5, 1, 0.75, 1
+    assert rows_of("0 0 0.5 0.5 0.5 0.5 1 0.25 0.75 0 1") == [[0, 0.25, 0.75, 0.5, 0.5]]
+
+
+def test_boxes_and_polygons_may_be_mixed_and_keep_their_order() -> None:
+    text = "1 0.5 0.5 1 1\n0 0.25 0.25 0.75 0.25 0.75 0.5\n3 0.25 0.25 0.5 0.5\n"
+    assert rows_of(text) == [[1, 0.5, 0.5, 1, 1], [0, 0.5, 0.375, 0.5, 0.25], [3, 0.25, 0.25, 0.5, 0.5]]
+
+
+def test_a_class_may_be_written_as_a_float_and_coordinates_with_an_exponent() -> None:
+    assert rows_of("1.0 5e-1 0.5 2.5e-1 0.25") == [[1, 0.5, 0.5, 0.25, 0.25]]
+
+
+def test_spaces_tabs_and_blank_lines_do_not_matter() -> None:
+    assert rows_of("\n  1\t0.5 0.5   0.25 0.25  \n\n \n") == [[1, 0.5, 0.5, 0.25, 0.25]]
+
+
+@pytest.mark.parametrize("text", ["", "\n", "  \n\n"])
+def test_no_rows_are_a_background(text: str) -> None:
+    rows, problems = parse_rows(text, FILE)
+    assert (rows.shape, rows.dtype, problems) == ((0, 5), np.float32, [])
+
+
+def test_a_box_given_again_is_left_out_and_named() -> None:
+    text = "1 0.5 0.5 0.25 0.25\n1 0.5 0.5 0.25 0.5\n2 0.5 0.5 0.25 0.25\n1 0.50 0.5 0.25 .25\n"
+    rows, problems = parse_rows(text, FILE)
+    assert rows.tolist() == [[1, 0.5, 0.5, 0.25, 0.25], [1, 0.5, 0.5, 0.25, 0.5], [2, 0.5, 0.5, 0.25, 0.25]]
+    assert problems == [f"{FILE}, line 4: the same box again; row left out"]
+
+
+@pytest.mark.parametrize("label", ["1.5", "-1", "-0.5", "nan", "inf"])
+def test_a_class_that_is_no_whole_number_is_refused(label: str) -> None:
+    assert problem_of(f"{label} 0.5 0.5 0.25 0.25").startswith(f"class {label} is not a whole number from 0")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "0 1.01 0.5 0.25 0.25",
+        "0 0.5 -0.01 0.25 0.25",
+        "0 0.5 0.5 320 240",
+        "0 0.5 0.5 0.25 -0.25",
+        "0 nan 0.5 0.25 0.25",
+        "0 0.5 0.5 0.25 NaN",
+        "0 0.5 inf 0.25 0.25",
+        "0 0.1 0.1 0.9 0.1 0.9 1.5",
+        "0 0.1 0.1 0.9 nan 0.9 0.5",
+    ],
+)
+def test_coordinates_outside_the_image_are_refused(words: str) -> None:
+    assert problem_of(words).startswith("coordinates outside 0 to 1")
+
+
+def test_a_coordinate_may_miss_the_edge_by_rounding() -> None:
+    assert len(rows_of("0 0.5 0.5 1.0005 1\n0 -0.0005 0.1 0.5 0.1 0.5 0.9")) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [("0", 1), ("0 0.5 0.5 0.25", 4), ("0 0.5 0.5 0.25 0.25 0.9", 6), ("0 .1 .1 .9 .1 .9 .9 .5", 8)],
+)
+def test_a_wrong_count_of_numbers_is_refused(words: str, count: int) -> None:
+    assert problem_of(words).startswith(f"{count} numbers instead of 5 (box) or an odd count from 7 (polygon)")
+
+
+@pytest.mark.parametrize("words", ["cat 0.5 0.5 0.25 0.25", "0 0,5 0.5 0.25 0.25", "0, 0.5, 0.5, 0.25, 0.25", "# note"])
+def test_words_that_are_no_numbers_are_refused(words: str) -> None:
+    assert problem_of(words).startswith("not all words are numbers")
+
+
+@pytest.mark.parametrize(
+    "words", ["0 0.5 0.5 0 0.25", "0 0.5 0.5 0.25 0", "0 0.1 0.5 0.9 0.5 0.4 0.5", "0 0.5 0.1 0.5 0.9 0.5 0.4"]
+)
+def test_a_box_without_area_is_refused(words: str) -> None:
+    assert problem_of(words).startswith("the box has no area")
+
+
+def test_every_problem_has_the_number_of_its_own_line() -> None:
+    _, problems = parse_rows("\nx\n\n0 0.5 0.5 0.5 0.5\n1.5 0.5 0.5 0.5 0.5\r\n0 2 2 2 2", FILE)
+    assert [re.findall(r"line (\d+)", problem) for problem in problems] == [["2"], ["5"], ["6"]]
+
+
+# one image
+
+
+def test_an_image_is_scanned_with_its_size_and_rows(images: list[Path]) -> None:
+    size, rows, problems = scan_image(images[1])
+    assert size == (16, 32)
+    assert rows.tolist() == [[0, 0.25, 0.25, 0.5, 0.5], [2, 0.75, 0.75, 0.25, 0.5]]
+    assert problems == []
+
+
+def test_an_image_without_a_label_file_is_background(images: list[Path]) -> None:
+    size, rows, problems = scan_image(images[2])
+    assert (size, rows.shape, problems) == ((40, 40), (0, 5), [])
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read(images: list[Path]) -> None:
+    labels.label_file(images[0]).write_bytes(b"\xef\xbb\xbf1 0.5 0.5 0.25 0.25\r\n2 0.5 0.5 0.5 0.5\r\n")
+    _, rows, problems = scan_image(images[0])
+    assert rows.tolist() == [[1, 0.5, 0.5, 0.25, 0.25], [2, 0.5, 0.5, 0.5, 0.5]]
+    assert problems == []
+
+
+@pytest.mark.parametrize("content", ["1 0.5 0.5 0.5 0.5".encode("utf-16"), b"\xff\xfe\x00\x01"])
+def test_a_label_file_that_is_no_text_is_named_and_its_image_kept(images: list[Path], content: bytes) -> None:
+    file = labels.label_file(images[0])
+    file.write_bytes(content)
+    size, rows, problems = scan_image(images[0])
+    assert (size, len(rows), len(problems)) == ((20, 10), 0, 1)
+    assert problems[0].startswith(f"{file}: cannot be read as text")
+
+
+def test_a_folder_in_place_of_a_label_file_is_named(images: list[Path]) -> None:
+    labels.label_file(images[2]).mkdir()
+    size, rows, problems = scan_image(images[2])
+    assert (size, len(rows), len(problems)) == ((40, 40), 0, 1)
+    assert problems[0].startswith(f"{labels.label_file(images[2])}: cannot be read as text")
+
+
+@pytest.mark.parametrize(("width", "height", "out"), [(9, 40, True), (40, 9, True), (10, 10, False)])
+def test_an_image_under_ten_pixels_is_left_out_with_a_sentence(
+    tmp_path: Path, width: int, height: int, out: bool
+) -> None:
+    image = write_image(tmp_path / "images/a.png", width, height, "0 0.5 0.5 0.5 0.5")
+    size, rows, problems = scan_image(image)
+    if out:
+        assert (size, len(rows)) == ((0, 0), 0)
+        assert problems == [f"{image}: {width}x{height} pixels, smaller than 10; left out"]
+    else:
+        assert (size, len(rows), problems) == ((10, 10), 1, [])
+
+
+@pytest.mark.parametrize("content", [b"", b"not an image", b"\x89PNG\r\n\x1a\n\x00\x00"])
+def test_an_unreadable_image_is_left_out_with_a_sentence(tmp_path: Path, content: bytes) -> None:
+    image = write_image(tmp_path / "images/a.png", label="0 0.5 0.5 0.5 0.5")
+    image.write_bytes(content)
+    size, rows, problems = scan_image(image)
+    assert (size, len(rows), len(problems)) == ((0, 0), 0, 1)
+    assert problems[0].startswith(f"{image}: not readable as an image (")
+    assert problems[0].endswith("; left out")
+
+
+def test_an_absent_image_is_left_out_with_a_sentence(tmp_path: Path) -> None:
+    size, _, problems = scan_image(tmp_path / "images/a.png")
+    assert size == (0, 0)
+    assert problems[0].startswith(f"{tmp_path}/images/a.png: not readable as an image (")
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_the_size_is_that_of_the_upright_image(tmp_path: Path, orientation: int) -> None:
+    image = write_image(tmp_path / "a.jpg", 40, 24, exif=oriented(orientation))
+    assert image_size(image) == ((24, 40) if orientation >= 5 else (40, 24))
+
+
+def test_a_sideways_image_keeps_its_rows(tmp_path: Path) -> None:
+    image = write_image(tmp_path / "images/a.jpg", 40, 24, "0 0.25 0.5 0.5 0.5", exif=oriented(6))
+    size, rows, problems = scan_image(image)
+    assert (size, rows.tolist(), problems) == ((24, 40), [[0, 0.25, 0.5, 0.5, 0.5]], [])
+
+
+# many images
+
+
+def test_the_labels_of_a_list_are_joined_in_its_order(images: list[Path]) -> None:
+    found = load_labels(images, "labels", 0)
+    assert (found.rows.dtype, found.offsets.dtype, found.sizes.dtype) == (np.float32, np.int64, np.int32)
+    assert found.rows[:, 0].tolist() == [1, 0, 2]
+    assert found.offsets.tolist() == [0, 1, 3, 3]
+    assert found.counts.tolist() == [1, 2, 0]
+    assert found.sizes.tolist() == [[20, 10], [16, 32], [40, 40]]
+    assert found.of(0).tolist() == [[1, 0.5, 0.5, 0.5, 0.25]]
+    assert found.of(1).tolist() == [[0, 0.25, 0.25, 0.5, 0.5], [2, 0.75, 0.75, 0.25, 0.5]]
+    assert found.of(2).shape == (0, 5)
+
+
+def test_problems_of_all_images_are_told_in_order(images: list[Path]) -> None:
+    labels.label_file(images[0]).write_text("bad\n1 0.5 0.5 0.5 0.5\nbad\n")
+    images[1].write_bytes(b"")
+    found = load_labels(images, "labels", 0)
+    assert [problem.split(":")[0] for problem in found.problems] == [
+        f"{labels.label_file(images[0])}, line 1",
+        f"{labels.label_file(images[0])}, line 3",
+        str(images[1]),
+    ]
+    assert found.sizes.tolist() == [[20, 10], [0, 0], [40, 40]]
+    assert found.counts.tolist() == [1, 0, 0]
+
+
+def test_two_processes_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_home: Path) -> None:
+    files = [
+        write_image(tmp_path / f"images/{k:03}.bmp", 10 + k % 7, 12 + k % 5, f"{k} 0.5 0.5 0.5 0.5\n" * (k % 4))
+        for k in range(140)
+    ]
+    files[70].write_bytes(b"")
+    pool, opened = multiprocessing.Pool, []
+    monkeypatch.setattr(multiprocessing, "Pool", lambda count: opened.append(count) or pool(count))
+    serial = load_labels(files, "labels", 0)
+    assert opened == []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home / "other"))
+    parallel = load_labels(files, "labels", 2)
+    assert opened == [2]
+    assert same(serial, parallel)
+    assert serial.counts[:6].tolist() == [0, 1, 1, 1, 0, 1]  # the same row two or three times counts once
+    assert serial.of(139).tolist() == [[139, 0.5, 0.5, 0.5, 0.5]]
+    assert serial.sizes[[69, 70, 139]].tolist() == [[16, 16], [0, 0], [16, 16]]
+    # of every 4 images one repeats its row once and one twice; image 70, one of the former, has another problem instead
+    assert len(serial.problems) == 35 * (1 + 2)
+
+
+# the cache
+
+
+def test_a_second_load_does_not_scan(images: list[Path], no_scan: Callable[[], None]) -> None:
+    labels.label_file(images[0]).write_text("1 0.5 0.5 0.5 0.25\nbad\n")
+    first = load_labels(images, "labels", 0)
+    assert len(first.problems) == 1
+    no_scan()
+    assert same(load_labels(images, "labels", 0), first)
+
+
+def test_the_cache_is_one_file_below_the_cache_folder(images: list[Path], cache_home: Path) -> None:
+    load_labels(images, "labels", 0)
+    files = [path for path in cache_home.rglob("*") if path.is_file()]
+    assert [path.parent for path in files] == [cache_home / "lockstep/labels"]
+    assert files[0].suffix == ".npz"
+
+
+def test_without_the_variable_the_cache_is_below_the_home_folder(
+    images: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    load_labels(images, "labels", 0)
+    assert len(list((tmp_path / "home/.cache/lockstep/labels").glob("*.npz"))) == 1
+
+
+def later(file: Path) -> None:
+    """Let a file seem changed one nanosecond after it was."""
+    status = file.stat()
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+
+
+def longer(file: Path) -> None:
+    """Change a file's size and let it seem unchanged since."""
+    status = file.stat()
+    file.write_bytes(file.read_bytes() + b"\n")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [later, longer, Path.unlink])
+@pytest.mark.parametrize("which", ["label", "image"])
+def test_a_changed_file_is_scanned_again(
+    images: list[Path], scans: list[Path], change: Callable[[Path], None], which: str
+) -> None:
+    load_labels(images, "labels", 0)
+    scans.clear()
+    change(images[1] if which == "image" else labels.label_file(images[1]))
+    load_labels(images, "labels", 0)
+    assert images[1] in scans
+
+
+def test_a_scan_after_a_change_gives_the_new_rows_and_the_next_load_keeps_them(
+    images: list[Path], no_scan: Callable[[], None]
+) -> None:
+    load_labels(images, "labels", 0)
+    labels.label_file(images[2]).write_text("5 0.5 0.5 1 1\n")  # a background no more
+    assert load_labels(images, "labels", 0).of(2).tolist() == [[5, 0.5, 0.5, 1, 1]]
+    no_scan()
+    assert load_labels(images, "labels", 0).of(2).tolist() == [[5, 0.5, 0.5, 1, 1]]
+
+
+def test_another_list_of_images_has_its_own_cache(images: list[Path], no_scan: Callable[[], None]) -> None:
+    load_labels(images, "labels", 0)
+    assert load_labels(images[::-1], "labels", 0).rows[:, 0].tolist() == [0, 2, 1]
+    assert load_labels(images[:1], "labels", 0).rows[:, 0].tolist() == [1]
+    no_scan()
+    assert load_labels(images, "labels", 0).rows[:, 0].tolist() == [1, 0, 2]
+
+
+def damage_cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def damage_array(file: Path) -> None:
+    with open(file, "wb") as opened:
+        np.save(opened, np.zeros(3))
+
+
+def damage_keys(file: Path) -> None:
+    with open(file, "wb") as opened:
+        np.savez(opened, rows=np.zeros((0, 5), np.float32))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(damage_cut, id="cut short"),
+        pytest.param(lambda file: file.write_bytes(b""), id="empty"),
+        pytest.param(lambda file: file.write_bytes(b"not a cache"), id="text"),
+        pytest.param(lambda file: file.write_bytes(b"PK\x03\x04 not a cache"), id="no zip"),
+        pytest.param(damage_array, id="one array"),
+        pytest.param(damage_keys, id="keys missing"),
+    ],
+)
+def test_a_damaged_cache_file_is_scanned_anew_and_mended(
+    images: list[Path],
+    cache_home: Path,
+    no_scan: Callable[[], None],
+    damage: Callable[[Path], object],
+) -> None:
+    first = load_labels(images, "labels", 0)
+    (file,) = (cache_home / "lockstep/labels").iterdir()
+    damage(file)
+    assert same(load_labels(images, "labels", 0), first)
+    no_scan()
+    assert same(load_labels(images, "labels", 0), first)
+
+
+def test_an_unwritable_cache_folder_is_a_warning(
+    images: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cache_home / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home / "file"))  # no folder can be made below a file, even by root
+    with pytest.warns(UserWarning, match=r"the label cache .* cannot be written \(.*\); the next start scans again"):
+        found = load_labels(images, "labels", 0)
+    assert found.rows[:, 0].tolist() == [1, 0, 2]
+
+
+def test_a_write_that_is_interrupted_leaves_nothing(
+    images: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(file: Any, **arrays: np.ndarray) -> None:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "savez", half)
+    with pytest.raises(KeyboardInterrupt):
+        load_labels(images, "labels", 0)
+    assert list((cache_home / "lockstep/labels").iterdir()) == []
+
+
+def test_the_data_folder_stays_as_it_is_even_where_it_is_read_only(images: list[Path], tmp_path: Path) -> None:
+    write_image(tmp_path / "set/images/small.png", 4, 4)
+    write_image(tmp_path / "set/images/side.jpg", 40, 24, "bad", exif=oriented(6))
+    damaged = write_image(tmp_path / "set/images/cut.jpg", 40, 40)
+    damaged.write_bytes(damaged.read_bytes()[:-2])  # without its end marker: YOLOv5 would rewrite this file
+    files = sorted((tmp_path / "set/images").iterdir())
+    folders = [tmp_path / "set", tmp_path / "set/images", tmp_path / "set/labels"]
+    for folder in folders:
+        folder.chmod(0o555)
+    before = snapshot(tmp_path / "set")
+    try:
+        for _ in range(2):
+            assert len(load_labels(files, "labels", 0).sizes) == 6
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+    assert snapshot(tmp_path / "set") == before
+
+
+# what is made of labels
+
+
+def three_boxes() -> Labels:
+    """Two images, 200x100 with two boxes and 50x100 with one."""
+    rows = [[2, 0.5, 0.5, 0.5, 0.5], [4, 0.5, 0.5, 0.25, 1], [3, 0.5, 0.5, 0.5, 0.25]]
+    return Labels(
+        np.array(rows, np.float32), np.array([0, 2, 2, 3]), np.array([[200, 100], [0, 0], [50, 100]], np.int32), ("p",)
+    )
+
+
+def test_keep_drops_images_with_their_rows() -> None:
+    kept = three_boxes().keep(np.array([False, False, True]))
+    assert kept.rows.tolist() == [[3, 0.5, 0.5, 0.5, 0.25]]
+    assert kept.offsets.tolist() == [0, 1]
+    assert kept.sizes.tolist() == [[50, 100]]
+    assert kept.problems == ("p",)
+    both = three_boxes().keep(np.array([True, False, True]))
+    assert both.counts.tolist() == [2, 1]
+    assert both.of(1)[:, 0].tolist() == [3]
+    none = three_boxes().keep(np.zeros(3, bool))
+    assert (none.rows.shape, none.offsets.tolist(), none.sizes.shape) == ((0, 5), [0], (0, 2))
+
+
+def test_single_class_changes_the_classes_alone() -> None:
+    found = three_boxes()
+    single = found.as_single_class()
+    assert single.rows[:, 0].tolist() == [0, 0, 0]
+    assert np.array_equal(single.rows[:, 1:], found.rows[:, 1:])
+    assert found.rows[:, 0].tolist() == [2, 4, 3]
+
+
+def test_side_lengths_are_those_at_the_training_size() -> None:
+    # at 100 pixels the images are 100x50 and 50x100
+    lengths = three_boxes().keep(np.array([True, False, True])).side_lengths(100)
+    assert lengths.tolist() == [[50, 25], [25, 50], [25, 25]]
+
+
+def test_an_unknown_class_is_named_with_its_file() -> None:
+    images = [Path(f"/set/images/{name}.jpg") for name in "abc"]
+    check_classes(three_boxes(), images, 5, Path("data.yaml"))
+    with pytest.raises(UserError) as caught:
+        check_classes(three_boxes(), images, 4, Path("data.yaml"))
+    assert str(caught.value) == (
+        "/set/labels/a.txt has class 4, but `names` of data.yaml ends at 3; "
+        "mend the label or add the class (1 such rows in all)"
+    )
+    with pytest.raises(UserError, match=r"^/set/labels/a\.txt has class 2, .* \(3 such rows in all\)$"):
+        check_classes(three_boxes(), images, 2, Path("data.yaml"))
+
+
+def test_the_file_of_an_unknown_class_is_found_behind_background_images() -> None:
+    images = [Path(f"/set/images/{name}.jpg") for name in "abcde"]
+    rows = np.array([[0, 0.5, 0.5, 0.5, 0.5], [9, 0.5, 0.5, 0.5, 0.5]], np.float32)
+    found = Labels(rows, np.array([0, 0, 1, 1, 2, 2]), np.full((5, 2), 20, np.int32), ())
+    with pytest.raises(UserError, match=r"/set/labels/d\.txt has class 9"):
+        check_classes(found, images, 1, Path("data.yaml"))

@@ -1,0 +1,178 @@
+"""AutoAnchor: how anchors fit, how they are found, and what becomes of a model's."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from models import anchors
+from models.anchors import ENOUGH, LEAST_SIDE, find_anchors, fit
+from models.tasks.detection import DetectionTask
+from models.yolo import Model, build_model
+from utils.config import Hyperparameters
+
+YOLOV5 = np.array([[10, 13], [16, 30], [33, 23], [30, 61], [62, 45], [59, 119], [116, 90], [156, 198], [373, 326.0]])
+
+
+def tall_boxes(count: int = 300) -> np.ndarray:
+    """3 to 9 pixels wide and 100 to 200 high: too slim for most of YOLOv5's anchors."""
+    return np.random.default_rng(0).uniform([3, 100], [9, 200], (count, 2))
+
+
+@pytest.mark.parametrize(
+    ("threshold", "recall", "anchors_per_box"),
+    [
+        # 10 x 10 fits both (3 times the one); 40 x 10 is 4 times too wide for the one, 3 times too flat for the other;
+        # 100 x 100 is 10/3 of the other
+        (4, 1, 4 / 3),
+        (3.2, 2 / 3, 1),
+        (2, 1 / 3, 1 / 3),
+    ],
+)
+def test_fit(threshold: float, recall: float, anchors_per_box: float) -> None:
+    sides = np.array([[10, 10], [40, 10], [100, 100.0]])
+    found = fit(sides, np.array([[10, 10], [30, 30.0]]), threshold)
+    assert found == pytest.approx((recall, anchors_per_box))
+
+
+def test_fit_needs_less_than_the_threshold() -> None:
+    assert fit(np.array([[8.0, 8]]), np.array([[2.0, 8]]), 4).recall == 0
+    assert fit(np.array([[2.0, 8]]), np.array([[8.0, 8]]), 4).recall == 0
+
+
+def test_the_same_boxes_give_the_same_anchors() -> None:
+    sides = np.random.default_rng(1).uniform(4, 90, (200, 2))
+    first = find_anchors(sides, 6, 4.0)
+    assert np.array_equal(first, find_anchors(sides, 6, 4.0))
+    assert not np.array_equal(first, find_anchors(sides, 6, 4.0, seed=1))
+
+
+def test_anchors_are_sorted_by_area() -> None:
+    found = find_anchors(np.random.default_rng(1).uniform(4, 200, (200, 2)), 9, 4.0)
+    assert found.shape == (9, 2)
+    assert (np.diff(found.prod(1)) >= 0).all()
+    assert (found >= LEAST_SIDE).all()
+
+
+def test_odd_boxes_are_recalled_by_anchors_of_their_own() -> None:
+    sides = tall_boxes()
+    before = fit(sides, YOLOV5, 4.0)
+    assert before.recall < 0.8
+    assert fit(sides, find_anchors(sides, 9, 4.0), 4.0).recall == 1
+
+
+def test_mutation_brings_the_anchors_nearer(monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = np.random.default_rng(1).uniform(4, 90, (200, 2))
+
+    def likeness() -> float:
+        """How far, on average, the better anchor's worse side is from a box's: 1 would be equal."""
+        found = find_anchors(sides, 2, 4.0)
+        worse = [[min(min(w / a, a / w), min(h / b, b / h)) for a, b in found] for w, h in sides]
+        return float(np.max(worse, axis=1).mean())
+
+    mutated = likeness()
+    monkeypatch.setattr(anchors, "GENERATIONS", 0)
+    assert mutated > likeness() + 0.005
+
+
+@pytest.mark.parametrize("sides", [[[10, 20]], [[10, 20], [40, 30]], [[16, 16]] * 50])
+def test_fewer_kinds_of_boxes_than_anchors(sides: list[list[float]]) -> None:
+    boxes = np.array(sides, dtype=float)
+    found = find_anchors(boxes, 9, 4.0)
+    assert found.shape == (9, 2)
+    assert np.isfinite(found).all()
+    assert fit(boxes, found, 4.0).recall == 1
+
+
+def test_boxes_of_a_pixel_have_no_say() -> None:
+    many = np.concatenate((np.ones((500, 2)), np.full((20, 2), 40.0)))
+    found = find_anchors(many, 2, 4.0)
+    assert fit(many[500:], found, 1.5).anchors_per_box == 2
+
+
+# What becomes of a model's anchors
+
+
+def split(sides: np.ndarray) -> Any:
+    """A split with boxes of these sides in pixels."""
+    return SimpleNamespace(labels=SimpleNamespace(side_lengths=lambda imgsz: sides))
+
+
+def task_and_model(yaml: dict[str, Any]) -> tuple[DetectionTask, Model]:
+    task = DetectionTask({0: "a", 1: "b", 2: "c"}, Hyperparameters())
+    return task, task.build_model(yaml, 64)
+
+
+def pixels(model: Model) -> np.ndarray:
+    return (model.detect.anchors * model.stride.view(-1, 1, 1)).numpy()
+
+
+def test_anchors_that_fit_stay(tiny_yaml: dict[str, Any]) -> None:
+    task, model = task_and_model(tiny_yaml)
+    before = model.detect.anchors.clone()
+    said = task.adapt(model, split(np.array([[4, 4], [30, 20.0]])))
+    assert "1.0000 of the boxes fit an anchor" in said
+    assert "new anchors" not in said
+    assert torch.equal(model.detect.anchors, before)
+    assert model.yaml["anchors"] == tiny_yaml["anchors"]
+
+
+def test_anchors_that_do_not_fit_are_replaced(tiny_yaml: dict[str, Any]) -> None:
+    task, model = task_and_model(tiny_yaml)
+    sides = tall_boxes()
+    assert fit(sides, pixels(model).reshape(-1, 2), 4.0).recall < ENOUGH
+    said = task.adapt(model, split(sides))
+    assert "new anchors: 1.0000" in said
+    assert fit(sides, pixels(model).reshape(-1, 2), 4.0).recall == 1
+    areas = pixels(model).prod(2).flatten()
+    assert (np.diff(areas) >= 0).all()  # small ones on the fine level
+    np.testing.assert_allclose(np.array(model.yaml["anchors"]), pixels(model).reshape(2, -1), rtol=1e-6)
+    assert task.head is model.detect
+
+
+def test_a_model_rebuilt_from_its_yaml_has_the_new_anchors(tiny_yaml: dict[str, Any]) -> None:
+    task, model = task_and_model(tiny_yaml)
+    task.adapt(model, split(tall_boxes()))
+    again = build_model(model.yaml)
+    assert torch.equal(again.detect.anchors, model.detect.anchors)
+    assert torch.equal(again.stride, model.stride)
+
+
+def test_levels_in_falling_order_of_stride(tiny_yaml: dict[str, Any]) -> None:
+    """A YAML may name the coarse level first; small anchors still belong to small strides, then and when rebuilt."""
+    backwards = {**tiny_yaml, "head": [[[2, 1], 1, "Detect", ["nc", "anchors"]]]}
+    task, model = task_and_model(backwards)
+    assert model.stride.tolist() == [8, 4]
+    said = task.adapt(model, split(np.random.default_rng(0).uniform([1, 20], [3, 200], (300, 2))))
+    assert "new anchors" in said
+    areas = pixels(model).prod(2).mean(1)
+    assert areas[0] > areas[1]
+    assert torch.equal(build_model(model.yaml).detect.anchors, model.detect.anchors)
+
+
+def test_a_split_without_boxes(tiny_yaml: dict[str, Any]) -> None:
+    task, model = task_and_model(tiny_yaml)
+    before = model.detect.anchors.clone()
+    assert "no boxes" in task.adapt(model, split(np.zeros((0, 2))))
+    assert torch.equal(model.detect.anchors, before)
+
+
+def test_a_split_with_nothing_but_specks(tiny_yaml: dict[str, Any]) -> None:
+    task, model = task_and_model(tiny_yaml)
+    before = model.detect.anchors.clone()
+    assert task.adapt(model, split(np.full((20, 2), 0.5))).startswith("AutoAnchor: ")
+    assert torch.equal(model.detect.anchors, before)
+
+
+def test_anchors_that_are_only_a_number_are_found(tiny_yaml: dict[str, Any]) -> None:
+    task, model = task_and_model({**tiny_yaml, "anchors": 2})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is to be divided by the sides of anchors that are yet to be found
+        said = task.adapt(model, split(np.random.default_rng(0).uniform(10, 60, (200, 2))))
+    assert "new anchors" in said
+    assert fit(np.full((1, 2), 30.0), pixels(model).reshape(-1, 2), 4.0).recall == 1

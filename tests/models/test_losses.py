@@ -1,0 +1,398 @@
+"""The detection loss: YOLOv5's own numbers, matching and terms by hand, and sums that split over processes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models.losses import DetectionLoss, LossSettings, LossTerms, Match, match_targets
+from models.weights import read_weights, transfer
+from models.yolo import build_model
+
+FINEST = 4.0  # weight of the finest of up to 5 levels in the objectness term
+
+
+def softplus(x: float) -> float:
+    """-log(1 - sigmoid(x)): what a logit costs where nothing is wanted; softplus(-x) where 1 is."""
+    return math.log1p(math.exp(x))
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def zeros(batch: int, anchors: int, height: int, width: int, classes: int) -> Tensor:
+    """A raw map whose every prediction is its anchor in the middle of its cell, with scores of 0.5."""
+    return torch.zeros(batch, anchors, height, width, 5 + classes, requires_grad=True)
+
+
+def only_level(criterion: DetectionLoss, raw: Tensor, targets: list[list[float]], anchors: list[Any]) -> LossTerms:
+    """The loss of one level. targets in cells: image, class, x, y, w, h."""
+    height, width = raw.shape[2:4]
+    rows = torch.tensor(targets).reshape(-1, 6) / torch.tensor([1, 1, width, height, width, height])
+    return criterion([raw], rows, torch.tensor([anchors], dtype=torch.float))
+
+
+# YOLOv5's own numbers
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])  # of BatchNorm
+def test_loss_and_gradients_are_those_of_yolov5(mode: str, shared: Path) -> None:
+    reference = torch.load(shared / "reference" / "yolov5n_loss.pt", weights_only=True)
+    model = build_model("yolov5n.yaml")
+    loaded, total = transfer(model, read_weights(shared / "weights" / "yolov5n.pt").state)
+    assert loaded == total
+    model.train(mode == "train")
+    gains = {name: reference["hyp"][name] for name in vars(LossSettings()) if name in reference["hyp"]}
+    criterion = DetectionLoss(LossSettings(**gains), classes=80)
+
+    images = reference["im_uint8"].float() / 255
+    assert images.is_contiguous()
+    terms = criterion(model(images), reference["targets"], model.detect.anchors)
+    items = terms.means(terms.counts)
+    loss = items.sum() * len(images)
+    loss.backward()
+
+    wanted = reference[mode]
+    torch.testing.assert_close(items.detach(), torch.tensor(wanted["items_box_obj_cls"]), rtol=1e-4, atol=0)
+    assert loss.item() == pytest.approx(wanted["loss"], rel=1e-4)
+    parameters = dict(model.named_parameters())
+    for name, gradient in wanted["grads"].items():
+        found = parameters[name].grad
+        assert found is not None
+        assert (found - gradient).abs().max() / gradient.abs().max() <= 1e-4, name
+    norm = torch.cat([p.grad.flatten().double() for p in parameters.values() if p.grad is not None]).norm()
+    assert norm.item() == pytest.approx(wanted["grad_norm"], rel=1e-4)
+
+
+# Matching
+
+
+def match(centre: tuple[float, float], size: tuple[float, float] = (1, 1), threshold: float = 4.0) -> Match:
+    """A target, in cells, on a map 6 cells wide and 4 high with anchors 1 x 1 and 8 x 8."""
+    grid = torch.tensor([6, 4])
+    row = torch.cat((torch.tensor([0, 1]), torch.tensor(centre) / grid, torch.tensor(size) / grid))
+    return match_targets(torch.Size((1, 2, 4, 6, 7)), row[None], torch.tensor([[1.0, 1], [8, 8]]), threshold)
+
+
+def cells(found: Match) -> list[tuple[int, int]]:
+    """(row, column) of each matched cell."""
+    _, _, rows, columns = found.cell
+    return sorted(zip(rows.tolist(), columns.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("centre", "neighbours"),
+    [
+        ((2.5, 1.5), []),  # in the middle
+        ((2.25, 1.5), [(1, 1)]),  # left
+        ((2.75, 1.5), [(1, 3)]),  # right
+        ((2.5, 1.25), [(0, 2)]),  # up
+        ((2.5, 1.75), [(2, 2)]),  # down
+        ((2.25, 1.75), [(1, 1), (2, 2)]),  # left and down: both, not the one between
+        ((2.75, 1.25), [(0, 2), (1, 3)]),  # right and up
+        ((0.25, 1.5), []),  # nothing is left of the first column
+        ((2.5, 0.25), []),
+        ((5.75, 1.5), []),  # nor right of the last
+        ((2.5, 3.75), []),
+        ((0.25, 0.25), []),
+        ((5.75, 3.25), [(2, 5)]),
+    ],
+)
+def test_own_cell_and_near_neighbours(centre: tuple[float, float], neighbours: list[tuple[int, int]]) -> None:
+    own = (int(centre[1]), int(centre[0]))
+    found = match(centre)
+    assert cells(found) == sorted([own, *neighbours])
+    assert found.cell[0].unique().tolist() == [0]
+    assert found.cell[1].unique().tolist() == [0]  # the second anchor is 8 times as large
+    assert found.label.unique().tolist() == [1]
+
+
+def test_box_is_relative_to_the_matched_cell() -> None:
+    found = match((2.25, 1.75), (1, 1.5))
+    _, _, rows, columns = found.cell
+    places = zip(rows.tolist(), columns.tolist(), strict=True)
+    boxes = dict(zip(places, found.box.tolist(), strict=True))
+    assert boxes == {
+        (1, 2): pytest.approx([0.25, 0.75, 1, 1.5]),
+        (1, 1): pytest.approx([1.25, 0.75, 1, 1.5]),
+        (2, 2): pytest.approx([0.25, -0.25, 1, 1.5]),
+    }
+    assert found.anchor.tolist() == [[1, 1]] * 3
+
+
+def test_a_centre_on_the_far_edge_belongs_to_the_last_cell() -> None:
+    found = match((6, 4), (1, 1))
+    assert set(cells(found)) == {(3, 5)}
+    assert {tuple(box) for box in found.box.tolist()} == {(1, 1, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("size", "anchors"),
+    [
+        ((1, 1), [0]),
+        ((3.75, 1), [0]),
+        ((4, 1), []),  # a factor of exactly 4 is too much
+        ((1, 4), []),
+        ((0.28125, 1), [0]),  # and the other way round
+        ((0.25, 1), []),
+        ((1, 0.25), []),
+        ((3, 3), [0, 1]),  # 3 from the one, 8 / 3 from the other
+        ((8, 2.5), [1]),
+        ((0, 1), []),
+    ],
+)
+def test_anchor_threshold(size: tuple[float, float], anchors: list[int]) -> None:
+    assert match((2.5, 1.5), size).cell[1].tolist() == anchors
+
+
+def test_anchor_threshold_is_a_setting() -> None:
+    assert match((2.5, 1.5), (4, 1), threshold=4.5).cell[1].tolist() == [0]
+    assert match((2.5, 1.5), (2, 1), threshold=2).cell[1].tolist() == []
+
+
+# Cells that several targets share
+
+
+def objectness_targets(raw: Tensor, targets: Tensor, anchors: Tensor) -> Tensor:
+    """What objectness is wanted of each cell, (b, anchors, h, w), read off the gradient, which is sigmoid - wanted."""
+    raw = raw.detach().requires_grad_()
+    DetectionLoss(LossSettings(), classes=raw.shape[-1] - 5)([raw], targets, anchors).sums[1].sum().backward()
+    assert raw.grad is not None
+    return raw.detach()[..., 4].sigmoid() - raw.grad[..., 4]
+
+
+def test_the_last_target_counts_where_several_share_a_cell() -> None:
+    raw = zeros(1, 1, 4, 4, 2)
+    perfect, half = [0, 0, 1.5, 1.5, 2, 2], [0, 1, 1.5, 1.5, 2, 1]  # the prediction there is 2 x 2
+    anchors = torch.tensor([[[2.0, 2]]])
+    scale = torch.tensor([1, 1, 4, 4, 4, 4])
+    first = objectness_targets(raw, torch.tensor([perfect, half]) / scale, anchors)
+    second = objectness_targets(raw, torch.tensor([half, perfect]) / scale, anchors)
+    # CIoU of 2 x 1 in 2 x 2: 1/2 - alpha v with v = 4 / pi^2 (atan 2 - atan 1)^2 and alpha = v / (v + 1/2)
+    shape = 4 / math.pi**2 * (math.atan(2) - math.atan(1)) ** 2
+    assert first[0, 0, 1, 1].item() == pytest.approx(0.5 - shape**2 / (shape + 0.5), abs=1e-5)
+    assert second[0, 0, 1, 1].item() == pytest.approx(1, abs=1e-5)
+    assert first.count_nonzero() == second.count_nonzero() == 1
+
+
+def test_what_a_shared_cell_wants_does_not_depend_on_the_rest_of_the_batch() -> None:
+    torch.manual_seed(0)
+    raw = torch.randn(5, 2, 4, 4, 7)
+    anchors = torch.tensor([[[1.0, 1], [2, 2]]])
+    image = torch.randint(5, (120, 1))  # some 24 targets for each image's 16 cells
+    targets = torch.cat((image.float(), torch.randint(2, (120, 1)), torch.rand(120, 2), torch.rand(120, 2) / 2), 1)
+    targets[:, 1] = targets[:, 1].round()
+    whole = objectness_targets(raw, targets, anchors)
+    for k in range(5):
+        own = targets[image[:, 0] == k]
+        own[:, 0] = 0
+        assert torch.equal(objectness_targets(raw[k : k + 1], own, anchors)[0], whole[k])
+    grouped = targets[image[:, 0].argsort(stable=True)]
+    assert torch.equal(objectness_targets(raw, grouped, anchors), whole)
+
+
+# Sums and counts
+
+
+def random_case(seed: int) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Three levels of a batch of 4 images with 20 targets, and their anchors."""
+    torch.manual_seed(seed)
+    outputs = [torch.randn(4, 2, side, side, 8, requires_grad=True) for side in (8, 4, 2)]
+    image, label = torch.arange(20) % 4, torch.arange(20) % 3
+    targets = torch.cat((image[:, None], label[:, None], torch.rand(20, 2), torch.rand(20, 2) * 0.5 + 0.05), 1)
+    return outputs, targets, torch.tensor([[[1.0, 1], [2, 2]], [[1, 2], [2, 1]], [[0.5, 0.5], [1, 1]]])
+
+
+def test_halves_of_a_batch_add_up_to_the_whole() -> None:
+    outputs, targets, anchors = random_case(0)
+    criterion = DetectionLoss(LossSettings(label_smoothing=0.1), classes=3)
+    whole = criterion(outputs, targets, anchors)
+    halves = []
+    for start in (0, 2):
+        own = targets[(targets[:, 0] >= start) & (targets[:, 0] < start + 2)]
+        own[:, 0] -= start
+        halves.append(criterion([raw[start : start + 2] for raw in outputs], own, anchors))
+    assert (whole.counts[0] > 0).all()
+    assert not torch.equal(halves[0].counts[0], halves[1].counts[0])  # so that a mean of means would be another
+    assert torch.equal(halves[0].counts + halves[1].counts, whole.counts)
+    torch.testing.assert_close(halves[0].sums + halves[1].sums, whole.sums)
+    shares = halves[0].means(whole.counts) + halves[1].means(whole.counts)
+    expected = whole.means(whole.counts)
+    torch.testing.assert_close(shares, expected)
+    for of_halves, of_whole in zip(
+        torch.autograd.grad(shares.sum(), outputs), torch.autograd.grad(expected.sum(), outputs), strict=True
+    ):
+        torch.testing.assert_close(of_halves, of_whole)
+
+
+def test_each_level_has_its_own_mean() -> None:
+    """By hand: two perfect boxes and one 2 wide of 4 on the finest level, one of the last kind on the coarsest."""
+    sides, anchors = (4, 2, 1), torch.tensor([[[2.0, 2]], [[50, 50]], [[2, 2]]])
+    outputs = [zeros(1, 1, side, side, 2) for side in sides]
+    targets = torch.tensor(
+        [
+            [0, 0, 0.125, 0.125, 0.5, 0.5],  # in cells of the finest: 0.5, 0.5, 2, 2
+            [0, 0, 0.375, 0.375, 0.5, 0.5],
+            [0, 0, 0.875, 0.875, 0.5, 0.25],
+        ]
+    )
+    targets = torch.cat((targets, torch.tensor([[0, 1, 0.5, 0.5, 2.0, 1.0]])))  # in cells of the coarsest: .5, .5, 2, 1
+    terms = DetectionLoss(LossSettings(box=0.3, obj=2, cls=0.5, anchor_t=1.5), classes=2)(outputs, targets, anchors)
+    # On the finest the third target's height is half the anchor's: a factor of 2, too much for 1.5.
+    assert terms.counts.tolist() == [[2, 0, 0], [16, 4, 1], [4, 0, 0]]
+    terms = DetectionLoss(LossSettings(box=0.3, obj=2, cls=0.5, anchor_t=2.5), classes=2)(outputs, targets, anchors)
+    assert terms.counts.tolist() == [[3, 0, 1], [16, 4, 1], [6, 0, 2]]
+    shape = 4 / math.pi**2 * (math.atan(2) - math.atan(1)) ** 2
+    missing = 0.5 + shape**2 / (shape + 0.5)  # 1 - CIoU
+    box, obj, cls = terms.means(terms.counts).tolist()
+    assert box == pytest.approx(0.3 * (missing / 3 + missing), rel=1e-5)
+    assert obj == pytest.approx(2 * (4 + 1 + 0.4) * math.log(2), rel=1e-5)  # at a logit of 0 any target costs log 2
+    assert cls == pytest.approx(0.5 * (math.log(2) + math.log(2)), rel=1e-5)
+
+
+def test_without_any_targets() -> None:
+    outputs, _, anchors = random_case(0)
+    terms = DetectionLoss(LossSettings(), classes=3)(outputs, torch.zeros(0, 6), anchors)
+    box, obj, cls = terms.means(terms.counts)
+    assert (box.item(), cls.item()) == (0, 0)
+    assert terms.counts[0].tolist() == terms.counts[2].tolist() == [0, 0, 0]
+    each = [nn.functional.softplus(raw[..., 4]).mean() for raw in outputs]
+    torch.testing.assert_close(obj, 4 * each[0] + each[1] + 0.4 * each[2])
+    (box + obj + cls).backward()
+    for raw in outputs:
+        assert raw.grad is not None
+        assert raw.grad.isfinite().all()
+        assert raw.grad[..., 4].count_nonzero() == raw[..., 4].numel()
+        assert not raw.grad[..., 5:].any()
+
+
+def test_one_class_needs_no_telling_apart() -> None:
+    raw = zeros(1, 1, 4, 4, 1)
+    terms = only_level(DetectionLoss(LossSettings(), 1), raw, [[0, 0, 1.5, 1.5, 2, 1]], [[2, 2]])
+    assert terms.sums[2].item() == 0
+    assert terms.sums[0].item() > 0
+    terms.means(terms.counts).sum().backward()
+    assert raw.grad is not None
+    assert not raw.grad[..., 5].any()
+    assert raw.grad[..., 2].any()
+
+
+# Terms by hand. One target in the cell of row 1 and column 1, exactly where the prediction is.
+
+LOGITS = (2.0, -1.0, 0.5)  # of the classes there; the target is of class 0
+TARGET = [[0, 0, 1.5, 1.5, 2, 2]]
+
+
+def terms_of(settings: LossSettings, objectness: float = 0.0) -> LossTerms:
+    """On a map of 2 x 2 cells with one anchor; every cell has this objectness logit."""
+    raw = torch.zeros(1, 1, 2, 2, 8)
+    raw[..., 4] = objectness
+    raw[0, 0, 1, 1, 5:] = torch.tensor(LOGITS)
+    return only_level(DetectionLoss(settings, 3), raw, TARGET, [[2, 2]])
+
+
+def test_class_term() -> None:
+    terms = terms_of(LossSettings())
+    assert terms.sums[2].item() == pytest.approx(softplus(-2) + softplus(-1) + softplus(0.5), rel=1e-6)
+    assert terms.counts[2].item() == 3
+
+
+def test_label_smoothing() -> None:
+    """At 0.1, 0.95 is wanted of the right class and 0.05 of the others; t of a logit x costs softplus(x) - x t."""
+    expected = softplus(2) - 2 * 0.95 + softplus(-1) + 1 * 0.05 + softplus(0.5) - 0.5 * 0.05
+    assert terms_of(LossSettings(label_smoothing=0.1)).sums[2].item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_objectness_term() -> None:
+    terms = terms_of(LossSettings(), objectness=-1.0)
+    assert terms.sums[1].item() == pytest.approx(3 * softplus(-1) + softplus(1), rel=1e-6)
+    assert terms.counts[1].item() == 4
+    assert terms.means(terms.counts)[1].item() == pytest.approx(FINEST * (3 * softplus(-1) + softplus(1)) / 4, rel=1e-6)
+
+
+def test_weights_of_positives() -> None:
+    terms = terms_of(LossSettings(cls_pw=3, obj_pw=2), objectness=-1.0)
+    assert terms.sums[2].item() == pytest.approx(3 * softplus(-2) + softplus(-1) + softplus(0.5), rel=1e-6)
+    assert terms.sums[1].item() == pytest.approx(3 * softplus(-1) + 2 * softplus(1), rel=1e-6)
+
+
+def test_focal_loss() -> None:
+    """Each part x (1/4 where 1 is wanted, 3/4 where 0 is) x (how far the probability is off) ^ gamma."""
+    terms = terms_of(LossSettings(fl_gamma=1.5), objectness=-1.0)
+    found = softplus(-2) * 0.25 * sigmoid(-2) ** 1.5
+    others = [softplus(x) * 0.75 * sigmoid(x) ** 1.5 for x in (-1, 0.5)]
+    assert terms.sums[2].item() == pytest.approx(found + sum(others), rel=1e-5)
+    empty = softplus(-1) * 0.75 * sigmoid(-1) ** 1.5
+    assert terms.sums[1].item() == pytest.approx(3 * empty + softplus(1) * 0.25 * sigmoid(1) ** 1.5, rel=1e-5)
+
+
+def test_focal_loss_between_0_and_1() -> None:
+    """Smoothing wants 0.05: the factors are those of 0 and 1 mixed in that proportion."""
+    terms = terms_of(LossSettings(fl_gamma=2, label_smoothing=0.1))
+    expected = 0.0
+    for x, t in zip(LOGITS, (0.95, 0.05, 0.05), strict=True):
+        off = t * sigmoid(-x) + (1 - t) * sigmoid(x)
+        expected += (softplus(x) - x * t) * (t * 0.25 + (1 - t) * 0.75) * off**2
+    assert terms.sums[2].item() == pytest.approx(expected, rel=1e-5)
+
+
+# Settings, precision, levels
+
+
+def test_scaled_gains() -> None:
+    given = LossSettings(box=0.05, obj=1, cls=0.5, obj_pw=0.8, cls_pw=0.9, anchor_t=3, fl_gamma=1, label_smoothing=0.1)
+    assert given.scaled(levels=3, classes=80, imgsz=640) == given
+    scaled = given.scaled(levels=4, classes=20, imgsz=1280)
+    assert (scaled.box, scaled.obj, scaled.cls) == pytest.approx((0.05 * 0.75, 0.75 * 4, 0.5 * 0.75 / 4))
+    unchanged = {"obj_pw": 0.8, "cls_pw": 0.9, "anchor_t": 3, "fl_gamma": 1, "label_smoothing": 0.1}
+    assert {name: getattr(scaled, name) for name in unchanged} == unchanged
+
+
+@pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16])
+def test_arithmetic_is_in_fp32(precision: torch.dtype) -> None:
+    outputs, targets, anchors = random_case(0)
+    low = [raw.detach().to(precision).requires_grad_() for raw in outputs]
+    criterion = DetectionLoss(LossSettings(), classes=3)
+    found, expected = criterion(low, targets, anchors), criterion([raw.float() for raw in low], targets, anchors)
+    loss = found.means(found.counts)
+    assert found.sums.dtype == loss.dtype == torch.float32
+    assert torch.equal(found.sums, expected.sums)
+    loss.sum().backward()
+    assert all(raw.grad is not None and raw.grad.isfinite().all() for raw in low)
+
+
+@pytest.mark.parametrize(
+    ("levels", "balance"), [(2, (4.0, 1.0)), (3, (4.0, 1.0, 0.4)), (4, (4.0, 1.0, 0.25, 0.06)), (5, None)]
+)
+def test_balance_of_the_levels(levels: int, balance: tuple[float, ...] | None) -> None:
+    outputs = [zeros(1, 1, 2, 2, 2) for _ in range(levels)]
+    settings = LossSettings(box=0.1, obj=0.5, cls=0.2)
+    terms = DetectionLoss(settings, 2)(outputs, torch.zeros(0, 6), torch.ones(levels, 1, 2))
+    wanted = torch.tensor(balance or (4.0, 1.0, 0.25, 0.06, 0.02))
+    torch.testing.assert_close(
+        terms.weights, torch.stack([0.1 * torch.ones(levels), 0.5 * wanted, torch.full((levels,), 0.2)])
+    )
+
+
+def test_a_model_of_four_levels(tiny_yaml: dict[str, Any]) -> None:
+    deep = {
+        **tiny_yaml,
+        "anchors": [[8, 8], [16, 16], [32, 32], [64, 64]],
+        "backbone": [[-1, 1, "Conv", [8, 3, 2]] for _ in range(5)],
+        "head": [[[1, 2, 3, 4], 1, "Detect", ["nc", "anchors"]]],
+    }
+    model = build_model(deep)
+    targets = torch.tensor([[0, 0, 0.5, 0.5, side / 64, side / 64] for side in (7, 15, 31, 63)])
+    terms = DetectionLoss(LossSettings(anchor_t=1.5), 3)(model(torch.rand(2, 3, 64, 64)), targets, model.detect.anchors)
+    assert (terms.counts[0] > 0).all()
+    assert terms.counts[1].tolist() == [2 * (64 // stride) ** 2 for stride in (4, 8, 16, 32)]
+    loss = terms.means(terms.counts).sum()
+    loss.backward()
+    assert loss.isfinite()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

@@ -1,0 +1,402 @@
+"""Weight files: ours, YOLOv5's, and those that nobody should open."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import os
+import pickle
+import subprocess
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models import weights
+from models.weights import FORMAT, Weights, read_weights, transfer
+from models.yolo import build_model
+from utils.errors import UserError
+
+SHARED = Path(__file__).parents[2].parent / "shared"
+
+
+def content(**changes: Any) -> dict[str, Any]:
+    """What a file of ours holds."""
+    base = {
+        "format": FORMAT,
+        "task": "detect",
+        "model": {"nc": 1},
+        "names": {0: "a"},
+        "state": {"w": torch.rand(2, 3), "n": torch.tensor(4)},
+        "settings": {"epochs": 3},
+    }
+    return {**base, **changes}
+
+
+def save_zip(value: Any, path: Path) -> None:
+    torch.save(value, path)
+
+
+def save_legacy(value: Any, path: Path) -> None:
+    torch.save(value, path, _use_new_zipfile_serialization=False)
+
+
+def save_pickle(value: Any, path: Path) -> None:
+    path.write_bytes(pickle.dumps(value, protocol=4))
+
+
+def save_old_pickle(value: Any, path: Path) -> None:
+    path.write_bytes(pickle.dumps(value, protocol=0))
+
+
+def save_bytes(data: bytes, path: Path) -> None:
+    """A torch file in zip format around the bytes of a pickle."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("archive/data.pkl", data)
+        archive.writestr("archive/version", "3\n")
+
+
+def text(value: str) -> bytes:
+    """The opcode that pushes a string (protocol 2)."""
+    return b"X" + len(value).to_bytes(4, "little") + value.encode()
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a test puts its weights, alone in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "weights.pt"
+
+
+# Files of ours
+
+
+def test_round_trip(file: Path) -> None:
+    given = content()
+    torch.save(given, file)
+    found = read_weights(file)
+    torch.testing.assert_close(found.state, given["state"], rtol=0, atol=0)
+    assert found.state["n"].dtype == torch.int64
+    assert (found.model, found.names, found.task) == ({"nc": 1}, {0: "a"}, "detect")
+    assert (found.settings, found.source) == ({"epochs": 3}, "lockstep")
+
+
+def test_half_precision_becomes_float32(file: Path) -> None:
+    torch.save(content(state={"w": torch.ones(2, dtype=torch.float16)}), file)
+    assert read_weights(str(file)).state["w"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("save", [save_zip, save_legacy])
+def test_plain_tensors(save: Callable[[Any, Path], None], file: Path) -> None:
+    state = OrderedDict({"model.0.conv.weight": torch.rand(2, 3)})
+    save(state, file)
+    found = read_weights(file)
+    torch.testing.assert_close(found.state, dict(state), rtol=0, atol=0)
+    assert (found.model, found.names, found.source) == (None, {}, "tensors")
+
+
+def test_file_of_a_later_version(file: Path) -> None:
+    torch.save(content(format="lockstep-9"), file)
+    with pytest.raises(UserError, match=r"weights.pt has the format lockstep-9, .*update this program"):
+        read_weights(file)
+
+
+def test_file_that_lacks_a_part(file: Path) -> None:
+    given = content()
+    del given["state"]
+    torch.save(given, file)
+    with pytest.raises(UserError, match=r"weights.pt lacks state"):
+        read_weights(file)
+
+
+# YOLOv5's files
+
+
+@pytest.fixture(scope="module")
+def official() -> Weights:
+    path = SHARED / "weights" / "yolov5n.pt"
+    if not path.exists():
+        pytest.skip(f"needs the official checkpoint {path}")
+    return read_weights(path)
+
+
+def test_official_checkpoint_loads_by_name_whole(official: Weights) -> None:
+    model = build_model("yolov5n.yaml")
+    assert set(model.state_dict()) == set(official.state)
+    assert transfer(model, official.state) == (349, 349)
+    torch.testing.assert_close(model.state_dict(), official.state, rtol=0, atol=0, check_dtype=True)
+
+
+def test_official_checkpoints_description(official: Weights) -> None:
+    assert (official.task, official.source, len(official.names), official.names[16]) == ("detect", "yolov5", 80, "dog")
+    assert official.model is not None
+    assert official.model["backbone"][0] == [-1, 1, "Conv", [64, 6, 2, 2]]
+
+
+class Pickled(torch.nn.Module):
+    """A module that pretends, in the pickle, to be one of YOLOv5's."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((2,), value, dtype=torch.float16))
+        self.register_buffer("anchor_grid", torch.ones(1))
+        self.register_buffer("hidden", torch.ones(1), persistent=False)
+        self.names = ["cat", "dog"]
+        self.yaml = {"nc": 2, "anchors": ((1, 2),)}
+
+
+def save_as_yolov5(value: Any, path: Path, legacy: bool) -> None:
+    """Save with `Pickled` under the name that YOLOv5 gives to a network."""
+    name, alias_name = b"test_weights\nPickled\n", b"models.yolo\nSegmentationModel\n"
+    assert Pickled.__module__ == "test_weights"
+    plain = path.with_suffix(".plain")
+    torch.save(value, plain, _use_new_zipfile_serialization=not legacy)
+    if legacy:
+        path.write_bytes(plain.read_bytes().replace(name, alias_name))
+        return
+    with zipfile.ZipFile(plain) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as new:
+        for record in old.namelist():
+            new.writestr(record, old.read(record).replace(name, alias_name))
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize(("ema", "expected"), [(Pickled(2.0), 2.0), (None, 1.0)])
+def test_smoothed_weights_come_first(legacy: bool, ema: Any, expected: float, file: Path) -> None:
+    save_as_yolov5({"epoch": 3, "model": Pickled(1.0), "ema": ema, "optimizer": None}, file, legacy)
+    found = read_weights(file)
+    torch.testing.assert_close(found.state, {"weight": torch.full((2,), expected)}, rtol=0, atol=0)
+    assert (found.names, found.model) == ({0: "cat", 1: "dog"}, {"nc": 2, "anchors": [[1, 2]]})
+    assert found.task == "segment"
+
+
+def test_values_beside_the_model_do_no_harm(file: Path) -> None:
+    import argparse
+    import datetime
+    import pathlib
+
+    import numpy as np
+
+    beside = {
+        "best_fitness": np.float64(0.5),
+        "curve": np.arange(3),
+        "opt": argparse.Namespace(weights=pathlib.PosixPath("x"), evolve={1, 2}),
+        "date": datetime.datetime(2026, 1, 1),
+        "size": torch.Size([1, 2]),
+        "device": torch.device("cpu"),
+        "dtype": torch.float16,
+    }
+    save_as_yolov5({"model": Pickled(1.0), "ema": None, **beside}, file, legacy=False)
+    assert list(read_weights(file).state) == ["weight"]
+
+
+# Files that are no use
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({}, "contains no model"),
+        ({"model": None}, "contains no model"),
+        ({"epoch": 1, "optimizer": {}}, "contains no model"),
+        ([1, 2], "contains no model"),
+        (torch.rand(3), "contains no model"),
+        (content(state=[1]), "is not a whole PyTorch weight file"),
+    ],
+)
+def test_files_without_a_model(value: Any, message: str, file: Path) -> None:
+    torch.save(value, file)
+    with pytest.raises(UserError, match=f"weights.pt {message}"):
+        read_weights(file)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is text, not a weight file"),
+        (b"<!DOCTYPE html><html></html>", "is text, not a weight file"),
+        (b"\x80\x02}q\x00.", "is not a whole PyTorch weight file"),
+        (b"\x93NUMPY\x01\x00", "is not a whole PyTorch weight file"),
+        (b"PK\x03\x04 and no more \xff", "is not a whole PyTorch weight file"),
+    ],
+)
+def test_files_that_are_no_weights(data: bytes, message: str, file: Path) -> None:
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=f"weights.pt {message}"):
+        read_weights(file)
+
+
+@pytest.mark.parametrize("save", [save_zip, save_legacy])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+def test_truncated_files(save: Callable[[Any, Path], None], share: float, file: Path) -> None:
+    save(content(state={"w": torch.rand(1000)}), file)
+    data = file.read_bytes()
+    file.write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(UserError, match=r"weights.pt is not a whole PyTorch weight file .*copy or download it again"):
+        read_weights(file)
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none.pt do not exist"):
+        read_weights(tmp_path / "none.pt")
+    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+        read_weights(tmp_path)
+
+
+def test_torchscript(file: Path) -> None:
+    save_bytes(pickle.dumps({}, 2), file)
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr("archive/constants.pkl", pickle.dumps((), 2))
+    with pytest.raises(UserError, match=r"weights.pt is a TorchScript export, which cannot be trained"):
+        read_weights(file)
+
+
+def test_tar_archives_are_not_unpacked(file: Path) -> None:
+    import io
+    import tarfile
+
+    with tarfile.open(file, "w") as archive:
+        member = tarfile.TarInfo("storages")
+        member.size = 4
+        archive.addfile(member, io.BytesIO(b"abcd"))
+    with pytest.raises(UserError, match=r"weights.pt "):
+        read_weights(file)
+
+
+def test_a_model_that_contains_itself(file: Path) -> None:
+    state = (
+        b"}(" + text("_parameters") + b"}" + text("_buffers") + b"}" + text("_modules") + b"}" + text("0") + b"h\x00su"
+    )
+    save_bytes(b"\x80\x02cmodels.yolo\nModel\n)\x81q\x00" + state + b"b.", file)
+    with pytest.raises(UserError, match=r"weights.pt is not a whole PyTorch weight file \(maximum recursion"):
+        read_weights(file)
+
+
+# Files that would run something
+
+
+class Call:
+    """Pickles as a call."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+WRITE = "open('written', 'w').close()"
+CALLS = [
+    (Call(os.system, "touch written"), "posix.system"),
+    (Call(builtins.eval, WRITE), "builtins.eval"),
+    (Call(builtins.exec, WRITE), "builtins.exec"),
+    (Call(builtins.open, "written", "w"), "(_?io).open"),
+    (Call(builtins.getattr, "os", "system"), "builtins.getattr"),  # a module itself cannot be pickled
+    (Call(builtins.__import__, "antigravity"), "builtins.__import__"),
+    (Call(subprocess.Popen, ["touch", "written"]), "subprocess.Popen"),
+    (Call(torch.hub.load, "a/b", "c"), "torch.hub.load"),
+    (Call(functools.partial, os.system, "touch written"), "functools.partial"),
+    (Call(torch.load, "other.pt"), "torch.serialization.load"),
+    (Call(torch.storage._load_from_bytes, b""), "torch.storage._load_from_bytes"),
+    (Call(OrderedDict, [("a", Call(os.system, "touch written"))]), "posix.system"),
+    (Call(OrderedDict, Call(list, Call(tuple, [Call(builtins.exec, WRITE)]))), "builtins.exec"),
+]
+
+
+@pytest.mark.parametrize("save", [save_zip, save_legacy, save_pickle, save_old_pickle])
+@pytest.mark.parametrize(("call", "name"), CALLS)
+def test_calls_are_refused_by_name(save: Callable[[Any, Path], None], call: Call, name: str, file: Path) -> None:
+    save({"model": call, "ema": None}, file)
+    with pytest.raises(UserError, match=f"weights.pt was refused, and nothing in it was run: it names '{name}'"):
+        read_weights(file)
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_the_payload_would_work(file: Path) -> None:
+    save_pickle({"model": CALLS[0][0]}, file)
+    pickle.loads(file.read_bytes())
+    assert (file.parent / "written").exists()
+
+
+def short(value: str) -> bytes:
+    """The opcode that pushes a string of at most 255 bytes (protocol 4)."""
+    return b"\x8c" + bytes([len(value)]) + value.encode()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch", "hub.load"),
+        ("torch", "serialization.os.system"),
+        ("torch.nn.modules", "module.torch.hub.load"),
+        ("models.yolo", "os.system"),
+        ("collections", "OrderedDict.fromkeys"),
+        ("modelsx", "Model"),
+        ("torch", "nn"),
+    ],
+)
+def test_names_through_attributes_are_refused(module: str, name: str, file: Path) -> None:
+    save_bytes(b"\x80\x04" + short(module) + short(name) + b"\x93.", file)
+    with pytest.raises(UserError, match=f"it names '{module}.{name}'"):
+        read_weights(file)
+
+
+def test_stubs_are_never_the_real_class(file: Path) -> None:
+    save_bytes(b"\x80\x02cmodels.yolo\nbuild_model\n(" + text("none.yaml") + b"tR.", file)  # a function of ours
+    with pytest.raises(UserError, match="contains no model"):
+        read_weights(file)
+
+
+@pytest.mark.parametrize(
+    "target", ["torch._utils\n_rebuild_tensor_v2", "collections\nOrderedDict", "models.yolo\nModel"]
+)
+def test_build_cannot_change_what_we_share(target: str, file: Path) -> None:
+    state = b"N}" + text("__defaults__") + b")s\x86"  # (None, {"__defaults__": ()}): attributes to set
+    save_bytes(b"\x80\x02c" + target.encode() + b"\n" + state + b"b.", file)
+    with pytest.raises(UserError):
+        read_weights(file)
+    assert weights._tensor.__defaults__ is None
+
+
+def test_sources_of_classes_are_not_compared(file: Path) -> None:
+    """torch writes `<name>.patch`, with text from the file, where a class's source differs and it asks for patches."""
+    attributes = b"N}" + text("dump_patches") + b"\x88s" + text("__name__") + text("evil") + b"s\x86"
+    container = b"ctorch._utils\n_rebuild_tensor_v2\n" + attributes + b"b"
+    network = b"(" + text("module") + container + text("a.py") + text("source") + b"tQ"
+    head = b"".join(pickle.dumps(v, 2) for v in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}))
+    file.write_bytes(head + b"\x80\x02" + network + b"." + pickle.dumps([], 2))
+    with pytest.raises(UserError, match="contains no model"):
+        read_weights(file)
+    assert list(file.parent.iterdir()) == [file]
+
+
+# Transfer
+
+
+def state_of(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
+    return {name: torch.ones(shape) for name, shape in shapes.items()}
+
+
+def test_transfer_takes_what_fits() -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 3), "anchors": torch.nn.Linear(2, 3)})
+    given = {
+        "a.weight": torch.ones(3, 2),
+        "a.bias": torch.ones(4),  # another shape
+        "b.weight": torch.ones(3, 2),  # another name
+        "anchors.bias": torch.ones(3),
+    }
+    assert transfer(model, given, exclude=("anchor",)) == (1, 4)
+    assert (model["a"].weight == 1).all()
+    assert not (model["anchors"].bias == 1).any()
+    assert transfer(model, given) == (2, 4)
+
+
+def test_transfer_to_another_number_of_classes() -> None:
+    state = build_model("yolov5n.yaml").state_dict()
+    model = build_model("yolov5n.yaml", nc=3)
+    assert transfer(model, state) == (349 - 6, 349)

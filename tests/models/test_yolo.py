@@ -1,0 +1,282 @@
+"""Models from YAML: sizes, agreement with YOLOv5's own outputs, options, and messages for YAMLs that make no model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from models.layers import Conv
+from models.weights import read_weights, transfer
+from models.yolo import build_model
+from utils.errors import UserError
+
+REPOSITORY = Path(__file__).parents[2]
+SHARED = REPOSITORY.parent / "shared"
+# Parameters with 80 classes: computed from the published architectures.
+PARAMETERS = {
+    "yolov5n": 1_872_157,
+    "yolov5s": 7_235_389,
+    "yolov5m": 21_190_557,
+    "yolov5l": 46_563_709,
+    "yolov5x": 86_749_405,
+    "yolov5n6": 3_246_940,
+    "yolov5s6": 12_626_620,
+    "yolov5m6": 35_731_932,
+    "yolov5l6": 76_770_172,
+    "yolov5x6": 140_794_780,
+}
+
+
+def small() -> dict[str, Any]:
+    """A network of one level, quick to build."""
+    return {
+        "nc": 2,
+        "depth_multiple": 0.33,
+        "width_multiple": 0.25,
+        "anchors": [[10, 13, 16, 30, 33, 23]],
+        "backbone": [[-1, 1, "Conv", [64, 3, 2]], [-1, 3, "C3", [64]], [-1, 1, "Conv", [128, 3, 2]]],
+        "head": [
+            [-1, 1, "nn.Upsample", ["None", 2, "nearest"]],
+            [[-1, 1], 1, "Concat", [1]],
+            [[-1], 1, "Detect", ["nc", "anchors"]],
+        ],
+    }
+
+
+def on_meta(source: dict[str, Any] | str, **options: Any) -> nn.Module:
+    """The model without memory for its weights."""
+    with torch.device("meta"):
+        return build_model(source, **options)
+
+
+def count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameter_count(name: str) -> None:
+    assert count(on_meta(f"models/{name}.yaml")) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize(("name", "strides"), [("yolov5n.yaml", [8, 16, 32]), ("yolov5n6", [8, 16, 32, 64])])
+def test_strides_and_anchors(name: str, strides: list[int]) -> None:
+    model = build_model(name)  # a shipped file, by its bare name
+    assert model.stride.tolist() == strides
+    given = torch.tensor(yaml.safe_load((REPOSITORY / "models" / name).with_suffix(".yaml").read_text())["anchors"])
+    pixels = model.detect.anchors * model.stride.view(-1, 1, 1)
+    torch.testing.assert_close(pixels.flatten(1), given.float())
+    images = torch.rand(1, 3, 128, 192)
+    assert [m.shape for m in model(images)] == [(1, 3, 128 // s, 192 // s, 85) for s in strides]
+
+
+def decode(maps: list[Tensor], anchors: Tensor, stride: Tensor) -> Tensor:
+    """YOLOv5's formula, written down cell by cell: xy = (2s - 0.5 + cell) stride, wh = (2s)^2 anchor."""
+    levels = []
+    for raw, level_anchors, s in zip(maps, anchors, stride, strict=True):
+        y = raw.sigmoid()
+        rows, columns = torch.meshgrid(torch.arange(y.shape[2]), torch.arange(y.shape[3]), indexing="ij")
+        y[..., 0] = (y[..., 0] * 2 - 0.5 + columns) * s
+        y[..., 1] = (y[..., 1] * 2 - 0.5 + rows) * s
+        y[..., 2:4] = (y[..., 2:4] * 2) ** 2 * (level_anchors * s).view(1, -1, 1, 1, 2)
+        levels.append(y.flatten(1, 3))
+    return torch.cat(levels, 1)
+
+
+@pytest.fixture(scope="module")
+def official() -> Any:
+    """The official yolov5n checkpoint."""
+    path = SHARED / "weights" / "yolov5n.pt"
+    if not path.exists():
+        pytest.skip(f"needs the official checkpoint {path}")
+    return read_weights(path)
+
+
+@torch.no_grad()
+def test_official_weights_predict_what_yolov5_predicts(official: Any) -> None:
+    path = SHARED / "reference" / "yolov5n_forward.pt"
+    if not path.exists():
+        pytest.skip(f"needs YOLOv5's own predictions {path}")
+    reference = torch.load(path, weights_only=True)
+    model = build_model("yolov5n.yaml").eval()
+    transfer(model, official.state)
+    predictions = decode(model(reference["image"]), model.detect.anchors, model.stride)
+    torch.testing.assert_close(predictions, reference["predictions"], rtol=0, atol=1e-3)
+
+
+def test_official_yaml_builds_the_same_network(official: Any) -> None:
+    model = on_meta(official.model)
+    assert {k: v.shape for k, v in model.state_dict().items()} == {k: v.shape for k, v in official.state.items()}
+
+
+def test_number_of_classes() -> None:
+    model = on_meta("yolov5n.yaml", nc=3)
+    assert count(model) == PARAMETERS["yolov5n"] - 3 * 77 * (64 + 128 + 256 + 3)
+    assert model.names == {0: "0", 1: "1", 2: "2"}
+    assert model.yaml["nc"] == 3
+
+
+def test_one_class_is_possible() -> None:
+    assert build_model(small(), nc=1)(torch.rand(1, 3, 8, 8))[0].isfinite().all()
+
+
+def test_yaml_rebuilds_the_network_and_the_argument_stays_as_it_was() -> None:
+    given = small()
+    model = on_meta(given, nc=5, channels=4)
+    assert given == small()
+    again = on_meta(model.yaml)
+    assert {k: v.shape for k, v in model.state_dict().items()} == {k: v.shape for k, v in again.state_dict().items()}
+    assert yaml.safe_load(yaml.safe_dump(model.yaml)) == model.yaml == again.yaml
+
+
+def test_same_seed_same_weights_and_statistics_untouched() -> None:
+    states = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        states.append(build_model(small()).state_dict())
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+    assert all(int(v) == 0 for k, v in states[0].items() if k.endswith("num_batches_tracked"))
+
+
+def test_repetitions() -> None:
+    description = small()
+    description["depth_multiple"] = 1.0
+    description["backbone"][0] = [-1, 2, "Conv", [64, 3]]
+    model = on_meta(description)
+    assert len(model.model[1].m) == 3
+    assert isinstance(model.model[0], nn.Sequential)
+    assert [part.conv.in_channels for part in model.model[0]] == [3, 16]
+
+
+def test_a_row_as_wide_as_the_head_is_not_scaled() -> None:
+    description = small()
+    description["backbone"][2] = [-1, 1, "Conv", [21, 3, 2]]  # 3 anchors * (2 classes + 5)
+    assert on_meta(description).model[2].conv.out_channels == 21
+
+
+def test_anchors_by_number() -> None:
+    model = build_model({**small(), "anchors": 2})
+    assert (model.detect.anchors * model.stride).tolist() == [[[0, 1], [2, 3]]]
+
+
+def test_only_later_inputs_stay_alive() -> None:
+    assert on_meta(small())._later_inputs == {1}
+
+
+def test_gradients_and_copies() -> None:
+    model = copy.deepcopy(build_model(small()))
+    sum(m.sum() for m in model(torch.rand(2, 3, 16, 16))).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def activations(model: nn.Module) -> set[str]:
+    return {repr(part.act) for part in model.modules() if isinstance(part, Conv)}
+
+
+def test_activation_is_this_models_alone() -> None:
+    model = on_meta({**small(), "activation": "nn.LeakyReLU(0.1)"})
+    assert activations(model) == {"LeakyReLU(negative_slope=0.1)"}
+    assert activations(on_meta(small())) == {"SiLU(inplace=True)"}
+    assert activations(on_meta({**small(), "activation": "torch.nn.ReLU"})) == {"ReLU()"}
+    assert activations(on_meta({**small(), "activation": "nn.ReLU(inplace=True)"})) == {"ReLU(inplace=True)"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nn.LeakyRelu(0.1)", r"'LeakyRelu', which is no activation of torch.nn \(did you mean 'LeakyReLU'\?\)"),
+        ("nn.Linear(3, 3)", "'Linear', which is no activation"),
+        ("__import__('os').system('touch x')", "write it like nn.LeakyReLU"),
+        ("nn.ReLU(__import__('os').system('touch x'))", "write it like nn.LeakyReLU"),
+        ("nn.ReLU(", "write it like nn.LeakyReLU"),
+        (5, "write it like nn.LeakyReLU"),
+        ("nn.ReLU(1, 2, 3)", "does not work .*mend its arguments"),
+        ("nn.MultiheadAttention(8, 2)", "row 0: Conv .* does not work"),
+    ],
+)
+def test_activations_that_are_none(text: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        on_meta({**small(), "activation": text})
+    assert not list(tmp_path.iterdir())
+
+
+def row(index: int, value: Any) -> Callable[[dict[str, Any]], None]:
+    """A change of one row, counted through backbone and head."""
+
+    def change(description: dict[str, Any]) -> None:
+        part, first = ("backbone", 0) if index < 3 else ("head", 3)
+        description[part][index - first] = value
+
+    return change
+
+
+def key(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda description: description.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (row(1, [-1, 3, "C3x3", [64]]), r"row 1: unknown module 'C3x3' \(did you mean 'C3'\?\); known are Conv, "),
+        (row(1, [-1, 3, ["C3"], [64]]), r"row 1: unknown module '\['C3'\]'"),
+        (row(1, [-1, "C3", [64]]), r"row 1: \[-1, 'C3', \[64\]\] is no row; write \[from, number, module, args\]"),
+        (row(4, None), "row 4: None is no row"),
+        (row(1, [-1, 0, "C3", [64]]), "row 1: the number of repetitions is 0"),
+        (row(1, [-1, 1, "C3", 64]), "row 1: the arguments are 64; write them as a list"),
+        (row(4, [[-1, 7], 1, "Concat", [1]]), "row 4: `from` is 7, but only rows before .*: 0 to 3, or -1"),
+        (row(4, [[-1, 4], 1, "Concat", [1]]), "row 4: `from` is 4, but"),
+        (row(1, [-9, 1, "C3", [64]]), "row 1: `from` is -9, but"),
+        (row(0, [0, 1, "Conv", [64]]), "row 0: `from` is 0, but .*: -1, the image"),
+        (row(1, ["-1", 1, "C3", [64]]), "row 1: `from` is '-1'; give a row's number"),
+        (row(1, [[], 1, "C3", [64]]), r"row 1: `from` is \[\]; give a row's number"),
+        (row(1, [-1, 1, "C3", []]), "row 1: C3 .*the number of output channels, is missing.*mend that row"),
+        (row(1, [-1, 1, "C3", ["wide"]]), "row 1: C3 .*number of output channels, not 'wide'"),
+        (row(0, [-1, 1, "Conv", [64, 3, 2, 1, 1, 1, True, 9, 9]]), "row 0: Conv .*positional arguments"),
+        (row(0, [-1, 1, "Conv", [64, "three"]]), "row 0: Conv .*does not work"),
+        (row(0, [-1, 1, "Conv", [64, 3, 0]]), "row 0: Conv .*does not work"),
+        (row(4, [[-1, 2], 1, "Concat", [1]]), "row 4: Concat .*does not work"),
+        (row(4, [[-1, 1], 1, "Conv", [64]]), "row 4: Conv .*it takes one input, not 2"),
+        (row(3, [-1, 1, "nn.Upsample", [None, 2, "neerest"]]), "row 3: nn.Upsample .*does not work"),
+        (row(5, [-1, 1, "Conv", [64]]), "the last row of `head` is no detection head"),
+        (row(5, [[1, 4], 1, "Detect", ["nc", "anchors"]]), "row 5: Detect .*2 input maps, but `anchors` has 1 rows"),
+        (key("head", []), "the last row of `head` is no detection head"),
+        (key("head", None), "`head` is None; give a list of rows"),
+        (key("nc", 0), "`nc` is 0; give a whole number above 0"),
+        (key("width_multiple", "wide"), "`width_multiple` is 'wide'; give a number above 0"),
+        (key("widht_multiple", 1), r"unknown key 'widht_multiple' \(did you mean 'width_multiple'\?\)"),
+        (key("anchors", []), r"`anchors` is \[\]; give a list of width"),
+        (key("anchors", [[1, "a"]]), "`anchors` is "),
+        (key("anchors", [[1, 2, 3]]), "row 5: Detect .*same number of width, height pairs"),
+    ],
+)
+def test_yaml_that_describes_no_model(change: Callable[[dict[str, Any]], None], message: str) -> None:
+    description = small()
+    change(description)
+    with pytest.raises(UserError, match=f"(?s)^the model YAML.*{message}"):
+        build_model(description)
+
+
+def test_missing_key() -> None:
+    description = small()
+    del description["anchors"]
+    with pytest.raises(UserError, match="`anchors` is missing; give"):
+        build_model(description)
+
+
+def test_messages_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({**small(), "head": [[-1, 1, "Detekt", []]]}))
+    with pytest.raises(UserError, match=r"mine.yaml, row 3: unknown module 'Detekt' \(did you mean 'Detect'\?\)"):
+        build_model(path)
+
+
+def test_file_that_is_not_there() -> None:
+    with pytest.raises(UserError, match=r"'yolov5q.yaml' is not a file.*yolov5n.yaml"):
+        build_model("yolov5q.yaml")

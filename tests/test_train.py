@@ -1,0 +1,161 @@
+"""Whole training runs, started as a user starts them."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from models.weights import read_weights
+from tests.conftest import RunScript
+
+COLUMNS = [
+    *("epoch", "train/box_loss", "train/obj_loss", "train/cls_loss"),
+    *("metrics/precision", "metrics/recall", "metrics/mAP_0.5", "metrics/mAP_0.5:0.95"),
+    *("val/box_loss", "val/obj_loss", "val/cls_loss", "x/lr0", "x/lr1", "x/lr2"),
+]
+
+
+def train(run_script: RunScript, project: Path, data: Path, *flags: str, fails: bool = False) -> str:
+    """A short run on the small set; what it printed."""
+    own = ("--data", str(data), "--project", str(project), "--device", "cpu")
+    scratch = ("--weights", "", "--cfg", "yolov5n.yaml", "--hyp", "data/hyps/shapes.yaml")
+    rest = ("--imgsz", "64", "--epochs", "2", "--batch-size", "8", "--workers", "0")
+    return run_script("train.py", *own, *scratch, *rest, *flags, fails=fails)
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "results.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory, run_script: RunScript, small_data: Path) -> tuple[Path, str]:
+    """A run of two epochs, and what it printed."""
+    project = tmp_path_factory.mktemp("runs")
+    return project / "exp", train(run_script, project, small_data)
+
+
+def test_run_folder(first: tuple[Path, str]) -> None:
+    folder, _ = first
+    settings = yaml.safe_load((folder / "settings.yaml").read_text())
+    assert settings["batch_size"] == 8
+    assert settings["hyperparameters"]["mosaic"] == 0
+    assert [row["epoch"] for row in rows(folder)] == ["0", "1"]
+    assert list(rows(folder)[0]) == COLUMNS
+    assert all(float(value) >= 0 for row in rows(folder) for value in row.values())
+    assert (folder / "train_batch0.jpg").is_file()
+    for name in ("last.pt", "best.pt"):
+        weights = read_weights(folder / "weights" / name)
+        assert weights.source == "lockstep"
+        assert weights.names[0] == "disc"
+        assert all(torch.isfinite(tensor).all() for tensor in weights.state.values())
+
+
+def test_prints_the_table_and_the_folder(first: tuple[Path, str]) -> None:
+    folder, printed = first
+    overall = next(line.split() for line in printed.splitlines() if line.split()[:1] == ["all"])
+    best = max(
+        rows(folder), key=lambda row: 0.1 * float(row["metrics/mAP_0.5"]) + 0.9 * float(row["metrics/mAP_0.5:0.95"])
+    )
+    assert overall[1] == "8"
+    assert overall[3:] == [f"{float(best[name]):.4f}" for name in COLUMNS[4:8]]
+    assert [line.split()[0] for line in printed.splitlines() if line.split()[:1] and line.split()[0] in ("ring", "bar")]
+    assert str(folder) in printed.splitlines()[-1]
+    assert "\r" not in printed  # no bar where the output is not a terminal
+
+
+def test_learns(first: tuple[Path, str]) -> None:
+    losses = [float(row["train/box_loss"]) for row in rows(first[0])]
+    assert losses[1] < losses[0]
+
+
+def test_same_seed_same_bytes_for_any_workers(
+    first: tuple[Path, str], tmp_path: Path, run_script: RunScript, small_data: Path
+) -> None:
+    train(run_script, tmp_path, small_data, "--workers", "2")
+    assert (tmp_path / "exp" / "results.csv").read_bytes() == (first[0] / "results.csv").read_bytes()
+    own, other = (read_weights(folder / "weights" / "last.pt").state for folder in (tmp_path / "exp", first[0]))
+    assert all(torch.equal(own[name], other[name]) for name in other)
+
+
+def test_another_seed_another_curve(first: tuple[Path, str], run_script: RunScript, small_data: Path) -> None:
+    train(run_script, first[0].parent, small_data, "--seed", "1", "--epochs", "1")
+    assert rows(first[0].with_name("exp2"))[0]["train/box_loss"] != rows(first[0])[0]["train/box_loss"]
+
+
+def test_val_equals_training(first: tuple[Path, str], tmp_path: Path, run_script: RunScript, small_data: Path) -> None:
+    weights = str(first[0] / "weights" / "last.pt")
+    flags = ("--imgsz", "64", "--batch-size", "16", "--workers", "0", "--device", "cpu", "--project", str(tmp_path))
+    printed = run_script("val.py", "--data", str(small_data), "--weights", weights, *flags)
+    overall = next(line.split() for line in printed.splitlines() if line.split()[:1] == ["all"])
+    assert overall[3:] == [f"{float(rows(first[0])[-1][name]):.4f}" for name in COLUMNS[4:8]]
+
+
+def test_fine_tuning_flags(first: tuple[Path, str], tmp_path: Path, run_script: RunScript, small_data: Path) -> None:
+    """Starting from weights of other classes, frozen, single class, rectangular, cached, cosine, no validation."""
+    weights = str(first[0] / "weights" / "last.pt")
+    flags = ("--weights", weights, "--cfg", "", "--single-cls", "--rect", "--cache", "disk", "--cos-lr", "--noval")
+    more = ("--freeze", "10", "--optimizer", "AdamW", "--save-period", "1", "--noplots", "--label-smoothing", "0.1")
+    printed = train(run_script, tmp_path, small_data, *flags, *more)
+    folder = tmp_path / "exp"
+    assert "343 of 349 tensors" in printed
+    assert [row["metrics/mAP_0.5"] == "" for row in rows(folder)] == [True, False]
+    start, end = (read_weights(path).state for path in (Path(weights), folder / "weights" / "last.pt"))
+    name = "model.{}.cv1.conv.weight"
+    assert torch.equal(start[name.format(8)], end[name.format(8)])  # frozen
+    assert not torch.equal(start[name.format(13)], end[name.format(13)])
+    assert read_weights(folder / "weights" / "epoch1.pt").names == {0: "item"}
+    assert not (folder / "train_batch0.jpg").exists()
+
+
+def test_early_stop_and_nosave(tmp_path: Path, run_script: RunScript, small_data: Path) -> None:
+    """With a learning rate of 0 nothing gets better, so `--patience 1` stops after the second epoch."""
+    hyp = tmp_path / "still.yaml"
+    hyp.write_text("lr0: 0.0\nwarmup_epochs: 0\nmosaic: 0.0\n")
+    printed = train(run_script, tmp_path, small_data, "--hyp", str(hyp), "--epochs", "5", "--patience", "1", "--nosave")
+    assert len(rows(tmp_path / "exp")) == 2
+    assert "stopped" in printed
+    assert (tmp_path / "exp" / "weights" / "last.pt").is_file()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--data", "nowhere.yaml"), "nowhere.yaml"),
+        (("--weights", "yolov5s.pt"), "releases/download"),
+        (("--cfg", "", "--weights", ""), "--cfg"),
+        (("--device", "7"), "--device 7"),
+        (("--freeze", "99"), "--freeze 99"),
+        (("--hyp", "lowest"), "low.yaml"),
+        (("--epoch", "3"), "did you mean '--epochs'"),
+    ],
+)
+def test_one_sentence(
+    flags: tuple[str, ...], expected: str, tmp_path: Path, run_script: RunScript, small_data: Path
+) -> None:
+    printed = train(run_script, tmp_path, small_data, *flags, fails=True)
+    assert expected in printed
+    assert "Traceback" not in printed
+    assert printed.count("error:") == 1
+    assert not (tmp_path / "exp").exists()  # no run folder for a run that never began
+
+
+@pytest.mark.long
+def test_built_in_job_reaches_its_promise(tmp_path: Path, run_script: RunScript) -> None:
+    """`python train.py` alone, as `make train` calls it."""
+    printed = run_script("train.py", "--project", str(tmp_path))
+    overall = next(line.split() for line in printed.splitlines() if line.split()[:1] == ["all"])
+    assert float(overall[5]) >= 0.80
+
+
+@pytest.mark.gpu
+def test_trains_on_a_gpu(tmp_path: Path, run_script: RunScript, small_data: Path) -> None:
+    """Two epochs each in bf16, fp16 and fp32, and deterministic: twice the same bytes."""
+    for number, precision in enumerate(("bf16", "fp16", "no", "no")):
+        flags = ("--device", "0", "--mixed-precision", precision, "--name", f"{precision}{number}", "--workers", "2")
+        train(run_script, tmp_path, small_data, *flags)
+    assert (tmp_path / "no2" / "results.csv").read_bytes() == (tmp_path / "no3" / "results.csv").read_bytes()

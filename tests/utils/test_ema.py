@@ -1,0 +1,98 @@
+"""The moving average of a model, by hand."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from utils.ema import ModelEMA
+
+
+def decay(update: int) -> float:
+    """YOLOv5's: 0.9999 (1 - exp(-updates / 2000))."""
+    return 0.9999 * (1 - math.exp(-update / 2000))
+
+
+def network(value: float) -> nn.Module:
+    """A layer and a norm whose every floating value is this."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    fill(model, value)
+    return model
+
+
+def fill(model: nn.Module, value: float) -> None:
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.fill_(value)
+
+
+def test_two_updates_by_hand() -> None:
+    model = network(1)
+    ema = ModelEMA(model)
+    fill(model, 3)
+    ema.update(model)
+    first = decay(1) * 1 + (1 - decay(1)) * 3
+    fill(model, -5)
+    ema.update(model)
+    second = decay(2) * first + (1 - decay(2)) * -5
+    assert ema.updates == 2
+    floating = {name: value for name, value in ema.model.state_dict().items() if value.is_floating_point()}
+    assert set(floating) == {"0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var"}
+    for name, value in floating.items():
+        torch.testing.assert_close(value, torch.full_like(value, second), msg=name)
+
+
+def test_late_averages_are_slow() -> None:
+    model = network(0)
+    ema = ModelEMA(model)
+    ema.updates = 99_999
+    fill(model, 1)
+    ema.update(model)
+    assert ema.model[0].weight[0, 0].item() == pytest.approx(1e-4, rel=1e-3)  # type: ignore[index]
+
+
+def test_whole_numbers_are_left_as_they_were_copied() -> None:
+    """BatchNorm counts its batches, and with a momentum of its own, as here, it does nothing with the count."""
+    model = network(1)
+    model(torch.rand(3, 2))
+    ema = ModelEMA(model)
+    model(torch.rand(3, 2))
+    ema.update(model)
+    assert model.get_buffer("1.num_batches_tracked").item() == 2
+    assert ema.model.get_buffer("1.num_batches_tracked").item() == 1
+    assert ema.model.get_buffer("1.num_batches_tracked").dtype == torch.int64
+
+
+def test_the_average_is_in_fp32() -> None:
+    model = network(1).half()
+    ema = ModelEMA(model)
+    fill(model, 3)
+    ema.update(model)
+    expected = 3 - 2 * decay(1)
+    for value in ema.model.state_dict().values():
+        if value.is_floating_point():
+            assert value.dtype == torch.float32
+            torch.testing.assert_close(value, torch.full_like(value, expected))
+    assert next(model.parameters()).dtype == torch.float16
+
+
+def test_the_model_stays_as_it_was() -> None:
+    model = network(1).train()
+    ema = ModelEMA(model)
+    ema.model[0].weight.fill_(7)  # type: ignore[union-attr, operator]
+    before = copy.deepcopy(model.state_dict())
+    ema.update(model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(module.training for module in model.modules())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_the_copy_is_for_evaluation() -> None:
+    ema = ModelEMA(network(1).train())
+    assert not any(module.training for module in ema.model.modules())
+    assert not any(p.requires_grad for p in ema.model.parameters())

@@ -1,0 +1,204 @@
+"""Files that are never half written, folders that are never shared, and messages that say where to look."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from utils import files
+from utils.errors import UserError
+from utils.files import cache_folder, find_file, numbered_folder, read_yaml, replacing
+
+# Writing
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_replacing_makes_the_file_and_its_folder(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "file.bin"
+    with replacing(path) as file:
+        file.write(b"new")
+        assert not path.exists()  # not before all is written
+    assert path.read_bytes() == b"new"
+    assert names(path.parent) == ["file.bin"]
+
+
+def test_readers_see_the_old_file_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file.bin"
+    path.write_bytes(b"old")
+    with path.open("rb") as reader:
+        with replacing(path) as file:
+            file.write(b"new and longer")
+            assert path.read_bytes() == b"old"
+        assert reader.read() == b"old"  # whoever has it open keeps it
+    assert path.read_bytes() == b"new and longer"
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_failure_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path, error: type[BaseException]) -> None:
+    path = tmp_path / "file.bin"
+    path.write_bytes(b"old")
+
+    def write() -> None:
+        with replacing(path) as file:
+            file.write(b"half")
+            raise error
+
+    with pytest.raises(error):
+        write()
+    assert path.read_bytes() == b"old"
+    assert names(tmp_path) == ["file.bin"]
+
+
+def test_a_failure_to_rename_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "taken" / "inside").mkdir(parents=True)
+    with pytest.raises(OSError), replacing(tmp_path / "taken") as file:  # noqa: PT011  # IsADirectoryError or another
+        file.write(b"new")
+    assert names(tmp_path) == ["taken"]
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_permissions_follow_the_umask(tmp_path: Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        with replacing(tmp_path / "file.bin") as file:
+            file.write(b"new")
+        assert os.umask(mask) == mask  # and it stays as it was
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file.bin").stat().st_mode) == mode
+
+
+# Folders
+
+
+def test_numbered_folders(tmp_path: Path) -> None:
+    project = tmp_path / "runs" / "train"
+    assert [numbered_folder(project, "exp", False).name for _ in range(4)] == ["exp", "exp2", "exp3", "exp4"]
+    assert names(project) == ["exp", "exp2", "exp3", "exp4"]
+    (project / "exp2").rmdir()
+    assert numbered_folder(project, "exp", False).name == "exp2"  # the first that is free
+    assert numbered_folder(project, "other", False).name == "other"
+
+
+def test_an_existing_folder_as_it_stands(tmp_path: Path) -> None:
+    first = numbered_folder(tmp_path, "exp", True)
+    (first / "weights").mkdir()
+    assert numbered_folder(tmp_path, "exp", True) == first == tmp_path / "exp"
+    assert names(first) == ["weights"]
+
+
+def test_a_file_of_that_name_is_not_taken_for_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "exp").touch()
+    assert numbered_folder(tmp_path, "exp", False).name == "exp2"
+
+
+def test_a_project_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    with pytest.raises(UserError, match=r"the run folder .*runs/exp cannot be made: .*; choose another --project"):
+        numbered_folder(tmp_path / "runs", "exp", False)
+
+
+@pytest.mark.parametrize("exist_ok", [False, True])
+def test_a_project_that_is_a_link_to_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exist_ok: bool) -> None:
+    """A disk that is not mounted, say: there is an end to trying."""
+    attempts = files._attempts
+
+    def few(name: str) -> Iterator[str]:
+        yield from itertools.islice(attempts(name), 20)
+        pytest.fail("still trying")
+
+    monkeypatch.setattr(files, "_attempts", few)
+    (tmp_path / "runs").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match="cannot be made"):
+        numbered_folder(tmp_path / "runs", "exp", exist_ok)
+
+
+# Finding
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with two shipped files; the working folder is another one."""
+    root = tmp_path / "repository"
+    (root / "data" / "hyps").mkdir(parents=True)
+    for name in ("low", "high"):
+        (root / "data" / "hyps" / f"{name}.yaml").touch()
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr(files, "ROOT", root)
+    return root
+
+
+@pytest.mark.parametrize("name", ["low", "low.yaml", "data/hyps/low.yaml", "elsewhere/low.yaml"])
+def test_shipped_files_are_found(repository: Path, name: str) -> None:
+    assert find_file(name, "recipe", ["data/hyps"]) == repository / "data" / "hyps" / "low.yaml"
+
+
+def test_the_users_own_file_goes_first(repository: Path) -> None:
+    Path("low.yaml").touch()
+    assert find_file("low.yaml", "recipe", ["data/hyps"]).resolve() == Path("low.yaml").resolve()
+    own = Path.cwd() / "mine.txt"
+    own.touch()
+    assert find_file(str(own), "recipe", ["data/hyps"]) == own
+
+
+@pytest.mark.parametrize("name", ["lo.yaml", "", "."])
+def test_what_is_not_there(repository: Path, name: str) -> None:
+    with pytest.raises(UserError) as caught:
+        find_file(name, "recipe", ["data/hyps"])
+    assert str(caught.value) == (
+        f"recipe '{name}' is not a file; give the path of one, or one that comes with us: high.yaml, low.yaml"
+    )
+
+
+# YAML
+
+
+def test_read_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_bytes("\ufeffname: é\nlist: [1, 2]\n".encode())  # with the mark that some editors put before UTF-8
+    assert read_yaml(path) == {"name": "é", "list": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: 1\nb: [1, 2\nc: 3\n", r"a\.yaml, line 3: .*; mend the YAML there"),
+        (b"a: 1\n\tb: 2\n", r"a\.yaml, line 2: .*; mend the YAML there"),
+        (b"a: 1\nb: !!python/object:os.system {}\n", r"a\.yaml, line 2: could not determine a constructor"),
+        (b"a: \x00\n", r"a\.yaml: not YAML; mend"),
+        (b"a: \xff\xfe\n", r"a\.yaml is not text in UTF-8; save it as UTF-8"),
+        (b"", r"a\.yaml holds no `key: value` lines; it must be a YAML mapping"),
+        (b"- 1\n- 2\n", r"a\.yaml holds no `key: value` lines"),
+        (b"text\n", r"a\.yaml holds no `key: value` lines"),
+    ],
+)
+def test_what_is_no_yaml_mapping(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_yaml(path)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a\.yaml cannot be read: No such file or directory"):
+        read_yaml(tmp_path / "a.yaml")
+
+
+# Derived files
+
+
+def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "lockstep"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder() == tmp_path / "home" / ".cache" / "lockstep"

@@ -1,0 +1,174 @@
+"""Parameter groups, freezing, and the schedule by YOLOv5's formulas."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+import torch
+from torch import nn
+
+from utils.errors import UserError
+from utils.optim import Schedule, build_optimizer, freeze, parameter_groups
+
+# Groups
+
+
+@pytest.fixture
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4)),
+        nn.GroupNorm(2, 4),
+        nn.LayerNorm(8),
+        nn.Linear(8, 2),
+    )
+
+
+def names(network: nn.Module, group: dict) -> list[str]:
+    known = {id(parameter): name for name, parameter in network.named_parameters()}
+    return sorted(known[id(parameter)] for parameter in group["params"])
+
+
+def test_groups(network: nn.Module) -> None:
+    biases, weights, norms = parameter_groups(network, 0.0005)
+    assert names(network, biases) == ["0.bias", "1.1.bias", "2.bias", "3.bias", "4.bias"]
+    assert names(network, weights) == ["0.weight", "1.0.weight", "4.weight"]
+    assert names(network, norms) == ["1.1.weight", "2.weight", "3.weight"]
+    assert [group["weight_decay"] for group in (biases, weights, norms)] == [0, 0.0005, 0]
+
+
+def test_a_parameter_that_is_neither_decays() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gamma = nn.Parameter(torch.ones(3))
+
+    assert [len(group["params"]) for group in parameter_groups(Scale(), 0.1)] == [0, 1, 0]
+
+
+def test_optimizers(network: nn.Module) -> None:
+    sgd = build_optimizer(network, "SGD", lr=0.01, momentum=0.9, weight_decay=0.1)
+    assert isinstance(sgd, torch.optim.SGD)
+    assert [(g["lr"], g["momentum"], g["nesterov"], g["weight_decay"]) for g in sgd.param_groups] == [
+        (0.01, 0.9, True, decay) for decay in (0, 0.1, 0)
+    ]
+    for name in ("Adam", "AdamW"):
+        optimizer = build_optimizer(network, name, lr=0.01, momentum=0.9, weight_decay=0.1)
+        assert type(optimizer).__name__ == name
+        assert [(g["betas"], g["weight_decay"]) for g in optimizer.param_groups] == [
+            ((0.9, 0.999), decay) for decay in (0, 0.1, 0)
+        ]
+
+
+# Schedule
+
+LINEAR = Schedule(
+    epochs=10,
+    batches=50,
+    cosine=False,
+    lr0=0.01,
+    lrf=0.1,
+    momentum=0.937,
+    warmup_epochs=3,
+    warmup_momentum=0.8,
+    warmup_bias_lr=0.1,
+)
+
+
+@pytest.mark.parametrize(
+    ("batch", "bias", "others", "momentum"),
+    [
+        (0, 0.1, 0, 0.8),
+        (30, 0.1 + (0.01 - 0.1) / 5, 0.01 / 5, 0.8 + 0.137 / 5),  # a fifth of 150 batches of warm-up
+        (75, 0.1 + (0.0091 - 0.1) / 2, 0.0091 / 2, 0.8685),  # half of it, in epoch 1: 0.01 (0.9 x 0.9 + 0.1)
+        (149, 0.1 + (0.0082 - 0.1) * 149 / 150, 0.0082 * 149 / 150, 0.8 + 0.137 * 149 / 150),
+        (150, 0.0073, 0.0073, 0.937),  # epoch 3: 0.01 (0.7 x 0.9 + 0.1)
+        (199, 0.0073, 0.0073, 0.937),  # the same to the epoch's end
+        (200, 0.0064, 0.0064, 0.937),
+        (499, 0.0019, 0.0019, 0.937),  # epoch 9, the last: 0.01 (0.1 x 0.9 + 0.1)
+    ],
+)
+def test_linear(batch: int, bias: float, others: float, momentum: float) -> None:
+    rates = LINEAR.at(batch)
+    assert rates.lrs == pytest.approx((bias, others, others))
+    assert rates.momentum == pytest.approx(momentum)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "rate"), [(0, 0.01), (4, 0.01 - 0.009 * (1 - math.cos(0.4 * math.pi)) / 2), (5, 0.0055), (10, 0.001)]
+)
+def test_cosine(epoch: int, rate: float) -> None:
+    cosine = replace(LINEAR, cosine=True)
+    assert cosine.epoch_rate(epoch) == pytest.approx(rate)
+    if epoch >= 3:
+        assert cosine.at(epoch * 50 + 49).lrs == pytest.approx((rate,) * 3)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "batches", "warmup"), [(3, 50, 150), (3, 10, 100), (0.1, 50, 100), (2.5, 61, 152), (0, 50, 0)]
+)
+def test_warmup_lasts_100_batches_at_least_or_none_at_all(epochs: float, batches: int, warmup: int) -> None:
+    schedule = replace(LINEAR, warmup_epochs=epochs, batches=batches, warmup_bias_lr=0.5)
+    assert schedule.warmup == warmup
+    full = schedule.at(warmup)
+    assert full.lrs[0] == full.lrs[1] == schedule.epoch_rate(warmup // batches)
+    assert full.momentum == 0.937
+    if warmup:
+        assert schedule.at(warmup - 1).lrs[0] > full.lrs[0] * 1.1
+
+
+def test_the_schedule_is_a_pure_function_of_the_batch() -> None:
+    forwards = [LINEAR.at(batch) for batch in range(500)]
+    order = list(range(500))
+    random.Random(0).shuffle(order)
+    assert all(LINEAR.at(batch) == forwards[batch] for batch in order)
+    with pytest.raises(FrozenInstanceError):
+        LINEAR.lr0 = 1  # type: ignore[misc]
+
+
+def test_rates_reach_the_optimizer(network: nn.Module) -> None:
+    sgd = build_optimizer(network, "SGD", 0.01, 0.937, 0)
+    assert LINEAR.apply(sgd, 30) == LINEAR.at(30)
+    assert [group["lr"] for group in sgd.param_groups] == list(LINEAR.at(30).lrs)
+    assert [group["momentum"] for group in sgd.param_groups] == [LINEAR.at(30).momentum] * 3
+    adam = build_optimizer(network, "Adam", 0.01, 0.937, 0)
+    LINEAR.apply(adam, 30)
+    assert [group["lr"] for group in adam.param_groups] == list(LINEAR.at(30).lrs)
+    assert [group["betas"] for group in adam.param_groups] == [(0.937, 0.999)] * 3
+    assert all("momentum" not in group for group in adam.param_groups)
+
+
+# Freezing
+
+
+def layered() -> nn.Module:
+    model = nn.Module()
+    model.model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
+    return model
+
+
+def frozen(model: nn.Module) -> list[int]:
+    layers = model.get_submodule("model").children()
+    return [k for k, layer in enumerate(layers) if not any(p.requires_grad for p in layer.parameters())]
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [((0,), []), ((1,), [0]), ((3,), [0, 1, 2]), ((5,), [0, 1, 2, 3, 4]), ((1, 3), [1, 3]), ((0, 4), [0, 4])],
+)
+def test_freeze(asked: tuple[int, ...], expected: list[int]) -> None:
+    model = layered()
+    assert freeze(model, asked) == expected
+    assert frozen(model) == expected
+    partly = [p.requires_grad for layer in model.get_submodule("model").children() for p in layer.parameters()]
+    assert partly.count(False) == 2 * len(expected)  # weight and bias of these, of no other
+
+
+@pytest.mark.parametrize(("asked", "flag", "wrong"), [((6,), "6", 5), ((1, 9), "1 9", 9), ((2, -1), "2 -1", -1)])
+def test_freezing_what_is_no_layer(asked: tuple[int, ...], flag: str, wrong: int) -> None:
+    with pytest.raises(UserError) as caught:
+        freeze(layered(), asked)
+    assert str(caught.value) == f"--freeze {flag}: the model has layers 0 to 4, no {wrong}"

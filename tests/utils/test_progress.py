@@ -1,0 +1,54 @@
+"""What was best, and when to stop."""
+
+from __future__ import annotations
+
+import pytest
+
+from utils.progress import Progress
+
+
+def test_the_best_is_kept_and_the_first_of_equals() -> None:
+    progress = Progress()
+    assert [progress.record(epoch, fitness) for epoch, fitness in enumerate([0.0, 0.2, 0.2, 0.1, 0.3])] == [
+        True,  # a fitness of 0 is better than none
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert (progress.best, progress.best_epoch, progress.epoch) == (0.3, 4, 5)
+
+
+def test_no_number_is_never_the_best() -> None:
+    progress = Progress()
+    assert not progress.record(0, float("nan"))
+    assert progress.record(1, 0.1)
+    assert not progress.record(2, float("nan"))
+    assert (progress.best, progress.best_epoch) == (0.1, 1)
+
+
+@pytest.mark.parametrize(("patience", "stops"), [(1, 2), (2, 3), (3, 4)])
+def test_patience(patience: int, stops: int) -> None:
+    """The best is epoch 1; `patience` epochs without a better one may follow."""
+    progress = Progress()
+    for epoch, fitness in enumerate([0.1, 0.5, 0.4, 0.5, 0.3]):
+        progress.record(epoch, fitness)
+        assert progress.stalled(patience) == (epoch >= stops), epoch
+
+
+def test_a_better_epoch_starts_the_patience_anew() -> None:
+    progress = Progress()
+    for epoch, fitness in enumerate([0.5, 0.4, 0.6, 0.5]):
+        progress.record(epoch, fitness)
+        assert not progress.stalled(2)
+
+
+def test_patience_0_never_gives_up() -> None:
+    progress = Progress()
+    for epoch in range(500):
+        progress.record(epoch, 0.1)
+        assert not progress.stalled(0)
+
+
+def test_nothing_measured_is_no_standstill() -> None:
+    assert not Progress().stalled(1)

@@ -1,0 +1,50 @@
+"""Box formats and overlap. Boxes are tensors (..., 4); xyxy are corners, xywh centre and size, in any one unit."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def xywh_to_xyxy(boxes: Tensor) -> Tensor:
+    """Centre and size to corners, (..., 4) each."""
+    centre, half = boxes[..., :2], boxes[..., 2:4] / 2
+    return torch.cat((centre - half, centre + half), -1)
+
+
+def xyxy_to_xywh(boxes: Tensor) -> Tensor:
+    """Corners to centre and size, (..., 4) each."""
+    low, high = boxes[..., :2], boxes[..., 2:4]
+    return torch.cat(((low + high) / 2, high - low), -1)
+
+
+def pairwise_iou(a: Tensor, b: Tensor, eps: float = 1e-7) -> Tensor:
+    """Intersection over union of every box of `a` (n, 4) with every one of `b` (m, 4), xyxy: (n, m)."""
+    low = torch.maximum(a[:, None, :2], b[None, :, :2])
+    high = torch.minimum(a[:, None, 2:], b[None, :, 2:])
+    intersection = (high - low).clamp(min=0).prod(2)
+    areas = [(boxes[:, 2:] - boxes[:, :2]).prod(1) for boxes in (a, b)]
+    return intersection / (areas[0][:, None] + areas[1][None] - intersection + eps)
+
+
+def complete_iou(a: Tensor, b: Tensor, eps: float = 1e-7) -> Tensor:
+    """CIoU of paired boxes, xywh, (n, 4) each: (n,). At most 1; the gradient does not pass through its weight alpha.
+
+    Zheng et al., "Distance-IoU Loss" (AAAI 2020), equations 7 to 11.
+    """
+    (ax, ay, aw, ah), (bx, by, bw, bh) = a.unbind(-1), b.unbind(-1)
+    hull_w, hull_h = _span(ax, aw, bx, bw), _span(ay, ah, by, bh)
+    intersection = (aw + bw - hull_w).clamp(min=0) * (ah + bh - hull_h).clamp(min=0)
+    iou = intersection / (aw * ah + bw * bh - intersection + eps)
+    distance = ((ax - bx) ** 2 + (ay - by) ** 2) / (hull_w**2 + hull_h**2 + eps)
+    shape = 4 / math.pi**2 * (torch.atan(bw / bh.clamp(min=eps)) - torch.atan(aw / ah.clamp(min=eps))) ** 2
+    with torch.no_grad():
+        alpha = shape / (shape - iou + 1 + eps)
+    return iou - distance - alpha * shape
+
+
+def _span(a: Tensor, a_size: Tensor, b: Tensor, b_size: Tensor) -> Tensor:
+    """Length of the smallest interval that holds both; both sizes minus it is their overlap (negative where apart)."""
+    return torch.maximum(a + a_size / 2, b + b_size / 2) - torch.minimum(a - a_size / 2, b - b_size / 2)

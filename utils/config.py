@@ -1,0 +1,233 @@
+"""Settings: defaults, YAML and command line become frozen dataclasses. One field is one flag."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from utils.errors import UserError, nearest
+from utils.files import find_file, read_yaml
+
+T = TypeVar("T")
+
+
+def flag(default: Any, text: str, *aliases: str, choices: tuple[str, ...] | None = None, const: Any = None) -> Any:
+    """A field that is a flag: its default, help text, other names, allowed values, and its value when given bare."""
+    return dataclasses.field(
+        default=default, metadata={"help": text, "aliases": aliases, "choices": choices, "const": const}
+    )
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The flags of train.py."""
+
+    weights: str = flag("yolov5s.pt", "weights to start from, ours or an official YOLOv5 .pt; '' starts from scratch")
+    cfg: str = flag("", "model YAML; '' takes the one inside --weights")
+    data: str = flag("data/coco128.yaml", "data set YAML")
+    hyp: str = flag("data/hyps/low.yaml", "hyperparameter YAML")
+    epochs: int = flag(100, "passes over the training images")
+    batch_size: int = flag(16, "images per batch, in total over all processes", "batch")
+    imgsz: int = flag(640, "side of the square that images are fitted into, in pixels", "img", "img-size")
+    rect: bool = flag(False, "batches of like aspect ratio with little padding; no shuffling, no mosaic")
+    nosave: bool = flag(False, "write weights at the end only")
+    noval: bool = flag(False, "validate after the last epoch only")
+    noautoanchor: bool = flag(False, "keep the model's anchors without checking that they suit the data")
+    noplots: bool = flag(False, "draw no pictures into the run folder")
+    cache: str = flag("", "keep decoded images in memory or on disk", choices=("ram", "disk"), const="ram")
+    device: str = flag("", "cpu, mps or the number of a CUDA device; '' takes the best there is")
+    single_cls: bool = flag(False, "treat every class as one")
+    optimizer: str = flag("SGD", "which optimizer", choices=("SGD", "Adam", "AdamW"))
+    workers: int = flag(8, "loader processes per training process, at most one per CPU core")
+    project: str = flag("runs/train", "folder of the run folders")
+    name: str = flag("exp", "name of the run folder; a number is added where it is taken")
+    exist_ok: bool = flag(False, "write into project/name although it exists")
+    cos_lr: bool = flag(False, "cosine learning rate instead of linear")
+    label_smoothing: float = flag(0.0, "label smoothing epsilon of the class term")
+    patience: int = flag(100, "stop after so many epochs without a better fitness; 0 never stops")
+    freeze: tuple[int, ...] = flag(
+        (0,), "N freezes the first N layers (backbone 10); several numbers freeze just those"
+    )
+    save_period: int = flag(-1, "also keep weights/epochN.pt every so many epochs; -1 never")
+    seed: int = flag(0, "seed of every random choice")
+    mixed_precision: str = flag(
+        "", "autocast; '' takes the launcher's, else bf16 or fp16 on CUDA", choices=("no", "fp16", "bf16")
+    )
+
+
+@dataclass(frozen=True)
+class ValOptions:
+    """The flags of val.py."""
+
+    data: str = flag("data/coco128.yaml", "data set YAML")
+    weights: str = flag("yolov5s.pt", "weights to validate, ours or an official YOLOv5 .pt")
+    batch_size: int = flag(32, "images per batch", "batch")
+    imgsz: int = flag(640, "side of the square that images are fitted into, in pixels", "img", "img-size")
+    conf_thres: float = flag(0.001, "least confidence of a detection")
+    iou_thres: float = flag(0.6, "overlap above which NMS drops the weaker of two boxes")
+    max_det: int = flag(300, "most detections per image")
+    task: str = flag("val", "which split", choices=("train", "val", "test"))
+    device: str = flag("", "cpu, mps or the number of a CUDA device; '' takes the best there is")
+    workers: int = flag(8, "loader processes, at most one per CPU core")
+    single_cls: bool = flag(False, "treat every class as one")
+    square: bool = flag(False, "square batches; default are rectangular ones of like aspect ratio, with less padding")
+    verbose: bool = flag(False, "one row per class and per object size, also where there are many classes")
+    save_txt: bool = flag(False, "write detections as labels/*.txt into the run folder")
+    save_conf: bool = flag(False, "with --save-txt: add each detection's confidence")
+    noplots: bool = flag(False, "draw no pictures into the run folder")
+    project: str = flag("runs/val", "folder of the run folders")
+    name: str = flag("exp", "name of the run folder; a number is added where it is taken")
+    exist_ok: bool = flag(False, "write into project/name although it exists")
+    mixed_precision: str = flag(
+        "", "autocast; '' takes the launcher's, else bf16 or fp16 on CUDA", choices=("no", "fp16", "bf16")
+    )
+
+
+# What `python train.py` does when none of --data, --cfg, --weights and --hyp is given.
+BUILT_IN_JOB: Mapping[str, Any] = types.MappingProxyType(
+    {
+        "weights": "",
+        "cfg": "models/yolov5n.yaml",
+        "data": "data/shapes.yaml",
+        "hyp": "data/hyps/shapes.yaml",
+        "epochs": 40,
+        "batch_size": 16,
+        "imgsz": 160,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """The keys of a hyperparameter YAML, YOLOv5's names. Defaults are the recipe `low`."""
+
+    lr0: float = 0.01  # learning rate of the first epoch after the warm-up
+    lrf: float = 0.01  # last epoch's learning rate as a share of lr0
+    momentum: float = 0.937  # of SGD; beta1 of Adam and AdamW
+    weight_decay: float = 0.0005
+    nbs: int = 64  # images per optimizer step, reached by accumulating batches
+    warmup_epochs: float = 3.0
+    warmup_momentum: float = 0.8
+    warmup_bias_lr: float = 0.1
+    box: float = 0.05  # gains of the loss terms
+    cls: float = 0.5
+    cls_pw: float = 1.0  # weight of positives in the class term
+    obj: float = 1.0
+    obj_pw: float = 1.0
+    iou_t: float = 0.2  # in every YOLOv5 file, used by nothing
+    anchor_t: float = 4.0  # a target fits an anchor when width and height differ by less than this factor
+    anchors: float = 0.0  # anchors per level when the model's are to be found anew; 0 keeps the model's
+    fl_gamma: float = 0.0  # focal loss; 0 is off
+    hsv_h: float = 0.015
+    hsv_s: float = 0.7
+    hsv_v: float = 0.4
+    degrees: float = 0.0
+    translate: float = 0.1
+    scale: float = 0.5
+    shear: float = 0.0
+    perspective: float = 0.0
+    flipud: float = 0.0
+    fliplr: float = 0.5
+    mosaic: float = 1.0
+    mixup: float = 0.0
+    copy_paste: float = 0.0
+
+
+def parse_options(kind: type[T], argv: Sequence[str], job: Mapping[str, Any] | None = None) -> T:
+    """The flags in `argv` as a `kind`. `job` gives other defaults, where no flag names data, model, weights or hyp."""
+    given = vars(_parser(kind).parse_args(argv))
+    chooses_files = any(name in given for name in ("data", "cfg", "weights", "hyp"))
+    return kind(**{**({} if chooses_files or job is None else job), **given})
+
+
+def _parser(kind: type) -> argparse.ArgumentParser:
+    parser = _Parser(description=kind.__doc__, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    hints = typing.get_type_hints(kind)
+    for option in dataclasses.fields(kind):
+        names = [option.name.replace("_", "-"), option.name, *option.metadata["aliases"]]
+        flags = list(dict.fromkeys(f"--{name}" for name in names))
+        default = " ".join(map(str, option.default)) if isinstance(option.default, tuple) else repr(option.default)
+        text = f"{option.metadata['help']} (default {default})"
+        parser.add_argument(*flags, dest=option.name, help=text, **_action(hints[option.name], option.metadata))
+    return parser
+
+
+def _action(hint: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What argparse needs to know of a field of this type."""
+    if hint is bool:
+        return {"action": "store_true"}
+    if typing.get_origin(hint) is tuple:
+        return {"type": typing.get_args(hint)[0], "nargs": "+", "action": _Tuple}
+    action: dict[str, Any] = {"type": hint}
+    if metadata["choices"]:
+        action["choices"] = metadata["choices"]
+    if metadata["const"] is not None:
+        action |= {"nargs": "?", "const": metadata["const"]}
+    return action
+
+
+class _Tuple(argparse.Action):
+    """Keeps several values as a tuple, so that the dataclass stays immutable."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, tuple(values))
+
+
+class _Parser(argparse.ArgumentParser):
+    """One sentence and exit code 2 for a wrong flag, naming the nearest known one, instead of the whole usage."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        if message.startswith("unrecognized arguments: "):
+            wrong = message.split(": ", 1)[1].split()[0]
+            message = f"unknown flag {wrong}{nearest(wrong.split('=')[0], known)}"
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+def read_hyperparameters(name: str) -> Hyperparameters:
+    """The hyperparameter YAML of that name, checked. Keys left out have YOLOv5's defaults."""
+    path = find_file(YOLOV5_HYPS.get(Path(name).name, name), "hyperparameter file", ["data/hyps"])
+    return from_mapping(Hyperparameters, read_yaml(path), path)
+
+
+# YOLOv5's file names for the recipes that come with us under shorter ones.
+YOLOV5_HYPS = {
+    "hyp.scratch-low.yaml": "low.yaml",
+    "hyp.scratch-med.yaml": "med.yaml",
+    "hyp.scratch-high.yaml": "high.yaml",
+    "hyp.no-augmentation.yaml": "none.yaml",
+}
+
+
+def from_mapping(kind: type[T], values: Mapping[str, Any], source: Path) -> T:
+    """A `kind` from a YAML's keys. Raises `UserError` that names an unknown key (and the nearest) or a wrong type."""
+    hints = typing.get_type_hints(kind)
+    return kind(**{key: _checked(key, value, hints, source) for key, value in values.items()})
+
+
+def _checked(key: Any, value: Any, hints: Mapping[str, Any], source: Path) -> Any:
+    if key not in hints:
+        raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), hints)}")
+    kind = hints[key]
+    if isinstance(value, str) and kind in (int, float):  # YAML 1.1 reads 1e-3 as text
+        try:
+            value = float(value)
+        except ValueError:
+            raise UserError(f"{source}: {key} must be a number, not '{value}'") from None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or (kind is int and value != int(value)):
+        raise UserError(f"{source}: {key} must be {'a whole number' if kind is int else 'a number'}, not {value!r}")
+    return kind(value)
+
+
+def select(kind: type[T], source: Any, **more: Any) -> T:
+    """A component's own settings: the fields of the same names of a larger dataclass, and `more`."""
+    names = {field.name for field in dataclasses.fields(kind)} & {field.name for field in dataclasses.fields(source)}  # type: ignore[arg-type]
+    return kind(**{name: getattr(source, name) for name in names}, **more)

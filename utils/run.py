@@ -1,0 +1,76 @@
+"""A run: its folder, log, files and shared work. Only here is it decided what the main process does alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cv2
+import numpy as np
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import nn
+
+from utils.checkpoint import write_weights
+from utils.console import Bar
+from utils.files import numbered_folder, replacing
+
+T = TypeVar("T")
+
+
+class Run:
+    """One training or validation run. Every process calls the same; the main process alone writes and speaks."""
+
+    def __init__(self, accelerator: Accelerator, project: str, name: str, exist_ok: bool) -> None:
+        self.accelerator = accelerator
+        self.main = accelerator.is_main_process
+        folder = [numbered_folder(Path(project), name, exist_ok) if self.main else None]
+        self.folder = Path(str(broadcast_object_list(folder)[0]))
+
+    def say(self, *lines: str) -> None:
+        """Print lines, once."""
+        if self.main:
+            print(*lines, sep="\n", flush=True)
+
+    def bar(self, title: str, images: int) -> Bar:
+        """A progress bar that only the main process draws."""
+        return Bar(title, images, self.main)
+
+    def write_settings(self, settings: Mapping[str, Any]) -> None:
+        """settings.yaml: every resolved setting."""
+        if self.main:
+            with replacing(self.folder / "settings.yaml") as file:
+                file.write(yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True).encode())
+
+    def log(self, row: Mapping[str, float | int | None]) -> None:
+        """Append a row to results.csv: 9 significant digits, empty where nothing was measured."""
+        if not self.main:
+            return
+        file = self.folder / "results.csv"
+        first = row["epoch"] == 0 or not file.exists()
+        with file.open("w" if first else "a", encoding="utf-8") as out:
+            if first:
+                out.write(",".join(row) + "\n")
+            out.write(",".join("" if value is None else f"{value:.9g}" for value in row.values()) + "\n")
+
+    def save(self, name: str, model: nn.Module, **described: Mapping[Any, Any]) -> None:
+        """weights/`name`: the model and its description, as `write_weights` takes it."""
+        if self.main:
+            write_weights(self.folder / "weights" / name, model, **described)
+
+    def plot(self, name: str, picture: np.ndarray) -> None:
+        """Write a picture, uint8 (h, w, 3) BGR, into the run folder."""
+        if self.main:
+            encoded = cv2.imencode(Path(name).suffix, picture)[1]
+            with replacing(self.folder / name) as file:
+                file.write(encoded.tobytes())
+
+    def share(self, items: Sequence[T]) -> list[T]:
+        """This process's part of `items`: dealt out one by one, each to one process."""
+        return list(items[self.accelerator.process_index :: self.accelerator.num_processes])
+
+    def gather(self, items: list[T]) -> list[T]:
+        """The items of all processes, on every process."""
+        return gather_object(items)

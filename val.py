@@ -1,0 +1,130 @@
+"""Validate a model on a split of a data set: `python val.py --weights best.pt --data data/coco128.yaml`."""
+
+from __future__ import annotations
+
+import utils.threads  # isort: skip  # noqa: F401  before torch
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from data import DATASETS
+from data.sources import read_spec
+from models.hub import find_weights
+from models.tasks import TASKS
+from models.weights import Weights, read_weights, transfer
+from utils.config import Hyperparameters, ValOptions, parse_options
+from utils.errors import UserError, run_main
+from utils.files import find_file
+from utils.launch import describe, loader_workers, start
+from utils.run import Run
+from utils.summary import Summary
+
+MANY_CLASSES = 50  # from here on a row per class is shown on demand only
+
+
+@torch.inference_mode()
+def evaluate(
+    run: Run,
+    task: Any,
+    model: nn.Module,
+    loader: Iterable[Any],
+    images: int,
+    keep: Callable[[Any, Any], object] = lambda batch, predictions: None,
+) -> Summary:
+    """Metrics of `model` over `loader`, which holds this process's share of the batches; the same on every process.
+
+    `keep` is shown each batch with its predictions. The losses are means over the batches, as in training.
+    """
+    model.eval()
+    device = run.accelerator.device
+    records, losses = [], []
+    bar = run.bar("validating", images)
+    for batch in bar.over(loader, lambda batch: len(batch.infos) * run.accelerator.num_processes):
+        batch = batch.to(device)
+        with run.accelerator.autocast():
+            outputs = model(task.inputs(batch))
+        terms = task.losses(outputs, batch)
+        losses.append((batch.infos[0].image, terms.means(terms.counts).tolist()))
+        predictions = task.predict(outputs, batch)
+        keep(batch, predictions)
+        records += task.score(predictions, batch)
+    summary = task.summarise(run.gather(records))
+    # Sorted, so that the sum's rounding does not depend on which process had which batch.
+    per_batch = [values for _, values in sorted(run.gather(losses))]
+    means = (sum(column) / len(per_batch) for column in zip(*per_batch, strict=True))
+    return replace(summary, losses=dict(zip(task.loss_names, means, strict=True)), rate=bar.rate)
+
+
+def table(summary: Summary) -> list[str]:
+    """The metrics as lines of text."""
+    return [*summary.overall, *summary.details]
+
+
+def main() -> None:
+    """Validate as the flags say."""
+    options = parse_options(ValOptions, sys.argv[1:])
+    accelerator = start(options.device, options.mixed_precision)
+    spec = read_spec(find_file(options.data, "data set", ["data"]))
+    weights = read_weights(find_weights(options.weights))
+    kind = DATASETS[weights.task]
+    task = TASKS[weights.task](kind.class_names(spec, options.single_cls), Hyperparameters())
+    model = load_model(task, weights, options).to(accelerator.device)
+    task.set_thresholds(options.conf_thres, options.iou_thres, options.max_det)
+
+    run = Run(accelerator, options.project, options.name, options.exist_ok)
+    data = kind(
+        spec,
+        imgsz=task.imgsz,
+        stride=int(model.stride.max()),
+        single_class=options.single_cls,
+        workers=loader_workers(options.workers, accelerator.num_processes),
+        cache="",
+    )
+    split = data.split(options.task)
+    run.say(describe(accelerator), *split.report(options.task))
+    run.write_settings({**vars(options), "imgsz": task.imgsz})
+    batches = run.share(data.evaluation_batches(split, batch_size=options.batch_size, square=options.square))
+    keep = TextFiles(run.folder / "labels", task, options.save_conf) if options.save_txt else lambda batch, found: None
+    summary = evaluate(run, task, model, data.evaluation_loader(split, batches), len(split.images), keep)
+    brief = len(task.names) > MANY_CLASSES and not options.verbose
+    run.say(*summary.overall, *([] if brief else summary.details))
+    run.say(f"{summary.rate:.1f} images/s; results in {run.folder}")
+
+
+def load_model(task: Any, weights: Weights, options: ValOptions) -> Any:
+    """The model inside a weight file. Raises `UserError` where it was made for other classes than the data set's."""
+    if weights.model is None:
+        raise UserError(
+            f"{options.weights} holds bare tensors without a model; give weights that train.py or YOLOv5 wrote"
+        )
+    model = task.build_model(weights.model, options.imgsz)
+    fitting, total = transfer(model, weights.state)
+    if fitting < total:
+        raise UserError(
+            f"{options.weights} knows {weights.model.get('nc')} classes and {options.data} has {len(task.names)}; "
+            "give the data set that the weights were trained for"
+        )
+    return model
+
+
+class TextFiles:
+    """Keeps what was found in an image as rows of a text file named like it."""
+
+    def __init__(self, folder: Path, task: Any, with_confidence: bool) -> None:
+        self.folder, self.task, self.with_confidence = folder, task, with_confidence
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, batch: Any, predictions: Any) -> None:
+        rows = self.task.text_rows(predictions, batch, self.with_confidence)
+        for info, lines in zip(batch.infos, rows, strict=True):
+            (self.folder / f"{Path(info.path).stem}.txt").write_text("".join(f"{line}\n" for line in lines))
+
+
+if __name__ == "__main__":
+    run_main(main)
