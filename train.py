@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import utils.threads  # isort: skip  # noqa: F401  before torch
-
 import math
 import sys
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from torch.utils.data import DataLoader
 from data import DATASETS
 from data.sources import read_spec
 from models.hub import find_weights
-from models.tasks import TASKS
+from models.tasks import TASKS, task_of
 from models.weights import Weights, read_weights, transfer
 from utils.config import BUILT_IN_JOB, Hyperparameters, TrainOptions, parse_options, read_hyperparameters, select
 from utils.ema import ModelEMA
@@ -92,7 +90,7 @@ def main() -> None:
     spec = read_spec(find_file(options.data, "data set", ["data"]))
     weights = read_weights(find_weights(options.weights)) if options.weights else None
     yaml = model_yaml(options, hyp, weights)
-    kind = yaml.get("task", "detect")
+    kind = task_of(yaml)
     task = TASKS[kind](DATASETS[kind].class_names(spec, options.single_cls), hyp, options.label_smoothing)
     model = task.build_model(yaml, options.imgsz)
     facts = start_from(model, weights, options, hyp)
@@ -135,8 +133,6 @@ def model_yaml(options: TrainOptions, hyp: Hyperparameters, weights: Weights | N
         raise UserError("no model is given; name one with --cfg, such as --cfg yolov5n.yaml")
     if hyp.anchors:
         yaml["anchors"] = round(hyp.anchors)
-    if yaml.get("task", "detect") not in TASKS:
-        raise UserError(f"the model's task '{yaml['task']}' is not one of {', '.join(TASKS)}; mend `task:` in the YAML")
     return yaml
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import utils.threads  # isort: skip  # noqa: F401  before torch
-
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -16,7 +14,7 @@ from torch import nn
 from data import DATASETS
 from data.sources import read_spec
 from models.hub import find_weights
-from models.tasks import TASKS
+from models.tasks import TASKS, task_of
 from models.weights import Weights, read_weights, transfer
 from utils.config import Hyperparameters, ValOptions, parse_options
 from utils.errors import UserError, run_main
@@ -72,8 +70,9 @@ def main() -> None:
     accelerator = start(options.device, options.mixed_precision)
     spec = read_spec(find_file(options.data, "data set", ["data"]))
     weights = read_weights(find_weights(options.weights))
-    kind = DATASETS[weights.task]
-    task = TASKS[weights.task](kind.class_names(spec, options.single_cls), Hyperparameters())
+    task_name = task_of({"task": weights.task})
+    kind = DATASETS[task_name]
+    task = TASKS[task_name](kind.class_names(spec, options.single_cls), Hyperparameters())
     model = load_model(task, weights, options).to(accelerator.device)
     task.set_thresholds(options.conf_thres, options.iou_thres, options.max_det)
 

@@ -56,7 +56,7 @@ def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool) -> tuple[Sa
     ratio = min(shape[0] / height, shape[1] / width)
     if not enlarge:
         ratio = min(ratio, 1.0)
-    new = round(width * ratio), round(height * ratio)
+    new = max(round(width * ratio), 1), max(round(height * ratio), 1)
     image = sample.image if new == (width, height) else cv2.resize(sample.image, new, interpolation=cv2.INTER_LINEAR)
     spare = (shape[1] - new[0]) / 2, (shape[0] - new[1]) / 2
     left, top = round(spare[0] - 0.1), round(spare[1] - 0.1)  # an odd pixel goes to the right and the bottom

@@ -13,6 +13,7 @@ import psutil
 from tqdm import tqdm
 
 from data.images import read_image, resize_long_side
+from utils.errors import UserError
 from utils.files import cache_folder, replacing
 
 MEMORY_SHARE = 0.8  # of what is free now; the rest stays for training itself
@@ -58,7 +59,7 @@ class ImagesOnDisk(Images):
         kept = self._place(self.files[index])
         try:
             return np.load(kept, allow_pickle=False)
-        except (OSError, ValueError):  # not yet written
+        except (OSError, EOFError, ValueError):  # not written yet, or damaged
             image = super().read(index)
         try:
             with replacing(kept) as file:
@@ -68,7 +69,10 @@ class ImagesOnDisk(Images):
         return image
 
     def _place(self, file: Path) -> Path:
-        status = file.stat()
+        try:
+            status = file.stat()
+        except OSError as error:
+            raise UserError(f"{file} cannot be read: {error.strerror}; mend or remove it") from None
         key = f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0{self.imgsz}\0{self.smooth}"
         digest = hashlib.sha256(key.encode()).hexdigest()
         return cache_folder() / "images" / digest[:2] / f"{digest}.npy"

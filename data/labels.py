@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
+from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 from tqdm import tqdm
 
 from data.sources import label_file
@@ -117,7 +118,7 @@ def _read_cache(path: Path) -> Labels | None:
         with np.load(path, allow_pickle=False) as arrays:
             problems = tuple(str(text) for text in arrays["problems"])
             return Labels(arrays["rows"], arrays["offsets"], arrays["sizes"], problems)
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile):
+    except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile):
         return None  # absent, or not one of ours: scan again
 
 
@@ -184,6 +185,8 @@ def image_size(image: Path) -> tuple[int, int]:
         with Image.open(image) as opened:
             width, height = opened.size
             orientation = opened.getexif().get(EXIF_ORIENTATION, 1)
+            if isinstance(opened, TiffImageFile):  # newer Pillow has turned the size of these already
+                width, height = opened.tag_v2[IMAGEWIDTH], opened.tag_v2[IMAGELENGTH]
     return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
 
 

@@ -9,6 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 
+ORDER, ITEM = 1, 2  # what a stream of random numbers is for: the first part of its seed keeps them apart
+
+
 class Draw(NamedTuple):
     """One item to load. All that its random choices depend on travels with it: a worker has no state to go stale."""
 
@@ -20,7 +23,7 @@ class Draw(NamedTuple):
 
 def item_generator(seed: int, draw: Draw) -> np.random.Generator:
     """The generator of every random choice of an item: the same on any worker, process and restart."""
-    return np.random.default_rng((seed, draw.epoch, draw.position))
+    return np.random.default_rng((ITEM, seed, draw.epoch, draw.position))
 
 
 class GlobalBatches:
@@ -58,7 +61,7 @@ class GlobalBatches:
 
     def order(self) -> np.ndarray:
         """The images in this epoch's order, (count,)."""
-        return np.random.default_rng((self.seed, self.epoch)).permutation(self.count)
+        return np.random.default_rng((ORDER, self.seed, self.epoch)).permutation(self.count)
 
     def batch_shape(self, batch: int) -> tuple[int, int]:
         """Height and width of a batch."""

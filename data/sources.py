@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.shapes import draw_dataset
 from utils.errors import UserError, nearest
 from utils.files import read_yaml
 
@@ -40,10 +39,12 @@ def read_spec(file: Path) -> DataSpec:
     """Read a data set YAML. Relative paths resolve against `path`, that against the YAML's or the working folder."""
     content = read_yaml(file)
     for key in content:
-        if key not in KEYS and (hint := nearest(str(key), KEYS)):
+        if key not in KEYS and (hint := nearest(str(key), KEYS, 0.7)):  # other keys are other programs' own
             raise UserError(f"{file}: unknown key '{key}'{hint}")
     root = _root(file, content.get("path"))
     if "draw" in content:  # the built-in data set: its own code makes it where it is missing, from this seed
+        from data.shapes import draw_dataset  # here, for `python -m data.shapes` must not find itself imported
+
         draw_dataset(root[0], seed=content["draw"])
     entries = {
         split: tuple(_resolve(file, split, entry, root) for entry in _as_list(content[split]))
@@ -80,7 +81,7 @@ def _resolve(file: Path, split: str, entry: Any, roots: Sequence[Path]) -> Path:
 
 def _names(file: Path, content: dict[str, Any]) -> dict[int, str]:
     names, count = content.get("names"), content.get("nc")
-    if names is None and isinstance(count, int):
+    if names is None and isinstance(count, int) and count > 0:
         return {number: str(number) for number in range(count)}
     if isinstance(names, list):
         names = dict(enumerate(names))
@@ -106,7 +107,8 @@ def _walk(folder: Path) -> Iterator[Path]:
             folders.clear()
             continue
         seen.add(real)
-        yield from (Path(place, name) for name in files if Path(name).suffix.lower() in IMAGE_SUFFIXES)
+        folders.sort()
+        yield from (Path(place, name) for name in sorted(files) if Path(name).suffix.lower() in IMAGE_SUFFIXES)
 
 
 def _read_list(file: Path) -> Iterator[Path]:

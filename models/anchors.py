@@ -43,7 +43,8 @@ def find_anchors(sides: np.ndarray, count: int, threshold: float, seed: int = 0)
     The same boxes and seed give the same anchors.
     """
     rng = np.random.default_rng(seed)
-    sides = sides[(sides >= LEAST_SIDE).any(1)]
+    large = (sides >= LEAST_SIDE).any(1)
+    sides = sides[large] if large.any() else sides
     if len(sides) > SAMPLE:
         sides = sides[rng.choice(len(sides), SAMPLE, replace=False)]
     anchors = _k_means(sides, count, rng)

@@ -169,7 +169,7 @@ class Detect(nn.Module):
     def __init__(self, nc: int, anchors: Sequence[Sequence[float]] | int, channels: Sequence[int]) -> None:
         super().__init__()
         if isinstance(anchors, int):
-            anchors = [list(range(2 * anchors))] * len(channels)
+            anchors = [list(range(1, 2 * anchors + 1))] * len(channels)
         _check_anchors(anchors, len(channels))
         self.nc = nc
         self.nl = len(channels)

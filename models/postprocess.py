@@ -11,6 +11,7 @@ from torch import Tensor
 from utils.boxes import xywh_to_xyxy
 
 MOST_CANDIDATES = 30_000  # per image, the most confident ones
+FIRST_LOOK = 4  # times as many candidates as detections are looked at first
 CLASS_OFFSET = (
     7680  # pixels between the classes' planes, so that boxes of two classes never overlap; over any image side
 )
@@ -60,5 +61,19 @@ def _suppress_image(image: Tensor, conf_thres: float, iou_thres: float, max_det:
     confidence, order = confidence.sort(descending=True, stable=True)
     confidence, order = confidence[:MOST_CANDIDATES], order[:MOST_CANDIDATES]
     boxes, label = xywh_to_xyxy(image[:, :4])[box[order]], label[order].float()
-    kept = torchvision.ops.nms(boxes + label[:, None] * CLASS_OFFSET, confidence, iou_thres)[:max_det]
+    kept = _strongest(boxes + label[:, None] * CLASS_OFFSET, confidence, iou_thres, max_det)
     return torch.cat((boxes[kept], confidence[kept, None], label[kept, None]), 1)
+
+
+def _strongest(boxes: Tensor, confidence: Tensor, iou_thres: float, most: int) -> Tensor:
+    """The first `most` boxes that survive suppression, of boxes in falling confidence.
+
+    A box is suppressed by stronger ones only, so the strongest few hundred mostly decide alone: the survivors among the
+    first k are the first survivors of all. k grows until there are enough of them.
+    """
+    k = FIRST_LOOK * most
+    while True:
+        kept = torchvision.ops.nms(boxes[:k], confidence[:k], iou_thres)
+        if len(kept) >= most or k >= len(boxes):
+            return kept[:most]
+        k *= FIRST_LOOK

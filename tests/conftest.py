@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import pytest
 import yaml
 
-import utils.threads  # noqa: F401  before anything that loads torch
 from data.shapes import NAMES, draw_dataset
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -194,7 +195,8 @@ class _Parser(argparse.ArgumentParser):
 
 def read_hyperparameters(name: str) -> Hyperparameters:
     """The hyperparameter YAML of that name, checked. Keys left out have YOLOv5's defaults."""
-    path = find_file(YOLOV5_HYPS.get(Path(name).name, name), "hyperparameter file", ["data/hyps"])
+    known = name if Path(name).is_file() else YOLOV5_HYPS.get(Path(name).name, name)
+    path = find_file(known, "hyperparameter file", ["data/hyps"])
     return from_mapping(Hyperparameters, read_yaml(path), path)
 
 
@@ -222,7 +224,8 @@ def _checked(key: Any, value: Any, hints: Mapping[str, Any], source: Path) -> An
             value = float(value)
         except ValueError:
             raise UserError(f"{source}: {key} must be a number, not '{value}'") from None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or (kind is int and value != int(value)):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or (kind is int and value != int(value)):
         raise UserError(f"{source}: {key} must be {'a whole number' if kind is int else 'a number'}, not {value!r}")
     return kind(value)
 

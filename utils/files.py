@@ -82,9 +82,12 @@ def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:
     for attempt in _attempts(name):
         folder = project / attempt
         try:
-            folder.mkdir(parents=True, exist_ok=exist_ok)
+            project.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=exist_ok)
         except FileExistsError:
-            continue
+            if folder.is_dir() or (project.is_dir() and not exist_ok):
+                continue  # taken
+            raise UserError(f"the run folder {folder} cannot be made: something else has its name; choose another --project") from None
         except OSError as error:
             raise UserError(
                 f"the run folder {folder} cannot be made: {error.strerror}; choose another --project"

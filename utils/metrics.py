@@ -127,7 +127,8 @@ def _size_ap(joined: ImageRecord, wanted: np.ndarray, low: float, high: float) -
 def _join(records: list[ImageRecord]) -> ImageRecord:
     """All images' records as one, in the order of the images, detections sorted by falling confidence."""
     ordered = sorted(records, key=lambda record: record.image)
-    columns = [np.concatenate(column) for column in list(zip(*ordered, strict=True))[1:]]
+    nothing = ImageRecord(-1, *(np.zeros(0) for _ in ImageRecord._fields[1:]))
+    columns = [np.concatenate(column) for column in list(zip(nothing, *ordered, strict=True))[1:]]
     order = np.argsort(-columns[3], kind="stable")
     return ImageRecord(-1, *(column[order] for column in columns[:6]), *columns[6:])
 

@@ -117,6 +117,8 @@ class DetectionTask:
         if after.recall <= before.recall:
             return f"{told}; none better were found"
         anchors = torch.from_numpy(found).to(self.head.anchors).view_as(self.head.anchors)
+        if strides[0] > strides[-1]:  # small anchors belong to the level of the small stride
+            anchors = anchors.flip(0)
         self.head.anchors.copy_(anchors / strides)
         model.yaml["anchors"] = anchors.reshape(self.head.nl, -1).tolist()
         return f"{told}; new anchors: {after.recall:.4f}, {after.anchors_per_box:.2f}"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data import sources
+from data import shapes, sources
 from data.sources import DataSpec, label_file, read_spec
 from utils.errors import UserError
 
@@ -105,7 +105,7 @@ def test_draw_makes_the_built_in_set_at_its_path(yaml_file: Path, monkeypatch: p
         assert seed == 5
         touch(folder / "images/train", "drawn.jpg")
 
-    monkeypatch.setattr(sources, "draw_dataset", draw)
+    monkeypatch.setattr(shapes, "draw_dataset", draw)
     spec = read_spec(write_spec(yaml_file, path="../drawn", train="images/train", draw=5))
     assert spec.images("train") == [yaml_file.parents[1] / "drawn/images/train/drawn.jpg"]
 

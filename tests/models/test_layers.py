@@ -85,7 +85,7 @@ def test_anchors_go_into_cells_small_ones_to_small_strides(anchors: list[list[in
 
 
 def test_anchors_to_be_found() -> None:
-    assert Detect(3, 3, (4, 6)).anchors.tolist() == [[[0, 1], [2, 3], [4, 5]]] * 2
+    assert Detect(3, 3, (4, 6)).anchors.tolist() == [[[1, 2], [3, 4], [5, 6]]] * 2
 
 
 def test_anchors_that_do_not_fit_the_levels() -> None:

@@ -152,8 +152,7 @@ class Pickled(torch.nn.Module):
 
 def save_as_yolov5(value: Any, path: Path, legacy: bool) -> None:
     """Save with `Pickled` under the name that YOLOv5 gives to a network."""
-    name, alias_name = b"test_weights\nPickled\n", b"models.yolo\nSegmentationModel\n"
-    assert Pickled.__module__ == "test_weights"
+    name, alias_name = f"{__name__}\nPickled\n".encode(), b"models.yolo\nSegmentationModel\n"
     plain = path.with_suffix(".plain")
     torch.save(value, plain, _use_new_zipfile_serialization=not legacy)
     if legacy:

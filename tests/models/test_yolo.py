@@ -162,7 +162,7 @@ def test_a_row_as_wide_as_the_head_is_not_scaled() -> None:
 
 def test_anchors_by_number() -> None:
     model = build_model({**small(), "anchors": 2})
-    assert (model.detect.anchors * model.stride).tolist() == [[[0, 1], [2, 3]]]
+    assert (model.detect.anchors * model.stride).tolist() == [[[1, 2], [3, 4]]]
 
 
 def test_only_later_inputs_stay_alive() -> None:
