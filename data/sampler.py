@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-
 ORDER, ITEM = 1, 2  # what a stream of random numbers is for: the first part of its seed keeps them apart
 
 

@@ -32,14 +32,14 @@ MARKER = "shapes.json"  # in the data set's folder: which drawing this is
 _FINE = 4  # sub-pixels per pixel along one side while a shape is drawn
 _SHIFT = 4  # fractional bits of OpenCV's drawing coordinates, so a vertex lies on a grid of 1/64 pixel
 _SIZES = (8.3, 99.5)  # pixels, a box's longer side; filling adds up to one sub-pixel, so boxes stay within 8 to 100
-_LARGER = 0.7  # 1 draws sizes log-uniformly; below 1 favours large ones, since crowding turns some of these into small
+_LARGER = 0.6  # 1 draws sizes log-uniformly; below 1 favours large ones, since crowding turns some of these into small
 _OUTLINED = 24.0  # pixels; on smaller shapes an outline would hide the shape
 _EMPTY = 0.02  # share of images without any object
 _CLIPPED = 0.12  # share of objects that may reach over the image's border
 _INSIDE = 0.8  # share of its own pixels that such an object must keep inside the image
 _COVERED = 0.3  # share of an object's pixels that all others together may share with it, in whatever order painted
 _BOX_IOU = 0.3  # largest IoU of two boxes in one image
-_CONTRAST = 70.0  # grey levels; see `_contrast`
+_CONTRAST = 80.0  # grey levels; see `_contrast`
 _TRIES = 30  # places tried before an object is made smaller
 
 Rng = np.random.Generator
@@ -222,7 +222,7 @@ def _objects(rng: Rng) -> list[_Object]:
     """Choose and place an image's objects, in the order in which they are painted."""
     if rng.random() < _EMPTY:
         return []
-    count = int(rng.integers(4, 11))
+    count = int(rng.integers(6, 13))
     share = rng.random(count) ** _LARGER
     placed: list[_Object] = []
     for size in _SIZES[0] * (_SIZES[1] / _SIZES[0]) ** np.sort(share)[::-1]:  # large ones first, while there is room

@@ -84,15 +84,13 @@ def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:
         try:
             project.mkdir(parents=True, exist_ok=True)
             folder.mkdir(exist_ok=exist_ok)
-        except FileExistsError:
-            if folder.is_dir() or (project.is_dir() and not exist_ok):
-                continue  # taken
-            raise UserError(f"the run folder {folder} cannot be made: something else has its name; choose another --project") from None
         except OSError as error:
-            raise UserError(
-                f"the run folder {folder} cannot be made: {error.strerror}; choose another --project"
-            ) from None
-        return folder
+            taken = isinstance(error, FileExistsError) and project.is_dir() and not exist_ok
+            if not taken:
+                message = f"the run folder {folder} cannot be made: {error.strerror}; choose another --project"
+                raise UserError(message) from None
+        else:
+            return folder
     raise AssertionError("unreachable")
 
 

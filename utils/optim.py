@@ -34,9 +34,9 @@ def build_optimizer(
     """SGD (with Nesterov momentum), Adam or AdamW over the three groups; `momentum` is Adam's first beta."""
     groups = parameter_groups(model, weight_decay)
     if name == "SGD":
-        return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=True)
+        return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=True, fused=True)
     kind = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[name]
-    return kind(groups, lr=lr, betas=(momentum, 0.999))
+    return kind(groups, lr=lr, betas=(momentum, 0.999), fused=True)
 
 
 def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
