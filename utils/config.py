@@ -97,9 +97,10 @@ BUILT_IN_JOB: Mapping[str, Any] = types.MappingProxyType(
         "cfg": "models/yolov5n.yaml",
         "data": "data/shapes.yaml",
         "hyp": "data/hyps/shapes.yaml",
-        "epochs": 40,
-        "batch_size": 16,
+        "epochs": 14,
+        "batch_size": 8,
         "imgsz": 160,
+        "optimizer": "AdamW",
     }
 )
 
