@@ -81,7 +81,7 @@ def _cross(rng: Rng) -> Contours:
 
 
 def _bar(rng: Rng) -> Contours:
-    a = rng.uniform(0.24, 0.36)
+    a = rng.uniform(0.3, 0.42)
     return [_mirrored([(a, -1), (a, 1)])]
 
 
