@@ -94,11 +94,9 @@ def main() -> None:
     task = TASKS[kind](DATASETS[kind].class_names(spec, options.single_cls), hyp, options.label_smoothing)
     model = task.build_model(yaml, options.imgsz)
     facts = start_from(model, weights, options, hyp)
-
-    run = Run(accelerator, options.project, options.name, options.exist_ok)
-    run.say(describe(accelerator), *facts)
+    facts.append(f"an optimizer step for every {options.batch_size * accelerator.gradient_accumulation_steps} images")
     if task.imgsz != options.imgsz:
-        run.say(f"--imgsz {options.imgsz} is not a multiple of the model's stride; taking {task.imgsz}")
+        facts.append(f"--imgsz {options.imgsz} is not a multiple of the model's stride; taking {task.imgsz}")
     data = DATASETS[kind](
         spec,
         imgsz=task.imgsz,
@@ -108,7 +106,9 @@ def main() -> None:
         cache=options.cache,
     )
     train_split, val_split = data.split("train"), data.split("val")
-    run.say(*train_split.report("train"), *val_split.report("val"))
+
+    run = Run(accelerator, options.project, options.name, options.exist_ok)  # now that nothing of the input is wrong
+    run.say(describe(accelerator), *facts, *train_split.report("train"), *val_split.report("val"))
     if not options.noautoanchor:
         run.say(task.adapt(model, train_split))
     run.write_settings({**vars(options), "imgsz": task.imgsz, "hyperparameters": vars(hyp), "model": model.yaml})

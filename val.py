@@ -76,7 +76,6 @@ def main() -> None:
     model = load_model(task, weights, options).to(accelerator.device)
     task.set_thresholds(options.conf_thres, options.iou_thres, options.max_det)
 
-    run = Run(accelerator, options.project, options.name, options.exist_ok)
     data = kind(
         spec,
         imgsz=task.imgsz,
@@ -86,7 +85,11 @@ def main() -> None:
         cache="",
     )
     split = data.split(options.task)
+
+    run = Run(accelerator, options.project, options.name, options.exist_ok)
     run.say(describe(accelerator), *split.report(options.task))
+    if task.imgsz != options.imgsz:
+        run.say(f"--imgsz {options.imgsz} is not a multiple of the model's stride; taking {task.imgsz}")
     run.write_settings({**vars(options), "imgsz": task.imgsz})
     batches = run.share(data.evaluation_batches(split, batch_size=options.batch_size, square=options.square))
     keep = TextFiles(run.folder / "labels", task, options.save_conf) if options.save_txt else lambda batch, found: None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from data import DATASETS
 from data.sources import KEYS as DATA_KEYS
 from models.tasks import TASKS
 from models.yolo import KEYS as MODEL_KEYS
+from utils.config import TrainOptions
 from utils.files import read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -189,3 +191,11 @@ def test_cocos_names_end_the_file_in_block_style(name: str) -> None:
     assert list(read_yaml(path))[-1] == "names"
     assert path.read_text().rstrip().splitlines()[-81:] == ["names:", *(f"  {k}: {v}" for k, v in names.items())]
     assert (len(names), names[0], names[79]) == (80, "person", "toothbrush")
+
+
+def test_the_readme_names_every_flag() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for option in dataclasses.fields(TrainOptions):
+        names = [option.name.replace("_", "-"), *option.metadata["aliases"]]
+        missing = [name for name in names if f"`--{name}`" not in readme]
+        assert not missing, f"README.md does not name --{missing[0]}"

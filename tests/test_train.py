@@ -68,9 +68,14 @@ def test_prints_the_table_and_the_folder(first: tuple[Path, str]) -> None:
     assert "\r" not in printed  # no bar where the output is not a terminal
 
 
-def test_learns(first: tuple[Path, str]) -> None:
-    losses = [float(row["train/box_loss"]) for row in rows(first[0])]
-    assert losses[1] < losses[0]
+def test_learns(tmp_path: Path, run_script: RunScript, small_data: Path) -> None:
+    """80 steps: boxes are found a third better than at the start (seen: 0.221 to 0.149), and the other terms fall."""
+    flags = ("--imgsz", "160", "--epochs", "20", "--optimizer", "AdamW", "--noval")
+    train(run_script, tmp_path, small_data, *flags)
+    start, end = (rows(tmp_path / "exp")[k] for k in (0, -1))
+    assert float(end["train/box_loss"]) < 0.8 * float(start["train/box_loss"])
+    assert float(end["train/obj_loss"]) < float(start["train/obj_loss"])
+    assert float(end["train/cls_loss"]) < float(start["train/cls_loss"])
 
 
 def test_same_seed_same_bytes_for_any_workers(
@@ -132,6 +137,7 @@ def test_early_stop_and_nosave(tmp_path: Path, run_script: RunScript, small_data
         (("--freeze", "99"), "--freeze 99"),
         (("--hyp", "lowest"), "low.yaml"),
         (("--epoch", "3"), "did you mean '--epochs'"),
+        (("--batch-size", "0"), "1 or more"),
     ],
 )
 def test_one_sentence(

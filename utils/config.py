@@ -7,7 +7,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,10 +18,18 @@ from utils.files import find_file, read_yaml
 T = TypeVar("T")
 
 
-def flag(default: Any, text: str, *aliases: str, choices: tuple[str, ...] | None = None, const: Any = None) -> Any:
-    """A field that is a flag: its default, help text, other names, allowed values, and its value when given bare."""
+def flag(
+    default: Any,
+    text: str,
+    *aliases: str,
+    choices: tuple[str, ...] | None = None,
+    const: Any = None,
+    least: float | None = None,
+) -> Any:
+    """A field that is a flag: its default, help text, other names, allowed values, its value when given bare, and the
+    smallest value allowed."""
     return dataclasses.field(
-        default=default, metadata={"help": text, "aliases": aliases, "choices": choices, "const": const}
+        default=default, metadata={"help": text, "aliases": aliases, "choices": choices, "const": const, "least": least}
     )
 
 
@@ -33,9 +41,9 @@ class TrainOptions:
     cfg: str = flag("", "model YAML; '' takes the one inside --weights")
     data: str = flag("data/coco128.yaml", "data set YAML")
     hyp: str = flag("data/hyps/low.yaml", "hyperparameter YAML")
-    epochs: int = flag(100, "passes over the training images")
-    batch_size: int = flag(16, "images per batch, in total over all processes", "batch")
-    imgsz: int = flag(640, "side of the square that images are fitted into, in pixels", "img", "img-size")
+    epochs: int = flag(100, "passes over the training images", least=1)
+    batch_size: int = flag(16, "images per batch, in total over all processes", "batch", least=1)
+    imgsz: int = flag(640, "side of the square that images are fitted into, in pixels", "img", "img-size", least=1)
     rect: bool = flag(False, "batches of like aspect ratio with little padding; no shuffling, no mosaic")
     nosave: bool = flag(False, "write weights at the end only")
     noval: bool = flag(False, "validate after the last epoch only")
@@ -45,7 +53,7 @@ class TrainOptions:
     device: str = flag("", "cpu, mps or the number of a CUDA device; '' takes the best there is")
     single_cls: bool = flag(False, "treat every class as one")
     optimizer: str = flag("SGD", "which optimizer", choices=("SGD", "Adam", "AdamW"))
-    workers: int = flag(8, "loader processes per training process, at most one per CPU core")
+    workers: int = flag(8, "loader processes per training process, at most one per CPU core", least=0)
     project: str = flag("runs/train", "folder of the run folders")
     name: str = flag("exp", "name of the run folder; a number is added where it is taken")
     exist_ok: bool = flag(False, "write into project/name although it exists")
@@ -68,20 +76,19 @@ class ValOptions:
 
     data: str = flag("data/coco128.yaml", "data set YAML")
     weights: str = flag("yolov5s.pt", "weights to validate, ours or an official YOLOv5 .pt")
-    batch_size: int = flag(32, "images per batch", "batch")
-    imgsz: int = flag(640, "side of the square that images are fitted into, in pixels", "img", "img-size")
+    batch_size: int = flag(32, "images per batch", "batch", least=1)
+    imgsz: int = flag(640, "side of the square that images are fitted into, in pixels", "img", "img-size", least=1)
     conf_thres: float = flag(0.001, "least confidence of a detection")
     iou_thres: float = flag(0.6, "overlap above which NMS drops the weaker of two boxes")
-    max_det: int = flag(300, "most detections per image")
+    max_det: int = flag(300, "most detections per image", least=1)
     task: str = flag("val", "which split", choices=("train", "val", "test"))
     device: str = flag("", "cpu, mps or the number of a CUDA device; '' takes the best there is")
-    workers: int = flag(8, "loader processes, at most one per CPU core")
+    workers: int = flag(8, "loader processes, at most one per CPU core", least=0)
     single_cls: bool = flag(False, "treat every class as one")
     square: bool = flag(False, "square batches; default are rectangular ones of like aspect ratio, with less padding")
     verbose: bool = flag(False, "one row per class and per object size, also where there are many classes")
     save_txt: bool = flag(False, "write detections as labels/*.txt into the run folder")
     save_conf: bool = flag(False, "with --save-txt: add each detection's confidence")
-    noplots: bool = flag(False, "draw no pictures into the run folder")
     project: str = flag("runs/val", "folder of the run folders")
     name: str = flag("exp", "name of the run folder; a number is added where it is taken")
     exist_ok: bool = flag(False, "write into project/name although it exists")
@@ -166,12 +173,24 @@ def _action(hint: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
         return {"action": "store_true"}
     if typing.get_origin(hint) is tuple:
         return {"type": typing.get_args(hint)[0], "nargs": "+", "action": _Tuple}
-    action: dict[str, Any] = {"type": hint}
+    least = metadata["least"]
+    action: dict[str, Any] = {"type": hint if least is None else _at_least(hint, least)}
     if metadata["choices"]:
         action["choices"] = metadata["choices"]
     if metadata["const"] is not None:
         action |= {"nargs": "?", "const": metadata["const"]}
     return action
+
+
+def _at_least(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        value = kind(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text} is too small; give {least} or more")
+        return value
+
+    convert.__name__ = getattr(kind, "__name__", "value")  # argparse names it where the text is no number
+    return convert
 
 
 class _Tuple(argparse.Action):

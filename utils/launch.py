@@ -74,7 +74,4 @@ def describe(accelerator: Accelerator) -> str:
     device = accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     processes = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
-    return (
-        f"torch {torch.__version__}, {device} ({name}), {processes}, mixed precision {accelerator.mixed_precision}, "
-        f"{accelerator.gradient_accumulation_steps} batches per optimizer step"
-    )
+    return f"torch {torch.__version__}, {device} ({name}), {processes}, mixed precision {accelerator.mixed_precision}"
