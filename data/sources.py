@@ -18,20 +18,25 @@ KEYS = ("path", *SPLITS, "names", "nc", "draw", "download")
 
 @dataclass(frozen=True)
 class DataSpec:
-    """A data set YAML, read and checked. `entries` holds each split's folders and list files as absolute paths."""
+    """A data set YAML, read and checked. `entries` holds each split's folders and list files as the YAML has them.
+
+    They are looked for when a split is asked for: one that nobody uses may be absent.
+    """
 
     file: Path
     names: dict[int, str]
-    entries: dict[str, tuple[Path, ...]]
+    roots: tuple[Path, ...]  # the folders that entries may be relative to, best first
+    entries: dict[str, tuple[str, ...]]
 
     def images(self, split: str) -> list[Path]:
         """The image files of a split, sorted, each once. Raises `UserError` where the split is absent or empty."""
         if split not in self.entries:
             raise UserError(f"{self.file} has no `{split}:`; add a folder of images or a .txt list of them")
-        found = sorted({image for entry in self.entries[split] for image in _list_images(entry)})
+        places = [_resolve(self.file, split, entry, self.roots) for entry in self.entries[split]]
+        found = sorted({image for place in places for image in _list_images(place)})
         if not found:
-            places = ", ".join(map(str, self.entries[split]))
-            raise UserError(f"{self.file}: `{split}:` has no images in {places}; put images there or mend the path")
+            looked = ", ".join(map(str, places))
+            raise UserError(f"{self.file}: `{split}:` has no images in {looked}; put images there or mend the path")
         return found
 
 
@@ -41,36 +46,33 @@ def read_spec(file: Path) -> DataSpec:
     for key in content:
         if key not in KEYS and (hint := nearest(str(key), KEYS, 0.7)):  # other keys are other programs' own
             raise UserError(f"{file}: unknown key '{key}'{hint}")
-    root = _root(file, content.get("path"))
+    roots = _roots(file, content.get("path"))
     if "draw" in content:  # the built-in data set: its own code makes it where it is missing, from this seed
         from data.shapes import draw_dataset  # here, for `python -m data.shapes` must not find itself imported
 
-        draw_dataset(root[0], seed=content["draw"])
-    entries = {
-        split: tuple(_resolve(file, split, entry, root) for entry in _as_list(content[split]))
-        for split in SPLITS
-        if content.get(split)
-    }
-    return DataSpec(file, _names(file, content), entries)
+        draw_dataset(roots[0], seed=content["draw"])
+    entries = {split: _entries(file, split, content[split]) for split in SPLITS if content.get(split)}
+    return DataSpec(file, _names(file, content), roots, entries)
 
 
-def _root(file: Path, path: Any) -> list[Path]:
-    """The folders that entries may be relative to, best first."""
-    bases = [file.resolve().parent, Path.cwd()]
+def _roots(file: Path, path: Any) -> tuple[Path, ...]:
+    bases = (file.resolve().parent, Path.cwd())
     if path is None:
         return bases
     if not isinstance(path, str):
         raise UserError(f"{file}: `path` must be a folder's name, not {path!r}")
-    return [base / Path(path).expanduser() for base in bases]
+    return tuple(base / Path(path).expanduser() for base in bases)
 
 
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+def _entries(file: Path, split: str, value: Any) -> tuple[str, ...]:
+    entries = tuple(value) if isinstance(value, list) else (value,)
+    for entry in entries:
+        if not isinstance(entry, str):
+            raise UserError(f"{file}: `{split}` must be a path or a list of paths, not {entry!r}")
+    return entries
 
 
-def _resolve(file: Path, split: str, entry: Any, roots: Sequence[Path]) -> Path:
-    if not isinstance(entry, str):
-        raise UserError(f"{file}: `{split}` must be a path or a list of paths, not {entry!r}")
+def _resolve(file: Path, split: str, entry: str, roots: Sequence[Path]) -> Path:
     candidates = [Path(os.path.normpath(root / Path(entry).expanduser())) for root in roots]
     for candidate in candidates:
         if candidate.exists():

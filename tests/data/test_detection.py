@@ -456,7 +456,7 @@ def test_a_single_class_takes_every_class_for_one(tmp_path: Path) -> None:
 
 
 def test_class_names_are_those_of_the_data_or_item() -> None:
-    spec = DataSpec(Path("data.yaml"), {0: "cat", 1: "dog"}, {})
+    spec = DataSpec(Path("data.yaml"), {0: "cat", 1: "dog"}, (), {})
     assert DetectionData.class_names(spec, single_class=False) == {0: "cat", 1: "dog"}
     assert DetectionData.class_names(spec, single_class=True) == {0: "item"}
 
