@@ -104,7 +104,7 @@ BUILT_IN_JOB: Mapping[str, Any] = types.MappingProxyType(
         "cfg": "models/yolov5n.yaml",
         "data": "data/shapes.yaml",
         "hyp": "data/hyps/shapes.yaml",
-        "epochs": 14,
+        "epochs": 13,
         "batch_size": 8,
         "imgsz": 160,
         "optimizer": "AdamW",
