@@ -25,7 +25,7 @@ from utils.optim import Schedule, build_optimizer, freeze
 from utils.progress import Progress
 from utils.run import Run
 from utils.summary import Summary
-from val import evaluate, table
+from val import evaluate, rounding, table
 
 CLIP = 10.0  # largest norm of the gradient of an optimizer step
 PICTURES = 3  # training batches to draw
@@ -95,8 +95,7 @@ def main() -> None:
     model = task.build_model(yaml, options.imgsz)
     facts = start_from(model, weights, options, hyp)
     facts.append(f"an optimizer step for every {options.batch_size * accelerator.gradient_accumulation_steps} images")
-    if task.imgsz != options.imgsz:
-        facts.append(f"--imgsz {options.imgsz} is not a multiple of the model's stride; taking {task.imgsz}")
+    facts += rounding(options.imgsz, task.imgsz)
     data = DATASETS[kind](
         spec,
         imgsz=task.imgsz,
@@ -172,12 +171,12 @@ def fit(trainer: Trainer, val_loader: DataLoader, val_images: int, options: Trai
     described = {"yaml": ema.model.yaml, "names": task.names, "settings": vars(options)}
     for epoch in range(options.epochs):
         losses, rate = trainer.train_one_epoch(epoch)
-        due = not options.noval or epoch + 1 == options.epochs
-        summary = evaluate(run, task, ema.model, val_loader, val_images) if due else None
+        final = epoch + 1 == options.epochs
+        summary = evaluate(run, task, ema.model, val_loader, val_images) if final or not options.noval else None
         run.log(results_row(epoch, losses, summary, task, schedule))
         run.say(epoch_line(epoch, options.epochs, losses, summary, rate))
         improved = summary is not None and progress.record(epoch, summary.fitness)
-        last = epoch + 1 == options.epochs or progress.stalled(options.patience)
+        last = final or progress.stalled(options.patience)
         if last or not options.nosave:
             run.save("last.pt", ema.model, **described)
             if improved:

@@ -59,9 +59,14 @@ def evaluate(
     return replace(summary, losses=dict(zip(task.loss_names, means, strict=True)), rate=bar.rate)
 
 
-def table(summary: Summary) -> list[str]:
-    """The metrics as lines of text."""
-    return [*summary.overall, *summary.details]
+def table(summary: Summary, brief: bool = False) -> list[str]:
+    """The metrics as lines of text; `brief` is the row of all classes alone."""
+    return [*summary.overall, *([] if brief else summary.details)]
+
+
+def rounding(asked: int, taken: int) -> list[str]:
+    """A sentence where the image size had to be changed."""
+    return [] if asked == taken else [f"--imgsz {asked} is not a multiple of the model's stride; taking {taken}"]
 
 
 def main() -> None:
@@ -87,15 +92,12 @@ def main() -> None:
     split = data.split(options.task)
 
     run = Run(accelerator, options.project, options.name, options.exist_ok)
-    run.say(describe(accelerator), *split.report(options.task))
-    if task.imgsz != options.imgsz:
-        run.say(f"--imgsz {options.imgsz} is not a multiple of the model's stride; taking {task.imgsz}")
+    run.say(describe(accelerator), *split.report(options.task), *rounding(options.imgsz, task.imgsz))
     run.write_settings({**vars(options), "imgsz": task.imgsz})
     batches = run.share(data.evaluation_batches(split, batch_size=options.batch_size, square=options.square))
     keep = TextFiles(run.folder / "labels", task, options.save_conf) if options.save_txt else lambda batch, found: None
     summary = evaluate(run, task, model, data.evaluation_loader(split, batches), len(split.images), keep)
-    brief = len(task.names) > MANY_CLASSES and not options.verbose
-    run.say(*summary.overall, *([] if brief else summary.details))
+    run.say(*table(summary, brief=len(task.names) > MANY_CLASSES and not options.verbose))
     run.say(f"{summary.rate:.1f} images/s; results in {run.folder}")
 
 

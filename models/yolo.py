@@ -208,7 +208,7 @@ def _resolve(source: str, yaml: dict[str, Any], nc: int | None, channels: int) -
     for key in yaml:
         if key not in KEYS:
             raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), KEYS)}; known are {', '.join(KEYS)}")
-    sizes = {"ch": channels, "depth_multiple": 1.0, "width_multiple": 1.0, "channel_multiple": 8}
+    sizes = {"task": "detect", "ch": channels, "depth_multiple": 1.0, "width_multiple": 1.0, "channel_multiple": 8}
     yaml = {**sizes, **yaml, **({} if nc is None else {"nc": nc})}
     for key in ("nc", "ch", "channel_multiple"):
         _require(source, yaml, key, "a whole number above 0", _is_count(yaml.get(key)))

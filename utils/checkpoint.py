@@ -17,10 +17,10 @@ FORMAT = "lockstep-1"
 def write_weights(
     path: Path, model: nn.Module, yaml: Mapping[str, Any], names: Mapping[int, str], settings: Mapping[str, Any]
 ) -> None:
-    """Write a model (its EMA, fp32) with all that is needed to use it: its YAML, class names, task, settings."""
+    """Write a model (its EMA, fp32) with all that is needed to use it: YAML with the task, class names, settings."""
     content = {
         "format": FORMAT,
-        "task": yaml.get("task", "detect"),
+        "task": yaml["task"],
         "model": dict(yaml),
         "names": dict(names),
         "state": {key: value.detach().cpu() for key, value in model.state_dict().items()},

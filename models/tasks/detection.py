@@ -15,7 +15,7 @@ from models.layers import Detect
 from models.losses import DetectionLoss, LossSettings, LossTerms
 from models.postprocess import Suppression, decode, suppress
 from models.yolo import Model, build_model
-from utils.boxes import pairwise_iou, xyxy_to_xywh
+from utils.boxes import pairwise_iou, xywh_to_xyxy, xyxy_to_xywh
 from utils.config import Hyperparameters, select
 from utils.metrics import ClassScores, ImageRecord, SizeScores, match_detections, score_classes, score_sizes
 from utils.plots import draw_targets
@@ -71,8 +71,7 @@ class Split(Protocol):
 class DetectionTask:
     """The verbs that the training loop calls. `names` are the classes; `hyp` has the loss's gains."""
 
-    # Columns of results.csv, after train/ or val/, and after metrics/
-
+    # columns of results.csv, after train/ or val/, and after metrics/
     loss_names = ("box_loss", "obj_loss", "cls_loss")
     metric_names = ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95")
 
@@ -187,8 +186,7 @@ def _text_rows(found: Tensor, size: tuple[int, int], with_confidence: bool) -> l
 def _record(found: Tensor, info: ImageInfo) -> ImageRecord:
     width, height = info.size
     rows = torch.from_numpy(info.rows)
-    half = rows[:, 3:5] / 2
-    truth = torch.cat((rows[:, 1:3] - half, rows[:, 1:3] + half), 1) * torch.tensor([width, height, width, height])
+    truth = xywh_to_xyxy(rows[:, 1:5]) * torch.tensor([width, height, width, height])
     overlaps = pairwise_iou(truth, found[:, :4]).numpy()
     label, true_label = found[:, 5].numpy(), info.rows[:, 0]
     overlap, partner, beaten = match_detections(overlaps, true_label[:, None] == label[None])

@@ -65,10 +65,10 @@ def test_a_task_of_its_own(tiny_yaml: dict[str, Any], tmp_path: Path) -> None:
     assert read_weights(tmp_path / "a.pt").task == "segment"
 
 
-def test_a_failed_write_keeps_the_old_file(written: tuple[Path, Model], tiny_yaml: dict[str, Any]) -> None:
+def test_a_failed_write_keeps_the_old_file(written: tuple[Path, Model]) -> None:
     path, model = written
     before = path.read_bytes()
     with pytest.raises(Exception, match="pickle"):
-        write_weights(path, model, tiny_yaml, NAMES, {"broken": lambda: None})
+        write_weights(path, model, model.yaml, NAMES, {"broken": lambda: None})
     assert path.read_bytes() == before
     assert [file.name for file in path.parent.iterdir()] == ["last.pt"]
