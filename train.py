@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from data import DATASETS
@@ -16,12 +17,14 @@ from data.sources import read_spec
 from models.hub import find_weights
 from models.tasks import TASKS, task_of
 from models.weights import Weights, read_weights, transfer
+from utils.batchnorm import average_statistics, synchronise
 from utils.config import BUILT_IN_JOB, Hyperparameters, TrainOptions, parse_options, read_hyperparameters, select
 from utils.ema import ModelEMA
-from utils.errors import UserError, run_main
+from utils.errors import UserError
 from utils.files import find_file, read_yaml
-from utils.launch import describe, loader_workers, seed_everything, start
+from utils.launch import check_batch_size, describe, loader_workers, processes_to_start, seed_everything, start
 from utils.optim import Schedule, build_optimizer, freeze
+from utils.processes import run_main, spread
 from utils.progress import Progress
 from utils.run import Run
 from utils.summary import Summary
@@ -29,6 +32,7 @@ from val import evaluate, rounding, table
 
 CLIP = 10.0  # largest norm of the gradient of an optimizer step
 PICTURES = 3  # training batches to draw
+VALIDATION_BATCH = 32  # images that a process validates at a time, at most: whatever the number of processes
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,13 @@ class Trainer:
             if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
                 self.ema.update(accelerator.unwrap_model(self.model))
             totals += means.detach()
-            if bar.due():
-                bar.show(dict(zip(task.loss_names, (totals / (number + 1)).tolist(), strict=True)))
+            if bar.due():  # this process's share, taken for one like the others'
+                shown = totals * accelerator.num_processes / (number + 1)
+                bar.show(dict(zip(task.loss_names, shown.tolist(), strict=True)))
             if self.plots and epoch == 0 and number < PICTURES:
                 self.run.plot(f"train_batch{number}.jpg", task.picture(batch))
+        average_statistics(self.model)
+        average_statistics(self.ema.model)
         losses = (accelerator.reduce(totals, "sum") / len(self.loader)).tolist()
         if not all(map(math.isfinite, losses)):
             raise UserError(
@@ -84,8 +91,12 @@ class Trainer:
 def main() -> None:
     """Train as the flags say."""
     options = parse_options(TrainOptions, sys.argv[1:], BUILT_IN_JOB)
+    if spread(main, processes_to_start(options.device, options.processes)):
+        return
+    check_batch_size(options.batch_size)
     hyp = read_hyperparameters(options.hyp)
-    accelerator = start(options.device, options.mixed_precision, max(round(hyp.nbs / options.batch_size), 1))
+    accumulation = max(round(hyp.nbs / options.batch_size), 1)
+    accelerator = start(options.device, options.mixed_precision, options.dist_timeout, accumulation)
     seed_everything(options.seed)
     spec = read_spec(find_file(options.data, "data set", ["data"]))
     weights = read_weights(find_weights(options.weights)) if options.weights else None
@@ -101,7 +112,7 @@ def main() -> None:
         imgsz=task.imgsz,
         stride=int(model.stride.max()),
         single_class=options.single_cls,
-        workers=loader_workers(options.workers, accelerator.num_processes),
+        workers=loader_workers(options.workers),
         cache=options.cache,
     )
     train_split, val_split = data.split("train"), data.split("val")
@@ -115,9 +126,12 @@ def main() -> None:
     loader = data.train_loader(
         train_split, batch_size=options.batch_size, hyp=hyp, seed=options.seed, rect=options.rect
     )
-    batches = data.evaluation_batches(val_split, batch_size=2 * options.batch_size, square=False)
+    validation_batch = min(2 * options.batch_size, VALIDATION_BATCH)
+    batches = data.evaluation_batches(val_split, batch_size=validation_batch, square=False)
     val_loader = data.evaluation_loader(val_split, run.share(batches))
     trainer = prepare(run, task, model, loader, options, hyp)
+    if options.show_processes:
+        run.say(*run.processes(trainer.loader.batch_sampler))
     best = fit(trainer, val_loader, len(val_split.images), options)
     run.say(*table(best), f"results in {run.folder}")
 
@@ -153,13 +167,18 @@ def prepare(
     """The optimizer, schedule and EMA, and what Accelerate makes of model and loader."""
     accelerator = run.accelerator
     model.to(accelerator.device)
+    run.align(model)
     accumulated = options.batch_size * accelerator.gradient_accumulation_steps
     optimizer = build_optimizer(
         model, options.optimizer, hyp.lr0, hyp.momentum, weight_decay=hyp.weight_decay * accumulated / hyp.nbs
     )
     schedule = select(Schedule, hyp, epochs=options.epochs, batches=len(loader), cosine=options.cos_lr)
     ema = ModelEMA(model)
+    if options.sync_bn:
+        model = synchronise(model)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if isinstance(model, DistributedDataParallel):
+        model.broadcast_buffers = False  # not with every batch: --sync-bn or an average makes the statistics equal
     plots = not options.noplots
     return Trainer(run, task, model, ema, optimizer, schedule, loader, options.batch_size, plots)
 

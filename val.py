@@ -17,9 +17,10 @@ from models.hub import find_weights
 from models.tasks import TASKS, task_of
 from models.weights import Weights, read_weights, transfer
 from utils.config import Hyperparameters, ValOptions, parse_options
-from utils.errors import UserError, run_main
+from utils.errors import UserError
 from utils.files import find_file
-from utils.launch import describe, loader_workers, start
+from utils.launch import describe, loader_workers, processes_to_start, start
+from utils.processes import run_main, spread
 from utils.run import Run
 from utils.summary import Summary
 
@@ -56,7 +57,7 @@ def evaluate(
     # Sorted, so that the sum's rounding does not depend on which process had which batch.
     per_batch = [values for _, values in sorted(run.gather(losses))]
     means = (sum(column) / len(per_batch) for column in zip(*per_batch, strict=True))
-    return replace(summary, losses=dict(zip(task.loss_names, means, strict=True)), rate=bar.rate)
+    return run.agree(replace(summary, losses=dict(zip(task.loss_names, means, strict=True)), rate=bar.rate))
 
 
 def table(summary: Summary, brief: bool = False) -> list[str]:
@@ -72,7 +73,9 @@ def rounding(asked: int, taken: int) -> list[str]:
 def main() -> None:
     """Validate as the flags say."""
     options = parse_options(ValOptions, sys.argv[1:])
-    accelerator = start(options.device, options.mixed_precision)
+    if spread(main, processes_to_start(options.device, options.processes)):
+        return
+    accelerator = start(options.device, options.mixed_precision, options.dist_timeout)
     spec = read_spec(find_file(options.data, "data set", ["data"]))
     weights = read_weights(find_weights(options.weights))
     task_name = task_of({"task": weights.task})
@@ -86,7 +89,7 @@ def main() -> None:
         imgsz=task.imgsz,
         stride=int(model.stride.max()),
         single_class=options.single_cls,
-        workers=loader_workers(options.workers, accelerator.num_processes),
+        workers=loader_workers(options.workers),
         cache="",
     )
     split = data.split(options.task)
@@ -95,6 +98,8 @@ def main() -> None:
     run.say(describe(accelerator), *split.report(options.task), *rounding(options.imgsz, task.imgsz))
     run.write_settings({**vars(options), "imgsz": task.imgsz})
     batches = run.share(data.evaluation_batches(split, batch_size=options.batch_size, square=options.square))
+    if options.show_processes:
+        run.say(*run.processes(batches))
     keep = TextFiles(run.folder / "labels", task, options.save_conf) if options.save_txt else lambda batch, found: None
     summary = evaluate(run, task, model, data.evaluation_loader(split, batches), len(split.images), keep)
     run.say(*table(summary, brief=len(task.names) > MANY_CLASSES and not options.verbose))

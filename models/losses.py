@@ -84,7 +84,10 @@ class DetectionLoss:
         """outputs: raw maps (b, anchors, h, w, 5 + classes) by level; targets: (n, 6), image, class, normalised xywh;
         anchors: (levels, anchors, 2) in cells. The terms' parts are the levels."""
         parts = [
-            self._level(raw.float(), match_targets(raw.shape, targets, level_anchors, self.settings.anchor_t))
+            self._level(
+                raw.to(torch.promote_types(raw.dtype, torch.float32)),
+                match_targets(raw.shape, targets, level_anchors, self.settings.anchor_t),
+            )
             for raw, level_anchors in zip(outputs, anchors, strict=True)
         ]
         sums = torch.stack([torch.stack(sums) for sums, _ in parts], 1)

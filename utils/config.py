@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from utils.errors import UserError, nearest
 from utils.files import find_file, read_yaml
+from utils.processes import speaks
 
 T = TypeVar("T")
 
@@ -50,7 +51,10 @@ class TrainOptions:
     noautoanchor: bool = flag(False, "keep the model's anchors without checking that they suit the data")
     noplots: bool = flag(False, "draw no pictures into the run folder")
     cache: str = flag("", "keep decoded images in memory or on disk", choices=("ram", "disk"), const="ram")
-    device: str = flag("", "cpu, mps or the number of a CUDA device; '' takes the best there is")
+    device: str = flag("", "cpu, mps or CUDA devices such as 0 or 0,1 (a process for each); '' takes the best there is")
+    processes: int = flag(0, "how many processes to start on this machine without a launcher", least=1)
+    dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", least=1)
+    sync_bn: bool = flag(False, "BatchNorm over the whole batch of all processes: the curve of one process")
     single_cls: bool = flag(False, "treat every class as one")
     optimizer: str = flag("SGD", "which optimizer", choices=("SGD", "Adam", "AdamW"))
     workers: int = flag(8, "loader processes per training process, at most one per CPU core", least=0)
@@ -68,6 +72,8 @@ class TrainOptions:
     mixed_precision: str = flag(
         "", "autocast; '' takes the launcher's, else bf16 or fp16 on CUDA", choices=("no", "fp16", "bf16")
     )
+    show_processes: bool = flag(False, "list every process: host, rank, device and its part of the first batches")
+    local_rank: int = flag(-1, "what old launchers give; the environment says the same")
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,9 @@ class ValOptions:
     iou_thres: float = flag(0.6, "overlap above which NMS drops the weaker of two boxes")
     max_det: int = flag(300, "most detections per image", least=1)
     task: str = flag("val", "which split", choices=("train", "val", "test"))
-    device: str = flag("", "cpu, mps or the number of a CUDA device; '' takes the best there is")
+    device: str = flag("", "cpu, mps or CUDA devices such as 0 or 0,1 (a process for each); '' takes the best there is")
+    processes: int = flag(0, "how many processes to start on this machine without a launcher", least=1)
+    dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", least=1)
     workers: int = flag(8, "loader processes, at most one per CPU core", least=0)
     single_cls: bool = flag(False, "treat every class as one")
     square: bool = flag(False, "square batches; default are rectangular ones of like aspect ratio, with less padding")
@@ -95,6 +103,8 @@ class ValOptions:
     mixed_precision: str = flag(
         "", "autocast; '' takes the launcher's, else bf16 or fp16 on CUDA", choices=("no", "fp16", "bf16")
     )
+    show_processes: bool = flag(False, "list every process: host, rank, device and its part of the first batches")
+    local_rank: int = flag(-1, "what old launchers give; the environment says the same")
 
 
 # What `python train.py` does when none of --data, --cfg, --weights and --hyp is given.
@@ -204,6 +214,10 @@ class _Tuple(argparse.Action):
 
 class _Parser(argparse.ArgumentParser):
     """One sentence and exit code 2 for a wrong flag, naming the nearest known one, instead of the whole usage."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if speaks():
+            super()._print_message(message, file)
 
     def error(self, message: str) -> typing.NoReturn:
         known = [name for name in self._option_string_actions if name.startswith("--")]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 
 class UserError(Exception):
@@ -15,15 +14,3 @@ def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
     """` (did you mean 'x'?)` for the most similar of `known`, or an empty string where nothing reaches `likeness`."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
     return f" (did you mean '{close[0]}'?)" if close else ""
-
-
-def run_main(main: Callable[[], object]) -> None:
-    """Call a script's `main`; turn a `UserError` into one line on stderr and exit code 1, Ctrl-C into exit code 130."""
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)

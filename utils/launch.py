@@ -1,57 +1,260 @@
-"""Starting: the device, the precision, the seed. The only place that makes an Accelerator."""
+"""Starting: devices, precision, seed, and the meeting of the processes. The only place that makes an Accelerator."""
 
 from __future__ import annotations
 
 import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import set_seed
 
 from utils.errors import UserError
+from utils.files import read_yaml
+from utils.processes import give_up, place
 
 LAUNCHER_PRECISION = "ACCELERATE_MIXED_PRECISION"  # what `accelerate launch` leaves for the processes that it starts
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+GRACE = 30.0  # seconds after the time-out until a meeting that torch does not end is ended
 
 
-def start(device: str, mixed_precision: str, accumulation: int = 1) -> Accelerator:
-    """An Accelerator on `device` ('' is the best there is), for global batches, so many per optimizer step."""
-    _choose_device(device)
-    return Accelerator(
-        cpu=device == "cpu",
-        mixed_precision=_precision(device, mixed_precision),
-        gradient_accumulation_steps=accumulation,
-        dataloader_config=DataLoaderConfiguration(split_batches=True, dispatch_batches=False),
-        step_scheduler_with_optimizer=False,
-    )
+def start(device: str, mixed_precision: str, timeout: float, accumulation: int = 1) -> Accelerator:
+    """An Accelerator on `device` ('' is the best there is), for global batches, so many per optimizer step.
+
+    Under a launcher all its processes meet here. `timeout`: seconds that they wait for each other, now and later.
+    Raises `UserError` where a device is missing or they do not meet.
+    """
+    processes = place().processes
+    on_cpu = _choose_devices(device)
+    if processes > 1:
+        _refuse_uneven_launch()
+        if on_cpu:
+            _prepare_for_gloo(processes)
+        _wait_for_main_address(timeout)
+    with _meeting(timeout):
+        accelerator = Accelerator(
+            cpu=on_cpu,
+            mixed_precision=_precision(on_cpu or device == "mps", mixed_precision),
+            gradient_accumulation_steps=accumulation,
+            dataloader_config=DataLoaderConfiguration(split_batches=True, dispatch_batches=False),
+            step_scheduler_with_optimizer=False,
+            kwargs_handlers=[
+                InitProcessGroupKwargs(timeout=timedelta(seconds=timeout)),
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+            ],
+        )
+    if accelerator.num_processes != processes:
+        raise UserError(
+            f"the launcher started {processes} processes and {accelerator.num_processes} of them found each other; "
+            "start them with accelerate launch, torch.distributed.run, or --processes"
+        )
+    return accelerator
 
 
-def _choose_device(device: str) -> None:
-    """Make the one device visible that the user names. Raises `UserError` where it is not there."""
-    if device in ("", "cpu"):
-        return
-    if device == "mps":
-        if not torch.backends.mps.is_available():
-            raise UserError("--device mps: this machine has no Apple GPU that torch can use; try --device cpu")
-    elif device.isdecimal():
-        if int(device) >= torch.cuda.device_count():
-            count = torch.cuda.device_count()
-            there = f"{count} CUDA device{'s' if count > 1 else ''}" if count else "no CUDA device"
-            raise UserError(f"--device {device}: torch sees {there} here; try --device {count - 1 if count else 'cpu'}")
-        torch.cuda.set_device(int(device))
-        os.environ["ACCELERATE_TORCH_DEVICE"] = f"cuda:{device}"
+# Devices
+
+
+def device_numbers(device: str) -> list[int]:
+    """The CUDA devices that `--device` names, as numbers among those that torch sees; none for '', cpu and mps."""
+    if device in ("", "cpu", "mps"):
+        return []
+    words = device.replace("cuda:", "").replace(" ", "").split(",")
+    numbers = [int(word) for word in words if word.isdecimal()]
+    if len(numbers) < len(words) or len(set(numbers)) < len(numbers):
+        raise UserError(f"--device {device}: give cpu, mps, or the numbers of CUDA devices such as 0 or 0,1")
+    return numbers
+
+
+def processes_to_start(device: str, processes: int) -> int:
+    """How many processes plain python is to start: as many as devices are named, or `processes`.
+
+    Raises `UserError` where the two contradict each other or the launcher.
+    """
+    named = len(device_numbers(device))
+    if processes and named > 1 and processes != named:
+        raise UserError(f"--processes {processes} --device {device}: one process per device; leave --processes out")
+    if processes > 1 and named == 1:
+        raise UserError(f"--processes {processes} --device {device}: name a device for each process, such as 0,1")
+    if processes > 1 and device == "mps":
+        raise UserError(f"--processes {processes} --device mps: an Apple GPU serves one process only")
+    launched = place().processes
+    if processes and launched > 1 and processes != launched:
+        raise UserError(
+            f"--processes {processes}: the launcher has started {launched} processes; "
+            "leave --processes out and give the number to the launcher"
+        )
+    return processes or max(named, 1)
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Raises `UserError` with the two nearest sizes where the processes cannot share a batch evenly."""
+    processes = place().processes
+    if batch_size % processes:
+        lower = batch_size // processes * processes
+        sizes = f"{lower} or {lower + processes}" if lower else f"{processes}"
+        raise UserError(
+            f"--batch-size {batch_size} is the batch of all {processes} processes and cannot be shared evenly; "
+            f"take {sizes}"
+        )
+
+
+def _choose_devices(device: str) -> bool:
+    """Make only the CUDA devices visible that are named, so that local rank k has the k-th; is it the CPU instead?
+
+    Nothing here may make torch look for devices before the environment says which.
+    """
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise UserError("--device mps: this machine has no Apple GPU that torch can use; try --device cpu")
+    if device in ("cpu", "mps"):
+        return device == "cpu"
+    numbers, here = device_numbers(device), place().local_processes
+    if numbers:
+        there = torch.cuda.device_count()
+        _check_devices_exist(device, numbers, there)
+        if len(numbers) < here:
+            raise UserError(
+                f"--device {device} names {_count(len(numbers), 'device')} for the {here} processes of this machine; "
+                "name one for each"
+            )
+        visible = os.environ.get(VISIBLE, "").split(",") if os.environ.get(VISIBLE) else list(map(str, range(there)))
+        os.environ[VISIBLE] = ",".join(visible[number] for number in numbers)
+    elif torch.cuda.is_available():
+        if here > torch.cuda.device_count():
+            raise UserError(
+                f"the launcher started {here} processes on this machine, where torch sees "
+                f"{_count(torch.cuda.device_count(), 'CUDA device')}; start as many processes, or give --device cpu"
+            )
     else:
-        raise UserError(f"--device {device}: give cpu, mps or the number of one CUDA device, such as 0")
+        return place().processes > 1 or not torch.backends.mps.is_available()
+    return False
 
 
-def _precision(device: str, asked: str) -> str | None:
+def _check_devices_exist(device: str, numbers: list[int], there: int) -> None:
+    if max(numbers) >= there:
+        found = f"torch sees {_count(there, 'CUDA device')} here" if there else "torch sees no CUDA device here"
+        raise UserError(f"--device {device}: {found}; try --device {there - 1 if there else 'cpu'}")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}"
+
+
+def _precision(slow: bool, asked: str) -> str | None:
     """The flag's, else the launcher's (None), else what the device is fast at: bf16 or fp16 on CUDA, none elsewhere."""
     if asked:
         return asked
     if os.environ.get(LAUNCHER_PRECISION):
         return None
-    if device in ("cpu", "mps") or not torch.cuda.is_available():
+    if slow or not torch.cuda.is_available():
         return "no"
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+# The meeting of the processes
+
+
+def _refuse_uneven_launch() -> None:
+    """`accelerate launch` gives each machine num_processes // num_machines processes and silently drops the rest."""
+    with suppress(psutil.Error, SystemExit):
+        command = psutil.Process(os.getppid()).cmdline()
+        if "launch" not in command or not any("accelerate" in word for word in command[:3]):
+            return
+        from accelerate.commands.launch import launch_command_parser  # here, for few runs need it
+
+        asked = launch_command_parser().parse_args(command[command.index("launch") + 1 :])
+        config = read_yaml(Path(asked.config_file)) if asked.config_file else {}
+        processes = asked.num_processes or config.get("num_processes") or 1
+        machines = asked.num_machines or config.get("num_machines") or 1
+        if processes % machines:
+            raise UserError(
+                f"accelerate launch starts equally many processes on every machine, and {processes} do not fit on "
+                f"{machines} machines; take a multiple of {machines}, or start each machine by torch.distributed.run"
+            )
+
+
+def _prepare_for_gloo(processes: int) -> None:
+    """Threads, and the network interface that leads to the main process.
+
+    gloo takes the interface of the host's name, which on many machines is the loopback.
+    """
+    if not os.environ.get("OMP_NUM_THREADS"):
+        threads = max((os.cpu_count() or 1) // place().local_processes, 1)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+    if processes == place().local_processes or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing: it asks for the route
+        own = probe.getsockname()[0]
+        for interface, addresses in psutil.net_if_addrs().items():
+            if any(address.address == own for address in addresses):
+                os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def _wait_for_main_address(timeout: float) -> None:
+    """Wait until the main process can be reached. torch would fill the screen with its attempts."""
+    if place().rank == 0:
+        return
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT") or 29500)
+    end, reason = time.monotonic() + timeout, "no answer"
+    while (left := end - time.monotonic()) > 0:
+        try:
+            socket.create_connection((address, port), timeout=left).close()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            time.sleep(0.2)
+        else:
+            return
+    raise UserError(
+        f"the main process at {address} port {port} cannot be reached within {timeout:g} s ({reason.lower()}): start "
+        "it there, open the port, check the address, or raise --dist-timeout"
+    )
+
+
+@contextmanager
+def _meeting(timeout: float) -> Iterator[None]:
+    """Turn what goes wrong while the processes meet into a sentence, within a bounded time."""
+    if place().processes == 1:
+        yield
+        return
+    where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
+    stuck = f"the processes did not meet at {where} within {timeout:g} s; is something else listening there?"
+    alarm = threading.Timer(timeout + GRACE, give_up, [stuck])
+    alarm.daemon = True
+    alarm.start()
+    try:
+        yield
+    except RuntimeError as error:
+        raise UserError(_why_not_met(str(error), where, timeout)) from None
+    finally:
+        alarm.cancel()
+
+
+def _why_not_met(text: str, where: str, timeout: float) -> str:
+    if "EADDRINUSE" in text:
+        return f"{where} is in use on this machine; give all processes another one (--main_process_port, --master_port)"
+    if joined := re.search(r"(\d+)/(\d+) clients joined", text):
+        return (
+            f"only {joined[1]} of {joined[2]} processes came to {where} within {timeout:g} s: start the others, open "
+            "the port, or raise --dist-timeout"
+        )
+    first = text.splitlines()[0]
+    return (
+        f"the processes do not reach each other within {timeout:g} s ({first}); where a machine has several networks, "
+        "name the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+    )
+
+
+# What a run needs to know of its start
 
 
 def seed_everything(seed: int) -> None:
@@ -63,15 +266,15 @@ def seed_everything(seed: int) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def loader_workers(asked: int, processes: int) -> int:
+def loader_workers(asked: int) -> int:
     """Loader processes for each training process: as asked, at most this machine's cores shared among them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(0, min(asked, cores // processes))
+    return max(0, min(asked, cores // place().local_processes))
 
 
 def describe(accelerator: Accelerator) -> str:
     """What the run runs on, for people."""
-    device = accelerator.device
+    device: Any = accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     processes = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
     return f"torch {torch.__version__}, {device} ({name}), {processes}, mixed precision {accelerator.mixed_precision}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +12,7 @@ import cv2
 import numpy as np
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast, broadcast_object_list, gather_object
 from torch import nn
 
 from utils.checkpoint import write_weights
@@ -18,6 +20,7 @@ from utils.console import Bar
 from utils.files import numbered_folder, replacing
 
 T = TypeVar("T")
+BATCHES = 2  # how many of its first batches a process is listed with
 
 
 class Run:
@@ -26,8 +29,10 @@ class Run:
     def __init__(self, accelerator: Accelerator, project: str, name: str, exist_ok: bool) -> None:
         self.accelerator = accelerator
         self.main = accelerator.is_main_process
-        folder = [numbered_folder(Path(project), name, exist_ok) if self.main else None]
-        self.folder = Path(str(broadcast_object_list(folder)[0]))
+        # The name is agreed, not the path: another machine may keep its runs elsewhere.
+        self.folder = Path(project) / self.agree(
+            numbered_folder(Path(project), name, exist_ok).name if self.main else ""
+        )
 
     def say(self, *lines: str) -> None:
         """Print lines, once."""
@@ -66,6 +71,26 @@ class Run:
             encoded = cv2.imencode(Path(name).suffix, picture)[1]
             with replacing(self.folder / name) as file:
                 file.write(encoded.tobytes())
+
+    def agree(self, value: T) -> T:
+        """The main process's value, on every process, so that all decide alike."""
+        return broadcast_object_list([value])[0]
+
+    def align(self, model: nn.Module) -> None:
+        """Give every process the main process's parameters and buffers."""
+        broadcast(model.state_dict())
+
+    def processes(self, batches: Any) -> list[str]:
+        """A line for every process: host, rank, device, and the images of its first batches, by number.
+
+        batches: an iterable of lists of draws.
+        """
+        own = self.accelerator
+        images = "; ".join(" ".join(str(draw.image) for draw in batch) for batch in itertools.islice(batches, BATCHES))
+        host = socket.gethostname()
+        return self.gather(
+            [f"process {own.process_index} of {own.num_processes} on {host}, {own.device}: images {images}"]
+        )
 
     def share(self, items: Sequence[T]) -> list[T]:
         """This process's part of `items`: dealt out one by one, each to one process."""
