@@ -21,10 +21,10 @@ train: setup
 	$(RUN) train.py
 
 test: setup
-	$(RUN) -m pytest -m "not long and not gpu"
+	$(RUN) -m pytest -m "not long and not gpu and not gpu2"
 
 test-long: setup
-	$(RUN) -m pytest -m "long and not gpu"
+	$(RUN) -m pytest -m "long and not gpu and not gpu2"
 
 test-gpu: setup
 	$(RUN) -m pytest -m gpu

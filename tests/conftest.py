@@ -2,39 +2,120 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import pytest
+import torch
 import yaml
+from torch.multiprocessing.spawn import start_processes
 
 from data.shapes import NAMES, draw_dataset
+from utils.processes import place, spread
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
 
 
 class RunScript(Protocol):
-    """Starts a script of the repository as a user does; what it printed, both streams."""
+    """Starts a script of the repository as a user does; what it printed, both streams.
 
-    def __call__(self, script: str, *flags: str, fails: bool = False) -> str: ...
+    `launcher`: what stands before the script, python alone unless said. `variables`: of the environment.
+    """
+
+    def __call__(
+        self,
+        script: str,
+        *flags: str,
+        fails: bool = False,
+        launcher: Sequence[str] = (sys.executable,),
+        **variables: str,
+    ) -> str: ...
 
 
 @pytest.fixture(scope="session")
 def run_script(tmp_path_factory: pytest.TempPathFactory) -> RunScript:
-    """Runs are given a cache of their own, and must end with 0, or where they are to fail with 1 or 2."""
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+    """Runs are given a cache of their own, and must end with 0, or where they are to fail with 1 or 2.
 
-    def run(script: str, *flags: str, fails: bool = False) -> str:
-        command = [sys.executable, str(ROOT / script), *flags]
-        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900)
-        assert done.returncode in ((1, 2) if fails else (0,)), done.stdout + done.stderr
-        return done.stdout + done.stderr
+    None may leave a process behind.
+    """
+    cache = str(tmp_path_factory.mktemp("cache"))
+
+    def run(
+        script: str, *flags: str, fails: bool = False, launcher: Sequence[str] = (sys.executable,), **variables: str
+    ) -> str:
+        started = subprocess.Popen(
+            [*launcher, str(ROOT / script), *flags],
+            env={**os.environ, "XDG_CACHE_HOME": cache, **variables},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            printed = "".join(started.communicate(timeout=900))
+        finally:
+            if started.returncode is None:
+                os.killpg(started.pid, signal.SIGKILL)
+        assert started.returncode in ((1, 2) if fails else (0,)), printed
+        assert not left_behind(started.pid), printed
+        return printed
 
     return run
+
+
+def left_behind(session: int, patience: float = 10.0) -> list[str]:
+    """Processes of a session that still live some seconds after their run: a loader's own end themselves within 5 s."""
+    end = time.monotonic() + patience
+    while (alive := list(_living(session))) and time.monotonic() < end:
+        time.sleep(0.1)
+    return alive
+
+
+def _living(session: int) -> Iterator[str]:
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                yield " ".join(process.cmdline())
+
+
+class OnProcesses(Protocol):
+    """Calls a function of a test file on so many processes that can talk to each other; what each returned, by rank."""
+
+    def __call__(self, count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]: ...
+
+
+@pytest.fixture
+def on_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnProcesses:
+    """One thread each: they share the machine. What is returned must be tensors and plain values."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def run(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        work = functools.partial(_keep, tmp_path / "returned", function, arguments)
+        if not spread(work, count):
+            start_processes(_alone, (work,), nprocs=1, start_method="spawn")
+        return [torch.load(tmp_path / "returned" / f"{rank}.pt", weights_only=False) for rank in range(count)]
+
+    return run
+
+
+def _alone(rank: int, work: Callable[[], object]) -> None:
+    work()
+
+
+def _keep(folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    folder.mkdir(exist_ok=True)
+    torch.save(function(*arguments), folder / f"{place().rank}.pt")
 
 
 @pytest.fixture(scope="session")

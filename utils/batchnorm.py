@@ -16,7 +16,7 @@ def synchronise(model: nn.Module) -> nn.Module:
     """
     if not _processes() > 1:
         return model
-    if next(model.parameters()).is_cuda:
+    if next(iter(model.state_dict().values())).is_cuda:
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for module in list(model.modules()):
         for name, child in module.named_children():

@@ -166,11 +166,13 @@ def _refuse_uneven_launch() -> None:
     """`accelerate launch` gives each machine num_processes // num_machines processes and silently drops the rest."""
     with suppress(psutil.Error, SystemExit):
         command = psutil.Process(os.getppid()).cmdline()
-        if "launch" not in command or not any("accelerate" in word for word in command[:3]):
+        # accelerate launch ..., accelerate-launch ..., python -m accelerate.commands.launch ...
+        start = next((k for k, word in enumerate(command) if word.endswith("launch")), None)
+        if start is None or not any("accelerate" in word for word in command[: start + 1]):
             return
         from accelerate.commands.launch import launch_command_parser  # here, for few runs need it
 
-        asked = launch_command_parser().parse_args(command[command.index("launch") + 1 :])
+        asked = launch_command_parser().parse_args(command[start + 1 :])
         config = read_yaml(Path(asked.config_file)) if asked.config_file else {}
         processes = asked.num_processes or config.get("num_processes") or 1
         machines = asked.num_machines or config.get("num_machines") or 1

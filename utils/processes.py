@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, NoReturn
@@ -17,6 +19,7 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, 
 
 from utils.errors import UserError
 
+PATIENCE = 5.0  # seconds that a failing process leaves another one to say why
 ANSWER = 3.0  # seconds to wait for the run's store when a process fails; it may be gone
 
 
@@ -60,9 +63,10 @@ def spread(main: Callable[[], object], processes: int) -> bool:
     }
     # More threads than cores would slow each other down; torch reads this once, when a process starts.
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it tells of each process that it ends
     context = start_processes(_enter, (main, environment), nprocs=processes, join=False, start_method="spawn")
     assert context is not None
-    _wait(context)
+    _wait(context, store)
     return True
 
 
@@ -72,13 +76,13 @@ def _enter(rank: int, main: Callable[[], object], environment: dict[str, str]) -
     run_main(main)
 
 
-def _wait(context: ProcessContext) -> None:
+def _wait(context: ProcessContext, store: distributed.Store) -> None:
     try:
         while not context.join():
             pass
     except ProcessExitedException as ended:
-        if ended.exit_code > 0:
-            sys.exit(ended.exit_code)  # it has said why
+        if ended.exit_code > 0 or _failures(store) > 1:
+            sys.exit(max(ended.exit_code, 1))  # somebody has said why
         raise UserError(
             f"process {ended.error_index} was ended by {ended.signal_name}; where nobody did that, "
             "it may have been the system, short of memory"
@@ -128,7 +132,10 @@ def _end(message: str, code: int) -> NoReturn:
     if place().processes == 1:
         print(message, file=sys.stderr)
         sys.exit(code)
-    give_up(message if _is_first_to_fail() else "", code)
+    if _is_first_to_fail():
+        give_up(message, code)
+    time.sleep(PATIENCE)  # an exit of this one may end the other one before it has spoken
+    give_up("", code)
 
 
 def give_up(message: str, code: int = 1) -> NoReturn:
@@ -148,7 +155,7 @@ def _is_first_to_fail() -> bool:
 
     def ask() -> None:
         with suppress(RuntimeError):
-            answer.append(distributed.distributed_c10d._get_default_store().add("lockstep/failed", 1))
+            answer.append(_failures(distributed.distributed_c10d._get_default_store()))
 
     if distributed.is_initialized():
         # In a thread of its own, for over a dead line the question would wait for many minutes.
@@ -156,3 +163,10 @@ def _is_first_to_fail() -> bool:
         thread.start()
         thread.join(ANSWER)
     return answer[0] == 1 if answer else speaks()
+
+
+def _failures(store: distributed.Store) -> int:
+    """Count one more process that fails, at the bottom of the run's store, where all see the same number."""
+    while isinstance(store, distributed.PrefixStore):
+        store = store.underlying_store
+    return store.add(f"lockstep/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", 1)

@@ -1,0 +1,552 @@
+"""One curve on any number of processes and on two machines: whole runs, and what a run does inside."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+import train
+from data.shapes import NAMES, draw_dataset
+from models.tasks.detection import DetectionTask
+from models.weights import read_weights
+from tests.conftest import ROOT, OnProcesses, RunScript
+from utils.files import read_yaml
+from utils.processes import place
+from val import evaluate
+
+TRAIN, VAL = 37, 31  # images: primes, so that nothing divides
+ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+CONFIGS = ROOT / "accelerate_configs"
+LOSSES = [f"{split}/{term}_loss" for split in ("train", "val") for term in ("box", "obj", "cls")]
+SCORES = ["metrics/mAP_0.5", "metrics/mAP_0.5:0.95"]
+# 16 images per optimizer step: two batches of 8, and the fifth and last of an epoch alone. Rates that leave trained
+# weights trained.
+RECIPE = {"nbs": 16, "lr0": 0.002, "warmup_bias_lr": 0.002, "warmup_epochs": 1.0}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("hyp") / "gentle.yaml"
+    file.write_text(yaml.safe_dump(RECIPE))
+    return file
+
+
+@pytest.fixture(scope="module")
+def photos(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data YAML of some photos of coco128, for which official weights are trained."""
+    folder = tmp_path_factory.mktemp("photos")
+    images = sorted((shared / "data" / "coco128").rglob("*.jpg"))
+    for split, chosen in {"train": images[:TRAIN], "val": images[TRAIN : TRAIN + VAL]}.items():
+        (folder / f"{split}.txt").write_text("\n".join(map(str, chosen)))
+    names = read_yaml(ROOT / "data" / "coco128.yaml")["names"]
+    file = folder / "photos.yaml"
+    file.write_text(yaml.safe_dump({"path": str(folder), "train": "train.txt", "val": "val.txt", "names": names}))
+    return file
+
+
+@pytest.fixture(scope="module")
+def fine_tune(run_script: RunScript, shared: Path, photos: Path, recipe: Path) -> Callable[..., str]:
+    """Trains official weights for two epochs, on one thread per process; what it printed."""
+    weights = str(shared / "weights" / "yolov5n.pt")
+    what = ("--data", str(photos), "--weights", weights, "--hyp", str(recipe), "--imgsz", "192", "--noautoanchor")
+    how = ("--epochs", "2", "--batch-size", "8", "--workers", "1", "--device", "cpu", "--noplots")
+
+    def run(project: Path, *flags: str, **more: Any) -> str:
+        given = (*what, *how, "--project", str(project), *flags)
+        return run_script("train.py", *given, **{"OMP_NUM_THREADS": "1", **more})
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def single(fine_tune: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of one process."""
+    project = tmp_path_factory.mktemp("single")
+    fine_tune(project)
+    return project / "exp"
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    with (folder / "results.csv").open() as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+def floats(folder: Path) -> Tensor:
+    state = read_weights(folder / "weights" / "last.pt").state
+    return torch.cat([value.double().flatten() for value in state.values() if value.is_floating_point()])
+
+
+def same_curve(folder: Path, single: Path, losses: float = 1e-5, scores: float = 0.005, weights: float = 1e-5) -> None:
+    """Losses and weights relative, scores absolute; everything else in results.csv but precision and recall equal."""
+    for found, expected in zip(rows(folder), rows(single), strict=True):
+        for name in LOSSES:
+            assert found[name] == pytest.approx(expected[name], rel=losses), name
+        for name in SCORES:
+            assert found[name] == pytest.approx(expected[name], abs=scores), name
+        rest = [name for name in expected if name not in (*LOSSES, *SCORES, "metrics/precision", "metrics/recall")]
+        assert rest == ["epoch", "x/lr0", "x/lr1", "x/lr2"]
+        assert [found[name] for name in rest] == [expected[name] for name in rest]
+    gap = (floats(folder) - floats(single)).norm() / floats(single).norm()
+    assert gap <= weights
+
+
+# One curve. Asked for are 1e-3 for losses and weights; seen: 4e-7 and 1e-7, and equal scores.
+
+
+def test_one_process_learns_something(single: Path) -> None:
+    """So that equal scores say something."""
+    assert rows(single)[-1]["metrics/mAP_0.5"] > 0.2
+
+
+def test_sync_bn_changes_nothing_on_one_process(single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
+    fine_tune(tmp_path, "--sync-bn")
+    assert (tmp_path / "exp" / "results.csv").read_bytes() == (single / "results.csv").read_bytes()
+    assert torch.equal(floats(tmp_path / "exp"), floats(single))
+
+
+def test_two_processes_by_a_flag(single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
+    printed = fine_tune(tmp_path, "--sync-bn", "--processes", "2", "--show-processes")
+    same_curve(tmp_path / "exp", single)
+    lines = [line for line in printed.splitlines() if line.startswith("process ")]
+    assert [line.split(" on ")[0] for line in lines] == ["process 0 of 2", "process 1 of 2"]
+    images = [[batch.split() for batch in line.split("images ")[1].split("; ")] for line in lines]
+    first, second = ([*own, *other] for own, other in zip(*images, strict=True))
+    assert len(set(map(int, [*first, *second]))) == 16  # the slices of the first two batches: each image once
+    quiet_except_for_the_main_process(printed)
+
+
+def test_four_processes_by_accelerate(single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
+    launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"), "--num_processes", "4")
+    printed = fine_tune(tmp_path, "--sync-bn", launcher=launcher)
+    same_curve(tmp_path / "exp", single)
+    quiet_except_for_the_main_process(printed)
+
+
+def quiet_except_for_the_main_process(printed: str) -> None:
+    assert printed.count("epoch 2/2") == printed.count("results in") == printed.count("mixed precision") == 1
+    assert "warn" not in printed.lower()
+
+
+def test_the_old_launcher(single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
+    """It gives each process a --local-rank."""
+    launcher = (sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node", "2", "--master_port", free_port())
+    fine_tune(tmp_path, "--sync-bn", launcher=launcher)
+    same_curve(tmp_path / "exp", single)
+
+
+def free_port() -> str:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return str(taken.getsockname()[1])
+
+
+def test_nodes_of_unequal_size_by_torchrun(fine_tune: Callable[..., str], tmp_path: Path) -> None:
+    """1 + 2 processes, batch 12: shares of 4."""
+    fine_tune(tmp_path, "--batch-size", "12", "--name", "one")
+    nodes = (*TORCHRUN, "--nnodes", "2", "--master_addr", "127.0.0.1", "--master_port", free_port())
+
+    def node(rank: str, processes: str) -> str:
+        launcher = (*nodes, "--node_rank", rank, "--nproc_per_node", processes)
+        return fine_tune(tmp_path, "--sync-bn", "--batch-size", "12", "--name", "three", launcher=launcher)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(node, "01", "12"))
+    same_curve(tmp_path / "three", tmp_path / "one")
+
+
+def test_statistics_are_averaged_without_sync_bn(
+    fine_tune: Callable[..., str], run_script: RunScript, photos: Path, tmp_path: Path
+) -> None:
+    """What was validated on two processes is what was saved, and what one process validates."""
+    fine_tune(tmp_path, "--processes", "2")
+    flags = ("--data", str(photos), "--weights", str(tmp_path / "exp" / "weights" / "last.pt"), "--imgsz", "192")
+    how = ("--batch-size", "16", "--workers", "0", "--device", "cpu", "--project", str(tmp_path / "val"))
+    printed = run_script("val.py", *flags, *how, OMP_NUM_THREADS="1")
+    overall = next(line.split() for line in printed.splitlines() if line.split()[:1] == ["all"])
+    last = rows(tmp_path / "exp")[-1]
+    assert overall[5:] == [f"{last[name]:.4f}" for name in SCORES]
+
+
+def test_validation_by_accelerate(run_script: RunScript, photos: Path, shared: Path, tmp_path: Path) -> None:
+    """The same table, to the last digit, on 1, 2 and 4 processes; every image's detections written once."""
+    flags = ("--data", str(photos), "--weights", str(shared / "weights" / "yolov5n.pt"), "--imgsz", "192")
+    how = (
+        "--batch-size",
+        "4",
+        "--workers",
+        "0",
+        "--device",
+        "cpu",
+        "--save-txt",
+        "--verbose",
+        "--project",
+        str(tmp_path),
+    )
+    launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"), "--num_processes")
+    tables = []
+    for count in ("1", "2", "4"):
+        by = (sys.executable,) if count == "1" else (*launcher, count)
+        printed = run_script("val.py", *flags, *how, "--name", count, launcher=by, OMP_NUM_THREADS="1")
+        tables.append([line for line in printed.splitlines() if line.startswith(" ")])
+        texts = {file.name: file.read_text() for file in (tmp_path / count / "labels").iterdir()}
+        assert len(texts) == VAL
+        assert texts == {file.name: file.read_text() for file in (tmp_path / "1" / "labels").iterdir()}
+    assert len(tables[0]) > 2
+    assert tables[0] == tables[1] == tables[2]
+
+
+# Inside a run: the functions below are called on each process
+
+
+class Assembled(Exception):
+    """Everything is made; the test takes over from here."""
+
+
+def assemble(flags: Sequence[str]) -> tuple[train.Trainer, Any, int]:
+    """What train.py makes of its flags: its trainer, this process's validation loader, the number of images."""
+    made: list[Any] = []
+
+    def take(*arguments: Any) -> None:
+        made.extend(arguments[:3])
+        raise Assembled
+
+    train.fit = take
+    sys.argv = ["train.py", *flags]
+    with suppress(Assembled):
+        train.main()
+    return made[0], made[1], made[2]
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data YAML of a drawing of the built-in set."""
+    folder = draw_dataset(tmp_path_factory.mktemp("drawn") / "shapes", train=TRAIN, val=VAL)
+    file = folder.parent / "drawn.yaml"
+    content = {"path": str(folder), "train": "images/train", "val": "images/val", "names": dict(enumerate(NAMES))}
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+@pytest.fixture
+def flags(drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """From scratch, with a learning rate and a decay that bite from the first step on."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    hyp = tmp_path / "sharp.yaml"
+    hyp.write_text(yaml.safe_dump({"nbs": 16, "warmup_epochs": 0.0, "weight_decay": 0.01}))
+    what = ["--data", str(drawn), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", str(hyp), "--imgsz", "64"]
+    return [
+        *what,
+        "--batch-size",
+        "8",
+        "--workers",
+        "0",
+        "--device",
+        "cpu",
+        "--sync-bn",
+        "--epochs",
+        "2",
+        "--project",
+        str(tmp_path),
+    ]
+
+
+def epoch_in_float64(flags: Sequence[str]) -> dict[str, Tensor]:
+    start_from = train.start_from
+    train.start_from = lambda model, *rest: start_from(model.double(), *rest)
+    DetectionTask.inputs = lambda self, batch: batch.images.double() / 255
+    trainer, *_ = assemble(flags)
+    trainer.train_one_epoch(0)
+    assert trainer.ema.updates == 3
+    return dict(trainer.run.accelerator.unwrap_model(trainer.model).state_dict())
+
+
+def test_three_steps_in_float64(on_processes: OnProcesses, flags: list[str]) -> None:
+    """Nothing may depend on the number of processes: a rate, a decay, a gain, the clipping. Seen: 5e-14."""
+    (single,) = on_processes(1, epoch_in_float64, flags)
+    for state in on_processes(2, epoch_in_float64, flags):
+        assert list(state) == list(single)
+        for name, value in single.items():
+            if value.is_floating_point():
+                assert value.dtype == torch.float64 or "anchors" in name
+                assert (state[name] - value).norm() <= 1e-10 * value.norm(), name
+
+
+def settings(flags: Sequence[str]) -> dict[str, Any]:
+    trainer, *_ = assemble(flags)
+    groups = [{key: value for key, value in g.items() if key != "params"} for g in trainer.optimizer.param_groups]
+    schedule = dataclasses.asdict(trainer.schedule)
+    rates = [tuple(trainer.schedule.at(batch)) for batch in range(20)]
+    return {"groups": groups, "schedule": schedule, "rates": rates, "loss": vars(trainer.task.criterion.settings)}
+
+
+def test_settings_do_not_depend_on_the_number_of_processes(on_processes: OnProcesses, flags: list[str]) -> None:
+    flags = [*flags, "--hyp", str(ROOT / "data" / "hyps" / "low.yaml")]  # the last one counts; with a warm-up
+    (single,) = on_processes(1, settings, flags)
+    assert on_processes(2, settings, flags) == [single] * 2
+
+
+def reduced(flags: Sequence[str]) -> tuple[int, int, int, int]:
+    """Elements of gradients that DDP reduces in an epoch, those of the model, optimizer steps, batches."""
+    trainer, *_ = assemble(flags)
+    sent = []
+
+    def count(group, bucket):  # without types: torch reads them, and not as text
+        sent.append(bucket.buffer().numel())
+        return allreduce_hook(group, bucket)
+
+    trainer.model.register_comm_hook(None, count)
+    trainer.train_one_epoch(0)
+    return sum(sent), sum(p.numel() for p in trainer.model.parameters()), trainer.ema.updates, len(trainer.loader)
+
+
+def test_gradients_travel_once_per_optimizer_step(on_processes: OnProcesses, flags: list[str]) -> None:
+    for sent, parameters, steps, batches in on_processes(2, reduced, flags):
+        assert (steps, batches) == (3, 5)
+        assert sent == steps * parameters
+
+
+def validated(flags: Sequence[str]) -> tuple[list[int], int, dict[str, float], dict[str, float]]:
+    """The images that this process validated, how many it put through the model, and what all of them found."""
+    trainer, loader, images = assemble(flags)
+    seen: list[int] = []
+    forwarded = []
+    trainer.ema.model.register_forward_hook(lambda model, inputs, outputs: forwarded.append(len(inputs[0])))
+    summary = evaluate(
+        trainer.run, trainer.task, trainer.ema.model, loader, images,
+        lambda batch, predictions: seen.extend(info.image for info in batch.infos),
+    )  # fmt: skip
+    return seen, sum(forwarded), summary.metrics, summary.losses
+
+
+def test_every_image_is_validated_once(on_processes: OnProcesses, flags: list[str]) -> None:
+    """31 images in batches of 8, by the size of the training batch: four batches, dealt out whole."""
+    flags = [*flags, "--batch-size", "4"]
+    ((images, forwarded, metrics, losses),) = on_processes(1, validated, flags)
+    assert (sorted(images), forwarded) == (list(range(VAL)), VAL)
+    for count in (2, 4):
+        found = on_processes(count, validated, flags)
+        assert sorted(image for seen, *_ in found for image in seen) == list(range(VAL))
+        assert sorted(part for _, part, *_ in found) == {2: [15, 16], 4: [7, 8, 8, 8]}[count]
+        assert all(result[2:] == (metrics, losses) for result in found)
+
+
+def decided(flags: Sequence[str]) -> tuple[float, dict[str, float]]:
+    """Validate where every process but the first finds better numbers."""
+    trainer, loader, images = assemble(flags)
+    summarise = trainer.task.summarise
+
+    def differently(records: Any) -> Any:
+        return dataclasses.replace(summarise(records), fitness=float(place().rank))
+
+    trainer.task.summarise = differently
+    summary = evaluate(trainer.run, trainer.task, trainer.ema.model, loader, images)
+    return summary.fitness, summary.metrics
+
+
+def test_all_decide_by_the_same_numbers(on_processes: OnProcesses, flags: list[str]) -> None:
+    """Best and early stop follow from the fitness, so all have the main process's to the bit."""
+    first, second = on_processes(2, decided, flags)
+    assert first == second
+    assert first[0] == 0.0
+
+
+def started_alike(flags: Sequence[str]) -> list[Tensor]:
+    """The weights and their average of a process that would have begun with others of its own."""
+    build = DetectionTask.build_model
+
+    def differently(self: DetectionTask, yaml: Any, imgsz: int) -> Any:
+        torch.manual_seed(place().rank)
+        return build(self, yaml, imgsz)
+
+    DetectionTask.build_model = differently
+    trainer, *_ = assemble(flags)
+    live = trainer.run.accelerator.unwrap_model(trainer.model)
+    return [*live.state_dict().values(), *trainer.ema.model.state_dict().values()]
+
+
+def test_all_start_from_the_main_processs_weights(on_processes: OnProcesses, flags: list[str]) -> None:
+    first, second = on_processes(2, started_alike, flags)
+    assert all(torch.equal(own, other) for own, other in zip(first, second, strict=True))
+
+
+# One sentence where it cannot work
+
+
+def by_hand(rank: str, port: str) -> dict[str, str]:
+    """What a launcher would set for one of two machines with a process each."""
+    here = {"RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    return {**here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def refused(printed: str, said: str) -> None:
+    assert printed.count("error: ") == 1, printed
+    assert said in printed
+    assert 'train.py", line' not in printed  # no traceback of ours; a launcher adds one of its own
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--batch-size", "7", "take 6 or 8"),
+        ("--data", "nowhere.yaml", "nowhere.yaml"),
+        ("--epochs", "0", "give 1 or more"),
+        ("--hyp", "{wild}", "no longer finite in epoch 1"),
+    ],
+)
+def test_one_sentence_from_two_processes(
+    flag: str, value: str, said: str, run_script: RunScript, flags: list[str], tmp_path: Path
+) -> None:
+    wild = tmp_path / "wild.yaml"
+    wild.write_text(yaml.safe_dump({"lr0": 1e30, "warmup_epochs": 0.0, "nbs": 8}))
+    launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"))
+    given = [*flags, flag, value.format(wild=wild), "--name", "run"]
+    refused(run_script("train.py", *given, launcher=launcher, fails=True), said)
+
+
+def test_a_process_that_never_comes(run_script: RunScript, flags: list[str]) -> None:
+    port = free_port()
+    for rank, said in (("0", "only 1 of 2 processes came to 127.0.0.1"), ("1", "cannot be reached within 3 s")):
+        begun = time.monotonic()
+        printed = run_script("train.py", *flags, "--dist-timeout", "3", fails=True, **by_hand(rank, port))
+        refused(printed, said)
+        assert len(printed.splitlines()) == 1
+        assert port in printed
+        assert time.monotonic() - begun < 60  # seen: 8 s, most of it imports
+
+
+def test_a_port_in_use(run_script: RunScript, flags: list[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        printed = run_script("train.py", *flags, "--dist-timeout", "5", fails=True, **by_hand("0", port))
+    refused(printed, f"127.0.0.1 port {port} is in use on this machine")
+
+
+def test_unequal_machines_are_refused_where_accelerate_would_drop_a_process(
+    run_script: RunScript, flags: list[str]
+) -> None:
+    launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "2node.yaml"), "--num_processes", "3")
+    meeting = ("--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), "--machine_rank")
+
+    def machine(rank: str) -> str:
+        return run_script("train.py", *flags, launcher=(*launcher, *meeting, rank), fails=True)
+
+    with ThreadPoolExecutor() as pool:
+        for printed in pool.map(machine, "01"):
+            refused(printed, "3 do not fit on 2 machines")
+
+
+# Two machines: network namespaces joined by a cable, each with its own address and its own run folder
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """The names of two namespaces. Skips where making them is not permitted."""
+    names = tuple(f"lockstep{os.getpid()}{letter}" for letter in "ab")
+    if not shutil.which("ip"):
+        pytest.skip("needs the command ip (package iproute2)")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        for number, name in enumerate(names, 1):
+            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "cable", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces are not permitted here: {error.stderr.strip()}")
+    else:
+        yield names[0], names[1]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+def on_machine(host: str, rank: int) -> tuple[str, ...]:
+    meeting = ("--main_process_ip", "10.77.0.1", "--machine_rank", str(rank))
+    return ("ip", "netns", "exec", host, *ACCELERATE, "--config_file", str(CONFIGS / "2node.yaml"), *meeting)
+
+
+def test_two_machines(hosts: tuple[str, str], single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
+    """Without a word on interfaces, although the host's name means the loopback here."""
+
+    def machine(rank: int) -> str:
+        return fine_tune(tmp_path / str(rank), "--sync-bn", launcher=on_machine(hosts[rank], rank))
+
+    with ThreadPoolExecutor() as pool:
+        printed = list(pool.map(machine, (0, 1)))
+    same_curve(tmp_path / "0" / "exp", single)
+    assert "2 processes" in printed[0]
+    assert "epoch" not in printed[1]
+    assert not (tmp_path / "1").exists()  # only the main process writes
+
+
+def test_a_cut_cable(hosts: tuple[str, str], fine_tune: Callable[..., str], tmp_path: Path) -> None:
+    """Both machines end with one sentence, soon after the time-out; none waits for the other for ever."""
+
+    def machine(rank: int) -> tuple[str, float]:
+        flags = ("--sync-bn", "--epochs", "500", "--noval", "--dist-timeout", "8")
+        printed = fine_tune(tmp_path / str(rank), *flags, launcher=on_machine(hosts[rank], rank), fails=True)
+        return printed, time.monotonic()
+
+    with ThreadPoolExecutor() as pool:
+        ends = [pool.submit(machine, rank) for rank in (0, 1)]
+        results = tmp_path / "0" / "exp" / "results.csv"
+        while not (results.is_file() and len(results.read_text().splitlines()) > 2):
+            assert not any(end.done() for end in ends)
+            time.sleep(0.1)
+        ip("-n", hosts[0], "link", "set", "cable", "down")
+        cut = time.monotonic()
+        for end in ends:
+            printed, ended = end.result()
+            refused(printed, "has not answered for 8 s (--dist-timeout)")
+            assert ended - cut < 60  # seen: 13 s
+
+
+@pytest.mark.long
+def test_a_longer_run_stays_as_close_as_two_threads_do(fine_tune: Callable[..., str], tmp_path: Path) -> None:
+    """Rounding grows over many steps; between 1 and 2 processes by at most 3 times what it does between threads."""
+    for name, threads, flags in (
+        ("one", "1", ()),
+        ("threads", "2", ()),
+        ("two", "1", ("--sync-bn", "--processes", "2")),
+    ):
+        fine_tune(tmp_path, "--epochs", "12", "--name", name, *flags, OMP_NUM_THREADS=threads)
+    single = rows(tmp_path / "one")
+
+    def gap(name: str) -> float:
+        pairs = zip(rows(tmp_path / name), single, strict=True)
+        return max(abs(own[loss] / other[loss] - 1) for own, other in pairs for loss in LOSSES)
+
+    assert gap("two") <= 3 * gap("threads"), (gap("two"), gap("threads"))
+
+
+@pytest.mark.gpu2
+def test_two_gpus(run_script: RunScript, flags: list[str], tmp_path: Path) -> None:
+    """NCCL and torch's SyncBatchNorm, by --device 0,1."""
+    for name, device in (("one", "0"), ("two", "0,1")):
+        run_script("train.py", *flags, "--device", device, "--name", name, "--epochs", "2", "--mixed-precision", "no")
+    same_curve(tmp_path / "two", tmp_path / "one", losses=1e-3, weights=1e-3)
