@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test test-long test-gpu lint bench
+.PHONY: setup train test test-long test-gpu test-gpu2 lint bench
 
 setup: $(STAMP)
 
@@ -28,6 +28,9 @@ test-long: setup
 
 test-gpu: setup
 	$(RUN) -m pytest -m gpu
+
+test-gpu2: setup
+	$(RUN) -m pytest -m gpu2
 
 lint: setup
 	$(VENV)/bin/ruff check .

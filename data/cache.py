@@ -15,6 +15,7 @@ from tqdm import tqdm
 from data.images import read_image, resize_long_side
 from utils.errors import UserError
 from utils.files import cache_folder, replacing
+from utils.processes import place, speaks
 
 MEMORY_SHARE = 0.8  # of what is free now; the rest stays for training itself
 
@@ -36,10 +37,11 @@ class ImagesInMemory(Images):
     def __init__(self, files: Sequence[Path], imgsz: int, smooth: bool, workers: int) -> None:
         super().__init__(files, imgsz, smooth)
         self.kept: list[np.ndarray] = []
-        budget = MEMORY_SHARE * psutil.virtual_memory().available
+        budget = MEMORY_SHARE * psutil.virtual_memory().available / place().local_processes  # each keeps its own
+        hidden = None if speaks() else True  # None: tqdm asks whether it writes to a terminal
         with (
             ThreadPoolExecutor(max(workers, 1)) as pool,
-            tqdm(total=len(files), desc="reading images", unit="image", disable=None, leave=False) as bar,
+            tqdm(total=len(files), desc="reading images", unit="image", disable=hidden, leave=False) as bar,
         ):
             for start in range(0, len(files), 64):
                 if sum(image.nbytes for image in self.kept) > budget:

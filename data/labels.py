@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from data.sources import label_file
 from utils.errors import UserError
-from utils.files import cache_folder, replacing
+from utils.files import cache_folder, one_at_a_time, replacing
 
 CACHE_VERSION = 1
 CHUNK = 64  # files that a scanning process takes at a time
@@ -81,10 +81,11 @@ class Scanned(NamedTuple):
 def load_labels(images: Sequence[Path], title: str, workers: int) -> Labels:
     """The labels of `images`, from the cache where nothing changed since, else scanned with a progress bar."""
     cached = cache_folder() / "labels" / f"{_key(images)}.npz"
-    found = _read_cache(cached)
-    if found is None:
-        found = _scan(images, title, workers)
-        _write_cache(cached, found)
+    with one_at_a_time(cached.with_suffix(".lock")):  # of many processes one scans and the others read the cache
+        found = _read_cache(cached)
+        if found is None:
+            found = _scan(images, title, workers)
+            _write_cache(cached, found)
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
+from uuid import uuid4
 
 import psutil
 import pytest
@@ -53,40 +53,42 @@ def run_script(tmp_path_factory: pytest.TempPathFactory) -> RunScript:
     def run(
         script: str, *flags: str, fails: bool = False, launcher: Sequence[str] = (sys.executable,), **variables: str
     ) -> str:
+        mark = f"LOCKSTEP_TEST={uuid4()}"  # launchers start sessions and groups of their own, but keep the environment
         started = subprocess.Popen(
-            [*launcher, str(ROOT / script), *flags],
+            ["env", mark, *launcher, str(ROOT / script), *flags],
             env={**os.environ, "XDG_CACHE_HOME": cache, **variables},
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,
         )
         try:
             printed = "".join(started.communicate(timeout=900))
         finally:
-            if started.returncode is None:
-                os.killpg(started.pid, signal.SIGKILL)
+            left = left_behind(mark)
+            for process in left:
+                process.kill()
         assert started.returncode in ((1, 2) if fails else (0,)), printed
-        assert not left_behind(started.pid), printed
+        assert not left, printed
         return printed
 
     return run
 
 
-def left_behind(session: int, patience: float = 10.0) -> list[str]:
-    """Processes of a session that still live some seconds after their run: a loader's own end themselves within 5 s."""
+def left_behind(mark: str, patience: float = 10.0) -> list[psutil.Process]:
+    """Processes with a mark in their environment that live on after their run: loaders end themselves within 5 s."""
     end = time.monotonic() + patience
-    while (alive := list(_living(session))) and time.monotonic() < end:
+    while (alive := list(_living(mark))) and time.monotonic() < end:
         time.sleep(0.1)
     return alive
 
 
-def _living(session: int) -> Iterator[str]:
+def _living(mark: str) -> Iterator[psutil.Process]:
+    name, _, value = mark.partition("=")
     for process in psutil.process_iter():
-        with suppress(psutil.Error, ProcessLookupError):
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                yield " ".join(process.cmdline())
+        with suppress(psutil.Error):
+            if process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
 
 
 class OnProcesses(Protocol):

@@ -39,6 +39,7 @@ LOSSES = [f"{split}/{term}_loss" for split in ("train", "val") for term in ("box
 SCORES = ["metrics/mAP_0.5", "metrics/mAP_0.5:0.95"]
 # 16 images per optimizer step: two batches of 8, and the fifth and last of an epoch alone. Rates that leave trained
 # weights trained.
+SHARP = {"nbs": 16, "warmup_epochs": 0.0, "weight_decay": 0.01}
 RECIPE = {"nbs": 16, "lr0": 0.002, "warmup_bias_lr": 0.002, "warmup_epochs": 1.0}
 
 
@@ -158,6 +159,25 @@ def free_port() -> str:
         return str(taken.getsockname()[1])
 
 
+SRUN = """#!/bin/bash
+shift  # --kill-on-bad-exit=1
+SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@" & wait -n && wait -n
+"""
+
+
+def test_slurm(single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
+    """The batch file with two nodes that are this machine: SLURM's own commands are played by two lines of shell."""
+    for name, text in {"srun": SRUN, "scontrol": "#!/bin/bash\necho 127.0.0.1; echo other\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "x[1-2]", "SLURM_JOB_ID": free_port(), "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    # fine_tune puts train.py where the batch file has it already: the file's own stands behind a dash
+    batch = f'bash {CONFIGS / "slurm.sbatch"} "${{@:2}}"'
+    fine_tune(tmp_path, "--sync-bn", launcher=("bash", "-c", batch, "-"), PATH=path, **job)
+    same_curve(tmp_path / "exp", single)
+
+
 def test_nodes_of_unequal_size_by_torchrun(fine_tune: Callable[..., str], tmp_path: Path) -> None:
     """1 + 2 processes, batch 12: shares of 4."""
     fine_tune(tmp_path, "--batch-size", "12", "--name", "one")
@@ -250,7 +270,7 @@ def flags(drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[
     """From scratch, with a learning rate and a decay that bite from the first step on."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     hyp = tmp_path / "sharp.yaml"
-    hyp.write_text(yaml.safe_dump({"nbs": 16, "warmup_epochs": 0.0, "weight_decay": 0.01}))
+    hyp.write_text(yaml.safe_dump(SHARP))
     what = ["--data", str(drawn), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", str(hyp), "--imgsz", "64"]
     return [
         *what,
@@ -274,12 +294,18 @@ def epoch_in_float64(flags: Sequence[str]) -> dict[str, Tensor]:
     DetectionTask.inputs = lambda self, batch: batch.images.double() / 255
     trainer, *_ = assemble(flags)
     trainer.train_one_epoch(0)
-    assert trainer.ema.updates == 3
+    assert trainer.ema.updates == 1
     return dict(trainer.run.accelerator.unwrap_model(trainer.model).state_dict())
 
 
-def test_three_steps_in_float64(on_processes: OnProcesses, flags: list[str]) -> None:
-    """Nothing may depend on the number of processes: a rate, a decay, a gain, the clipping. Seen: 5e-14."""
+def test_one_step_in_float64(on_processes: OnProcesses, flags: list[str], tmp_path: Path) -> None:
+    """Nothing may depend on the number of processes: a rate, a decay, a gain, the clipping. Seen: 6e-13.
+
+    The step comes after five batches, an epoch, for fewer than `nbs` images.
+    """
+    hyp = tmp_path / "one.yaml"
+    hyp.write_text(yaml.safe_dump({**SHARP, "nbs": 64}))
+    flags = [*flags, "--hyp", str(hyp)]
     (single,) = on_processes(1, epoch_in_float64, flags)
     for state in on_processes(2, epoch_in_float64, flags):
         assert list(state) == list(single)
@@ -527,14 +553,17 @@ def test_a_cut_cable(hosts: tuple[str, str], fine_tune: Callable[..., str], tmp_
 
 
 @pytest.mark.long
-def test_a_longer_run_stays_as_close_as_two_threads_do(fine_tune: Callable[..., str], tmp_path: Path) -> None:
-    """Rounding grows over many steps; between 1 and 2 processes by at most 3 times what it does between threads."""
-    for name, threads, flags in (
-        ("one", "1", ()),
-        ("threads", "2", ()),
-        ("two", "1", ("--sync-bn", "--processes", "2")),
-    ):
-        fine_tune(tmp_path, "--epochs", "12", "--name", name, *flags, OMP_NUM_THREADS=threads)
+def test_a_longer_run_stays_as_close_as_two_threads_do(run_script: RunScript, drawn: Path, tmp_path: Path) -> None:
+    """Rounding grows: from scratch, with AdamW, by 1e-7 in the first epoch and by some percent in the twentieth.
+
+    Between 1 and 2 processes by at most 3 times as much as between 1 and 2 threads (seen: 1.2 times).
+    """
+    what = ("--data", str(drawn), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", "data/hyps/shapes.yaml")
+    how = ("--optimizer", "AdamW", "--imgsz", "96", "--epochs", "20", "--batch-size", "8", "--workers", "1")
+    given = (*what, *how, "--device", "cpu", "--noplots", "--project", str(tmp_path), "--name")
+    run_script("train.py", *given, "one", OMP_NUM_THREADS="1")
+    run_script("train.py", *given, "threads", OMP_NUM_THREADS="2")
+    run_script("train.py", *given, "two", "--processes", "2", "--sync-bn", OMP_NUM_THREADS="1")
     single = rows(tmp_path / "one")
 
     def gap(name: str) -> float:

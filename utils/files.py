@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
+from filelock import FileLock
 
 from utils.errors import UserError
 
@@ -32,6 +33,20 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         with suppress(FileNotFoundError):
             os.unlink(name)
         raise
+
+
+@contextmanager
+def one_at_a_time(lock: Path) -> Iterator[None]:
+    """Processes of a machine that come here with the same `lock` go on one after another.
+
+    Where the file cannot be made they go on together; so may one that comes while the file is removed.
+    """
+    with ExitStack() as held:
+        with suppress(OSError, NotImplementedError):
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(FileLock(lock))
+            held.callback(lock.unlink, missing_ok=True)
+        yield
 
 
 def _umask() -> int:

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, NoReturn
@@ -64,13 +65,16 @@ def spread(main: Callable[[], object], processes: int) -> bool:
     # More threads than cores would slow each other down; torch reads this once, when a process starts.
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it tells of each process that it ends
-    context = start_processes(_enter, (main, environment), nprocs=processes, join=False, start_method="spawn")
+    work = (main, environment, multiprocessing.get_start_method())
+    context = start_processes(_enter, work, nprocs=processes, join=False, start_method="spawn")
     assert context is not None
     _wait(context, store)
     return True
 
 
-def _enter(rank: int, main: Callable[[], object], environment: dict[str, str]) -> None:
+def _enter(rank: int, main: Callable[[], object], environment: dict[str, str], workers: str) -> None:
+    # A spawned process would spawn its loader's processes too, each with a copy of all that they read.
+    multiprocessing.set_start_method(workers, force=True)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is answered once, by the process that started this one
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     run_main(main)
@@ -97,6 +101,8 @@ def run_main(main: Callable[[], object]) -> None:
 
     Of many processes one speaks. Losing another process is an error of this kind too.
     """
+    if not speaks():
+        warnings.simplefilter("ignore")
     try:
         main()
     except UserError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from PIL import Image
 
 from data import labels
 from data.labels import Labels, check_classes, image_size, load_labels, parse_rows, scan_image
+from tests.conftest import OnProcesses
 from utils.errors import UserError
 
 FILE = Path("/set/labels/a.txt")
@@ -332,6 +334,25 @@ def test_two_processes_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.M
 
 
 # the cache
+
+
+def scans_of_one(images: list[Path]) -> int:
+    """How often this process scans, where a scan takes long."""
+    scan, count = labels._scan, []
+
+    def slowly(*arguments: Any) -> Labels:
+        count.append(1)
+        time.sleep(1)
+        return scan(*arguments)
+
+    labels._scan = slowly
+    found = load_labels(images, "labels", 0)
+    assert found.sizes.shape == (3, 2)
+    return len(count)
+
+
+def test_of_many_processes_one_scans(images: list[Path], cache_home: Path, on_processes: OnProcesses) -> None:
+    assert sorted(on_processes(3, scans_of_one, images)) == [0, 0, 1]
 
 
 def test_a_second_load_does_not_scan(images: list[Path], no_scan: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -26,15 +27,17 @@ def test_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not speaks()
 
 
-def my_place() -> tuple[Place, str, int]:
+def my_place() -> tuple[Place, str, str, int]:
     distributed.init_process_group("gloo")
     total = torch.tensor([place().rank + 1])
     distributed.all_reduce(total)
-    return place(), os.environ["OMP_NUM_THREADS"], int(total)
+    return place(), os.environ["OMP_NUM_THREADS"], multiprocessing.get_start_method(), int(total)
 
 
 def test_spread(on_processes: OnProcesses) -> None:
-    assert on_processes(3, my_place) == [(Place(rank, 3, rank, 3), "1", 6) for rank in range(3)]
+    """Loader processes start as they would without it: forked, where that is the system's way."""
+    method = multiprocessing.get_start_method()
+    assert on_processes(3, my_place) == [(Place(rank, 3, rank, 3), "1", method, 6) for rank in range(3)]
 
 
 def test_spread_leaves_one_process_and_launched_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:

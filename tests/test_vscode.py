@@ -1,0 +1,173 @@
+"""The editor's launch.json: what it names is there, and a breakpoint stops training on one process and on two."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT
+
+Entry = dict[str, Any]  # of launch.json; the debugger takes one as the arguments of a session
+LIMIT = 120.0  # seconds for each wait: generous, for nothing is measured here
+PROCESSES = {"train: one process": 1, "train: two CPU processes under accelerate launch": 2}
+
+
+def entries() -> dict[str, Entry]:
+    """The entries of launch.json by name, with the folder filled in as the editor does."""
+    content = json.loads((ROOT / ".vscode" / "launch.json").read_text(encoding="utf-8"))
+    filled = json.dumps(content["configurations"]).replace("${workspaceFolder}", ROOT.as_posix())
+    return {entry["name"]: entry for entry in json.loads(filled)}
+
+
+def test_entries_name_what_is_there() -> None:
+    assert set(entries()) == {*PROCESSES, "attach"}
+    for entry in entries().values():
+        assert (entry["type"], entry["justMyCode"], entry.get("subProcess", True)) == ("debugpy", False, True)
+        assert "${" not in json.dumps(entry)  # a variable that is not filled in
+        texts = [entry.get("program", ""), *entry.get("args", ())]
+        assert all((Path(entry["cwd"]) / text).is_file() for text in texts if text.endswith((".py", ".yaml")))
+        assert "module" not in entry or importlib.util.find_spec(entry["module"])
+
+
+class Debugger:
+    """The editor's part in the Debug Adapter Protocol: for each process a session, on a connection of its own."""
+
+    def __init__(self, line: int) -> None:
+        self.line = line  # of train.py, where to stop
+        self.answers: list[str] = []  # of the processes that have stopped there
+        self.sessions: dict[socket.socket, Entry] = {}
+        self.received: Queue[tuple[socket.socket, dict[str, Any]]] = Queue()
+        self.numbers = itertools.count(1)
+
+    def open(self, entry: Entry) -> bool:
+        """Begin a session; False where nobody listens yet."""
+        try:
+            connection = socket.create_connection((entry["connect"]["host"], entry["connect"]["port"]))
+        except ConnectionRefusedError:
+            return False
+        self.sessions[connection] = entry
+        threading.Thread(target=self.receive, args=(connection,), daemon=True).start()
+        self.send(connection, "initialize", adapterID="debugpy", pathFormat="path")
+        return True
+
+    def send(self, connection: socket.socket, command: str, **arguments: Any) -> None:
+        request = {"seq": next(self.numbers), "type": "request", "command": command, "arguments": arguments}
+        body = json.dumps(request).encode()
+        connection.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+
+    def receive(self, connection: socket.socket) -> None:
+        with suppress(OSError), connection, connection.makefile("rb") as stream:
+            while header := stream.readline():
+                stream.readline()
+                self.received.put((connection, json.loads(stream.read(int(header.split()[1])))))
+
+    def stopped(self, count: int) -> bool:
+        """Wait for a message, a moment at most, and answer it. Have so many processes stopped?"""
+        with suppress(Empty):
+            self.answer(*self.received.get(timeout=0.1))
+        return len(self.answers) == count
+
+    def answer(self, connection: socket.socket, message: dict[str, Any]) -> None:
+        match message:
+            case {"type": "response", "success": False}:
+                raise AssertionError(message)
+            case {"command": "initialize"}:
+                self.send(connection, "attach", **self.sessions[connection])
+            case {"event": "initialized"}:
+                where = {"source": {"path": str(ROOT / "train.py")}, "breakpoints": [{"line": self.line}]}
+                self.send(connection, "setBreakpoints", **where)
+                self.send(connection, "configurationDone")
+            case {"event": "debugpyAttach", "body": entry}:
+                assert self.open(entry)
+            case {"event": "stopped", "body": {"reason": "breakpoint", "threadId": thread}}:
+                self.send(connection, "stackTrace", threadId=thread)
+            case {"command": "stackTrace", "body": {"stackFrames": [{"id": frame, "line": line}, *_]}}:
+                assert line == self.line
+                question = "(accelerator.process_index, accelerator.num_processes, number)"
+                self.send(connection, "evaluate", expression=question, frameId=frame)
+            case {"command": "evaluate", "body": {"result": answer}}:
+                self.answers.append(answer)
+
+    def end(self) -> None:
+        """End the sessions and the processes that are debugged in them."""
+        for connection in self.sessions:
+            with suppress(OSError):  # it has ended with another one
+                self.send(connection, "disconnect", terminateDebuggee=True)
+
+
+def first_line_of_the_loop() -> int:
+    """Of train_one_epoch's loop over the batches: the first one is read, and nothing is done with it yet."""
+    tree = ast.parse((ROOT / "train.py").read_text(encoding="utf-8"))
+    function = next(node for node in ast.walk(tree) if getattr(node, "name", "") == "train_one_epoch")
+    return next(node for node in ast.walk(function) if isinstance(node, ast.For)).body[0].lineno
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def until(condition: Callable[[], object]) -> bool:
+    end = time.monotonic() + LIMIT
+    while not (done := condition()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(done)
+
+
+def started_with(cache: str) -> Iterator[psutil.Process]:
+    """The living processes that have a test's own cache folder in their environment: all that it has started, and no
+    other. The debugger's adapter and the launcher's processes leave the session, and the adapter its parent too."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("XDG_CACHE_HOME") == cache and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_a_breakpoint_stops_every_process(name: str, small_data: Path, tmp_path: Path) -> None:
+    """An entry's own command, started as the comment of the entry `attach` says, which is then used."""
+    entry, port, cache = entries()[name], free_port(), str(tmp_path / "cache")
+    listening = [sys.executable, "-m", "debugpy", "--listen", f"127.0.0.1:{port}", "--wait-for-client"]
+    target = [entry["program"]] if "program" in entry else ["-m", entry["module"]]
+    what = ["--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", "data/hyps/shapes.yaml"]
+    how = ["--imgsz", "64", "--epochs", "1", "--batch-size", "8", "--device", "cpu", "--noplots"]
+    with (tmp_path / "printed.txt").open("w") as printed:
+        debuggee = subprocess.Popen(
+            [*listening, *target, *entry["args"], *what, *how, "--project", str(tmp_path)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **entry.get("env", {}), "XDG_CACHE_HOME": cache},
+            cwd=entry["cwd"],
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    debugger, count = Debugger(first_line_of_the_loop()), PROCESSES[name]
+    session = {**entries()["attach"], "connect": {"host": "127.0.0.1", "port": port}}
+    try:
+        assert until(lambda: debugger.open(session) or debuggee.poll() is not None), "nobody listens"
+        assert until(lambda: debugger.stopped(count) or debuggee.poll() is not None)
+        assert sorted(debugger.answers) == [f"({rank}, {count}, 0)" for rank in range(count)]
+        debugger.end()
+        assert until(lambda: debuggee.poll() is not None and not list(started_with(cache))), "something is left"
+    finally:
+        for process in started_with(cache):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        debuggee.wait(LIMIT)
+        print((tmp_path / "printed.txt").read_text())  # shown where the test fails
