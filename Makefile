@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test test-long test-gpu test-gpu2 lint bench
+.PHONY: setup train test test-long test-gpu test-gpu2 lint bench bench-processes
 
 setup: $(STAMP)
 
@@ -39,3 +39,6 @@ lint: setup
 
 bench: setup
 	$(RUN) -m benchmarks.accuracy
+
+bench-processes: setup
+	$(RUN) -m benchmarks.processes
