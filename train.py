@@ -13,12 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from data import DATASETS
-from data.sources import read_spec
+from data.sources import label_file, read_spec
 from models.hub import find_weights
 from models.tasks import TASKS, task_of
 from models.weights import Weights, read_weights, transfer
 from utils.batchnorm import average_statistics, synchronise
+from utils.compression import compress
 from utils.config import BUILT_IN_JOB, Hyperparameters, TrainOptions, parse_options, read_hyperparameters, select
+from utils.doctor import Inputs, examine
 from utils.ema import ModelEMA
 from utils.errors import UserError
 from utils.files import find_file, read_yaml
@@ -28,6 +30,7 @@ from utils.processes import run_main, spread
 from utils.progress import Progress
 from utils.run import Run
 from utils.summary import Summary
+from utils.zero import configure, refuse_comm_hook, whole
 from val import evaluate, rounding, table
 
 CLIP = 10.0  # largest norm of the gradient of an optimizer step
@@ -37,11 +40,12 @@ VALIDATION_BATCH = 32  # images that a process validates at a time, at most: wha
 
 @dataclass(frozen=True)
 class Trainer:
-    """All that an epoch needs. `model` is what Accelerate prepared; `ema` follows the bare one."""
+    """All that an epoch needs. `model` is what Accelerate prepared from `bare`, which `ema` follows."""
 
     run: Run
     task: Any
     model: nn.Module
+    bare: nn.Module
     ema: ModelEMA
     optimizer: torch.optim.Optimizer
     schedule: Schedule
@@ -71,7 +75,8 @@ class Trainer:
                 optimizer.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
-                self.ema.update(accelerator.unwrap_model(self.model))
+                with whole(self.model):
+                    self.ema.update(self.bare)
             totals += means.detach()
             if bar.due():  # this process's share, taken for one like the others'
                 shown = totals * accelerator.num_processes / (number + 1)
@@ -94,6 +99,9 @@ def main() -> None:
     if spread(main, processes_to_start(options.device, options.processes)):
         return
     check_batch_size(options.batch_size)
+    refuse_comm_hook(options.comm_hook)
+    if options.doctor:
+        return examine(options, lambda: inputs(options))
     hyp = read_hyperparameters(options.hyp)
     accumulation = max(round(hyp.nbs / options.batch_size), 1)
     accelerator = start(options.device, options.mixed_precision, options.dist_timeout, accumulation)
@@ -136,6 +144,22 @@ def main() -> None:
     run.say(*table(best), f"results in {run.folder}")
 
 
+def inputs(options: TrainOptions) -> Inputs:
+    """What the job reads: settings, and files by what they are for. Raises `UserError` where it could not start."""
+    hyp = read_hyperparameters(options.hyp)
+    spec = read_spec(find_file(options.data, "data set", ["data"]))
+    weights = find_weights(options.weights) if options.weights else None
+    yaml = model_yaml(options, hyp, read_weights(weights) if weights else None)
+    kind = task_of(yaml)
+    names = DATASETS[kind].class_names(spec, options.single_cls)
+    TASKS[kind](names, hyp, options.label_smoothing).build_model(yaml, options.imgsz)
+    images = {split: spec.images(split) for split in ("train", "val")}
+    files = images | {f"labels of {split}": list(map(label_file, found)) for split, found in images.items()}
+    if weights:
+        files["weights"] = [weights]
+    return {**vars(hyp), "model": yaml, "class names": names}, files
+
+
 def model_yaml(options: TrainOptions, hyp: Hyperparameters, weights: Weights | None) -> dict[str, Any]:
     """The model's description: --cfg, else the one inside --weights."""
     if options.cfg:
@@ -176,11 +200,16 @@ def prepare(
     ema = ModelEMA(model)
     if options.sync_bn:
         model = synchronise(model)
+    if plugin := accelerator.state.deepspeed_plugin:
+        configure(plugin, options.batch_size // accelerator.num_processes, CLIP)
+    bare = model  # kept, for Accelerate's way back to it imports deepspeed wherever that is installed
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if isinstance(model, DistributedDataParallel):
         model.broadcast_buffers = False  # not with every batch: --sync-bn or an average makes the statistics equal
+        if options.comm_hook:
+            compress(model, options.comm_hook, schedule.warmup // accelerator.gradient_accumulation_steps)
     plots = not options.noplots
-    return Trainer(run, task, model, ema, optimizer, schedule, loader, options.batch_size, plots)
+    return Trainer(run, task, model, bare, ema, optimizer, schedule, loader, options.batch_size, plots)
 
 
 def fit(trainer: Trainer, val_loader: DataLoader, val_images: int, options: TrainOptions) -> Summary:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -20,10 +22,16 @@ import yaml
 from torch.multiprocessing.spawn import start_processes
 
 from data.shapes import NAMES, draw_dataset
+from utils.files import read_yaml
 from utils.processes import place, spread
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
+TRAIN, VAL = 37, 31  # images of the runs that are compared: primes, so that nothing divides
+# 16 images per optimizer step: two batches of 8, and the fifth and last of an epoch alone. Rates that leave trained
+# weights trained.
+RECIPE = {"nbs": 16, "lr0": 0.002, "warmup_bias_lr": 0.002, "warmup_epochs": 1.0}
+pytest.register_assert_rewrite("tests.curves")
 
 
 class RunScript(Protocol):
@@ -120,6 +128,42 @@ def _keep(folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
     torch.save(function(*arguments), folder / f"{place().rank}.pt")
 
 
+def free_port() -> str:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return str(taken.getsockname()[1])
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """Two machines: the names of network namespaces joined by a cable, 10.77.0.1 and 10.77.0.2.
+
+    Skips where making them is not permitted.
+    """
+    names = tuple(f"lockstep{os.getpid()}{letter}" for letter in "ab")
+    if not shutil.which("ip"):
+        pytest.skip("needs the command ip (package iproute2)")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        for number, name in enumerate(names, 1):
+            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "cable", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces are not permitted here: {error.stderr.strip()}")
+    else:
+        yield names[0], names[1]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The data YAML of a small drawing of the built-in set: 28 images to train (no multiple of 8), 8 to validate."""
@@ -147,3 +191,58 @@ def tiny_yaml() -> dict[str, Any]:
         "backbone": [[-1, 1, "Conv", [8, 3, 2]], [-1, 1, "Conv", [8, 3, 2]], [-1, 1, "Conv", [8, 3, 2]]],
         "head": [[[1, 2], 1, "Detect", ["nc", "anchors"]]],
     }
+
+
+# What runs are compared on
+
+
+@pytest.fixture(scope="session")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("hyp") / "gentle.yaml"
+    file.write_text(yaml.safe_dump(RECIPE))
+    return file
+
+
+@pytest.fixture(scope="session")
+def photos(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data YAML of some photos of coco128, for which official weights are trained."""
+    folder = tmp_path_factory.mktemp("photos")
+    images = sorted((shared / "data" / "coco128").rglob("*.jpg"))
+    for split, chosen in {"train": images[:TRAIN], "val": images[TRAIN : TRAIN + VAL]}.items():
+        (folder / f"{split}.txt").write_text("\n".join(map(str, chosen)))
+    names = read_yaml(ROOT / "data" / "coco128.yaml")["names"]
+    file = folder / "photos.yaml"
+    file.write_text(yaml.safe_dump({"path": str(folder), "train": "train.txt", "val": "val.txt", "names": names}))
+    return file
+
+
+@pytest.fixture(scope="session")
+def fine_tune(run_script: RunScript, shared: Path, photos: Path, recipe: Path) -> Callable[..., str]:
+    """Trains official weights for two epochs, on one thread per process; what it printed."""
+    weights = str(shared / "weights" / "yolov5n.pt")
+    what = ("--data", str(photos), "--weights", weights, "--hyp", str(recipe), "--imgsz", "192", "--noautoanchor")
+    how = ("--epochs", "2", "--batch-size", "8", "--workers", "1", "--device", "cpu", "--noplots")
+
+    def run(project: Path, *flags: str, **more: Any) -> str:
+        given = (*what, *how, "--project", str(project), *flags)
+        return run_script("train.py", *given, **{"OMP_NUM_THREADS": "1", **more})
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def single(fine_tune: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of one process."""
+    project = tmp_path_factory.mktemp("single")
+    fine_tune(project)
+    return project / "exp"
+
+
+@pytest.fixture(scope="session")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data YAML of a drawing of the built-in set."""
+    folder = draw_dataset(tmp_path_factory.mktemp("drawn") / "shapes", train=TRAIN, val=VAL)
+    file = folder.parent / "drawn.yaml"
+    content = {"path": str(folder), "train": "images/train", "val": "images/val", "names": dict(enumerate(NAMES))}
+    file.write_text(yaml.safe_dump(content))
+    return file

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import os
-import shutil
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -23,90 +20,14 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import train
-from data.shapes import NAMES, draw_dataset
 from models.tasks.detection import DetectionTask
-from models.weights import read_weights
-from tests.conftest import ROOT, OnProcesses, RunScript
-from utils.files import read_yaml
+from tests.conftest import ROOT, VAL, OnProcesses, RunScript, free_port, ip
+from tests.curves import ACCELERATE, CONFIGS, LOSSES, SCORES, floats, refused, rows, same_curve
 from utils.processes import place
 from val import evaluate
 
-TRAIN, VAL = 37, 31  # images: primes, so that nothing divides
-ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-CONFIGS = ROOT / "accelerate_configs"
-LOSSES = [f"{split}/{term}_loss" for split in ("train", "val") for term in ("box", "obj", "cls")]
-SCORES = ["metrics/mAP_0.5", "metrics/mAP_0.5:0.95"]
-# 16 images per optimizer step: two batches of 8, and the fifth and last of an epoch alone. Rates that leave trained
-# weights trained.
 SHARP = {"nbs": 16, "warmup_epochs": 0.0, "weight_decay": 0.01}
-RECIPE = {"nbs": 16, "lr0": 0.002, "warmup_bias_lr": 0.002, "warmup_epochs": 1.0}
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("hyp") / "gentle.yaml"
-    file.write_text(yaml.safe_dump(RECIPE))
-    return file
-
-
-@pytest.fixture(scope="module")
-def photos(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The data YAML of some photos of coco128, for which official weights are trained."""
-    folder = tmp_path_factory.mktemp("photos")
-    images = sorted((shared / "data" / "coco128").rglob("*.jpg"))
-    for split, chosen in {"train": images[:TRAIN], "val": images[TRAIN : TRAIN + VAL]}.items():
-        (folder / f"{split}.txt").write_text("\n".join(map(str, chosen)))
-    names = read_yaml(ROOT / "data" / "coco128.yaml")["names"]
-    file = folder / "photos.yaml"
-    file.write_text(yaml.safe_dump({"path": str(folder), "train": "train.txt", "val": "val.txt", "names": names}))
-    return file
-
-
-@pytest.fixture(scope="module")
-def fine_tune(run_script: RunScript, shared: Path, photos: Path, recipe: Path) -> Callable[..., str]:
-    """Trains official weights for two epochs, on one thread per process; what it printed."""
-    weights = str(shared / "weights" / "yolov5n.pt")
-    what = ("--data", str(photos), "--weights", weights, "--hyp", str(recipe), "--imgsz", "192", "--noautoanchor")
-    how = ("--epochs", "2", "--batch-size", "8", "--workers", "1", "--device", "cpu", "--noplots")
-
-    def run(project: Path, *flags: str, **more: Any) -> str:
-        given = (*what, *how, "--project", str(project), *flags)
-        return run_script("train.py", *given, **{"OMP_NUM_THREADS": "1", **more})
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def single(fine_tune: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of one process."""
-    project = tmp_path_factory.mktemp("single")
-    fine_tune(project)
-    return project / "exp"
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    with (folder / "results.csv").open() as file:
-        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
-
-
-def floats(folder: Path) -> Tensor:
-    state = read_weights(folder / "weights" / "last.pt").state
-    return torch.cat([value.double().flatten() for value in state.values() if value.is_floating_point()])
-
-
-def same_curve(folder: Path, single: Path, losses: float = 1e-5, scores: float = 0.005, weights: float = 1e-5) -> None:
-    """Losses and weights relative, scores absolute; everything else in results.csv but precision and recall equal."""
-    for found, expected in zip(rows(folder), rows(single), strict=True):
-        for name in LOSSES:
-            assert found[name] == pytest.approx(expected[name], rel=losses), name
-        for name in SCORES:
-            assert found[name] == pytest.approx(expected[name], abs=scores), name
-        rest = [name for name in expected if name not in (*LOSSES, *SCORES, "metrics/precision", "metrics/recall")]
-        assert rest == ["epoch", "x/lr0", "x/lr1", "x/lr2"]
-        assert [found[name] for name in rest] == [expected[name] for name in rest]
-    gap = (floats(folder) - floats(single)).norm() / floats(single).norm()
-    assert gap <= weights
 
 
 # One curve. Asked for are 1e-3 for losses and weights; seen: 4e-7 and 1e-7, and equal scores.
@@ -151,12 +72,6 @@ def test_the_old_launcher(single: Path, fine_tune: Callable[..., str], tmp_path:
     launcher = (sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node", "2", "--master_port", free_port())
     fine_tune(tmp_path, "--sync-bn", launcher=launcher)
     same_curve(tmp_path / "exp", single)
-
-
-def free_port() -> str:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return str(taken.getsockname()[1])
 
 
 SRUN = """#!/bin/bash
@@ -255,16 +170,6 @@ def assemble(flags: Sequence[str]) -> tuple[train.Trainer, Any, int]:
     return made[0], made[1], made[2]
 
 
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The data YAML of a drawing of the built-in set."""
-    folder = draw_dataset(tmp_path_factory.mktemp("drawn") / "shapes", train=TRAIN, val=VAL)
-    file = folder.parent / "drawn.yaml"
-    content = {"path": str(folder), "train": "images/train", "val": "images/val", "names": dict(enumerate(NAMES))}
-    file.write_text(yaml.safe_dump(content))
-    return file
-
-
 @pytest.fixture
 def flags(drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """From scratch, with a learning rate and a decay that bite from the first step on."""
@@ -295,7 +200,7 @@ def epoch_in_float64(flags: Sequence[str]) -> dict[str, Tensor]:
     trainer, *_ = assemble(flags)
     trainer.train_one_epoch(0)
     assert trainer.ema.updates == 1
-    return dict(trainer.run.accelerator.unwrap_model(trainer.model).state_dict())
+    return dict(trainer.bare.state_dict())
 
 
 def test_one_step_in_float64(on_processes: OnProcesses, flags: list[str], tmp_path: Path) -> None:
@@ -404,7 +309,7 @@ def started_alike(flags: Sequence[str]) -> list[Tensor]:
 
     DetectionTask.build_model = differently
     trainer, *_ = assemble(flags)
-    live = trainer.run.accelerator.unwrap_model(trainer.model)
+    live = trainer.bare
     return [*live.state_dict().values(), *trainer.ema.model.state_dict().values()]
 
 
@@ -420,12 +325,6 @@ def by_hand(rank: str, port: str) -> dict[str, str]:
     """What a launcher would set for one of two machines with a process each."""
     here = {"RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     return {**here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-
-
-def refused(printed: str, said: str) -> None:
-    assert printed.count("error: ") == 1, printed
-    assert said in printed
-    assert 'train.py", line' not in printed  # no traceback of ours; a launcher adds one of its own
 
 
 @pytest.mark.parametrize(
@@ -482,33 +381,6 @@ def test_unequal_machines_are_refused_where_accelerate_would_drop_a_process(
 
 
 # Two machines: network namespaces joined by a cable, each with its own address and its own run folder
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """The names of two namespaces. Skips where making them is not permitted."""
-    names = tuple(f"lockstep{os.getpid()}{letter}" for letter in "ab")
-    if not shutil.which("ip"):
-        pytest.skip("needs the command ip (package iproute2)")
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
-        for number, name in enumerate(names, 1):
-            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "cable")
-            ip("-n", name, "link", "set", "cable", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"network namespaces are not permitted here: {error.stderr.strip()}")
-    else:
-        yield names[0], names[1]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
 def on_machine(host: str, rank: int) -> tuple[str, ...]:

@@ -55,6 +55,7 @@ class TrainOptions:
     processes: int = flag(0, "how many processes to start on this machine without a launcher", least=1)
     dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", least=1)
     sync_bn: bool = flag(False, "BatchNorm over the whole batch of all processes: the curve of one process")
+    comm_hook: str = flag("", "send smaller gradients between processes", choices=("fp16", "bf16", "powersgd"))
     single_cls: bool = flag(False, "treat every class as one")
     optimizer: str = flag("SGD", "which optimizer", choices=("SGD", "Adam", "AdamW"))
     workers: int = flag(8, "loader processes per training process, at most one per CPU core", least=0)
@@ -73,6 +74,7 @@ class TrainOptions:
         "", "autocast; '' takes the launcher's, else bf16 or fp16 on CUDA", choices=("no", "fp16", "bf16")
     )
     show_processes: bool = flag(False, "list every process: host, rank, device and its part of the first batches")
+    doctor: bool = flag(False, "train nothing: look at all processes and hosts, and say what would go wrong")
     local_rank: int = flag(-1, "what old launchers give; the environment says the same")
 
 

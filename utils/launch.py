@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ import psutil
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import set_seed
+from torch.distributed import TCPStore
 
+from utils import zero
 from utils.errors import UserError
 from utils.files import read_yaml
 from utils.processes import give_up, place
@@ -36,19 +39,25 @@ def start(device: str, mixed_precision: str, timeout: float, accumulation: int =
     processes = place().processes
     on_cpu = _choose_devices(device)
     if processes > 1:
+        os.environ.setdefault("LOCAL_RANK", "0")  # Accelerate asks for it; some clusters set the other three only
         _refuse_uneven_launch()
         if on_cpu:
             _prepare_for_gloo(processes)
         _wait_for_main_address(timeout)
-    with _meeting(timeout):
+    precision, by_zero = _precision(on_cpu or device == "mps", mixed_precision), zero.wanted()
+    engine_precision = zero.prepare_environment(on_cpu, precision, accumulation) if by_zero else ""
+    # On the CPU DeepSpeed prints a line per process about an operation that it has built.
+    with _meeting(timeout), redirect_stdout(io.StringIO()) if by_zero else nullcontext():
         accelerator = Accelerator(
-            cpu=on_cpu,
-            mixed_precision=_precision(on_cpu or device == "mps", mixed_precision),
+            cpu=on_cpu and not by_zero,  # Accelerate's word for the CPU would switch DeepSpeed off silently
+            mixed_precision="no" if by_zero else precision,
             gradient_accumulation_steps=accumulation,
             dataloader_config=DataLoaderConfiguration(split_batches=True, dispatch_batches=False),
             step_scheduler_with_optimizer=False,
             kwargs_handlers=[
-                InitProcessGroupKwargs(timeout=timedelta(seconds=timeout)),
+                InitProcessGroupKwargs(
+                    timeout=timedelta(seconds=timeout), backend="gloo" if by_zero and on_cpu else None
+                ),
                 DistributedDataParallelKwargs(gradient_as_bucket_view=True),
             ],
         )
@@ -57,6 +66,8 @@ def start(device: str, mixed_precision: str, timeout: float, accumulation: int =
             f"the launcher started {processes} processes and {accelerator.num_processes} of them found each other; "
             "start them with accelerate launch, torch.distributed.run, or --processes"
         )
+    if by_zero:
+        zero.autocast(accelerator.state.deepspeed_plugin, engine_precision)
     return accelerator
 
 
@@ -202,11 +213,16 @@ def _prepare_for_gloo(processes: int) -> None:
                 os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
+def main_address() -> tuple[str, int]:
+    """Where the processes meet."""
+    return os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT") or 29500)
+
+
 def _wait_for_main_address(timeout: float) -> None:
     """Wait until the main process can be reached. torch would fill the screen with its attempts."""
     if place().rank == 0:
         return
-    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT") or 29500)
+    address, port = main_address()
     end, reason = time.monotonic() + timeout, "no answer"
     while (left := end - time.monotonic()) > 0:
         try:
@@ -229,7 +245,7 @@ def _meeting(timeout: float) -> Iterator[None]:
         yield
         return
     where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
-    stuck = f"the processes did not meet at {where} within {timeout:g} s; is something else listening there?"
+    stuck = f"error: the processes did not meet at {where} within {timeout:g} s; is something else listening there?"
     alarm = threading.Timer(timeout + GRACE, give_up, [stuck])
     alarm.daemon = True
     alarm.start()
@@ -256,6 +272,35 @@ def _why_not_met(text: str, where: str, timeout: float) -> str:
     )
 
 
+# The way in for the doctor, who wants no more than the store
+
+
+def device_kind(device: str) -> str:
+    """cpu, cuda or mps: what `--device` comes to here, made ready like for a run."""
+    on_cpu = _choose_devices(device)
+    if on_cpu and place().processes > 1:
+        _prepare_for_gloo(place().processes)
+    return "cpu" if on_cpu else "mps" if device == "mps" or not torch.cuda.is_available() else "cuda"
+
+
+def meet(timeout: float) -> TCPStore:
+    """The store where the processes of a launch meet. It waits for the main process, and for no other one."""
+    _refuse_uneven_launch()
+    _wait_for_main_address(timeout)
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by the launcher, or by `spread`
+    with _meeting(timeout):
+        return _store(timeout, host=place().rank == 0 and not hosted)
+
+
+def attend(timeout: float) -> TCPStore:
+    """One more connection to that store: over one, a question waits for the question before it."""
+    return _store(timeout, host=False)
+
+
+def _store(timeout: float, host: bool) -> TCPStore:
+    return TCPStore(*main_address(), is_master=host, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+
+
 # What a run needs to know of its start
 
 
@@ -279,4 +324,8 @@ def describe(accelerator: Accelerator) -> str:
     device: Any = accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     processes = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
-    return f"torch {torch.__version__}, {device} ({name}), {processes}, mixed precision {accelerator.mixed_precision}"
+    precision = accelerator.mixed_precision
+    if plugin := accelerator.state.deepspeed_plugin:
+        stage, precision = zero.summary(plugin)
+        processes += f" under DeepSpeed ZeRO-{stage}"
+    return f"torch {torch.__version__}, {device} ({name}), {processes}, mixed precision {precision}"

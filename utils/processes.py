@@ -51,7 +51,7 @@ def spread(main: Callable[[], object], processes: int) -> bool:
     False, with nothing done, where this process is to do the work itself: it is to be the only one, or a launcher has
     started it. When one process fails the others are ended, and this one exits with its code.
     """
-    if processes == 1 or "LOCAL_RANK" in os.environ:
+    if processes == 1 or place().processes > 1 or "LOCAL_RANK" in os.environ:
         return False
     # The store where they meet is held here: its port is taken from now on, and it outlives any of them.
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -116,6 +116,8 @@ def run_main(main: Callable[[], object]) -> None:
         _end(f"error: {lost}", 1)
     if distributed.is_initialized():
         distributed.destroy_process_group()
+    if "deepspeed" in sys.modules:
+        give_up("", 0)  # its threads may abort a process that takes itself down in order, after all is done
 
 
 def lost_contact(error: RuntimeError) -> str:

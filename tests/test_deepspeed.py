@@ -1,0 +1,101 @@
+"""DeepSpeed's real engine on two CPU processes, against DDP and one process."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from models.weights import read_weights
+from tests.conftest import RunScript
+from tests.curves import ACCELERATE, CONFIGS, SCORES, refused, rows, same_curve
+from utils import zero
+from utils.errors import UserError
+
+needs_deepspeed = pytest.mark.skipif(
+    any(importlib.util.find_spec(package) is None for package in zero.PACKAGES),
+    reason="needs pip install -r requirements-deepspeed.txt",
+)
+
+
+def by(name: str) -> tuple[str, ...]:
+    return (*ACCELERATE, "--config_file", str(CONFIGS / f"deepspeed_{name}.yaml"))
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("zero1", 1),
+        ("zero2", 2),
+        ("zero3", 3),
+        pytest.param("zero3_offload", 3, marks=pytest.mark.long),
+    ],
+)
+def test_the_curve_of_one_process(
+    name: str,
+    stage: int,
+    single: Path,
+    fine_tune: Callable[..., str],
+    run_script: RunScript,
+    photos: Path,
+    tmp_path: Path,
+) -> None:
+    """Asked for is 1e-3; seen: 2e-7. The weights are ordinary: val.py finds what training found."""
+    printed = fine_tune(tmp_path, "--sync-bn", launcher=by(name), DS_ACCELERATOR="cpu")
+    assert f"2 processes under DeepSpeed ZeRO-{stage}, mixed precision no" in printed
+    assert "WARNING" not in printed
+    same_curve(tmp_path / "exp", single)
+    weights = tmp_path / "exp" / "weights" / "last.pt"
+    assert read_weights(weights).state.keys() == read_weights(single / "weights" / "last.pt").state.keys()
+    how = ("--imgsz", "192", "--batch-size", "16", "--workers", "0", "--device", "cpu", "--project", str(tmp_path))
+    printed = run_script("val.py", "--data", str(photos), "--weights", str(weights), *how, OMP_NUM_THREADS="1")
+    overall = next(line.split() for line in printed.splitlines() if line.split()[:1] == ["all"])
+    assert overall[5:] == [f"{rows(tmp_path / 'exp')[-1][score]:.4f}" for score in SCORES]
+
+
+@needs_deepspeed
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["zero2_bf16", "zero3_bf16"])
+def test_bf16_stays_near(name: str, single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
+    """8 bits of fraction: losses within 2 % (seen: 0.3 %), and not those of fp32."""
+    printed = fine_tune(tmp_path, "--sync-bn", launcher=by(name), DS_ACCELERATOR="cpu")
+    assert "mixed precision bf16" in printed
+    same_curve(tmp_path / "exp", single, losses=0.02, scores=0.02, weights=1e-3)
+    losses = [row["train/box_loss"] for row in rows(tmp_path / "exp")]
+    assert losses != pytest.approx([row["train/box_loss"] for row in rows(single)], rel=1e-5)
+
+
+@needs_deepspeed
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3_offload"])
+def test_it_ends_in_order_twenty_times(name: str, run_script: RunScript, drawn: Path, tmp_path: Path) -> None:
+    """run_script asks for exit code 0. Without care some runs abort when they take themselves down."""
+    flags = ("--data", str(drawn), "--weights", "", "--cfg", "yolov5n.yaml", "--imgsz", "64", "--epochs", "1")
+    how = ("--batch-size", "8", "--workers", "0", "--noplots", "--device", "cpu", "--project", str(tmp_path))
+    for _ in range(20):
+        run_script("train.py", *flags, *how, launcher=by(name), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [(("--comm-hook", "bf16"), "--comm-hook bf16 goes with DDP"), (("--mixed-precision", "fp16"), "take bf16 or no")],
+)
+def test_what_it_cannot_do(
+    flags: tuple[str, ...],
+    said: str,
+    fine_tune: Callable[..., str],
+    tmp_path: Path,
+) -> None:
+    printed = fine_tune(tmp_path, *flags, launcher=by("zero2"), fails=True, DS_ACCELERATOR="cpu")
+    refused(printed, said)
+    assert not (tmp_path / "exp").exists()
+
+
+def test_absent_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else object())
+    with pytest.raises(UserError, match=r"transformers cannot be imported; pip install -r requirements-deepspeed\.txt"):
+        zero.prepare_environment(True, "no", 1)

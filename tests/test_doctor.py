@@ -1,0 +1,213 @@
+"""The preflight: whole runs of `train.py --doctor`, on one machine and on two."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT, RunScript, free_port, ip
+from utils.files import read_yaml
+
+PORT = "29500"
+ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch")
+NAMED = 'name=$1; shift; echo "$name" > /proc/sys/kernel/hostname; exec "$@"'
+
+
+@pytest.fixture
+def doctor(run_script: RunScript, small_data: Path, tmp_path: Path) -> Callable[..., str]:
+    """Looks at a small job from scratch on the CPU; what was printed."""
+    what = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--imgsz", "64", "--batch-size", "4")
+    how = ("--device", "cpu", "--workers", "1", "--project", str(tmp_path / "runs"))
+
+    def run(*flags: str, **more: Any) -> str:
+        printed = run_script("train.py", *what, *how, "--doctor", *flags, **{"OMP_NUM_THREADS": "1", **more})
+        assert not (tmp_path / "runs").exists()
+        assert "Traceback" not in printed
+        return printed
+
+    return run
+
+
+def heads(printed: str) -> int:
+    """How many tables were printed."""
+    return sum(line.startswith("host  ") for line in printed.splitlines())
+
+
+def errors(printed: str) -> list[str]:
+    return [line for line in printed.splitlines() if line.startswith("error: ")]
+
+
+# One machine
+
+
+def test_one_process(doctor: Callable[..., str]) -> None:
+    printed = doctor()
+    assert heads(printed) == 1
+    assert not errors(printed)
+    assert printed.splitlines()[-1] == "the job can start"
+
+
+def test_a_job_that_would_fail(doctor: Callable[..., str]) -> None:
+    printed = doctor("--data", "nowhere.yaml", fails=True)
+    assert heads(printed) == 1
+    (error,) = errors(printed)
+    assert "rank 0: data set 'nowhere.yaml' is not a file" in error
+    assert printed.splitlines()[-1] == "the job would fail: 1 error to mend first"
+
+
+def test_two_processes(doctor: Callable[..., str]) -> None:
+    printed = doctor("--processes", "2")
+    assert heads(printed) == 1
+    assert not errors(printed)
+    assert "2 processes: " in printed
+    assert "all-reduce of 16 MiB among 2 processes over gloo: " in printed
+    assert printed.splitlines()[-1] == "the job can start"
+
+
+def test_a_process_that_never_comes(doctor: Callable[..., str]) -> None:
+    """Its rank is named by the main process; without a main process the others say so."""
+    port = free_port()
+    flags = ("--dist-timeout", "3")
+    printed = doctor(*flags, fails=True, **by_hand(0, "127.0.0.1", port))
+    assert heads(printed) == 1
+    (error,) = errors(printed)
+    assert "no word from rank 1 within 3 s: start the same command there" in error
+    assert f"open 127.0.0.1 port {port}" in error
+    printed = doctor(*flags, fails=True, **by_hand(1, "127.0.0.1", port))
+    assert heads(printed) == 0
+    (error,) = errors(printed)
+    assert f"the main process at 127.0.0.1 port {port} cannot be reached within 3 s" in error
+
+
+def by_hand(rank: int, address: str, port: str = PORT) -> dict[str, str]:
+    """What a launcher would set for one of two machines with a process each."""
+    here = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    return {**here, "MASTER_ADDR": address, "MASTER_PORT": port}
+
+
+# Two machines
+
+
+def on_host(hosts: Sequence[str], rank: int) -> tuple[str, ...]:
+    """What stands before a command on one of two machines, which are named a and b where that is permitted."""
+    named = ("unshare", "--uts", "bash", "-c", NAMED, "-", "ab"[rank])
+    works = subprocess.run([*named, "true"], capture_output=True).returncode == 0
+    return ("ip", "netns", "exec", hosts[rank], *(named if works else ()))
+
+
+@pytest.fixture
+def both(hosts: tuple[str, str], doctor: Callable[..., str]) -> Callable[..., list[str]]:
+    """Looks at a job of two machines with a process each; what each of them printed. More flags: for machine b."""
+
+    def run(*flags: str, ends: Sequence[str] = (sys.executable,), patience: str = "30", **more: Any) -> list[str]:
+        def machine(rank: int) -> str:
+            launcher = (*on_host(hosts, rank), *(ends if rank else (sys.executable,)))
+            given = ("--dist-timeout", patience, *(flags if rank else ()))
+            return doctor(*given, launcher=launcher, **more, **by_hand(rank, "10.77.0.1"))
+
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(machine, (0, 1)))
+
+    return run
+
+
+def test_two_machines_by_accelerate(hosts: tuple[str, str], doctor: Callable[..., str]) -> None:
+    config = ("--config_file", str(ROOT / "accelerate_configs" / "2node.yaml"), "--main_process_ip", "10.77.0.1")
+
+    def machine(rank: int) -> str:
+        launcher = (*on_host(hosts, rank), *ACCELERATE, *config, "--machine_rank", str(rank))
+        return doctor("--dist-timeout", "60", launcher=launcher)
+
+    with ThreadPoolExecutor() as pool:
+        printed = list(pool.map(machine, (0, 1)))
+    print(printed[0])
+    assert [heads(text) for text in printed] == [1, 0]
+    assert not errors("".join(printed))
+    assert "all-reduce of 16 MiB" in printed[0]
+    assert "the job can start" in printed[0]
+
+
+def test_what_differs_between_machines_is_named(
+    both: Callable[..., list[str]], small_data: Path, tmp_path: Path
+) -> None:
+    """Code, data and a flag, all at once: machine b has another copy of the repository and of the data."""
+    copy = tmp_path / "repository"
+    for part in ("models", "data", "utils", "accelerate_configs"):
+        shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for script in ("train.py", "val.py"):
+        shutil.copy(ROOT / script, copy)
+    with (copy / "utils" / "ema.py").open("a") as file:
+        file.write("# changed\n")
+    content = read_yaml(small_data)
+    shutil.copytree(content["path"], tmp_path / "elsewhere")
+    next((tmp_path / "elsewhere" / "images" / "train").iterdir()).unlink()
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump({**content, "path": str(tmp_path / "elsewhere")}))
+
+    # run_script puts the repository's train.py where the copy's belongs: it stands behind a dash
+    other = ("bash", "-c", f'{sys.executable} {copy / "train.py"} "${{@:2}}"', "-")
+    printed = both("--data", str(tmp_path / "other.yaml"), "--epochs", "7", ends=other, fails=True)
+    assert [heads(text) for text in printed] == [1, 0]
+    found = errors(printed[0])
+    assert len(found) == 4, printed
+    for error, what in zip(
+        found,
+        ["the code in utils/ema.py differs", "the data (train) differs", "the data (labels of train)", "--epochs"],
+        strict=True,
+    ):
+        assert what in error
+        assert "rank 0 has " in error
+        assert "rank 1 has " in error
+    assert "rank 1 has 27 files" in found[1]
+    assert not errors(printed[1])
+
+
+def test_data_that_one_machine_lacks(both: Callable[..., list[str]]) -> None:
+    printed = both("--data", "nowhere.yaml", fails=True)
+    (error,) = errors(printed[0])
+    assert "rank 1: data set 'nowhere.yaml' is not a file" in error
+    assert "all-reduce of" in printed[0]  # all that can be looked at is looked at
+    assert not errors(printed[1])
+
+
+# Firewalls, played by routing rules: packets that come to a closed port are dropped without a word
+
+
+def close_ports(hosts: Sequence[str], but: str) -> None:
+    """Let nothing but this TCP port's packets, and the answers to them, into the machines. Skips where rules cannot."""
+    try:
+        for host in hosts:
+            ip("-n", host, "rule", "add", "pref", "100", "lookup", "local")
+            ip("-n", host, "rule", "del", "pref", "0")  # it would let everything in before the others are asked
+            for end in ("dport", "sport"):
+                open_port = ("pref", "10", "iif", "cable", "ipproto", "tcp", end, but, "lookup", "local")
+                ip("-n", host, "rule", "add", *open_port)
+            ip("-n", host, "rule", "add", "pref", "20", "iif", "cable", "ipproto", "tcp", "blackhole")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"this system's routing rules know no ports: {error.stderr.strip()}")
+
+
+def test_only_the_main_port_is_open(hosts: tuple[str, str], both: Callable[..., list[str]]) -> None:
+    close_ports(hosts, but=PORT)
+    printed = both(patience="10", fails=True)
+    assert [heads(text) for text in printed] == [1, 0]
+    (error,) = errors(printed[0])
+    assert "meet at 10.77.0.1 port 29500 but do not reach each other at other ports" in error
+    assert "GLOO_SOCKET_IFNAME" in error
+    assert not errors(printed[1])
+
+
+def test_the_main_port_is_closed(hosts: tuple[str, str], both: Callable[..., list[str]]) -> None:
+    close_ports(hosts, but="22")
+    printed = both(patience="4", fails=True)
+    (error,) = errors(printed[0])
+    assert "no word from rank 1 within 4 s" in error
+    (error,) = errors(printed[1])
+    assert "the main process at 10.77.0.1 port 29500 cannot be reached within 4 s" in error
