@@ -18,13 +18,13 @@ from models.hub import find_weights
 from models.tasks import TASKS, task_of
 from models.weights import Weights, read_weights, transfer
 from utils.batchnorm import average_statistics, synchronise
-from utils.compression import compress
+from utils.compression import BUCKETS, compress
 from utils.config import BUILT_IN_JOB, Hyperparameters, TrainOptions, parse_options, read_hyperparameters, select
 from utils.doctor import Inputs, examine
 from utils.ema import ModelEMA
 from utils.errors import UserError
 from utils.files import find_file, read_yaml
-from utils.launch import check_batch_size, describe, loader_workers, processes_to_start, seed_everything, start
+from utils.launch import BUCKET, check_batch_size, describe, loader_workers, processes_to_start, seed_everything, start
 from utils.optim import Schedule, build_optimizer, freeze
 from utils.processes import run_main, spread
 from utils.progress import Progress
@@ -104,7 +104,8 @@ def main() -> None:
         return examine(options, lambda: inputs(options))
     hyp = read_hyperparameters(options.hyp)
     accumulation = max(round(hyp.nbs / options.batch_size), 1)
-    accelerator = start(options.device, options.mixed_precision, options.dist_timeout, accumulation)
+    bucket = BUCKETS.get(options.comm_hook, BUCKET)
+    accelerator = start(options.device, options.mixed_precision, options.dist_timeout, accumulation, bucket)
     seed_everything(options.seed)
     spec = read_spec(find_file(options.data, "data set", ["data"]))
     weights = read_weights(find_weights(options.weights)) if options.weights else None

@@ -267,6 +267,17 @@ def validated(flags: Sequence[str]) -> tuple[list[int], int, dict[str, float], d
     return seen, sum(forwarded), summary.metrics, summary.losses
 
 
+@pytest.mark.parametrize(("hook", "gap"), [("bf16", 0.01), ("powersgd", 0.05)])
+def test_compressed_gradients(hook: str, gap: float, run_script: RunScript, flags: list[str], tmp_path: Path) -> None:
+    """Another curve, but not far from it."""
+    for name, more in (("exact", []), (hook, ["--comm-hook", hook])):
+        run_script("train.py", *flags, "--processes", "2", "--name", name, *more, OMP_NUM_THREADS="1")
+    for own, exact in zip(rows(tmp_path / hook), rows(tmp_path / "exact"), strict=True):
+        for loss in LOSSES:
+            assert own[loss] == pytest.approx(exact[loss], rel=gap)
+    assert rows(tmp_path / hook) != rows(tmp_path / "exact")
+
+
 def test_every_image_is_validated_once(on_processes: OnProcesses, flags: list[str]) -> None:
     """31 images in batches of 8, by the size of the training batch: four batches, dealt out whole."""
     flags = [*flags, "--batch-size", "4"]

@@ -8,6 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 HALVES = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 HOOKS = (*HALVES, "powersgd")
+# PowerSGD answers one message with the next. Over gloo those of two buckets may cross, so all gradients are one bucket.
+BUCKETS = {"powersgd": 2**14}  # MB
 RANK = 2  # of PowerSGD's approximation of each gradient matrix
 
 

@@ -27,13 +27,17 @@ from utils.processes import give_up, place
 
 LAUNCHER_PRECISION = "ACCELERATE_MIXED_PRECISION"  # what `accelerate launch` leaves for the processes that it starts
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+BUCKET = 25  # DDP's own
 GRACE = 30.0  # seconds after the time-out until a meeting that torch does not end is ended
 
 
-def start(device: str, mixed_precision: str, timeout: float, accumulation: int = 1) -> Accelerator:
+def start(
+    device: str, mixed_precision: str, timeout: float, accumulation: int = 1, bucket: int = BUCKET
+) -> Accelerator:
     """An Accelerator on `device` ('' is the best there is), for global batches, so many per optimizer step.
 
     Under a launcher all its processes meet here. `timeout`: seconds that they wait for each other, now and later.
+    `bucket`: MB of gradients that travel at a time.
     Raises `UserError` where a device is missing or they do not meet.
     """
     processes = place().processes
@@ -58,7 +62,7 @@ def start(device: str, mixed_precision: str, timeout: float, accumulation: int =
                 InitProcessGroupKwargs(
                     timeout=timedelta(seconds=timeout), backend="gloo" if by_zero and on_cpu else None
                 ),
-                DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True, bucket_cap_mb=bucket),
             ],
         )
     if accelerator.num_processes != processes:

@@ -8,7 +8,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.conftest import OnProcesses
-from utils.compression import HOOKS, compress
+from utils.compression import BUCKETS, HOOKS, compress
 from utils.config import TrainOptions
 from utils.processes import place
 
@@ -19,7 +19,7 @@ def gradients(how: str) -> list[Tensor]:
     """The gradients of a matrix after each of some steps, the first two uncompressed by PowerSGD."""
     distributed.init_process_group("gloo")
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(64, 96, bias=False))
+    model = DistributedDataParallel(nn.Linear(64, 96, bias=False), bucket_cap_mb=BUCKETS.get(how))
     if how:
         compress(model, how, warmup=2)
     found = []

@@ -1,0 +1,135 @@
+"""The all-reduce of the gradients alone between two machines on a slow link, with and without compression.
+
+    python -m benchmarks.slow_links [--models yolov5n yolov5m] [--gbit 1 10]        (root, commands ip and tc)
+
+The machines are network namespaces whose cable `tc` slows down. Per model, link and hook: the median of the seconds of
+a backward pass that sends gradients, less that of one that does not (it only adds up the parameters).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from models.yolo import build_model
+from utils.compression import BUCKETS, HOOKS, compress
+from utils.files import ROOT, read_yaml
+
+HOSTS = ("lockstepslow0", "lockstepslow1")
+ROUNDS = 7
+
+
+class Sum(nn.Module):
+    """As little work as a backward pass through all parameters can be."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(list(model.parameters()))
+
+    def forward(self) -> Tensor:
+        return torch.stack([part.sum() for part in self.parts]).sum()
+
+
+def seconds(model: DistributedDataParallel, send: bool) -> float:
+    """The median of some backward passes, on the slower process."""
+    times = []
+    for _ in range(ROUNDS):
+        distributed.barrier()
+        begun = time.perf_counter()
+        if send:
+            model().backward()
+        else:
+            with model.no_sync():
+                model().backward()
+        taken = torch.tensor(time.perf_counter() - begun)
+        distributed.all_reduce(taken, distributed.ReduceOp.MAX)
+        times.append(taken.item())
+    return statistics.median(times)
+
+
+def work(names: list[str], gbit: float) -> None:
+    """What runs on each machine; rank 0 prints."""
+    distributed.init_process_group("gloo")
+    for name in names:
+        bare = build_model(read_yaml(ROOT / "models" / f"{name}.yaml"))
+        size = sum(parameter.numel() for parameter in bare.parameters()) * 4 / 1e6
+        for hook in ("", *HOOKS):
+            model = DistributedDataParallel(
+                Sum(bare), gradient_as_bucket_view=True, bucket_cap_mb=BUCKETS.get(hook, 25)
+            )
+            if hook:
+                compress(model, hook, warmup=2)
+            seconds(model, send=True)  # buckets are arranged, PowerSGD is past its warm-up
+            sent, silent = seconds(model, send=True), seconds(model, send=False)
+            if distributed.get_rank() == 0:
+                print(
+                    f"{name:<9} {size:6.1f} MB {gbit:5g} Gbit/s {hook or 'none':<9} {sent - silent:7.3f} s", flush=True
+                )
+    distributed.destroy_process_group()
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
+def main() -> None:
+    """Build the machines, slow the cable down, and let both work."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["yolov5n", "yolov5m"])
+    parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 10.0])
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        work(options.models, options.gbit[0])
+        return
+    try:
+        for host in HOSTS:
+            ip("netns", "add", host)
+        ip("link", "add", "slow", "netns", HOSTS[0], "type", "veth", "peer", "name", "slow", "netns", HOSTS[1])
+        for number, host in enumerate(HOSTS, 1):
+            ip("-n", host, "addr", "add", f"10.78.0.{number}/24", "dev", "slow")
+            ip("-n", host, "link", "set", "slow", "up")
+            ip("-n", host, "link", "set", "lo", "up")
+        for gbit in options.gbit:
+            limit = ["tbf", "rate", f"{gbit}gbit", "burst", f"{int(gbit * 500)}kb", "latency", "50ms"]
+            for host in HOSTS:
+                slowed = ["ip", "netns", "exec", host, "tc", "qdisc", "replace", "dev", "slow", "root", *limit]
+                subprocess.run(slowed, check=True)
+            measure(options.models, gbit)
+    finally:
+        for host in HOSTS:
+            subprocess.run(["ip", "netns", "del", host], check=False)
+
+
+def measure(names: list[str], gbit: float) -> None:
+    """Both machines at one speed."""
+    meeting = {"MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    own = [sys.executable, "-m", "benchmarks.slow_links", "--models", *names, "--gbit", str(gbit)]
+    started = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", host, *own],
+            cwd=Path(ROOT),
+            env={
+                **os.environ,
+                **meeting,
+                "RANK": str(rank),
+                "GLOO_SOCKET_IFNAME": "slow",
+                "TORCH_CPP_LOG_LEVEL": "ERROR",
+            },
+        )
+        for rank, host in enumerate(HOSTS)
+    ]
+    if max(process.wait() for process in started):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
