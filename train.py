@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -18,19 +22,25 @@ from models.hub import find_weights
 from models.tasks import TASKS, task_of
 from models.weights import Weights, read_weights, transfer
 from utils.batchnorm import average_statistics, synchronise
-from utils.compression import BUCKETS, compress
+from utils.checkpoint import STATE_FORMAT
+from utils.compression import compress
 from utils.config import BUILT_IN_JOB, Hyperparameters, TrainOptions, parse_options, read_hyperparameters, select
 from utils.doctor import Inputs, examine
 from utils.ema import ModelEMA
 from utils.errors import UserError
+from utils.failures import Stopped, run_main
 from utils.files import find_file, read_yaml
-from utils.launch import BUCKET, check_batch_size, describe, loader_workers, processes_to_start, seed_everything, start
+from utils.finite import Guard, explain, statistics
+from utils.launch import check_batch_size, describe, loader_workers, processes_to_start, seed_everything, start
+from utils.memory import ON_CPU, explained, fitting_workers, largest_batch
 from utils.optim import Schedule, build_optimizer, freeze
-from utils.processes import run_main, spread
+from utils.processes import spread
 from utils.progress import Progress
+from utils.resume import changes, check_same, settle
 from utils.run import Run
+from utils.stopping import TIME, Asked, Stop, exit_code
 from utils.summary import Summary
-from utils.zero import configure, refuse_comm_hook, whole
+from utils.zero import configure, load_optimizer_state, optimizer_state, refuse_comm_hook, whole
 from val import evaluate, rounding, table
 
 CLIP = 10.0  # largest norm of the gradient of an optimizer step
@@ -38,7 +48,7 @@ PICTURES = 3  # training batches to draw
 VALIDATION_BATCH = 32  # images that a process validates at a time, at most: whatever the number of processes
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trainer:
     """All that an epoch needs. `model` is what Accelerate prepared from `bare`, which `ema` follows."""
 
@@ -50,86 +60,171 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     loader: DataLoader
-    batch_size: int
-    plots: bool
+    draws: Any  # the loader's batches of the whole run
+    progress: Progress
+    totals: Tensor  # sums of the loss terms over this epoch's batches: this process's share
+    guard: Guard
+    stop: Stop
+    identity: Mapping[str, Any]  # of classes and images: what a state must be resumed with
+    options: TrainOptions
 
-    def train_one_epoch(self, epoch: int) -> tuple[dict[str, float], float]:
-        """One pass over the training images. Returns the mean of each loss term over its batches, the same on every
-        process, and images per second."""
+    def train_one_epoch(self) -> tuple[dict[str, float], float]:
+        """The rest of an epoch: one pass over the training images. Returns the mean of each loss term over its batches,
+        the same on every process, and images per second. Raises `Asked` where the run is asked to end."""
+        run, progress, size = self.run, self.progress, self.options.batch_size
+        epochs, batches = self.options.epochs, len(self.loader)
+        self.model.train()
+        self.loader.set_epoch(progress.epoch)  # type: ignore[attr-defined]  # Accelerate hands it on to the sampler
+        self.draws.skip(progress.batch)
+        bar = run.bar(f"epoch {progress.epoch + 1}/{epochs}", batches * size, progress.batch * size)
+        todo = self.loader if progress.batch < batches else ()  # nothing where the validation alone is missing
+        for number, batch in enumerate(bar.over(todo, lambda _: size), progress.batch):
+            run.beat()
+            self.train_on(batch, number)
+            if bar.due():  # this process's share, taken for one like the others'
+                shown = self.totals * run.accelerator.num_processes / (number + 1)
+                bar.show(dict(zip(self.task.loss_names, shown.tolist(), strict=True)))
+            if not self.options.noplots and progress.epoch == 0 and number < PICTURES:
+                run.plot(f"train_batch{number}.jpg", self.task.picture(batch))
+        average_statistics(self.model)
+        average_statistics(self.ema.model)
+        losses = run.accelerator.reduce(self.totals, "sum") / progress.taken
+        return dict(zip(self.task.loss_names, losses.tolist(), strict=True)), bar.rate
+
+    def train_on(self, batch: Any, number: int) -> None:
+        """Forward and backward, and the optimizer's step where the batch ends a window of accumulated ones."""
         accelerator, task, optimizer = self.run.accelerator, self.task, self.optimizer
         # DDP takes the mean over processes and Accelerate the mean over accumulated batches; YOLOv5's gradient is the
         # sum over all images of an optimizer step.
-        to_sum_over_images = self.batch_size * accelerator.num_processes * accelerator.gradient_accumulation_steps
-        totals = torch.zeros(len(task.loss_names), device=accelerator.device)
-        self.model.train()
-        self.loader.set_epoch(epoch)  # type: ignore[attr-defined]  # Accelerate's loader hands it on to the sampler
-        bar = self.run.bar(f"epoch {epoch + 1}/{self.schedule.epochs}", len(self.loader) * self.batch_size)
-        for number, batch in enumerate(bar.over(self.loader, lambda _: self.batch_size)):
-            with accelerator.accumulate(self.model):
-                self.schedule.apply(optimizer, epoch * self.schedule.batches + number)
-                terms = task.losses(self.model(task.inputs(batch)), batch)
-                means = terms.means(accelerator.reduce(terms.counts, "sum"))
-                accelerator.backward(means.sum() * to_sum_over_images)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+        images = self.options.batch_size * accelerator.gradient_accumulation_steps
+        step, norm = self.progress.epoch * len(self.loader) + number, None
+        torch.manual_seed(self.options.seed + step)  # what a model draws, in dropout, does not depend on the past
+        with accelerator.accumulate(self.model):
+            self.schedule.apply(optimizer, step)
+            terms = task.losses(self.model(task.inputs(batch)), batch)
+            means = terms.means(accelerator.reduce(terms.counts, "sum"))
+            accelerator.backward(means.sum() * images * accelerator.num_processes)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+            # The norm is of the gradients of all processes, so all skip the same steps. Reading it waits for the
+            # device, once per window.
+            finite = norm is None or math.isfinite(norm)
+            if finite or accelerator.scaler is not None:  # a scaler skips by itself, and must hear of it
                 optimizer.step()
-                optimizer.zero_grad()
-            if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
-                with whole(self.model):
-                    self.ema.update(self.bare)
-            totals += means.detach()
-            if bar.due():  # this process's share, taken for one like the others'
-                shown = totals * accelerator.num_processes / (number + 1)
-                bar.show(dict(zip(task.loss_names, shown.tolist(), strict=True)))
-            if self.plots and epoch == 0 and number < PICTURES:
-                self.run.plot(f"train_batch{number}.jpg", task.picture(batch))
-        average_statistics(self.model)
-        average_statistics(self.ema.model)
-        losses = (accelerator.reduce(totals, "sum") / len(self.loader)).tolist()
-        if not all(map(math.isfinite, losses)):
-            raise UserError(
-                f"the loss is no longer finite in epoch {epoch + 1}; lower lr0, or try --mixed-precision no"
+            optimizer.zero_grad()
+        self.totals += means.detach()
+        self.guard.saw(means.detach(), (info.path for info in batch.infos))
+        if accelerator.sync_gradients:
+            self.end_window(number, finite and not accelerator.optimizer_step_was_skipped)
+
+    def end_window(self, number: int, taken: bool) -> None:
+        """After an optimizer step: EMA, or where it was skipped what goes with that; then it may be time to save."""
+        progress = self.progress
+        batches, progress.batch, progress.step = number + 1 - progress.batch, number + 1, progress.step + 1
+        if taken:
+            with whole(self.model):
+                self.ema.update(self.bare)
+            self.guard.passed()
+            progress.taken += batches
+        else:
+            progress.skipped += 1
+            if self.guard.undo():
+                self.explain_skips()
+        if word := self.stop.after(progress.step):
+            raise Asked(word)
+        if self.options.save_steps and progress.step % self.options.save_steps == 0:
+            self.save_state()
+
+    def explain_skips(self) -> NoReturn:
+        """Too many steps in a row were skipped: say what is known, on every process alike."""
+        run, guard = self.run, self.guard
+        suspects = run.gather(guard.suspects(self.task.loss_names))
+        images = sum(run.gather([sum(len(images) for _, images in guard.window)]))
+        precision, lr0 = run.accelerator.mixed_precision, self.schedule.lr0
+        with whole(self.model):
+            known = explain(self.progress.step, guard.row, suspects, images, self.bare, precision, lr0)
+        run.writer.wait()
+        raise UserError(f"{known}; the last good state is in {run.folder}")
+
+    def described(self) -> dict[str, Any]:
+        """What goes with the weights into a file."""
+        return {"yaml": self.ema.model.yaml, "names": self.task.names, "settings": vars(self.options)}
+
+    def save_state(self) -> None:
+        """Everything that --resume needs to go on from here. All processes must come together."""
+        run, scaler = self.run, self.run.accelerator.scaler
+        share = {"totals": self.totals, "model": statistics(self.bare), "ema": statistics(self.ema.model)}
+        with whole(self.model):
+            run.save_state(
+                {
+                    "format": STATE_FORMAT,
+                    **self.identity,
+                    "progress": self.progress.plain(),
+                    "model": self.bare.state_dict(),
+                    "ema": self.ema.model.state_dict(),
+                    "updates": self.ema.updates,
+                    "optimizer": optimizer_state(self.optimizer, self.bare),
+                    "rates": [group["lr"] for group in self.optimizer.param_groups],
+                    "scaler": scaler and scaler.state_dict(),
+                    "shares": run.gather([send_to_device(share, "cpu")]),
+                },
             )
-        return dict(zip(task.loss_names, losses, strict=True)), bar.rate
 
 
 def main() -> None:
     """Train as the flags say."""
-    options = parse_options(TrainOptions, sys.argv[1:], BUILT_IN_JOB)
+    options, begun = settle(parse_options(TrainOptions, sys.argv[1:], BUILT_IN_JOB), sys.argv[1:])
     if spread(main, processes_to_start(options.device, options.processes)):
         return
     check_batch_size(options.batch_size)
     refuse_comm_hook(options.comm_hook)
     if options.doctor:
         return examine(options, lambda: inputs(options))
-    hyp = read_hyperparameters(options.hyp)
-    accumulation = max(round(hyp.nbs / options.batch_size), 1)
-    bucket = BUCKETS.get(options.comm_hook, BUCKET)
-    accelerator = start(options.device, options.mixed_precision, options.dist_timeout, accumulation, bucket)
+    hyp = Hyperparameters(**begun["hyperparameters"]) if begun else read_hyperparameters(options.hyp)
+    accelerator = start(
+        options.device,
+        options.mixed_precision,
+        options.dist_timeout,
+        accumulation(hyp, max(options.batch_size, 1)),
+        options.comm_hook,
+    )
     seed_everything(options.seed)
     spec = read_spec(find_file(options.data, "data set", ["data"]))
-    weights = read_weights(find_weights(options.weights)) if options.weights else None
-    yaml = model_yaml(options, hyp, weights)
+    weights = read_weights(find_weights(options.weights)) if options.weights and not begun else None
+    yaml = begun["model"] if begun else model_yaml(options, hyp, weights)
     kind = task_of(yaml)
     task = TASKS[kind](DATASETS[kind].class_names(spec, options.single_cls), hyp, options.label_smoothing)
     model = task.build_model(yaml, options.imgsz)
     facts = start_from(model, weights, options, hyp)
-    facts.append(f"an optimizer step for every {options.batch_size * accelerator.gradient_accumulation_steps} images")
     facts += rounding(options.imgsz, task.imgsz)
+    workers, warnings = fitting_workers(
+        loader_workers(options.workers),
+        max(options.batch_size // accelerator.num_processes, VALIDATION_BATCH) * 3 * task.imgsz**2,
+    )
     data = DATASETS[kind](
         spec,
         imgsz=task.imgsz,
         stride=int(model.stride.max()),
         single_class=options.single_cls,
-        workers=loader_workers(options.workers),
+        workers=workers,
         cache=options.cache,
     )
     train_split, val_split = data.split("train"), data.split("val")
 
     run = Run(accelerator, options.project, options.name, options.exist_ok)  # now that nothing of the input is wrong
-    run.say(describe(accelerator), *facts, *train_split.report("train"), *val_split.report("val"))
-    if not options.noautoanchor:
+    run.say(describe(accelerator), *facts, *warnings, *train_split.report("train"), *val_split.report("val"))
+    state = run.restore(begun is not None)
+    identity = {"names": task.names, "imgsz": task.imgsz, "images": train_split.identity()}
+    if begun and state:
+        run.say(*check_same(state, identity), *changes(begun, options))
+        run.say(f"going on with {run.folder} {Progress.of(state['progress'])}")
+        model.load_state_dict(state["model"])
+    elif not options.noautoanchor:
         run.say(task.adapt(model, train_split))
+    if options.batch_size == -1:
+        options = replace(options, batch_size=auto_batch(run, task, model, data, train_split, hyp))
+        accelerator.gradient_accumulation_steps = accumulation(hyp, options.batch_size)
+    run.say(f"an optimizer step for every {options.batch_size * accelerator.gradient_accumulation_steps} images")
     run.write_settings({**vars(options), "imgsz": task.imgsz, "hyperparameters": vars(hyp), "model": model.yaml})
 
     loader = data.train_loader(
@@ -138,11 +233,24 @@ def main() -> None:
     validation_batch = min(2 * options.batch_size, VALIDATION_BATCH)
     batches = data.evaluation_batches(val_split, batch_size=validation_batch, square=False)
     val_loader = data.evaluation_loader(val_split, run.share(batches))
-    trainer = prepare(run, task, model, loader, options, hyp)
-    if options.show_processes:
-        run.say(*run.processes(trainer.loader.batch_sampler))
-    best = fit(trainer, val_loader, len(val_split.images), options)
+    with explained(options.batch_size, task.imgsz):
+        trainer = prepare(run, task, model, loader, options, hyp, identity, state)
+        del state
+        if options.show_processes:
+            run.say(*run.processes(trainer.loader.batch_sampler))
+        validate = partial(evaluate, run, task, trainer.ema.model, val_loader, len(val_split.images))
+        with trainer.stop, run.watch(options.dist_timeout):
+            try:
+                best = fit(trainer, validate)
+            except Asked as asked:
+                leave(trainer, validate, asked.word)
+    run.finish_writing()
     run.say(*table(best), f"results in {run.folder}")
+
+
+def accumulation(hyp: Hyperparameters, batch_size: int) -> int:
+    """Batches per optimizer step: as many as come nearest to `nbs` images."""
+    return max(round(hyp.nbs / batch_size), 1)
 
 
 def inputs(options: TrainOptions) -> Inputs:
@@ -159,6 +267,42 @@ def inputs(options: TrainOptions) -> Inputs:
     if weights:
         files["weights"] = [weights]
     return {**vars(hyp), "model": yaml, "class names": names}, files
+
+
+def auto_batch(run: Run, task: Any, model: nn.Module, data: Any, split: Any, hyp: Hyperparameters) -> int:
+    """--batch-size -1: what the memory of the smallest GPU holds, on each process; on a CPU a fixed number.
+
+    Measured by training steps on the first images; the model is left as it was.
+    """
+    device, processes = run.accelerator.device, run.accelerator.num_processes
+    if device.type != "cuda":
+        size = max(ON_CPU // processes, 1) * processes
+        run.say(f"--batch-size -1 is measured on GPUs only; taking {size}")
+        return size
+    model.to(device).train()
+    before = copy.deepcopy(model.state_dict())
+    # Beside a step's own: momentum (two for Adam) and EMA, as large as the weights each.
+    kept = 3 * sum(value.numel() * value.element_size() for value in before.values())
+
+    def peak(size: int) -> int:
+        loader = data.train_loader(split, batch_size=size, hyp=hyp, seed=0, rect=False)
+        items = [loader.dataset[draw] for draw in next(iter(loader.batch_sampler))]
+        batch = loader.collate_fn(items).to(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        with run.accelerator.autocast():
+            outputs = model(task.inputs(batch))
+        terms = task.losses(outputs, batch)
+        terms.means(terms.counts).sum().backward()
+        model.zero_grad()
+        return torch.cuda.max_memory_allocated(device) + kept
+
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
+    own = largest_batch(peak, free, len(split.images))
+    model.load_state_dict(before)
+    torch.cuda.empty_cache()
+    size = min(run.gather([own])) * processes
+    run.say(f"--batch-size -1: taking {size}, by measurement")
+    return size
 
 
 def model_yaml(options: TrainOptions, hyp: Hyperparameters, weights: Weights | None) -> dict[str, Any]:
@@ -187,9 +331,17 @@ def start_from(model: nn.Module, weights: Weights | None, options: TrainOptions,
 
 
 def prepare(
-    run: Run, task: Any, model: nn.Module, loader: DataLoader, options: TrainOptions, hyp: Hyperparameters
+    run: Run,
+    task: Any,
+    model: nn.Module,
+    loader: DataLoader,
+    options: TrainOptions,
+    hyp: Hyperparameters,
+    identity: Mapping[str, Any],
+    state: Mapping[str, Any] | None,
 ) -> Trainer:
-    """The optimizer, schedule and EMA, and what Accelerate makes of model and loader."""
+    """The optimizer, schedule and EMA, and what Accelerate makes of model and loader; from `state` where there is one,
+    whose weights the model has."""
     accelerator = run.accelerator
     model.to(accelerator.device)
     run.align(model)
@@ -198,71 +350,145 @@ def prepare(
         model, options.optimizer, hyp.lr0, hyp.momentum, weight_decay=hyp.weight_decay * accumulated / hyp.nbs
     )
     schedule = select(Schedule, hyp, epochs=options.epochs, batches=len(loader), cosine=options.cos_lr)
-    ema = ModelEMA(model)
+    ema, progress = ModelEMA(model), Progress()
+    totals = torch.zeros(len(task.loss_names), device=accelerator.device)
+    if state:
+        progress = Progress.of(state["progress"])
+        progress.finished = False  # where it was, there are more epochs now
+        ema.model.load_state_dict(state["ema"])
+        ema.updates = state["updates"]
+        restore_shares(run, state["shares"], totals, model, ema.model)
     if options.sync_bn:
         model = synchronise(model)
     if plugin := accelerator.state.deepspeed_plugin:
         configure(plugin, options.batch_size // accelerator.num_processes, CLIP)
     bare = model  # kept, for Accelerate's way back to it imports deepspeed wherever that is installed
+    draws = loader.batch_sampler
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if isinstance(model, DistributedDataParallel):
         model.broadcast_buffers = False  # not with every batch: --sync-bn or an average makes the statistics equal
         if options.comm_hook:
             compress(model, options.comm_hook, schedule.warmup // accelerator.gradient_accumulation_steps)
-    plots = not options.noplots
-    return Trainer(run, task, model, bare, ema, optimizer, schedule, loader, options.batch_size, plots)
+    if state:
+        load_optimizer_state(optimizer, bare, state["optimizer"])
+        for group, rate in zip(optimizer.param_groups, state["rates"], strict=True):
+            group["lr"] = rate
+        if accelerator.scaler is not None and state["scaler"]:
+            accelerator.scaler.load_state_dict(state["scaler"])
+    guard = Guard([totals, *statistics(bare).values()], options.max_skips)
+    stop = Stop(options.time_limit)
+    return Trainer(
+        run,
+        task,
+        model,
+        bare,
+        ema,
+        optimizer,
+        schedule,
+        loader,
+        draws,
+        progress,
+        totals,
+        guard,
+        stop,
+        identity,
+        options,
+    )
 
 
-def fit(trainer: Trainer, val_loader: DataLoader, val_images: int, options: TrainOptions) -> Summary:
-    """The loop over epochs; what the best of them reached."""
-    run, task, ema, schedule = trainer.run, trainer.task, trainer.ema, trainer.schedule
-    progress, best = Progress(), None
-    described = {"yaml": ema.model.yaml, "names": task.names, "settings": vars(options)}
-    for epoch in range(options.epochs):
-        losses, rate = trainer.train_one_epoch(epoch)
+def restore_shares(run: Run, shares: Sequence[Mapping[str, Any]], totals: Tensor, *models: nn.Module) -> None:
+    """What each process had of its own: loss sums and BatchNorm's statistics, of the model and of its EMA.
+
+    Other processes than those that saved it share the sums, and take the mean of the statistics.
+    """
+    own = run.own(shares)
+    if own is None:
+        sums = sum(share["totals"] for share in shares) / run.accelerator.num_processes
+        own = {"totals": sums, "model": {}, "ema": {}}
+        for name in ("model", "ema"):
+            for key in shares[0][name]:
+                own[name][key] = torch.stack([share[name][key].double() for share in shares]).mean(0)
+    totals.copy_(own["totals"])
+    for model, name in zip(models, ("model", "ema"), strict=True):
+        for key, buffer in statistics(model).items():
+            buffer.copy_(own[name][key])
+
+
+def fit(trainer: Trainer, validate: Callable[..., Summary]) -> Summary:
+    """The loop over epochs; what the best of them reached. Raises `Asked` where the run is asked to end.
+
+    validate: evaluates the EMA; may be given what tells whether to end.
+    """
+    run, task, ema, progress, options = trainer.run, trainer.task, trainer.ema, trainer.progress, trainer.options
+    while not progress.finished:
+        epoch = progress.epoch
+        losses, rate = trainer.train_one_epoch()
         final = epoch + 1 == options.epochs
-        summary = evaluate(run, task, ema.model, val_loader, val_images) if final or not options.noval else None
-        run.log(results_row(epoch, losses, summary, task, schedule))
-        run.say(epoch_line(epoch, options.epochs, losses, summary, rate))
+        if not options.nosave:
+            trainer.save_state()  # written while the epoch is validated; nothing else is missing then
+        summary = validate(asked=trainer.stop.asked) if final or not options.noval else None
+        run.log(results_row(epoch, losses, summary, task, trainer.optimizer))
+        run.say(epoch_line(epoch, options.epochs, losses, summary, rate, progress.skipped))
         improved = summary is not None and progress.record(epoch, summary.fitness)
-        last = final or progress.stalled(options.patience)
-        if last or not options.nosave:
-            run.save("last.pt", ema.model, **described)
-            if improved:
-                run.save("best.pt", ema.model, **described)
-        if options.save_period > 0 and epoch % options.save_period == 0:
-            run.save(f"epoch{epoch}.pt", ema.model, **described)
         if improved:
-            best = summary
-        if last:
-            break
-    if epoch + 1 < options.epochs:
+            progress.summary = summary
+        progress.finished = final or progress.stalled(options.patience)
+        names = []
+        if progress.finished or not options.nosave:
+            names += ["last.pt"] + ["best.pt"] * improved
+        if options.save_period > 0 and epoch % options.save_period == 0:
+            names.append(f"epoch{epoch}.pt")
+        run.save(names, ema.model, **trainer.described())
+        progress.next_epoch()
+        trainer.totals.zero_()
+        trainer.guard.keep()
+    trainer.save_state()
+    if progress.epoch < options.epochs:
         run.say(
             f"stopped: no better fitness for {options.patience} epochs; the best was epoch {progress.best_epoch + 1}"
         )
-    assert best is not None
-    return best
+    assert progress.summary is not None
+    return progress.summary
+
+
+def leave(trainer: Trainer, validate: Callable[..., Summary], word: str) -> NoReturn:
+    """Save all, and end with the exit code that `word` stands for; at the time limit the EMA is validated too."""
+    run, progress, options = trainer.run, trainer.progress, trainer.options
+    trainer.save_state()
+    run.finish_writing()
+    if word == TIME:
+        average_statistics(trainer.ema.model)
+        run.say(*table(validate()))
+        run.save(["last.pt"], trainer.ema.model, **trainer.described())
+        run.finish_writing()
+    reason = f"the time limit of {options.time_limit:g} hours" if word == TIME else word
+    run.say(f"stopped by {reason} {progress}; all is saved: go on with --resume {run.folder}")
+    run.agree(None)  # nobody is ended while another one still writes
+    raise Stopped(exit_code(word))
 
 
 def results_row(
-    epoch: int, losses: dict[str, float], summary: Summary | None, task: Any, schedule: Schedule
+    epoch: int, losses: dict[str, float], summary: Summary | None, task: Any, optimizer: torch.optim.Optimizer
 ) -> dict[str, float | None]:
     """A row of results.csv: YOLOv5's columns, empty where there was no validation."""
-    rates = schedule.at((epoch + 1) * schedule.batches - 1).lrs
     return {
         "epoch": epoch,
         **{f"train/{name}": value for name, value in losses.items()},
         **{f"metrics/{name}": summary.metrics[name] if summary else None for name in task.metric_names},
         **{f"val/{name}": summary.losses[name] if summary else None for name in task.loss_names},
-        **{f"x/lr{group}": rate for group, rate in enumerate(rates)},
+        **{f"x/lr{number}": group["lr"] for number, group in enumerate(optimizer.param_groups)},
     }
 
 
-def epoch_line(epoch: int, epochs: int, losses: dict[str, float], summary: Summary | None, rate: float) -> str:
-    """One line per epoch for people."""
+def epoch_line(
+    epoch: int, epochs: int, losses: dict[str, float], summary: Summary | None, rate: float, skipped: int
+) -> str:
+    """One line per epoch for people. `skipped`: optimizer steps of the run whose gradients were not finite."""
     parts = [f"{name} {value:.4f}" for name, value in losses.items()]
     parts += [f"{name} {value:.4f}" for name, value in (summary.metrics if summary else {}).items()]
-    return f"epoch {epoch + 1}/{epochs}: {', '.join(parts)}; {rate:.0f} images/s"
+    parts += [f"{rate:.0f} images/s"] if rate else []
+    parts += [f"{skipped} steps skipped so far (gradients not finite)"] if skipped else []
+    return f"epoch {epoch + 1}/{epochs}: {', '.join(parts)}"
 
 
 if __name__ == "__main__":

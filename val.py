@@ -18,10 +18,12 @@ from models.tasks import TASKS, task_of
 from models.weights import Weights, read_weights, transfer
 from utils.config import Hyperparameters, ValOptions, parse_options
 from utils.errors import UserError
+from utils.failures import run_main
 from utils.files import find_file
 from utils.launch import describe, loader_workers, processes_to_start, start
-from utils.processes import run_main, spread
+from utils.processes import spread
 from utils.run import Run
+from utils.stopping import Asked
 from utils.summary import Summary
 
 MANY_CLASSES = 50  # from here on a row per class is shown on demand only
@@ -35,16 +37,21 @@ def evaluate(
     loader: Iterable[Any],
     images: int,
     keep: Callable[[Any, Any], object] = lambda batch, predictions: None,
+    asked: Callable[[], str] = str,
 ) -> Summary:
     """Metrics of `model` over `loader`, which holds this process's share of the batches; the same on every process.
 
-    `keep` is shown each batch with its predictions. The losses are means over the batches, as in training.
+    `keep` is shown each batch with its predictions. The losses are means over the batches, as in training. `asked`
+    tells whether the run is asked to end: where it is, on any process, `Asked` is raised on all.
     """
     model.eval()
     device = run.accelerator.device
     records, losses = [], []
     bar = run.bar("validating", images)
     for batch in bar.over(loader, lambda batch: len(batch.infos) * run.accelerator.num_processes):
+        run.beat()
+        if asked():
+            break
         batch = batch.to(device)
         with run.accelerator.autocast():
             outputs = model(task.inputs(batch))
@@ -53,6 +60,8 @@ def evaluate(
         predictions = task.predict(outputs, batch)
         keep(batch, predictions)
         records += task.score(predictions, batch)
+    if word := next(filter(None, run.gather([asked()])), ""):
+        raise Asked(word)
     summary = task.summarise(run.gather(records))
     # Sorted, so that the sum's rounding does not depend on which process had which batch.
     per_batch = [values for _, values in sorted(run.gather(losses))]
@@ -101,7 +110,8 @@ def main() -> None:
     if options.show_processes:
         run.say(*run.processes(batches))
     keep = TextFiles(run.folder / "labels", task, options.save_conf) if options.save_txt else lambda batch, found: None
-    summary = evaluate(run, task, model, data.evaluation_loader(split, batches), len(split.images), keep)
+    with run.watch(options.dist_timeout):
+        summary = evaluate(run, task, model, data.evaluation_loader(split, batches), len(split.images), keep)
     run.say(*table(summary, brief=len(task.names) > MANY_CLASSES and not options.verbose))
     run.say(f"{summary.rate:.1f} images/s; results in {run.folder}")
 

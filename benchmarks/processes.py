@@ -10,7 +10,6 @@ difference over the norm), and images per second in the last epoch. On CUDA devi
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import re
 import subprocess
@@ -20,8 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 import yaml
+from torch import Tensor
+
+from tests.curves import floats, rows
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -31,7 +32,7 @@ class Outcome(NamedTuple):
     """What a launch left behind."""
 
     rows: list[dict[str, float]]
-    weights: torch.Tensor
+    weights: Tensor
     rate: float  # images per second
 
 
@@ -48,11 +49,8 @@ def launch(name: str, flags: Sequence[str], threads: int, project: Path) -> Outc
     command = [sys.executable, str(ROOT / "train.py"), *flags, "--project", str(project), "--name", name]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     printed = subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True).stdout
-    with (project / name / "results.csv").open() as file:
-        rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
-    state = torch.load(project / name / "weights" / "last.pt", weights_only=True)["state"]
-    floats = [value.double().flatten() for value in state.values() if value.is_floating_point()]
-    return Outcome(rows, torch.cat(floats), float(re.findall(r"(\d+) images/s", printed)[-1]))
+    rate = float(re.findall(r"(\d+) images/s", printed)[-1])
+    return Outcome(rows(project / name), floats(project / name), rate)
 
 
 def line(title: str, outcome: Outcome, first: Outcome) -> str:

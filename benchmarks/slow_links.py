@@ -14,13 +14,13 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from models.yolo import build_model
+from tests.machines import ip, machines
 from utils.compression import BUCKETS, HOOKS, compress
 from utils.files import ROOT, read_yaml
 
@@ -77,10 +77,6 @@ def work(names: list[str], gbit: float) -> None:
     distributed.destroy_process_group()
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
-
-
 def main() -> None:
     """Build the machines, slow the cable down, and let both work."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -91,37 +87,29 @@ def main() -> None:
         work(options.models, options.gbit[0])
         return
     try:
-        for host in HOSTS:
-            ip("netns", "add", host)
-        ip("link", "add", "slow", "netns", HOSTS[0], "type", "veth", "peer", "name", "slow", "netns", HOSTS[1])
-        for number, host in enumerate(HOSTS, 1):
-            ip("-n", host, "addr", "add", f"10.78.0.{number}/24", "dev", "slow")
-            ip("-n", host, "link", "set", "slow", "up")
-            ip("-n", host, "link", "set", "lo", "up")
-        for gbit in options.gbit:
-            limit = ["tbf", "rate", f"{gbit}gbit", "burst", f"{int(gbit * 500)}kb", "latency", "50ms"]
-            for host in HOSTS:
-                slowed = ["ip", "netns", "exec", host, "tc", "qdisc", "replace", "dev", "slow", "root", *limit]
-                subprocess.run(slowed, check=True)
-            measure(options.models, gbit)
-    finally:
-        for host in HOSTS:
-            subprocess.run(["ip", "netns", "del", host], check=False)
+        with machines(HOSTS):
+            for gbit in options.gbit:
+                limit = ("tbf", "rate", f"{gbit}gbit", "burst", f"{int(gbit * 500)}kb", "latency", "50ms")
+                for host in HOSTS:
+                    ip("netns", "exec", host, "tc", "qdisc", "replace", "dev", "cable", "root", *limit)
+                measure(options.models, gbit)
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"{error}\n{error.stderr.strip()}") from None
 
 
 def measure(names: list[str], gbit: float) -> None:
     """Both machines at one speed."""
-    meeting = {"MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    meeting = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     own = [sys.executable, "-m", "benchmarks.slow_links", "--models", *names, "--gbit", str(gbit)]
     started = [
         subprocess.Popen(
             ["ip", "netns", "exec", host, *own],
-            cwd=Path(ROOT),
+            cwd=ROOT,
             env={
                 **os.environ,
                 **meeting,
                 "RANK": str(rank),
-                "GLOO_SOCKET_IFNAME": "slow",
+                "GLOO_SOCKET_IFNAME": "cable",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
             },
         )

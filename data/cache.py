@@ -15,7 +15,7 @@ from tqdm import tqdm
 from data.images import read_image, resize_long_side
 from utils.errors import UserError
 from utils.files import cache_folder, replacing
-from utils.processes import place, speaks
+from utils.place import place, speaks
 
 MEMORY_SHARE = 0.8  # of what is free now; the rest stays for training itself
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -20,6 +21,7 @@ from data.sampler import Draw, GlobalBatches, RectangularBatches, evaluation_bat
 from data.sources import DataSpec
 from utils.config import Hyperparameters, select
 from utils.errors import UserError
+from utils.failures import shield_worker
 
 PROBLEMS_SHOWN = 5
 NOWHERE = Placement((0.0, 0.0), (0, 0))  # the placement of a training item: a mosaic has no way back into one file
@@ -123,6 +125,15 @@ class Split:
     images: list[Path]
     labels: Labels
 
+    def identity(self) -> dict[str, str]:
+        """What tells whether these are the same images and labels as at another time, wherever they lie."""
+        names = "\n".join(path.name for path in self.images)
+        return {
+            "count": str(len(self.images)),
+            "files": hashlib.sha256(names.encode()).hexdigest(),
+            "labels": hashlib.sha256(self.labels.rows.tobytes() + self.labels.counts.tobytes()).hexdigest(),
+        }
+
     def report(self, title: str) -> list[str]:
         """What was found, for people: counts, and the first few problems."""
         counts = self.labels.counts
@@ -191,4 +202,5 @@ class DetectionData:
             collate_fn=collate,
             pin_memory=torch.cuda.is_available(),
             persistent_workers=self.workers > 0,
+            worker_init_fn=shield_worker,
         )

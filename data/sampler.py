@@ -36,7 +36,7 @@ class GlobalBatches:
 
     def __init__(self, count: int, batch_size: int, seed: int, shape: tuple[int, int]) -> None:
         self.count, self.batch_size, self.seed, self.shape = count, batch_size, seed, shape
-        self.epoch = 0
+        self.epoch, self.skipped = 0, 0
         self.sampler = (
             self  # Accelerate hands `set_epoch` to a batch sampler's `sampler` where there are many processes
         )
@@ -45,12 +45,17 @@ class GlobalBatches:
         """The epoch whose order the next iteration gives."""
         self.epoch = epoch
 
+    def skip(self, batches: int) -> None:
+        """Leave out the first batches of the next iteration: they are trained already."""
+        self.skipped = batches
+
     def __len__(self) -> int:
         return math.ceil(self.count / self.batch_size)
 
     def __iter__(self) -> Iterator[list[Draw]]:
         epoch, order = self.epoch, self.order()
-        for batch in range(len(self)):
+        first, self.skipped = self.skipped, 0
+        for batch in range(first, len(self)):
             start = batch * self.batch_size
             shape = self.batch_shape(batch)
             yield [

@@ -23,7 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from utils.errors import UserError
-from utils.processes import run_main
+from utils.failures import run_main
 
 DRAWING = 1  # raise it with every change that alters a pixel or a label: it tells folders of older drawings apart
 SIDE = 160  # pixels, height and width of every image

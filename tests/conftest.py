@@ -22,8 +22,10 @@ import yaml
 from torch.multiprocessing.spawn import start_processes
 
 from data.shapes import NAMES, draw_dataset
+from tests.machines import machines
 from utils.files import read_yaml
-from utils.processes import place, spread
+from utils.place import place
+from utils.processes import spread
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -144,24 +146,10 @@ def hosts(tmp_path: Path) -> Iterator[tuple[str, str]]:
     if not shutil.which("ip"):
         pytest.skip("needs the command ip (package iproute2)")
     try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
-        for number, name in enumerate(names, 1):
-            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "cable")
-            ip("-n", name, "link", "set", "cable", "up")
-            ip("-n", name, "link", "set", "lo", "up")
+        with machines(names):
+            yield names[0], names[1]
     except subprocess.CalledProcessError as error:
         pytest.skip(f"network namespaces are not permitted here: {error.stderr.strip()}")
-    else:
-        yield names[0], names[1]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="session")

@@ -20,8 +20,9 @@ SCORES = ["metrics/mAP_0.5", "metrics/mAP_0.5:0.95"]
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
+    """Of results.csv, without what was not measured."""
     with (folder / "results.csv").open() as file:
-        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 def floats(folder: Path) -> Tensor:

@@ -73,7 +73,7 @@ def test_accelerate_is_known_to_those_whose_business_it_is() -> None:
 
 
 def test_nobody_asks_which_process_it_is() -> None:
-    allowed = {"utils/run.py", "utils/launch.py", "utils/processes.py"}
+    allowed = {"utils/run.py", "utils/launch.py", "utils/place.py", "utils/processes.py"}
     question = re.compile(r"\b(is_(local_)?main_process|(local_)?process_index|on_main_process|get_rank|LOCAL_RANK)\b")
     for path in OWN:
         if relative(path) not in allowed:

@@ -21,9 +21,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import train
 from models.tasks.detection import DetectionTask
-from tests.conftest import ROOT, VAL, OnProcesses, RunScript, free_port, ip
+from tests.conftest import ROOT, VAL, OnProcesses, RunScript, free_port
 from tests.curves import ACCELERATE, CONFIGS, LOSSES, SCORES, floats, refused, rows, same_curve
-from utils.processes import place
+from tests.machines import by_hand, ip
+from utils.place import place
 from val import evaluate
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -177,20 +178,8 @@ def flags(drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[
     hyp = tmp_path / "sharp.yaml"
     hyp.write_text(yaml.safe_dump(SHARP))
     what = ["--data", str(drawn), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", str(hyp), "--imgsz", "64"]
-    return [
-        *what,
-        "--batch-size",
-        "8",
-        "--workers",
-        "0",
-        "--device",
-        "cpu",
-        "--sync-bn",
-        "--epochs",
-        "2",
-        "--project",
-        str(tmp_path),
-    ]
+    how = ["--batch-size", "8", "--workers", "0", "--device", "cpu", "--sync-bn", "--epochs", "2"]
+    return [*what, *how, "--project", str(tmp_path)]
 
 
 def epoch_in_float64(flags: Sequence[str]) -> dict[str, Tensor]:
@@ -332,12 +321,6 @@ def test_all_start_from_the_main_processs_weights(on_processes: OnProcesses, fla
 # One sentence where it cannot work
 
 
-def by_hand(rank: str, port: str) -> dict[str, str]:
-    """What a launcher would set for one of two machines with a process each."""
-    here = {"RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-    return {**here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-
-
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [
@@ -359,7 +342,7 @@ def test_one_sentence_from_two_processes(
 
 def test_a_process_that_never_comes(run_script: RunScript, flags: list[str]) -> None:
     port = free_port()
-    for rank, said in (("0", "only 1 of 2 processes came to 127.0.0.1"), ("1", "cannot be reached within 3 s")):
+    for rank, said in ((0, "only 1 of 2 processes came to 127.0.0.1"), (1, "cannot be reached within 3 s")):
         begun = time.monotonic()
         printed = run_script("train.py", *flags, "--dist-timeout", "3", fails=True, **by_hand(rank, port))
         refused(printed, said)
@@ -373,7 +356,7 @@ def test_a_port_in_use(run_script: RunScript, flags: list[str]) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        printed = run_script("train.py", *flags, "--dist-timeout", "5", fails=True, **by_hand("0", port))
+        printed = run_script("train.py", *flags, "--dist-timeout", "5", fails=True, **by_hand(0, port))
     refused(printed, f"127.0.0.1 port {port} is in use on this machine")
 
 

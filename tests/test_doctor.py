@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import ROOT, RunScript, free_port, ip
+from tests.conftest import ROOT, RunScript, free_port
+from tests.curves import ACCELERATE, CONFIGS
+from tests.machines import by_hand, ip
 from utils.files import read_yaml
 
 PORT = "29500"
-ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch")
 NAMED = 'name=$1; shift; echo "$name" > /proc/sys/kernel/hostname; exec "$@"'
 
 
@@ -76,21 +77,15 @@ def test_a_process_that_never_comes(doctor: Callable[..., str]) -> None:
     """Its rank is named by the main process; without a main process the others say so."""
     port = free_port()
     flags = ("--dist-timeout", "3")
-    printed = doctor(*flags, fails=True, **by_hand(0, "127.0.0.1", port))
+    printed = doctor(*flags, fails=True, **by_hand(0, port))
     assert heads(printed) == 1
     (error,) = errors(printed)
     assert "no word from rank 1 within 3 s: start the same command there" in error
     assert f"open 127.0.0.1 port {port}" in error
-    printed = doctor(*flags, fails=True, **by_hand(1, "127.0.0.1", port))
+    printed = doctor(*flags, fails=True, **by_hand(1, port))
     assert heads(printed) == 0
     (error,) = errors(printed)
     assert f"the main process at 127.0.0.1 port {port} cannot be reached within 3 s" in error
-
-
-def by_hand(rank: int, address: str, port: str = PORT) -> dict[str, str]:
-    """What a launcher would set for one of two machines with a process each."""
-    here = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-    return {**here, "MASTER_ADDR": address, "MASTER_PORT": port}
 
 
 # Two machines
@@ -111,7 +106,7 @@ def both(hosts: tuple[str, str], doctor: Callable[..., str]) -> Callable[..., li
         def machine(rank: int) -> str:
             launcher = (*on_host(hosts, rank), *(ends if rank else (sys.executable,)))
             given = ("--dist-timeout", patience, *(flags if rank else ()))
-            return doctor(*given, launcher=launcher, **more, **by_hand(rank, "10.77.0.1"))
+            return doctor(*given, launcher=launcher, **more, **by_hand(rank, PORT, "10.77.0.1"))
 
         with ThreadPoolExecutor() as pool:
             return list(pool.map(machine, (0, 1)))
@@ -120,7 +115,7 @@ def both(hosts: tuple[str, str], doctor: Callable[..., str]) -> Callable[..., li
 
 
 def test_two_machines_by_accelerate(hosts: tuple[str, str], doctor: Callable[..., str]) -> None:
-    config = ("--config_file", str(ROOT / "accelerate_configs" / "2node.yaml"), "--main_process_ip", "10.77.0.1")
+    config = ("--config_file", str(CONFIGS / "2node.yaml"), "--main_process_ip", "10.77.0.1")
 
     def machine(rank: int) -> str:
         launcher = (*on_host(hosts, rank), *ACCELERATE, *config, "--machine_rank", str(rank))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import itertools
 import json
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, Queue
@@ -21,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, free_port, left_behind
 
 Entry = dict[str, Any]  # of launch.json; the debugger takes one as the arguments of a session
 LIMIT = 120.0  # seconds for each wait: generous, for nothing is measured here
@@ -118,12 +119,6 @@ def first_line_of_the_loop() -> int:
     return next(node for node in ast.walk(function) if isinstance(node, ast.For)).body[0].lineno
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
 def until(condition: Callable[[], object]) -> bool:
     end = time.monotonic() + LIMIT
     while not (done := condition()) and time.monotonic() < end:
@@ -131,19 +126,12 @@ def until(condition: Callable[[], object]) -> bool:
     return bool(done)
 
 
-def started_with(cache: str) -> Iterator[psutil.Process]:
-    """The living processes that have a test's own cache folder in their environment: all that it has started, and no
-    other. The debugger's adapter and the launcher's processes leave the session, and the adapter its parent too."""
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get("XDG_CACHE_HOME") == cache and process.status() != psutil.STATUS_ZOMBIE:
-                yield process
-
-
 @pytest.mark.parametrize("name", PROCESSES)
 def test_a_breakpoint_stops_every_process(name: str, small_data: Path, tmp_path: Path) -> None:
-    """An entry's own command, started as the comment of the entry `attach` says, which is then used."""
-    entry, port, cache = entries()[name], free_port(), str(tmp_path / "cache")
+    """An entry's own command, started as the entry `attach` needs it, which is then used."""
+    entry, port, cache = entries()[name], int(free_port()), str(tmp_path / "cache")
+    # The debugger's adapter and the launcher's processes leave the session, and the adapter its parent too
+    left = functools.partial(left_behind, f"XDG_CACHE_HOME={cache}", patience=0)
     listening = [sys.executable, "-m", "debugpy", "--listen", f"127.0.0.1:{port}", "--wait-for-client"]
     target = [entry["program"]] if "program" in entry else ["-m", entry["module"]]
     what = ["--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", "data/hyps/shapes.yaml"]
@@ -164,9 +152,9 @@ def test_a_breakpoint_stops_every_process(name: str, small_data: Path, tmp_path:
         assert until(lambda: debugger.stopped(count) or debuggee.poll() is not None)
         assert sorted(debugger.answers) == [f"({rank}, {count}, 0)" for rank in range(count)]
         debugger.end()
-        assert until(lambda: debuggee.poll() is not None and not list(started_with(cache))), "something is left"
+        assert until(lambda: debuggee.poll() is not None and not left()), "something is left"
     finally:
-        for process in started_with(cache):
+        for process in left():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         debuggee.wait(LIMIT)

@@ -10,7 +10,13 @@ HALVES = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 HOOKS = (*HALVES, "powersgd")
 # PowerSGD answers one message with the next. Over gloo those of two buckets may cross, so all gradients are one bucket.
 BUCKETS = {"powersgd": 2**14}  # MB
+BUCKET = 25  # DDP's own
 RANK = 2  # of PowerSGD's approximation of each gradient matrix
+
+
+def bucket_size(how: str) -> int:
+    """MB of gradients that travel at a time."""
+    return BUCKETS.get(how, BUCKET)
 
 
 def compress(model: DistributedDataParallel, how: str, warmup: int) -> None:

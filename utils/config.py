@@ -14,9 +14,12 @@ from typing import Any, TypeVar
 
 from utils.errors import UserError, nearest
 from utils.files import find_file, read_yaml
-from utils.processes import speaks
+from utils.place import speaks
 
 T = TypeVar("T")
+
+
+NEWEST, AUTO = "newest", "auto"  # --resume without a value, and where there is something to resume
 
 
 def flag(
@@ -26,11 +29,13 @@ def flag(
     choices: tuple[str, ...] | None = None,
     const: Any = None,
     least: float | None = None,
+    fixed: bool = False,
 ) -> Any:
     """A field that is a flag: its default, help text, other names, allowed values, its value when given bare, and the
-    smallest value allowed."""
+    smallest value allowed. `fixed`: the curve depends on it, so that a run cannot be resumed with another value."""
     return dataclasses.field(
-        default=default, metadata={"help": text, "aliases": aliases, "choices": choices, "const": const, "least": least}
+        default=default,
+        metadata={"help": text, "aliases": aliases, "choices": choices, "const": const, "least": least, "fixed": fixed},
     )
 
 
@@ -38,17 +43,26 @@ def flag(
 class TrainOptions:
     """The flags of train.py."""
 
-    weights: str = flag("yolov5s.pt", "weights to start from, ours or an official YOLOv5 .pt; '' starts from scratch")
-    cfg: str = flag("", "model YAML; '' takes the one inside --weights")
+    weights: str = flag(
+        "yolov5s.pt", "weights to start from, ours or an official YOLOv5 .pt; '' starts from scratch", fixed=True
+    )
+    cfg: str = flag("", "model YAML; '' takes the one inside --weights", fixed=True)
     data: str = flag("data/coco128.yaml", "data set YAML")
     hyp: str = flag("data/hyps/low.yaml", "hyperparameter YAML")
     epochs: int = flag(100, "passes over the training images", least=1)
-    batch_size: int = flag(16, "images per batch, in total over all processes", "batch", least=1)
-    imgsz: int = flag(640, "side of the square that images are fitted into, in pixels", "img", "img-size", least=1)
-    rect: bool = flag(False, "batches of like aspect ratio with little padding; no shuffling, no mosaic")
+    batch_size: int = flag(
+        16, "images per batch, in total over all processes; -1 finds what the GPU holds", "batch", least=-1, fixed=True
+    )
+    imgsz: int = flag(
+        640, "side of the square that images are fitted into, in pixels", "img", "img-size", least=1, fixed=True
+    )
+    rect: bool = flag(False, "batches of like aspect ratio with little padding; no shuffling, no mosaic", fixed=True)
+    resume: str = flag(
+        "", "go on with a run: the newest of --project, or a run folder; auto: where there is one", const=NEWEST
+    )
     nosave: bool = flag(False, "write weights at the end only")
     noval: bool = flag(False, "validate after the last epoch only")
-    noautoanchor: bool = flag(False, "keep the model's anchors without checking that they suit the data")
+    noautoanchor: bool = flag(False, "keep the model's anchors without checking that they suit the data", fixed=True)
     noplots: bool = flag(False, "draw no pictures into the run folder")
     cache: str = flag("", "keep decoded images in memory or on disk", choices=("ram", "disk"), const="ram")
     device: str = flag("", "cpu, mps or CUDA devices such as 0 or 0,1 (a process for each); '' takes the best there is")
@@ -56,20 +70,23 @@ class TrainOptions:
     dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", least=1)
     sync_bn: bool = flag(False, "BatchNorm over the whole batch of all processes: the curve of one process")
     comm_hook: str = flag("", "send smaller gradients between processes", choices=("fp16", "bf16", "powersgd"))
-    single_cls: bool = flag(False, "treat every class as one")
-    optimizer: str = flag("SGD", "which optimizer", choices=("SGD", "Adam", "AdamW"))
+    single_cls: bool = flag(False, "treat every class as one", fixed=True)
+    optimizer: str = flag("SGD", "which optimizer", choices=("SGD", "Adam", "AdamW"), fixed=True)
     workers: int = flag(8, "loader processes per training process, at most one per CPU core", least=0)
     project: str = flag("runs/train", "folder of the run folders")
     name: str = flag("exp", "name of the run folder; a number is added where it is taken")
     exist_ok: bool = flag(False, "write into project/name although it exists")
-    cos_lr: bool = flag(False, "cosine learning rate instead of linear")
-    label_smoothing: float = flag(0.0, "label smoothing epsilon of the class term")
+    cos_lr: bool = flag(False, "cosine learning rate instead of linear", fixed=True)
+    label_smoothing: float = flag(0.0, "label smoothing epsilon of the class term", fixed=True)
     patience: int = flag(100, "stop after so many epochs without a better fitness; 0 never stops")
     freeze: tuple[int, ...] = flag(
-        (0,), "N freezes the first N layers (backbone 10); several numbers freeze just those"
+        (0,), "N freezes the first N layers (backbone 10); several numbers freeze just those", fixed=True
     )
     save_period: int = flag(-1, "also keep weights/epochN.pt every so many epochs; -1 never")
-    seed: int = flag(0, "seed of every random choice")
+    save_steps: int = flag(0, "also save what --resume needs every so many optimizer steps; 0 at each epoch", least=0)
+    time_limit: float = flag(0.0, "hours after which to stop at the next step, saved and validated; 0 never", least=0)
+    max_skips: int = flag(20, "stop after so many optimizer steps in a row whose gradients are not finite", least=1)
+    seed: int = flag(0, "seed of every random choice", fixed=True)
     mixed_precision: str = flag(
         "", "autocast; '' takes the launcher's, else bf16 or fp16 on CUDA", choices=("no", "fp16", "bf16")
     )
@@ -160,9 +177,14 @@ class Hyperparameters:
     copy_paste: float = 0.0
 
 
+def given_flags(kind: type, argv: Sequence[str]) -> dict[str, Any]:
+    """The flags in `argv` and their values, and no others."""
+    return vars(_parser(kind).parse_args(argv))
+
+
 def parse_options(kind: type[T], argv: Sequence[str], job: Mapping[str, Any] | None = None) -> T:
     """The flags in `argv` as a `kind`. `job` gives other defaults, where no flag names data, model, weights or hyp."""
-    given = vars(_parser(kind).parse_args(argv))
+    given = given_flags(kind, argv)
     chooses_files = any(name in given for name in ("data", "cfg", "weights", "hyp"))
     return kind(**{**({} if chooses_files or job is None else job), **given})
 

@@ -15,7 +15,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import metadata
@@ -26,18 +26,18 @@ import psutil
 import torch
 from torch import distributed
 
+from utils.board import SLACK, Board
 from utils.config import TrainOptions
 from utils.errors import UserError
+from utils.failures import give_up
 from utils.files import ROOT
 from utils.launch import GRACE, attend, device_kind, loader_workers, main_address, meet
-from utils.processes import give_up, place
-from utils.zero import PACKAGES, wanted
+from utils.place import key, place
+from utils.zero import absent_packages, wanted
 
 GIB, MIB = 2**30, 2**20
 NOTICE = 15.0  # seconds until the main process says for whom it waits
 MEASURE = 30.0  # seconds that the other ports have, at most
-SLACK = 5.0  # seconds for what should take none
-STEP = 0.05  # seconds between two looks at what others have written
 MESSAGE = 16 * MIB  # bytes of an all-reduce
 LEAST = GIB  # of /dev/shm and of the disk, bytes
 NAMED = 3  # files that a sentence names, at most
@@ -99,7 +99,7 @@ def examine(options: TrainOptions, read: Callable[[], Inputs]) -> None:
         kind = device_kind(options.device)
     except UserError as error:
         errors.append(str(error))
-    board = Board(meet(options.dist_timeout) if place().processes > 1 else distributed.HashStore())
+    board = Board(meet(options.dist_timeout) if place().processes > 1 else distributed.HashStore(), "doctor")
     board.put("facts", dataclasses.asdict(_look(options, read, kind, errors)))
     facts, serious = _report_facts(board, options.dist_timeout) if main else ([], 0)
     if board.of_main("measure", options.dist_timeout + GRACE):
@@ -110,7 +110,7 @@ def examine(options: TrainOptions, read: Callable[[], Inputs]) -> None:
         print(_verdict(serious), flush=True)
         board.put("serious", serious)
     failed = board.of_main("serious", MEASURE + GRACE)
-    board.leave()
+    board.leave("facts")
     if failed:
         give_up("", 1)  # hard, for a measurement that hangs would keep the process
 
@@ -137,61 +137,6 @@ def _verdict(serious: int) -> str:
     if not serious:
         return "the job can start"
     return f"the job would fail: {serious} error{'s' if serious > 1 else ''} to mend first"
-
-
-# What the processes tell each other
-
-
-class Board:
-    """What processes write for each other at a store, by name and rank."""
-
-    def __init__(self, store: distributed.Store) -> None:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-        self.store = distributed.PrefixStore(f"lockstep/doctor/{attempt}", store)
-        self.own = place()
-
-    def put(self, name: str, value: Any) -> None:
-        """Write this process's value, a JSON one, and count that it is written."""
-        self.store.add(f"{name}/{self.own.rank}/times", 1)
-        self.store.set(f"{name}/{self.own.rank}", json.dumps(value))  # last: who sees it may take the store away
-
-    def times(self, name: str, rank: int) -> int:
-        """How often a rank's value was written."""
-        return self.store.add(f"{name}/{rank}/times", 0)
-
-    def read(self, name: str, seconds: float) -> dict[int, Any]:
-        """The values of those ranks that write one within so many seconds."""
-        found: dict[int, Any] = {}
-        for found in self._readings(name, range(self.own.processes), seconds):
-            if len(found) == self.own.processes:
-                break
-        return found
-
-    def of_main(self, name: str, seconds: float) -> Any:
-        """The main process's value. Raises `UserError` where it does not come."""
-        for found in self._readings(name, (0,), seconds):
-            if found:
-                return found[0]
-        raise UserError(
-            f"the main process has not answered for {seconds:g} s: see what it printed, and whether the network is cut"
-        )
-
-    def leave(self) -> None:
-        """Wait, not for long, until all are here: the main process may hold the store, and its end be theirs."""
-        self.put("left", True)
-        came = [rank for rank in range(self.own.processes) if self.times("facts", rank)]
-        if self.own.rank == 0:
-            next((found for found in self._readings("left", came, SLACK) if len(found) == len(came)), None)
-
-    def _readings(self, name: str, ranks: Sequence[int], seconds: float) -> Iterator[dict[int, Any]]:
-        """What is there of these ranks, again and again for so many seconds. To wait at the store makes torch talk."""
-        end = time.monotonic() + seconds
-        while True:
-            keys = {rank: f"{name}/{rank}" for rank in ranks}
-            yield {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
-            if time.monotonic() > end:
-                return
-            time.sleep(STEP)
 
 
 def _all_facts(board: Board, timeout: float) -> list[Facts]:
@@ -237,7 +182,7 @@ def _look(options: TrainOptions, read: Callable[[], Inputs], kind: str, errors: 
         settings, files = read()
     except UserError as error:
         errors.append(str(error))
-    if wanted() and (absent := [package for package in PACKAGES if _version(package) == "-"]):
+    if wanted() and (absent := absent_packages()):
         errors.append(f"DeepSpeed is asked for, and {' and '.join(absent)} cannot be found; install them here too")
     folder = _existing(Path(options.project).absolute())
     if place().rank == 0 and not (folder.is_dir() and os.access(folder, os.W_OK)):
@@ -511,7 +456,7 @@ def measure(kind: str, limit: float) -> Measured:
 def _all_reduce(kind: str, limit: float, met: threading.Event) -> float:
     """Seconds that all processes take for one message. Sets `met` as soon as anything came through."""
     here = place()
-    store = distributed.PrefixStore(f"lockstep/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", attend(limit))
+    store = distributed.PrefixStore(key("doctor"), attend(limit))
     device = torch.device(kind, here.local_rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)

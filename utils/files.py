@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import yaml
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from utils.errors import UserError
 
+LOCK = ".lock"  # in a run folder that is being written to
+PATIENCE = 5.0  # seconds to wait for it: loader processes of a killed run hold it for a moment longer
+PART = ".part"  # ends the name of a file that is being written
 ROOT = Path(__file__).resolve().parents[1]  # the repository
 
 
@@ -21,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]  # the repository
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file beside `path`; on success flush and rename it to `path`, on failure remove it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=PART)
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
@@ -47,6 +50,21 @@ def one_at_a_time(lock: Path) -> Iterator[None]:
             held.enter_context(FileLock(lock))
             held.callback(lock.unlink, missing_ok=True)
         yield
+
+
+def claimed(folder: Path) -> FileLock:
+    """Hold a folder for this process, as long as it lives. Raises `UserError` where another one that lives holds it.
+
+    On a disk that knows no locks nothing is held.
+    """
+    lock = FileLock(folder / LOCK, timeout=PATIENCE)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"another run is writing into {folder}; wait for its end, or choose another --name") from None
+    except (OSError, NotImplementedError):
+        pass
+    return lock
 
 
 def _umask() -> int:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -21,23 +20,23 @@ from accelerate.utils import set_seed
 from torch.distributed import TCPStore
 
 from utils import zero
+from utils.compression import bucket_size
 from utils.errors import UserError
+from utils.failures import give_up, sign_in
 from utils.files import read_yaml
-from utils.processes import give_up, place
+from utils.place import place
+from utils.processes import fair_threads
 
 LAUNCHER_PRECISION = "ACCELERATE_MIXED_PRECISION"  # what `accelerate launch` leaves for the processes that it starts
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-BUCKET = 25  # DDP's own
 GRACE = 30.0  # seconds after the time-out until a meeting that torch does not end is ended
 
 
-def start(
-    device: str, mixed_precision: str, timeout: float, accumulation: int = 1, bucket: int = BUCKET
-) -> Accelerator:
+def start(device: str, mixed_precision: str, timeout: float, accumulation: int = 1, comm_hook: str = "") -> Accelerator:
     """An Accelerator on `device` ('' is the best there is), for global batches, so many per optimizer step.
 
     Under a launcher all its processes meet here. `timeout`: seconds that they wait for each other, now and later.
-    `bucket`: MB of gradients that travel at a time.
+    `comm_hook`: how the gradients will travel.
     Raises `UserError` where a device is missing or they do not meet.
     """
     processes = place().processes
@@ -46,7 +45,7 @@ def start(
         os.environ.setdefault("LOCAL_RANK", "0")  # Accelerate asks for it; some clusters set the other three only
         _refuse_uneven_launch()
         if on_cpu:
-            _prepare_for_gloo(processes)
+            _prepare_for_gloo()
         _wait_for_main_address(timeout)
     precision, by_zero = _precision(on_cpu or device == "mps", mixed_precision), zero.wanted()
     engine_precision = zero.prepare_environment(on_cpu, precision, accumulation) if by_zero else ""
@@ -62,9 +61,11 @@ def start(
                 InitProcessGroupKwargs(
                     timeout=timedelta(seconds=timeout), backend="gloo" if by_zero and on_cpu else None
                 ),
-                DistributedDataParallelKwargs(gradient_as_bucket_view=True, bucket_cap_mb=bucket),
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True, bucket_cap_mb=bucket_size(comm_hook)),
             ],
         )
+    _held.clear()
+    sign_in()
     if accelerator.num_processes != processes:
         raise UserError(
             f"the launcher started {processes} processes and {accelerator.num_processes} of them found each other; "
@@ -113,7 +114,9 @@ def processes_to_start(device: str, processes: int) -> int:
 def check_batch_size(batch_size: int) -> None:
     """Raises `UserError` with the two nearest sizes where the processes cannot share a batch evenly."""
     processes = place().processes
-    if batch_size % processes:
+    if not batch_size:
+        raise UserError("--batch-size 0 is too small; give 1 or more, or -1 for what the GPU holds")
+    if batch_size % processes and batch_size > 0:
         lower = batch_size // processes * processes
         sizes = f"{lower} or {lower + processes}" if lower else f"{processes}"
         raise UserError(
@@ -198,19 +201,19 @@ def _refuse_uneven_launch() -> None:
             )
 
 
-def _prepare_for_gloo(processes: int) -> None:
+def _prepare_for_gloo() -> None:
     """Threads, and the network interface that leads to the main process.
 
     gloo takes the interface of the host's name, which on many machines is the loopback.
     """
     if not os.environ.get("OMP_NUM_THREADS"):
-        threads = max((os.cpu_count() or 1) // place().local_processes, 1)
+        threads = fair_threads(place().local_processes)
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
-    if processes == place().local_processes or os.environ.get("GLOO_SOCKET_IFNAME"):
+    if place().processes == place().local_processes or os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing: it asks for the route
+        probe.connect((main_address()[0], 9))  # sends nothing: it asks for the route
         own = probe.getsockname()[0]
         for interface, addresses in psutil.net_if_addrs().items():
             if any(address.address == own for address in addresses):
@@ -248,7 +251,7 @@ def _meeting(timeout: float) -> Iterator[None]:
     if place().processes == 1:
         yield
         return
-    where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
+    where = "{} port {}".format(*main_address())
     stuck = f"error: the processes did not meet at {where} within {timeout:g} s; is something else listening there?"
     alarm = threading.Timer(timeout + GRACE, give_up, [stuck])
     alarm.daemon = True
@@ -276,15 +279,18 @@ def _why_not_met(text: str, where: str, timeout: float) -> str:
     )
 
 
-# The way in for the doctor, who wants no more than the store
+# The way in for those who want no more than the store
 
 
 def device_kind(device: str) -> str:
     """cpu, cuda or mps: what `--device` comes to here, made ready like for a run."""
     on_cpu = _choose_devices(device)
     if on_cpu and place().processes > 1:
-        _prepare_for_gloo(place().processes)
+        _prepare_for_gloo()
     return "cpu" if on_cpu else "mps" if device == "mps" or not torch.cuda.is_available() else "cuda"
+
+
+_held: list[TCPStore] = []  # the store of `meet`, which the main process may host, until `start` has met there too
 
 
 def meet(timeout: float) -> TCPStore:
@@ -293,7 +299,8 @@ def meet(timeout: float) -> TCPStore:
     _wait_for_main_address(timeout)
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by the launcher, or by `spread`
     with _meeting(timeout):
-        return _store(timeout, host=place().rank == 0 and not hosted)
+        _held[:] = [_store(timeout, host=place().rank == 0 and not hosted)]
+    return _held[0]
 
 
 def attend(timeout: float) -> TCPStore:
@@ -302,7 +309,14 @@ def attend(timeout: float) -> TCPStore:
 
 
 def _store(timeout: float, host: bool) -> TCPStore:
-    return TCPStore(*main_address(), is_master=host, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    # Multi-tenant: torch, which opens this store for itself when the processes meet, takes the one that is there.
+    return TCPStore(
+        *main_address(),
+        is_master=host,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
 
 
 # What a run needs to know of its start
@@ -325,7 +339,7 @@ def loader_workers(asked: int) -> int:
 
 def describe(accelerator: Accelerator) -> str:
     """What the run runs on, for people."""
-    device: Any = accelerator.device
+    device = accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     processes = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
     precision = accelerator.mixed_precision

@@ -15,9 +15,11 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, broadcast_object_list, gather_object
 from torch import nn
 
-from utils.checkpoint import write_weights
+from utils.checkpoint import States, serialised, weights_content
 from utils.console import Bar
-from utils.files import numbered_folder, replacing
+from utils.files import PART, claimed, numbered_folder
+from utils.watch import Watch
+from utils.writer import Writer
 
 T = TypeVar("T")
 BATCHES = 2  # how many of its first batches a process is listed with
@@ -33,44 +35,89 @@ class Run:
         self.folder = Path(project) / self.agree(
             numbered_folder(Path(project), name, exist_ok).name if self.main else ""
         )
+        self.held = claimed(self.folder) if self.main else None
+        self.states = States(self.folder / "checkpoint")
+        self.writer = Writer(self.say)
+        self.rows: list[str] = []  # of results.csv
+        self._watch = Watch(float("inf"), self.folder)
 
     def say(self, *lines: str) -> None:
         """Print lines, once."""
-        if self.main:
+        if self.main and lines:
             print(*lines, sep="\n", flush=True)
 
-    def bar(self, title: str, images: int) -> Bar:
-        """A progress bar that only the main process draws."""
-        return Bar(title, images, self.main)
+    def bar(self, title: str, images: int, done: int = 0) -> Bar:
+        """A progress bar that only the main process draws; `done` images are over."""
+        return Bar(title, images, self.main, done)
+
+    def watch(self, timeout: float) -> Watch:
+        """Within a `with`, a process that has not moved for so many seconds is found out: it moves by `beat`."""
+        self._watch = Watch(timeout, self.folder)
+        return self._watch
+
+    def beat(self) -> None:
+        """This process moves on to its next batch."""
+        self._watch.beat()
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
         """settings.yaml: every resolved setting."""
-        if self.main:
-            with replacing(self.folder / "settings.yaml") as file:
-                file.write(yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True).encode())
+        text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True).encode()
+        self._write_now("settings.yaml", text)
 
     def log(self, row: Mapping[str, float | int | None]) -> None:
-        """Append a row to results.csv: 9 significant digits, empty where nothing was measured."""
-        if not self.main:
-            return
-        file = self.folder / "results.csv"
-        first = row["epoch"] == 0 or not file.exists()
-        with file.open("w" if first else "a", encoding="utf-8") as out:
-            if first:
-                out.write(",".join(row) + "\n")
-            out.write(",".join("" if value is None else f"{value:.9g}" for value in row.values()) + "\n")
+        """Add a row to results.csv: 9 significant digits, empty where nothing was measured.
 
-    def save(self, name: str, model: nn.Module, **described: Mapping[Any, Any]) -> None:
-        """weights/`name`: the model and its description, as `write_weights` takes it."""
+        The file is written anew each time, so that it is always whole.
+        """
+        if not self.rows:
+            self.rows.append(",".join(row))
+        self.rows.append(",".join("" if value is None else f"{value:.9g}" for value in row.values()))
+        self._write_rows()
+
+    def _write_rows(self) -> None:
+        self._write_now("results.csv", "".join(f"{line}\n" for line in self.rows).encode())
+
+    def save(self, files: Sequence[str], model: nn.Module, **described: Mapping[Any, Any]) -> None:
+        """weights/ of these names, all alike: the model and its description, as `weights_content` takes it."""
+        if self.main and files:
+            content = serialised(weights_content(model, **described))
+            self.writer.files([self.folder / "weights" / name for name in files], content)
+
+    def save_state(self, content: Mapping[str, Any]) -> None:
+        """checkpoint/: what --resume needs to go on from here."""
         if self.main:
-            write_weights(self.folder / "weights" / name, model, **described)
+            state = serialised({**content, "rows": self.rows})
+            self.writer.do(str(self.states.folder), lambda: self.states.write(state))
+
+    def restore(self, resume: bool) -> dict[str, Any] | None:
+        """The last whole state of this folder, on every process; results.csv becomes what it was then.
+
+        Without `resume` None, and states of an earlier run are removed. What was left half written is removed too.
+        """
+        if self.main and not resume:
+            self.states.clear()
+        if self.main:
+            for part in (*self.folder.glob(f".*{PART}"), *self.folder.glob(f"*/.*{PART}")):
+                part.unlink(missing_ok=True)
+        state = self.agree(self.states.read(self.say) if self.main else None)
+        if state is not None:
+            self.rows = state["rows"]
+            if self.rows:
+                self._write_rows()
+        return state
+
+    def finish_writing(self) -> None:
+        """Wait until all is written. Raises `UserError` for what could not be."""
+        self.writer.finish(self.folder)
 
     def plot(self, name: str, picture: np.ndarray) -> None:
         """Write a picture, uint8 (h, w, 3) BGR, into the run folder."""
+        self._write_now(name, cv2.imencode(Path(name).suffix, picture)[1].tobytes())
+
+    def _write_now(self, name: str, content: bytes) -> None:
         if self.main:
-            encoded = cv2.imencode(Path(name).suffix, picture)[1]
-            with replacing(self.folder / name) as file:
-                file.write(encoded.tobytes())
+            self.writer.files([self.folder / name], content)
+            self.writer.wait()
 
     def agree(self, value: T) -> T:
         """The main process's value, on every process, so that all decide alike."""
@@ -91,6 +138,11 @@ class Run:
         return self.gather(
             [f"process {own.process_index} of {own.num_processes} on {host}, {own.device}: images {images}"]
         )
+
+    def own(self, shares: Sequence[T]) -> T | None:
+        """Of what `gather` collected, one item from each process, this one's; None where they were others."""
+        here = self.accelerator
+        return shares[here.process_index] if len(shares) == here.num_processes else None
 
     def share(self, items: Sequence[T]) -> list[T]:
         """This process's part of `items`: dealt out one by one, each to one process."""

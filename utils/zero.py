@@ -8,13 +8,16 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from utils.errors import UserError
+from utils.optim import parameter_groups
+from utils.place import place
 
 PACKAGES = ("deepspeed", "transformers")
 
@@ -22,6 +25,11 @@ PACKAGES = ("deepspeed", "transformers")
 def wanted() -> bool:
     """Does the launcher ask for DeepSpeed?"""
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
+def absent_packages() -> list[str]:
+    """What of `PACKAGES` is not installed."""
+    return [package for package in PACKAGES if importlib.util.find_spec(package) is None]
 
 
 def refuse_comm_hook(comm_hook: str) -> None:
@@ -38,8 +46,7 @@ def prepare_environment(on_cpu: bool, precision: str | None, accumulation: int) 
 
     Raises `UserError` for absent packages, and for fp16: the engine's autocast has no loss scaling.
     """
-    absent = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
-    if absent:
+    if absent := absent_packages():
         raise UserError(
             f"the launch file asks for DeepSpeed, and {' and '.join(absent)} cannot be imported; "
             "pip install -r requirements-deepspeed.txt, or take another file of accelerate_configs"
@@ -81,6 +88,90 @@ def configure(plugin: Any, batch_size: int, clip: float) -> None:
             "zero_force_ds_cpu_optimizer": False,  # offloaded or not, the same optimizer takes the same steps
         }
     )
+
+
+def optimizer_state(optimizer: Any, model: nn.Module) -> dict[int, dict[str, Any]]:
+    """What the optimizer keeps of each parameter, whole, numbered as torch's `Optimizer.state_dict` does.
+
+    `optimizer` as Accelerate has prepared it, for the three groups of `model`. All processes must come together.
+    """
+    if not wanted():
+        return optimizer.state_dict()["state"]
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    flat_states = _flat_states(optimizer)
+    if not flat_states:
+        return {}
+    parts, common = _split(next(iter(flat_states.values())))
+    _link(optimizer)
+    found: dict[int, dict[str, Any]] = {}
+    for number, parameter in enumerate(_numbered(model)):
+        if parameter.requires_grad:
+            whole_parts = {name: safe_get_full_optimizer_state(parameter, name).cpu() for name in parts}
+            found[number] = {**whole_parts, **common}
+    return found
+
+
+def load_optimizer_state(optimizer: Any, model: nn.Module, saved: Mapping[int, Mapping[str, Any]]) -> None:
+    """Give the optimizer what `optimizer_state` found, whoever saved it: another stage, or DDP."""
+    if not saved:
+        return
+    if not wanted():
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": dict(saved), "param_groups": groups})
+        return
+    from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+    parts, common = _split(next(iter(saved.values())))
+    zero = optimizer.optimizer
+    for flat in _flat_parameters(zero):
+        own = {name: value.clone() if isinstance(value, Tensor) else value for name, value in common.items()}
+        zero.optimizer.state[flat] = {**{name: torch.zeros_like(flat) for name in parts}, **own}
+    _link(optimizer)
+    for number, parameter in enumerate(_numbered(model)):
+        for name in parts if number in saved else ():
+            value = saved[number][name].to(torch.float32)
+            if hasattr(parameter, "ds_id"):
+                # A part is as long on every process, so the last one may be longer than what is left.
+                length, rank = parameter.ds_tensor.numel(), place().rank  # type: ignore[attr-defined]
+                filled = nn.functional.pad(value.flatten(), (0, length * place().processes - value.numel()))
+                safe_set_local_optimizer_state(parameter, filled[rank * length : (rank + 1) * length], name)
+            else:
+                safe_set_full_optimizer_state(parameter, value, name)
+
+
+def _numbered(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for group in parameter_groups(model, 0.0) for parameter in group["params"]]
+
+
+def _flat_parameters(zero: Any) -> list[Tensor]:
+    """What the engine's inner optimizer steps: the flat parts of this process."""
+    return (
+        zero.fp32_partitioned_groups_flat
+        if hasattr(zero, "fp32_partitioned_groups_flat")
+        else (zero.single_partition_of_fp32_groups)
+    )
+
+
+def _flat_states(optimizer: Any) -> dict[Tensor, dict[str, Any]]:
+    return optimizer.optimizer.optimizer.state
+
+
+def _split(state: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Names of what is as long as the parameters, and what is one value for all, such as Adam's step."""
+    parts = [name for name, value in state.items() if isinstance(value, Tensor) and value.dim()]
+    return parts, {name: value for name, value in state.items() if name not in parts}
+
+
+def _link(optimizer: Any) -> None:
+    """Stages 1 and 2 tell a parameter only in the first step which part of the flat state is its own, and not each."""
+    zero = optimizer.optimizer
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
+        return
+    for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+        for parameter in parameters:
+            if parameter._hp_mapping is not None and flat in zero.optimizer.state:
+                parameter._hp_mapping.set_optim_state_fragment(flat, zero.optimizer.state[flat])
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 
 from tests.conftest import OnProcesses
 from utils.batchnorm import average_statistics, synchronise
-from utils.processes import place
+from utils.place import place
 
 PARTS = {2: (3, 5), 3: (4, 1, 2)}  # images of each process: unequal on purpose
 SHAPE = (6, 9, 7)  # channels, height, width

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.conftest import OnProcesses
 from utils.compression import BUCKETS, HOOKS, compress
 from utils.config import TrainOptions
-from utils.processes import place
+from utils.place import place
 
 STEPS = 6
 

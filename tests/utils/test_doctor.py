@@ -127,7 +127,7 @@ def test_table() -> None:
 
 def test_ranks_that_say_nothing_and_ranks_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    board = Board(distributed.HashStore())
+    board = Board(distributed.HashStore(), "doctor")
     board.put("facts", dataclasses.asdict(A))
     board.put("facts", dataclasses.asdict(A))
     facts = doctor._all_facts(board, 0.1)
@@ -135,12 +135,12 @@ def test_ranks_that_say_nothing_and_ranks_of_two(monkeypatch: pytest.MonkeyPatch
     silent, twice = doctor._absent(board, facts, 0.1)
     assert "no word from ranks 1 and 2 within 0.1 s" in silent.text
     assert "2 processes say that they are rank 0" in twice.text
-    board.leave()  # does not wait for those that never came
+    board.leave("facts")  # does not wait for those that never came
 
 
 def test_facts_of_another_state_of_the_code() -> None:
     """They may have more or fewer keys; the table and the comparison, which says so, are printed all the same."""
-    board = Board(distributed.HashStore())
+    board = Board(distributed.HashStore(), "doctor")
     board.put("facts", {"host": "b", "rank": 0, "unheard": 1, "code": {"train.py": "2222"}})
     (facts,) = doctor._all_facts(board, 1.0)
     assert facts == Facts(host="b", rank=0, code={"train.py": "2222"})

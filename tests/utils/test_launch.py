@@ -168,11 +168,11 @@ def test_gloo_takes_the_interface_that_leads_to_the_main_process(monkeypatch: py
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     launched(monkeypatch, 2, 2)
-    launch._prepare_for_gloo(2)
+    launch._prepare_for_gloo()
     assert "GLOO_SOCKET_IFNAME" not in os.environ  # one machine: nothing to choose
     launched(monkeypatch, 4, 2)
-    launch._prepare_for_gloo(4)
+    launch._prepare_for_gloo()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
-    launch._prepare_for_gloo(4)
+    launch._prepare_for_gloo()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"

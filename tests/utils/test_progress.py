@@ -16,7 +16,7 @@ def test_the_best_is_kept_and_the_first_of_equals() -> None:
         False,
         True,
     ]
-    assert (progress.best, progress.best_epoch, progress.epoch) == (0.3, 4, 5)
+    assert (progress.best, progress.best_epoch, progress.validated) == (0.3, 4, 4)
 
 
 def test_no_number_is_never_the_best() -> None:

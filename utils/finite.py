@@ -1,0 +1,96 @@
+"""Optimizer steps whose gradients are not finite: undone, counted, and explained when they do not end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NAMED = 5  # images that a sentence names, at most
+HUGE = 1e4  # no weight of a sound network is larger
+
+
+class Guard:
+    """Keeps what a window of batches changes beside the weights, to take it back where the window's step is skipped.
+
+    tensors: changed in place; statistics of BatchNorm, sums of losses.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], limit: int) -> None:
+        self.live = [tensor.detach() for tensor in tensors]
+        self.kept = [tensor.clone() for tensor in self.live]
+        self.limit, self.row = limit, 0
+        self.window: list[tuple[Tensor, list[str]]] = []  # of each batch: its loss terms and its images
+
+    def saw(self, losses: Tensor, images: Iterable[str]) -> None:
+        """Note a batch: its loss terms (k,) and where its images came from."""
+        self.window.append((losses, list(images)))
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """What is there now is to be kept."""
+        torch._foreach_copy_(self.kept, self.live)
+
+    def passed(self) -> None:
+        """The window's step was taken."""
+        self.keep()
+        self.row = 0
+        self.window.clear()
+
+    @torch.no_grad()
+    def undo(self) -> bool:
+        """The window's step was skipped; true where there were too many in a row."""
+        torch._foreach_copy_(self.live, self.kept)
+        self.row += 1
+        if self.row >= self.limit:
+            return True
+        self.window.clear()
+        return False
+
+    def suspects(self, names: Sequence[str]) -> list[tuple[str, str]]:
+        """The images of the window's batches whose loss is not finite, with the term that is not: here, not elsewhere.
+
+        names: of the loss terms.
+        """
+        found = []
+        for losses, images in self.window:
+            terms = [name for name, value in zip(names, losses.tolist(), strict=True) if not math.isfinite(value)]
+            found += [(image, ", ".join(terms)) for image in images if terms]
+        return found
+
+
+def explain(
+    step: int, row: int, suspects: Sequence[tuple[str, str]], images: int, model: nn.Module, precision: str, lr: float
+) -> str:
+    """What is known of `row` skipped steps in a row: the last step, its images, and what is probably the cause.
+
+    suspects: of all processes; images: of the window. precision: of the autocast.
+    """
+    largest = max((float(p.detach().abs().max()) for p in model.parameters() if p.numel()), default=0.0)
+    if suspects:
+        terms = ", ".join(dict.fromkeys(terms for _, terms in suspects))
+        found = [image for image, _ in suspects]
+        where = f"{terms} of the images {', '.join(found[:NAMED])}" + (
+            f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        )
+        what = f"not finite: {where}"
+    else:
+        what = f"the loss of its {images} images is finite, and its gradient is not"
+    if not largest < HUGE:
+        cause = f"the weights have grown to {largest:.3g}, so the learning rate (lr0 {lr:g}) is probably too high"
+    elif precision == "fp16":
+        cause = "fp16 probably overflows: try --mixed-precision bf16 or no"
+    else:
+        cause = f"look at these images and their labels, and try a lower lr0 than {lr:g}"
+    return (
+        f"{row} optimizer steps in a row were skipped, for their gradients were not finite; the last is step {step} "
+        f"({what}); {cause}"
+    )
+
+
+def statistics(model: Any) -> dict[str, Tensor]:
+    """The floating buffers of a model by name: running statistics, which training changes beside the weights."""
+    return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}

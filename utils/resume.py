@@ -1,0 +1,194 @@
+"""Which run --resume means, and with what settings it goes on: the main process decides, and all do the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from utils.board import Board
+from utils.checkpoint import States
+from utils.config import AUTO, NEWEST, TrainOptions, given_flags, read_hyperparameters
+from utils.errors import UserError
+from utils.failures import Stopped
+from utils.files import read_yaml
+from utils.launch import meet
+from utils.place import launched, place
+from utils.progress import Progress
+
+SETTINGS, STATES = "settings.yaml", "checkpoint"  # in a run folder
+OF_THE_LAUNCH = ("device", "processes")  # what a launcher decides where there is one
+
+
+def settle(options: TrainOptions, argv: Sequence[str]) -> tuple[TrainOptions, dict[str, Any] | None]:
+    """The options that a run goes on with, and the settings that it was begun with: None for one to begin.
+
+    A run that is finished ends here, with 0. Raises `UserError` where there is nothing to resume, or where a flag in
+    `argv` is another one than the run was begun with and its curve depends on it.
+    """
+    if not options.resume:
+        return options, None
+    answer = _agreed(lambda: _decide(options, argv), options.dist_timeout)
+    if "error" in answer:
+        raise UserError(answer["error"])
+    if "finished" in answer:
+        if place().rank == 0:
+            print(answer["finished"], flush=True)
+        raise Stopped(0)
+    saved = answer["saved"]
+    return _options(answer["options"]), None if saved is None else yaml.safe_load(saved)
+
+
+def _agreed(decide: Callable[[], dict[str, Any]], timeout: float) -> dict[str, Any]:
+    """The main process's answer on all of them: folders that others see later, or not at all, must not matter."""
+    if place().processes == 1:
+        return decide()
+    board = Board(meet(timeout), "resume")
+    if place().rank == 0:
+        try:
+            answer = decide()
+        except UserError as error:
+            answer = {"error": str(error)}
+        board.put("answer", answer)
+        if "options" not in answer:  # it ends here, and the store may be its own
+            board.put("heard", True)
+            board.read("heard", timeout)
+        return answer
+    answer = board.of_main("answer", timeout)
+    board.put("heard", True)
+    return answer
+
+
+def _decide(options: TrainOptions, argv: Sequence[str]) -> dict[str, Any]:
+    run = find_run(options)
+    if run is None:
+        return {"options": vars(options), "saved": None}
+    settings = read_yaml(run / SETTINGS)
+    known = {field.name for field in dataclasses.fields(TrainOptions)}
+    saved = {name: value for name, value in settings.items() if name in known}
+    if "epochs" not in saved or "hyperparameters" not in settings:
+        raise UserError(f"{run} is not the folder of a training run, so it cannot be resumed; name one that is")
+    given = {name: value for name, value in given_flags(TrainOptions, argv).items() if name != "resume"}
+    _refuse_changes(run, settings, given)
+    if launched():
+        saved = {name: value for name, value in saved.items() if name not in OF_THE_LAUNCH}
+    where = {"project": str(run.parent), "name": run.name, "exist_ok": True, "resume": str(run)}
+    batch_size = {"batch_size": settings["batch_size"]}  # where it was found by -1, it stays
+    merged = _options({**saved, **given, **batch_size, **where})
+    state = States(run / STATES).peek()
+    if state is None:  # it ended before there was one, and begins again
+        return {"options": vars(merged), "saved": None}
+    progress = Progress.of(state["progress"])
+    if progress.finished and merged.epochs <= settings["epochs"]:
+        return {"finished": f"{run} is finished: nothing to resume; --epochs with a larger number makes it longer"}
+    if progress.epoch >= merged.epochs:
+        return {"finished": f"{run} has trained {progress.epoch} epochs; --epochs {merged.epochs} leaves nothing to do"}
+    return {"options": vars(merged), "saved": yaml.safe_dump(settings)}
+
+
+def _options(values: Mapping[str, Any]) -> TrainOptions:
+    plain: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return TrainOptions(**plain)
+
+
+def find_run(options: TrainOptions) -> Path | None:
+    """The run folder that --resume means. None where `auto` finds none.
+
+    Raises `UserError` where a path is no run's, or the project has none.
+    """
+    project = Path(options.project)
+    if options.resume == NEWEST:
+        found = newest(project, ".*")
+        if found is None:
+            raise UserError(f"there is no run to resume in {project}; name its folder, or start one without --resume")
+        return found
+    if options.resume == AUTO:
+        name = re.escape(options.name)
+        return newest(project, name if options.exist_ok else rf"{name}\d*")
+    path = Path(options.resume)
+    if not path.exists():
+        raise UserError(f"--resume {path}: there is no such file or folder; name a run folder, or a weight file in one")
+    for folder in (path, *path.absolute().parents[:2]):  # itself, or checkpoint/, or weights/last.pt in it
+        if (folder / SETTINGS).is_file():
+            return folder
+    raise UserError(f"--resume {path}: neither this nor what it lies in is a run folder of train.py (no {SETTINGS})")
+
+
+def newest(project: Path, pattern: str) -> Path | None:
+    """The run folder of that name that was written to last."""
+    runs = [file.parent for file in project.glob(f"*/{SETTINGS}") if re.fullmatch(pattern, file.parent.name)]
+    return max(runs, key=_written, default=None)
+
+
+def _written(run: Path) -> float:
+    files = [run / SETTINGS, run / "results.csv", *(run / STATES).glob("*.pt")]
+    return max(file.stat().st_mtime for file in files if file.exists())
+
+
+def _refuse_changes(run: Path, settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises `UserError` that names a flag which the run's curve depends on, where it has changed."""
+    instead = f"leave it out, or start a new run from {run / 'weights' / 'last.pt'}"
+    for field in dataclasses.fields(TrainOptions):
+        name = field.name
+        if not field.metadata["fixed"] or name not in given or name not in settings or name == "imgsz":
+            continue  # the image size in the settings is rounded: the script compares it
+        value = list(given[name]) if isinstance(given[name], tuple) else given[name]
+        if value != settings[name] and not (name == "batch_size" and value == -1):
+            raise UserError(
+                f"--{name.replace('_', '-')} is {given[name]!r} now, and {run} was begun with {settings[name]!r}: it "
+                f"cannot go on like that; {instead}"
+            )
+    if "hyp" in given:
+        now, then = vars(read_hyperparameters(given["hyp"])), settings["hyperparameters"]
+        changed = [f"{name} is {now[name]} and was {then.get(name)}" for name in now if now[name] != then.get(name)]
+        if changed:
+            raise UserError(f"--hyp {given['hyp']} has changed since {run} was begun: {', '.join(changed)}; {instead}")
+
+
+def changes(settings: Mapping[str, Any], options: TrainOptions) -> list[str]:
+    """Sentences for the flags that are other ones than the run was begun with."""
+    free = [field.name for field in dataclasses.fields(TrainOptions) if not field.metadata["fixed"]]
+    own = ("resume", "project", "name", "exist_ok", *OF_THE_LAUNCH)
+    now = {name: getattr(options, name) for name in free if name in settings and name not in own}
+    said = [f"--{k.replace('_', '-')} is {v!r} and was {settings[k]!r}" for k, v in now.items() if v != settings[k]]
+    if now.get("epochs") != settings["epochs"]:
+        said.append(f"the learning rate from here on is that of a run of {options.epochs} epochs")
+    return said
+
+
+def check_same(state: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
+    """Raises `UserError` where classes, images or their size are others than when the state was saved.
+
+    identity: `names` of the classes, `imgsz`, and `images`: what tells the training images apart. Returns warnings.
+    """
+    was, now = state["names"], identity["names"]
+    if list(was.values()) != list(now.values()):
+        raise UserError(
+            f"the classes have changed since the run began ({len(was)} then, {len(now)} now: "
+            f"{_first_difference(list(was.values()), list(now.values()))}); mend names: in the data YAML, or start a "
+            "new run from its weights/last.pt"
+        )
+    if state["imgsz"] != identity["imgsz"]:
+        raise UserError(
+            f"--imgsz is {identity['imgsz']} now, and the run was begun with {state['imgsz']}; leave it out"
+        )
+    images, before = identity["images"], state["images"]
+    changed = [what for what in images if images[what] != before.get(what)]
+    if "files" in changed:
+        raise UserError(
+            f"the training images have changed since the run began ({before.get('count')} then, "
+            f"{images.get('count')} now); bring back the same, or start a new run from its weights/last.pt"
+        )
+    return [f"warning: the {what} of the training images have changed since the run began" for what in changed]
+
+
+def _first_difference(was: list[str], now: list[str]) -> str:
+    for number in range(max(len(was), len(now))):
+        old, new = (names[number] if number < len(names) else "none" for names in (was, now))
+        if old != new:
+            return f"class {number} was {old} and is {new}"
+    return ""
