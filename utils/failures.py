@@ -162,10 +162,13 @@ def end_workers() -> None:
 # What failing processes tell each other at the run's store
 
 
+_silent: list[distributed.Store] = []  # the run's store, once it has not answered in time
+
+
 def ask_store(question: Callable[[distributed.Store], T], otherwise: T) -> T:
     """The run's store's answer, or `otherwise`: where there is no store, or none that answers in time."""
     store, answer = run_store(), [otherwise]
-    if store is None:
+    if store is None or _silent:
         return otherwise
 
     def ask() -> None:
@@ -176,6 +179,8 @@ def ask_store(question: Callable[[distributed.Store], T], otherwise: T) -> T:
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(ANSWER)
+    if thread.is_alive():
+        _silent.append(store)
     return answer[-1]
 
 

@@ -29,6 +29,7 @@ from utils.processes import fair_threads
 
 LAUNCHER_PRECISION = "ACCELERATE_MIXED_PRECISION"  # what `accelerate launch` leaves for the processes that it starts
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+LATER = 10.0  # seconds after the time-out until torch ends a wait that nobody has explained: a watch knows more
 GRACE = 30.0  # seconds after the time-out until a meeting that torch does not end is ended
 
 
@@ -59,7 +60,7 @@ def start(device: str, mixed_precision: str, timeout: float, accumulation: int =
             step_scheduler_with_optimizer=False,
             kwargs_handlers=[
                 InitProcessGroupKwargs(
-                    timeout=timedelta(seconds=timeout), backend="gloo" if by_zero and on_cpu else None
+                    timeout=timedelta(seconds=timeout + LATER), backend="gloo" if by_zero and on_cpu else None
                 ),
                 DistributedDataParallelKwargs(gradient_as_bucket_view=True, bucket_cap_mb=bucket_size(comm_hook)),
             ],
