@@ -442,7 +442,8 @@ def fit(trainer: Trainer, validate: Callable[..., Summary]) -> Summary:
         progress.next_epoch()
         trainer.totals.zero_()
         trainer.guard.keep()
-    trainer.save_state()
+    run.finish_writing()
+    trainer.save_state()  # finished: no weights are missing
     if progress.epoch < options.epochs:
         run.say(
             f"stopped: no better fitness for {options.patience} epochs; the best was epoch {progress.best_epoch + 1}"
@@ -487,7 +488,7 @@ def epoch_line(
     parts = [f"{name} {value:.4f}" for name, value in losses.items()]
     parts += [f"{name} {value:.4f}" for name, value in (summary.metrics if summary else {}).items()]
     parts += [f"{rate:.0f} images/s"] if rate else []
-    parts += [f"{skipped} steps skipped so far (gradients not finite)"] if skipped else []
+    parts += [f"steps skipped so far, not finite: {skipped}"] if skipped else []
     return f"epoch {epoch + 1}/{epochs}: {', '.join(parts)}"
 
 
