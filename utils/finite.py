@@ -69,7 +69,8 @@ def explain(
 
     suspects: of all processes; images: of the window. precision: of the autocast.
     """
-    largest = max((float(p.detach().abs().max()) for p in model.parameters() if p.numel()), default=0.0)
+    sizes = [float(parameter.detach().abs().max()) for parameter in model.parameters() if parameter.numel()]
+    largest = float("nan") if any(map(math.isnan, sizes)) else max(sizes, default=0.0)  # max may pass over it
     if suspects:
         terms = ", ".join(dict.fromkeys(terms for _, terms in suspects))
         found = [image for image, _ in suspects]

@@ -72,6 +72,7 @@ def largest_batch(peak: Callable[[int], int], free: int, most: int) -> int:
         try:
             found.append((size, peak(size)))
         except torch.OutOfMemoryError:
+            most = found[-1][0]  # whatever the line says
             break
     (small, low), (large, high) = found[-2:] if len(found) > 1 else ((0, 0), found[0])
     slope = max((high - low) / (large - small), 1.0)

@@ -48,6 +48,7 @@ def spread(main: Callable[[], object], processes: int) -> bool:
         "LOCAL_WORLD_SIZE": str(processes),
     }
     os.environ.setdefault("OMP_NUM_THREADS", str(fair_threads(processes)))  # torch reads it once, at its start
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each tells with its stack that the others are gone
     workers = multiprocessing.get_start_method()
     started = [
         multiprocessing.get_context("spawn").Process(target=_enter, args=(rank, main, environment, workers))
@@ -74,7 +75,7 @@ def _wait(started: Sequence[SpawnProcess], store: distributed.Store) -> None:
     asked: list[int] = []  # signals to end
 
     def hand_on(number: int, frame: FrameType | None) -> None:
-        again = asked and number == signal.SIGINT
+        again = bool(asked) and number == signal.SIGINT
         asked.append(number)
         for process in started:
             if process.is_alive():

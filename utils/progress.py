@@ -24,7 +24,7 @@ class Progress:
     finished: bool = False
 
     def __str__(self) -> str:
-        return f"in epoch {self.epoch + 1}, after batch {self.batch}"
+        return f"in epoch {self.epoch + 1}" + (f", after batch {self.batch}" if self.batch else "")
 
     def record(self, epoch: int, fitness: float) -> bool:
         """Note an epoch's fitness; true where it is the best so far."""

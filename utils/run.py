@@ -87,7 +87,7 @@ class Run:
         """checkpoint/: what --resume needs to go on from here."""
         if self.main:
             state = serialised({**content, "rows": self.rows})
-            self.writer.do([self.states.folder], lambda: self.states.write(state))
+            self.writer.do({self.states.folder: lambda: self.states.write(state)})
 
     def restore(self, resume: bool) -> dict[str, Any] | None:
         """The last whole state of this folder, on every process; results.csv becomes what it was then.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from utils.errors import UserError
 from utils.files import replacing
+
+Jobs = Mapping[Path, Callable[[], None]]  # what is written, and what writes it: that alone
 
 
 class Writer:
@@ -19,34 +22,34 @@ class Writer:
     def __init__(self, say: Callable[[str], object]) -> None:
         self.say = say
         self.pool = ThreadPoolExecutor(1)
-        self.running: tuple[Sequence[Path], Callable[[], None], Future[None]] | None = None
-        self.failed: dict[Path, Callable[[], None]] = {}  # what is not written, and the job that does it
+        self.running: tuple[Jobs, Future[None]] | None = None
+        self.failed: dict[Path, Callable[[], None]] = {}
         self.told: set[Path] = set()
 
     def files(self, paths: Sequence[Path], content: memoryview | bytes) -> None:
         """The same content into several files, each whole or as before."""
-        self.do(paths, lambda: _write(paths, content))
+        self.do({path: partial(_write, path, content) for path in paths})
 
-    def do(self, paths: Sequence[Path], job: Callable[[], None]) -> None:
-        """Start a job that writes these when the one before is done: none waits, for each holds all that it writes."""
+    def do(self, jobs: Jobs) -> None:
+        """Start some jobs when those before are done: none waits, for each holds all that it writes."""
         self.wait()
-        self.running = paths, job, self.pool.submit(job)
+        self.running = jobs, self.pool.submit(_all, jobs)
 
     def wait(self) -> None:
-        """Until the last job is done; a warning where it failed."""
+        """Until the last jobs are done; a warning where they failed."""
         if self.running is None:
             return
-        (paths, job, future), self.running = self.running, None
+        (jobs, future), self.running = self.running, None
         try:
             future.result()
         except OSError as error:
-            self.failed.update(dict.fromkeys(paths, job))
-            if not self.told.issuperset(paths):
-                self.told.update(paths)
-                names = " and ".join(map(str, paths))
-                self.say(f"warning: {names} cannot be written now: {error.strerror}; training goes on")
+            self.failed.update(jobs)
+            if not self.told.issuperset(jobs):
+                self.told.update(jobs)
+                names = " and ".join(map(str, jobs))
+                self.say(f"warning: {names} cannot be written now: {error.strerror or error}; training goes on")
         else:
-            for path in paths:
+            for path in jobs:
                 self.failed.pop(path, None)
 
     def finish(self, folder: Path) -> None:
@@ -57,12 +60,16 @@ class Writer:
                 job()
             except OSError as error:
                 raise UserError(
-                    f"{path} cannot be written: {error.strerror}; mend that, and go on with --resume {folder}"
+                    f"{path} cannot be written: {error.strerror or error}; mend that, and go on with --resume {folder}"
                 ) from None
             self.failed.pop(path)
 
 
-def _write(paths: Sequence[Path], content: memoryview | bytes) -> None:
-    for path in paths:
-        with replacing(path) as file:
-            file.write(content)
+def _all(jobs: Jobs) -> None:
+    for job in jobs.values():
+        job()
+
+
+def _write(path: Path, content: memoryview | bytes) -> None:
+    with replacing(path) as file:
+        file.write(content)
