@@ -67,6 +67,7 @@ class Trainer:
     stop: Stop
     identity: Mapping[str, Any]  # of classes and images: what a state must be resumed with
     options: TrainOptions
+    saved: dict[str, Any] | None = None  # the progress that was saved last
 
     def train_one_epoch(self) -> tuple[dict[str, float], float]:
         """The rest of an epoch: one pass over the training images. Returns the mean of each loss term over its batches,
@@ -152,14 +153,17 @@ class Trainer:
 
     def save_state(self) -> None:
         """Everything that --resume needs to go on from here. All processes must come together."""
-        run, scaler = self.run, self.run.accelerator.scaler
+        run, scaler, progress = self.run, self.run.accelerator.scaler, self.progress.plain()
+        if progress == self.saved:
+            return
+        self.saved = progress
         share = {"totals": self.totals, "model": statistics(self.bare), "ema": statistics(self.ema.model)}
         with whole(self.model):
             run.save_state(
                 {
                     "format": STATE_FORMAT,
                     **self.identity,
-                    "progress": self.progress.plain(),
+                    "progress": progress,
                     "model": self.bare.state_dict(),
                     "ema": self.ema.model.state_dict(),
                     "updates": self.ema.updates,

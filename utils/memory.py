@@ -64,16 +64,19 @@ def largest_batch(peak: Callable[[int], int], free: int, most: int) -> int:
     """AutoBatch: the largest batch, at most `most`, whose peak memory is a share of what is `free` (bytes).
 
     peak: measures a batch size, in bytes; may raise torch's error for too large ones. Memory grows linearly with the
-    batch, so sizes are doubled until half of the share is used, and the line through the last two is followed.
+    batch, so sizes are doubled until half of the share is used, and the line through the last two is followed: not from
+    one alone, for the weights may take most of it.
     """
     limit, found = SHARE * free, [(1, peak(1))]
-    while found[-1][1] < limit / 2 and found[-1][0] < most:
+    while (len(found) < 2 or found[-1][1] < limit / 2) and found[-1][0] < most:
         size = min(2 * found[-1][0], most)
         try:
             found.append((size, peak(size)))
         except torch.OutOfMemoryError:
             most = found[-1][0]  # whatever the line says
             break
-    (small, low), (large, high) = found[-2:] if len(found) > 1 else ((0, 0), found[0])
+    if len(found) < 2:
+        return 1
+    (small, low), (large, high) = found[-2:]
     slope = max((high - low) / (large - small), 1.0)
     return max(min(int(large + (limit - high) / slope), most), 1)

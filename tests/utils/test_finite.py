@@ -1,0 +1,147 @@
+"""Steps that are skipped leave nothing behind, and end with a sentence that names images and a cause."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from utils.finite import Guard, explain, statistics
+
+TERMS = ("box", "obj", "cls")
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture
+def tensors() -> list[torch.Tensor]:
+    """Sums of losses, and running statistics."""
+    return [torch.zeros(3), torch.ones(2, 2)]
+
+
+def add(tensors: Sequence[torch.Tensor], value: float) -> None:
+    for tensor in tensors:
+        tensor += value
+
+
+def test_a_skipped_step_leaves_nothing_behind(tensors: list[torch.Tensor]) -> None:
+    guard = Guard(tensors, limit=3)
+    add(tensors, 1)
+    guard.passed()
+    add(tensors, 2)
+    add(tensors, NAN)
+    assert not guard.undo()
+    assert [tensor.unique().tolist() for tensor in tensors] == [[1.0], [2.0]]
+    add(tensors, 3)
+    guard.passed()
+    add(tensors, INF)
+    assert not guard.undo()
+    assert [tensor.unique().tolist() for tensor in tensors] == [[4.0], [5.0]]
+
+
+def test_what_is_kept_can_be_set(tensors: list[torch.Tensor]) -> None:
+    """At the end of an epoch the sums are set to zero, and averaged statistics come in."""
+    guard = Guard(tensors, limit=3)
+    add(tensors, 1)
+    guard.passed()
+    tensors[0].zero_()
+    guard.keep()
+    add(tensors, NAN)
+    guard.undo()
+    assert [tensor.unique().tolist() for tensor in tensors] == [[0.0], [2.0]]
+
+
+def test_tensors_that_take_part_in_gradients() -> None:
+    """They are changed in place and can be used on."""
+    weight = nn.Parameter(torch.ones(2))
+    guard = Guard([weight], limit=2)
+    with torch.no_grad():
+        weight += NAN
+    guard.undo()
+    assert weight.tolist() == [1.0, 1.0]
+    assert weight.requires_grad
+
+
+def test_the_limit_is_of_steps_in_a_row(tensors: list[torch.Tensor]) -> None:
+    guard = Guard(tensors, limit=3)
+    assert [guard.undo(), guard.undo()] == [False, False]
+    guard.passed()
+    assert [guard.undo(), guard.undo(), guard.undo()] == [False, False, True]
+    assert guard.row == 3
+    assert Guard(tensors, limit=1).undo()
+
+
+def test_the_last_window_s_images_whose_loss_is_not_finite(tensors: list[torch.Tensor]) -> None:
+    guard = Guard(tensors, limit=2)
+    guard.saw(torch.tensor([1.0, NAN, 1.0]), ["before.jpg"])
+    assert not guard.undo()
+    guard.saw(torch.tensor([1.0, 2.0, 3.0]), ["sound.jpg"])
+    guard.saw(torch.tensor([NAN, 2.0, -INF]), iter(["a.jpg", "b.jpg"]))
+    guard.saw(torch.tensor([1.0, INF, 3.0]), ["c.jpg"])
+    assert guard.undo()
+    assert guard.suspects(TERMS) == [("a.jpg", "box, cls"), ("b.jpg", "box, cls"), ("c.jpg", "obj")]
+    assert [images for _, images in guard.window] == [["sound.jpg"], ["a.jpg", "b.jpg"], ["c.jpg"]]
+
+
+def test_a_step_that_is_taken_clears_its_window(tensors: list[torch.Tensor]) -> None:
+    guard = Guard(tensors, limit=1)
+    guard.saw(torch.tensor([NAN, 1.0, 1.0]), ["a.jpg"])
+    guard.passed()
+    guard.saw(torch.tensor([1.0, 1.0, 1.0]), ["b.jpg"])
+    assert guard.undo()
+    assert guard.suspects(TERMS) == []
+
+
+# The sentence
+
+
+def model(*sizes: float) -> nn.Module:
+    """A model whose parameters are this large."""
+    return nn.ParameterList([nn.Parameter(torch.full((2,), -size)) for size in sizes])
+
+
+def explained(suspects: Sequence[tuple[str, str]] = (), sound: nn.Module | None = None, precision: str = "no") -> str:
+    return explain(120, 20, suspects, 64, sound or model(1.0), precision, 0.01)
+
+
+def test_images_whose_loss_is_not_finite_are_named() -> None:
+    assert explained([("a.jpg", "box, obj"), ("b.jpg", "obj")]) == (
+        "20 optimizer steps in a row were skipped, for their gradients were not finite; the last is step 120 (not "
+        "finite: box, obj, obj of the images a.jpg, b.jpg); look at these images and their labels, and try a lower lr0 "
+        "than 0.01"
+    )
+
+
+def test_not_all_of_many_images_are_named() -> None:
+    five = [(f"{number}.jpg", "cls") for number in range(5)]
+    assert "cls of the images 0.jpg, 1.jpg, 2.jpg, 3.jpg, 4.jpg)" in explained(five)
+    assert "3.jpg, 4.jpg and 2 more)" in explained([*five, ("5.jpg", "cls"), ("6.jpg", "cls")])
+
+
+def test_a_finite_loss_without_a_finite_gradient() -> None:
+    assert "(the loss of its 64 images is finite, and its gradient is not); look at" in explained()
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize(("sizes", "said"), [((1.0, 2e4), "2e+04"), ((INF, 1.0), "inf"), ((1.0, NAN, 1.0), "nan")])
+def test_weights_that_have_grown(sizes: Sequence[float], said: str, precision: str) -> None:
+    told = explained(sound=model(*sizes), precision=precision)
+    assert told.endswith(
+        f"; the weights have grown to {said}, so the learning rate (lr0 0.01) is probably too high"
+    )
+
+
+def test_fp16() -> None:
+    told = explained(precision="fp16")
+    assert told.endswith("; fp16 probably overflows: try --mixed-precision bf16 or no")
+
+
+def test_models_without_parameters_or_with_empty_ones() -> None:
+    assert explained(sound=nn.ReLU()) == explained(sound=nn.ParameterList([nn.Parameter(torch.empty(0))]))
+
+
+def test_statistics() -> None:
+    layers = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    assert set(statistics(layers)) == {"1.running_mean", "1.running_var"}  # the count of batches is no float
+    assert statistics(layers)["1.running_mean"] is layers[1].running_mean

@@ -1,0 +1,215 @@
+"""Asked to end by signals and by the time: heard at once, and by all processes at the same step."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import distributed
+
+from tests.conftest import ROOT, OnProcesses
+from utils import stopping
+from utils.place import place
+from utils.stopping import SIGNALS, TIME, Asked, Stop, exit_code
+
+
+def until(true: Callable[[], Any]) -> Any:
+    """Wait for what another thread or process does."""
+    end = time.monotonic() + 30
+    while not (found := true()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
+
+
+# One process
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_asks_for_the_end(number: int) -> None:
+    with Stop() as stop:
+        assert stop.after(1) == stop.asked() == ""
+        os.kill(os.getpid(), number)
+        assert until(stop.asked) == signal.Signals(number).name
+        assert stop.after(2) == stop.after(3) == signal.Signals(number).name
+
+
+def test_other_signals_are_none_of_its_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    try:
+        with Stop() as stop:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert until(lambda: heard) == [signal.SIGUSR2]
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert until(stop.asked) == "SIGTERM"  # it came after the other one, which was passed over
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_the_word_is_that_of_the_last_signal() -> None:
+    with Stop() as stop:
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+            assert until(lambda number=number: stop.signal == signal.Signals(number).name)
+        assert stop.after(1) == "SIGTERM"
+
+
+@pytest.fixture
+def handled() -> Iterator[list[int]]:
+    """Signals that came to handlers of others, which were there before."""
+    heard: list[int] = []
+    before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in SIGNALS}
+    yield heard
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_everything_is_as_before_afterwards(handled: list[int]) -> None:
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    with Stop():
+        assert [signal.getsignal(number) for number in SIGNALS] != handlers
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
+    assert signal.set_wakeup_fd(-1) == -1
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert handled == [signal.SIGUSR1]
+
+
+def test_it_may_be_left_by_an_error_and_entered_again(handled: list[int]) -> None:
+    for _ in range(2):
+        with pytest.raises(Asked) as asked, Stop() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise Asked(until(stop.asked))
+        assert asked.value.word == "SIGTERM"
+    assert handled == []
+
+
+TWO_CTRL_C = """
+import os, signal, sys, time
+from utils.stopping import Stop
+with Stop() as stop:
+    os.kill(os.getpid(), signal.SIGINT)
+    while not stop.asked():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)  # the same one, which came through the launcher too
+    time.sleep(1)
+    print("goes on", flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+"""
+
+
+def test_a_second_ctrl_c_is_the_end() -> None:
+    ended = subprocess.run([sys.executable, "-c", TWO_CTRL_C], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "goes on\n", "interrupted\n")
+
+
+def test_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = psutil.Process().create_time()
+    now = begun
+    monkeypatch.setattr(stopping.time, "time", lambda: now)
+    stop = Stop(hours=0.5)
+    now = begun + 1799
+    assert stop.after(1) == ""
+    now = begun + 1801  # counted from the start of the process
+    assert stop.after(2) == TIME
+    assert stop.asked() == ""  # it waits for a step
+    assert Stop().after(2) == ""  # no limit
+
+
+def test_only_the_main_process_looks_at_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping.time, "time", lambda: float("inf"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert Stop(hours=0.5).after(1) == ""
+    monkeypatch.setenv("RANK", "0")
+    assert Stop(hours=0.5).after(1) == TIME
+
+
+def test_exit_codes() -> None:
+    assert {word: exit_code(word) for word in ("SIGINT", "SIGUSR1", "SIGTERM", TIME)} == {
+        "SIGINT": 130,
+        "SIGUSR1": 138,
+        "SIGTERM": 143,
+        TIME: 0,
+    }
+
+
+# Many processes share their gradients, and stop together
+
+STEPS = 10_000  # at most
+Signals = dict[int, tuple[int, int]]  # by rank: the step within which it comes, or 0 for sometime, and the signal
+Ended = tuple[int, str, str]
+
+
+def train(signals: Signals, hours: float) -> Ended:
+    """The step that this process stops at, the word, and what it is told in a validation."""
+    step, word = 0, ""
+    when, number = signals.get(place().rank, (-1, 0))
+    sometime = threading.Timer(0.02 * random.random(), os.kill, (os.getpid(), number))
+    with Stop(hours) as stop:
+        if when == 0:
+            sometime.start()
+        while not word and step < STEPS:
+            step += 1
+            distributed.all_reduce(torch.ones(1))
+            if step == when:
+                os.kill(os.getpid(), number)
+                until(lambda: stop.signal)
+            word = stop.after(step)
+        if when == 0:
+            sometime.join()
+        distributed.barrier()
+        asked = stop.asked()
+    return step, word, asked
+
+
+def runs(cases: list[tuple[Signals, float]]) -> list[Ended]:
+    """One run after another, as where a launcher starts them anew."""
+    distributed.init_process_group("gloo")
+    random.seed(place().rank)
+    ended = []
+    for number, (signals, hours) in enumerate(cases):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        ended.append(train(signals, hours))
+    return ended
+
+
+ONE: list[tuple[Signals, float]] = [
+    ({1: (7, signal.SIGTERM)}, 0),
+    ({0: (7, signal.SIGUSR1)}, 0),
+    ({0: (7, signal.SIGINT)}, 1e9),
+    ({}, 1e-9),
+]
+TWO: list[tuple[Signals, float]] = [
+    ({0: (5, signal.SIGINT), 2: (5, signal.SIGTERM)}, 0),
+    ({1: (5, signal.SIGUSR1), 2: (5, signal.SIGTERM)}, 0),
+    ({0: (5, signal.SIGTERM), 1: (6, signal.SIGUSR1)}, 0),
+]
+SOMETIME: list[tuple[Signals, float]] = [({0: (0, signal.SIGTERM), 2: (0, signal.SIGUSR1)}, 0)] * 30
+
+
+def test_all_processes_stop_at_the_same_step(on_processes: OnProcesses) -> None:
+    ranks = on_processes(3, runs, [*ONE, *TWO, *SOMETIME])
+    ended = list(zip(*ranks, strict=True))  # by run, then by rank
+    assert ended[: len(ONE)] == [
+        ((8, "SIGTERM", "SIGTERM"),) * 3,  # the step after the signal
+        ((8, "SIGUSR1", "SIGUSR1"),) * 3,
+        ((8, "SIGINT", "SIGINT"),) * 3,
+        ((2, TIME, ""),) * 3,  # the main process's clock is past its limit; a validation goes on
+    ]
+    steps, words = ([[one[part] for one in run] for run in ended[len(ONE) :]] for part in (0, 1))
+    assert steps[: len(TWO)] == [[6] * 3] * 3
+    assert all(len(set(run)) == 1 and run[0] for run in words)  # of two signals, the one that was written first
+    assert words[2] == ["SIGTERM"] * 3
+    assert all(len(set(run)) == 1 and run[0] < STEPS for run in steps)
+    assert all(one[2] for run in ended[len(ONE) :] for one in run)
