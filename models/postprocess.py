@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torchvision
 from torch import Tensor
 
 from utils.boxes import xywh_to_xyxy
@@ -71,9 +70,11 @@ def _strongest(boxes: Tensor, confidence: Tensor, iou_thres: float, most: int) -
     A box is suppressed by stronger ones only, so the strongest few hundred mostly decide alone: the survivors among the
     first k are the first survivors of all. k grows until there are enough of them.
     """
+    from torchvision.ops import nms  # here, for it takes more than a second that a wrong flag need not wait for
+
     k = FIRST_LOOK * most
     while True:
-        kept = torchvision.ops.nms(boxes[:k], confidence[:k], iou_thres)
+        kept = nms(boxes[:k], confidence[:k], iou_thres)
         if len(kept) >= most or k >= len(boxes):
             return kept[:most]
         k *= FIRST_LOOK

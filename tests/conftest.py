@@ -47,6 +47,7 @@ class RunScript(Protocol):
         script: str,
         *flags: str,
         fails: bool = False,
+        code: int = 0,
         launcher: Sequence[str] = (sys.executable,),
         **variables: str,
     ) -> str: ...
@@ -54,14 +55,19 @@ class RunScript(Protocol):
 
 @pytest.fixture(scope="session")
 def run_script(tmp_path_factory: pytest.TempPathFactory) -> RunScript:
-    """Runs are given a cache of their own, and must end with 0, or where they are to fail with 1 or 2.
+    """Runs are given a cache of their own, and must end with `code`, or where they are to fail with 1 or 2.
 
     None may leave a process behind.
     """
     cache = str(tmp_path_factory.mktemp("cache"))
 
     def run(
-        script: str, *flags: str, fails: bool = False, launcher: Sequence[str] = (sys.executable,), **variables: str
+        script: str,
+        *flags: str,
+        fails: bool = False,
+        code: int = 0,
+        launcher: Sequence[str] = (sys.executable,),
+        **variables: str,
     ) -> str:
         mark = f"LOCKSTEP_TEST={uuid4()}"  # launchers start sessions and groups of their own, but keep the environment
         started = subprocess.Popen(
@@ -78,7 +84,7 @@ def run_script(tmp_path_factory: pytest.TempPathFactory) -> RunScript:
             left = left_behind(mark)
             for process in left:
                 process.kill()
-        assert started.returncode in ((1, 2) if fails else (0,)), printed
+        assert started.returncode in ((1, 2) if fails else (code,)), printed
         assert not left, printed
         return printed
 

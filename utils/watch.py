@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -54,9 +55,10 @@ class Watch:
     def _end(self) -> None:
         own = is_waiting(sys._current_frames()[threading.main_thread().ident or 0])
         tell("stands", json.dumps({"beats": self.beats, "waits": own}))
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.file.open("w") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
+        with suppress(OSError):  # a full disk must not keep it from ending
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
         alarm()
         time.sleep(GRACE)
         if not is_first("failed"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -453,6 +454,42 @@ def test_a_single_class_takes_every_class_for_one(tmp_path: Path) -> None:
     # the label cache keeps the classes of the file
     with pytest.raises(UserError, match="has class 7"):
         data_of(tmp_path, names=1).split("train")
+
+
+def differing(one: Split, other: Split) -> set[str]:
+    """What tells two splits apart."""
+    assert one.identity().keys() == other.identity().keys()
+    return {what for what, value in one.identity().items() if other.identity()[what] != value}
+
+
+def test_the_same_files_elsewhere_are_the_same_split(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    split = data_of(folder).split("train")
+    assert split.identity()["count"] == "12"
+    moved = shutil.copytree(folder, tmp_path_factory.mktemp("other") / "deeper")
+    assert not differing(split, data_of(moved).split("train"))
+    (moved / "images/03.png").touch()  # nor does it matter when they were written
+    assert not differing(split, data_of(moved).split("train"))
+
+
+def test_other_images_are_another_split(folder: Path) -> None:
+    split = data_of(folder).split("train")
+    assert differing(split, replace(split, images=split.images[::-1])) == {"files"}
+    (folder / "images/11.png").rename(folder / "images/12.png")
+    (folder / "labels/11.txt").rename(folder / "labels/12.txt")
+    assert differing(split, data_of(folder).split("train")) == {"files"}
+    (folder / "images/12.png").unlink()
+    assert differing(split, data_of(folder).split("train")) == {"count", "files", "labels"}
+
+
+def test_other_labels_are_told_apart(folder: Path) -> None:
+    split = data_of(folder).split("train")
+    assert differing(split, data_of(folder, single_class=True).split("train")) == {"labels"}
+    rows = (folder / "labels/00.txt").read_text()
+    (folder / "labels/00.txt").unlink()
+    (folder / "labels/03.txt").write_text(rows)  # the same rows, of another image
+    assert differing(split, data_of(folder).split("train")) == {"labels"}
+    moved = replace(split.labels, offsets=np.append(0, split.labels.offsets[:-1]))
+    assert differing(split, replace(split, labels=moved)) == {"labels"}  # only where one image ends has changed
 
 
 def test_class_names_are_those_of_the_data_or_item() -> None:

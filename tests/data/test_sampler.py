@@ -94,6 +94,21 @@ def test_set_epoch_comes_in_through_the_attribute_sampler_too() -> None:
     assert (batches.batch_size, batches.drop_last) == (4, False)
 
 
+@pytest.mark.parametrize("trained", [0, 1, 2, 3])
+def test_batches_that_are_trained_are_left_out_once(trained: int) -> None:
+    batches = GlobalBatches(10, 4, 7, SQUARE)
+    whole = draws(batches, 2)
+    for rest in (trained, 0):
+        batches.set_epoch(2)
+        batches.skip(rest)
+        assert list(batches) == whole[rest:]
+    batches.skip(trained)
+    assert draws(batches, 2) == whole[trained:]
+    assert draws(batches, 2) == whole
+    assert draws(batches, 3) == draws(GlobalBatches(10, 4, 7, SQUARE), 3)
+    assert len(batches) == 3  # of an epoch, whatever is left of it
+
+
 # the generator of an item
 
 
@@ -169,6 +184,13 @@ def test_rectangular_batches_have_one_order_and_fill_up_too() -> None:
     assert images(draws(batches, 0)) == images(draws(batches, 1)) == [*ORDER, 5]
     assert {draw.epoch for batch in draws(batches, 1) for draw in batch} == {1}
     assert {len(batch) for batch in draws(batches, 1)} == {3}
+
+
+def test_rectangular_batches_that_are_trained_are_left_out() -> None:
+    batches = RectangularBatches(SIZES, 2, 0, 128, 32)
+    whole = draws(batches, 1)
+    batches.skip(3)
+    assert draws(batches, 1) == whole[3:]
 
 
 @pytest.mark.parametrize("square", [False, True])

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import stat
+import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from utils import files
 from utils.errors import UserError
-from utils.files import cache_folder, find_file, numbered_folder, read_yaml, replacing
+from utils.files import cache_folder, claimed, find_file, numbered_folder, read_yaml, replacing
 
 # Writing
 
@@ -119,6 +122,51 @@ def test_a_project_that_is_a_link_to_nothing(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "runs").symlink_to(tmp_path / "gone")
     with pytest.raises(UserError, match="cannot be made"):
         numbered_folder(tmp_path / "runs", "exp", exist_ok)
+
+
+# A folder is one run's
+
+
+def hold(folder: Path, mouth: Connection) -> None:
+    held = claimed(folder)
+    mouth.send(held.is_locked)
+    time.sleep(60)
+
+
+def test_a_folder_is_held_as_long_as_a_process_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork = multiprocessing.get_context("fork")
+    ear, mouth = fork.Pipe(duplex=False)
+    other = fork.Process(target=hold, args=(tmp_path, mouth))
+    other.start()
+    try:
+        assert ear.poll(30)
+        assert ear.recv()
+        with monkeypatch.context() as patched:
+            patched.setattr(files, "PATIENCE", 0.1)
+            with pytest.raises(UserError) as caught:
+                claimed(tmp_path)
+        assert str(caught.value) == (
+            f"another run is writing into {tmp_path}; wait for its end, or choose another --name"
+        )
+        (tmp_path / "other").mkdir()
+        assert claimed(tmp_path / "other").is_locked
+    finally:
+        other.kill()
+        other.join(30)
+    assert claimed(tmp_path).is_locked
+
+
+def test_a_folder_that_is_given_back(tmp_path: Path) -> None:
+    claimed(tmp_path).release()
+    assert claimed(tmp_path).is_locked
+
+
+def test_a_disk_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise NotImplementedError("no locks here")
+
+    monkeypatch.setattr(files.FileLock, "acquire", refuse)
+    assert not claimed(tmp_path).is_locked
 
 
 # Finding

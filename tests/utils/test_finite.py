@@ -127,9 +127,7 @@ def test_a_finite_loss_without_a_finite_gradient() -> None:
 @pytest.mark.parametrize(("sizes", "said"), [((1.0, 2e4), "2e+04"), ((INF, 1.0), "inf"), ((1.0, NAN, 1.0), "nan")])
 def test_weights_that_have_grown(sizes: Sequence[float], said: str, precision: str) -> None:
     told = explained(sound=model(*sizes), precision=precision)
-    assert told.endswith(
-        f"; the weights have grown to {said}, so the learning rate (lr0 0.01) is probably too high"
-    )
+    assert told.endswith(f"; the weights have grown to {said}, so the learning rate (lr0 0.01) is probably too high")
 
 
 def test_fp16() -> None:

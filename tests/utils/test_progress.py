@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
+from typing import Any
+
 import pytest
+import torch
 
 from utils.progress import Progress
+from utils.summary import Summary
 
 
 def test_the_best_is_kept_and_the_first_of_equals() -> None:
@@ -52,3 +57,43 @@ def test_patience_0_never_gives_up() -> None:
 
 def test_nothing_measured_is_no_standstill() -> None:
     assert not Progress().stalled(1)
+
+
+# From one run to the next
+
+
+def test_the_next_epoch_begins_with_nothing_trained() -> None:
+    progress = Progress(epoch=3, batch=7, step=40, best=0.5, best_epoch=2, validated=3, skipped=1, taken=6)
+    progress.next_epoch()
+    assert progress == Progress(epoch=4, step=40, best=0.5, best_epoch=2, validated=3, skipped=1)
+
+
+SUMMARY = Summary({"metrics/mAP_0.5": 0.25}, 0.25, ["class images", "all 8"], ["disc 8"], {"val/box_loss": 0.1}, 9.5)
+
+
+@pytest.mark.parametrize(
+    "progress",
+    [
+        Progress(),
+        Progress(epoch=3, batch=7, step=40, best=0.5, best_epoch=2, validated=3, summary=SUMMARY, skipped=1, taken=6),
+        Progress(epoch=10, finished=True, summary=SUMMARY),
+    ],
+)
+def test_a_file_holds_all_of_it(progress: Progress) -> None:
+    """As plain values, which torch reads without running anything; "-inf" too, the best of a run without one."""
+    file = io.BytesIO()
+    torch.save(progress.plain(), file)
+    file.seek(0)
+    saved: dict[str, Any] = torch.load(file, weights_only=True)
+    again = Progress.of(saved)
+    assert again == progress
+    assert again is not progress
+    assert Progress.of(saved) == again  # what was read stays as it is
+
+
+@pytest.mark.parametrize(
+    ("progress", "said"),
+    [(Progress(epoch=3, batch=7), "in epoch 4, after batch 7"), (Progress(epoch=3), "in epoch 4")],
+)
+def test_where_it_stands(progress: Progress, said: str) -> None:
+    assert str(progress) == said

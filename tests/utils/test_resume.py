@@ -165,7 +165,11 @@ def test_a_run_goes_on_with_its_own_settings(run: Path) -> None:
     options, begun = resumed("--resume", str(run))
     assert begun == read_yaml(run / "settings.yaml")
     assert options == TrainOptions(
-        **BEGUN, project=str(run.parent), name="exp", exist_ok=True, resume=str(run)  # type: ignore[arg-type]
+        **BEGUN,
+        project=str(run.parent),
+        name="exp",
+        exist_ok=True,
+        resume=str(run),  # type: ignore[arg-type]
     )
 
 

@@ -85,10 +85,14 @@ def test_everything_is_as_before_afterwards(handled: list[int]) -> None:
 
 
 def test_it_may_be_left_by_an_error_and_entered_again(handled: list[int]) -> None:
-    for _ in range(2):
-        with pytest.raises(Asked) as asked, Stop() as stop:
+    def leave() -> None:
+        with Stop() as stop:
             os.kill(os.getpid(), signal.SIGTERM)
             raise Asked(until(stop.asked))
+
+    for _ in range(2):
+        with pytest.raises(Asked) as asked:
+            leave()
         assert asked.value.word == "SIGTERM"
     assert handled == []
 

@@ -92,9 +92,7 @@ def test_a_full_disk_keeps_the_old_file(
         patched.setattr(os, "fsync", full)
         writer.files([tmp_path / "last.pt"], b"new")
         writer.wait()
-        assert said == [
-            f"warning: {tmp_path}/last.pt cannot be written now: No space left on device; training goes on"
-        ]
+        assert said == [f"warning: {tmp_path}/last.pt cannot be written now: No space left on device; training goes on"]
         assert (tmp_path / "last.pt").read_bytes() == b"old"
         with pytest.raises(UserError, match=r"last\.pt cannot be written: No space left on device; mend that"):
             writer.finish(tmp_path)

@@ -1,0 +1,340 @@
+"""A run survives: whole runs that are killed, stopped and resumed, and what they are in the end."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.conftest import ROOT, RunScript, left_behind
+from tests.curves import ACCELERATE, CONFIGS, refused, rows, same_curve
+from utils.checkpoint import States
+from utils.files import claimed
+
+HERE = ("--processes", "2")
+Train = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def flags(small_data: Path, recipe: Path) -> tuple[str, ...]:
+    """Three epochs of seven batches of four images: optimizer steps after the fourth and the last of each."""
+    what = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", str(recipe))
+    how = ("--imgsz", "64", "--epochs", "3", "--batch-size", "4", "--workers", "1", "--device", "cpu")
+    return *what, *how, "--noautoanchor", "--noplots"
+
+
+@pytest.fixture(scope="module")
+def train(run_script: RunScript, flags: tuple[str, ...]) -> Train:
+    """Trains into a project; what it printed. `fault`: what tests/faults plants."""
+
+    def run(project: Path, *more: str, fault: str = "", **how: Any) -> str:
+        planted = {"FAULT": fault, "PYTHONPATH": str(ROOT / "tests" / "faults"), "OMP_NUM_THREADS": "1"}
+        return run_script("train.py", *flags, "--project", str(project), *more, **{**planted, **how})
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def resume(run_script: RunScript) -> Train:
+    """`--resume` and no other flag than the project."""
+
+    def run(project: Path, *more: str, fault: str = "", **how: Any) -> str:
+        planted = {"FAULT": fault, "PYTHONPATH": str(ROOT / "tests" / "faults"), "OMP_NUM_THREADS": "1"}
+        return run_script("train.py", "--resume", "--project", str(project), *more, **{**planted, **how})
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def straight(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing happens to."""
+    train(project := tmp_path_factory.mktemp("straight"))
+    return project / "exp"
+
+
+@pytest.fixture(scope="module")
+def straight_on_two(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    train(project := tmp_path_factory.mktemp("straight2"), *HERE)
+    return project / "exp"
+
+
+def identical(folder: Path, other: Path) -> None:
+    """results.csv to the byte; weights, EMA and the optimizer's state to the bit."""
+    assert (folder / "results.csv").read_bytes() == (other / "results.csv").read_bytes()
+    for name in ("last.pt", "best.pt"):
+        one, two = (torch.load(run / "weights" / name, weights_only=True)["state"] for run in (folder, other))
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[key], two[key]) for key in one), name
+    one, two = (state(run) for run in (folder, other))
+    for part in ("model", "ema"):
+        assert all(torch.equal(one[part][key], two[part][key]) for key in two[part]), part
+    for number, kept in two["optimizer"].items():
+        assert all(torch.equal(one["optimizer"][number][key], kept[key]) for key in kept), number
+    assert {**one["progress"], "summary": None} == {**two["progress"], "summary": None}
+
+
+def state(folder: Path) -> dict[str, Any]:
+    content = States(folder / "checkpoint").read(print)
+    assert content is not None
+    return content
+
+
+# Killed
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_in_an_epoch_in_validation_and_in_a_save(
+    processes: int, train: Train, resume: Train, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Three times, one after another; what is left behind half written goes."""
+    folder = request.getfixturevalue("straight" if processes == 1 else "straight_on_two")
+    rank, code = str(processes - 1), -signal.SIGKILL if processes == 1 else 1
+    flags = ("--save-steps", "1", *(HERE if processes > 1 else ()))
+    printed = train(tmp_path, *flags, fault=f"SIGKILL:utils.stopping:Stop.after:3:{rank}", code=code)
+    assert ("ended by SIGKILL" in printed) == (processes > 1)
+    resume(tmp_path, fault="SIGKILL:models.tasks.detection:DetectionTask.score:1:0", code=code)
+    resume(tmp_path, fault="SIGKILL:utils.writer:replacing:1:0", code=code)  # results.csv as it was then
+    resume(tmp_path, fault="SIGKILL:os:fsync:3:0", code=code)
+    assert list(tmp_path.rglob("*.part"))
+    assert "going on with" in resume(tmp_path)
+    identical(tmp_path / "exp", folder)
+    assert not list(tmp_path.rglob("*.part"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_at_twenty_random_moments(
+    processes: int, flags: tuple[str, ...], train: Train, resume: Train, tmp_path: Path
+) -> None:
+    """Each run is killed after another time, wherever it is, until one comes through; then the next begins."""
+    more = ("--epochs", "8", "--save-steps", "1", *(HERE if processes > 1 else ()))
+    train(tmp_path / "straight", *more)
+    moments, kills = random.Random(processes), 0
+    while kills < 20:
+        project = tmp_path / f"killed{kills}"
+        command = [sys.executable, "train.py", *flags, *more, "--project", str(project), "--resume", "auto"]
+        while True:
+            run = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            try:
+                run.wait(timeout=moments.uniform(3, 16))
+            except subprocess.TimeoutExpired:
+                run.kill()
+                kills += 1
+                run.wait()
+            else:
+                assert run.returncode == 0
+                break
+        identical(project / "exp", tmp_path / "straight" / "exp")
+
+
+def test_a_launcher_starts_it_again(train: Train, straight_on_two: Path, tmp_path: Path) -> None:
+    """--max_restarts and --resume auto: the killed process is back, and so is the run."""
+    launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"), "--max_restarts", "1")
+    fault = "SIGKILL:utils.stopping:Stop.after:3:1"
+    printed = train(tmp_path, "--resume", "auto", launcher=launcher, fault=fault)
+    assert "going on with" in printed
+    identical(tmp_path / "exp", straight_on_two)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip"])
+def test_a_damaged_state(damage: str, train: Train, resume: Train, straight: Path, tmp_path: Path) -> None:
+    """The one before is taken, and the end is the same."""
+    train(tmp_path, fault="SIGKILL:utils.stopping:Stop.after:6", code=-signal.SIGKILL)
+    newest = States(tmp_path / "exp" / "checkpoint").files()[0]
+    content = newest.read_bytes()
+    newest.write_bytes(
+        content[: len(content) // 2] + (b"" if damage == "cut" else b"?" + content[len(content) // 2 + 1 :])
+    )
+    printed = resume(tmp_path)
+    assert printed.count(f"warning: {newest} is damaged") == 1
+    assert "going on with" in printed
+    identical(tmp_path / "exp", straight)
+
+
+# Asked to end
+
+
+@pytest.mark.parametrize(("word", "code"), [("SIGTERM", 143), ("SIGUSR1", 138), ("SIGINT", 130)])
+def test_asked_to_end(word: str, code: int, train: Train, resume: Train, straight: Path, tmp_path: Path) -> None:
+    printed = train(tmp_path, fault=f"{word}:models.tasks.detection:DetectionTask.losses:2", code=code)
+    assert f"stopped by {word} in epoch 1, after batch 4; all is saved: go on with --resume" in printed
+    assert not (tmp_path / "exp" / "results.csv").exists()
+    resume(tmp_path)
+    identical(tmp_path / "exp", straight)
+
+
+def test_asked_to_end_in_validation_on_two(train: Train, resume: Train, straight_on_two: Path, tmp_path: Path) -> None:
+    """One process hears the signal while it validates; nothing of the training is done again."""
+    printed = train(tmp_path, *HERE, fault="SIGTERM:models.tasks.detection:DetectionTask.score:1:0", code=143)
+    assert "stopped by SIGTERM in epoch 1, after batch 7; all is saved" in printed
+    resume(tmp_path)
+    identical(tmp_path / "exp", straight_on_two)
+
+
+def test_on_other_processes(train: Train, straight: Path, tmp_path: Path) -> None:
+    """Two stop in mid-epoch, one goes on: the curve is that of one."""
+    fault = "SIGTERM:models.tasks.detection:DetectionTask.losses:9:1"
+    printed = train(tmp_path, *HERE, "--sync-bn", fault=fault, code=143)
+    assert "in epoch 2, after batch 4" in printed
+    train(tmp_path, "--sync-bn", "--resume", "auto")
+    same_curve(tmp_path / "exp", straight)
+
+
+@pytest.mark.parametrize("stage", [pytest.param("1", marks=pytest.mark.long), "3"])
+def test_under_another_stage_of_zero(stage: str, train: Train, straight: Path, tmp_path: Path) -> None:
+    """ZeRO-2 stops, another stage goes on, and then one process without DeepSpeed."""
+    pytest.importorskip("deepspeed")
+    fault = "SIGTERM:models.tasks.detection:DetectionTask.losses:2:1"
+    for config, planted, fails in (("2", fault, True), (stage, fault.replace(":2:1", ":6:0"), True)):
+        launcher = (*ACCELERATE, "--config_file", str(CONFIGS / f"deepspeed_zero{config}.yaml"))
+        printed = train(tmp_path, "--sync-bn", "--resume", "auto", launcher=launcher, fault=planted, fails=fails)
+        assert "stopped by SIGTERM" in printed
+    train(tmp_path, "--sync-bn", "--resume", "auto")
+    same_curve(tmp_path / "exp", straight)
+
+
+def test_the_time_limit(train: Train, straight: Path, tmp_path: Path) -> None:
+    """Over at the first step: saved, validated, exit code 0."""
+    printed = train(tmp_path, "--time-limit", "0.0001")
+    assert "stopped by the time limit of 0.0001 hours in epoch 1, after batch 4; all is saved" in printed
+    assert "mAP50-95" in printed
+    assert (tmp_path / "exp" / "weights" / "last.pt").is_file()
+    train(tmp_path, "--resume", "auto")
+    identical(tmp_path / "exp", straight)
+
+
+# What is resumed
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return {str(file): (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
+
+
+def test_a_finished_run(train: Train, straight: Path, tmp_path: Path) -> None:
+    """It is left alone, or made longer; what would break it is named."""
+    shutil.copytree(straight, tmp_path / "exp")
+    before = snapshot(tmp_path)
+    said = f"{tmp_path / 'exp'} is finished: nothing to resume"
+    assert said in train(tmp_path, "--resume", "auto")
+    assert said in train(tmp_path, "--resume", str(tmp_path / "exp" / "weights" / "best.pt"))
+    refused(train(tmp_path, "--resume", "--batch-size", "8", fails=True), "--batch-size is 8 now, and")
+    refused(train(tmp_path, "--resume", "--epochs", "5", "--imgsz", "96", fails=True), "--imgsz is 96 now")
+    data = yaml.safe_load((straight / "settings.yaml").read_text())["data"]
+    other = tmp_path / "other.yaml"
+    other.write_text(Path(data).read_text().replace("0: disc", "0: disk"))
+    printed = train(tmp_path, "--resume", "--epochs", "5", "--data", str(other), fails=True)
+    refused(printed, "the classes have changed since the run began (6 then, 6 now: class 0 was disc and is disk)")
+    other.write_text(Path(data).read_text().replace("train: images/train", "train: images/val"))
+    printed = train(tmp_path, "--resume", "--epochs", "5", "--data", str(other), fails=True)
+    refused(printed, "the training images have changed since the run began (28 then, 8 now)")
+    other.unlink()
+    assert snapshot(tmp_path) == before
+    printed = train(tmp_path, "--resume", "--epochs", "4")
+    assert "--epochs is 4 and was 3" in printed
+    assert "the learning rate from here on is that of a run of 4 epochs" in printed
+    assert [row["epoch"] for row in rows(tmp_path / "exp")] == [0, 1, 2, 3]
+    assert rows(tmp_path / "exp")[:3] == rows(straight)
+    assert rows(tmp_path / "exp")[3]["x/lr0"] > rows(straight)[2]["x/lr0"]
+
+
+def test_nothing_to_resume(train: Train, tmp_path: Path) -> None:
+    refused(train(tmp_path, "--resume", fails=True), f"there is no run to resume in {tmp_path}")
+    refused(train(tmp_path, "--resume", str(tmp_path / "no"), fails=True), "there is no such file or folder")
+    assert not list(tmp_path.iterdir())
+
+
+def test_killed_before_there_was_a_state(train: Train, straight: Path, tmp_path: Path) -> None:
+    """It begins again, in the same folder."""
+    train(tmp_path, fault="SIGKILL:utils.stopping:Stop.after:1", code=-signal.SIGKILL)
+    train(tmp_path, "--resume", "auto")
+    assert [folder.name for folder in tmp_path.iterdir()] == ["exp"]
+    identical(tmp_path / "exp", straight)
+
+
+def test_a_folder_that_a_live_run_is_writing(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "exp").mkdir()
+    held = claimed(tmp_path / "exp")
+    try:
+        refused(train(tmp_path, "--exist-ok", fails=True), f"another run is writing into {tmp_path / 'exp'}")
+    finally:
+        held.release()
+
+
+# Nothing outlives its run
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param((sys.executable,), id="one"),
+        pytest.param((sys.executable, *HERE), id="two"),
+        pytest.param((*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml")), id="launcher", marks=pytest.mark.long),
+    ],
+)
+def test_the_main_process_is_killed(launcher: Sequence[str], flags: tuple[str, ...], tmp_path: Path) -> None:
+    """With SIGKILL: it can tell nobody."""
+    more = [word for word in HERE if word in launcher]
+    command = [*(word for word in launcher if word not in HERE), "train.py", *flags, "--project", str(tmp_path), *more]
+    mark = f"LOCKSTEP_TEST={tmp_path}"
+    run = subprocess.Popen(
+        ["env", mark, "OMP_NUM_THREADS=1", *command, "--epochs", "500", "--workers", "2"],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while not (tmp_path / "exp" / "results.csv").exists():
+            assert run.poll() is None
+            time.sleep(0.1)
+        assert len(left_behind(mark, patience=0)) > 2  # loader processes
+        run.kill()
+        run.wait()
+    finally:
+        left = left_behind(mark)
+        for process in left:
+            process.kill()
+    assert not left
+
+
+@pytest.mark.parametrize("processes", [(), HERE], ids=["one", "two"])
+def test_ctrl_c_twice(processes: Sequence[str], flags: tuple[str, ...], tmp_path: Path) -> None:
+    """The second one does not wait for the end of the step, which here takes long."""
+    command = [sys.executable, "train.py", *flags, "--project", str(tmp_path), *processes, "--imgsz", "640"]
+    mark = f"LOCKSTEP_TEST={tmp_path}"
+    run = subprocess.Popen(
+        ["env", mark, "OMP_NUM_THREADS=1", "FAULT=stall:models.tasks.detection:DetectionTask.losses:3:0"]
+        + [f"PYTHONPATH={ROOT / 'tests' / 'faults'}", *command],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert run.stdout is not None
+        while "an optimizer step" not in run.stdout.readline():
+            assert run.poll() is None
+        time.sleep(5)  # it is in its first steps
+        run.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert run.poll() is None
+        run.send_signal(signal.SIGINT)
+        _, printed = run.communicate(timeout=60)
+    finally:
+        left = left_behind(mark)
+        for process in left:
+            process.kill()
+    assert run.returncode == 130
+    assert printed.endswith("interrupted\n")
+    assert not left

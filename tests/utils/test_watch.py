@@ -1,0 +1,204 @@
+"""When nobody moves any more: who holds the others up, and where it stands."""
+
+from __future__ import annotations
+
+import functools
+import json
+import socket
+import sys
+import time
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import distributed
+
+from utils import watch
+from utils.failures import run_main, sign_in
+from utils.place import place
+from utils.processes import spread
+from utils.watch import Watch, blamed, is_waiting
+
+
+def word(waits: bool, beats: int) -> dict[str, Any]:
+    return {"waits": waits, "beats": beats}
+
+
+@pytest.mark.parametrize(
+    ("there", "late"),
+    [
+        pytest.param({0: word(True, 5), 2: word(True, 5)}, {1}, id="one does not answer"),
+        pytest.param({0: word(True, 5), 2: word(False, 4)}, {1}, id="one does not answer, whatever others do"),
+        pytest.param({}, {0, 1, 2}, id="nobody answers"),
+        pytest.param({0: word(True, 5), 1: word(False, 5), 2: word(True, 5)}, {1}, id="one does not wait"),
+        pytest.param({0: word(True, 5), 1: word(False, 6), 2: word(True, 5)}, {1}, id="one does not wait, ahead"),
+        pytest.param({0: word(False, 5), 1: word(False, 5), 2: word(True, 5)}, {0, 1}, id="two do not wait"),
+        pytest.param({0: word(True, 5), 1: word(True, 4), 2: word(True, 5)}, {1}, id="all wait, one a batch behind"),
+        pytest.param({0: word(False, 5), 1: word(False, 4), 2: word(False, 5)}, {1}, id="none waits, one is behind"),
+        pytest.param({0: word(True, 5), 1: word(True, 5), 2: word(True, 5)}, set(), id="all wait alike"),
+        pytest.param({0: word(False, 5), 1: word(False, 5), 2: word(False, 5)}, set(), id="none waits, all alike"),
+    ],
+)
+def test_blamed(there: dict[int, dict], late: set[int]) -> None:
+    assert blamed(3, there) == late
+
+
+def stack(*files: str) -> FrameType:
+    """A stack that ends in functions of these files, the last one innermost."""
+    inner: Any = sys._getframe
+    for file in reversed(files):
+        code = compile("def run(inner):\n    return inner()\n", file, "exec")
+        space: dict[str, Any] = {}
+        exec(code, space)
+        inner = functools.partial(space["run"], inner)
+    return inner()
+
+
+SITE = "/x/site-packages"
+
+
+@pytest.mark.parametrize(
+    ("files", "waits"),
+    [
+        (["/repository/train.py", f"{SITE}/torch/distributed/distributed_c10d.py"], True),
+        (["/repository/train.py", f"{SITE}/torch/autograd/graph.py"], True),
+        (["/repository/train.py", f"{SITE}/deepspeed/comm/comm.py"], True),
+        ([f"{SITE}/torch/distributed/distributed_c10d.py", "/repository/utils/compression.py"], True),
+        (["C:\\Lib\\site-packages\\torch\\distributed\\distributed_c10d.py"], True),
+        (["/repository/train.py", f"{SITE}/torch/nn/modules/module.py"], False),
+        (["/repository/train.py", f"{SITE}/torch/utils/data/dataloader.py", "/python/queue.py"], False),
+        (["/repository/utils/distributed.py"], False),
+    ],
+)
+def test_is_waiting(files: list[str], waits: bool) -> None:
+    assert is_waiting(stack(*files)) == waits
+
+
+def test_no_stack_is_no_wait() -> None:
+    assert not is_waiting(sys._getframe())
+    assert not is_waiting(None)
+
+
+# When it ends a process
+
+
+class Ended(Exception):
+    pass
+
+
+class Observed(Watch):
+    def _end(self) -> NoReturn:
+        raise Ended
+
+
+def run_clock(monkeypatch: pytest.MonkeyPatch, beats_until: float, off_at: float = float("inf")) -> float:
+    """Watch for 5 s; the process moves with every look until then. The time of the end; 0 where there is none."""
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now <= beats_until:
+            observed.beat()
+        observed.on = now < off_at
+
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    observed = Observed(5.0, Path("runs"))
+    observed.on = True
+    try:
+        observed._watch()
+    except Ended:
+        return now
+    return 0.0
+
+
+def test_it_ends_a_process_that_does_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_clock(monkeypatch, 20.0) == 25.5  # the first look after 5 s
+    assert run_clock(monkeypatch, 20.0, off_at=23.0) == 0.0
+    assert run_clock(monkeypatch, 20.0, off_at=25.5) == 0.0  # it is over: nothing to watch any more
+
+
+def test_one_process_is_not_watched() -> None:
+    with Observed(1e-6, Path("runs")) as observed:
+        assert not observed.on
+        assert observed.beats == 1
+        observed.beat()
+        assert observed.beats == 2
+
+
+def end(monkeypatch: pytest.MonkeyPatch, folder: Path, *late: int) -> str:
+    """What is said where those are late."""
+    said: list[str] = []
+    words = {rank: json.dumps(word(rank not in late, 0)) for rank in range(3)}
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(watch, "GRACE", 0)
+    monkeypatch.setattr(watch, "told", lambda what: {**words, **{place().rank: said[0]}})
+    monkeypatch.setattr(watch, "tell", lambda what, text: said.append(text))
+    monkeypatch.setattr(watch, "alarm", lambda: None)
+    monkeypatch.setattr(watch, "is_first", lambda what: True)
+
+    def give_up(message: str, code: int) -> NoReturn:
+        said.append(message)
+        raise Ended
+
+    monkeypatch.setattr(watch, "give_up", give_up)
+    watched = Watch(9.5, folder)
+    with pytest.raises(Ended):
+        watched._end()
+    assert json.loads(said[0]) == word(False, 0)
+    return said[-1]
+
+
+def test_the_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert end(monkeypatch, tmp_path) == (
+        "error: process 0 did not move for 9.5 s (--dist-timeout) while the others waited; what each was doing stands "
+        f"in {tmp_path}/stacks"
+    )
+    assert "test_the_sentence" in (tmp_path / "stacks" / "process0.txt").read_text()
+    assert end(monkeypatch, tmp_path, 2).startswith("error: process 0 and process 2 did not move for")
+    assert end(monkeypatch, tmp_path, 1, 2).startswith("error: no process moved for 9.5 s")
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").touch()
+    assert end(monkeypatch, tmp_path / "run").startswith("error: process 0 did not move")
+
+
+# Three processes
+
+
+def sleep_for_ever() -> None:
+    time.sleep(1e6)
+
+
+def the_second_stalls(folder: Path) -> None:
+    watch.GRACE = watch.PATIENCE = 1.0
+    distributed.init_process_group("gloo")
+    sign_in()
+    with Watch(2.0, folder) as watched:
+        for step in range(10):
+            watched.beat()
+            if place().rank == 1 and step == 3:
+                sleep_for_ever()
+            distributed.all_reduce(torch.ones(1))
+
+
+def test_the_process_that_holds_the_others_up_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(SystemExit) as caught:
+        run_main(lambda: spread(functools.partial(the_second_stalls, tmp_path), 3))
+    assert caught.value.code == 1
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert printed.err == (
+        f"error: process 1 on {socket.gethostname()} did not move for 2 s (--dist-timeout) while the others waited; "
+        f"what each was doing stands in {tmp_path}/stacks\n"
+    )
+    stacks = {file.name: file.read_text() for file in (tmp_path / "stacks").iterdir()}
+    assert set(stacks) == {f"process{rank}.txt" for rank in range(3)}
+    assert [name for name, text in stacks.items() if "in sleep_for_ever" in text] == ["process1.txt"]
+    assert all("in the_second_stalls" in text for text in stacks.values())
