@@ -361,7 +361,6 @@ def prepare(
         progress.finished = False  # where it was, there are more epochs now
         ema.model.load_state_dict(state["ema"])
         ema.updates = state["updates"]
-        restore_shares(run, state["shares"], totals, model, ema.model)
     if options.sync_bn:
         model = synchronise(model)
     if plugin := accelerator.state.deepspeed_plugin:
@@ -374,6 +373,7 @@ def prepare(
         if options.comm_hook:
             compress(model, options.comm_hook, schedule.warmup // accelerator.gradient_accumulation_steps)
     if state:
+        restore_shares(run, state["shares"], totals, bare, ema.model)  # now that DDP has made all processes equal
         load_optimizer_state(optimizer, bare, state["optimizer"])
         for group, rate in zip(optimizer.param_groups, state["rates"], strict=True):
             group["lr"] = rate
