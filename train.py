@@ -217,13 +217,14 @@ def main() -> None:
 
     run = Run(accelerator, options.project, options.name, options.exist_ok)  # now that nothing of the input is wrong
     run.say(describe(accelerator), *facts, *warnings, *train_split.report("train"), *val_split.report("val"))
-    state = run.restore(begun is not None)
+    state = run.read_state() if begun else None
     identity = {"names": task.names, "imgsz": task.imgsz, "images": train_split.identity()}
     if begun and state:
         run.say(*check_same(state, identity), *changes(begun, options))
         run.say(f"going on with {run.folder} {Progress.of(state['progress'])}")
         model.load_state_dict(state["model"])
-    elif not options.noautoanchor:
+    run.take_up(state)
+    if state is None and not options.noautoanchor:
         run.say(task.adapt(model, train_split))
     if options.batch_size == -1:
         options = replace(options, batch_size=auto_batch(run, task, model, data, train_split, hyp))

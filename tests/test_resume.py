@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 
-from tests.conftest import ROOT, RunScript, left_behind
+from tests.conftest import RECIPE, ROOT, RunScript, left_behind
 from tests.curves import ACCELERATE, CONFIGS, refused, rows, same_curve
 from utils.checkpoint import States
 from utils.files import claimed
@@ -27,8 +27,10 @@ Train = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def flags(small_data: Path, recipe: Path) -> tuple[str, ...]:
-    """Three epochs of seven batches of four images: optimizer steps after the fourth and the last of each."""
+def flags(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Three epochs of seven batches of four images: optimizer steps after the second, fourth, sixth and seventh."""
+    recipe = tmp_path_factory.mktemp("hyp") / "often.yaml"
+    recipe.write_text(yaml.safe_dump({**RECIPE, "nbs": 8}))
     what = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", str(recipe))
     how = ("--imgsz", "64", "--epochs", "3", "--batch-size", "4", "--workers", "1", "--device", "cpu")
     return *what, *how, "--noautoanchor", "--noplots"
@@ -141,7 +143,7 @@ def test_killed_at_twenty_random_moments(
 def test_a_launcher_starts_it_again(train: Train, straight_on_two: Path, tmp_path: Path) -> None:
     """--max_restarts and --resume auto: the killed process is back, and so is the run."""
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"), "--max_restarts", "1")
-    fault = "SIGKILL:utils.stopping:Stop.after:3:1"
+    fault = "SIGKILL:utils.stopping:Stop.after:6:1"
     printed = train(tmp_path, "--resume", "auto", launcher=launcher, fault=fault)
     assert "going on with" in printed
     identical(tmp_path / "exp", straight_on_two)
@@ -150,7 +152,7 @@ def test_a_launcher_starts_it_again(train: Train, straight_on_two: Path, tmp_pat
 @pytest.mark.parametrize("damage", ["cut", "flip"])
 def test_a_damaged_state(damage: str, train: Train, resume: Train, straight: Path, tmp_path: Path) -> None:
     """The one before is taken, and the end is the same."""
-    train(tmp_path, fault="SIGKILL:utils.stopping:Stop.after:6", code=-signal.SIGKILL)
+    train(tmp_path, fault="SIGKILL:utils.stopping:Stop.after:10", code=-signal.SIGKILL)
     newest = States(tmp_path / "exp" / "checkpoint").files()[0]
     content = newest.read_bytes()
     newest.write_bytes(
@@ -167,8 +169,8 @@ def test_a_damaged_state(damage: str, train: Train, resume: Train, straight: Pat
 
 @pytest.mark.parametrize(("word", "code"), [("SIGTERM", 143), ("SIGUSR1", 138), ("SIGINT", 130)])
 def test_asked_to_end(word: str, code: int, train: Train, resume: Train, straight: Path, tmp_path: Path) -> None:
-    printed = train(tmp_path, fault=f"{word}:models.tasks.detection:DetectionTask.losses:2", code=code)
-    assert f"stopped by {word} in epoch 1, after batch 4; all is saved: go on with --resume" in printed
+    printed = train(tmp_path, fault=f"{word}:models.tasks.detection:DetectionTask.losses:1", code=code)
+    assert f"stopped by {word} in epoch 1, after batch 2; all is saved: go on with --resume" in printed
     assert not (tmp_path / "exp" / "results.csv").exists()
     resume(tmp_path)
     identical(tmp_path / "exp", straight)
@@ -207,7 +209,7 @@ def test_under_another_stage_of_zero(stage: str, train: Train, straight: Path, t
 def test_the_time_limit(train: Train, straight: Path, tmp_path: Path) -> None:
     """Over at the first step: saved, validated, exit code 0."""
     printed = train(tmp_path, "--time-limit", "0.0001")
-    assert "stopped by the time limit of 0.0001 hours in epoch 1, after batch 4; all is saved" in printed
+    assert "stopped by the time limit of 0.0001 hours in epoch 1, after batch 2; all is saved" in printed
     assert "mAP50-95" in printed
     assert (tmp_path / "exp" / "weights" / "last.pt").is_file()
     train(tmp_path, "--resume", "auto")
@@ -246,7 +248,8 @@ def test_a_finished_run(train: Train, straight: Path, tmp_path: Path) -> None:
     assert "the learning rate from here on is that of a run of 4 epochs" in printed
     assert [row["epoch"] for row in rows(tmp_path / "exp")] == [0, 1, 2, 3]
     assert rows(tmp_path / "exp")[:3] == rows(straight)
-    assert rows(tmp_path / "exp")[3]["x/lr0"] > rows(straight)[2]["x/lr0"]
+    rate = RECIPE["lr0"] * (1 - 0.27 * (1 - (0.25 * 0.99 + 0.01)))  # at 27 of 100 batches of warm-up to epoch 4 of 4
+    assert rows(tmp_path / "exp")[3]["x/lr0"] == pytest.approx(rate)
 
 
 def test_nothing_to_resume(train: Train, tmp_path: Path) -> None:
@@ -313,9 +316,9 @@ def test_ctrl_c_twice(processes: Sequence[str], flags: tuple[str, ...], tmp_path
     """The second one does not wait for the end of the step, which here takes long."""
     command = [sys.executable, "train.py", *flags, "--project", str(tmp_path), *processes, "--imgsz", "640"]
     mark = f"LOCKSTEP_TEST={tmp_path}"
+    fault = "FAULT=stall:models.tasks.detection:DetectionTask.losses:3:0"
     run = subprocess.Popen(
-        ["env", mark, "OMP_NUM_THREADS=1", "FAULT=stall:models.tasks.detection:DetectionTask.losses:3:0"]
-        + [f"PYTHONPATH={ROOT / 'tests' / 'faults'}", *command],
+        ["env", mark, "OMP_NUM_THREADS=1", fault, f"PYTHONPATH={ROOT / 'tests' / 'faults'}", *command],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,

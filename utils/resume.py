@@ -22,6 +22,7 @@ from utils.progress import Progress
 
 SETTINGS, STATES = "settings.yaml", "checkpoint"  # in a run folder
 OF_THE_LAUNCH = ("device", "processes")  # what a launcher decides where there is one
+OF_ONE_START = ("time_limit",)  # not taken over: a run that hit its limit is to go on
 
 
 def settle(options: TrainOptions, argv: Sequence[str]) -> tuple[TrainOptions, dict[str, Any] | None]:
@@ -74,8 +75,8 @@ def _decide(options: TrainOptions, argv: Sequence[str]) -> dict[str, Any]:
         raise UserError(f"{run} is not the folder of a training run, so it cannot be resumed; name one that is")
     given = {name: value for name, value in given_flags(TrainOptions, argv).items() if name != "resume"}
     _refuse_changes(run, settings, given)
-    if launched():
-        saved = {name: value for name, value in saved.items() if name not in OF_THE_LAUNCH}
+    dropped = (*OF_ONE_START, *(OF_THE_LAUNCH if launched() else ()))
+    saved = {name: value for name, value in saved.items() if name not in dropped}
     where = {"project": str(run.parent), "name": run.name, "exist_ok": True, "resume": str(run)}
     batch_size = {"batch_size": settings["batch_size"]}  # where it was found by -1, it stays
     merged = _options({**saved, **given, **batch_size, **where})
@@ -152,7 +153,7 @@ def _refuse_changes(run: Path, settings: Mapping[str, Any], given: Mapping[str, 
 def changes(settings: Mapping[str, Any], options: TrainOptions) -> list[str]:
     """Sentences for the flags that are other ones than the run was begun with."""
     free = [field.name for field in dataclasses.fields(TrainOptions) if not field.metadata["fixed"]]
-    own = ("resume", "project", "name", "exist_ok", *OF_THE_LAUNCH)
+    own = ("resume", "project", "name", "exist_ok", *OF_THE_LAUNCH, *OF_ONE_START)
     now = {name: getattr(options, name) for name in free if name in settings and name not in own}
     said = [f"--{k.replace('_', '-')} is {v!r} and was {settings[k]!r}" for k, v in now.items() if v != settings[k]]
     if now.get("epochs") != settings["epochs"]:

@@ -89,22 +89,24 @@ class Run:
             state = serialised({**content, "rows": self.rows})
             self.writer.do({self.states.folder: lambda: self.states.write(state)})
 
-    def restore(self, resume: bool) -> dict[str, Any] | None:
-        """The last whole state of this folder, on every process; results.csv becomes what it was then.
+    def read_state(self) -> dict[str, Any] | None:
+        """The last whole state of this folder, on every process; nothing is changed."""
+        return self.agree(self.states.read(self.say) if self.main else None)
 
-        Without `resume` None, and states of an earlier run are removed. What was left half written is removed too.
+    def take_up(self, state: Mapping[str, Any] | None) -> None:
+        """Make the folder what it was when `state` was saved: results.csv, and nothing half written.
+
+        Without one the states of an earlier run are removed.
         """
-        if self.main and not resume:
+        if not self.main:
+            return
+        for part in (*self.folder.glob(f".*{PART}"), *self.folder.glob(f"*/.*{PART}")):
+            part.unlink(missing_ok=True)
+        if state is None:
             self.states.clear()
-        if self.main:
-            for part in (*self.folder.glob(f".*{PART}"), *self.folder.glob(f"*/.*{PART}")):
-                part.unlink(missing_ok=True)
-        state = self.agree(self.states.read(self.say) if self.main else None)
-        if state is not None:
-            self.rows = state["rows"]
-            if self.rows:
-                self._write_rows()
-        return state
+        elif state["rows"]:
+            self.rows = list(state["rows"])
+            self._write_rows()
 
     def finish_writing(self) -> None:
         """Wait until all is written. Raises `UserError` for what could not be."""

@@ -1,0 +1,64 @@
+"""What a save costs: of the state that --resume needs, on the path of training and beside it.
+
+    python -m benchmarks.saving [--models yolov5n yolov5s yolov5m yolov5l yolov5x] [--folder DIR] [--device cpu]
+
+Per model, of a state with weights, EMA and SGD's momentum: its size; the seconds that training waits for the copy of it
+as bytes; and the seconds that a thread then takes for checksum, writing, flushing and renaming. Medians of five.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from models.yolo import build_model
+from utils.checkpoint import STATE_FORMAT, States, serialised
+from utils.ema import ModelEMA
+from utils.files import ROOT, read_yaml
+
+TIMES = 5
+MIB = 2**20
+
+
+def seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=[f"yolov5{size}" for size in "nsmlx"])
+    parser.add_argument("--folder", default=None, help="where to write; default a temporary folder")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    print(f"{'model':<10} {'MiB':>7} {'waits s':>8} {'writes s':>9}")
+    for name in options.models:
+        model = build_model(read_yaml(ROOT / "models" / f"{name}.yaml")).to(options.device)
+        ema = ModelEMA(model)
+        momentum = {k: {"momentum_buffer": torch.rand_like(p)} for k, p in enumerate(model.parameters())}
+        state = {
+            "format": STATE_FORMAT,
+            "model": model.state_dict(),
+            "ema": ema.model.state_dict(),
+            "optimizer": momentum,
+        }
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            states = States(Path(folder))
+            waits, writes = [], []
+            for _ in range(TIMES):
+                waits.append(seconds(lambda state=state: serialised(state)))
+                content = serialised(state)
+                writes.append(seconds(lambda content=content: states.write(content)))
+        size = len(content) / MIB
+        print(f"{name:<10} {size:>7.0f} {statistics.median(waits):>8.3f} {statistics.median(writes):>9.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""What goes wrong ends in one sentence, on all processes, in bounded time: whole runs with a planted fault."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT, RunScript
+from tests.curves import ACCELERATE, CONFIGS, refused, rows
+from utils.checkpoint import States
+
+HERE = ("--processes", "2")
+LOSSES = "models.tasks.detection:DetectionTask.losses"
+Train = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def train(run_script: RunScript, small_data: Path, recipe: Path) -> Train:
+    """A short run into a project; what it printed. `fault`: what tests/faults plants."""
+    what = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", str(recipe))
+    how = ("--imgsz", "64", "--epochs", "3", "--batch-size", "4", "--workers", "1", "--device", "cpu")
+
+    def run(project: Path, *more: str, fault: str = "", **options: Any) -> str:
+        planted = {"FAULT": fault, "PYTHONPATH": str(ROOT / "tests" / "faults"), "OMP_NUM_THREADS": "1"}
+        flags = (*what, *how, "--noautoanchor", "--project", str(project), *more)
+        return run_script("train.py", *flags, **{**planted, **options})
+
+    return run
+
+
+# One of several processes
+
+
+def test_one_raises(train: Train, tmp_path: Path) -> None:
+    """An error of ours, or of a user's own layer: its traceback, and once who it was."""
+    printed = train(tmp_path, *HERE, fault=f"raise:{LOSSES}:3:1", fails=True)
+    assert printed.count("Traceback") == 1
+    assert printed.count("error: ") == 1
+    assert f"error: process 1 on {os.uname().nodename} failed: ValueError: a planted fault" in printed
+
+
+def test_one_is_killed_under_a_launcher(train: Train, tmp_path: Path) -> None:
+    launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"))
+    printed = train(tmp_path, launcher=launcher, fault=f"SIGKILL:{LOSSES}:3:1", fails=True)
+    refused(printed, f"error: process 1 on {os.uname().nodename} ended without a word, or cannot be reached")
+
+
+@pytest.mark.parametrize(
+    "fault", [f"stall:{LOSSES}:3:1", pytest.param(f"SIGSTOP:{LOSSES}:3:1", marks=pytest.mark.long)]
+)
+def test_one_stalls(fault: str, train: Train, tmp_path: Path) -> None:
+    """Who it was, and where it and those that waited were."""
+    printed = train(tmp_path, *HERE, "--dist-timeout", "5", fault=fault, fails=True)
+    refused(printed, f"error: process 1 on {os.uname().nodename} did not move for 5 s (--dist-timeout)")
+    stacks = tmp_path / "exp" / "stacks"
+    assert str(stacks) in printed
+    assert "_call_impl" in (stacks / "process0.txt").read_text() or "train_on" in (stacks / "process0.txt").read_text()
+    if fault.startswith("stall"):
+        assert "in go_wrong" in (stacks / "process1.txt").read_text()
+
+
+def test_a_loader_process_is_killed(train: Train, tmp_path: Path) -> None:
+    printed = train(tmp_path, fault="SIGKILL:data.augment:Augmenter.__call__:3", fails=True)
+    refused(printed, "error: a loader process was ended")
+    assert "Traceback" not in printed
+
+
+# Gradients that are not finite
+
+
+@pytest.mark.parametrize("processes", [(), HERE], ids=["one", "two"])
+def test_too_many_steps_are_not_finite(processes: tuple[str, ...], train: Train, recipe: Path, tmp_path: Path) -> None:
+    """A learning rate without measure: the step, images, the cause, and the state before."""
+    wild = tmp_path / "wild.yaml"
+    wild.write_text(yaml.safe_dump({**yaml.safe_load(recipe.read_text()), "lr0": 1e30, "warmup_epochs": 0}))
+    printed = train(tmp_path, *processes, "--hyp", str(wild), "--max-skips", "3", fails=True)
+    refused(printed, "error: 3 optimizer steps in a row were skipped")
+    assert "the last is step 4" in printed
+    assert "box_loss, obj_loss, cls_loss of the images" in printed
+    assert "the learning rate (lr0 1e+30) is probably too high" in printed
+    assert "steps skipped so far, not finite: 1" in printed
+    assert len(States(tmp_path / "exp" / "checkpoint").files()) == 1
+
+
+# Memory and disks
+
+
+def test_out_of_memory(train: Train, tmp_path: Path) -> None:
+    printed = train(tmp_path, *HERE, fault=f"memory:{LOSSES}:1:1", fails=True)
+    refused(printed, "error: out of memory of a GPU with --batch-size 4 at 64 pixels; try --batch-size 2")
+
+
+def test_auto_batch_on_the_cpu(train: Train, tmp_path: Path) -> None:
+    printed = train(tmp_path, "--batch-size", "-1", "--epochs", "1")
+    assert "--batch-size -1 is measured on GPUs only; taking 16" in printed
+    assert yaml.safe_load((tmp_path / "exp" / "settings.yaml").read_text())["batch_size"] == 16
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 50 MB, on which there is room for two states of 21 MB and not for a third."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=50m", "tmpfs", str(folder)], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"a disk cannot be mounted here: {made.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk(train: Train, run_script: RunScript, small_disk: Path) -> None:
+    """Training goes on; what could not be written is said at the end, and the state before is whole."""
+    printed = train(small_disk, fails=True)
+    assert printed.count("warning: ") == 2
+    assert f"{small_disk / 'exp' / 'checkpoint'} cannot be written now: No space left on device" in printed
+    refused(printed, f"cannot be written: No space left on device; mend that, and go on with --resume {small_disk}")
+    assert len(rows(small_disk / "exp")) == 3
+    state = States(small_disk / "exp" / "checkpoint").read(pytest.fail)
+    assert state is not None
+    subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
+    before = (small_disk / "exp" / "results.csv").read_bytes()
+    run_script("train.py", "--resume", str(small_disk / "exp"), OMP_NUM_THREADS="1")
+    assert (small_disk / "exp" / "results.csv").read_bytes() == before
+    assert (small_disk / "exp" / "weights" / "best.pt").is_file()
+
+
+def test_little_shared_memory(train: Train, tmp_path: Path) -> None:
+    """Batches that do not fit into /dev/shm are loaded without loader processes, instead of a bus error."""
+    little = 'mount -t tmpfs -o size=100k tmpfs /dev/shm && exec "$@"'
+    if not shutil.which("unshare") or subprocess.run(["unshare", "-m", "sh", "-c", little, "sh", "true"]).returncode:
+        pytest.skip("mounting in a namespace is not permitted here")
+    launcher = ("unshare", "-m", "sh", "-c", little, "sh", sys.executable)
+    printed = train(tmp_path, "--epochs", "1", launcher=launcher)
+    assert "warning: /dev/shm has 0 MiB free, enough for the batches of 0 loader processes" in printed
