@@ -302,7 +302,8 @@ def auto_batch(run: Run, task: Any, model: nn.Module, data: Any, split: Any, hyp
         return torch.cuda.max_memory_allocated(device) + kept
 
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
-    own = largest_batch(peak, free, len(split.images))
+    with explained(processes, task.imgsz):
+        own = largest_batch(peak, free, len(split.images))
     model.load_state_dict(before)
     torch.cuda.empty_cache()
     size = min(run.gather([own])) * processes

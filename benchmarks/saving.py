@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,9 +54,9 @@ def main() -> None:
             states = States(Path(folder))
             waits, writes = [], []
             for _ in range(TIMES):
-                waits.append(seconds(lambda state=state: serialised(state)))
+                waits.append(seconds(partial(serialised, state)))
                 content = serialised(state)
-                writes.append(seconds(lambda content=content: states.write(content)))
+                writes.append(seconds(partial(states.write, content)))
         size = len(content) / MIB
         print(f"{name:<10} {size:>7.0f} {statistics.median(waits):>8.3f} {statistics.median(writes):>9.3f}", flush=True)
 

@@ -95,9 +95,9 @@ def loader_died(error: Exception) -> str:
     text = str(error)
     if not isinstance(error, RuntimeError) or "DataLoader worker" not in text:
         return ""
-    if "Bus error" in text or "shared memory" in text:
+    if "unable to allocate shared memory(shm)" in text or "killed by signal: Bus error" in text:
         return "a loader process ran out of shared memory: make /dev/shm larger (docker --shm-size), or lower --workers"
-    if "killed" in text or "exited unexpectedly" in text:
+    if re.search(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)", text):
         return "a loader process was ended; where nobody did that, the system was short of memory: lower --workers"
     return ""
 

@@ -86,10 +86,8 @@ def explain(
         cause = "fp16 probably overflows: try --mixed-precision bf16 or no"
     else:
         cause = f"look at these images and their labels, and try a lower lr0 than {lr:g}"
-    return (
-        f"{row} optimizer steps in a row were skipped, for their gradients were not finite; the last is step {step} "
-        f"({what}); {cause}"
-    )
+    skipped = f"{row} optimizer steps in a row were skipped" if row > 1 else "an optimizer step was skipped"
+    return f"{skipped}, for the gradients were not finite; the last is step {step} ({what}); {cause}"
 
 
 def statistics(model: Any) -> dict[str, Tensor]:

@@ -15,6 +15,8 @@ SHARED = "/dev/shm"
 IN_FLIGHT = 3  # batches that a loader process holds: two fetched ahead, one that is being trained on
 SHARE = 0.8  # of the free memory of a device that AutoBatch takes, as in YOLOv5
 ON_CPU = 16  # the batch that --batch-size -1 takes where there is no GPU to measure
+# What torch says where it is no error of its own kind: of the machine's memory, of the driver, of cuBLAS.
+FULL = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 MIB, GIB = 2**20, 2**30
 
 
@@ -48,7 +50,7 @@ def explained(batch_size: int, imgsz: int) -> Iterator[None]:
         processes = place().processes
         half = batch_size // processes // 2 * processes
         instead = f"--batch-size {half}" if half else f"a smaller --imgsz than {imgsz}, or a smaller model"
-        where = "a GPU" if isinstance(error, torch.OutOfMemoryError) else "the machine"
+        where = "the machine" if isinstance(error, MemoryError) or FULL[0] in str(error) else "a GPU"
         raise UserError(
             f"out of memory of {where} with --batch-size {batch_size} at {imgsz} pixels; try {instead} (in a new run: "
             "the batch size is part of a curve)"
@@ -57,7 +59,8 @@ def explained(batch_size: int, imgsz: int) -> Iterator[None]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Is it a lack of memory, of a device or of the machine?"""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    said = any(words in str(error) for words in FULL)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (isinstance(error, RuntimeError) and said)
 
 
 def largest_batch(peak: Callable[[int], int], free: int, most: int) -> int:

@@ -11,7 +11,7 @@ from types import TracebackType
 import psutil
 
 from utils.failures import give_up
-from utils.place import key, place, run_store
+from utils.place import key, place, run_store, speaks
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TIME = "time"
@@ -50,6 +50,8 @@ class Stop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None:
+            return  # this process ends, and has to say why: the launcher's SIGTERM, for all that are left, can wait
         signal.set_wakeup_fd(self._woken)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -61,7 +63,7 @@ class Stop:
             if number not in SIGNALS:
                 continue
             if self.signal and number == signal.SIGINT and time.monotonic() - self.since > TWICE:
-                give_up("interrupted", 128 + number)
+                give_up("interrupted" if speaks() else "", 128 + number)
             self.signal, self.since = signal.Signals(number).name, time.monotonic()
 
     def after(self, step: int) -> str:

@@ -43,6 +43,7 @@ SHM = (
         (RuntimeError("DataLoader worker (pid 71) is killed by signal: Killed. "), "short of memory: lower --workers"),
         (RuntimeError("DataLoader worker (pid(s) 71, 72) exited unexpectedly"), "short of memory: lower --workers"),
         (RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nshape mismatch"), ""),
+        (RuntimeError("Caught ValueError in DataLoader worker process 0.\nshared memory killed by signal"), ""),
         (RuntimeError("DataLoader timed out after 5 seconds"), ""),
         (RuntimeError("a bus was killed"), ""),
         (ValueError(BUS), ""),

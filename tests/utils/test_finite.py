@@ -107,10 +107,15 @@ def explained(suspects: Sequence[tuple[str, str]] = (), sound: nn.Module | None 
 
 def test_images_whose_loss_is_not_finite_are_named() -> None:
     assert explained([("a.jpg", "box, obj"), ("b.jpg", "obj")]) == (
-        "20 optimizer steps in a row were skipped, for their gradients were not finite; the last is step 120 (not "
+        "20 optimizer steps in a row were skipped, for the gradients were not finite; the last is step 120 (not "
         "finite: box, obj, obj of the images a.jpg, b.jpg); look at these images and their labels, and try a lower lr0 "
         "than 0.01"
     )
+
+
+def test_one_step_is_enough_where_the_flag_says_so() -> None:
+    told = explain(7, 1, [], 64, model(1.0), "no", 0.01)
+    assert told.startswith("an optimizer step was skipped, for the gradients were not finite; the last is step 7 (")
 
 
 def test_not_all_of_many_images_are_named() -> None:

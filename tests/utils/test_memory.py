@@ -83,6 +83,8 @@ CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't 
     ("error", "where"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "a GPU"),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "a GPU"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "a GPU"),
         (MemoryError(), "the machine"),
         (RuntimeError(CPU), "the machine"),
     ],
