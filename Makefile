@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test test-long test-gpu test-gpu2 lint bench bench-processes
+.PHONY: setup train test test-long test-gpu test-gpu2 lint bench bench-processes bench-saving
 
 setup: $(STAMP)
 
@@ -42,3 +42,6 @@ bench: setup
 
 bench-processes: setup
 	$(RUN) -m benchmarks.processes
+
+bench-saving: setup
+	$(RUN) -m benchmarks.saving

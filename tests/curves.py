@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,7 @@ import torch
 from torch import Tensor
 
 from models.weights import read_weights
-from utils.files import ROOT
 
-ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch")
-CONFIGS = ROOT / "accelerate_configs"
 LOSSES = [f"{split}/{term}_loss" for split in ("train", "val") for term in ("box", "obj", "cls")]
 SCORES = ["metrics/mAP_0.5", "metrics/mAP_0.5:0.95"]
 

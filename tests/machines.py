@@ -1,10 +1,16 @@
-"""Two machines, played by this one."""
+"""How runs are launched, and two machines that this one plays."""
 
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+from utils.files import ROOT
+
+ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch")
+CONFIGS = ROOT / "accelerate_configs"
 
 
 @contextmanager
@@ -33,3 +39,9 @@ def by_hand(rank: int, port: str, address: str = "127.0.0.1") -> dict[str, str]:
     """What a launcher would set for one of two machines with a process each."""
     here = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     return {**here, "MASTER_ADDR": address, "MASTER_PORT": port}
+
+
+def on_machine(host: str, rank: int) -> tuple[str, ...]:
+    """The launcher of a process on each of two machines, of which this is `host`, in front of a script."""
+    meeting = ("--main_process_ip", "10.77.0.1", "--machine_rank", str(rank))
+    return ("ip", "netns", "exec", host, *ACCELERATE, "--config_file", str(CONFIGS / "2node.yaml"), *meeting)

@@ -10,7 +10,8 @@ import pytest
 
 from models.weights import read_weights
 from tests.conftest import RunScript
-from tests.curves import ACCELERATE, CONFIGS, SCORES, refused, rows, same_curve
+from tests.curves import SCORES, refused, rows, same_curve
+from tests.machines import ACCELERATE, CONFIGS
 from utils import zero
 from utils.errors import UserError
 

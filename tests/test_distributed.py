@@ -22,8 +22,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 import train
 from models.tasks.detection import DetectionTask
 from tests.conftest import ROOT, VAL, OnProcesses, RunScript, free_port
-from tests.curves import ACCELERATE, CONFIGS, LOSSES, SCORES, floats, refused, rows, same_curve
-from tests.machines import by_hand, ip
+from tests.curves import LOSSES, SCORES, floats, refused, rows, same_curve
+from tests.machines import ACCELERATE, CONFIGS, by_hand, ip, on_machine
 from utils.place import place
 from val import evaluate
 
@@ -91,7 +91,7 @@ def test_slurm(single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> N
     # fine_tune puts train.py where the batch file has it already: the file's own stands behind a dash
     batch = f'bash {CONFIGS / "slurm.sbatch"} "${{@:2}}"'
     fine_tune(tmp_path, "--sync-bn", launcher=("bash", "-c", batch, "-"), PATH=path, **job)
-    same_curve(tmp_path / "exp", single)
+    same_curve(tmp_path / f"job{job['SLURM_JOB_ID']}", single)
 
 
 def test_nodes_of_unequal_size_by_torchrun(fine_tune: Callable[..., str], tmp_path: Path) -> None:
@@ -375,11 +375,6 @@ def test_unequal_machines_are_refused_where_accelerate_would_drop_a_process(
 
 
 # Two machines: network namespaces joined by a cable, each with its own address and its own run folder
-
-
-def on_machine(host: str, rank: int) -> tuple[str, ...]:
-    meeting = ("--main_process_ip", "10.77.0.1", "--machine_rank", str(rank))
-    return ("ip", "netns", "exec", host, *ACCELERATE, "--config_file", str(CONFIGS / "2node.yaml"), *meeting)
 
 
 def test_two_machines(hosts: tuple[str, str], single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT, RunScript, free_port
-from tests.curves import ACCELERATE, CONFIGS
-from tests.machines import by_hand, ip
+from tests.machines import ACCELERATE, CONFIGS, by_hand, ip
 from utils.files import read_yaml
 
 PORT = "29500"

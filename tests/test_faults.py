@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT, RunScript
-from tests.curves import ACCELERATE, CONFIGS, refused, rows
+from tests.curves import refused, rows
+from tests.machines import ACCELERATE, CONFIGS
 from utils.checkpoint import States
 
 HERE = ("--processes", "2")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch
 import yaml
 
 from tests.conftest import RECIPE, ROOT, RunScript, left_behind
-from tests.curves import ACCELERATE, CONFIGS, refused, rows, same_curve
+from tests.curves import refused, rows, same_curve
+from tests.machines import ACCELERATE, CONFIGS, on_machine
 from utils.checkpoint import States
 from utils.files import claimed
 
@@ -191,6 +193,25 @@ def test_on_other_processes(train: Train, straight: Path, tmp_path: Path) -> Non
     assert "in epoch 2, after batch 4" in printed
     train(tmp_path, "--sync-bn", "--resume", "auto")
     same_curve(tmp_path / "exp", straight)
+
+
+def test_two_machines_without_a_shared_disk(
+    hosts: tuple[str, str], train: Train, straight_on_two: Path, tmp_path: Path
+) -> None:
+    """The second one is told to stop, keeps nothing, and goes on from what the first one has."""
+
+    def on_both(*flags: str, **how: Any) -> list[str]:
+        def machine(rank: int) -> str:
+            return train(tmp_path / str(rank), *flags, launcher=on_machine(hosts[rank], rank), **how)
+
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(machine, (0, 1)))
+
+    printed = on_both(fault="SIGTERM:models.tasks.detection:DetectionTask.losses:9:1", fails=True)
+    assert "stopped by SIGTERM in epoch 2, after batch 4" in printed[0]
+    assert "going on with" in on_both("--resume", "auto")[0]
+    assert not (tmp_path / "1").exists()
+    identical(tmp_path / "0" / "exp", straight_on_two)
 
 
 @pytest.mark.parametrize("stage", [pytest.param("1", marks=pytest.mark.long), "3"])
