@@ -12,24 +12,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import set_seed
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from utils import zero
 from utils.compression import bucket_size
 from utils.errors import UserError
 from utils.failures import give_up, sign_in
 from utils.files import read_yaml
-from utils.place import place
+from utils.place import attempt, key, place
 from utils.processes import fair_threads
 
 LAUNCHER_PRECISION = "ACCELERATE_MIXED_PRECISION"  # what `accelerate launch` leaves for the processes that it starts
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 LATER = 10.0  # seconds after the time-out until torch ends a wait that nobody has explained: a watch knows more
+AGAIN = "lockstep://"  # torch's name for our way of meeting after a launcher has started the processes anew
 GRACE = 30.0  # seconds after the time-out until a meeting that torch does not end is ended
 
 
@@ -60,7 +63,9 @@ def start(device: str, mixed_precision: str, timeout: float, accumulation: int =
             step_scheduler_with_optimizer=False,
             kwargs_handlers=[
                 InitProcessGroupKwargs(
-                    timeout=timedelta(seconds=timeout + LATER), backend="gloo" if by_zero and on_cpu else None
+                    timeout=timedelta(seconds=timeout + LATER),
+                    backend="gloo" if by_zero and on_cpu else None,
+                    init_method=AGAIN if attempt() else None,
                 ),
                 DistributedDataParallelKwargs(gradient_as_bucket_view=True, bucket_cap_mb=bucket_size(comm_hook)),
             ],
@@ -278,6 +283,19 @@ def _why_not_met(text: str, where: str, timeout: float) -> str:
         f"the processes do not reach each other within {timeout:g} s ({first}); where a machine has several networks, "
         "name the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
     )
+
+
+def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    """torch's own, in a part of the store of its own for each attempt.
+
+    A launcher that starts the processes anew may keep the store, where the last attempt's addresses still stand: torch
+    takes one of these for that of a process which is only just coming, and waits for its answer.
+    """
+    for store, rank, processes in rendezvous("env://", timeout=timeout):
+        yield PrefixStore(key("torch"), store), rank, processes
+
+
+register_rendezvous_handler(AGAIN.partition(":")[0], _rendezvous)
 
 
 # The way in for those who want no more than the store

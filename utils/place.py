@@ -40,9 +40,14 @@ def speaks() -> bool:
     return place().local_rank == 0
 
 
+def attempt() -> int:
+    """How many times the launcher has started the processes anew (`--max_restarts`)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
 def key(name: str) -> str:
-    """A name for the run's store, which a launcher that starts the processes anew (`--max_restarts`) may keep."""
-    return f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{name}"
+    """A name for the run's store, which the next attempt of the launcher may find again."""
+    return f"lockstep/{attempt()}/{name}"
 
 
 def run_store() -> distributed.Store | None:

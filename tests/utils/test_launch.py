@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+from accelerate.state import AcceleratorState
+from torch import distributed
 
+from tests.conftest import OnProcesses
 from utils import launch
 from utils.errors import UserError
 from utils.launch import check_batch_size, device_numbers, loader_workers, processes_to_start
+from utils.place import place
 
 
 @pytest.fixture(autouse=True)
@@ -176,3 +181,19 @@ def test_gloo_takes_the_interface_that_leads_to_the_main_process(monkeypatch: py
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
     launch._prepare_for_gloo()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+
+
+def meet_again() -> int:
+    """As if the launcher had started the processes anew and kept the store, the second one late."""
+    launch.start("cpu", "no", 60.0)
+    distributed.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    if place().rank == 1:
+        time.sleep(1)
+    accelerator = launch.start("cpu", "no", 10.0)
+    return int(accelerator.reduce(torch.tensor([place().rank + 1]))[0])
+
+
+def test_addresses_of_the_last_attempt_are_not_taken(on_processes: OnProcesses) -> None:
+    assert on_processes(2, meet_again) == [3, 3]
