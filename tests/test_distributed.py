@@ -327,17 +327,13 @@ def test_all_start_from_the_main_processs_weights(on_processes: OnProcesses, fla
         ("--batch-size", "7", "take 6 or 8"),
         ("--data", "nowhere.yaml", "nowhere.yaml"),
         ("--epochs", "0", "give 1 or more"),
-        ("--hyp", "{wild}", "no longer finite in epoch 1"),
     ],
 )
 def test_one_sentence_from_two_processes(
-    flag: str, value: str, said: str, run_script: RunScript, flags: list[str], tmp_path: Path
+    flag: str, value: str, said: str, run_script: RunScript, flags: list[str]
 ) -> None:
-    wild = tmp_path / "wild.yaml"
-    wild.write_text(yaml.safe_dump({"lr0": 1e30, "warmup_epochs": 0.0, "nbs": 8}))
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"))
-    given = [*flags, flag, value.format(wild=wild), "--name", "run"]
-    refused(run_script("train.py", *given, launcher=launcher, fails=True), said)
+    refused(run_script("train.py", *flags, flag, value, "--name", "run", launcher=launcher, fails=True), said)
 
 
 def test_a_process_that_never_comes(run_script: RunScript, flags: list[str]) -> None:
@@ -409,7 +405,7 @@ def test_a_cut_cable(hosts: tuple[str, str], fine_tune: Callable[..., str], tmp_
         cut = time.monotonic()
         for end in ends:
             printed, ended = end.result()
-            refused(printed, "has not answered for 8 s (--dist-timeout)")
+            refused(printed, "did not move, or could not be reached, for 8 s (--dist-timeout) while the others waited")
             assert ended - cut < 60  # seen: 13 s
 
 

@@ -53,8 +53,9 @@ class Watch:
                 self._end()
 
     def _end(self) -> None:
-        own = is_waiting(sys._current_frames()[threading.main_thread().ident or 0])
-        tell("stands", json.dumps({"beats": self.beats, "waits": own}))
+        waits = is_waiting(sys._current_frames()[threading.main_thread().ident or 0])
+        own = {"beats": self.beats, "waits": waits}
+        tell("stands", json.dumps(own))
         with suppress(OSError):  # a full disk must not keep it from ending
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("w") as file:
@@ -65,8 +66,10 @@ class Watch:
             time.sleep(PATIENCE)
             give_up("", 1)
         stand = {rank: json.loads(word) for rank, word in told("stands").items()}
+        stand[place().rank] = own  # the store may be beyond reach
         late = blamed(place().processes, stand)
-        who = f"{names(sorted(late))} did not move" if late else "no process moved"
+        what = "did not move" if late <= set(stand) else "did not move, or could not be reached,"
+        who = f"{names(sorted(late))} {what}" if late else "no process moved"
         give_up(
             f"error: {who} for {self.timeout:g} s (--dist-timeout) while the others waited; what each was doing stands "
             f"in {self.file.parent}",

@@ -128,13 +128,13 @@ def test_one_process_is_not_watched() -> None:
         assert observed.beats == 2
 
 
-def end(monkeypatch: pytest.MonkeyPatch, folder: Path, *late: int) -> str:
-    """What is said where those are late."""
+def end(monkeypatch: pytest.MonkeyPatch, folder: Path, *late: int, answers: bool = True) -> str:
+    """What is said where those are late, by a store that `answers`."""
     said: list[str] = []
     words = {rank: json.dumps(word(rank not in late, 0)) for rank in range(3)}
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setattr(watch, "GRACE", 0)
-    monkeypatch.setattr(watch, "told", lambda what: {**words, **{place().rank: said[0]}})
+    monkeypatch.setattr(watch, "told", lambda what: {**words, **{place().rank: said[0]}} if answers else {})
     monkeypatch.setattr(watch, "tell", lambda what, text: said.append(text))
     monkeypatch.setattr(watch, "alarm", lambda: None)
     monkeypatch.setattr(watch, "is_first", lambda what: True)
@@ -159,6 +159,9 @@ def test_the_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "test_the_sentence" in (tmp_path / "stacks" / "process0.txt").read_text()
     assert end(monkeypatch, tmp_path, 2).startswith("error: process 0 and process 2 did not move for")
     assert end(monkeypatch, tmp_path, 1, 2).startswith("error: no process moved for 9.5 s")
+    assert end(monkeypatch, tmp_path, answers=False).startswith(
+        "error: process 1 and process 2 did not move, or could not be reached, for 9.5 s (--dist-timeout)"
+    )
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
