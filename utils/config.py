@@ -22,21 +22,59 @@ T = TypeVar("T")
 NEWEST, AUTO = "newest", "auto"  # --resume without a value, and where there is something to resume
 
 
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a setting may have. `above`, `below`: the ends themselves are no such numbers."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        low = self.least < value if self.above else self.least <= value
+        high = value < self.most if self.below else value <= self.most
+        return low and high and math.isfinite(value)  # false for NaN
+
+    def __str__(self) -> str:
+        least, most = f"{self.least:.10g}", f"{self.most:.10g}"
+        low = f"more than {least}" if self.above else f"{least} or more"
+        if self.most == math.inf:
+            return low
+        return f"{low} and less than {most}" if self.below else f"{least} to {most}"
+
+
+FINITE, NOT_NEGATIVE, POSITIVE = Range(), Range(0), Range(0, above=True)
+SHARE, BELOW_ONE = Range(0, 1), Range(0, 1, below=True)
+
+
 def flag(
     default: Any,
     text: str,
     *aliases: str,
     choices: tuple[str, ...] | None = None,
     const: Any = None,
-    least: float | None = None,
+    within: Range = FINITE,
     fixed: bool = False,
 ) -> Any:
     """A field that is a flag: its default, help text, other names, allowed values, its value when given bare, and the
-    smallest value allowed. `fixed`: the curve depends on it, so that a run cannot be resumed with another value."""
+    range of a number. `fixed`: the curve depends on it, so that a run cannot be resumed with another value."""
     return dataclasses.field(
         default=default,
-        metadata={"help": text, "aliases": aliases, "choices": choices, "const": const, "least": least, "fixed": fixed},
+        metadata={
+            "help": text,
+            "aliases": aliases,
+            "choices": choices,
+            "const": const,
+            "within": within,
+            "fixed": fixed,
+        },
     )
+
+
+def number(default: Any, within: Range) -> Any:
+    """A hyperparameter: its default and its range."""
+    return dataclasses.field(default=default, metadata={"within": within})
 
 
 @dataclass(frozen=True)
@@ -49,12 +87,16 @@ class TrainOptions:
     cfg: str = flag("", "model YAML; '' takes the one inside --weights", fixed=True)
     data: str = flag("data/coco128.yaml", "data set YAML")
     hyp: str = flag("data/hyps/low.yaml", "hyperparameter YAML")
-    epochs: int = flag(100, "passes over the training images", least=1)
+    epochs: int = flag(100, "passes over the training images", within=Range(1))
     batch_size: int = flag(
-        16, "images per batch, in total over all processes; -1 finds what the GPU holds", "batch", least=-1, fixed=True
+        16,
+        "images per batch, in total over all processes; -1 finds what the GPU holds",
+        "batch",
+        within=Range(-1),
+        fixed=True,
     )
     imgsz: int = flag(
-        640, "side of the square that images are fitted into, in pixels", "img", "img-size", least=1, fixed=True
+        640, "side of the square that images are fitted into, in pixels", "img", "img-size", within=Range(1), fixed=True
     )
     rect: bool = flag(False, "batches of like aspect ratio with little padding; no shuffling, no mosaic", fixed=True)
     resume: str = flag(
@@ -66,27 +108,36 @@ class TrainOptions:
     noplots: bool = flag(False, "draw no pictures into the run folder")
     cache: str = flag("", "keep decoded images in memory or on disk", choices=("ram", "disk"), const="ram")
     device: str = flag("", "cpu, mps or CUDA devices such as 0 or 0,1 (a process for each); '' takes the best there is")
-    processes: int = flag(0, "how many processes to start on this machine without a launcher", least=1)
-    dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", least=1)
+    processes: int = flag(0, "how many processes to start on this machine without a launcher", within=Range(1))
+    dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", within=Range(1, 1e6))
     sync_bn: bool = flag(False, "BatchNorm over the whole batch of all processes: the curve of one process")
     comm_hook: str = flag("", "send smaller gradients between processes", choices=("fp16", "bf16", "powersgd"))
     single_cls: bool = flag(False, "treat every class as one", fixed=True)
     optimizer: str = flag("SGD", "which optimizer", choices=("SGD", "Adam", "AdamW"), fixed=True)
-    workers: int = flag(8, "loader processes per training process, at most one per CPU core", least=0)
+    workers: int = flag(8, "loader processes per training process, at most one per CPU core", within=NOT_NEGATIVE)
     project: str = flag("runs/train", "folder of the run folders")
     name: str = flag("exp", "name of the run folder; a number is added where it is taken")
     exist_ok: bool = flag(False, "write into project/name although it exists")
     cos_lr: bool = flag(False, "cosine learning rate instead of linear", fixed=True)
-    label_smoothing: float = flag(0.0, "label smoothing epsilon of the class term", fixed=True)
-    patience: int = flag(100, "stop after so many epochs without a better fitness; 0 never stops")
+    label_smoothing: float = flag(0.0, "label smoothing epsilon of the class term", within=BELOW_ONE, fixed=True)
+    patience: int = flag(100, "stop after so many epochs without a better fitness; 0 never stops", within=NOT_NEGATIVE)
     freeze: tuple[int, ...] = flag(
-        (0,), "N freezes the first N layers (backbone 10); several numbers freeze just those", fixed=True
+        (0,),
+        "N freezes the first N layers (backbone 10); several numbers freeze just those",
+        within=NOT_NEGATIVE,
+        fixed=True,
     )
     save_period: int = flag(-1, "also keep weights/epochN.pt every so many epochs; -1 never")
-    save_steps: int = flag(0, "also save what --resume needs every so many optimizer steps; 0 at each epoch", least=0)
-    time_limit: float = flag(0.0, "hours after which to stop at the next step, saved and validated; 0 never", least=0)
-    max_skips: int = flag(20, "stop after so many optimizer steps in a row whose gradients are not finite", least=1)
-    seed: int = flag(0, "seed of every random choice", fixed=True)
+    save_steps: int = flag(
+        0, "also save what --resume needs every so many optimizer steps; 0 at each epoch", within=NOT_NEGATIVE
+    )
+    time_limit: float = flag(
+        0.0, "hours after which to stop at the next step, saved and validated; 0 never", within=NOT_NEGATIVE
+    )
+    max_skips: int = flag(
+        20, "stop after so many optimizer steps in a row whose gradients are not finite", within=Range(1)
+    )
+    seed: int = flag(0, "seed of every random choice", within=Range(0, 2**32 - 1), fixed=True)
     mixed_precision: str = flag(
         "", "autocast; '' takes the launcher's, else bf16 or fp16 on CUDA", choices=("no", "fp16", "bf16")
     )
@@ -101,16 +152,18 @@ class ValOptions:
 
     data: str = flag("data/coco128.yaml", "data set YAML")
     weights: str = flag("yolov5s.pt", "weights to validate, ours or an official YOLOv5 .pt")
-    batch_size: int = flag(32, "images per batch", "batch", least=1)
-    imgsz: int = flag(640, "side of the square that images are fitted into, in pixels", "img", "img-size", least=1)
-    conf_thres: float = flag(0.001, "least confidence of a detection")
-    iou_thres: float = flag(0.6, "overlap above which NMS drops the weaker of two boxes")
-    max_det: int = flag(300, "most detections per image", least=1)
+    batch_size: int = flag(32, "images per batch", "batch", within=Range(1))
+    imgsz: int = flag(
+        640, "side of the square that images are fitted into, in pixels", "img", "img-size", within=Range(1)
+    )
+    conf_thres: float = flag(0.001, "least confidence of a detection", within=SHARE)
+    iou_thres: float = flag(0.6, "overlap above which NMS drops the weaker of two boxes", within=SHARE)
+    max_det: int = flag(300, "most detections per image", within=Range(1))
     task: str = flag("val", "which split", choices=("train", "val", "test"))
     device: str = flag("", "cpu, mps or CUDA devices such as 0 or 0,1 (a process for each); '' takes the best there is")
-    processes: int = flag(0, "how many processes to start on this machine without a launcher", least=1)
-    dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", least=1)
-    workers: int = flag(8, "loader processes, at most one per CPU core", least=0)
+    processes: int = flag(0, "how many processes to start on this machine without a launcher", within=Range(1))
+    dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", within=Range(1, 1e6))
+    workers: int = flag(8, "loader processes, at most one per CPU core", within=NOT_NEGATIVE)
     single_cls: bool = flag(False, "treat every class as one")
     square: bool = flag(False, "square batches; default are rectangular ones of like aspect ratio, with less padding")
     verbose: bool = flag(False, "one row per class and per object size, also where there are many classes")
@@ -145,36 +198,38 @@ BUILT_IN_JOB: Mapping[str, Any] = types.MappingProxyType(
 class Hyperparameters:
     """The keys of a hyperparameter YAML, YOLOv5's names. Defaults are the recipe `low`."""
 
-    lr0: float = 0.01  # learning rate of the first epoch after the warm-up
-    lrf: float = 0.01  # last epoch's learning rate as a share of lr0
-    momentum: float = 0.937  # of SGD; beta1 of Adam and AdamW
-    weight_decay: float = 0.0005
-    nbs: int = 64  # images per optimizer step, reached by accumulating batches
-    warmup_epochs: float = 3.0
-    warmup_momentum: float = 0.8
-    warmup_bias_lr: float = 0.1
-    box: float = 0.05  # gains of the loss terms
-    cls: float = 0.5
-    cls_pw: float = 1.0  # weight of positives in the class term
-    obj: float = 1.0
-    obj_pw: float = 1.0
-    iou_t: float = 0.2  # in every YOLOv5 file, used by nothing
-    anchor_t: float = 4.0  # a target fits an anchor when width and height differ by less than this factor
-    anchors: float = 0.0  # anchors per level when the model's are to be found anew; 0 keeps the model's
-    fl_gamma: float = 0.0  # focal loss; 0 is off
-    hsv_h: float = 0.015
-    hsv_s: float = 0.7
-    hsv_v: float = 0.4
-    degrees: float = 0.0
-    translate: float = 0.1
-    scale: float = 0.5
-    shear: float = 0.0
-    perspective: float = 0.0
-    flipud: float = 0.0
-    fliplr: float = 0.5
-    mosaic: float = 1.0
-    mixup: float = 0.0
-    copy_paste: float = 0.0
+    lr0: float = number(0.01, POSITIVE)  # learning rate of the first epoch after the warm-up
+    lrf: float = number(0.01, NOT_NEGATIVE)  # last epoch's learning rate as a share of lr0
+    momentum: float = number(0.937, BELOW_ONE)  # of SGD; beta1 of Adam and AdamW
+    weight_decay: float = number(0.0005, NOT_NEGATIVE)
+    nbs: int = number(64, Range(1))  # images per optimizer step, reached by accumulating batches
+    warmup_epochs: float = number(3.0, NOT_NEGATIVE)
+    warmup_momentum: float = number(0.8, BELOW_ONE)
+    warmup_bias_lr: float = number(0.1, NOT_NEGATIVE)
+    box: float = number(0.05, NOT_NEGATIVE)  # gains of the loss terms
+    cls: float = number(0.5, NOT_NEGATIVE)
+    cls_pw: float = number(1.0, POSITIVE)  # weight of positives in the class term
+    obj: float = number(1.0, NOT_NEGATIVE)
+    obj_pw: float = number(1.0, POSITIVE)
+    iou_t: float = number(0.2, SHARE)  # in every YOLOv5 file, used by nothing
+    # A target fits an anchor when width and height differ by less than this factor.
+    anchor_t: float = number(4.0, Range(1, above=True))
+    # Anchors per level when the model's are to be found anew; 0 keeps the model's.
+    anchors: float = number(0.0, NOT_NEGATIVE)
+    fl_gamma: float = number(0.0, NOT_NEGATIVE)  # focal loss; 0 is off
+    hsv_h: float = number(0.015, SHARE)
+    hsv_s: float = number(0.7, SHARE)
+    hsv_v: float = number(0.4, SHARE)
+    degrees: float = number(0.0, Range(0, 180))
+    translate: float = number(0.1, SHARE)
+    scale: float = number(0.5, BELOW_ONE)
+    shear: float = number(0.0, Range(0, 90, below=True))
+    perspective: float = number(0.0, Range(0, 0.001))
+    flipud: float = number(0.0, SHARE)
+    fliplr: float = number(0.5, SHARE)
+    mosaic: float = number(1.0, SHARE)
+    mixup: float = number(0.0, SHARE)
+    copy_paste: float = number(0.0, SHARE)
 
 
 def given_flags(kind: type, argv: Sequence[str]) -> dict[str, Any]:
@@ -206,9 +261,8 @@ def _action(hint: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
     if hint is bool:
         return {"action": "store_true"}
     if typing.get_origin(hint) is tuple:
-        return {"type": typing.get_args(hint)[0], "nargs": "+", "action": _Tuple}
-    least = metadata["least"]
-    action: dict[str, Any] = {"type": hint if least is None else _at_least(hint, least)}
+        return {"type": _within(typing.get_args(hint)[0], metadata["within"]), "nargs": "+", "action": _Tuple}
+    action: dict[str, Any] = {"type": hint if hint is str else _within(hint, metadata["within"])}
     if metadata["choices"]:
         action["choices"] = metadata["choices"]
     if metadata["const"] is not None:
@@ -216,11 +270,11 @@ def _action(hint: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
     return action
 
 
-def _at_least(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
+def _within(kind: Callable[[str], Any], allowed: Range) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
         value = kind(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text} is too small; give {least} or more")
+        if value not in allowed:
+            raise argparse.ArgumentTypeError(f"{text} is out of range; give {allowed}")
         return value
 
     convert.__name__ = getattr(kind, "__name__", "value")  # argparse names it where the text is no number
@@ -270,10 +324,11 @@ YOLOV5_HYPS = {
 def from_mapping(kind: type[T], values: Mapping[str, Any], source: Path) -> T:
     """A `kind` from a YAML's keys. Raises `UserError` that names an unknown key (and the nearest) or a wrong type."""
     hints = typing.get_type_hints(kind)
-    return kind(**{key: _checked(key, value, hints, source) for key, value in values.items()})
+    ranges = {field.name: field.metadata.get("within", FINITE) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{key: _checked(key, value, hints, ranges, source) for key, value in values.items()})
 
 
-def _checked(key: Any, value: Any, hints: Mapping[str, Any], source: Path) -> Any:
+def _checked(key: Any, value: Any, hints: Mapping[str, Any], ranges: Mapping[str, Range], source: Path) -> Any:
     if key not in hints:
         raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), hints)}")
     kind = hints[key]
@@ -285,6 +340,8 @@ def _checked(key: Any, value: Any, hints: Mapping[str, Any], source: Path) -> An
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not number or (kind is int and value != int(value)):
         raise UserError(f"{source}: {key} must be {'a whole number' if kind is int else 'a number'}, not {value!r}")
+    if value not in ranges[key]:
+        raise UserError(f"{source}: {key} is {value}; give {ranges[key]}")
     return kind(value)
 
 

@@ -102,7 +102,8 @@ def test_every_field_is_a_flag(kind: type, field: dataclasses.Field[Any]) -> Non
         value = (field.metadata["choices"] or ("some/text",))[-1]
         words = [value]
     elif hint in (int, float):
-        words, value = ["7"], 7
+        value = 7 if 7 in field.metadata["within"] else 0.5
+        words = [str(value)]
     else:
         words, value = ["7", "8"], (7, 8)
     for name in {field.name, field.name.replace("_", "-"), *field.metadata["aliases"]}:
@@ -169,6 +170,12 @@ def test_options_are_immutable() -> None:
         (["--epochs", "many"], "argument --epochs: invalid int value: 'many'"),
         (["--epochs"], "argument --epochs: expected one argument"),
         (["--freeze", "1", "x"], "argument --freeze: invalid int value: 'x'"),
+        (["--freeze", "-1"], "argument --freeze: -1 is out of range; give 0 or more"),
+        (["--epochs", "0"], "argument --epochs: 0 is out of range; give 1 or more"),
+        (["--seed", "-1"], "argument --seed: -1 is out of range; give 0 to 4294967295"),
+        (["--dist-timeout", "inf"], "argument --dist-timeout/--dist_timeout: inf is out of range; give 1 to 1000000"),
+        (["--time-limit", "nan"], "argument --time-limit/--time_limit: nan is out of range; give 0 or more"),
+        (["--label-smoothing", "1"], "argument --label-smoothing/--label_smoothing: 1 is out of range; give 0 or more"),
     ],
 )
 def test_a_wrong_flag_is_one_line_and_exit_code_2(
@@ -243,6 +250,13 @@ def test_numbers_come_in_every_spelling(tmp_path: Path) -> None:
         ("nbs: true", "nbs must be a whole number, not True"),
         ("nbs: .inf", "nbs must be a whole number, not inf"),
         ("nbs: .nan", "nbs must be a whole number, not nan"),
+        ("lr0: 0", "lr0 is 0; give more than 0"),
+        ("lr0: -1e-3", "lr0 is -0.001; give more than 0"),
+        ("momentum: 1", "momentum is 1; give 0 or more and less than 1"),
+        ("mosaic: 2", "mosaic is 2; give 0 to 1"),
+        ("perspective: 0.01", "perspective is 0.01; give 0 to 0.001"),
+        ("anchor_t: 1", "anchor_t is 1; give more than 1"),
+        ("nbs: 0", "nbs is 0; give 1 or more"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -322,3 +336,10 @@ def test_from_mapping_of_another_type() -> None:
 
     with pytest.raises(UserError, match=r"^a\.yaml: unknown key 'numbre' \(did you mean 'number'\?\)$"):
         from_mapping(Counts, {"numbre": 2}, Path("a.yaml"))
+
+
+def test_defaults_are_in_their_ranges() -> None:
+    for kind in (Hyperparameters, TrainOptions, ValOptions):
+        for field in fields(kind):
+            if isinstance(field.default, (int, float)) and field.name != "processes":  # 0: as many as devices
+                assert field.default in field.metadata["within"], field.name
