@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from data import DATASETS
-from data.sources import label_file, read_spec
+from data.sources import label_file, overlap, read_spec
 from models.hub import find_weights
 from models.tasks import TASKS, task_of
 from models.weights import Weights, read_weights, transfer
@@ -212,11 +212,13 @@ def main() -> None:
         single_class=options.single_cls,
         workers=workers,
         cache=options.cache,
+        strict=options.strict,
     )
     train_split, val_split = data.split("train"), data.split("val")
 
     run = Run(accelerator, options.project, options.name, options.exist_ok)  # now that nothing of the input is wrong
-    run.say(describe(accelerator), *facts, *warnings, *train_split.report("train"), *val_split.report("val"))
+    run.say(describe(accelerator), *facts, *warnings, *spec.doubts)
+    run.say(*train_split.report("train"), *val_split.report("val"), *overlap(train_split.images, val_split.images))
     state = run.read_state() if begun else None
     identity = {"names": task.names, "imgsz": task.imgsz, "images": train_split.identity()}
     if begun and state:
@@ -230,6 +232,7 @@ def main() -> None:
         options = replace(options, batch_size=auto_batch(run, task, model, data, train_split, hyp))
         accelerator.gradient_accumulation_steps = accumulation(hyp, options.batch_size)
     run.say(f"an optimizer step for every {options.batch_size * accelerator.gradient_accumulation_steps} images")
+    run.write_problems([*train_split.problems, *val_split.problems])
     run.write_settings({**vars(options), "imgsz": task.imgsz, "hyperparameters": vars(hyp), "model": model.yaml})
 
     loader = data.train_loader(

@@ -100,11 +100,13 @@ def main() -> None:
         single_class=options.single_cls,
         workers=loader_workers(options.workers),
         cache="",
+        strict=options.strict,
     )
     split = data.split(options.task)
 
     run = Run(accelerator, options.project, options.name, options.exist_ok)
-    run.say(describe(accelerator), *split.report(options.task), *rounding(options.imgsz, task.imgsz))
+    run.say(describe(accelerator), *spec.doubts, *split.report(options.task), *rounding(options.imgsz, task.imgsz))
+    run.write_problems(split.problems)
     run.write_settings({**vars(options), "imgsz": task.imgsz})
     batches = run.share(data.evaluation_batches(split, batch_size=options.batch_size, square=options.square))
     if options.show_processes:

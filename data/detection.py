@@ -18,7 +18,7 @@ from data.augment import Augmenter, AugmentSettings, Placement, Sample, letterbo
 from data.cache import Images, open_images
 from data.labels import Labels, check_classes, load_labels
 from data.sampler import Draw, GlobalBatches, RectangularBatches, evaluation_batches, item_generator
-from data.sources import DataSpec
+from data.sources import DataSpec, label_file
 from utils.config import Hyperparameters, select
 from utils.errors import UserError
 from utils.failures import shield_worker
@@ -124,6 +124,7 @@ class Split:
 
     images: list[Path]
     labels: Labels
+    problems: tuple[str, ...] = ()  # sentences about what was left out
 
     def identity(self) -> dict[str, str]:
         """What tells whether these are the same images and labels as at another time, wherever they lie."""
@@ -136,12 +137,11 @@ class Split:
 
     def report(self, title: str) -> list[str]:
         """What was found, for people: counts, and the first few problems."""
-        counts = self.labels.counts
+        counts, more = self.labels.counts, len(self.problems) - PROBLEMS_SHOWN
         lines = [f"{title}: {len(counts)} images, {counts.sum()} boxes, {(counts == 0).sum()} images without any"]
-        problems = self.labels.problems
-        lines += [f"warning: {problem}" for problem in problems[:PROBLEMS_SHOWN]]
-        if len(problems) > PROBLEMS_SHOWN:
-            lines.append(f"warning: {len(problems) - PROBLEMS_SHOWN} more such problems in {title}")
+        lines += [f"warning: {problem}" for problem in self.problems[:PROBLEMS_SHOWN]]
+        if more > 0:
+            lines.append(f"warning: {more} more such problems in {title}; problems.txt in the run folder lists all")
         return lines
 
 
@@ -149,10 +149,18 @@ class DetectionData:
     """A detection data set at one image size: its splits, checked, and loaders over them."""
 
     def __init__(
-        self, spec: DataSpec, *, imgsz: int, stride: int, single_class: bool, workers: int, cache: str
+        self,
+        spec: DataSpec,
+        *,
+        imgsz: int,
+        stride: int,
+        single_class: bool,
+        workers: int,
+        cache: str,
+        strict: bool = False,
     ) -> None:
         self.spec, self.imgsz, self.stride, self.single_class = spec, imgsz, stride, single_class
-        self.workers, self.cache = workers, cache
+        self.workers, self.cache, self.strict = workers, cache, strict
 
     @staticmethod
     def class_names(spec: DataSpec, single_class: bool) -> dict[int, str]:
@@ -160,17 +168,32 @@ class DetectionData:
         return {0: "item"} if single_class else spec.names
 
     def split(self, name: str) -> Split:
-        """A split, scanned. Raises `UserError` where nothing of it is usable or a class is unknown."""
-        images = self.spec.images(name)
+        """A split, scanned. Raises `UserError` where nothing of it is usable, or a class is unknown; `strict`: where
+        anything is to be left out."""
+        images, unlisted = self.spec.listing(name)
         labels = load_labels(images, f"{name} labels", self.workers)
+        problems = (*unlisted, *labels.problems)
+        if problems and self.strict:  # each is a finding; and what follows from it
+            raise UserError(f"{problems[0].rpartition('; ')[0]} (--strict; {len(problems)} such problems in {name})")
         readable = labels.sizes[:, 0] > 0
         images, labels = list(compress(images, readable)), labels.keep(readable)
         if not images:
-            raise UserError(f"{self.spec.file}: no image of `{name}:` can be read; the first: {labels.problems[0]}")
+            raise UserError(f"{self.spec.file}: no image of `{name}:` can be read; the first: {problems[0]}")
+        if not len(labels.rows):
+            problems = (self._unlabelled(name, images[0], problems), *problems)
         if self.single_class:
-            return Split(images, labels.as_single_class())
-        check_classes(labels, images, len(self.spec.names), self.spec.file)
-        return Split(images, labels)
+            labels = labels.as_single_class()
+        else:
+            check_classes(labels, images, len(self.spec.names), self.spec.file)
+        return Split(images, labels, problems)
+
+    def _unlabelled(self, name: str, image: Path, problems: Sequence[str]) -> str:
+        """A sentence for a split without any label. Raises it as `UserError` where there is nothing to learn from."""
+        where = f"that of {image} is looked for at {label_file(image)}"
+        found = f"{self.spec.file}: no image of `{name}:` has a label; {where}"
+        if name == "train":
+            raise UserError(f"{found}{f'; the first problem: {problems[0]}' if problems else ''}")
+        return found
 
     def train_loader(self, split: Split, *, batch_size: int, hyp: Hyperparameters, seed: int, rect: bool) -> DataLoader:
         """Global batches of augmented items. `rect` goes without mosaic: its batches are not square."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import multiprocessing
 import os
 import warnings
@@ -18,15 +19,18 @@ from PIL import Image
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 from tqdm import tqdm
 
+from data.images import JPEG_END, lacks_its_end_alone
 from data.sources import label_file
 from utils.errors import UserError
 from utils.files import cache_folder, one_at_a_time, replacing
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 CHUNK = 64  # files that a scanning process takes at a time
 LEAST_SIDE = 10  # pixels; a smaller image is left out
 EXIF_ORIENTATION = 0x0112
 SLACK = 1e-3  # how far outside [0, 1] a coordinate may be (rounding) before its row is refused
+PIXELS = 2.0  # from here on a coordinate is not a share that is a little off, but a number of pixels
+ENDS = {"JPEG": JPEG_END, "PNG": b"IEND\xaeB`\x82"}  # what a whole file ends with
 
 
 @dataclass(frozen=True)
@@ -180,15 +184,37 @@ def scan_image(image: Path) -> Scanned:
 
 
 def image_size(image: Path) -> tuple[int, int]:
-    """Width and height in pixels as displayed: EXIF orientations 5 to 8 lie on their side."""
+    """Width and height in pixels as displayed: EXIF orientations 5 to 8 lie on their side.
+
+    Raises one of Pillow's many errors where the file is no image, or is not whole.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # damaged EXIF blocks warn; the orientation is then absent
         with Image.open(image) as opened:
             width, height = opened.size
-            orientation = opened.getexif().get(EXIF_ORIENTATION, 1)
+            orientation = _orientation(opened)
             if isinstance(opened, TiffImageFile):  # newer Pillow has turned the size of these already
                 width, height = opened.tag_v2[IMAGEWIDTH], opened.tag_v2[IMAGELENGTH]
+            if not _ends_well(image, opened.format) and not (opened.format == "JPEG" and lacks_its_end_alone(image)):
+                opened.load()  # the whole decoding: what is only unusual at its end is whole all the same
     return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
+
+
+def _orientation(opened: Image.Image) -> int:
+    try:
+        return opened.getexif().get(EXIF_ORIENTATION, 1)
+    except Exception:  # a damaged block: the image is shown as it is
+        return 1
+
+
+def _ends_well(image: Path, kind: str | None) -> bool:
+    """Does the file end as a whole one of its kind does? False for a kind of which its end says nothing."""
+    end = ENDS.get(kind or "")
+    if end is None:
+        return False
+    with image.open("rb") as file:
+        file.seek(-len(end), os.SEEK_END)
+        return file.read() == end
 
 
 def parse_rows(text: str, file: Path) -> tuple[np.ndarray, list[str]]:
@@ -220,8 +246,12 @@ def _parse_row(words: Sequence[str]) -> tuple[float, ...]:
         raise ValueError(f"{len(words)} numbers instead of 5 (box) or an odd count from 7 (polygon)")
     if label < 0 or label != label // 1:
         raise ValueError(f"class {words[0]} is not a whole number from 0")
-    if not all(-SLACK <= value <= 1 + SLACK for value in values):  # false for NaN too
-        raise ValueError("coordinates outside 0 to 1 (they are shares of the image's width and height, not pixels)")
+    if not all(map(math.isfinite, values)):
+        raise ValueError("a coordinate is not finite")
+    if max(values) >= PIXELS:
+        raise ValueError("coordinates in pixels; divide x and width by the image's width, y and height by its height")
+    if not all(-SLACK <= value <= 1 + SLACK for value in values):
+        raise ValueError("coordinates outside 0 to 1 (they are shares of the image's width and height)")
     x, y, width, height = values if len(values) == 4 else _polygon_box(values)
     if width <= 0 or height <= 0:
         raise ValueError("the box has no area")

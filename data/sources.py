@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 from utils.errors import UserError, nearest
 from utils.files import read_yaml
@@ -16,28 +17,66 @@ SPLITS = ("train", "val", "test")
 KEYS = ("path", *SPLITS, "names", "nc", "draw", "download")
 
 
+class Listing(NamedTuple):
+    """The image files of a split, sorted, each once; and sentences about what was left out."""
+
+    images: list[Path]
+    problems: list[str]
+
+
 @dataclass(frozen=True)
 class DataSpec:
     """A data set YAML, read and checked. `entries` holds each split's folders and list files as the YAML has them.
 
-    They are looked for when a split is asked for: one that nobody uses may be absent.
+    They are looked for when a split is asked for: one that nobody uses may be absent. `doubts`: sentences about what
+    may not be meant.
     """
 
     file: Path
     names: dict[int, str]
     roots: tuple[Path, ...]  # the folders that entries may be relative to, best first
     entries: dict[str, tuple[str, ...]]
+    doubts: tuple[str, ...] = ()
 
     def images(self, split: str) -> list[Path]:
         """The image files of a split, sorted, each once. Raises `UserError` where the split is absent or empty."""
+        return self.listing(split).images
+
+    def listing(self, split: str) -> Listing:
+        """The same, with what was left out."""
         if split not in self.entries:
             raise UserError(f"{self.file} has no `{split}:`; add a folder of images or a .txt list of them")
         places = [_resolve(self.file, split, entry, self.roots) for entry in self.entries[split]]
-        found = sorted({image for place in places for image in _list_images(place)})
+        problems: list[str] = []
+        found = [image for place in places for image in _list_images(place, problems)]
         if not found:
             looked = ", ".join(map(str, places))
             raise UserError(f"{self.file}: `{split}:` has no images in {looked}; put images there or mend the path")
-        return found
+        images = sorted(set(found))
+        if len(images) < len(found):
+            again = next(image for image, count in Counter(found).items() if count > 1)
+            problems.append(
+                f"{self.file}: {len(found) - len(images)} images of `{split}:` are listed again, such as {again}; "
+                "taken once"
+            )
+        return Listing(images, problems)
+
+
+def overlap(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
+    """A sentence where images are in both, whatever way leads there."""
+    both = _real(train) & _real(val)
+    if not both:
+        return []
+    return [
+        f"warning: {len(both)} of the {len(val)} validation images are training images too, such as {min(both)}; "
+        "the metrics will look better than they are"
+    ]
+
+
+def _real(images: Sequence[Path]) -> set[Path]:
+    """Their paths without links among the folders: of these there are few."""
+    folders = {folder: Path(os.path.realpath(folder)) for folder in {image.parent for image in images}}
+    return {folders[image.parent] / image.name for image in images}
 
 
 def read_spec(file: Path) -> DataSpec:
@@ -52,7 +91,10 @@ def read_spec(file: Path) -> DataSpec:
 
         draw_dataset(roots[0], seed=content["draw"])
     entries = {split: _entries(file, split, content[split]) for split in SPLITS if content.get(split)}
-    return DataSpec(file, _names(file, content), roots, entries)
+    names = _names(file, content)
+    counts = Counter(names.values())
+    doubts = [f"warning: {file}: {n} classes are named '{name}'" for name, n in counts.items() if n > 1]
+    return DataSpec(file, names, roots, entries, tuple(doubts))
 
 
 def _roots(file: Path, path: Any) -> tuple[Path, ...]:
@@ -93,17 +135,20 @@ def _names(file: Path, content: dict[str, Any]) -> dict[int, str]:
         raise UserError(f"{file}: the numbers under `names` must be 0 to {len(names) - 1}, each once")
     if count is not None and count != len(names):
         raise UserError(f"{file}: `nc` is {count} but `names` has {len(names)} classes; mend either")
+    for number, name in names.items():
+        if name is None or isinstance(name, (list, dict)) or not str(name).strip():
+            raise UserError(f"{file}: class {number} under `names` is {name!r}; give its name")
     return {number: str(names[number]) for number in range(len(names))}
 
 
-def _list_images(entry: Path) -> Iterator[Path]:
-    return _read_list(entry) if entry.is_file() else _walk(entry)
+def _list_images(entry: Path, problems: list[str]) -> Iterator[Path]:
+    return _read_list(entry, problems) if entry.is_file() else _walk(entry)
 
 
 def _walk(folder: Path) -> Iterator[Path]:
     """Every image below a folder, through links, each real folder once (links may form loops)."""
     seen = set()
-    for place, folders, files in os.walk(folder, followlinks=True):
+    for place, folders, files in os.walk(folder, followlinks=True, onerror=_refuse):
         real = os.path.realpath(place)
         if real in seen:
             folders.clear()
@@ -113,16 +158,22 @@ def _walk(folder: Path) -> Iterator[Path]:
         yield from (Path(place, name) for name in sorted(files) if Path(name).suffix.lower() in IMAGE_SUFFIXES)
 
 
-def _read_list(file: Path) -> Iterator[Path]:
+def _refuse(error: OSError) -> NoReturn:
+    raise UserError(f"the folder {error.filename} cannot be read: {error.strerror}; mend its permissions") from None
+
+
+def _read_list(file: Path, problems: list[str]) -> Iterator[Path]:
     """The images that a text file lists, one a line, relative to its own folder or to the working folder."""
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError):
         raise UserError(f"{file} is neither a folder nor a readable text list of images") from None
-    for line in filter(None, map(str.strip, lines)):
+    for number, line in enumerate(map(str.strip, lines), 1):
         if Path(line).suffix.lower() in IMAGE_SUFFIXES:
             beside = Path(os.path.normpath(file.parent / line))
             yield beside if beside.exists() else Path(os.path.abspath(line))
+        elif line:
+            problems.append(f"{file}, line {number}: '{line[:80]}' does not end like an image's name; left out")
 
 
 def label_file(image: Path) -> Path:

@@ -160,8 +160,8 @@ def assemble(flags: Sequence[str]) -> tuple[train.Trainer, Any, int]:
     """What train.py makes of its flags: its trainer, this process's validation loader, the number of images."""
     made: list[Any] = []
 
-    def take(*arguments: Any) -> None:
-        made.extend(arguments[:3])
+    def take(trainer: train.Trainer, validate: Any) -> None:
+        made.extend([trainer, *validate.args[-2:]])
         raise Assembled
 
     train.fit = take
@@ -187,7 +187,7 @@ def epoch_in_float64(flags: Sequence[str]) -> dict[str, Tensor]:
     train.start_from = lambda model, *rest: start_from(model.double(), *rest)
     DetectionTask.inputs = lambda self, batch: batch.images.double() / 255
     trainer, *_ = assemble(flags)
-    trainer.train_one_epoch(0)
+    trainer.train_one_epoch()
     assert trainer.ema.updates == 1
     return dict(trainer.bare.state_dict())
 
@@ -233,7 +233,7 @@ def reduced(flags: Sequence[str]) -> tuple[int, int, int, int]:
         return allreduce_hook(group, bucket)
 
     trainer.model.register_comm_hook(None, count)
-    trainer.train_one_epoch(0)
+    trainer.train_one_epoch()
     return sum(sent), sum(p.numel() for p in trainer.model.parameters()), trainer.ema.updates, len(trainer.loader)
 
 

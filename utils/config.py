@@ -99,6 +99,7 @@ class TrainOptions:
         640, "side of the square that images are fitted into, in pixels", "img", "img-size", within=Range(1), fixed=True
     )
     rect: bool = flag(False, "batches of like aspect ratio with little padding; no shuffling, no mosaic", fixed=True)
+    strict: bool = flag(False, "what is wrong in single images and label rows is an error, not a warning")
     resume: str = flag(
         "", "go on with a run: the newest of --project, or a run folder; auto: where there is one", const=NEWEST
     )
@@ -166,6 +167,7 @@ class ValOptions:
     workers: int = flag(8, "loader processes, at most one per CPU core", within=NOT_NEGATIVE)
     single_cls: bool = flag(False, "treat every class as one")
     square: bool = flag(False, "square batches; default are rectangular ones of like aspect ratio, with less padding")
+    strict: bool = flag(False, "what is wrong in single images and label rows is an error, not a warning")
     verbose: bool = flag(False, "one row per class and per object size, also where there are many classes")
     save_txt: bool = flag(False, "write detections as labels/*.txt into the run folder")
     save_conf: bool = flag(False, "with --save-txt: add each detection's confidence")

@@ -64,6 +64,11 @@ class Run:
         text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True).encode()
         self._write_now("settings.yaml", text)
 
+    def write_problems(self, problems: Sequence[str]) -> None:
+        """problems.txt: what was left out of the data set, where anything was."""
+        if problems:
+            self._write_now("problems.txt", "".join(f"{problem}\n" for problem in problems).encode())
+
     def log(self, row: Mapping[str, float | int | None]) -> None:
         """Add a row to results.csv: 9 significant digits, empty where nothing was measured.
 

@@ -259,7 +259,7 @@ def test_hyperparameters_reach_the_augmentation(folder: Path) -> None:
 def test_a_red_image_is_red_in_its_first_channel(tmp_path: Path) -> None:
     write_image(tmp_path / "images/a.png", np.full((64, 64, 3), (255, 0, 0), np.uint8))
     data = data_of(tmp_path)
-    ((batch,), _) = epochs(data, data.split("train"), NOTHING, batch_size=1)
+    ((batch,), _) = epochs(data, data.split("val"), NOTHING, batch_size=1)
     for images in (batch.images, evaluation_batch(data).images):
         assert (images.dtype, images.shape) == (torch.uint8, (1, 3, 64, 64))
         assert images[0, :, 30, 30].tolist() == [255, 0, 0]
@@ -339,7 +339,7 @@ def test_shrinking_is_smooth_for_evaluation_and_quick_for_training(tmp_path: Pat
     pixels[1::4, 1::4] = 160  # one of every 16 pixels, among the four that quick shrinking looks at
     write_image(tmp_path / "images/a.png", pixels)
     data = data_of(tmp_path)
-    ((batch,), _) = epochs(data, data.split("train"), NOTHING, batch_size=1)
+    ((batch,), _) = epochs(data, data.split("val"), NOTHING, batch_size=1)
     assert (evaluation_batch(data).images == 10).all()
     assert (batch.images == 40).all()
 
@@ -421,7 +421,7 @@ def test_a_report_counts_and_names_the_first_problems(tmp_path: Path) -> None:
     assert lines[0] == "val: 3 images, 2 boxes, 2 images without any"
     assert lines[1].startswith(f"warning: {label_file(bad)}, line 1: ")
     assert lines[5].startswith(f"warning: {label_file(bad)}, line 5: ")
-    assert lines[6:] == ["warning: 2 more such problems in val"]
+    assert lines[6:] == ["warning: 2 more such problems in val; problems.txt in the run folder lists all"]
 
 
 def test_a_report_without_problems_is_one_line(folder: Path) -> None:

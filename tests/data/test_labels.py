@@ -163,17 +163,22 @@ def test_a_class_that_is_no_whole_number_is_refused(label: str) -> None:
     [
         "0 1.01 0.5 0.25 0.25",
         "0 0.5 -0.01 0.25 0.25",
-        "0 0.5 0.5 320 240",
         "0 0.5 0.5 0.25 -0.25",
-        "0 nan 0.5 0.25 0.25",
-        "0 0.5 0.5 0.25 NaN",
-        "0 0.5 inf 0.25 0.25",
         "0 0.1 0.1 0.9 0.1 0.9 1.5",
-        "0 0.1 0.1 0.9 nan 0.9 0.5",
     ],
 )
 def test_coordinates_outside_the_image_are_refused(words: str) -> None:
     assert problem_of(words).startswith("coordinates outside 0 to 1")
+
+
+@pytest.mark.parametrize("words", ["0 0.5 0.5 320 240", "0 10 20 30 40", "0 1 1 639 1 639 479"])
+def test_coordinates_in_pixels_are_called_so(words: str) -> None:
+    assert problem_of(words).startswith("coordinates in pixels; divide x and width by the image's width")
+
+
+@pytest.mark.parametrize("words", ["0 nan 0.5 0.25 0.25", "0 0.5 0.5 0.25 NaN", "0 0.5 inf 0.25 0.25", "0 1e999 0 1 1"])
+def test_coordinates_that_are_not_finite_are_refused(words: str) -> None:
+    assert problem_of(words).startswith("a coordinate is not finite")
 
 
 def test_a_coordinate_may_miss_the_edge_by_rounding() -> None:
