@@ -196,10 +196,11 @@ def main() -> None:
     spec = read_spec(find_file(options.data, "data set", ["data"]))
     weights = read_weights(find_weights(options.weights)) if options.weights and not begun else None
     yaml = begun["model"] if begun else model_yaml(options, hyp, weights)
-    kind = task_of(yaml)
+    source = options.cfg or options.weights
+    kind = task_of(yaml, source)
     task = TASKS[kind](DATASETS[kind].class_names(spec, options.single_cls), hyp, options.label_smoothing)
-    model = task.build_model(yaml, options.imgsz)
-    facts = start_from(model, weights, options, hyp)
+    model = task.build_model(yaml, options.imgsz, source)
+    facts = start_from(model, kind, weights, options, hyp)
     facts += rounding(options.imgsz, task.imgsz)
     workers, warnings = fitting_workers(
         loader_workers(options.workers),
@@ -267,9 +268,10 @@ def inputs(options: TrainOptions) -> Inputs:
     spec = read_spec(find_file(options.data, "data set", ["data"]))
     weights = find_weights(options.weights) if options.weights else None
     yaml = model_yaml(options, hyp, read_weights(weights) if weights else None)
-    kind = task_of(yaml)
+    source = options.cfg or options.weights
+    kind = task_of(yaml, source)
     names = DATASETS[kind].class_names(spec, options.single_cls)
-    TASKS[kind](names, hyp, options.label_smoothing).build_model(yaml, options.imgsz)
+    TASKS[kind](names, hyp, options.label_smoothing).build_model(yaml, options.imgsz, source)
     images = {split: spec.images(split) for split in ("train", "val")}
     files = images | {f"labels of {split}": list(map(label_file, found)) for split, found in images.items()}
     if weights:
@@ -327,12 +329,21 @@ def model_yaml(options: TrainOptions, hyp: Hyperparameters, weights: Weights | N
     return yaml
 
 
-def start_from(model: nn.Module, weights: Weights | None, options: TrainOptions, hyp: Hyperparameters) -> list[str]:
-    """Load what fits of the weights and freeze layers; sentences that say so."""
+def start_from(
+    model: nn.Module, task: str, weights: Weights | None, options: TrainOptions, hyp: Hyperparameters
+) -> list[str]:
+    """Load what fits of the weights and freeze layers; sentences that say so. Raises `UserError` where nothing fits."""
     facts = [f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters"]
     if weights:
         own_anchors = bool(options.cfg or hyp.anchors)  # they are asked for, so the file's are not
         loaded, total = transfer(model, weights.state, ("anchors",) if own_anchors else ())
+        if not loaded:
+            raise UserError(
+                f"no tensor of {options.weights} fits the model; leave --cfg out to train the model that is in the "
+                "file, or give --weights '' to start from scratch"
+            )
+        if weights.task != task:
+            facts.append(f"warning: {options.weights} is a model for another task, '{weights.task}'")
         facts.append(f"{loaded} of {total} tensors taken from {options.weights}")
     if frozen := freeze(model, options.freeze):
         facts.append(f"layers {', '.join(map(str, frozen))} are frozen")

@@ -87,7 +87,7 @@ def main() -> None:
     accelerator = start(options.device, options.mixed_precision, options.dist_timeout)
     spec = read_spec(find_file(options.data, "data set", ["data"]))
     weights = read_weights(find_weights(options.weights))
-    task_name = task_of({"task": weights.task})
+    task_name = task_of({"task": weights.task}, options.weights)
     kind = DATASETS[task_name]
     task = TASKS[task_name](kind.class_names(spec, options.single_cls), Hyperparameters())
     model = load_model(task, weights, options).to(accelerator.device)
@@ -124,7 +124,7 @@ def load_model(task: Any, weights: Weights, options: ValOptions) -> Any:
         raise UserError(
             f"{options.weights} holds bare tensors without a model; give weights that train.py or YOLOv5 wrote"
         )
-    model = task.build_model(weights.model, options.imgsz)
+    model = task.build_model(weights.model, options.imgsz, options.weights)
     fitting, total = transfer(model, weights.state)
     if fitting < total:
         raise UserError(

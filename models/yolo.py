@@ -29,6 +29,7 @@ KEYS = (
 )
 # Side of the image that is sent through each layer while building, in pixels: the largest stride that a model may have.
 PROBE = 128
+MOST, MOST_TIMES = 4096, 16  # classes, channels, repetitions; multiples of them: what is more is a slip of the pen
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Scaling:
 
     def channels(self, count: Any) -> int:
         """Output channels for a row that asks for `count`. ValueError where that is no number of channels."""
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"the first argument is the number of output channels, not {count!r}")
+        if not _is_count(count):
+            raise ValueError(f"the first argument is the number of output channels, 1 to {MOST}, not {count!r}")
         return count if count == self.outputs else math.ceil(count * self.width / self.multiple) * self.multiple
 
     def repeats(self, number: int) -> int:
@@ -178,14 +179,16 @@ class Model(nn.Module):
         return latest
 
 
-def build_model(yaml: dict[str, Any] | str | Path, nc: int | None = None, channels: int = 3) -> Model:
-    """The network that a YAML describes, from its path, its shipped file's name, or its content.
+def build_model(
+    yaml: dict[str, Any] | str | Path, nc: int | None = None, channels: int = 3, source: str = "the model YAML"
+) -> Model:
+    """The network that a YAML describes, from its path, its shipped file's name, or its content, which is of `source`.
 
     `nc` overrides the YAML's number of classes, and its `ch` overrides `channels` of the images. Weights are random, in
     train mode, on torch's default device (on "meta" this takes no memory). Raises `UserError` for a YAML that describes
     no network.
     """
-    source, description = _read(yaml)
+    source, description = _read(yaml, source)
     description = _resolve(source, description, nc, channels)
     rows = _parse_rows(source, description)
     layers, strides = _build_layers(source, rows, description)
@@ -195,10 +198,10 @@ def build_model(yaml: dict[str, Any] | str | Path, nc: int | None = None, channe
     return model
 
 
-def _read(yaml: dict[str, Any] | str | Path) -> tuple[str, dict[str, Any]]:
+def _read(yaml: dict[str, Any] | str | Path, source: str) -> tuple[str, dict[str, Any]]:
     """What to call the YAML in messages, and a copy of its content."""
     if isinstance(yaml, dict):
-        return "the model YAML", copy.deepcopy(yaml)
+        return source, copy.deepcopy(yaml)
     path = find_file(str(yaml), "model YAML", ["models"])
     return str(path), read_yaml(path)
 
@@ -211,9 +214,10 @@ def _resolve(source: str, yaml: dict[str, Any], nc: int | None, channels: int) -
     sizes = {"task": "detect", "ch": channels, "depth_multiple": 1.0, "width_multiple": 1.0, "channel_multiple": 8}
     yaml = {**sizes, **yaml, **({} if nc is None else {"nc": nc})}
     for key in ("nc", "ch", "channel_multiple"):
-        _require(source, yaml, key, "a whole number above 0", _is_count(yaml.get(key)))
+        _require(source, yaml, key, f"a whole number from 1 to {MOST}", _is_count(yaml.get(key)))
     for key in ("depth_multiple", "width_multiple"):
-        _require(source, yaml, key, "a number above 0", _is_number(yaml[key]) and yaml[key] > 0)
+        fits = _is_number(yaml[key]) and 0 < yaml[key] <= MOST_TIMES
+        _require(source, yaml, key, f"a number above 0, at most {MOST_TIMES}", fits)
     for key in ("backbone", "head"):
         _require(source, yaml, key, "a list of rows [from, number, module, args]", isinstance(yaml.get(key), list))
     anchors = "a list of width, height pairs per level, or their number per level"
@@ -232,7 +236,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST
 
 
 def _are_anchors(value: Any) -> bool:
@@ -253,7 +257,7 @@ def _parse_row(source: str, index: int, row: Any, known: dict[str, Any]) -> Row:
         raise UserError(f"{where}: {_shortened(repr(row))} is no row; write [from, number, module, args]")
     origin, number, module, args = row
     if not _is_count(number):
-        raise UserError(f"{where}: the number of repetitions is {number!r}; give a whole number above 0")
+        raise UserError(f"{where}: the number of repetitions is {number!r}; give a whole number from 1 to {MOST}")
     if not isinstance(module, str) or module not in LAYERS:
         hint = nearest(str(module), LAYERS)
         raise UserError(f"{where}: unknown module '{module}'{hint}; known are {', '.join(LAYERS)}")

@@ -45,6 +45,7 @@ class Range:
 
 
 FINITE, NOT_NEGATIVE, POSITIVE = Range(), Range(0), Range(0, above=True)
+IMGSZ = Range(1, 2**14)
 SHARE, BELOW_ONE = Range(0, 1), Range(0, 1, below=True)
 
 
@@ -96,7 +97,7 @@ class TrainOptions:
         fixed=True,
     )
     imgsz: int = flag(
-        640, "side of the square that images are fitted into, in pixels", "img", "img-size", within=Range(1), fixed=True
+        640, "side of the square that images are fitted into, in pixels", "img", "img-size", within=IMGSZ, fixed=True
     )
     rect: bool = flag(False, "batches of like aspect ratio with little padding; no shuffling, no mosaic", fixed=True)
     strict: bool = flag(False, "what is wrong in single images and label rows is an error, not a warning")
@@ -154,9 +155,7 @@ class ValOptions:
     data: str = flag("data/coco128.yaml", "data set YAML")
     weights: str = flag("yolov5s.pt", "weights to validate, ours or an official YOLOv5 .pt")
     batch_size: int = flag(32, "images per batch", "batch", within=Range(1))
-    imgsz: int = flag(
-        640, "side of the square that images are fitted into, in pixels", "img", "img-size", within=Range(1)
-    )
+    imgsz: int = flag(640, "side of the square that images are fitted into, in pixels", "img", "img-size", within=IMGSZ)
     conf_thres: float = flag(0.001, "least confidence of a detection", within=SHARE)
     iou_thres: float = flag(0.6, "overlap above which NMS drops the weaker of two boxes", within=SHARE)
     max_det: int = flag(300, "most detections per image", within=Range(1))

@@ -11,9 +11,12 @@ from utils.errors import UserError
 TASKS = {"detect": DetectionTask}
 
 
-def task_of(yaml: Mapping[str, Any]) -> str:
-    """The task that a model's YAML names; YOLOv5's detectors name none. Raises `UserError` for an unknown one."""
+def task_of(yaml: Mapping[str, Any], source: str) -> str:
+    """The task that a model's YAML names, which is of `source`; YOLOv5's detectors name none.
+
+    Raises `UserError` for an unknown one.
+    """
     task = str(yaml.get("task", "detect"))
     if task not in TASKS:
-        raise UserError(f"the model's task '{task}' is not one of {', '.join(TASKS)}; mend `task:` in its YAML")
+        raise UserError(f"{source} is a model for the task '{task}'; give one for {' or '.join(TASKS)}")
     return task

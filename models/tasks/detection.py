@@ -80,12 +80,12 @@ class DetectionTask:
         self.loss_settings = select(LossSettings, hyp, label_smoothing=label_smoothing)
         self.suppression = Suppression()
 
-    def build_model(self, yaml: Mapping[str, Any], imgsz: int) -> Model:
-        """The model of a YAML for this task's classes and images of about `imgsz` pixels.
+    def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> Model:
+        """The model of a YAML for this task's classes and images of about `imgsz` pixels. `source`: where it is from.
 
         The task keeps hold of its head, for the anchors, and of `self.imgsz`: rounded up to whole strides, at least 2.
         """
-        model = build_model(dict(yaml), nc=len(self.names))
+        model = build_model(dict(yaml), nc=len(self.names), source=source)
         model.names = self.names
         self.head: Detect = model.detect
         stride = int(self.head.stride.max())
