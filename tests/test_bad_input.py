@@ -1,0 +1,529 @@
+"""Bad input, one row each: one clear sentence before the first step, or a counted warning; the user's files stay."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import signal
+import struct
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState
+from PIL import Image
+
+import train
+import val
+from models.yolo import build_model
+from tests.conftest import RunScript
+from utils.checkpoint import weights_content
+from utils.failures import Stopped, run_main
+
+PIXELS = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
+ROW = "0 0.5 0.5 0.25 0.25\n"
+ROTATED, NONSENSE = 6, 99  # values of EXIF's orientation
+
+
+class Inputs:
+    """What a user has: `set/` with a data YAML, images and labels, a model YAML, hyperparameters and weights."""
+
+    def __init__(self, folder: Path, model: dict[str, Any]) -> None:
+        self.folder = folder
+        self.data: dict[str, Any] = {"train": "images/train", "val": "images/val", "names": ["cat", "dog", "cow"]}
+        self.model, self.hyp = model, {"lr0": 0.01}
+        for split, count in (("train", 4), ("val", 2)):
+            for number in range(count):
+                self.image(f"{number}.jpg", encoded("JPEG"), ROW, split)
+        self.write("data.yaml", self.data)
+        self.write("model.yaml", model)
+        self.write("hyp.yaml", self.hyp)
+
+    def write(self, name: str, content: Any) -> None:
+        """A file of `set/`: bytes, text, or a YAML's content."""
+        file = self.folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not isinstance(content, (str, bytes)):
+            content = yaml.safe_dump(content, sort_keys=False)
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    def image(self, name: str, content: bytes, rows: str | bytes = ROW, split: str = "train") -> None:
+        self.write(f"images/{split}/{name}", content)
+        self.write(f"labels/{split}/{Path(name).stem}.txt", rows)
+
+    def label(self, rows: str | bytes, split: str = "train") -> None:
+        """Another label file for the first image."""
+        self.write(f"labels/{split}/0.txt", rows)
+
+    def change(self, **keys: Any) -> None:
+        """Other values in the data YAML; None takes a key away."""
+        self.write("data.yaml", {key: value for key, value in {**self.data, **keys}.items() if value is not None})
+
+    def row(self, number: int, row: Any) -> None:
+        """Another row in the model's backbone."""
+        self.model["backbone"][number] = row
+        self.write("model.yaml", self.model)
+
+    def weights(self, **changes: Any) -> None:
+        content = weights_content(build_model(self.model), {**self.model, "task": "detect"}, {0: "cat"}, {})
+        torch.save({**content, **changes}, self.folder / "weights.pt")
+
+
+def encoded(kind: str, mode: str = "RGB", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(PIXELS).convert(mode).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def half(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def exif(orientation: int) -> bytes:
+    block = Image.Exif()
+    block[0x0112] = orientation
+    return encoded("JPEG", exif=block)
+
+
+def bomb() -> bytes:
+    """A PNG of some bytes that says it has 3.6 billion pixels."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    size = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def grey16() -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(PIXELS[..., 0].astype(np.uint16) * 257).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def animated() -> bytes:
+    buffer = io.BytesIO()
+    frames = [Image.fromarray(PIXELS), Image.fromarray(255 - PIXELS)]
+    frames[0].save(buffer, "WEBP", save_all=True, append_images=frames[1:])
+    return buffer.getvalue()
+
+
+class Payload:
+    """Writes a file where it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.file,))
+
+
+class Unknown:
+    """Of a module that nobody else has."""
+
+
+def unknown_class() -> bytes:
+    return pickle.dumps({"model": Unknown()}, protocol=2)
+
+
+def loop(inputs: Inputs) -> None:
+    (inputs.folder / "images/train/again").symlink_to(inputs.folder / "images/train")
+
+
+def link(inputs: Inputs) -> None:
+    (inputs.folder / "images/train/gone.jpg").symlink_to(inputs.folder / "nowhere.jpg")
+
+
+def listed(*lines: str) -> Callable[[Inputs], None]:
+    """A list file for training: the first images, and these lines."""
+
+    def plant(inputs: Inputs) -> None:
+        inputs.write("train.txt", "\n".join(["images/train/0.jpg", "images/train/1.jpg", *lines]))
+        inputs.change(train="train.txt")
+
+    return plant
+
+
+def image(name: str, content: Callable[[], bytes]) -> Callable[[Inputs], None]:
+    return lambda inputs: inputs.image(name, content())
+
+
+def label(rows: str | bytes, split: str = "train") -> Callable[[Inputs], None]:
+    return lambda inputs: inputs.label(rows, split)
+
+
+def every_label(rows: str, split: str = "train") -> Callable[[Inputs], None]:
+    def plant(inputs: Inputs) -> None:
+        for file in (inputs.folder / "labels" / split).iterdir():
+            file.write_text(rows)
+
+    return plant
+
+
+def data(**keys: Any) -> Callable[[Inputs], None]:
+    return lambda inputs: inputs.change(**keys)
+
+
+def text(name: str, content: str | bytes) -> Callable[[Inputs], None]:
+    return lambda inputs: inputs.write(name, content)
+
+
+def hyp(**keys: Any) -> Callable[[Inputs], None]:
+    return lambda inputs: inputs.write("hyp.yaml", {"lr0": 0.01, **keys})
+
+
+def row(number: int, row: Any) -> Callable[[Inputs], None]:
+    return lambda inputs: inputs.row(number, row)
+
+
+def model(**keys: Any) -> Callable[[Inputs], None]:
+    return lambda inputs: inputs.write("model.yaml", {**inputs.model, **keys})
+
+
+def nothing(inputs: Inputs) -> None:
+    """The flags are bad enough."""
+
+
+@dataclass
+class Case:
+    """A row of the table: what is planted, and what is said. Flags may have {set}, the folder of the inputs."""
+
+    plant: Callable[[Inputs], None]
+    said: str
+    flags: str = ""
+    code: int = 1
+    script: str = "train"
+    two: bool = False  # on two processes in every CI run too
+
+
+ERRORS = {
+    # labels
+    "class of train": Case(label("3 0.5 0.5 0.2 0.2"), "labels/train/0.txt has class 3, but `names` of", two=True),
+    "class of val": Case(label("7 0.5 0.5 0.2 0.2", "val"), "labels/val/0.txt has class 7, but `names` of"),
+    "all in pixels": Case(every_label("0 10 10 20 20"), "line 1: coordinates in pixels; divide x and width by"),
+    "all in pixels, strict": Case(
+        label("0 10 10 20 20"), "labels/train/0.txt, line 1: coordinates in pixels", "--strict"
+    ),
+    # images
+    "strict": Case(image("bad.jpg", lambda: b""), "bad.jpg: not readable as an image", "--strict", two=True),
+    "no image is one": Case(listed(), "no image of `val:` can be read", "--data {set}/other.yaml"),
+    # data sets
+    "no data": Case(nothing, "data set '{set}/none.yaml' is not a file", "--data {set}/none.yaml", two=True),
+    "empty split": Case(data(val="empty"), "`val:` has no images in"),
+    "missing folder": Case(data(val="images/none"), "`val: images/none` does not exist; looked for"),
+    "missing split": Case(data(val=None), "data.yaml has no `val:`"),
+    "no labels": Case(every_label(""), "no image of `train:` has a label; that of"),
+    "names too few": Case(data(nc=5), "`nc` is 5 but `names` has 3 classes"),
+    "names too many": Case(data(nc=2), "`nc` is 2 but `names` has 3 classes"),
+    "names missing": Case(data(names=None), "`names` must list the classes"),
+    "a name is missing": Case(data(names=["cat", None, "cow"]), "class 1 under `names` is None; give its name"),
+    "names are a number": Case(data(names=3), "`names` must list the classes"),
+    "names from 1": Case(data(names={1: "cat", 2: "dog"}), "the numbers under `names` must be 0 to 1"),
+    "unknown key": Case(data(trian="images/train"), "unknown key 'trian' (did you mean 'train'?)"),
+    "train is a number": Case(data(train=5), "`train` must be a path or a list of paths, not 5"),
+    "path is a list": Case(data(path=["a"]), "`path` must be a folder's name"),
+    "no YAML": Case(text("data.yaml", "train: [images\nval: x"), "data.yaml, line 2: "),
+    "tabs": Case(
+        text("data.yaml", "train: images/train\n\tval: images/val"), "data.yaml, line 2: found character '\\t'"
+    ),
+    "a list": Case(text("data.yaml", "- train"), "data.yaml holds no `key: value` lines"),
+    "empty": Case(text("data.yaml", ""), "data.yaml holds no `key: value` lines"),
+    "UTF-16": Case(text("data.yaml", "train: x".encode("utf-16")), "data.yaml is not text in UTF-8"),
+    # hyperparameters
+    "out of range": Case(hyp(mosaic=2), "hyp.yaml: mosaic is 2; give 0 to 1", two=True),
+    "below 0": Case(hyp(lr0=-1), "hyp.yaml: lr0 is -1; give more than 0"),
+    "wrong type": Case(hyp(box=[1]), "hyp.yaml: box must be a number, not [1]"),
+    "misspelt": Case(hyp(mosiac=1), "hyp.yaml: unknown key 'mosiac' (did you mean 'mosaic'?)"),
+    "hyp is no YAML": Case(text("hyp.yaml", "lr0: 0.1: 2"), "hyp.yaml, line 1: "),
+    "no hyp": Case(nothing, "hyperparameter file 'lowest' is not a file; give", "--hyp lowest"),
+    # flags
+    "unknown flag": Case(nothing, "unknown flag --epoch (did you mean '--epochs'?)", "--epoch 3", code=2, two=True),
+    "batch 0": Case(nothing, "--batch-size 0 is too small; give 1 or more", "--batch-size 0"),
+    "epochs 0": Case(nothing, "argument --epochs: 0 is out of range; give 1 or more", "--epochs 0", code=2),
+    "no number": Case(nothing, "argument --epochs: invalid int value: 'ten'", "--epochs ten", code=2),
+    "optimizer": Case(nothing, "argument --optimizer: invalid choice: 'Lion'", "--optimizer Lion", code=2),
+    "device": Case(nothing, "--device 7", "--device 7"),
+    "no device": Case(nothing, "--device gpu: give cpu, mps, or the numbers", "--device gpu"),
+    "freeze": Case(nothing, "--freeze 99: the model has layers 0 to 3", "--freeze 99"),
+    "freeze -1": Case(nothing, "argument --freeze: -1 is out of range", "--freeze -1", code=2),
+    "image size": Case(nothing, "-8 is out of range; give 1 to 16384", "--imgsz -8", code=2),
+    "confidence": Case(nothing, "2 is out of range; give 0 to 1", "--conf-thres 2", code=2, script="val"),
+    # models
+    "bad module": Case(
+        row(1, [-1, 1, "Cnov", [8, 3, 2]]), "model.yaml, row 1: unknown module 'Cnov' (did you mean 'Conv'?)"
+    ),
+    "bad argument": Case(
+        row(1, [-1, 1, "Conv", [8, "x"]]), "model.yaml, row 1: Conv with the arguments [8, 'x']", two=True
+    ),
+    "bad from": Case(row(1, [7, 1, "Conv", [8]]), "model.yaml, row 1: `from` is 7, but only rows before"),
+    "bad channels": Case(row(1, [-1, 1, "Conv", [-8]]), "the number of output channels, 1 to 4096, not -8"),
+    "channels that differ": Case(
+        row(2, [[-1, 0], 1, "Concat", [1]]), "model.yaml, row 2: Concat with the arguments [1] on rows [1, 0]"
+    ),
+    "no head": Case(model(head=[]), "model.yaml: the last row of `head` is no detection head"),
+    "no backbone": Case(model(backbone=None), "model.yaml: `backbone` is None; give a list of rows"),
+    "other task": Case(model(task="segment"), "model.yaml is a model for the task 'segment'; give one for detect"),
+    "no model": Case(nothing, "model 'yolov9.yaml' is not a file; give", "--cfg yolov9.yaml"),
+    "neither": Case(nothing, "no model is given; name one with --cfg", "--cfg="),
+    # weights
+    "no weights": Case(nothing, "weights {set}/none.pt are not a file", "--weights {set}/none.pt"),
+    "not downloaded": Case(nothing, "releases/download", "--weights yolov5s.pt"),
+    "empty weights": Case(text("w.pt", b""), "w.pt is empty; copy or download it again", "--weights {set}/w.pt"),
+    "truncated": Case(
+        lambda inputs: (inputs.weights(), inputs.write("w.pt", half((inputs.folder / "weights.pt").read_bytes())))[1],
+        "w.pt is not a whole PyTorch weight file",
+        "--weights {set}/w.pt",
+    ),
+    "text for weights": Case(text("w.pt", "<html>"), "w.pt is text, not a weight file", "--weights {set}/w.pt"),
+    "another model's": Case(
+        lambda inputs: torch.save({"fc.weight": torch.zeros(2, 2)}, inputs.folder / "w.pt"),
+        "no tensor of {set}/w.pt fits the model",
+        "--weights {set}/w.pt",
+    ),
+    "another task's": Case(
+        lambda inputs: inputs.weights(task="segment", model={**inputs.model, "task": "segment"}),
+        "weights.pt is a model for the task 'segment'",
+        "--weights {set}/weights.pt --cfg=",
+    ),
+    "bare tensors": Case(
+        lambda inputs: torch.save(build_model(inputs.model).state_dict(), inputs.folder / "w.pt"),
+        "no model is given; name one with --cfg",
+        "--weights {set}/w.pt --cfg=",
+    ),
+    "malicious": Case(
+        lambda inputs: inputs.write("w.pt", pickle.dumps(Payload(inputs.folder / "ran"), protocol=2)),
+        "w.pt was refused, and nothing in it was run: it names",
+        "--weights {set}/w.pt",
+        two=True,
+    ),
+    "unknown class": Case(
+        lambda inputs: inputs.write("w.pt", unknown_class()),
+        "it names 'tests.test_bad_input.Unknown'",
+        "--weights {set}/w.pt",
+    ),
+    "other classes": Case(
+        lambda inputs: (inputs.weights(), inputs.change(names=["cat"]), every_label("")(inputs))[0],
+        "weights.pt knows 3 classes and {set}/data.yaml has 1",
+        "--weights {set}/weights.pt",
+        script="val",
+    ),
+}
+WARNINGS = {
+    # images
+    "truncated": Case(
+        image("bad.jpg", lambda: half(encoded("JPEG"))), "bad.jpg: not readable as an image (image file is"
+    ),
+    "truncated PNG": Case(image("bad.png", lambda: half(encoded("PNG"))), "bad.png: not readable as an image"),
+    "truncated BMP": Case(image("bad.bmp", lambda: half(encoded("BMP"))), "bad.bmp: not readable as an image"),
+    "truncated TIFF": Case(image("bad.tif", lambda: half(encoded("TIFF"))), "bad.tif: not readable as an image"),
+    "truncated WebP": Case(image("bad.webp", lambda: half(encoded("WEBP"))), "bad.webp: not readable as an image"),
+    "zero bytes": Case(image("bad.jpg", lambda: b""), "bad.jpg: not readable as an image", two=True),
+    "no image": Case(image("bad.jpg", lambda: b"<html>"), "bad.jpg: not readable as an image"),
+    "bomb": Case(image("bad.png", bomb), "bad.png: not readable as an image (Image size (3600000000 pixels) exceeds"),
+    "tiny": Case(image("bad.png", lambda: encoded_small()), "bad.png: 9x9 pixels, smaller than 10; left out"),
+    "dangling link": Case(link, "gone.jpg: not readable as an image"),
+    # labels
+    "4 numbers": Case(label("0 0.5 0.5 0.2"), "0.txt, line 1: 4 numbers instead of 5 (box)"),
+    "6 numbers": Case(label(ROW + "0 0.5 0.5 0.2 0.2 0.9"), "0.txt, line 2: 6 numbers instead of 5 (box)", two=True),
+    "text": Case(label("cat 0.5 0.5 0.2 0.2"), "0.txt, line 1: not all words are numbers"),
+    "NaN": Case(label("0 nan 0.5 0.2 0.2"), "0.txt, line 1: a coordinate is not finite"),
+    "infinity": Case(label("0 inf 0.5 0.2 0.2"), "0.txt, line 1: a coordinate is not finite"),
+    "negative": Case(label("0 -0.5 0.5 0.2 0.2"), "0.txt, line 1: coordinates outside 0 to 1"),
+    "above 1": Case(label("0 1.2 0.5 0.2 0.2"), "0.txt, line 1: coordinates outside 0 to 1"),
+    "pixels": Case(label("0 32 24 10 10"), "0.txt, line 1: coordinates in pixels; divide x and width by the image's"),
+    "no area": Case(label("0 0.5 0.5 0 0.2"), "0.txt, line 1: the box has no area"),
+    "class 1.5": Case(label("1.5 0.5 0.5 0.2 0.2"), "0.txt, line 1: class 1.5 is not a whole number from 0"),
+    "class -1": Case(label("-1 0.5 0.5 0.2 0.2"), "0.txt, line 1: class -1 is not a whole number from 0"),
+    "duplicate": Case(label(ROW + ROW), "0.txt, line 2: the same box again"),
+    "UTF-16": Case(label(ROW.encode("utf-16")), "0.txt: cannot be read as text"),
+    # data sets
+    "list with missing images": Case(listed("images/train/9.jpg"), "9.jpg: not readable as an image"),
+    "list with other lines": Case(listed("notes"), "train.txt, line 3: 'notes' does not end like an image's name"),
+    "listed again": Case(listed("images/train/0.jpg"), "1 images of `train:` are listed again"),
+    "overlap": Case(data(val="images/train"), "4 of the 4 validation images are training images too"),
+    "duplicate names": Case(data(names=["cat", "cat", "cow"]), "2 classes are named 'cat'"),
+    "no labels in val": Case(every_label("", "val"), "no image of `val:` has a label"),
+    "more than are shown": Case(
+        every_label("\n".join(f"0 0.5 0.5 0.{n} 0" for n in range(1, 9))[:-1] + "0\n" + ROW),
+        "27 more such problems in train; problems.txt in the run folder lists all",
+    ),
+    # weights
+    "another task's": Case(
+        lambda inputs: inputs.weights(task="segment"),
+        "weights.pt is a model for another task, 'segment'",
+        "--weights {set}/weights.pt",
+    ),
+}
+FINE = {
+    "CMYK": image("x.jpg", lambda: encoded("JPEG", "CMYK")),
+    "grey": image("x.jpg", lambda: encoded("JPEG", "L")),
+    "alpha": image("x.png", lambda: encoded("PNG", "RGBA")),
+    "16 bit": image("x.png", grey16),
+    "palette": image("x.png", lambda: encoded("PNG", "P")),
+    "animated": image("x.webp", animated),
+    "wrong extension": image("x.jpg", lambda: encoded("PNG")),
+    "rotated": image("x.jpg", lambda: exif(ROTATED)),
+    "nonsense in EXIF": image("x.jpg", lambda: exif(NONSENSE)),
+    "damaged EXIF": image(
+        "x.jpg", lambda: exif(ROTATED).replace(b"II*\x00", b"II*\x07").replace(b"MM\x00*", b"MM\x07*")
+    ),
+    "no end marker": image("x.jpg", lambda: encoded("JPEG")[:-2]),
+    "trailing bytes": image("x.jpg", lambda: encoded("JPEG") + b"trailing"),
+    "byte order mark": label(b"\xef\xbb\xbf" + ROW.encode()),
+    "CRLF": label(ROW.replace("\n", "\r\n")),
+    "empty label file": label(""),
+    "boxes and polygons": label(ROW + "1 0.1 0.1 0.9 0.1 0.9 0.9\n"),
+    "loop of links": loop,
+    "unknown key": data(colour="blue"),
+    "plain state dict": lambda inputs: torch.save(build_model(inputs.model).state_dict(), inputs.folder / "weights.pt"),
+}
+
+
+def encoded_small() -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(PIXELS[:9, :9]).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def inputs(tmp_path: Path, tiny_yaml: dict[str, Any]) -> Inputs:
+    inputs = Inputs(tmp_path / "set", tiny_yaml)
+    (inputs.folder / "empty").mkdir()
+    inputs.write("other.yaml", {**inputs.data, "val": "bad.txt"})
+    inputs.write("bad.txt", "model.jpg")
+    return inputs
+
+
+def flags_of(case: Case, inputs: Inputs) -> list[str]:
+    folder = str(inputs.folder)
+    own = ["--data", f"{folder}/data.yaml", "--imgsz", "64", "--workers", "0", "--batch-size", "2", "--device", "cpu"]
+    more = ["--cfg", f"{folder}/model.yaml", "--hyp", f"{folder}/hyp.yaml", "--weights", "", "--epochs", "1"]
+    project = ["--project", str(inputs.folder.parent / "runs")]
+    return [*own, *(more if case.script == "train" else []), *project, *case.flags.format(set=folder).split()]
+
+
+@pytest.fixture
+def run(
+    inputs: Inputs, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Callable[[Case], tuple[int, str]]]:
+    """Calls a script here, up to the training: all of its images are loaded then, once. Its exit code and words."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+
+    def load_all(trainer: train.Trainer, validate: Any) -> None:
+        assert sum(len(batch.infos) for batch in (*trainer.loader, *validate.args[3])) > 0
+        raise Stopped(0)
+
+    def call(case: Case) -> tuple[int, str]:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(inputs.folder.parent / "cache"))
+        monkeypatch.setattr(sys, "argv", [f"{case.script}.py", *flags_of(case, inputs)])
+        monkeypatch.setattr(train, "fit", load_all)
+        with pytest.raises(SystemExit) as caught:
+            run_main((train if case.script == "train" else val).main)
+        return int(caught.value.code or 0), "".join(capfd.readouterr())
+
+    yield call
+    AcceleratorState._reset_state(reset_partial_state=True)
+    signal.set_wakeup_fd(-1)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    return {str(file): (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error(name: str, inputs: Inputs, run: Callable[[Case], tuple[int, str]]) -> None:
+    case = ERRORS[name]
+    case.plant(inputs)
+    before = snapshot(inputs.folder)
+    code, printed = run(case)
+    assert snapshot(inputs.folder) == before
+    assert code == case.code
+    sentence = printed.rstrip("\n")
+    assert sentence.startswith("error: ")
+    assert "\n" not in sentence
+    assert case.said.format(set=inputs.folder) in sentence
+    assert not (inputs.folder.parent / "runs").exists()  # no run folder for a run that never began
+
+
+@pytest.mark.parametrize("name", WARNINGS)
+def test_a_warning(name: str, inputs: Inputs, run: Callable[[Case], tuple[int, str]]) -> None:
+    case = WARNINGS[name]
+    case.plant(inputs)
+    before = snapshot(inputs.folder)
+    code, printed = run(case)
+    assert snapshot(inputs.folder) == before
+    assert code == 0, printed
+    warnings = [line for line in printed.splitlines() if line.startswith("warning: ")]
+    assert sum(case.said in warning for warning in warnings) == 1, printed
+    assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_nothing_wrong(name: str, inputs: Inputs, run: Callable[[Case], tuple[int, str]]) -> None:
+    FINE[name](inputs)
+    before = snapshot(inputs.folder)
+    weights = inputs.folder / "weights.pt"
+    code, printed = run(Case(nothing, "", f"--weights {weights}" if weights.is_file() else ""))
+    assert snapshot(inputs.folder) == before
+    assert code == 0, printed
+    assert "warning" not in printed.lower()
+    assert "error" not in printed.lower()
+
+
+def marked(cases: dict[str, Case]) -> list[Any]:
+    return [pytest.param(name, marks=[] if case.two else [pytest.mark.long]) for name, case in cases.items()]
+
+
+@pytest.mark.parametrize("name", marked(ERRORS))
+def test_an_error_on_two_processes(name: str, inputs: Inputs, run_script: RunScript) -> None:
+    case = ERRORS[name]
+    case.plant(inputs)
+    before = snapshot(inputs.folder)
+    many = [] if "--device" in case.flags else ["--processes", "2"]
+    printed = run_script(f"{case.script}.py", *flags_of(case, inputs), *many, fails=True, OMP_NUM_THREADS="1")
+    assert snapshot(inputs.folder) == before
+    assert printed.startswith("error: ")
+    assert printed.count("\n") == 1
+    assert case.said.format(set=inputs.folder) in printed
+
+
+@pytest.mark.parametrize("name", marked(WARNINGS))
+def test_a_warning_on_two_processes(name: str, inputs: Inputs, run_script: RunScript) -> None:
+    case = WARNINGS[name]
+    case.plant(inputs)
+    before = snapshot(inputs.folder)
+    printed = run_script(f"{case.script}.py", *flags_of(case, inputs), "--processes", "2", OMP_NUM_THREADS="1")
+    assert snapshot(inputs.folder) == before
+    assert printed.count(case.said) == 1
+    assert "Traceback" not in printed
+
+
+def test_without_permission(
+    inputs: Inputs, run: Callable[[Case], tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may read everything: for it the system's answer is played."""
+    closed = inputs.folder / "images/train/0.jpg"
+    closed.chmod(0)
+    if os.geteuid() == 0:
+        opened = Image.open
+
+        def refuse(file: Any, *more: Any) -> Any:
+            if file == closed:
+                raise PermissionError(13, "Permission denied", str(file))
+            return opened(file, *more)
+
+        monkeypatch.setattr(Image, "open", refuse)
+    code, printed = run(Case(nothing, ""))
+    assert code == 0
+    assert "0.jpg: not readable as an image ([Errno 13] Permission denied" in printed
