@@ -14,6 +14,7 @@ from utils.files import read_yaml
 
 IMAGE_SUFFIXES = frozenset([".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".pfm", ".png", ".tif", ".tiff", ".webp"])
 SPLITS = ("train", "val", "test")
+MOST_CLASSES = 4096  # that are counted by `nc` alone
 KEYS = ("path", *SPLITS, "names", "nc", "draw", "download")
 
 
@@ -86,6 +87,10 @@ def read_spec(file: Path) -> DataSpec:
         if key not in KEYS and (hint := nearest(str(key), KEYS, 0.7)):  # other keys are other programs' own
             raise UserError(f"{file}: unknown key '{key}'{hint}")
     roots = _roots(file, content.get("path"))
+    if "draw" in content and not (type(content["draw"]) is int and content["draw"] >= 0):
+        raise UserError(
+            f"{file}: `draw` must be the seed of the built-in drawing, a whole number, not {content['draw']!r}"
+        )
     if "draw" in content:  # the built-in data set: its own code makes it where it is missing, from this seed
         from data.shapes import draw_dataset  # here, for `python -m data.shapes` must not find itself imported
 
@@ -103,7 +108,7 @@ def _roots(file: Path, path: Any) -> tuple[Path, ...]:
         return bases
     if not isinstance(path, str):
         raise UserError(f"{file}: `path` must be a folder's name, not {path!r}")
-    return tuple(base / Path(path).expanduser() for base in bases)
+    return tuple(base / os.path.expanduser(path) for base in bases)
 
 
 def _entries(file: Path, split: str, value: Any) -> tuple[str, ...]:
@@ -115,9 +120,9 @@ def _entries(file: Path, split: str, value: Any) -> tuple[str, ...]:
 
 
 def _resolve(file: Path, split: str, entry: str, roots: Sequence[Path]) -> Path:
-    candidates = [Path(os.path.normpath(root / Path(entry).expanduser())) for root in roots]
+    candidates = [Path(os.path.normpath(root / os.path.expanduser(entry))) for root in roots]
     for candidate in candidates:
-        if candidate.exists():
+        if os.path.exists(candidate):  # unlike Path's, false for a name that no file can have
             return candidate
     tried = " or ".join(dict.fromkeys(map(str, candidates)))
     raise UserError(f"{file}: `{split}: {entry}` does not exist; looked for {tried}")
@@ -125,7 +130,7 @@ def _resolve(file: Path, split: str, entry: str, roots: Sequence[Path]) -> Path:
 
 def _names(file: Path, content: dict[str, Any]) -> dict[int, str]:
     names, count = content.get("names"), content.get("nc")
-    if names is None and isinstance(count, int) and count > 0:
+    if names is None and isinstance(count, int) and 0 < count <= MOST_CLASSES:
         return {number: str(number) for number in range(count)}
     if isinstance(names, list):
         names = dict(enumerate(names))
@@ -171,7 +176,7 @@ def _read_list(file: Path, problems: list[str]) -> Iterator[Path]:
     for number, line in enumerate(map(str.strip, lines), 1):
         if Path(line).suffix.lower() in IMAGE_SUFFIXES:
             beside = Path(os.path.normpath(file.parent / line))
-            yield beside if beside.exists() else Path(os.path.abspath(line))
+            yield beside if os.path.exists(beside) else Path(os.path.abspath(line))
         elif line:
             problems.append(f"{file}, line {number}: '{line[:80]}' does not end like an image's name; left out")
 

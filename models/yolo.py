@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from models.layers import C3, SPP, SPPF, Bottleneck, Concat, Conv, Detect, DWConv
+from utils.config import is_number
 from utils.errors import UserError, nearest
 from utils.files import find_file, read_yaml
 
@@ -29,6 +30,7 @@ KEYS = (
 )
 # Side of the image that is sent through each layer while building, in pixels: the largest stride that a model may have.
 PROBE = 128
+MOST_PARAMETERS, MOST_NUMBERS = 1e9, 1e8  # of a layer; in a map of a `PROBE`-pixel image
 MOST, MOST_TIMES = 4096, 16  # classes, channels, repetitions; multiples of them: what is more is a slip of the pen
 
 
@@ -216,7 +218,7 @@ def _resolve(source: str, yaml: dict[str, Any], nc: int | None, channels: int) -
     for key in ("nc", "ch", "channel_multiple"):
         _require(source, yaml, key, f"a whole number from 1 to {MOST}", _is_count(yaml.get(key)))
     for key in ("depth_multiple", "width_multiple"):
-        fits = _is_number(yaml[key]) and 0 < yaml[key] <= MOST_TIMES
+        fits = is_number(yaml[key]) and 0 < yaml[key] <= MOST_TIMES
         _require(source, yaml, key, f"a number above 0, at most {MOST_TIMES}", fits)
     for key in ("backbone", "head"):
         _require(source, yaml, key, "a list of rows [from, number, module, args]", isinstance(yaml.get(key), list))
@@ -231,10 +233,6 @@ def _require(source: str, yaml: dict[str, Any], key: str, what: str, holds: bool
         raise UserError(f"{source}: `{key}` {_shortened(found)}; give {what}")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST
 
@@ -243,7 +241,7 @@ def _are_anchors(value: Any) -> bool:
     """Whether this is a count, or flat lists of numbers; `Detect` checks that their lengths fit it."""
     if not isinstance(value, list):
         return _is_count(value)
-    return bool(value) and all(isinstance(level, list) and level and all(map(_is_number, level)) for level in value)
+    return bool(value) and all(isinstance(level, list) and level and all(map(is_number, level)) for level in value)
 
 
 def _parse_rows(source: str, yaml: dict[str, Any]) -> list[Row]:
@@ -292,20 +290,22 @@ def _argument(value: Any, known: dict[str, Any]) -> Any:
 def _build_layers(source: str, rows: list[Row], yaml: dict[str, Any]) -> tuple[list[nn.Module], list[float]]:
     """The rows' layers, and the strides of the maps that reach the last one.
 
-    Each layer is tried on the maps that will reach it: that tells the channels and strides, and names the row where
-    something does not fit.
+    A draft of each layer, without memory, is tried on the maps that will reach it: that tells the channels and strides,
+    and names the row where something does not fit.
     """
     scaling, activation = _scaling(yaml), _parse_activation(source, yaml.get("activation"))
-    image = torch.zeros(1, yaml["ch"], PROBE, PROBE)
+    image = torch.zeros(1, yaml["ch"], PROBE, PROBE, device="meta")
     layers: list[nn.Module] = []
     maps: list[Any] = []
     inputs: list[Tensor] = []
     for row in rows:
         inputs = [image if j < 0 else maps[j] for j in row.sources]
         with _naming(source, row):
-            layer = _build_layer(row, inputs, scaling, activation)
-            maps.append(_try(layer, inputs if isinstance(row.source, tuple) else inputs[0]))
-        layers.append(layer)
+            with torch.device("meta"):
+                draft = _build_layer(row, inputs, scaling, activation)
+                maps.append(_try(draft, inputs if isinstance(row.source, tuple) else inputs[0]))
+            _refuse_huge(draft, maps[-1])
+            layers.append(_build_layer(row, inputs, scaling, activation))
     if not layers or not isinstance(layers[-1], Detect):
         example = "[[17, 20, 23], 1, Detect, [nc, anchors]]"
         raise UserError(f"{source}: the last row of `head` is no detection head; end it with one, such as {example}")
@@ -324,13 +324,20 @@ def _build_layer(
     return layer
 
 
+def _refuse_huge(layer: nn.Module, output: Any) -> None:
+    """ValueError for a layer that no machine holds: one slip in a number is enough for that."""
+    parameters = sum(parameter.numel() for parameter in layer.parameters())
+    numbers = sum(x.numel() for x in (output if isinstance(output, (list, tuple)) else [output]))
+    if parameters > MOST_PARAMETERS or numbers > MOST_NUMBERS:
+        raise ValueError(
+            f"it would have {parameters:.2g} parameters, and {numbers:.2g} numbers for a {PROBE}-pixel image"
+        )
+
+
 @torch.no_grad()
 def _try(layer: nn.Module, inputs: Tensor | list[Tensor]) -> Any:
-    """The layer's output, in eval mode so that BatchNorm's statistics stay as they are."""
-    layer.eval()
-    output = layer(inputs)
-    layer.train()
-    return output
+    """The layer's output, in eval mode: BatchNorm would not take a single value."""
+    return layer.eval()(inputs)
 
 
 @contextmanager

@@ -216,7 +216,7 @@ ERRORS = {
     "strict": Case(image("bad.jpg", lambda: b""), "bad.jpg: not readable as an image", "--strict", two=True),
     "no image is one": Case(listed(), "no image of `val:` can be read", "--data {set}/other.yaml"),
     # data sets
-    "no data": Case(nothing, "data set '{set}/none.yaml' is not a file", "--data {set}/none.yaml", two=True),
+    "no data": Case(nothing, "data set '{set}/none.yaml' is not a file", "--data {set}/none.yaml"),
     "empty split": Case(data(val="empty"), "`val:` has no images in"),
     "missing folder": Case(data(val="images/none"), "`val: images/none` does not exist; looked for"),
     "missing split": Case(data(val=None), "data.yaml has no `val:`"),
@@ -238,7 +238,7 @@ ERRORS = {
     "empty": Case(text("data.yaml", ""), "data.yaml holds no `key: value` lines"),
     "UTF-16": Case(text("data.yaml", "train: x".encode("utf-16")), "data.yaml is not text in UTF-8"),
     # hyperparameters
-    "out of range": Case(hyp(mosaic=2), "hyp.yaml: mosaic is 2; give 0 to 1", two=True),
+    "out of range": Case(hyp(mosaic=2), "hyp.yaml: mosaic is 2; give 0 to 1"),
     "below 0": Case(hyp(lr0=-1), "hyp.yaml: lr0 is -1; give more than 0"),
     "wrong type": Case(hyp(box=[1]), "hyp.yaml: box must be a number, not [1]"),
     "misspelt": Case(hyp(mosiac=1), "hyp.yaml: unknown key 'mosiac' (did you mean 'mosaic'?)"),
@@ -260,9 +260,7 @@ ERRORS = {
     "bad module": Case(
         row(1, [-1, 1, "Cnov", [8, 3, 2]]), "model.yaml, row 1: unknown module 'Cnov' (did you mean 'Conv'?)"
     ),
-    "bad argument": Case(
-        row(1, [-1, 1, "Conv", [8, "x"]]), "model.yaml, row 1: Conv with the arguments [8, 'x']", two=True
-    ),
+    "bad argument": Case(row(1, [-1, 1, "Conv", [8, "x"]]), "model.yaml, row 1: Conv with the arguments [8, 'x']"),
     "bad from": Case(row(1, [7, 1, "Conv", [8]]), "model.yaml, row 1: `from` is 7, but only rows before"),
     "bad channels": Case(row(1, [-1, 1, "Conv", [-8]]), "the number of output channels, 1 to 4096, not -8"),
     "channels that differ": Case(
@@ -332,7 +330,7 @@ WARNINGS = {
     "dangling link": Case(link, "gone.jpg: not readable as an image"),
     # labels
     "4 numbers": Case(label("0 0.5 0.5 0.2"), "0.txt, line 1: 4 numbers instead of 5 (box)"),
-    "6 numbers": Case(label(ROW + "0 0.5 0.5 0.2 0.2 0.9"), "0.txt, line 2: 6 numbers instead of 5 (box)", two=True),
+    "6 numbers": Case(label(ROW + "0 0.5 0.5 0.2 0.2 0.9"), "0.txt, line 2: 6 numbers instead of 5 (box)"),
     "text": Case(label("cat 0.5 0.5 0.2 0.2"), "0.txt, line 1: not all words are numbers"),
     "NaN": Case(label("0 nan 0.5 0.2 0.2"), "0.txt, line 1: a coordinate is not finite"),
     "infinity": Case(label("0 inf 0.5 0.2 0.2"), "0.txt, line 1: a coordinate is not finite"),

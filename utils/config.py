@@ -22,6 +22,14 @@ T = TypeVar("T")
 NEWEST, AUTO = "newest", "auto"  # --resume without a value, and where there is something to resume
 
 
+def is_number(value: Any) -> bool:
+    """Is this a finite number, such as a float can hold? True and False are none."""
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 @dataclass(frozen=True)
 class Range:
     """The numbers that a setting may have. `above`, `below`: the ends themselves are no such numbers."""
@@ -34,7 +42,7 @@ class Range:
     def __contains__(self, value: float) -> bool:
         low = self.least < value if self.above else self.least <= value
         high = value < self.most if self.below else value <= self.most
-        return low and high and math.isfinite(value)  # false for NaN
+        return low and high and is_number(value)
 
     def __str__(self) -> str:
         least, most = f"{self.least:.10g}", f"{self.most:.10g}"
@@ -338,8 +346,7 @@ def _checked(key: Any, value: Any, hints: Mapping[str, Any], ranges: Mapping[str
             value = float(value)
         except ValueError:
             raise UserError(f"{source}: {key} must be a number, not '{value}'") from None
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or (kind is int and value != int(value)):
+    if not is_number(value) or (kind is int and value != int(value)):
         raise UserError(f"{source}: {key} must be {'a whole number' if kind is int else 'a number'}, not {value!r}")
     if value not in ranges[key]:
         raise UserError(f"{source}: {key} is {value}; give {ranges[key]}")

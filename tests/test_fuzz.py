@@ -1,0 +1,188 @@
+"""Random label files, data, hyperparameter and model YAMLs: what they mean or one sentence, and never anything else."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from data.labels import SLACK, scan_image
+from data.sources import read_spec
+from models.yolo import build_model
+from utils.config import Hyperparameters, read_hyperparameters
+from utils.errors import UserError
+
+# In time: a hang is an error too.
+many = settings(max_examples=200, deadline=20_000, suppress_health_check=list(HealthCheck), derandomize=True)
+few = settings(many, max_examples=60)
+
+numbers = st.one_of(st.integers(), st.floats(), st.sampled_from([0, 1, -1, 0.5, 1e308, 2**63, 10**400]))
+words = st.one_of(
+    st.text(max_size=12), st.sampled_from(["", "~", "~nobody", "a\0b", "x" * 5000, "../..", "None", "nc", "\ud800"])
+)
+scalars = st.one_of(st.none(), st.booleans(), numbers, words, st.dates())
+anything = st.recursive(
+    scalars,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(scalars, inner, max_size=4)),
+    max_leaves=8,
+)
+
+
+def sentence_or(call: Callable[[], Any]) -> Any:
+    """What the call returns; None where it refuses."""
+    with suppress(UserError):
+        return call()
+
+
+def write(folder: Path, content: Any) -> Path:
+    """A YAML file of anything that can be written as one."""
+    file = folder / "some.yaml"
+    if isinstance(content, str):
+        file.write_text(content, errors="replace")
+    else:
+        with suppress(UnicodeEncodeError, ValueError):  # not even a file
+            file.write_text(yaml.safe_dump(content, allow_unicode=True))
+    file.touch()
+    return file
+
+
+# Label files
+
+share = st.floats(-0.1, 1.1)
+cells = st.one_of(
+    st.integers(-2, 5).map(str), share.map(str), numbers.map(str), st.sampled_from(["nan", "0x1", "1_0", "٣", "a"])
+)
+lines = st.lists(st.lists(cells, max_size=9).map(" ".join), max_size=6).map("\n".join)
+
+
+@many
+@given(st.one_of(lines.map(str.encode), st.text().map(lambda text: text.encode(errors="replace")), st.binary()))
+def test_label_files(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "images").mkdir()
+        (folder / "labels").mkdir()
+        Image.new("RGB", (20, 20)).save(folder / "images/a.png")
+        (folder / "labels/a.txt").write_bytes(content)
+        found = scan_image(folder / "images/a.png")
+    assert found.size == (20, 20)
+    assert found.rows.shape[1:] == (5,)
+    assert np.isfinite(found.rows).all()
+    classes, centres, sides = found.rows[:, 0], found.rows[:, 1:3], found.rows[:, 3:]
+    assert (classes >= 0).all()
+    assert (classes == classes.round()).all()
+    assert (centres >= -2 * SLACK).all()
+    assert (centres <= 1 + 2 * SLACK).all()
+    assert (sides >= 0).all()
+    assert all("a.txt" in problem and problem.count("\n") == 0 for problem in found.problems)
+
+
+# Data sets
+
+data_keys = st.sampled_from(["path", "train", "val", "names", "nc", "test", "download", "trian", "draw"])
+entries = st.one_of(
+    st.sampled_from(["images", "list.txt", "none", "bad.txt"]), words.filter(lambda word: "/" not in word)
+)
+names = st.one_of(st.lists(scalars, max_size=3), st.dictionaries(st.integers(0, 3), scalars, max_size=3), anything)
+data_sets = st.one_of(
+    anything,
+    st.text(),
+    st.fixed_dictionaries(
+        {}, optional={"path": entries, "train": st.one_of(entries, st.lists(entries)), "names": names, "nc": anything}
+    ),
+    st.dictionaries(data_keys, scalars.filter(lambda value: not isinstance(value, int) and value not in ("/", ".."))),
+)
+
+
+@many
+@given(data_sets, st.text())
+def test_data_sets(content: Any, listed: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "images").mkdir()
+        (folder / "images/a.jpg").touch()
+        (folder / "bad.txt").write_text(listed, errors="replace")
+        (folder / "list.txt").write_text("images/a.jpg\n")
+        spec = sentence_or(lambda: read_spec(write(folder, content)))
+        found = spec and sentence_or(lambda: spec.listing("train"))
+        if spec:
+            assert spec.names
+            assert all(isinstance(name, str) for name in spec.names.values())
+        if found:
+            assert found.images
+
+
+# Hyperparameters
+
+
+@many
+@given(
+    st.one_of(
+        anything, st.text(), st.dictionaries(st.sampled_from(list(Hyperparameters.__dataclass_fields__)), scalars)
+    )
+)
+def test_hyperparameters(content: Any) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        hyp = sentence_or(lambda: read_hyperparameters(str(write(Path(name), content))))
+    if hyp is not None:
+        for field in Hyperparameters.__dataclass_fields__.values():
+            assert getattr(hyp, field.name) in field.metadata["within"]
+
+
+# Models
+
+SOUND: dict[str, Any] = {
+    "nc": 2,
+    "anchors": [[4, 4, 8, 4], [16, 16, 32, 24]],
+    "backbone": [[-1, 1, "Conv", [8, 3, 2]], [-1, 1, "C3", [8]], [-1, 1, "Conv", [8, 3, 2]], [-1, 1, "SPPF", [8, 5]]],
+    "head": [
+        [-1, 1, "nn.Upsample", [None, 2, "nearest"]],
+        [[-1, 1], 1, "Concat", [1]],
+        [[1, 3], 1, "Detect", ["nc", "anchors"]],
+    ],
+}
+small = st.one_of(st.integers(-2, 40), st.floats(-2, 4), scalars)
+modules = st.sampled_from(
+    ["Conv", "DWConv", "C3", "SPP", "SPPF", "Bottleneck", "Concat", "nn.Upsample", "Detect", "C4", 3, None]
+)
+arguments = st.one_of(st.lists(st.one_of(small, st.lists(small, max_size=3)), max_size=4), anything)
+origins = st.one_of(st.integers(-4, 7), st.lists(st.integers(-4, 7), max_size=3), anything)
+rows = st.one_of(st.tuples(origins, small, modules, arguments).map(list), anything)
+places = st.tuples(st.sampled_from(["backbone", "head"]), st.integers(0, 3))
+keys = st.dictionaries(
+    st.one_of(
+        st.sampled_from(["nc", "anchors", "depth_multiple", "width_multiple", "activation", "ch", "head"]), words
+    ),
+    st.one_of(small, anything),
+    max_size=2,
+)
+
+
+@few
+@given(st.dictionaries(places, rows, min_size=1, max_size=2), keys)
+def test_models(changed: dict[tuple[str, int], Any], more: dict[Any, Any]) -> None:
+    description = copy.deepcopy(SOUND)
+    for (part, number), row in changed.items():
+        description[part][number % len(description[part])] = row
+    model = sentence_or(lambda: build_model({**description, **more}))
+    if model is not None:
+        maps = model(torch.zeros(1, int(model.yaml["ch"]), 64, 64))
+        assert len(maps) == len(model.stride)
+
+
+@few
+@given(anything)
+def test_models_of_anything(content: Any) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        file = write(Path(name), content)
+        sentence_or(lambda: build_model(file))
