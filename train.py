@@ -344,7 +344,8 @@ def start_from(
             )
         if weights.task != task:
             facts.append(f"warning: {options.weights} is a model for another task, '{weights.task}'")
-        facts.append(f"{loaded} of {total} tensors taken from {options.weights}")
+        few = "" if loaded > total / 2 else "warning: these are weights of another model: only "
+        facts.append(f"{few}{loaded} of {total} tensors taken from {options.weights}")
     if frozen := freeze(model, options.freeze):
         facts.append(f"layers {', '.join(map(str, frozen))} are frozen")
     return facts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -18,7 +19,7 @@ def find_weights(name: str) -> Path:
     Raises `UserError`; for an official YOLOv5 name it tells the address.
     """
     for candidate in (Path(name), ROOT / name):
-        if candidate.is_file():
+        if os.path.isfile(candidate):
             return candidate
     if OFFICIAL.fullmatch(Path(name).name):
         raise UserError(

@@ -272,6 +272,8 @@ ERRORS = {
     "no model": Case(nothing, "model 'yolov9.yaml' is not a file; give", "--cfg yolov9.yaml"),
     "neither": Case(nothing, "no model is given; name one with --cfg", "--cfg="),
     # weights
+    "a name that no file can have": Case(nothing, "is not a file; give", f"--data {'x' * 5000}"),
+    "weights that no file can be": Case(nothing, "are not a file; check the path", f"--weights {'x' * 5000}"),
     "no weights": Case(nothing, "weights {set}/none.pt are not a file", "--weights {set}/none.pt"),
     "not downloaded": Case(nothing, "releases/download", "--weights yolov5s.pt"),
     "empty weights": Case(text("w.pt", b""), "w.pt is empty; copy or download it again", "--weights {set}/w.pt"),
@@ -354,6 +356,11 @@ WARNINGS = {
         "27 more such problems in train; problems.txt in the run folder lists all",
     ),
     # weights
+    "another model's": Case(
+        lambda inputs: (inputs.weights(), [inputs.row(k, [-1, 1, "Conv", [16, 3, 2]]) for k in range(2)])[0],
+        "these are weights of another model: only",
+        "--weights {set}/weights.pt",
+    ),
     "another task's": Case(
         lambda inputs: inputs.weights(task="segment"),
         "weights.pt is a model for another task, 'segment'",

@@ -107,6 +107,16 @@ def test_auto_batch_on_the_cpu(train: Train, tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "exp" / "settings.yaml").read_text())["batch_size"] == 16
 
 
+@pytest.mark.gpu
+def test_auto_batch_on_a_gpu(train: Train, tmp_path: Path) -> None:
+    """What it takes is trained with, and most of the images fit: at 64 pixels all of them."""
+    printed = train(tmp_path, "--batch-size", "-1", "--epochs", "1", "--device", "0")
+    assert "--batch-size -1: taking 28, by measurement" in printed
+    printed = train(tmp_path, "--batch-size", "-1", "--epochs", "1", "--device", "0", "--imgsz", "1280")
+    assert ", by measurement" in printed
+    assert len(rows(tmp_path / "exp2")) == 1
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 50 MB, on which there is room for weights and a state of 21 MB, and not for a second one."""

@@ -279,6 +279,17 @@ def test_nothing_to_resume(train: Train, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_on_a_gpu(precision: str, train: Train, tmp_path: Path) -> None:
+    """The same bytes and bits there, the scaler's included."""
+    flags = ("--device", "0", "--mixed-precision", precision)
+    train(tmp_path / "straight", *flags)
+    train(tmp_path, *flags, fault="SIGKILL:utils.stopping:Stop.after:6", code=-signal.SIGKILL)
+    train(tmp_path, *flags, "--resume", "auto")
+    identical(tmp_path / "exp", tmp_path / "straight" / "exp")
+
+
 def test_killed_before_there_was_a_state(train: Train, straight: Path, tmp_path: Path) -> None:
     """It begins again, in the same folder."""
     train(tmp_path, fault="SIGKILL:utils.stopping:Stop.after:1", code=-signal.SIGKILL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -316,7 +317,7 @@ class _Parser(argparse.ArgumentParser):
 
 def read_hyperparameters(name: str) -> Hyperparameters:
     """The hyperparameter YAML of that name, checked. Keys left out have YOLOv5's defaults."""
-    known = name if Path(name).is_file() else YOLOV5_HYPS.get(Path(name).name, name)
+    known = name if os.path.isfile(name) else YOLOV5_HYPS.get(Path(name).name, name)
     path = find_file(known, "hyperparameter file", ["data/hyps"])
     return from_mapping(Hyperparameters, read_yaml(path), path)
 

@@ -81,7 +81,7 @@ def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml
     stem = name if name.endswith(suffix) else name + suffix
     candidates = [Path(name), ROOT / name, *(ROOT / folder / Path(stem).name for folder in folders)]
     for candidate in candidates:
-        if candidate.is_file():
+        if os.path.isfile(candidate):  # unlike Path's, false for a name that no file can have
             return candidate
     shipped = sorted(p.name for folder in folders for p in (ROOT / folder).glob("*" + suffix))
     raise UserError(

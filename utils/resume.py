@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -111,7 +112,7 @@ def find_run(options: TrainOptions) -> Path | None:
         name = re.escape(options.name)
         return newest(project, name if options.exist_ok else rf"{name}\d*")
     path = Path(options.resume)
-    if not path.exists():
+    if not os.path.exists(path):
         raise UserError(f"--resume {path}: there is no such file or folder; name a run folder, or a weight file in one")
     for folder in (path, *path.absolute().parents[:2]):  # itself, or checkpoint/, or weights/last.pt in it
         if (folder / SETTINGS).is_file():
