@@ -303,9 +303,9 @@ def started_alike(flags: Sequence[str]) -> list[Tensor]:
     """The weights and their average of a process that would have begun with others of its own."""
     build = DetectionTask.build_model
 
-    def differently(self: DetectionTask, yaml: Any, imgsz: int) -> Any:
+    def differently(self: DetectionTask, *described: Any) -> Any:
         torch.manual_seed(place().rank)
-        return build(self, yaml, imgsz)
+        return build(self, *described)
 
     DetectionTask.build_model = differently
     trainer, *_ = assemble(flags)
