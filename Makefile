@@ -20,8 +20,9 @@ $(STAMP): requirements.txt requirements-dev.txt requirements-deepspeed.txt
 train: setup
 	$(RUN) train.py
 
+# Two at a time, a file's tests one after another: they share what they have trained.
 test: setup
-	$(RUN) -m pytest -m "not long and not gpu and not gpu2"
+	$(RUN) -m pytest -n 2 --dist loadfile -m "not long and not gpu and not gpu2"
 
 test-long: setup
 	$(RUN) -m pytest -m "long and not gpu and not gpu2"

@@ -9,10 +9,11 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from uuid import uuid4
 
 import psutil
@@ -34,6 +35,19 @@ TRAIN, VAL = 37, 31  # images of the runs that are compared: primes, so that not
 # weights trained.
 RECIPE = {"nbs": 16, "lr0": 0.002, "warmup_bias_lr": 0.002, "warmup_epochs": 1.0}
 pytest.register_assert_rewrite("tests.curves")
+
+
+def pytest_sessionstart() -> None:
+    """A hard exit of a process that runs tests would look like the success of all of them."""
+    tests, leave = os.getpid(), os._exit
+
+    def refuse(code: int) -> NoReturn:
+        if os.getpid() != tests:  # forked
+            leave(code)
+        traceback.print_stack(file=sys.__stderr__)
+        leave(1)
+
+    os._exit = refuse
 
 
 class RunScript(Protocol):

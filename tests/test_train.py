@@ -118,9 +118,9 @@ def test_fine_tuning_flags(first: tuple[Path, str], tmp_path: Path, run_script: 
 
 
 def test_early_stop_and_nosave(tmp_path: Path, run_script: RunScript, small_data: Path) -> None:
-    """With a learning rate of 0 nothing gets better, so `--patience 1` stops after the second epoch."""
+    """With next to no learning rate nothing gets better, so `--patience 1` stops after the second epoch."""
     hyp = tmp_path / "still.yaml"
-    hyp.write_text("lr0: 0.0\nwarmup_epochs: 0\nmosaic: 0.0\n")
+    hyp.write_text("lr0: 1e-30\nwarmup_epochs: 0\nmosaic: 0.0\n")
     printed = train(run_script, tmp_path, small_data, "--hyp", str(hyp), "--epochs", "5", "--patience", "1", "--nosave")
     assert len(rows(tmp_path / "exp")) == 2
     assert "stopped" in printed

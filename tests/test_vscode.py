@@ -100,7 +100,7 @@ class Debugger:
                 self.send(connection, "stackTrace", threadId=thread)
             case {"command": "stackTrace", "body": {"stackFrames": [{"id": frame, "line": line}, *_]}}:
                 assert line == self.line
-                question = "(accelerator.process_index, accelerator.num_processes, number)"
+                question = "(run.accelerator.process_index, run.accelerator.num_processes, number)"
                 self.send(connection, "evaluate", expression=question, frameId=frame)
             case {"command": "evaluate", "body": {"result": answer}}:
                 self.answers.append(answer)

@@ -65,9 +65,10 @@ def run_main(main: Callable[[], object]) -> None:
         _end(f"error: {place()} failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}", 1)
     finally:
         end_workers()
+    by_zero = distributed.is_initialized() and "deepspeed" in sys.modules
     if distributed.is_initialized():
         distributed.destroy_process_group()
-    if place().processes > 1 or "deepspeed" in sys.modules:
+    if place().processes > 1 or by_zero:
         give_up("", 0)  # threads of DeepSpeed, or one that asks the store, may abort a process that goes in order
 
 
