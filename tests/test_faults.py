@@ -60,9 +60,9 @@ def test_one_is_killed_under_a_launcher(train: Train, tmp_path: Path) -> None:
 )
 def test_one_stalls(fault: str, train: Train, tmp_path: Path) -> None:
     """Who it was, and where it and those that waited were."""
-    printed = train(tmp_path, *HERE, "--dist-timeout", "5", fault=fault, fails=True)
+    printed = train(tmp_path, *HERE, "--dist-timeout", "10", fault=fault, fails=True)
     what = "did not move" if fault.startswith("stall") else "did not move, or could not be reached,"
-    refused(printed, f"error: process 1 on {os.uname().nodename} {what} for 5 s (--dist-timeout)")
+    refused(printed, f"error: process 1 on {os.uname().nodename} {what} for 10 s (--dist-timeout)")
     stacks = tmp_path / "exp" / "stacks"
     assert str(stacks) in printed
     assert "_call_impl" in (stacks / "process0.txt").read_text() or "train_on" in (stacks / "process0.txt").read_text()
