@@ -74,10 +74,11 @@ def overlap(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
     ]
 
 
-def _real(images: Sequence[Path]) -> set[Path]:
+def _real(images: Sequence[Path]) -> set[str]:
     """Their paths without links among the folders: of these there are few."""
-    folders = {folder: Path(os.path.realpath(folder)) for folder in {image.parent for image in images}}
-    return {folders[image.parent] / image.name for image in images}
+    places = [os.path.split(image) for image in images]
+    folders = {folder: os.path.realpath(folder) for folder in {folder for folder, _ in places}}
+    return {os.path.join(folders[folder], name) for folder, name in places}
 
 
 def read_spec(file: Path) -> DataSpec:

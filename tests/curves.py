@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,19 @@ def rows(folder: Path) -> list[dict[str, float]]:
     """Of results.csv, without what was not measured."""
     with (folder / "results.csv").open() as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+@contextmanager
+def untouched(folder: Path) -> Iterator[None]:
+    """Within, no file of a folder may be written, be it with the same bytes, nor come or go."""
+    before = _snapshot(folder)
+    yield
+    assert _snapshot(folder) == before
+
+
+def _snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    return {str(file): (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
 
 
 def floats(folder: Path) -> Tensor:

@@ -25,6 +25,7 @@ import train
 import val
 from models.yolo import build_model
 from tests.conftest import RunScript
+from tests.curves import untouched
 from utils.checkpoint import weights_content
 from utils.failures import Stopped, run_main
 
@@ -441,18 +442,12 @@ def run(
         signal.signal(number, handler)
 
 
-def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    return {str(file): (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
-
-
 @pytest.mark.parametrize("name", ERRORS)
 def test_an_error(name: str, inputs: Inputs, run: Callable[[Case], tuple[int, str]]) -> None:
     case = ERRORS[name]
     case.plant(inputs)
-    before = snapshot(inputs.folder)
-    code, printed = run(case)
-    assert snapshot(inputs.folder) == before
+    with untouched(inputs.folder):
+        code, printed = run(case)
     assert code == case.code
     sentence = printed.rstrip("\n")
     assert sentence.startswith("error: ")
@@ -465,9 +460,8 @@ def test_an_error(name: str, inputs: Inputs, run: Callable[[Case], tuple[int, st
 def test_a_warning(name: str, inputs: Inputs, run: Callable[[Case], tuple[int, str]]) -> None:
     case = WARNINGS[name]
     case.plant(inputs)
-    before = snapshot(inputs.folder)
-    code, printed = run(case)
-    assert snapshot(inputs.folder) == before
+    with untouched(inputs.folder):
+        code, printed = run(case)
     assert code == 0, printed
     warnings = [line for line in printed.splitlines() if line.startswith("warning: ")]
     assert sum(case.said in warning for warning in warnings) == 1, printed
@@ -477,10 +471,9 @@ def test_a_warning(name: str, inputs: Inputs, run: Callable[[Case], tuple[int, s
 @pytest.mark.parametrize("name", FINE)
 def test_nothing_wrong(name: str, inputs: Inputs, run: Callable[[Case], tuple[int, str]]) -> None:
     FINE[name](inputs)
-    before = snapshot(inputs.folder)
     weights = inputs.folder / "weights.pt"
-    code, printed = run(Case(nothing, "", f"--weights {weights}" if weights.is_file() else ""))
-    assert snapshot(inputs.folder) == before
+    with untouched(inputs.folder):
+        code, printed = run(Case(nothing, "", f"--weights {weights}" if weights.is_file() else ""))
     assert code == 0, printed
     assert "warning" not in printed.lower()
     assert "error" not in printed.lower()
@@ -494,10 +487,9 @@ def marked(cases: dict[str, Case]) -> list[Any]:
 def test_an_error_on_two_processes(name: str, inputs: Inputs, run_script: RunScript) -> None:
     case = ERRORS[name]
     case.plant(inputs)
-    before = snapshot(inputs.folder)
     many = [] if "--device" in case.flags else ["--processes", "2"]
-    printed = run_script(f"{case.script}.py", *flags_of(case, inputs), *many, fails=True, OMP_NUM_THREADS="1")
-    assert snapshot(inputs.folder) == before
+    with untouched(inputs.folder):
+        printed = run_script(f"{case.script}.py", *flags_of(case, inputs), *many, fails=True, OMP_NUM_THREADS="1")
     assert printed.startswith("error: ")
     assert printed.count("\n") == 1
     assert case.said.format(set=inputs.folder) in printed
@@ -507,9 +499,8 @@ def test_an_error_on_two_processes(name: str, inputs: Inputs, run_script: RunScr
 def test_a_warning_on_two_processes(name: str, inputs: Inputs, run_script: RunScript) -> None:
     case = WARNINGS[name]
     case.plant(inputs)
-    before = snapshot(inputs.folder)
-    printed = run_script(f"{case.script}.py", *flags_of(case, inputs), "--processes", "2", OMP_NUM_THREADS="1")
-    assert snapshot(inputs.folder) == before
+    with untouched(inputs.folder):
+        printed = run_script(f"{case.script}.py", *flags_of(case, inputs), "--processes", "2", OMP_NUM_THREADS="1")
     assert printed.count(case.said) == 1
     assert "Traceback" not in printed
 

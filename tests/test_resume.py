@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from tests.conftest import RECIPE, ROOT, RunScript, left_behind
-from tests.curves import refused, rows, same_curve
+from tests.curves import refused, rows, same_curve, untouched
 from tests.machines import ACCELERATE, CONFIGS, on_machine
 from utils.checkpoint import States
 from utils.files import claimed
@@ -240,30 +240,24 @@ def test_the_time_limit(train: Train, straight: Path, tmp_path: Path) -> None:
 # What is resumed
 
 
-def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    return {str(file): (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
-
-
 def test_a_finished_run(train: Train, straight: Path, tmp_path: Path) -> None:
     """It is left alone, or made longer; what would break it is named."""
     shutil.copytree(straight, tmp_path / "exp")
-    before = snapshot(tmp_path)
-    said = f"{tmp_path / 'exp'} is finished: nothing to resume"
-    assert said in train(tmp_path, "--resume", "auto")
-    assert said in train(tmp_path, "--resume", str(tmp_path / "exp" / "weights" / "best.pt"))
-    refused(train(tmp_path, "--resume", "--batch-size", "8", fails=True), "--batch-size is 8 now, and")
-    refused(train(tmp_path, "--resume", "--epochs", "5", "--imgsz", "96", fails=True), "--imgsz is 96 now")
-    data = yaml.safe_load((straight / "settings.yaml").read_text())["data"]
-    other = tmp_path / "other.yaml"
-    other.write_text(Path(data).read_text().replace("0: disc", "0: disk"))
-    printed = train(tmp_path, "--resume", "--epochs", "5", "--data", str(other), fails=True)
-    refused(printed, "the classes have changed since the run began (6 then, 6 now: class 0 was disc and is disk)")
-    other.write_text(Path(data).read_text().replace("train: images/train", "train: images/val"))
-    printed = train(tmp_path, "--resume", "--epochs", "5", "--data", str(other), fails=True)
-    refused(printed, "the training images have changed since the run began (28 then, 8 now)")
-    other.unlink()
-    assert snapshot(tmp_path) == before
+    with untouched(tmp_path):
+        said = f"{tmp_path / 'exp'} is finished: nothing to resume"
+        assert said in train(tmp_path, "--resume", "auto")
+        assert said in train(tmp_path, "--resume", str(tmp_path / "exp" / "weights" / "best.pt"))
+        refused(train(tmp_path, "--resume", "--batch-size", "8", fails=True), "--batch-size is 8 now, and")
+        refused(train(tmp_path, "--resume", "--epochs", "5", "--imgsz", "96", fails=True), "--imgsz is 96 now")
+        data = yaml.safe_load((straight / "settings.yaml").read_text())["data"]
+        other = tmp_path / "other.yaml"
+        other.write_text(Path(data).read_text().replace("0: disc", "0: disk"))
+        printed = train(tmp_path, "--resume", "--epochs", "5", "--data", str(other), fails=True)
+        refused(printed, "the classes have changed since the run began (6 then, 6 now: class 0 was disc and is disk)")
+        other.write_text(Path(data).read_text().replace("train: images/train", "train: images/val"))
+        printed = train(tmp_path, "--resume", "--epochs", "5", "--data", str(other), fails=True)
+        refused(printed, "the training images have changed since the run began (28 then, 8 now)")
+        other.unlink()
     printed = train(tmp_path, "--resume", "--epochs", "4")
     assert "--epochs is 4 and was 3" in printed
     assert "the learning rate from here on is that of a run of 4 epochs" in printed
