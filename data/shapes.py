@@ -98,7 +98,7 @@ NAMES: tuple[str, ...] = tuple(_SHAPES)
 
 
 @dataclass
-class _Stencil:
+class Stencil:
     """One shape cut to its own extent, not yet placed.
 
     `fine` is (4 h, 4 w) uint8 in sub-pixels, 0 or 255; `fill` and `line` are (h, w) float32, the share of each pixel
@@ -118,7 +118,7 @@ class _Object:
     `mask` is (160, 160) bool, every pixel that the shape touches; `box` is what the image shows, in steps of 1/4 pixel.
     """
 
-    stencil: _Stencil
+    stencil: Stencil
     left: int
     top: int
     mask: np.ndarray
@@ -134,7 +134,7 @@ def _fitted(contours: Contours, size: float, angle: float) -> Contours:
     return [(points - (low + high) / 2) * (size / (high - low).max()) for points in turned]
 
 
-def _stencil(rng: Rng, label: int, size: float) -> _Stencil:
+def draw_stencil(rng: Rng, label: int, size: float) -> Stencil:
     """Draw the shape number `label`, `size` pixels long, at a random angle, variant and offset within one pixel."""
     thick = rng.uniform(0.04, 0.07) * size if size >= _OUTLINED and rng.random() < 0.4 else 0.0
     contours = _fitted(_SHAPES[NAMES[label]](rng), size - thick, rng.uniform(0, 2 * np.pi))
@@ -149,7 +149,7 @@ def _stencil(rng: Rng, label: int, size: float) -> _Stencil:
     return _cut(label, whole, line)
 
 
-def _cut(label: int, whole: np.ndarray, line: np.ndarray) -> _Stencil:
+def _cut(label: int, whole: np.ndarray, line: np.ndarray) -> Stencil:
     """Cut both drawings, (4 n, 4 n) uint8, to the pixels that the shape touches."""
     left, top, wide, high = cv2.boundingRect(whole)
     x1, y1 = left // _FINE, top // _FINE
@@ -159,18 +159,18 @@ def _cut(label: int, whole: np.ndarray, line: np.ndarray) -> _Stencil:
     def coverage(drawing: np.ndarray) -> np.ndarray:
         return cv2.resize(drawing[cut].astype(np.float32) / 255, (width, height), interpolation=cv2.INTER_AREA)
 
-    return _Stencil(label, whole[cut], coverage(whole), coverage(line))
+    return Stencil(label, whole[cut], coverage(whole), coverage(line))
 
 
-def _seen(stencil: _Stencil, left: int, top: int) -> tuple[int, int, int, int]:
-    """The part (x1, y1, x2, y2) of the image, in whole pixels, that the stencil takes up at (`left`, `top`)."""
+def _seen(stencil: Stencil, left: int, top: int, side: int) -> tuple[int, int, int, int]:
+    """The part (x1, y1, x2, y2) of a square image, in whole pixels, that the stencil takes up at (`left`, `top`)."""
     height, width = stencil.fill.shape
-    return max(left, 0), max(top, 0), min(left + width, SIDE), min(top + height, SIDE)
+    return max(left, 0), max(top, 0), min(left + width, side), min(top + height, side)
 
 
-def _put(stencil: _Stencil, left: int, top: int) -> _Object | None:
+def _put(stencil: Stencil, left: int, top: int) -> _Object | None:
     """The stencil at (`left`, `top`), or None where too little of it lies inside the image. The box is what is seen."""
-    x1, y1, x2, y2 = _seen(stencil, left, top)
+    x1, y1, x2, y2 = _seen(stencil, left, top, SIDE)
     fine = stencil.fine[(y1 - top) * _FINE : (y2 - top) * _FINE, (x1 - left) * _FINE : (x2 - left) * _FINE]
     if np.count_nonzero(fine) < _INSIDE * np.count_nonzero(stencil.fine):
         return None
@@ -206,7 +206,7 @@ def _fits(new: _Object, placed: list[_Object]) -> bool:
 def _place_one(rng: Rng, label: int, size: float, placed: list[_Object]) -> _Object | None:
     """Find room for one shape; it is made smaller when there is none. None where even the smallest finds no room."""
     while size >= _SIZES[0]:
-        stencil = _stencil(rng, label, size)
+        stencil = draw_stencil(rng, label, size)
         height, width = stencil.fill.shape
         over = 0.25 if size >= _OUTLINED and rng.random() < _CLIPPED else 0.0  # of the box's side
         for _ in range(_TRIES):
@@ -233,46 +233,47 @@ def _objects(rng: Rng) -> list[_Object]:
     return [placed[i] for i in rng.permutation(len(placed))]
 
 
-def _noise(rng: Rng, cell: float) -> np.ndarray:
-    """Value noise (160, 160) float32, about -1..1, that varies over `cell` pixels."""
-    knots = max(int(SIDE / cell), 1) + 1
+def _noise(rng: Rng, cell: float, side: int) -> np.ndarray:
+    """Value noise (side, side) float32, about -1..1, that varies over `cell` pixels."""
+    knots = max(int(side / cell), 1) + 1
     grid = rng.uniform(-1, 1, (knots, knots)).astype(np.float32)
-    return cv2.resize(grid, (SIDE, SIDE), interpolation=cv2.INTER_CUBIC)
+    return cv2.resize(grid, (side, side), interpolation=cv2.INTER_CUBIC)
 
 
-def _wave(rng: Rng, angle: float, period: float) -> np.ndarray:
-    """A sine (160, 160) float32 in -1..1 along `angle` radians, `period` in pixels."""
-    ys, xs = np.mgrid[:SIDE, :SIDE].astype(np.float32)
+def _wave(rng: Rng, angle: float, period: float, side: int) -> np.ndarray:
+    """A sine (side, side) float32 in -1..1 along `angle` radians, `period` in pixels."""
+    ys, xs = np.mgrid[:side, :side].astype(np.float32)
     along = xs * np.float32(np.cos(angle)) + ys * np.float32(np.sin(angle))
     return np.sin(along * np.float32(2 * np.pi / period) + np.float32(rng.uniform(0, 2 * np.pi)))
 
 
-def _pattern(rng: Rng) -> np.ndarray:
-    """A background's pattern (160, 160) float32 in -1..1: gradient, noise, blotches, stripes or checks."""
+def _pattern(rng: Rng, side: int) -> np.ndarray:
+    """A background's pattern (side, side) float32 in -1..1: gradient, noise, blotches, stripes or checks."""
     kind = rng.integers(5)
     angle = rng.uniform(0, np.pi)
     if kind == 0:
-        return _wave(rng, angle, rng.uniform(2, 4) * SIDE)
+        return _wave(rng, angle, rng.uniform(2, 4) * side, side)
     if kind == 1:
-        return np.clip(0.7 * _noise(rng, rng.uniform(20, 60)) + 0.5 * _noise(rng, rng.uniform(4, 12)), -1, 1)
+        coarse = 0.7 * _noise(rng, rng.uniform(20, 60), side)
+        return np.clip(coarse + 0.5 * _noise(rng, rng.uniform(4, 12), side), -1, 1)
     hard = rng.uniform(1, 6)  # 1 is a smooth change, 6 nearly an edge
     if kind == 2:
-        return np.clip(hard * _noise(rng, rng.uniform(15, 50)), -1, 1)
+        return np.clip(hard * _noise(rng, rng.uniform(15, 50), side), -1, 1)
     period = np.exp(rng.uniform(np.log(5), np.log(50)))
-    wave = _wave(rng, angle, period)
+    wave = _wave(rng, angle, period, side)
     if kind == 4:
-        wave = wave * _wave(rng, angle + np.pi / 2, period)
+        wave = wave * _wave(rng, angle + np.pi / 2, period, side)
     return np.clip(hard * wave, -1, 1)
 
 
-def _background(rng: Rng) -> np.ndarray:
-    """An image (160, 160, 3) float32 without objects, in grey levels."""
+def background(rng: Rng, side: int = SIDE) -> np.ndarray:
+    """An image (side, side, 3) float32 without objects, in grey levels."""
     base = (rng.uniform(45, 210) + rng.uniform(-40, 40, 3)).astype(np.float32)
     # grey levels between the pattern's middle and either end
     swing = (rng.uniform(-30, 30) + rng.uniform(-12, 12, 3)).astype(np.float32)
-    grain = rng.uniform(2, 10) * _noise(rng, rng.uniform(1.5, 8))
-    light = rng.uniform(0, 20) * _wave(rng, rng.uniform(0, 2 * np.pi), rng.uniform(2, 5) * SIDE)
-    image = base + _pattern(rng)[..., None] * swing + (grain + light)[..., None]
+    grain = rng.uniform(2, 10) * _noise(rng, rng.uniform(1.5, 8), side)
+    light = rng.uniform(0, 20) * _wave(rng, rng.uniform(0, 2 * np.pi), rng.uniform(2, 5) * side, side)
+    image = base + _pattern(rng, side)[..., None] * swing + (grain + light)[..., None]
     return np.clip(image, 0, 255)
 
 
@@ -295,22 +296,22 @@ def _fill_colour(rng: Rng, around: np.ndarray) -> np.ndarray:
     return colours[enough[0] if len(enough) else worst.argmax()]
 
 
-def _paint(rng: Rng, image: np.ndarray, new: _Object) -> None:
-    """Paint one object onto `image` (160, 160, 3) float32, in place."""
-    x1, y1, x2, y2 = _seen(new.stencil, new.left, new.top)
-    own = np.s_[y1 - new.top : y2 - new.top, x1 - new.left : x2 - new.left]
+def paint(rng: Rng, image: np.ndarray, stencil: Stencil, left: int, top: int) -> None:
+    """Paint one shape at (`left`, `top`) onto the square `image` (side, side, 3) float32, in place."""
+    x1, y1, x2, y2 = _seen(stencil, left, top, len(image))
+    own = np.s_[y1 - top : y2 - top, x1 - left : x2 - left]
     window = image[y1:y2, x1:x2]
     colour = _fill_colour(rng, image[max(y1 - 2, 0) : y2 + 2, max(x1 - 2, 0) : x2 + 2])
     across, down = rng.uniform(-12, 12, 2)  # grey levels of shading between the shape's middle and its sides
-    height, width = new.stencil.fill.shape
+    height, width = stencil.fill.shape
     shade = np.linspace(-across, across, width)[None, :] + np.linspace(-down, down, height)[:, None]
-    fill, line = new.stencil.fill[own][..., None], new.stencil.line[own][..., None]
+    fill, line = stencil.fill[own][..., None], stencil.line[own][..., None]
     edge = np.clip(colour * rng.uniform(0.3, 1.7), 0, 255)
     window += fill * (colour + shade[own][..., None] - window)
     window += line * (edge - window)
 
 
-def _photograph(rng: Rng, image: np.ndarray) -> np.ndarray:
+def photograph(rng: Rng, image: np.ndarray) -> np.ndarray:
     """What a camera makes of `image`: blur, change of contrast and brightness, sensor noise; as uint8."""
     image = cv2.GaussianBlur(image, (5, 5), rng.uniform(0.2, 0.7))
     image = (image - 128) * rng.uniform(0.75, 1.1) + 128 + rng.uniform(-20, 20)
@@ -318,76 +319,93 @@ def _photograph(rng: Rng, image: np.ndarray) -> np.ndarray:
     return np.clip(np.round(image), 0, 255).astype(np.uint8)
 
 
+def encode(rng: Rng, image: np.ndarray) -> bytes:
+    """`image` as a JPEG of a random quality, 70 to 95."""
+    done, jpeg = cv2.imencode(".jpg", image, [cv2.IMWRITE_JPEG_QUALITY, int(rng.integers(70, 96))])
+    if not done:
+        raise RuntimeError("OpenCV could not encode a JPEG")
+    return jpeg.tobytes()
+
+
 def draw_image(seed: int, split: int, index: int) -> tuple[np.ndarray, np.ndarray]:
     """Draw one image, (160, 160, 3) uint8 BGR, and its labels, (n, 5) float32 rows of class, xc, yc, w, h in 0..1."""
     rng = np.random.default_rng([seed, split, index])
-    image = _background(rng)
+    image = background(rng)
     objects = _objects(rng)
     for new in objects:
-        _paint(rng, image, new)
+        paint(rng, image, new.stencil, new.left, new.top)
     labels = np.zeros((len(objects), 5), np.float32)
     for row, new in zip(labels, objects, strict=True):
         x1, y1, x2, y2 = new.box
         row[:] = (new.stencil.label, (x1 + x2) / 2 / SIDE, (y1 + y2) / 2 / SIDE, (x2 - x1) / SIDE, (y2 - y1) / SIDE)
-    return _photograph(rng, image), labels
-
-
-def _jpeg_quality(seed: int, split: int, index: int) -> int:
-    """The JPEG quality of one image, 70 to 95, from a generator of its own: `draw_image` has no part in encoding."""
-    return int(np.random.default_rng([seed, split, index, 1]).integers(70, 96))
+    return photograph(rng, image), labels
 
 
 def _write_image(folder: Path, seed: int, split: int, index: int) -> None:
     """Draw one image and write its JPEG and its label file, which is empty for an image without objects."""
     image, labels = draw_image(seed, split, index)
-    done, jpeg = cv2.imencode(".jpg", image, [cv2.IMWRITE_JPEG_QUALITY, _jpeg_quality(seed, split, index)])
-    if not done:
-        raise RuntimeError("OpenCV could not encode a JPEG")
+    rng = np.random.default_rng([seed, split, index, 1])  # of its own: `draw_image` has no part in encoding
     name = f"{SPLITS[split]}/{index:06d}"
-    (folder / "images" / f"{name}.jpg").write_bytes(jpeg.tobytes())
+    (folder / "images" / f"{name}.jpg").write_bytes(encode(rng, image))
     rows = [f"{int(row[0])} " + " ".join(f"{value:.6f}" for value in row[1:]) + "\n" for row in labels]
     (folder / "labels" / f"{name}.txt").write_text("".join(rows), encoding="utf-8")
 
 
-def _write_all(folder: Path, marker: dict[str, object], seed: int, counts: tuple[int, int]) -> None:
+@dataclass(frozen=True)
+class Kind:
+    """What sets one built-in data set apart from another on disk. In a folder's path `{}` is the name of the split."""
+
+    name: str  # what messages call it
+    drawing: int
+    marker: str
+    images: tuple[str, ...]  # folders: image `index` lies in number `index` modulo how many there are
+    labels: tuple[str, ...]  # folders of label files
+    write: Callable[[Path, int, int, int], None]  # draw one image into the data set's folder by seed, split and index
+
+
+def _write_all(folder: Path, kind: Kind, marker: dict[str, object], seed: int, counts: tuple[int, int]) -> None:
     """Draw every image into the new `folder`; the marker comes last."""
-    for kind in ("images", "labels"):
+    for place in kind.images + kind.labels:
         for split in SPLITS:
-            (folder / kind / split).mkdir(parents=True)
+            (folder / place.format(split)).mkdir(parents=True)
     work = [(split, index) for split, count in enumerate(counts) for index in range(count)]
-    for number, index in tqdm(work, desc="drawing shapes", unit="image", disable=None):  # None: only on a terminal
-        _write_image(folder, seed, number, index)
-    (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
+    for number, index in tqdm(
+        work, desc=f"drawing {kind.name}", unit="image", disable=None
+    ):  # None: only on a terminal
+        kind.write(folder, seed, number, index)
+    (folder / kind.marker).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
     os.sync()  # else a power cut soon after the rename could leave the final name on empty files
 
 
-def _check(folder: Path, marker: dict[str, object]) -> None:
+def _check(folder: Path, kind: Kind, marker: dict[str, object], counts: tuple[int, int]) -> None:
     """Raise `UserError` unless the existing `folder` holds the complete drawing that `marker` describes."""
     try:
-        found = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        found = json.loads((folder / kind.marker).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise UserError(
-            f"'{folder}' exists but is not a drawing of the shapes data set (it has no readable {MARKER}): "
+            f"'{folder}' exists but is not a drawing of the {kind.name} data set (it has no readable {kind.marker}): "
             "remove it or name another folder"
         ) from None
     if found != marker:
         known = found if isinstance(found, dict) else {}
         keys = [key for key in marker | known if known.get(key) != marker.get(key)]
         raise UserError(
-            f"'{folder}' holds another drawing of the shapes data set (its {MARKER} differs in {', '.join(keys)}): "
-            "remove it to have it drawn again, or name another folder"
+            f"'{folder}' holds another drawing of the {kind.name} data set (its {kind.marker} differs in "
+            f"{', '.join(keys)}): remove it to have it drawn again, or name another folder"
         )
-    for split in SPLITS:
-        count = len(list((folder / "images" / split).glob("*.jpg")))
-        if count != marker[split]:
-            raise UserError(
-                f"'{folder}' is damaged ({count} instead of {marker[split]} images in images/{split}): "
-                "remove it to have it drawn again"
-            )
+    for split, total in zip(SPLITS, counts, strict=True):
+        for first, place in enumerate(kind.images):
+            path, count = place.format(split), len(range(first, total, len(kind.images)))
+            there = len(list((folder / path).glob("*.jpg")))
+            if there != count:
+                raise UserError(
+                    f"'{folder}' is damaged ({there} instead of {count} images in {path}): "
+                    "remove it to have it drawn again"
+                )
 
 
-def draw_dataset(folder: Path, seed: int = 0, train: int = 640, val: int = 160) -> Path:
-    """Draw the data set into `folder` unless it is there already, and return `folder`.
+def draw_kind(kind: Kind, folder: Path, seed: int, counts: tuple[int, int]) -> Path:
+    """Draw `kind` into `folder`, `counts` images by split, unless it is there already, and return `folder`.
 
     The images are drawn into a hidden folder beside it, `.<name>-<pid>-<random>`, which is then renamed: `folder` is
     complete or absent. Of several processes the first to rename wins and the others use its drawing. A process that is
@@ -397,27 +415,28 @@ def draw_dataset(folder: Path, seed: int = 0, train: int = 640, val: int = 160) 
     there before is changed or removed.
     """
     if seed < 0:
-        raise UserError(f"seed {seed} is negative: give the shapes data set a seed of 0 or more")
-    marker: dict[str, object] = {"drawing": DRAWING, "seed": seed, "train": train, "val": val, "names": list(NAMES)}
+        raise UserError(f"seed {seed} is negative: give the {kind.name} data set a seed of 0 or more")
+    sizes = dict(zip(SPLITS, counts, strict=True))
+    marker: dict[str, object] = {"drawing": kind.drawing, "seed": seed, **sizes, "names": list(NAMES)}
     if not os.path.lexists(folder):
         try:
-            _draw_beside(folder, marker, seed, (train, val))
+            _draw_beside(folder, kind, marker, seed, counts)
         except OSError as error:
             raise UserError(
-                f"cannot write the shapes data set to '{folder}' ({error.strerror}): free the space or the permission "
-                "that it needs, or name another folder"
+                f"cannot write the {kind.name} data set to '{folder}' ({error.strerror}): free the space or the "
+                "permission that it needs, or name another folder"
             ) from error
-    _check(folder, marker)
+    _check(folder, kind, marker, counts)
     return folder
 
 
-def _draw_beside(folder: Path, marker: dict[str, object], seed: int, counts: tuple[int, int]) -> None:
+def _draw_beside(folder: Path, kind: Kind, marker: dict[str, object], seed: int, counts: tuple[int, int]) -> None:
     """Draw into a temporary folder and rename it to `folder`; leave `folder` alone where another process was faster."""
     # mkdtemp would make a folder that only its owner may read, and that mode would survive the rename
     part = folder.parent / f".{folder.name}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         part.mkdir(parents=True)
-        _write_all(part, marker, seed, counts)
+        _write_all(part, kind, marker, seed, counts)
         try:
             os.rename(part, folder)
         except OSError:
@@ -425,6 +444,14 @@ def _draw_beside(folder: Path, marker: dict[str, object], seed: int, counts: tup
                 raise
     finally:
         shutil.rmtree(part, ignore_errors=True)  # after a rename there is nothing left to remove
+
+
+_KIND = Kind("shapes", DRAWING, MARKER, ("images/{}",), ("labels/{}",), _write_image)
+
+
+def draw_dataset(folder: Path, seed: int = 0, train: int = 640, val: int = 160) -> Path:
+    """Draw the data set into `folder` unless it is there already, and return `folder`; see `draw_kind`."""
+    return draw_kind(_KIND, folder, seed, (train, val))
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ def test_sizes_classes_and_counts_are_spread(hundred: list[tuple[np.ndarray, np.
 @pytest.mark.parametrize("size", [9.0, 40.0, 90.0])
 def test_a_box_is_the_extent_of_the_painted_pixels(label: int, size: float) -> None:
     rng = np.random.default_rng([label, int(size)])
-    stencil = shapes._stencil(rng, label, size)
+    stencil = shapes.draw_stencil(rng, label, size)
     placed = shapes._put(stencil, 40, 30)
     assert placed is not None
     assert max(placed.box[2] - placed.box[0], placed.box[3] - placed.box[1]) == pytest.approx(size, abs=0.6)
@@ -76,7 +76,7 @@ def test_a_box_is_the_extent_of_the_painted_pixels(label: int, size: float) -> N
 @pytest.mark.parametrize("label", range(len(shapes.NAMES)))
 def test_a_box_ends_at_the_image_border_and_fits_what_is_seen(label: int) -> None:
     rng = np.random.default_rng(label)
-    stencil = shapes._stencil(rng, label, 60.0)
+    stencil = shapes.draw_stencil(rng, label, 60.0)
     placed = shapes._put(stencil, -3, shapes.SIDE - stencil.fill.shape[0] + 3)
     assert placed is not None
     assert placed.box[0] == 0
@@ -91,7 +91,7 @@ def check_extent(rng: np.random.Generator, placed: shapes._Object) -> None:
     The box ends somewhere in the outermost changed pixels: a pixel that is hardly covered changes by less than 1.
     """
     image = np.full((shapes.SIDE, shapes.SIDE, 3), 128, np.float32)
-    shapes._paint(rng, image, placed)
+    shapes.paint(rng, image, placed.stencil, placed.left, placed.top)
     rows, cols = np.nonzero((np.abs(image - 128) > 1e-3).any(axis=2))
     x1, y1, x2, y2 = placed.box
     assert cols.min() <= x1 < cols.min() + 1
@@ -111,7 +111,7 @@ def test_every_object_can_be_seen() -> None:
 
 def test_fill_colours_stand_out_and_differ_within_a_class() -> None:
     rng = np.random.default_rng(0)
-    around = shapes._background(rng)[:40, :40]
+    around = shapes.background(rng)[:40, :40]
     colours = np.stack([shapes._fill_colour(rng, around) for _ in range(20)])
     contrast = shapes._contrast(colours, around.reshape(-1, 3))
     assert (np.median(contrast, axis=1) > 50).all()
