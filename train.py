@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from accelerate.utils import send_to_device
@@ -17,15 +17,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from data import DATASETS
-from data.sources import label_file, overlap, read_spec
+from data.sources import DataSpec, overlap, read_spec
 from models.hub import find_weights
 from models.tasks import TASKS, task_of
 from models.weights import Weights, read_weights, transfer
 from utils.batchnorm import average_statistics, synchronise
 from utils.checkpoint import STATE_FORMAT
 from utils.compression import compress
-from utils.config import BUILT_IN_JOB, Hyperparameters, TrainOptions, parse_options, read_hyperparameters, select
+from utils.config import (
+    BUILT_IN_JOB,
+    Recipe,
+    TrainOptions,
+    parse_options,
+    read_hyperparameters,
+    select,
+    with_defaults,
+)
 from utils.doctor import Inputs, examine
+from utils.dropout import draw_for_all
 from utils.ema import ModelEMA
 from utils.errors import UserError
 from utils.failures import Stopped, run_main
@@ -36,7 +45,7 @@ from utils.memory import ON_CPU, explained, fitting_workers, largest_batch
 from utils.optim import Schedule, build_optimizer, freeze
 from utils.processes import spread
 from utils.progress import Progress
-from utils.resume import changes, check_same, settle
+from utils.resume import Settled, changes, check_same, settle
 from utils.run import Run
 from utils.stopping import TIME, Asked, Stop, exit_code
 from utils.summary import Summary
@@ -44,6 +53,7 @@ from utils.zero import configure, load_optimizer_state, optimizer_state, refuse_
 from val import evaluate, rounding, table
 
 CLIP = 10.0  # largest norm of the gradient of an optimizer step
+NAMED = 5  # tensors that are named where they do not fit
 PICTURES = 3  # training batches to draw
 VALIDATION_BATCH = 32  # images that a process validates at a time, at most: whatever the number of processes
 
@@ -95,8 +105,8 @@ class Trainer:
     def train_on(self, batch: Any, number: int) -> None:
         """Forward and backward, and the optimizer's step where the batch ends a window of accumulated ones."""
         accelerator, task, optimizer = self.run.accelerator, self.task, self.optimizer
-        # DDP takes the mean over processes and Accelerate the mean over accumulated batches; YOLOv5's gradient is the
-        # sum over all images of an optimizer step.
+        # DDP takes the mean over processes and Accelerate the mean over accumulated batches; the task says what the
+        # images of an optimizer step are worth.
         images = self.options.batch_size * accelerator.gradient_accumulation_steps
         step, norm = self.progress.epoch * len(self.loader) + number, None
         torch.manual_seed(self.options.seed + step)  # what a model draws, in dropout, does not depend on the past
@@ -104,7 +114,7 @@ class Trainer:
             self.schedule.apply(optimizer, step)
             terms = task.losses(self.model(task.inputs(batch)), batch)
             means = terms.means(accelerator.reduce(terms.counts, "sum"))
-            accelerator.backward(means.sum() * images * accelerator.num_processes)
+            accelerator.backward(task.objective(means, images) * accelerator.num_processes)
             if accelerator.sync_gradients:
                 norm = accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
             # The norm is of the gradients of all processes, so all skip the same steps. Reading it waits for the
@@ -175,41 +185,77 @@ class Trainer:
             )
 
 
+class Job(NamedTuple):
+    """What the files say that the flags name: options with all defaults known, data set, task, model, weights, and
+    hyperparameters."""
+
+    options: TrainOptions
+    spec: DataSpec
+    task: Any
+    kind: str
+    yaml: dict[str, Any]
+    weights: Weights | None
+    hyp: Recipe
+
+    @property
+    def source(self) -> str:
+        """Where the model is from."""
+        return self.options.cfg or self.options.weights
+
+
+def read_job(settled: Settled, argv: Sequence[str]) -> Job:
+    """Read and check the files. Raises `UserError`."""
+    options, begun = settled.options, settled.begun
+    spec = read_spec(find_file(options.data, "data set", ["data"]))
+    weights = None
+    if begun:
+        yaml = begun["model"]
+    elif options.cfg:
+        yaml = read_yaml(find_file(options.cfg, "model", ["models"]))
+    else:
+        weights = read_weights(find_weights(options.weights)) if options.weights else None
+        if weights is None or weights.model is None:
+            raise UserError("no model is given; name one with --cfg, such as --cfg yolov5n.yaml")
+        yaml = {"task": weights.task, **weights.model}
+    kind = task_of(yaml, options.cfg or options.weights)
+    if not settled.fixed:
+        options = with_defaults(options, argv, TASKS[kind].defaults, spec.defaults)
+    if options.cfg and options.weights and not begun:
+        weights = read_weights(find_weights(options.weights, yaml, options.cfg))
+    recipe = TASKS[kind].recipe
+    hyp = recipe(**begun["hyperparameters"]) if begun else read_hyperparameters(options.hyp, recipe)
+    task = TASKS[kind](DATASETS[kind].class_names(spec, options.single_cls), hyp, options.label_smoothing)
+    return Job(options, spec, task, kind, yaml if begun else task.describe(yaml), weights, hyp)
+
+
 def main() -> None:
     """Train as the flags say."""
-    options, begun = settle(parse_options(TrainOptions, sys.argv[1:], BUILT_IN_JOB), sys.argv[1:])
+    argv = sys.argv[1:]
+    settled = settle(parse_options(TrainOptions, argv, BUILT_IN_JOB), argv, recipe_of)
+    options, begun, _ = settled
     if spread(main, processes_to_start(options.device, options.processes)):
         return
-    check_batch_size(options.batch_size)
     refuse_comm_hook(options.comm_hook)
     if options.doctor:
-        return examine(options, lambda: inputs(options))
-    hyp = Hyperparameters(**begun["hyperparameters"]) if begun else read_hyperparameters(options.hyp)
-    accelerator = start(
-        options.device,
-        options.mixed_precision,
-        options.dist_timeout,
-        accumulation(hyp, max(options.batch_size, 1)),
-        options.comm_hook,
-    )
+        check_batch_size(options.batch_size)
+        return examine(options, lambda: inputs(settled, argv))
+    accelerator = start(options.device, options.mixed_precision, options.dist_timeout, options.comm_hook)
     seed_everything(options.seed)
-    spec = read_spec(find_file(options.data, "data set", ["data"]))
-    weights = read_weights(find_weights(options.weights)) if options.weights and not begun else None
-    yaml = begun["model"] if begun else model_yaml(options, hyp, weights)
-    source = options.cfg or options.weights
-    kind = task_of(yaml, source)
-    task = TASKS[kind](DATASETS[kind].class_names(spec, options.single_cls), hyp, options.label_smoothing)
-    model = task.build_model(yaml, options.imgsz, source)
-    facts = start_from(model, kind, weights, options, hyp)
+    job = read_job(settled, argv)
+    options, spec, task, hyp = job.options, job.spec, job.task, job.hyp
+    check_batch_size(options.batch_size)
+    accelerator.gradient_accumulation_steps = hyp.accumulation(max(options.batch_size, 1))
+    model = task.build_model(job.yaml, options.imgsz, job.source)
+    facts = start_from(model, job)
     facts += rounding(options.imgsz, task.imgsz)
     workers, warnings = fitting_workers(
         loader_workers(options.workers),
         max(options.batch_size // accelerator.num_processes, VALIDATION_BATCH) * 3 * task.imgsz**2,
     )
-    data = DATASETS[kind](
+    data = DATASETS[job.kind](
         spec,
         imgsz=task.imgsz,
-        stride=int(model.stride.max()),
+        stride=task.stride,
         single_class=options.single_cls,
         workers=workers,
         cache=options.cache,
@@ -228,13 +274,14 @@ def main() -> None:
         model.load_state_dict(state["model"])
     run.take_up(state)
     if state is None and not options.noautoanchor:
-        run.say(task.adapt(model, train_split))
+        run.say(*task.adapt(model, train_split))
     if options.batch_size == -1:
         options = replace(options, batch_size=auto_batch(run, task, model, data, train_split, hyp))
-        accelerator.gradient_accumulation_steps = accumulation(hyp, options.batch_size)
+        accelerator.gradient_accumulation_steps = hyp.accumulation(options.batch_size)
     run.say(f"an optimizer step for every {options.batch_size * accelerator.gradient_accumulation_steps} images")
     run.write_problems([*train_split.problems, *val_split.problems])
     run.write_settings({**vars(options), "imgsz": task.imgsz, "hyperparameters": vars(hyp), "model": model.yaml})
+    run.write_documents(data.documents(train_split, val_split))
 
     loader = data.train_loader(
         train_split, batch_size=options.batch_size, hyp=hyp, seed=options.seed, rect=options.rect
@@ -253,33 +300,29 @@ def main() -> None:
                 best = fit(trainer, validate)
             except Asked as asked:
                 leave(trainer, validate, asked.word)
+    run.write_documents(task.documents(best))
+    if not options.noplots:
+        run.plots(lambda: task.pictures(best, val_split))
     run.finish_writing()
     run.say(*table(best), f"results in {run.folder}")
 
 
-def accumulation(hyp: Hyperparameters, batch_size: int) -> int:
-    """Batches per optimizer step: as many as come nearest to `nbs` images."""
-    return max(round(hyp.nbs / batch_size), 1)
+def recipe_of(yaml: Mapping[str, Any]) -> type[Recipe]:
+    """The kind of hyperparameters that goes with a model's YAML."""
+    return TASKS[task_of(yaml, "the model")].recipe
 
 
-def inputs(options: TrainOptions) -> Inputs:
+def inputs(settled: Settled, argv: Sequence[str]) -> Inputs:
     """What the job reads: settings, and files by what they are for. Raises `UserError` where it could not start."""
-    hyp = read_hyperparameters(options.hyp)
-    spec = read_spec(find_file(options.data, "data set", ["data"]))
-    weights = find_weights(options.weights) if options.weights else None
-    yaml = model_yaml(options, hyp, read_weights(weights) if weights else None)
-    source = options.cfg or options.weights
-    kind = task_of(yaml, source)
-    names = DATASETS[kind].class_names(spec, options.single_cls)
-    TASKS[kind](names, hyp, options.label_smoothing).build_model(yaml, options.imgsz, source)
-    images = {split: spec.images(split) for split in ("train", "val")}
-    files = images | {f"labels of {split}": list(map(label_file, found)) for split, found in images.items()}
-    if weights:
-        files["weights"] = [weights]
-    return {**vars(hyp), "model": yaml, "class names": names}, files
+    job = read_job(settled, argv)
+    job.task.build_model(job.yaml, job.options.imgsz, job.source)
+    files = DATASETS[job.kind].files(job.spec)
+    if job.weights:
+        files["weights"] = [find_weights(job.options.weights, job.yaml)]
+    return {**vars(job.hyp), "model": job.yaml, "class names": job.task.names}, files
 
 
-def auto_batch(run: Run, task: Any, model: nn.Module, data: Any, split: Any, hyp: Hyperparameters) -> int:
+def auto_batch(run: Run, task: Any, model: nn.Module, data: Any, split: Any, hyp: Recipe) -> int:
     """--batch-size -1: what the memory of the smallest GPU holds, on each process; on a CPU a fixed number.
 
     Measured by training steps on the first images; the model is left as it was.
@@ -302,7 +345,7 @@ def auto_batch(run: Run, task: Any, model: nn.Module, data: Any, split: Any, hyp
         with run.accelerator.autocast():
             outputs = model(task.inputs(batch))
         terms = task.losses(outputs, batch)
-        terms.means(terms.counts).sum().backward()
+        task.objective(terms.means(terms.counts), size).backward()
         model.zero_grad()
         return torch.cuda.max_memory_allocated(device) + kept
 
@@ -316,39 +359,32 @@ def auto_batch(run: Run, task: Any, model: nn.Module, data: Any, split: Any, hyp
     return size
 
 
-def model_yaml(options: TrainOptions, hyp: Hyperparameters, weights: Weights | None) -> dict[str, Any]:
-    """The model's description: --cfg, else the one inside --weights."""
-    if options.cfg:
-        yaml = read_yaml(find_file(options.cfg, "model", ["models"]))
-    elif weights and weights.model:
-        yaml = {"task": weights.task, **weights.model}
-    else:
-        raise UserError("no model is given; name one with --cfg, such as --cfg yolov5n.yaml")
-    if hyp.anchors:
-        yaml["anchors"] = round(hyp.anchors)
-    return yaml
-
-
-def start_from(
-    model: nn.Module, task: str, weights: Weights | None, options: TrainOptions, hyp: Hyperparameters
-) -> list[str]:
+def start_from(model: nn.Module, job: Job) -> list[str]:
     """Load what fits of the weights and freeze layers; sentences that say so. Raises `UserError` where nothing fits."""
+    options, weights = job.options, job.weights
     facts = [f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters"]
     if weights:
-        own_anchors = bool(options.cfg or hyp.anchors)  # they are asked for, so the file's are not
-        loaded, total = transfer(model, weights.state, ("anchors",) if own_anchors else ())
+        loaded, total, misfits = transfer(model, weights.state, job.task.not_taken(bool(options.cfg)))
         if not loaded:
             raise UserError(
                 f"no tensor of {options.weights} fits the model; leave --cfg out to train the model that is in the "
                 "file, or give --weights '' to start from scratch"
             )
-        if weights.task != task:
+        if weights.task not in ("", job.kind):
             facts.append(f"warning: {options.weights} is a model for another task, '{weights.task}'")
         few = "" if loaded > total / 2 else "warning: these are weights of another model: only "
         facts.append(f"{few}{loaded} of {total} tensors taken from {options.weights}")
+        if misfits:
+            dropped = [f"{name} ({_shape(theirs)}, here {_shape(own)})" for name, theirs, own in misfits[:NAMED]]
+            more = f" and {len(misfits) - NAMED} more" if len(misfits) > NAMED else ""
+            facts.append(f"dropped, for they are of another shape: {', '.join(dropped)}{more}")
     if frozen := freeze(model, options.freeze):
         facts.append(f"layers {', '.join(map(str, frozen))} are frozen")
     return facts
+
+
+def _shape(sides: Sequence[int]) -> str:
+    return "x".join(map(str, sides))
 
 
 def prepare(
@@ -357,20 +393,23 @@ def prepare(
     model: nn.Module,
     loader: DataLoader,
     options: TrainOptions,
-    hyp: Hyperparameters,
+    hyp: Recipe,
     identity: Mapping[str, Any],
     state: Mapping[str, Any] | None,
 ) -> Trainer:
     """The optimizer, schedule and EMA, and what Accelerate makes of model and loader; from `state` where there is one,
     whose weights the model has."""
     accelerator = run.accelerator
+    draw_for_all(model)
     model.to(accelerator.device)
     run.align(model)
-    accumulated = options.batch_size * accelerator.gradient_accumulation_steps
+    rate = hyp.lr0 * (accelerator.num_processes if options.scale_lr else 1)
     optimizer = build_optimizer(
-        model, options.optimizer, hyp.lr0, hyp.momentum, weight_decay=hyp.weight_decay * accumulated / hyp.nbs
+        model, options.optimizer, rate, hyp.momentum, weight_decay=hyp.decay(options.batch_size)
     )
-    schedule = select(Schedule, hyp, epochs=options.epochs, batches=len(loader), cosine=options.cos_lr)
+    schedule = replace(
+        select(Schedule, hyp, epochs=options.epochs, batches=len(loader), cosine=options.cos_lr), lr0=rate
+    )
     ema, progress = ModelEMA(model), Progress()
     totals = torch.zeros(len(task.loss_names), device=accelerator.device)
     if state:
@@ -381,7 +420,8 @@ def prepare(
     if options.sync_bn:
         model = synchronise(model)
     if plugin := accelerator.state.deepspeed_plugin:
-        configure(plugin, options.batch_size // accelerator.num_processes, CLIP)
+        own_batch = options.batch_size // accelerator.num_processes
+        configure(plugin, own_batch, accelerator.gradient_accumulation_steps, CLIP)
     bare = model  # kept, for Accelerate's way back to it imports deepspeed wherever that is installed
     draws = loader.batch_sampler
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

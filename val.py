@@ -16,7 +16,7 @@ from data.sources import read_spec
 from models.hub import find_weights
 from models.tasks import TASKS, task_of
 from models.weights import Weights, read_weights, transfer
-from utils.config import Hyperparameters, ValOptions, parse_options
+from utils.config import ValOptions, parse_options, with_defaults
 from utils.errors import UserError
 from utils.failures import run_main
 from utils.files import find_file
@@ -41,7 +41,7 @@ def evaluate(
 ) -> Summary:
     """Metrics of `model` over `loader`, which holds this process's share of the batches; the same on every process.
 
-    `keep` is shown each batch with its predictions. The losses are means over the batches, as in training. `asked`
+    `keep` is shown each batch with its predictions. The losses are means over the batches, weighed by the task. `asked`
     tells whether the run is asked to end: where it is, on any process, `Asked` is raised on all.
     """
     model.eval()
@@ -56,7 +56,7 @@ def evaluate(
         with run.accelerator.autocast():
             outputs = model(task.inputs(batch))
         terms = task.losses(outputs, batch)
-        losses.append((batch.infos[0].image, terms.means(terms.counts).tolist()))
+        losses.append((batch.infos[0].image, task.weight(batch), terms.means(terms.counts).tolist()))
         predictions = task.predict(outputs, batch)
         keep(batch, predictions)
         records += task.score(predictions, batch)
@@ -64,8 +64,9 @@ def evaluate(
         raise Asked(word)
     summary = task.summarise(run.gather(records))
     # Sorted, so that the sum's rounding does not depend on which process had which batch.
-    per_batch = [values for _, values in sorted(run.gather(losses))]
-    means = (sum(column) / len(per_batch) for column in zip(*per_batch, strict=True))
+    per_batch = [(weight, [weight * value for value in values]) for _, weight, values in sorted(run.gather(losses))]
+    total = sum(weight for weight, _ in per_batch)
+    means = (sum(column) / total for column in zip(*(values for _, values in per_batch), strict=True))
     return run.agree(replace(summary, losses=dict(zip(task.loss_names, means, strict=True)), rate=bar.rate))
 
 
@@ -81,22 +82,29 @@ def rounding(asked: int, taken: int) -> list[str]:
 
 def main() -> None:
     """Validate as the flags say."""
-    options = parse_options(ValOptions, sys.argv[1:])
+    argv = sys.argv[1:]
+    options = parse_options(ValOptions, argv)
     if spread(main, processes_to_start(options.device, options.processes)):
         return
     accelerator = start(options.device, options.mixed_precision, options.dist_timeout)
     spec = read_spec(find_file(options.data, "data set", ["data"]))
     weights = read_weights(find_weights(options.weights))
+    if weights.model is None:
+        raise UserError(
+            f"{options.weights} holds bare tensors without a model; give weights that train.py or YOLOv5 wrote"
+        )
     task_name = task_of({"task": weights.task}, options.weights)
-    kind = DATASETS[task_name]
-    task = TASKS[task_name](kind.class_names(spec, options.single_cls), Hyperparameters())
+    kind, task_kind = DATASETS[task_name], TASKS[task_name]
+    sizes = ({"imgsz": values["imgsz"]} for values in (task_kind.defaults, spec.defaults) if "imgsz" in values)
+    options = with_defaults(options, argv, *sizes)
+    task = task_kind(kind.class_names(spec, options.single_cls), task_kind.recipe())
     model = load_model(task, weights, options).to(accelerator.device)
     task.set_thresholds(options.conf_thres, options.iou_thres, options.max_det)
 
     data = kind(
         spec,
         imgsz=task.imgsz,
-        stride=int(model.stride.max()),
+        stride=task.stride,
         single_class=options.single_cls,
         workers=loader_workers(options.workers),
         cache="",
@@ -115,18 +123,18 @@ def main() -> None:
     with run.watch(options.dist_timeout):
         summary = evaluate(run, task, model, data.evaluation_loader(split, batches), len(split.images), keep)
     run.say(*table(summary, brief=len(task.names) > MANY_CLASSES and not options.verbose))
+    run.write_documents(task.documents(summary))
+    run.plots(lambda: task.pictures(summary, split))
+    run.finish_writing()
     run.say(f"{summary.rate:.1f} images/s; results in {run.folder}")
 
 
 def load_model(task: Any, weights: Weights, options: ValOptions) -> Any:
     """The model inside a weight file. Raises `UserError` where it was made for other classes than the data set's."""
-    if weights.model is None:
-        raise UserError(
-            f"{options.weights} holds bare tensors without a model; give weights that train.py or YOLOv5 wrote"
-        )
+    assert weights.model is not None
     model = task.build_model(weights.model, options.imgsz, options.weights)
-    fitting, total = transfer(model, weights.state)
-    if fitting < total:
+    found = transfer(model, weights.state)
+    if found.loaded < found.total:
         raise UserError(
             f"{options.weights} knows {weights.model.get('nc')} classes and {options.data} has {len(task.names)}; "
             "give the data set that the weights were trained for"

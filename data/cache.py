@@ -21,14 +21,18 @@ MEMORY_SHARE = 0.8  # of what is free now; the rest stays for training itself
 
 
 class Images:
-    """The images of a split, with the longer side at `imgsz` pixels; `smooth` averages areas when one shrinks."""
+    """The images of a split, with the longer side at `imgsz` pixels, or as they are where it is 0.
+
+    `smooth` averages areas when one shrinks.
+    """
 
     def __init__(self, files: Sequence[Path], imgsz: int, smooth: bool) -> None:
         self.files, self.imgsz, self.smooth = files, imgsz, smooth
 
     def read(self, index: int) -> np.ndarray:
         """One image, uint8 (h, w, 3) BGR; not to be written to."""
-        return resize_long_side(read_image(self.files[index]), self.imgsz, self.smooth)
+        image = read_image(self.files[index])
+        return resize_long_side(image, self.imgsz, self.smooth) if self.imgsz else image
 
 
 class ImagesInMemory(Images):

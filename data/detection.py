@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from data.augment import Augmenter, AugmentSettings, Placement, Sample, letterbox
+from data.batches import Batch, loader
 from data.cache import Images, open_images
 from data.labels import Labels, check_classes, load_labels
+from data.problems import refuse, told
 from data.sampler import Draw, GlobalBatches, RectangularBatches, evaluation_batches, item_generator
 from data.sources import DataSpec, label_file
 from utils.config import Hyperparameters, select
 from utils.errors import UserError
-from utils.failures import shield_worker
 
-PROBLEMS_SHOWN = 5
 NOWHERE = Placement((0.0, 0.0), (0, 0))  # the placement of a training item: a mosaic has no way back into one file
 
 
@@ -35,24 +35,6 @@ class ImageInfo(NamedTuple):
     size: tuple[int, int]  # width and height of the file's image, pixels
     placement: Placement  # from the file's pixels into the batch's
     rows: np.ndarray  # its labels (k, 5): class, normalised xywh in the file's image
-
-
-@dataclass(frozen=True)
-class Batch:
-    """images: uint8 (b, 3, h, w), RGB; targets: float32 (m, 6): image in the batch, class, normalised xywh."""
-
-    images: Tensor
-    targets: Tensor
-    infos: tuple[ImageInfo, ...]
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch with its tensors on `device`."""
-        images, targets = (t.to(device, non_blocking=non_blocking) for t in (self.images, self.targets))
-        return Batch(images, targets, self.infos)
-
-    def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory; a loader calls this."""
-        return Batch(self.images.pin_memory(), self.targets.pin_memory(), self.infos)
 
 
 class _Items(Dataset[tuple[Tensor, Tensor, ImageInfo]]):
@@ -137,12 +119,9 @@ class Split:
 
     def report(self, title: str) -> list[str]:
         """What was found, for people: counts, and the first few problems."""
-        counts, more = self.labels.counts, len(self.problems) - PROBLEMS_SHOWN
-        lines = [f"{title}: {len(counts)} images, {counts.sum()} boxes, {(counts == 0).sum()} images without any"]
-        lines += [f"warning: {problem}" for problem in self.problems[:PROBLEMS_SHOWN]]
-        if more > 0:
-            lines.append(f"warning: {more} more such problems in {title}; problems.txt in the run folder lists all")
-        return lines
+        counts = self.labels.counts
+        found = f"{title}: {len(counts)} images, {counts.sum()} boxes, {(counts == 0).sum()} images without any"
+        return [found, *told(self.problems, title)]
 
 
 class DetectionData:
@@ -164,8 +143,16 @@ class DetectionData:
 
     @staticmethod
     def class_names(spec: DataSpec, single_class: bool) -> dict[int, str]:
-        """What the model is to tell apart."""
+        """What the model is to tell apart. Raises `UserError` where the YAML does not say."""
+        if not spec.names:
+            raise UserError(f"{spec.file}: `names` must list the classes, as `0: person` lines or as [person, ...]")
         return {0: "item"} if single_class else spec.names
+
+    @staticmethod
+    def files(spec: DataSpec) -> dict[str, list[Path]]:
+        """All that training reads, by what it is; some may not be there."""
+        images = {split: spec.images(split) for split in ("train", "val")}
+        return images | {f"labels of {split}": list(map(label_file, found)) for split, found in images.items()}
 
     def split(self, name: str) -> Split:
         """A split, scanned. Raises `UserError` where nothing of it is usable, or a class is unknown; `strict`: where
@@ -173,8 +160,8 @@ class DetectionData:
         images, unlisted = self.spec.listing(name)
         labels = load_labels(images, f"{name} labels", self.workers)
         problems = (*unlisted, *labels.problems)
-        if problems and self.strict:  # each is a finding; and what follows from it
-            raise UserError(f"{problems[0].rpartition('; ')[0]} (--strict; {len(problems)} such problems in {name})")
+        if self.strict:
+            refuse(problems, name)
         readable = labels.sizes[:, 0] > 0
         images, labels = list(compress(images, readable)), labels.keep(readable)
         if not images:
@@ -194,6 +181,10 @@ class DetectionData:
         if name == "train":
             raise UserError(f"{found}{f'; the first problem: {problems[0]}' if problems else ''}")
         return found
+
+    def documents(self, train: Split, val: Split) -> dict[str, str]:
+        """Text files for the run folder, by name: there is nothing that the data YAML does not say."""
+        return {}
 
     def train_loader(self, split: Split, *, batch_size: int, hyp: Hyperparameters, seed: int, rect: bool) -> DataLoader:
         """Global batches of augmented items. `rect` goes without mosaic: its batches are not square."""
@@ -218,12 +209,4 @@ class DetectionData:
         return open_images(split.images, self.imgsz, smooth, self.cache, self.workers)
 
     def _loader(self, items: _Items, batches: Iterable[list[Draw]]) -> DataLoader:
-        return DataLoader(
-            items,
-            batch_sampler=batches,
-            num_workers=self.workers,
-            collate_fn=collate,
-            pin_memory=torch.cuda.is_available(),
-            persistent_workers=self.workers > 0,
-            worker_init_fn=shield_worker,
-        )
+        return loader(items, batches, collate, self.workers)

@@ -8,9 +8,9 @@ import multiprocessing
 import os
 import warnings
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,13 +82,19 @@ class Scanned(NamedTuple):
     problems: list[str]
 
 
-def load_labels(images: Sequence[Path], title: str, workers: int) -> Labels:
-    """The labels of `images`, from the cache where nothing changed since, else scanned with a progress bar."""
-    cached = cache_folder() / "labels" / f"{_key(images)}.npz"
+Scan = Callable[[Path], Scanned]
+
+
+def load_labels(images: Sequence[Path], title: str, workers: int, boxes: bool = True) -> Labels:
+    """The labels of `images`, from the cache where nothing changed since, else scanned with a progress bar.
+
+    `boxes` false looks at the images alone: there are no rows, whatever files lie beside them.
+    """
+    cached = cache_folder() / "labels" / f"{_key(images, boxes)}.npz"
     with one_at_a_time(cached.with_suffix(".lock")):  # of many processes one scans and the others read the cache
         found = _read_cache(cached)
         if found is None:
-            found = _scan(images, title, workers)
+            found = _scan(images, title, workers, scan_image if boxes else scan_pixels)
             _write_cache(cached, found)
     return found
 
@@ -105,11 +111,11 @@ def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: 
         )
 
 
-def _key(images: Sequence[Path]) -> str:
+def _key(images: Sequence[Path], boxes: bool) -> str:
     """Changes with the list, and with the size and time of change of any image or label file."""
-    digest = hashlib.sha256(f"labels {CACHE_VERSION}".encode())
+    digest = hashlib.sha256(f"{'labels' if boxes else 'images'} {CACHE_VERSION}".encode())
     for image in images:
-        for file in (image, label_file(image)):
+        for file in (image, label_file(image)) if boxes else (image,):
             try:
                 status = os.stat(file)
                 digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
@@ -138,11 +144,11 @@ def _write_cache(path: Path, labels: Labels) -> None:
         )
 
 
-def _scan(images: Sequence[Path], title: str, workers: int) -> Labels:
+def _scan(images: Sequence[Path], title: str, workers: int, scan: Scan) -> Labels:
     chunks = [images[start : start + CHUNK] for start in range(0, len(images), CHUNK)]
     results: list[Scanned] = []
     with tqdm(total=len(images), desc=f"checking {title}", unit="image", disable=None, leave=False) as bar:
-        for part in _map_chunks(chunks, workers):
+        for part in _map_chunks(partial(_scan_chunk, scan), chunks, workers):
             results += part
             bar.update(len(part))
     offsets = np.concatenate(([0], np.cumsum([len(result.rows) for result in results])))
@@ -151,20 +157,22 @@ def _scan(images: Sequence[Path], title: str, workers: int) -> Labels:
     return Labels(rows, offsets, np.array([result.size for result in results], np.int32), problems)
 
 
-def _map_chunks(chunks: Sequence[Sequence[Path]], workers: int) -> Iterator[list[Scanned]]:
+def _map_chunks(
+    scan: Callable[[Sequence[Path]], list[Scanned]], chunks: Sequence[Sequence[Path]], workers: int
+) -> Iterator[list[Scanned]]:
     if workers < 2 or len(chunks) < 2:
-        yield from map(_scan_chunk, chunks)
+        yield from map(scan, chunks)
         return
     with multiprocessing.Pool(min(workers, len(chunks))) as pool:
-        yield from pool.imap(_scan_chunk, chunks)
+        yield from pool.imap(scan, chunks)
 
 
-def _scan_chunk(images: Sequence[Path]) -> list[Scanned]:
-    return [scan_image(image) for image in images]
+def _scan_chunk(scan: Scan, images: Sequence[Path]) -> list[Scanned]:
+    return [scan(image) for image in images]
 
 
-def scan_image(image: Path) -> Scanned:
-    """Check one image and its label file. A bad image is left out whole, a bad row alone; `problems` tells."""
+def scan_pixels(image: Path) -> Scanned:
+    """Check one image. A bad one is left out; `problems` tells."""
     nothing = np.zeros((0, 5), np.float32)
     try:
         size = image_size(image)
@@ -172,6 +180,15 @@ def scan_image(image: Path) -> Scanned:
         return Scanned((0, 0), nothing, [f"{image}: not readable as an image ({error}); left out"])
     if min(size) < LEAST_SIDE:
         return Scanned((0, 0), nothing, [f"{image}: {size[0]}x{size[1]} pixels, smaller than {LEAST_SIDE}; left out"])
+    return Scanned(size, nothing, [])
+
+
+def scan_image(image: Path) -> Scanned:
+    """Check one image and its label file. A bad image is left out whole, a bad row alone; `problems` tells."""
+    scanned = scan_pixels(image)
+    size, nothing, _ = scanned
+    if scanned.problems:
+        return scanned
     file = label_file(image)
     try:
         text = file.read_text(encoding="utf-8-sig")

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from utils.config import is_number, suggestions
 from utils.errors import UserError, nearest
 from utils.files import read_yaml
 
 IMAGE_SUFFIXES = frozenset([".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".pfm", ".png", ".tif", ".tiff", ".webp"])
 SPLITS = ("train", "val", "test")
+DRAWINGS = {"shapes": "data.shapes", "shapes-cls": "data.shapes_cls"}  # the built-in data sets, by what `draw:` names
 MOST_CLASSES = 4096  # that are counted by `nc` alone
-KEYS = ("path", *SPLITS, "names", "nc", "draw", "download")
+KEYS = ("path", *SPLITS, "split", "split_seed", "names", "nc", "draw", "download", "defaults")
 
 
 class Listing(NamedTuple):
@@ -30,14 +33,17 @@ class DataSpec:
     """A data set YAML, read and checked. `entries` holds each split's folders and list files as the YAML has them.
 
     They are looked for when a split is asked for: one that nobody uses may be absent. `doubts`: sentences about what
-    may not be meant.
+    may not be meant. `defaults`: what the YAML suggests for flags of train.py.
     """
 
     file: Path
-    names: dict[int, str]
+    names: dict[int, str]  # none where the YAML names none
     roots: tuple[Path, ...]  # the folders that entries may be relative to, best first
     entries: dict[str, tuple[str, ...]]
     doubts: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    split: float = 0.0  # the share of each class that is held out for validation, chosen by `split_seed`
+    split_seed: int = 0
 
     def images(self, split: str) -> list[Path]:
         """The image files of a split, sorted, each once. Raises `UserError` where the split is absent or empty."""
@@ -45,9 +51,7 @@ class DataSpec:
 
     def listing(self, split: str) -> Listing:
         """The same, with what was left out."""
-        if split not in self.entries:
-            raise UserError(f"{self.file} has no `{split}:`; add a folder of images or a .txt list of them")
-        places = [_resolve(self.file, split, entry, self.roots) for entry in self.entries[split]]
+        places = self.places(split)
         problems: list[str] = []
         found = [image for place in places for image in _list_images(place, problems)]
         if not found:
@@ -61,6 +65,20 @@ class DataSpec:
                 "taken once"
             )
         return Listing(images, problems)
+
+    def root(self) -> Path:
+        """The folder that `path:` names. Raises `UserError` where it is not there."""
+        for root in self.roots:
+            if os.path.isdir(root):
+                return Path(os.path.normpath(root))
+        tried = " or ".join(dict.fromkeys(os.path.normpath(root) for root in self.roots))
+        raise UserError(f"{self.file}: `path:` does not exist; looked for {tried}")
+
+    def places(self, split: str) -> list[Path]:
+        """The folders and list files of a split. Raises `UserError` where the YAML has none, or one is not there."""
+        if split not in self.entries:
+            raise UserError(f"{self.file} has no `{split}:`; add a folder of images or a .txt list of them")
+        return [_resolve(self.file, split, entry, self.roots) for entry in self.entries[split]]
 
 
 def overlap(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
@@ -88,19 +106,35 @@ def read_spec(file: Path) -> DataSpec:
         if key not in KEYS and (hint := nearest(str(key), KEYS, 0.7)):  # other keys are other programs' own
             raise UserError(f"{file}: unknown key '{key}'{hint}")
     roots = _roots(file, content.get("path"))
-    if "draw" in content and not (type(content["draw"]) is int and content["draw"] >= 0):
-        raise UserError(
-            f"{file}: `draw` must be the seed of the built-in drawing, a whole number, not {content['draw']!r}"
-        )
-    if "draw" in content:  # the built-in data set: its own code makes it where it is missing, from this seed
-        from data.shapes import draw_dataset  # here, for `python -m data.shapes` must not find itself imported
-
-        draw_dataset(roots[0], seed=content["draw"])
+    if "draw" in content:
+        _draw(file, content["draw"], roots[0])
     entries = {split: _entries(file, split, content[split]) for split in SPLITS if content.get(split)}
     names = _names(file, content)
     counts = Counter(names.values())
     doubts = [f"warning: {file}: {n} classes are named '{name}'" for name, n in counts.items() if n > 1]
-    return DataSpec(file, names, roots, entries, tuple(doubts))
+    share, seed = content.get("split", 0.0), content.get("split_seed", 0)
+    if not (is_number(share) and 0 <= share < 1):
+        raise UserError(f"{file}: `split` must be the share that is held out for validation, 0 to 1, not {share!r}")
+    if not _is_seed(seed):
+        raise UserError(f"{file}: `split_seed` must be a whole number from 0, not {seed!r}")
+    defaults = suggestions(content.get("defaults") or {}, file)
+    return DataSpec(file, names, roots, entries, tuple(doubts), defaults, share, seed)
+
+
+def _is_seed(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _draw(file: Path, value: Any, folder: Path) -> None:
+    """Make a built-in data set where it is missing. `value`: the seed of `shapes`, or a drawing's name and seed."""
+    name, seed = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("shapes", value)
+    if name not in DRAWINGS or not _is_seed(seed):
+        raise UserError(
+            f"{file}: `draw` must be the seed of the built-in drawing, a whole number, or one of "
+            f"{', '.join(DRAWINGS)} with its seed, not {value!r}"
+        )
+    # Imported here, for `python -m data.shapes` must not find itself imported.
+    importlib.import_module(DRAWINGS[name]).draw_dataset(folder, seed=seed)
 
 
 def _roots(file: Path, path: Any) -> tuple[Path, ...]:
@@ -131,6 +165,8 @@ def _resolve(file: Path, split: str, entry: str, roots: Sequence[Path]) -> Path:
 
 def _names(file: Path, content: dict[str, Any]) -> dict[int, str]:
     names, count = content.get("names"), content.get("nc")
+    if names is None and count is None:
+        return {}
     if names is None and isinstance(count, int) and 0 < count <= MOST_CLASSES:
         return {number: str(number) for number in range(count)}
     if isinstance(names, list):
@@ -148,10 +184,10 @@ def _names(file: Path, content: dict[str, Any]) -> dict[int, str]:
 
 
 def _list_images(entry: Path, problems: list[str]) -> Iterator[Path]:
-    return _read_list(entry, problems) if entry.is_file() else _walk(entry)
+    return _read_list(entry, problems) if entry.is_file() else images_below(entry)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def images_below(folder: Path) -> Iterator[Path]:
     """Every image below a folder, through links, each real folder once (links may form loops)."""
     seen = set()
     for place, folders, files in os.walk(folder, followlinks=True, onerror=_refuse):

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
 
+import torch
+from tqdm import tqdm
+
+from models.classifiers import architecture, default_weights
 from utils.errors import UserError
-from utils.files import ROOT
+from utils.files import ROOT, one_at_a_time, replacing
+from utils.place import speaks
 
+DEFAULT = "DEFAULT"
+PATIENCE = 20.0  # seconds that a server may be silent
+CHECKSUM = re.compile(r"-([0-9a-f]{8,})\.pth$")  # in torchvision's file names: the first digits of the SHA-256
 OFFICIAL = re.compile(r"yolov5[nsmlx]6?\.pt")
 RELEASE = "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
 
 
-def find_weights(name: str) -> Path:
-    """The weight file of that name, as given or in the repository's folder.
+def find_weights(name: str, yaml: Mapping[str, Any] | None = None, source: str = "the model YAML") -> Path:
+    """The weight file of that name, as given or in the repository's folder; DEFAULT is what torchvision recommends for
+    the architecture of the model's `yaml`, downloaded where it is missing.
 
     Raises `UserError`; for an official YOLOv5 name it tells the address.
     """
+    if name == DEFAULT:
+        if not yaml or "architecture" not in yaml:
+            raise UserError(f"--weights {DEFAULT} goes with a --cfg that names an `architecture` of torchvision")
+        address = default_weights(architecture(yaml, source))
+        return download(address, Path(torch.hub.get_dir()) / "checkpoints" / Path(address).name)
     for candidate in (Path(name), ROOT / name):
         if os.path.isfile(candidate):
             return candidate
@@ -27,3 +45,46 @@ def find_weights(name: str) -> Path:
             "or start from scratch with --weights '' --cfg and a model YAML"
         )
     raise UserError(f"weights {name} are not a file; check the path, or start from scratch with --weights ''")
+
+
+def download(address: str, path: Path) -> Path:
+    """The file at `address`, kept at `path`; of the processes of a machine one fetches it, and the others wait.
+
+    Raises `UserError` with the address and the place where it belongs.
+    """
+    with one_at_a_time(path.with_suffix(".lock")):
+        if not path.is_file():
+            try:
+                _fetch(address, path)
+            except (OSError, ValueError) as error:  # URLError and all that sockets raise are OSErrors
+                reason = getattr(error, "reason", error)
+                raise UserError(
+                    f"{address} cannot be downloaded ({reason}); fetch it by other means and put it at {path}"
+                ) from None
+    return path
+
+
+def _fetch(address: str, path: Path) -> None:
+    """Raises OSError, or ValueError where the content is not what the name says."""
+    digest, hidden = hashlib.sha256(), None if speaks() else True  # None: tqdm asks whether it writes to a terminal
+    with (
+        urlopen(address, timeout=PATIENCE) as answer,
+        replacing(path) as file,
+        tqdm(
+            total=int(answer.headers.get("Content-Length") or 0) or None,
+            desc=path.name,
+            unit="B",
+            unit_scale=True,
+            disable=hidden,
+            leave=False,
+        ) as bar,
+    ):
+        while part := answer.read(2**20):
+            file.write(part)
+            digest.update(part)
+            bar.update(len(part))
+        if bar.total is not None and bar.n != bar.total:
+            raise ValueError(f"the connection ended after {bar.n} of {bar.total} bytes")
+        wanted = CHECKSUM.search(path.name)
+        if wanted and not digest.hexdigest().startswith(wanted[1]):
+            raise ValueError("its checksum is another than its name says")

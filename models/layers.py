@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 # A kernel, stride or padding: one number, or (height, width).
 Size = int | Sequence[int]
+CLASSIFY_CHANNELS = 1280  # that a classifier's last layer sees, at every width (EfficientNet-B0's number)
 
 
 def same_padding(kernel: Size, dilation: int = 1) -> int | tuple[int, ...]:
@@ -209,6 +210,24 @@ class Detect(nn.Module):
             bias = convolve.get_parameter("bias").view(self.na, self.no)
             bias[:, 4] += torch.log(8 / (640 / stride) ** 2)
             bias[:, 5:] += math.log(0.6 / (self.nc - 0.99999))
+
+
+class Classify(nn.Module):
+    """The classification head: a 1x1 convolution to 1280 channels, their mean over the map, dropout, linear.
+
+    (b, c1, h, w) to logits (b, classes).
+    """
+
+    def __init__(self, c1: int, classes: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.conv = Conv(c1, CLASSIFY_CHANNELS)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.drop = nn.Dropout(dropout)
+        self.linear = nn.Linear(CLASSIFY_CHANNELS, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c1, h, w) to (b, classes)."""
+        return self.linear(self.drop(self.pool(self.conv(x)).flatten(1)))
 
 
 def _mean_area(level: Sequence[float]) -> float:

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from utils.checkpoint import FORMAT
 from utils.errors import UserError
+from utils.files import ROOT, read_yaml
 
 # Modules and classes of which a file may hold objects. None is imported: whatever has such a name becomes a stub.
 STUB_MODULES = (
@@ -43,6 +44,7 @@ REAL: dict[str, Any] = {
     **{f"builtins.{kind.__name__}": kind for kind in PLAIN},
     **{f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
+SIZES = {16: "n", 32: "s", 48: "m", 64: "l", 80: "x"}  # YOLOv5's, by the channels of the first convolution
 TASKS_BY_CLASS = {"SegmentationModel": "segment", "ClassificationModel": "classify"}
 
 
@@ -53,7 +55,7 @@ class Weights:
     state: dict[str, Tensor]  # on the CPU; float32 where it is a floating type
     model: dict[str, Any] | None  # the model YAML's content
     names: dict[int, str]
-    task: str
+    task: str  # '' where nothing tells
     settings: dict[str, Any]
     source: Literal["lockstep", "yolov5", "tensors"]
 
@@ -76,19 +78,23 @@ def read_weights(path: str | Path) -> Weights:
         raise UserError(f"{path} {_damage(data, error)}") from error
 
 
-def transfer(model: nn.Module, state: Mapping[str, Tensor], exclude: tuple[str, ...] = ()) -> tuple[int, int]:
-    """Load every tensor that fits by name and shape and has none of `exclude` in its name.
+class Transfer(NamedTuple):
+    """How many tensors were loaded, how many the model has, and those that are there in another shape: name and both
+    shapes, the file's first."""
 
-    Returns how many were loaded, and how many the model has.
-    """
+    loaded: int
+    total: int
+    misfits: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+
+
+def transfer(model: nn.Module, state: Mapping[str, Tensor], exclude: tuple[str, ...] = ()) -> Transfer:
+    """Load every tensor that fits by name and shape and has none of `exclude` in its name."""
     own = model.state_dict()
-    fitting = {
-        name: tensor
-        for name, tensor in state.items()
-        if name in own and own[name].shape == tensor.shape and not any(part in name for part in exclude)
-    }
+    shared = [name for name in state if name in own and not any(part in name for part in exclude)]
+    fitting = {name: state[name] for name in shared if own[name].shape == state[name].shape}
+    misfits = [(name, tuple(state[name].shape), tuple(own[name].shape)) for name in shared if name not in fitting]
     model.load_state_dict(fitting, strict=False)
-    return len(fitting), len(own)
+    return Transfer(len(fitting), len(own), misfits)
 
 
 class _Unusable(Exception):
@@ -237,7 +243,7 @@ def _interpret(content: Any) -> Weights:
         if str(content.get("format", "")).startswith("lockstep-"):
             return _own(content)
         if content and all(isinstance(value, Tensor) for value in content.values()):
-            return Weights(_floats(content), None, {}, "detect", {}, "tensors")
+            return Weights(_floats(content), None, {}, "", {}, "tensors")
         # The smoothed weights are the ones to use, but YOLOv5 moves them to `model` when a training ends.
         content = content.get("model") if content.get("ema") is None else content["ema"]
     if _is_module(content):
@@ -262,15 +268,20 @@ def _own(content: dict[str, Any]) -> Weights:
 
 
 def _official(network: Stub) -> Weights:
+    state, names = _floats(dict(_tensors(network, ""))), _numbered(network.state.get("names") or {})
+    task = TASKS_BY_CLASS.get(network.stands_for.rpartition(".")[2], "detect")
     yaml = network.state.get("yaml")
-    return Weights(
-        _floats(dict(_tensors(network, ""))),
-        _plain(yaml) if isinstance(yaml, dict) else None,
-        _numbered(network.state.get("names") or {}),
-        TASKS_BY_CLASS.get(network.stands_for.rpartition(".")[2], "detect"),
-        {},
-        "yolov5",
-    )
+    plain = _plain(yaml) if isinstance(yaml, dict) else None
+    if task == "classify" and plain is None:
+        plain = _classifier(state, len(names))
+    return Weights(state, plain, names, task, {}, "yolov5")
+
+
+def _classifier(state: Mapping[str, Tensor], classes: int) -> dict[str, Any] | None:
+    """The YAML of an official classifier, whose file has none: its first convolution tells which. None for another."""
+    first = state.get("model.0.conv.weight")
+    size = SIZES.get(len(first)) if first is not None else None
+    return {**read_yaml(ROOT / "models" / f"yolov5{size}-cls.yaml"), "nc": classes} if size else None
 
 
 def _is_module(value: object) -> bool:

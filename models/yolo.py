@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.layers import C3, SPP, SPPF, Bottleneck, Concat, Conv, Detect, DWConv
+from models.layers import C3, SPP, SPPF, Bottleneck, Classify, Concat, Conv, Detect, DWConv
 from utils.config import is_number
 from utils.errors import UserError, nearest
 from utils.files import find_file, read_yaml
@@ -140,11 +140,17 @@ LAYERS: dict[str, Maker] = {
     "Concat": plain(Concat),
     "nn.Upsample": plain(nn.Upsample),
     "Detect": detecting(Detect),
+    "Classify": lambda place: Classify(place.c1, *place.args),
+}
+# What the last row must be, by the YAML's `task:`, and how it is written.
+HEADS: dict[str, tuple[type[nn.Module], str, str]] = {
+    "detect": (Detect, "detection head", "[[17, 20, 23], 1, Detect, [nc, anchors]]"),
+    "classify": (Classify, "classification head", "[-1, 1, Classify, [nc]]"),
 }
 
 
 class Model(nn.Module):
-    """A detector. `yaml` builds the same network again; `names` are its classes."""
+    """A network of a YAML's rows. `yaml` builds it again; `names` are its classes."""
 
     def __init__(self, layers: Sequence[nn.Module], rows: Sequence[Row], yaml: dict[str, Any]) -> None:
         super().__init__()
@@ -163,13 +169,14 @@ class Model(nn.Module):
 
     @property
     def stride(self) -> Tensor:
-        """(levels,): pixels per cell of each level."""
+        """(levels,): pixels per cell of each level of a detector."""
         return self.detect.stride
 
-    def forward(self, images: Tensor) -> list[Tensor]:
-        """(b, 3, h, w), RGB in [0, 1], to a raw map (b, anchors, h / stride, w / stride, 5 + nc) per level.
+    def forward(self, images: Tensor) -> Any:
+        """(b, 3, h, w), RGB in [0, 1], to what the head makes of it.
 
-        Height and width must be multiples of the largest stride.
+        A detector: a raw map (b, anchors, h / stride, w / stride, 5 + nc) per level; height and width must be multiples
+        of the largest stride. A classifier: logits (b, nc).
         """
         kept: dict[int, Tensor] = {}  # only what a later row asks for stays alive
         latest: Any = images
@@ -195,8 +202,9 @@ def build_model(
     rows = _parse_rows(source, description)
     layers, strides = _build_layers(source, rows, description)
     model = Model(layers, rows, description)
-    model.detect.set_strides(strides)
-    model.detect.initialise_biases()
+    if isinstance(head := layers[-1], Detect):
+        head.set_strides(strides)
+        head.initialise_biases()
     return model
 
 
@@ -222,8 +230,10 @@ def _resolve(source: str, yaml: dict[str, Any], nc: int | None, channels: int) -
         _require(source, yaml, key, f"a number above 0, at most {MOST_TIMES}", fits)
     for key in ("backbone", "head"):
         _require(source, yaml, key, "a list of rows [from, number, module, args]", isinstance(yaml.get(key), list))
-    anchors = "a list of width, height pairs per level, or their number per level"
-    _require(source, yaml, "anchors", anchors, _are_anchors(yaml.get("anchors")))
+    _require(source, yaml, "task", f"one of {', '.join(HEADS)}", str(yaml["task"]) in HEADS)
+    if yaml["task"] == "detect":
+        anchors = "a list of width, height pairs per level, or their number per level"
+        _require(source, yaml, "anchors", anchors, _are_anchors(yaml.get("anchors")))
     return yaml
 
 
@@ -245,7 +255,7 @@ def _are_anchors(value: Any) -> bool:
 
 
 def _parse_rows(source: str, yaml: dict[str, Any]) -> list[Row]:
-    known = {"nc": yaml["nc"], "anchors": yaml["anchors"], "None": None}  # YAML itself writes null for None
+    known = {"nc": yaml["nc"], "anchors": yaml.get("anchors"), "None": None}  # YAML itself writes null for None
     return [_parse_row(source, index, row, known) for index, row in enumerate([*yaml["backbone"], *yaml["head"]])]
 
 
@@ -306,9 +316,9 @@ def _build_layers(source: str, rows: list[Row], yaml: dict[str, Any]) -> tuple[l
                 maps.append(_try(draft, inputs if isinstance(row.source, tuple) else inputs[0]))
             _refuse_huge(draft, maps[-1])
             layers.append(_build_layer(row, inputs, scaling, activation))
-    if not layers or not isinstance(layers[-1], Detect):
-        example = "[[17, 20, 23], 1, Detect, [nc, anchors]]"
-        raise UserError(f"{source}: the last row of `head` is no detection head; end it with one, such as {example}")
+    head, what, example = HEADS[yaml["task"]]
+    if not layers or not isinstance(layers[-1], head):
+        raise UserError(f"{source}: the last row of `head` is no {what}; end it with one, such as {example}")
     return layers, [PROBE / x.shape[2] for x in inputs]
 
 
@@ -358,9 +368,9 @@ def _shortened(text: str, most: int = 160) -> str:
 
 
 def _scaling(yaml: dict[str, Any]) -> Scaling:
-    anchors = yaml["anchors"]
+    anchors = yaml.get("anchors") or 0
     per_level = anchors if isinstance(anchors, int) else len(anchors[0]) // 2
-    outputs = per_level * (yaml["nc"] + 5)
+    outputs = per_level * (yaml["nc"] + 5)  # none in a classifier
     return Scaling(yaml["depth_multiple"], yaml["width_multiple"], yaml["channel_multiple"], outputs)
 
 

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from tests.conftest import RECIPE, ROOT, RunScript, left_behind
-from tests.curves import refused, rows, same_curve, untouched
+from tests.curves import identical, refused, rows, same_curve, untouched
 from tests.machines import ACCELERATE, CONFIGS, on_machine
 from utils.checkpoint import States
 from utils.files import claimed
@@ -71,27 +70,6 @@ def straight(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def straight_on_two(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(project := tmp_path_factory.mktemp("straight2"), *HERE)
     return project / "exp"
-
-
-def identical(folder: Path, other: Path) -> None:
-    """results.csv to the byte; weights, EMA and the optimizer's state to the bit."""
-    assert (folder / "results.csv").read_bytes() == (other / "results.csv").read_bytes()
-    for name in ("last.pt", "best.pt"):
-        one, two = (torch.load(run / "weights" / name, weights_only=True)["state"] for run in (folder, other))
-        assert one.keys() == two.keys()
-        assert all(torch.equal(one[key], two[key]) for key in one), name
-    one, two = (state(run) for run in (folder, other))
-    for part in ("model", "ema"):
-        assert all(torch.equal(one[part][key], two[part][key]) for key in two[part]), part
-    for number, kept in two["optimizer"].items():
-        assert all(torch.equal(one["optimizer"][number][key], kept[key]) for key in kept), number
-    assert {**one["progress"], "summary": None} == {**two["progress"], "summary": None}
-
-
-def state(folder: Path) -> dict[str, Any]:
-    content = States(folder / "checkpoint").read(print)
-    assert content is not None
-    return content
 
 
 # Killed

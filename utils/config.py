@@ -122,6 +122,7 @@ class TrainOptions:
     processes: int = flag(0, "how many processes to start on this machine without a launcher", within=Range(1))
     dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", within=Range(1, 1e6))
     sync_bn: bool = flag(False, "BatchNorm over the whole batch of all processes: the curve of one process")
+    scale_lr: bool = flag(False, "multiply the learning rate by the number of processes", fixed=True)
     comm_hook: str = flag("", "send smaller gradients between processes", choices=("fp16", "bf16", "powersgd"))
     single_cls: bool = flag(False, "treat every class as one", fixed=True)
     optimizer: str = flag("SGD", "which optimizer", choices=("SGD", "Adam", "AdamW"), fixed=True)
@@ -134,8 +135,7 @@ class TrainOptions:
     patience: int = flag(100, "stop after so many epochs without a better fitness; 0 never stops", within=NOT_NEGATIVE)
     freeze: tuple[int, ...] = flag(
         (0,),
-        "N freezes the first N layers (backbone 10); several numbers freeze just those",
-        within=NOT_NEGATIVE,
+        "N freezes the first N layers (backbone 10), -1 all but the last (the head); several numbers just those",
         fixed=True,
     )
     save_period: int = flag(-1, "also keep weights/epochN.pt every so many epochs; -1 never")
@@ -205,17 +205,33 @@ BUILT_IN_JOB: Mapping[str, Any] = types.MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Hyperparameters:
-    """The keys of a hyperparameter YAML, YOLOv5's names. Defaults are the recipe `low`."""
+class Recipe:
+    """The keys of a hyperparameter YAML that every task has, by YOLOv5's names."""
 
     lr0: float = number(0.01, POSITIVE)  # learning rate of the first epoch after the warm-up
     lrf: float = number(0.01, NOT_NEGATIVE)  # last epoch's learning rate as a share of lr0
     momentum: float = number(0.937, BELOW_ONE)  # of SGD; beta1 of Adam and AdamW
     weight_decay: float = number(0.0005, NOT_NEGATIVE)
-    nbs: int = number(64, Range(1))  # images per optimizer step, reached by accumulating batches
+    # Images per optimizer step, reached by accumulating batches; 0: every batch is a step.
+    nbs: int = number(64, NOT_NEGATIVE)
     warmup_epochs: float = number(3.0, NOT_NEGATIVE)
     warmup_momentum: float = number(0.8, BELOW_ONE)
     warmup_bias_lr: float = number(0.1, NOT_NEGATIVE)
+
+    def accumulation(self, batch_size: int) -> int:
+        """Batches per optimizer step: as many as come nearest to `nbs` images."""
+        return max(round(self.nbs / batch_size), 1)
+
+    def decay(self, batch_size: int) -> float:
+        """The weight decay, in proportion to the images of a step: YOLOv5's rule."""
+        images = batch_size * self.accumulation(batch_size)
+        return self.weight_decay * images / self.nbs if self.nbs else self.weight_decay
+
+
+@dataclass(frozen=True)
+class Hyperparameters(Recipe):
+    """The keys of a hyperparameter YAML for a detector. Defaults are the recipe `low`."""
+
     box: float = number(0.05, NOT_NEGATIVE)  # gains of the loss terms
     cls: float = number(0.5, NOT_NEGATIVE)
     cls_pw: float = number(1.0, POSITIVE)  # weight of positives in the class term
@@ -252,6 +268,38 @@ def parse_options(kind: type[T], argv: Sequence[str], job: Mapping[str, Any] | N
     given = given_flags(kind, argv)
     chooses_files = any(name in given for name in ("data", "cfg", "weights", "hyp"))
     return kind(**{**({} if chooses_files or job is None else job), **given})
+
+
+# Flags whose defaults a data YAML may bring, under `defaults:`.
+SUGGESTED = ("hyp", "epochs", "batch_size", "imgsz", "optimizer", "cos_lr", "label_smoothing")
+
+
+def suggestions(values: Any, source: Path) -> dict[str, Any]:
+    """What a data YAML suggests for flags of train.py. Raises `UserError` that names the key which is none or wrong."""
+    if not isinstance(values, dict):
+        raise UserError(f"{source}: `defaults` must be lines such as `imgsz: 64`, not {values!r}")
+    hints = typing.get_type_hints(TrainOptions)
+    fields = {field.name: field.metadata for field in dataclasses.fields(TrainOptions) if field.name in SUGGESTED}
+    for key, value in values.items():
+        if key not in fields:
+            raise UserError(
+                f"{source}: unknown key '{key}' under `defaults`{nearest(str(key), fields)}; known are "
+                f"{', '.join(SUGGESTED)}"
+            )
+        metadata, kind = fields[key], hints[key]
+        fits = isinstance(value, kind) if kind in (bool, str) else is_number(value) and kind(value) == value
+        if fits and kind in (int, float):
+            fits = value in metadata["within"]
+        if not fits or (metadata["choices"] and value not in metadata["choices"]):
+            raise UserError(f"{source}: `{key}` under `defaults` is {value!r}, which --{key.replace('_', '-')} refuses")
+    return dict(values)
+
+
+def with_defaults(options: T, argv: Sequence[str], *better: Mapping[str, Any]) -> T:
+    """`options` with other defaults for what `argv` does not say; later ones in `better` are stronger."""
+    given = given_flags(type(options), argv)
+    found = {key: value for values in better for key, value in values.items() if key not in given}
+    return dataclasses.replace(options, **found)  # type: ignore[type-var]
 
 
 def _parser(kind: type) -> argparse.ArgumentParser:
@@ -315,11 +363,14 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 
-def read_hyperparameters(name: str) -> Hyperparameters:
-    """The hyperparameter YAML of that name, checked. Keys left out have YOLOv5's defaults."""
+R = TypeVar("R", bound=Recipe)
+
+
+def read_hyperparameters(name: str, kind: type[R]) -> R:
+    """The hyperparameter YAML of that name as a task's kind of recipe, checked. Keys left out have its defaults."""
     known = name if os.path.isfile(name) else YOLOV5_HYPS.get(Path(name).name, name)
     path = find_file(known, "hyperparameter file", ["data/hyps"])
-    return from_mapping(Hyperparameters, read_yaml(path), path)
+    return from_mapping(kind, read_yaml(path), path)
 
 
 # YOLOv5's file names for the recipes that come with us under shorter ones.

@@ -36,8 +36,8 @@ AGAIN = "lockstep://"  # torch's name for our way of meeting after a launcher ha
 GRACE = 30.0  # seconds after the time-out until a meeting that torch does not end is ended
 
 
-def start(device: str, mixed_precision: str, timeout: float, accumulation: int = 1, comm_hook: str = "") -> Accelerator:
-    """An Accelerator on `device` ('' is the best there is), for global batches, so many per optimizer step.
+def start(device: str, mixed_precision: str, timeout: float, comm_hook: str = "") -> Accelerator:
+    """An Accelerator on `device` ('' is the best there is), for global batches.
 
     Under a launcher all its processes meet here. `timeout`: seconds that they wait for each other, now and later.
     `comm_hook`: how the gradients will travel.
@@ -52,13 +52,12 @@ def start(device: str, mixed_precision: str, timeout: float, accumulation: int =
             _prepare_for_gloo()
         _wait_for_main_address(timeout)
     precision, by_zero = _precision(on_cpu or device == "mps", mixed_precision), zero.wanted()
-    engine_precision = zero.prepare_environment(on_cpu, precision, accumulation) if by_zero else ""
+    engine_precision = zero.prepare_environment(on_cpu, precision) if by_zero else ""
     # On the CPU DeepSpeed prints a line per process about an operation that it has built.
     with _meeting(timeout), redirect_stdout(io.StringIO()) if by_zero else nullcontext():
         accelerator = Accelerator(
             cpu=on_cpu and not by_zero,  # Accelerate's word for the CPU would switch DeepSpeed off silently
             mixed_precision="no" if by_zero else precision,
-            gradient_accumulation_steps=accumulation,
             dataloader_config=DataLoaderConfiguration(split_batches=True, dispatch_batches=False),
             step_scheduler_with_optimizer=False,
             kwargs_handlers=[

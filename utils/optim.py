@@ -40,19 +40,22 @@ def build_optimizer(
 
 
 def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
-    """Stop the learning of the first N layers, for (N,), or of just these, for several; which they are.
+    """Stop the learning of the first N layers, for (N,), of all but the last N, for (-N,), or of just these, for
+    several; which they are.
 
-    A model's layers are its `model`, a sequence. Raises `UserError` for a number that is no layer of it.
+    A model's layers are the children of its `model`, a sequence, or else its own. Raises `UserError` for a number that
+    is no layer of it.
     """
-    rows = model.get_submodule("model")
-    count = len(list(rows.children()))
-    chosen = list(range(layers[0]) if len(layers) == 1 else layers)
+    rows = list(dict(model.named_children()).get("model", model).children())
+    count = len(rows)
+    first = layers[0] if layers[0] >= 0 else max(count + layers[0], 0)
+    chosen = list(range(first) if len(layers) == 1 else layers)
     for number in chosen:
         if not 0 <= number < count:
             raise UserError(
                 f"--freeze {' '.join(map(str, layers))}: the model has layers 0 to {count - 1}, no {number}"
             )
-        rows.get_submodule(str(number)).requires_grad_(False)
+        rows[number].requires_grad_(False)
     return chosen
 
 

@@ -7,13 +7,13 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from utils.board import Board
 from utils.checkpoint import States
-from utils.config import AUTO, NEWEST, TrainOptions, given_flags, read_hyperparameters
+from utils.config import AUTO, NEWEST, Recipe, TrainOptions, given_flags, read_hyperparameters
 from utils.errors import UserError
 from utils.failures import Stopped
 from utils.files import read_yaml
@@ -26,15 +26,26 @@ OF_THE_LAUNCH = ("device", "processes")  # what a launcher decides where there i
 OF_ONE_START = ("time_limit",)  # not taken over: a run that hit its limit is to go on
 
 
-def settle(options: TrainOptions, argv: Sequence[str]) -> tuple[TrainOptions, dict[str, Any] | None]:
-    """The options that a run goes on with, and the settings that it was begun with: None for one to begin.
+class Settled(NamedTuple):
+    """The options of a run; the settings that it was begun with, None for one to begin; and whether the options are
+    those of a run that was begun, so that nothing may take the place of a default."""
+
+    options: TrainOptions
+    begun: dict[str, Any] | None = None
+    fixed: bool = False
+
+
+def settle(
+    options: TrainOptions, argv: Sequence[str], recipe_of: Callable[[Mapping[str, Any]], type[Recipe]]
+) -> Settled:
+    """The options that a run goes on with. `recipe_of`: what kind of hyperparameters a model's YAML goes with.
 
     A run that is finished ends here, with 0. Raises `UserError` where there is nothing to resume, or where a flag in
     `argv` is another one than the run was begun with and its curve depends on it.
     """
     if not options.resume:
-        return options, None
-    answer = _agreed(lambda: _decide(options, argv), options.dist_timeout)
+        return Settled(options)
+    answer = _agreed(lambda: _decide(options, argv, recipe_of), options.dist_timeout)
     if "error" in answer:
         raise UserError(answer["error"])
     if "finished" in answer:
@@ -42,7 +53,7 @@ def settle(options: TrainOptions, argv: Sequence[str]) -> tuple[TrainOptions, di
             print(answer["finished"], flush=True)
         raise Stopped(0)
     saved = answer["saved"]
-    return _options(answer["options"]), None if saved is None else yaml.safe_load(saved)
+    return Settled(_options(answer["options"]), None if saved is None else yaml.safe_load(saved), answer["fixed"])
 
 
 def _agreed(decide: Callable[[], dict[str, Any]], timeout: float) -> dict[str, Any]:
@@ -65,17 +76,19 @@ def _agreed(decide: Callable[[], dict[str, Any]], timeout: float) -> dict[str, A
     return answer
 
 
-def _decide(options: TrainOptions, argv: Sequence[str]) -> dict[str, Any]:
+def _decide(
+    options: TrainOptions, argv: Sequence[str], recipe_of: Callable[[Mapping[str, Any]], type[Recipe]]
+) -> dict[str, Any]:
     run = find_run(options)
     if run is None:
-        return {"options": vars(options), "saved": None}
+        return {"options": vars(options), "saved": None, "fixed": False}
     settings = read_yaml(run / SETTINGS)
     known = {field.name for field in dataclasses.fields(TrainOptions)}
     saved = {name: value for name, value in settings.items() if name in known}
     if "epochs" not in saved or "hyperparameters" not in settings:
         raise UserError(f"{run} is not the folder of a training run, so it cannot be resumed; name one that is")
     given = {name: value for name, value in given_flags(TrainOptions, argv).items() if name != "resume"}
-    _refuse_changes(run, settings, given)
+    _refuse_changes(run, settings, given, recipe_of)
     dropped = (*OF_ONE_START, *(OF_THE_LAUNCH if launched() else ()))
     saved = {name: value for name, value in saved.items() if name not in dropped}
     where = {"project": str(run.parent), "name": run.name, "exist_ok": True, "resume": str(run)}
@@ -83,13 +96,13 @@ def _decide(options: TrainOptions, argv: Sequence[str]) -> dict[str, Any]:
     merged = _options({**saved, **given, **batch_size, **where})
     state = States(run / STATES).peek()
     if state is None:  # it ended before there was one, and begins again
-        return {"options": vars(merged), "saved": None}
+        return {"options": vars(merged), "saved": None, "fixed": True}
     progress = Progress.of(state["progress"])
     if progress.finished and merged.epochs <= settings["epochs"]:
         return {"finished": f"{run} is finished: nothing to resume; --epochs with a larger number makes it longer"}
     if progress.epoch >= merged.epochs:
         return {"finished": f"{run} has trained {progress.epoch} epochs; --epochs {merged.epochs} leaves nothing to do"}
-    return {"options": vars(merged), "saved": yaml.safe_dump(settings)}
+    return {"options": vars(merged), "saved": yaml.safe_dump(settings), "fixed": True}
 
 
 def _options(values: Mapping[str, Any]) -> TrainOptions:
@@ -131,7 +144,12 @@ def _written(run: Path) -> float:
     return max(file.stat().st_mtime for file in files if file.exists())
 
 
-def _refuse_changes(run: Path, settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def _refuse_changes(
+    run: Path,
+    settings: Mapping[str, Any],
+    given: Mapping[str, Any],
+    recipe_of: Callable[[Mapping[str, Any]], type[Recipe]],
+) -> None:
     """Raises `UserError` that names a flag which the run's curve depends on, where it has changed."""
     instead = f"leave it out, or start a new run from {run / 'weights' / 'last.pt'}"
     for field in dataclasses.fields(TrainOptions):
@@ -145,7 +163,8 @@ def _refuse_changes(run: Path, settings: Mapping[str, Any], given: Mapping[str, 
                 f"cannot go on like that; {instead}"
             )
     if "hyp" in given:
-        now, then = vars(read_hyperparameters(given["hyp"])), settings["hyperparameters"]
+        kind, then = recipe_of(settings["model"]), settings["hyperparameters"]
+        now = vars(read_hyperparameters(given["hyp"], kind))
         changed = [f"{name} is {now[name]} and was {then.get(name)}" for name in now if now[name] != then.get(name)]
         if changed:
             raise UserError(f"--hyp {given['hyp']} has changed since {run} was begun: {', '.join(changed)}; {instead}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,6 +69,11 @@ class Run:
         if problems:
             self._write_now("problems.txt", "".join(f"{problem}\n" for problem in problems).encode())
 
+    def write_documents(self, documents: Mapping[str, str]) -> None:
+        """Text files by name."""
+        for name, text in documents.items():
+            self._write_now(name, text.encode())
+
     def log(self, row: Mapping[str, float | int | None]) -> None:
         """Add a row to results.csv: 9 significant digits, empty where nothing was measured.
 
@@ -120,6 +125,16 @@ class Run:
     def plot(self, name: str, picture: np.ndarray) -> None:
         """Write a picture, uint8 (h, w, 3) BGR, into the run folder."""
         self._write_now(name, cv2.imencode(Path(name).suffix, picture)[1].tobytes())
+
+    def plots(self, draw: Callable[[], Mapping[str, np.ndarray]]) -> None:
+        """Write the pictures that `draw` makes, by name. One that cannot be drawn is a warning."""
+        if not self.main:
+            return
+        try:
+            for name, picture in draw().items():
+                self.plot(name, picture)
+        except Exception as error:  # no picture is worth a run
+            self.say(f"warning: the pictures cannot be drawn ({type(error).__name__}: {error})")
 
     def _write_now(self, name: str, content: bytes) -> None:
         if self.main:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -13,5 +14,6 @@ class Summary:
     fitness: float
     overall: list[str]  # the table's head and its row of all classes
     details: list[str]  # a row per class, and per whatever else the task tells apart
+    evidence: dict[str, Any] = field(default_factory=dict)  # plain values, of which the task makes pictures and tables
     losses: dict[str, float] = field(default_factory=dict)  # mean of each loss term over the batches
     rate: float = 0.0  # images per second

@@ -41,7 +41,7 @@ def refuse_comm_hook(comm_hook: str) -> None:
         )
 
 
-def prepare_environment(on_cpu: bool, precision: str | None, accumulation: int) -> str:
+def prepare_environment(on_cpu: bool, precision: str | None) -> str:
     """Before the Accelerator is made. Returns the precision of the engine's autocast: no or bf16.
 
     Raises `UserError` for absent packages, and for fp16: the engine's autocast has no loss scaling.
@@ -59,7 +59,6 @@ def prepare_environment(on_cpu: bool, precision: str | None, accumulation: int) 
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     # Accelerate would make bf16 of the parameters, BatchNorm's included; the engine's autocast leaves them in fp32.
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
-    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(accumulation)  # stronger than what the code says
     from deepspeed.utils import logger
 
     for talkative in (logger, logging.getLogger("torch.utils.cpp_extension")):
@@ -79,10 +78,12 @@ def summary(plugin: Any) -> tuple[int, str]:
     return plugin.deepspeed_config["zero_optimization"]["stage"], precision
 
 
-def configure(plugin: Any, batch_size: int, clip: float) -> None:
-    """Tell the engine what it does not take from the loop: a process's share of the batch, and the clipping."""
+def configure(plugin: Any, batch_size: int, accumulation: int, clip: float) -> None:
+    """Tell the engine what it does not take from the loop: a process's share of the batch, batches per optimizer step,
+    and the clipping."""
     plugin.deepspeed_config.update(
         {
+            "gradient_accumulation_steps": accumulation,
             "train_micro_batch_size_per_gpu": batch_size,
             "gradient_clipping": clip,
             "zero_force_ds_cpu_optimizer": False,  # offloaded or not, the same optimizer takes the same steps

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.tasks.classification import ClassificationTask
 from models.tasks.detection import DetectionTask
 from utils.errors import UserError
 
-TASKS = {"detect": DetectionTask}
+TASKS: dict[str, Any] = {"detect": DetectionTask, "classify": ClassificationTask}
 
 
 def task_of(yaml: Mapping[str, Any], source: str) -> str:

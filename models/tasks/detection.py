@@ -71,34 +71,49 @@ class Split(Protocol):
 class DetectionTask:
     """The verbs that the training loop calls. `names` are the classes; `hyp` has the loss's gains."""
 
+    recipe = Hyperparameters
+    defaults: Mapping[str, Any] = {}  # what flags are where the command line says nothing: what config.py says
     # columns of results.csv, after train/ or val/, and after metrics/
     loss_names = ("box_loss", "obj_loss", "cls_loss")
     metric_names = ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95")
 
     def __init__(self, names: Mapping[int, str], hyp: Hyperparameters, label_smoothing: float = 0.0) -> None:
-        self.names = dict(names)
+        self.names, self.anchors = dict(names), round(hyp.anchors)
         self.loss_settings = select(LossSettings, hyp, label_smoothing=label_smoothing)
         self.suppression = Suppression()
+
+    def describe(self, yaml: Mapping[str, Any]) -> dict[str, Any]:
+        """A model's YAML with what the recipe asks for: another number of anchors, that are yet to be found."""
+        return {**yaml, "anchors": self.anchors} if self.anchors else dict(yaml)
+
+    def not_taken(self, from_yaml: bool) -> tuple[str, ...]:
+        """Parts of the names of tensors that are not taken from a weight file: anchors, where a YAML or the recipe asks
+        for others."""
+        return ("anchors",) if from_yaml or self.anchors else ()
 
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> Model:
         """The model of a YAML for this task's classes and images of about `imgsz` pixels. `source`: where it is from.
 
-        The task keeps hold of its head, for the anchors, and of `self.imgsz`: rounded up to whole strides, at least 2.
+        The task keeps hold of its head, for the anchors, of `self.imgsz`, rounded up to whole strides, at least 2, and
+        of `self.stride`, the largest.
         """
         model = build_model(dict(yaml), nc=len(self.names), source=source)
         model.names = self.names
         self.head: Detect = model.detect
-        stride = int(self.head.stride.max())
-        self.imgsz = max(math.ceil(imgsz / stride), 2) * stride
+        self.stride = int(self.head.stride.max())
+        self.imgsz = max(math.ceil(imgsz / self.stride), 2) * self.stride
         settings = self.loss_settings.scaled(self.head.nl, self.head.nc, self.imgsz)
         self.criterion = DetectionLoss(settings, self.head.nc)
         return model
 
-    def adapt(self, model: Model, split: Split) -> str:
+    def adapt(self, model: Model, split: Split) -> list[str]:
         """AutoAnchor: new anchors where the model's suit too few boxes of the training images.
 
         Returns a sentence that says what was found and done.
         """
+        return [self._fit_anchors(model, split)]
+
+    def _fit_anchors(self, model: Model, split: Split) -> str:
         sides = split.labels.side_lengths(self.imgsz)
         if not len(sides):
             return "AutoAnchor: the training images have no boxes, so the anchors stay"
@@ -129,6 +144,14 @@ class DetectionTask:
     def losses(self, outputs: list[Tensor], batch: Batch) -> LossTerms:
         """The loss of the model's raw maps, as sums and counts."""
         return self.criterion(outputs, batch.targets, self.head.anchors.to(outputs[0].device))
+
+    def objective(self, means: Tensor, images: int) -> Tensor:
+        """What is differentiated, of the means of the loss terms: YOLOv5's sum over the `images` of a step."""
+        return means.sum() * images
+
+    def weight(self, batch: Batch) -> int:
+        """The weight of a batch's losses in those of a validation: all alike, as in YOLOv5."""
+        return 1
 
     def predict(self, outputs: list[Tensor], batch: Batch) -> list[Tensor]:
         """Detections per image, (k, 6): xyxy in pixels of the image's file, cut at its edges, confidence, class."""
@@ -163,6 +186,14 @@ class DetectionTask:
         fitness = 0.1 * means["mAP50"] + 0.9 * means["mAP50-95"]
         overall, details = table(self.names, len(records), scores, score_sizes(list(records)))
         return Summary(metrics, fitness, overall, details)
+
+    def documents(self, summary: Summary) -> dict[str, str]:
+        """Text files for the run folder, by name."""
+        return {}
+
+    def pictures(self, summary: Summary, split: Split) -> dict[str, np.ndarray]:
+        """Pictures for the run folder, by name, uint8 (h, w, 3) BGR."""
+        return {}
 
 
 def _to_file(detections: Tensor, info: ImageInfo) -> Tensor:

@@ -67,6 +67,16 @@ def test_the_longer_side_has_the_size_asked_for(files: list[Path], way: str) -> 
     assert np.abs(found[1] - quarters).max() <= 0.5
 
 
+@pytest.mark.parametrize("way", ["", "ram", "disk"])
+def test_without_a_size_images_stay_as_they_are(files: list[Path], way: str) -> None:
+    wanted = [np.asarray(Image.open(file))[..., ::-1] for file in files]
+    images = open_images(files, 0, False, way, 2)
+    for _ in range(2):
+        assert same(pixels(images), wanted)
+    assert same(pixels(open_images(files, 32, False, way, 2))[:1], wanted[:1])
+    assert pixels(open_images(files, 32, False, way, 2))[1].shape == (24, 32, 3)  # at another time with a size
+
+
 @pytest.mark.parametrize("smooth", [False, True])
 @pytest.mark.parametrize("way", ["ram", "disk"])
 def test_kept_images_are_those_of_the_files(files: list[Path], way: str, smooth: bool) -> None:

@@ -498,6 +498,35 @@ def test_class_names_are_those_of_the_data_or_item() -> None:
     assert DetectionData.class_names(spec, single_class=True) == {0: "item"}
 
 
+@pytest.mark.parametrize("single_class", [False, True])
+def test_without_any_class_the_message_says_how_to_name_them(tmp_path: Path, single_class: bool) -> None:
+    (tmp_path / "data.yaml").write_text("train: images\n")
+    with pytest.raises(UserError) as caught:
+        DetectionData.class_names(read_spec(tmp_path / "data.yaml"), single_class)
+    assert str(caught.value) == (
+        f"{tmp_path}/data.yaml: `names` must list the classes, as `0: person` lines or as [person, ...]"
+    )
+
+
+def test_all_files_that_training_reads_are_listed(folder: Path) -> None:
+    data = data_of(folder)
+    images = [folder / f"images/{number:02}.png" for number in range(12)]
+    rows = [folder / f"labels/{number:02}.txt" for number in range(12)]  # one of them is not there
+    assert DetectionData.files(data.spec) == {
+        "train": images,
+        "val": images,
+        "labels of train": rows,
+        "labels of val": rows,
+    }
+    assert data.documents(data.split("train"), data.split("val")) == {}
+
+
+def test_strict_refuses_the_first_problem_of_a_split(folder: Path) -> None:
+    (folder / "labels/01.txt").write_text("bad\n0 .5 .5 .5 .5\nbad\n")
+    with pytest.raises(UserError, match=r"labels/01\.txt, line 1: .* numbers \(--strict; 2 such problems in train\)$"):
+        data_of(folder, strict=True).split("train")
+
+
 def test_the_task_detect_has_this_data() -> None:
     assert DATASETS["detect"] is DetectionData
 

@@ -304,6 +304,32 @@ def test_the_labels_of_a_list_are_joined_in_its_order(images: list[Path]) -> Non
     assert found.of(2).shape == (0, 5)
 
 
+def test_without_boxes_only_images_are_looked_at(images: list[Path], scans: list[Path]) -> None:
+    labels.label_file(images[0]).write_text("bad\n")
+    images[1].write_bytes(b"")
+    found = load_labels(images, "images", 0, boxes=False)
+    assert [problem.partition(":")[0] for problem in found.problems] == [str(images[1])]
+    assert found.sizes.tolist() == [[20, 10], [0, 0], [40, 40]]
+    assert found.counts.tolist() == [0, 0, 0]
+    assert found.rows.shape == (0, 5)
+    assert len(load_labels(images, "labels", 0).problems) == 2  # another cache
+    assert scans == images
+    assert same(load_labels(images, "images", 0, boxes=False), found)
+
+
+def test_without_boxes_a_changed_label_file_changes_nothing(images: list[Path], cache_home: Path) -> None:
+    found = load_labels(images, "images", 0, boxes=False)
+    (kept,) = cache_home.rglob("*.npz")
+    written = kept.stat().st_mtime_ns
+    labels.label_file(images[0]).write_text("0 0.5 0.5 1 1\n")
+    labels.label_file(images[1]).unlink()
+    assert same(load_labels(images, "images", 0, boxes=False), found)
+    assert list(cache_home.rglob("*.npz")) == [kept]
+    assert kept.stat().st_mtime_ns == written
+    write_image(images[2], 50, 60)
+    assert load_labels(images, "images", 0, boxes=False).sizes.tolist() == [[20, 10], [16, 32], [50, 60]]
+
+
 def test_problems_of_all_images_are_told_in_order(images: list[Path]) -> None:
     labels.label_file(images[0]).write_text("bad\n1 0.5 0.5 0.5 0.5\nbad\n")
     images[1].write_bytes(b"")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
-from data import shapes, sources
+from data import shapes, shapes_cls, sources
 from data.sources import DataSpec, label_file, read_spec
 from utils.errors import UserError
 
@@ -61,10 +62,14 @@ def test_names_may_be_missing_where_nc_counts_the_classes(yaml_file: Path) -> No
     assert read_spec(write_spec(yaml_file, names=None, nc=3)).names == {0: "0", 1: "1", 2: "2"}
 
 
-@pytest.mark.parametrize("content", [{}, {"nc": 0}, {"names": "cat"}, {"names": []}, {"names": {}}])
+@pytest.mark.parametrize("content", [{"nc": 0}, {"names": "cat"}, {"names": []}, {"names": {}}])
 def test_without_any_class_the_message_says_how_to_name_them(yaml_file: Path, content: dict[str, object]) -> None:
     with pytest.raises(UserError, match=r"data\.yaml: `names` must list the classes"):
         read_spec(write_spec(yaml_file, **{"names": None, **content}))
+
+
+def test_neither_names_nor_nc_are_no_names(yaml_file: Path) -> None:
+    assert read_spec(write_spec(yaml_file, names=None)).names == {}
 
 
 @pytest.mark.parametrize("nc", [1, 3, 0])
@@ -83,7 +88,17 @@ def test_class_numbers_other_than_0_to_n_are_refused(yaml_file: Path, numbers: t
 
 
 @pytest.mark.parametrize(
-    ("key", "meant"), [("tain", "train"), ("vall", "val"), ("name", "names"), ("pth", "path"), ("Train", "train")]
+    ("key", "meant"),
+    [
+        ("tain", "train"),
+        ("vall", "val"),
+        ("name", "names"),
+        ("pth", "path"),
+        ("Train", "train"),
+        ("spilt", "split"),
+        ("split-seed", "split_seed"),
+        ("default", "defaults"),
+    ],
 )
 def test_a_misspelt_key_is_an_error_that_names_the_right_one(yaml_file: Path, key: str, meant: str) -> None:
     with pytest.raises(UserError, match=rf"data\.yaml: unknown key '{key}' \(did you mean '{meant}'\?\)"):
@@ -100,14 +115,98 @@ def test_a_download_is_known_and_not_run(yaml_file: Path, download: str) -> None
     assert read_spec(write_spec(yaml_file, download=download)).names == {0: "thing"}
 
 
-def test_draw_makes_the_built_in_set_at_its_path(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def draw(folder: Path, seed: int) -> None:
-        assert seed == 5
-        touch(folder / "images/train", "drawn.jpg")
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path, int]]:
+    """What was drawn, where and with which seed: nothing is, but for one file."""
+    calls: list[tuple[str, Path, int]] = []
+    for name, module in (("shapes", shapes), ("shapes-cls", shapes_cls)):
 
-    monkeypatch.setattr(shapes, "draw_dataset", draw)
-    spec = read_spec(write_spec(yaml_file, path="../drawn", train="images/train", draw=5))
+        def draw(folder: Path, seed: int, name: str = name) -> None:
+            calls.append((name, folder, seed))
+            touch(folder / "images/train", "drawn.jpg")
+
+        monkeypatch.setattr(module, "draw_dataset", draw)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("draw", "name", "seed"),
+    [
+        (5, "shapes", 5),
+        (0, "shapes", 0),
+        ({"shapes": 5}, "shapes", 5),
+        ({"shapes-cls": 0}, "shapes-cls", 0),
+        ({"shapes-cls": 7}, "shapes-cls", 7),
+    ],
+)
+def test_draw_makes_a_built_in_set_at_its_path(
+    yaml_file: Path, drawn: list[tuple[str, Path, int]], draw: object, name: str, seed: int
+) -> None:
+    spec = read_spec(write_spec(yaml_file, path="../drawn", train="images/train", draw=draw))
+    ((found, folder, given),) = drawn
+    assert (found, folder.resolve(), given) == (name, yaml_file.parents[1] / "drawn", seed)
     assert spec.images("train") == [yaml_file.parents[1] / "drawn/images/train/drawn.jpg"]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [-1, 0.5, True, "shapes-cls", ["shapes-cls"], {}, {"shapes-cls": -1}, {"shapes-cls": True}, {"circles": 0},
+     {"shapes-cls": None}, {"shapes": 0, "shapes-cls": 0}, {5: 0}],
+)  # fmt: skip
+def test_what_nobody_can_draw_is_refused(yaml_file: Path, drawn: list[tuple[str, Path, int]], draw: object) -> None:
+    with pytest.raises(
+        UserError, match=r"data\.yaml: `draw` must be the seed .* or one of shapes, shapes-cls with its"
+    ):
+        read_spec(write_spec(yaml_file, draw=draw))
+    assert drawn == []
+
+
+def test_nothing_is_drawn_unasked(yaml_file: Path, drawn: list[tuple[str, Path, int]]) -> None:
+    read_spec(write_spec(yaml_file, train="images/train"))
+    assert drawn == []
+
+
+@pytest.mark.parametrize(("share", "seed"), [(0.2, 0), (0, 3), (0.999, 2**70)])
+def test_a_share_is_held_out_by_a_seed(yaml_file: Path, share: float, seed: int) -> None:
+    spec = read_spec(write_spec(yaml_file, split=share, split_seed=seed))
+    assert (spec.split, spec.split_seed) == (share, seed)
+
+
+@pytest.mark.parametrize("share", [1, -0.1, 20, True, "20%", [0.2], float("nan"), float("inf")])
+def test_a_share_outside_0_to_1_is_refused(yaml_file: Path, share: object) -> None:
+    with pytest.raises(UserError, match=r"data\.yaml: `split` must be the share that is held out for validation"):
+        read_spec(write_spec(yaml_file, split=share))
+
+
+@pytest.mark.parametrize("seed", [-1, 0.5, 1.0, True, "one"])
+def test_a_seed_that_is_no_whole_number_is_refused(yaml_file: Path, seed: object) -> None:
+    with pytest.raises(UserError, match=r"data\.yaml: `split_seed` must be a whole number from 0, not"):
+        read_spec(write_spec(yaml_file, split=0.2, split_seed=seed))
+
+
+def test_defaults_are_suggestions_for_flags(yaml_file: Path) -> None:
+    values = {"imgsz": 64, "epochs": 3, "hyp": "a.yaml"}
+    assert read_spec(write_spec(yaml_file, defaults=values)).defaults == values
+    assert read_spec(write_spec(yaml_file, defaults={})).defaults == {}
+    with pytest.raises(UserError, match=r"data\.yaml: unknown key 'epoch' under `defaults` \(did you mean 'epochs'"):
+        read_spec(write_spec(yaml_file, defaults={"epoch": 3}))
+    with pytest.raises(UserError, match=r"data\.yaml: `imgsz` under `defaults` is 0, which --imgsz refuses"):
+        read_spec(write_spec(yaml_file, defaults={"imgsz": 0}))
+
+
+def test_the_shipped_flowers_are_to_be_split() -> None:
+    spec = read_spec(ROOT / "data/flowers.yaml")
+    assert (spec.names, spec.entries, spec.split, spec.split_seed) == ({}, {}, 0.2, 0)
+
+
+def test_the_shipped_shapes_for_classification_are_drawn(tmp_path: Path, drawn: list[tuple[str, Path, int]]) -> None:
+    (tmp_path / "data").mkdir()
+    spec = read_spec(shutil.copy(ROOT / "data/shapes-cls.yaml", tmp_path / "data/a.yaml"))
+    ((name, folder, seed),) = drawn
+    assert (name, folder.resolve(), seed) == ("shapes-cls", tmp_path / "datasets/shapes-cls", 0)
+    assert (spec.names, spec.entries) == ({}, {"train": ("train",), "val": ("val",)})
+    assert {"hyp", "imgsz", "epochs", "batch_size"} <= set(spec.defaults)
+    assert (ROOT / spec.defaults["hyp"]).is_file()
 
 
 @pytest.mark.parametrize("name", ["coco", "coco128"])
@@ -192,6 +291,39 @@ def test_a_missing_folder_is_named_with_its_key_and_every_place_tried(
         f"{file}: `val: images/val` does not exist; "
         f"looked for {tmp_path}/set/store/images/val or {tmp_path}/work/store/images/val"
     )
+
+
+def test_the_folder_of_path_is_the_first_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "work/store").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "work")
+    spec = read_spec(write_spec(tmp_path / "set/data.yaml", path="./store"))
+    assert spec.root() == tmp_path / "work/store"
+    (tmp_path / "set/store").touch()  # a file is no folder
+    assert spec.root() == tmp_path / "work/store"
+    (tmp_path / "set/store").unlink()
+    (tmp_path / "set/store").mkdir()
+    assert spec.root() == tmp_path / "set/store"
+
+
+def test_a_missing_folder_of_path_is_named_with_every_place_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    file = write_spec(tmp_path / "set/data.yaml", path="../store/./x")
+    with pytest.raises(UserError) as caught:
+        read_spec(file).root()
+    assert str(caught.value) == f"{file}: `path:` does not exist; looked for {tmp_path}/store/x"
+
+
+def test_the_places_of_a_split_are_its_folders_and_lists_in_order(yaml_file: Path) -> None:
+    (yaml_file.parent / "a.txt").touch()
+    spec = read_spec(write_spec(yaml_file, train=["images/train", "a.txt", "images"], val="no"))
+    assert spec.places("train") == [yaml_file.parent / name for name in ("images/train", "a.txt", "images")]
+    with pytest.raises(UserError, match=r"`val: no` does not exist"):
+        spec.places("val")
+    with pytest.raises(UserError, match=r"data\.yaml has no `test:`"):
+        spec.places("test")
 
 
 @pytest.mark.parametrize("entry", [3, {"folder": "images/train"}, ["images/train", 3]])

@@ -115,7 +115,7 @@ def pixels(model: Model) -> np.ndarray:
 def test_anchors_that_fit_stay(tiny_yaml: dict[str, Any]) -> None:
     task, model = task_and_model(tiny_yaml)
     before = model.detect.anchors.clone()
-    said = task.adapt(model, split(np.array([[4, 4], [30, 20.0]])))
+    (said,) = task.adapt(model, split(np.array([[4, 4], [30, 20.0]])))
     assert "1.0000 of the boxes fit an anchor" in said
     assert "new anchors" not in said
     assert torch.equal(model.detect.anchors, before)
@@ -126,7 +126,7 @@ def test_anchors_that_do_not_fit_are_replaced(tiny_yaml: dict[str, Any]) -> None
     task, model = task_and_model(tiny_yaml)
     sides = tall_boxes()
     assert fit(sides, pixels(model).reshape(-1, 2), 4.0).recall < ENOUGH
-    said = task.adapt(model, split(sides))
+    (said,) = task.adapt(model, split(sides))
     assert "new anchors: 1.0000" in said
     assert fit(sides, pixels(model).reshape(-1, 2), 4.0).recall == 1
     areas = pixels(model).prod(2).flatten()
@@ -148,7 +148,7 @@ def test_levels_in_falling_order_of_stride(tiny_yaml: dict[str, Any]) -> None:
     backwards = {**tiny_yaml, "head": [[[2, 1], 1, "Detect", ["nc", "anchors"]]]}
     task, model = task_and_model(backwards)
     assert model.stride.tolist() == [8, 4]
-    said = task.adapt(model, split(np.random.default_rng(0).uniform([1, 20], [3, 200], (300, 2))))
+    (said,) = task.adapt(model, split(np.random.default_rng(0).uniform([1, 20], [3, 200], (300, 2))))
     assert "new anchors" in said
     areas = pixels(model).prod(2).mean(1)
     assert areas[0] > areas[1]
@@ -158,14 +158,16 @@ def test_levels_in_falling_order_of_stride(tiny_yaml: dict[str, Any]) -> None:
 def test_a_split_without_boxes(tiny_yaml: dict[str, Any]) -> None:
     task, model = task_and_model(tiny_yaml)
     before = model.detect.anchors.clone()
-    assert "no boxes" in task.adapt(model, split(np.zeros((0, 2))))
+    (said,) = task.adapt(model, split(np.zeros((0, 2))))
+    assert "no boxes" in said
     assert torch.equal(model.detect.anchors, before)
 
 
 def test_a_split_with_nothing_but_specks(tiny_yaml: dict[str, Any]) -> None:
     task, model = task_and_model(tiny_yaml)
     before = model.detect.anchors.clone()
-    assert task.adapt(model, split(np.full((20, 2), 0.5))).startswith("AutoAnchor: ")
+    (said,) = task.adapt(model, split(np.full((20, 2), 0.5)))
+    assert said.startswith("AutoAnchor: ")
     assert torch.equal(model.detect.anchors, before)
 
 
@@ -173,6 +175,6 @@ def test_anchors_that_are_only_a_number_are_found(tiny_yaml: dict[str, Any]) -> 
     task, model = task_and_model({**tiny_yaml, "anchors": 2})
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing is to be divided by the sides of anchors that are yet to be found
-        said = task.adapt(model, split(np.random.default_rng(0).uniform(10, 60, (200, 2))))
+        (said,) = task.adapt(model, split(np.random.default_rng(0).uniform(10, 60, (200, 2))))
     assert "new anchors" in said
     assert fit(np.full((1, 2), 30.0), pixels(model).reshape(-1, 2), 4.0).recall == 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.layers import C3, SPP, SPPF, Bottleneck, Concat, Conv, Detect, DWConv
+from models.layers import C3, SPP, SPPF, Bottleneck, Classify, Concat, Conv, Detect, DWConv
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,20 @@ def test_sppf_sees_what_spp_sees() -> None:
 
 def test_concat() -> None:
     assert Concat()([torch.zeros(1, 2, 3, 3), torch.zeros(1, 5, 3, 3)]).shape == (1, 7, 3, 3)
+
+
+def test_classify_is_linear_in_the_mean_over_the_map() -> None:
+    head = Classify(4, 3, dropout=0.5).eval()
+    x = torch.randn(2, 4, 5, 7)
+    mean = head.conv(x).mean((2, 3))
+    assert mean.shape == (2, 1280)
+    torch.testing.assert_close(head(x), mean @ head.linear.weight.T + head.linear.bias)
+
+
+def test_classify_drops_between_mean_and_linear() -> None:
+    head = Classify(4, 3, dropout=1.0)
+    assert torch.equal(head(torch.randn(2, 4, 5, 7)), head.linear.bias.expand(2, 3))
+    assert Classify(4, 3).drop.p == 0
 
 
 ANCHORS = [[10, 13, 16, 30], [116, 90, 156, 198]]

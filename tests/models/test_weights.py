@@ -97,7 +97,7 @@ def test_plain_tensors(save: Callable[[Any, Path], None], file: Path) -> None:
     save(state, file)
     found = read_weights(file)
     torch.testing.assert_close(found.state, dict(state), rtol=0, atol=0)
-    assert (found.model, found.names, found.source) == (None, {}, "tensors")
+    assert (found.model, found.names, found.task, found.source) == (None, {}, "", "tensors")
 
 
 def test_file_of_a_later_version(file: Path) -> None:
@@ -128,7 +128,7 @@ def official() -> Weights:
 def test_official_checkpoint_loads_by_name_whole(official: Weights) -> None:
     model = build_model("yolov5n.yaml")
     assert set(model.state_dict()) == set(official.state)
-    assert transfer(model, official.state) == (349, 349)
+    assert transfer(model, official.state) == (349, 349, [])
     torch.testing.assert_close(model.state_dict(), official.state, rtol=0, atol=0, check_dtype=True)
 
 
@@ -389,13 +389,19 @@ def test_transfer_takes_what_fits() -> None:
         "b.weight": torch.ones(3, 2),  # another name
         "anchors.bias": torch.ones(3),
     }
-    assert transfer(model, given, exclude=("anchor",)) == (1, 4)
+    misfits = [("a.bias", (4,), (3,))]
+    assert transfer(model, given, exclude=("anchor",)) == (1, 4, misfits)
     assert (model["a"].weight == 1).all()
     assert not (model["anchors"].bias == 1).any()
-    assert transfer(model, given) == (2, 4)
+    assert transfer(model, given) == (2, 4, misfits)
+    assert transfer(model, given, exclude=("bias",)) == (1, 4, [])  # what is not wanted is no misfit
 
 
 def test_transfer_to_another_number_of_classes() -> None:
     state = build_model("yolov5n.yaml").state_dict()
     model = build_model("yolov5n.yaml", nc=3)
-    assert transfer(model, state) == (349 - 6, 349)
+    found = transfer(model, state)
+    assert (found.loaded, found.total) == (349 - 6, 349)
+    heads = [f"model.24.m.{level}.{part}" for level in range(3) for part in ("weight", "bias")]
+    assert [name for name, _, _ in found.misfits] == heads
+    assert found.misfits[0][1:] == ((255, 64, 1, 1), (24, 64, 1, 1))  # 3 anchors x (5 + 80 or 3 classes)

@@ -34,6 +34,16 @@ PARAMETERS = {
 }
 
 
+# Of classifiers, with 1000 classes.
+CLASSIFIERS = {
+    "yolov5n-cls": 2_493_000,
+    "yolov5s-cls": 5_453_480,
+    "yolov5m-cls": 12_957_640,
+    "yolov5l-cls": 26_552_680,
+    "yolov5x-cls": 48_097_160,
+}
+
+
 def small() -> dict[str, Any]:
     """A network of one level, quick to build."""
     return {
@@ -280,3 +290,97 @@ def test_messages_name_the_file(tmp_path: Path) -> None:
 def test_file_that_is_not_there() -> None:
     with pytest.raises(UserError, match=r"'yolov5q.yaml' is not a file.*yolov5n.yaml"):
         build_model("yolov5q.yaml")
+
+
+# Classifiers
+
+
+def small_classifier() -> dict[str, Any]:
+    return {
+        "task": "classify",
+        "nc": 5,
+        "width_multiple": 0.5,
+        "backbone": [[-1, 1, "Conv", [16, 3, 2]], [-1, 1, "Conv", [32, 3, 2]]],
+        "head": [[-1, 1, "Classify", ["nc"]]],
+    }
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_parameter_count_of_classifiers(name: str) -> None:
+    model = on_meta(f"{name}.yaml")
+    assert model.yaml["nc"] == 1000
+    assert count(model) == CLASSIFIERS[name]
+    head = [key for key in model.state_dict() if key.startswith("model.9.")]
+    batch_norm = [f"model.9.conv.bn.{key}" for key in nn.BatchNorm2d(1).state_dict()]
+    assert head == ["model.9.conv.conv.weight", *batch_norm, "model.9.linear.weight", "model.9.linear.bias"]
+
+
+def backbone(model: nn.Module) -> dict[str, Tensor]:
+    """Layers 0 to 8."""
+    return {key: value for key, value in model.state_dict().items() if int(key.split(".")[1]) < 9}
+
+
+@pytest.mark.parametrize("size", "nsmlx")
+def test_a_classifier_has_the_detectors_backbone(size: str) -> None:
+    detector, classifier = (backbone(on_meta(f"yolov5{size}{kind}.yaml")) for kind in ("", "-cls"))
+    assert {key: value.shape for key, value in classifier.items()} == {k: v.shape for k, v in detector.items()}
+
+
+def test_a_detectors_weights_in_a_classifier() -> None:
+    detector, classifier = build_model("yolov5n.yaml"), build_model("yolov5n-cls.yaml", nc=3)
+    before = {key: value.clone() for key, value in classifier.state_dict().items()}
+    found = transfer(classifier, detector.state_dict())
+    taken = backbone(detector)
+    assert (found.loaded, found.total, found.misfits) == (len(taken), len(taken) + 8, [])  # 6 of Conv, 2 of the linear
+    after = classifier.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in taken.items())
+    assert all(torch.equal(after[key], before[key]) for key in after.keys() - taken)
+
+
+def test_logits() -> None:
+    model = build_model(small_classifier())
+    assert [model(torch.rand(2, 3, *size)).shape for size in ((32, 32), (50, 21))] == [(2, 5), (2, 5)]
+    assert (model.model[0].conv.out_channels, model.model[1].conv.out_channels) == (8, 16)
+    assert model.model[2].linear.out_features == 5  # classes are not scaled by the width
+    assert build_model(small_classifier(), nc=3)(torch.rand(2, 3, 8, 8)).shape == (2, 3)
+
+
+def test_a_classifiers_yaml_builds_it_again() -> None:
+    model = on_meta({**small_classifier(), "head": [[-1, 1, "Classify", ["nc", 0.2]]]}, nc=7)
+    again = on_meta(model.yaml)
+    assert {k: v.shape for k, v in again.state_dict().items()} == {k: v.shape for k, v in model.state_dict().items()}
+    assert again.model[2].drop.p == 0.2
+    assert again.yaml == model.yaml
+    assert (model.yaml["task"], model.yaml["nc"]) == ("classify", 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"head": [[-1, 1, "Conv", [64]]]},
+            r"the last row of `head` is no classification head; end it with one, such as \[-1, 1, Classify, \[nc\]\]$",
+        ),
+        ({"head": []}, "the last row of `head` is no classification head"),
+        ({"head": [[[1], 1, "Detect", ["nc", 2]]]}, "the last row of `head` is no classification head"),
+        ({"head": [[-1, 1, "Classify", []]]}, "row 2: Classify .*does not work .*mend that row"),
+        ({"head": [[[0, 1], 1, "Classify", ["nc"]]]}, "row 2: Classify .*it takes one input, not 2"),
+        ({"head": [[-1, 1, "Classify", ["nc", 2.0]]]}, "row 2: Classify .*dropout probability"),
+        ({"head": [[-1, 1, "Classify", ["nc"]]] * 2}, "row 3: Classify .*does not work"),
+        ({"head": [[-1, 1, "Clasify", ["nc"]]]}, r"row 2: unknown module 'Clasify' \(did you mean 'Classify'\?\)"),
+        ({"task": "detect", "anchors": 2}, "the last row of `head` is no detection head"),
+        ({"task": "detect"}, "`anchors` is missing"),
+        ({"task": "segment"}, "`task` is 'segment'; give one of detect, classify$"),
+        ({"task": ["classify"]}, r"`task` is \['classify'\]; give one of"),
+        ({"task": None}, "`task` is None; give one of"),
+    ],
+)
+def test_yaml_that_describes_no_classifier(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=f"(?s)^the model YAML.*{message}"):
+        build_model({**small_classifier(), **changes})
+
+
+@pytest.mark.xfail(strict=True, raises=TypeError, reason="a classifier's `anchors` are not checked, but used")
+def test_anchors_of_a_classifier() -> None:
+    with pytest.raises(UserError, match="anchors"):
+        build_model({**small_classifier(), "anchors": 5.5})

@@ -47,8 +47,9 @@ def test_the_file_is_enough_to_build_the_model(written: tuple[Path, Model]) -> N
     weights = read_weights(path)
     assert weights.model is not None
     again = build_model(weights.model)
-    loaded, total = transfer(again, weights.state)
+    loaded, total, misfits = transfer(again, weights.state)
     assert loaded == total
+    assert misfits == []
     images = torch.rand(1, 3, 32, 32)
     model.eval(), again.eval()
     for one, other in zip(model(images), again(images), strict=True):

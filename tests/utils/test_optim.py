@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
 from torch import nn
+from torchvision.models import resnet18, vit_b_32
 
+from models.yolo import Model, build_model
 from utils.errors import UserError
 from utils.optim import Schedule, build_optimizer, freeze, parameter_groups
 
@@ -157,7 +160,17 @@ def frozen(model: nn.Module) -> list[int]:
 
 @pytest.mark.parametrize(
     ("asked", "expected"),
-    [((0,), []), ((1,), [0]), ((3,), [0, 1, 2]), ((5,), [0, 1, 2, 3, 4]), ((1, 3), [1, 3]), ((0, 4), [0, 4])],
+    [
+        ((0,), []),
+        ((1,), [0]),
+        ((3,), [0, 1, 2]),
+        ((5,), [0, 1, 2, 3, 4]),
+        ((1, 3), [1, 3]),
+        ((0, 4), [0, 4]),
+        ((-1,), [0, 1, 2, 3]),  # all but the last
+        ((-4,), [0]),
+        ((-5,), []),
+    ],
 )
 def test_freeze(asked: tuple[int, ...], expected: list[int]) -> None:
     model = layered()
@@ -167,8 +180,55 @@ def test_freeze(asked: tuple[int, ...], expected: list[int]) -> None:
     assert partly.count(False) == 2 * len(expected)  # weight and bias of these, of no other
 
 
-@pytest.mark.parametrize(("asked", "flag", "wrong"), [((6,), "6", 5), ((1, 9), "1 9", 9), ((2, -1), "2 -1", -1)])
+@pytest.mark.parametrize(
+    ("asked", "flag", "wrong"), [((6,), "6", 5), ((1, 9), "1 9", 9), ((2, -1), "2 -1", -1), ((-1, 2), "-1 2", -1)]
+)
 def test_freezing_what_is_no_layer(asked: tuple[int, ...], flag: str, wrong: int) -> None:
     with pytest.raises(UserError) as caught:
         freeze(layered(), asked)
     assert str(caught.value) == f"--freeze {flag}: the model has layers 0 to 4, no {wrong}"
+
+
+def on_meta(build: Callable[..., nn.Module], *args: object) -> nn.Module:
+    """A model without memory for its weights."""
+    with torch.device("meta"):
+        return build(*args)
+
+
+def learning(model: nn.Module) -> set[str]:
+    """Which of a model's children, or of its `model`'s, still learn."""
+    depth = 1 if isinstance(model, Model) else 0
+    return {name.split(".")[depth] for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize(
+    ("asked", "count", "expected"),
+    [
+        # conv1, bn1, relu, maxpool, layer1 to layer4, avgpool, fc: those without parameters count too
+        ((5,), 5, {"layer2", "layer3", "layer4", "fc"}),
+        ((-1,), 9, {"fc"}),
+        ((-3,), 7, {"layer4", "fc"}),
+        ((0, 9), 2, {"bn1", "layer1", "layer2", "layer3", "layer4"}),
+        ((0,), 0, {"conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc"}),
+    ],
+)
+def test_layers_of_a_network_of_torchvisions(asked: tuple[int, ...], count: int, expected: set[str]) -> None:
+    model = on_meta(resnet18)
+    assert len(freeze(model, asked)) == count
+    assert learning(model) == expected
+    with pytest.raises(UserError, match=r"^--freeze 11: the model has layers 0 to 9, no 10$"):
+        freeze(model, (11,))
+
+
+@pytest.mark.parametrize(("yaml", "head"), [("yolov5n.yaml", "24"), ("yolov5n-cls.yaml", "9")])
+def test_all_but_the_head(yaml: str, head: str) -> None:
+    model = on_meta(build_model, yaml)
+    assert freeze(model, (-1,)) == list(range(int(head)))
+    assert learning(model) == {head}
+
+
+@pytest.mark.xfail(strict=True, reason="the class token belongs to no child, and learns on")
+def test_all_but_the_head_of_a_transformer() -> None:
+    model = on_meta(vit_b_32)
+    freeze(model, (-1,))
+    assert learning(model) == {"heads"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,13 @@ from torch import distributed
 
 from tests.conftest import OnProcesses
 from utils.checkpoint import STATE_FORMAT, States, serialised
-from utils.config import Hyperparameters, TrainOptions, parse_options
+from utils.config import Hyperparameters, Range, Recipe, TrainOptions, number, parse_options
 from utils.errors import UserError
 from utils.failures import Stopped
 from utils.files import ROOT, read_yaml
 from utils.place import place
 from utils.progress import Progress
-from utils.resume import changes, check_same, find_run, settle
+from utils.resume import Settled, changes, check_same, find_run, settle
 from utils.summary import Summary
 
 LOW = str(ROOT / "data" / "hyps" / "low.yaml")
@@ -41,9 +43,20 @@ def begin(run: Path, progress: Progress | None = None, written: float = 0.0, **s
     return run
 
 
-def resumed(*flags: str) -> tuple[TrainOptions, dict[str, Any] | None]:
+@dataclass(frozen=True)
+class OtherRecipe(Recipe):
+    """The hyperparameters of another task than a detector's."""
+
+    stripes: float = number(3.0, Range(0))
+
+
+def recipe_of(yaml: Mapping[str, Any]) -> type[Recipe]:
+    return {"detect": Hyperparameters, "other": OtherRecipe}[yaml["task"]]
+
+
+def resumed(*flags: str) -> Settled:
     """What train.py goes on with."""
-    return settle(parse_options(TrainOptions, flags), flags)
+    return settle(parse_options(TrainOptions, flags), flags, recipe_of)
 
 
 @pytest.fixture
@@ -106,7 +119,7 @@ def test_nothing_to_resume(tmp_path: Path, there: bool) -> None:
         (project / "exp").mkdir(parents=True)
     flags = ("--project", str(project), "--resume")
     assert found(*flags, "auto") is None
-    assert resumed(*flags, "auto") == (parse_options(TrainOptions, (*flags, "auto")), None)
+    assert resumed(*flags, "auto") == (parse_options(TrainOptions, (*flags, "auto")), None, False)
     with pytest.raises(UserError, match=rf"there is no run to resume in {project}; .* without --resume"):
         found(*flags)
 
@@ -128,7 +141,7 @@ def test_a_path_to_a_run_or_into_it(
 
 def test_a_run_that_one_stands_in(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run)
-    options, _ = resumed("--resume", ".")
+    options = resumed("--resume", ".").options
     assert (Path(options.project) / options.name).resolve() == run
 
 
@@ -158,12 +171,13 @@ def test_settings_of_something_else(tmp_path: Path, content: str) -> None:
 
 def test_without_resume_nothing_is_asked(run: Path) -> None:
     flags = ("--project", str(run.parent), "--epochs", "3")
-    assert resumed(*flags) == (parse_options(TrainOptions, flags), None)
+    assert resumed(*flags) == (parse_options(TrainOptions, flags), None, False)
 
 
 def test_a_run_goes_on_with_its_own_settings(run: Path) -> None:
-    options, begun = resumed("--resume", str(run))
+    options, begun, fixed = resumed("--resume", str(run))
     assert begun == read_yaml(run / "settings.yaml")
+    assert fixed
     assert options == TrainOptions(
         **BEGUN,
         project=str(run.parent),
@@ -175,17 +189,17 @@ def test_a_run_goes_on_with_its_own_settings(run: Path) -> None:
 
 def test_given_flags_go_before_the_settings(run: Path) -> None:
     flags = ("--project", "elsewhere", "--name", "other", "--workers", "3", "--epochs", "20", "--data", "moved.yaml")
-    options, _ = resumed("--resume", str(run), *flags)
+    options = resumed("--resume", str(run), *flags).options
     assert (options.workers, options.epochs, options.data) == (3, 20, "moved.yaml")
     assert (options.project, options.name, options.exist_ok) == (str(run.parent), "exp", True)  # where it was
 
 
 def test_a_launcher_decides_on_devices_and_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = begin(tmp_path / "exp", Progress(epoch=1), device="0,1", processes=2)
-    options, _ = resumed("--resume", str(run))
+    options = resumed("--resume", str(run)).options
     assert (options.device, options.processes) == ("0,1", 2)
     monkeypatch.setattr("utils.resume.launched", lambda: True)
-    options, _ = resumed("--resume", str(run))
+    options = resumed("--resume", str(run)).options
     assert (options.device, options.processes) == ("", 0)
 
 
@@ -195,14 +209,15 @@ def test_settings_of_another_version(tmp_path: Path) -> None:
     settings = read_yaml(run / "settings.yaml")
     del settings["max_skips"], settings["seed"]
     (run / "settings.yaml").write_text(yaml.safe_dump(settings))
-    options, _ = resumed("--resume", str(run), "--seed", "0")
+    options = resumed("--resume", str(run), "--seed", "0").options
     assert (options.max_skips, options.seed) == (TrainOptions.max_skips, 0)
 
 
 def test_a_run_without_a_state_begins_anew_where_it_was(tmp_path: Path) -> None:
     run = begin(tmp_path / "exp")
-    options, begun = resumed("--resume", str(run))
+    options, begun, fixed = resumed("--resume", str(run))
     assert begun is None
+    assert fixed  # by its settings, which know all defaults
     assert (options.project, options.name, options.exist_ok, options.epochs) == (str(tmp_path), "exp", True, 10)
 
 
@@ -210,7 +225,7 @@ def test_a_run_whose_only_state_cannot_be_read(run: Path) -> None:
     """It is not looked into here: the one who reads it says what is wrong."""
     (state,) = States(run / "checkpoint").files()
     state.write_bytes(state.read_bytes()[:100])
-    assert resumed("--resume", str(run))[0].resume == str(run)
+    assert resumed("--resume", str(run)).options.resume == str(run)
 
 
 # A run that is over
@@ -235,7 +250,7 @@ def test_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert ended(capsys, "--resume", str(run), "--epochs", "5") == said
     assert ended(capsys, "--resume", "--project", str(tmp_path)) == said
     assert ended(capsys, "--resume", "auto", "--project", str(tmp_path)) == said
-    options, begun = resumed("--resume", str(run), "--epochs", "11")
+    options, begun, _ = resumed("--resume", str(run), "--epochs", "11")
     assert options.epochs == 11
     assert begun is not None
 
@@ -243,21 +258,21 @@ def test_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_a_run_that_gave_up_is_finished_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = begin(tmp_path / "exp", Progress(epoch=6, finished=True))
     assert "is finished" in ended(capsys, "--resume", str(run), "--epochs", "8")
-    assert resumed("--resume", str(run), "--epochs", "12")[1] is not None
+    assert resumed("--resume", str(run), "--epochs", "12").begun is not None
 
 
 def test_fewer_epochs_than_are_trained(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = f"{run} has trained 3 epochs; --epochs 3 leaves nothing to do\n"
     assert ended(capsys, "--resume", str(run), "--epochs", "3") == said
     assert "--epochs 2 leaves" in ended(capsys, "--resume", str(run), "--epochs", "2")
-    assert resumed("--resume", str(run), "--epochs", "4")[0].epochs == 4
+    assert resumed("--resume", str(run), "--epochs", "4").options.epochs == 4
 
 
 def test_the_best_of_a_run_comes_with_its_progress(tmp_path: Path) -> None:
     """The state of a run that was validated holds the best summary, as plain values."""
     summary = Summary({"metrics/mAP_0.5": 0.5}, 0.5, ["head", "all"], [])
     run = begin(tmp_path / "exp", Progress(epoch=2, best=0.5, best_epoch=1, summary=summary))
-    assert resumed("--resume", str(run))[1] is not None
+    assert resumed("--resume", str(run)).begun is not None
 
 
 # What it refuses
@@ -268,6 +283,7 @@ FIXED = {
     "batch_size": (16, 8),
     "rect": (True, False),
     "noautoanchor": (True, False),
+    "scale_lr": (True, False),
     "single_cls": (True, False),
     "optimizer": ("AdamW", "SGD"),
     "cos_lr": (True, False),
@@ -299,22 +315,22 @@ def test_a_flag_that_the_curve_depends_on(run: Path, name: str) -> None:
         f"out, or start a new run from {run / 'weights' / 'last.pt'}"
     )
     if then not in (False, True):
-        assert resumed("--resume", str(run), *flags(name, then))[1] is not None  # the same is none
+        assert resumed("--resume", str(run), *flags(name, then)).begun is not None  # the same is none
 
 
 def test_the_image_size_is_left_to_the_script(run: Path) -> None:
     """Its settings hold the rounded one, and this is not yet."""
-    assert resumed("--resume", str(run), "--imgsz", "90")[0].imgsz == 90
+    assert resumed("--resume", str(run), "--imgsz", "90").options.imgsz == 90
 
 
 def test_a_batch_size_that_was_found_stays(run: Path) -> None:
-    assert resumed("--resume", str(run), "--batch-size", "-1")[0].batch_size == 8
+    assert resumed("--resume", str(run), "--batch-size", "-1").options.batch_size == 8
 
 
 def test_hyperparameters_that_have_changed(run: Path, tmp_path: Path) -> None:
     hyp = tmp_path / "mine.yaml"
     hyp.write_text("lr0: 0.01\nmosaic: 1\n")  # what it was begun with, otherwise written
-    assert resumed("--resume", str(run), "--hyp", str(hyp))[0].hyp == str(hyp)
+    assert resumed("--resume", str(run), "--hyp", str(hyp)).options.hyp == str(hyp)
     hyp.write_text("lr0: 0.02\nmosaic: 0.5\n")
     with pytest.raises(UserError) as caught:
         resumed("--resume", str(run), "--hyp", str(hyp))
@@ -324,20 +340,35 @@ def test_hyperparameters_that_have_changed(run: Path, tmp_path: Path) -> None:
     )
 
 
+def test_hyperparameters_are_read_as_those_of_the_runs_task(run: Path, tmp_path: Path) -> None:
+    settings = read_yaml(run / "settings.yaml")
+    settings |= {"hyperparameters": vars(OtherRecipe()), "model": {"task": "other", "nc": 3}}
+    (run / "settings.yaml").write_text(yaml.safe_dump(settings))
+    hyp = tmp_path / "mine.yaml"
+    hyp.write_text("stripes: 3\n")
+    assert resumed("--resume", str(run), "--hyp", str(hyp)).begun == settings
+    hyp.write_text("stripes: 4\n")
+    with pytest.raises(UserError, match=r"stripes is 4\.0 and was 3\.0"):
+        resumed("--resume", str(run), "--hyp", str(hyp))
+    hyp.write_text("mosaic: 1\n")
+    with pytest.raises(UserError, match="unknown key 'mosaic'"):
+        resumed("--resume", str(run), "--hyp", str(hyp))
+
+
 def test_hyperparameters_that_are_not_given_are_not_read(tmp_path: Path) -> None:
     run = begin(tmp_path / "exp", Progress(epoch=1), hyp="gone.yaml")
-    assert resumed("--resume", str(run))[1] is not None
+    assert resumed("--resume", str(run)).begun is not None
 
 
 # What is said of the rest
 
 
 def test_changes(run: Path) -> None:
-    options, begun = resumed("--resume", str(run))
+    options, begun, _ = resumed("--resume", str(run))
     assert begun is not None
     assert changes(begun, options) == []
     longer = ("--epochs", "20", "--workers", "3", "--device", "0", "--project", "elsewhere", "--dist-timeout", "9")
-    options, begun = resumed("--resume", str(run), *longer)
+    options, begun, _ = resumed("--resume", str(run), *longer)
     assert begun is not None
     assert changes(begun, options) == [
         "--epochs is 20 and was 10",
@@ -390,8 +421,8 @@ def settled(project: str, *flags: str) -> str:
     """What a process is told; those that are not the main one find another project, as on another machine."""
     own = project if place().rank == 0 else "nowhere"
     try:
-        options, begun = resumed("--project", own, *flags)
-        said = f"{options.project} {options.epochs} {begun is not None}"
+        options, begun, fixed = resumed("--project", own, *flags)
+        said = f"{options.project} {options.epochs} {begun is not None} {fixed}"
     except UserError as error:
         said = f"error: {error}"
     except Stopped as stopped:
@@ -403,7 +434,7 @@ def settled(project: str, *flags: str) -> str:
 
 def test_all_processes_do_what_the_main_one_decides(run: Path, on_processes: OnProcesses) -> None:
     told = on_processes(2, settled, str(run.parent), "--resume", "--epochs", "12")
-    assert told == [f"{run.parent} 12 True"] * 2
+    assert told == [f"{run.parent} 12 True True"] * 2
 
 
 def test_all_processes_refuse_alike(run: Path, on_processes: OnProcesses) -> None:

@@ -1,0 +1,51 @@
+"""What a loader delivers, whatever the task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from data.sampler import Draw
+from utils.failures import shield_worker
+
+
+@dataclass(frozen=True)
+class Batch:
+    """images: uint8 (b, 3, h, w), RGB; targets: float32, what is to be found in them; infos: b of them.
+
+    targets of a detector: (m, 6), image in the batch, class, normalised xywh; of a classifier: (b, classes), shares
+    that add up to 1.
+    """
+
+    images: Tensor
+    targets: Tensor
+    infos: tuple[Any, ...]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The same batch with its tensors on `device`."""
+        images, targets = (t.to(device, non_blocking=non_blocking) for t in (self.images, self.targets))
+        return replace(self, images=images, targets=targets)
+
+    def pin_memory(self) -> Batch:
+        """The same batch in page-locked memory; a loader calls this."""
+        return replace(self, images=self.images.pin_memory(), targets=self.targets.pin_memory())
+
+
+def loader(
+    items: Dataset[Any], batches: Iterable[list[Draw]], collate: Callable[[Sequence[Any]], Batch], workers: int
+) -> DataLoader:
+    """Delivers `batches` of `items`, by so many processes, which end with this one."""
+    return DataLoader(
+        items,
+        batch_sampler=batches,
+        num_workers=workers,
+        collate_fn=collate,
+        pin_memory=torch.cuda.is_available(),
+        persistent_workers=workers > 0,
+        worker_init_fn=shield_worker,
+    )

@@ -1,0 +1,34 @@
+"""What was left out: shown as warnings, the first few, or refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from data.problems import refuse, told
+from utils.errors import UserError
+
+
+def problems(count: int) -> list[str]:
+    return [f"{number}.png: torn; left out" for number in range(count)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_a_few_problems_are_all_told(count: int) -> None:
+    assert told(problems(count), "train") == [f"warning: {number}.png: torn; left out" for number in range(count)]
+
+
+def test_of_many_problems_the_first_five_are_told_and_the_others_counted() -> None:
+    assert told(problems(7), "val") == [
+        *told(problems(5), "val"),
+        "warning: 2 more such problems in val; problems.txt in the run folder lists all",
+    ]
+
+
+def test_the_first_problem_is_refused_without_what_would_follow_from_it() -> None:
+    with pytest.raises(UserError) as caught:
+        refuse(["a.txt, line 2: 5 words; 6 are needed; row left out", *problems(2)], "train")
+    assert str(caught.value) == "a.txt, line 2: 5 words; 6 are needed (--strict; 3 such problems in train)"
+
+
+def test_nothing_is_refused_where_there_is_no_problem() -> None:
+    refuse((), "train")

@@ -1,0 +1,351 @@
+"""Classification: the same promises as a detector's, on photos of flowers and on the built-in shapes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from torch import Tensor
+from torchvision.models import resnet18
+
+import train as script
+from models.tasks.classification import ClassificationTask
+from models.weights import read_weights
+from tests.conftest import ROOT, TRAIN, VAL, OnProcesses, RunScript
+from tests.curves import CLASSIFIED, floats, identical, refused, rows, same_curve
+from tests.machines import ACCELERATE, CONFIGS, on_machine
+from tests.test_deepspeed import needs_deepspeed
+from tests.test_distributed import assemble
+
+FLOWERS = ("daisy", "dandelion", "roses", "sunflowers", "tulips")
+GENTLE = {"lr0": 0.0005, "crop_scale": 0.3}
+Train = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def flowers(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data YAML of some of the photos: 37 to train and 31 to validate, in folders of links."""
+    folder = tmp_path_factory.mktemp("flowers")
+    photos = sorted((shared / "data" / "flowers").rglob("*.jpg"), key=lambda photo: photo.name)
+    for split, chosen in {"train": photos[:TRAIN], "val": photos[TRAIN : TRAIN + VAL]}.items():
+        for photo in chosen:
+            (folder / split / photo.parent.name).mkdir(parents=True, exist_ok=True)
+            (folder / split / photo.parent.name / photo.name).symlink_to(photo)
+    file = folder / "flowers.yaml"
+    file.write_text(yaml.safe_dump({"path": str(folder), "train": "train", "val": "val"}))
+    return file
+
+
+@pytest.fixture(scope="session")
+def train(run_script: RunScript, flowers: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Trains yolov5n-cls from scratch for two epochs, on one thread per process; what it printed.
+
+    Not a ResNet: from scratch, with its small epsilon, rounding grows a thousandfold in five steps, on one process too.
+    """
+    hyp = tmp_path_factory.mktemp("hyp") / "gentle.yaml"
+    hyp.write_text(yaml.safe_dump(GENTLE))
+    what = ("--data", str(flowers), "--cfg", "yolov5n-cls.yaml", "--hyp", str(hyp), "--imgsz", "64")
+    how = ("--epochs", "2", "--batch-size", "8", "--workers", "1", "--device", "cpu")
+
+    def run(project: Path, *flags: str, plots: bool = False, **more: Any) -> str:
+        given = (*what, *how, *(() if plots else ("--noplots",)), "--project", str(project), *flags)
+        return run_script("train.py", *given, **{"OMP_NUM_THREADS": "1", **more})
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def alone(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of one process."""
+    project = tmp_path_factory.mktemp("alone")
+    train(project)
+    return project / "exp"
+
+
+# One curve. Seen: losses within 5e-7, weights within 1e-7, scores equal.
+
+
+def test_the_columns(alone: Path) -> None:
+    assert list(rows(alone)[0]) == ["epoch", *CLASSIFIED, "x/lr0", "x/lr1", "x/lr2"]
+
+
+def test_two_processes_by_a_flag(train: Train, alone: Path, tmp_path: Path) -> None:
+    printed = train(tmp_path, "--sync-bn", "--processes", "2")
+    same_curve(tmp_path / "exp", alone)
+    assert printed.count("epoch 2/2") == printed.count("results in") == 1
+    assert "warn" not in printed.lower()
+
+
+def test_four_processes_by_accelerate(train: Train, alone: Path, tmp_path: Path) -> None:
+    launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"), "--num_processes", "4")
+    train(tmp_path, "--sync-bn", launcher=launcher)
+    same_curve(tmp_path / "exp", alone)
+
+
+def test_two_machines(hosts: tuple[str, str], train: Train, alone: Path, tmp_path: Path) -> None:
+    def machine(rank: int) -> str:
+        return train(tmp_path / str(rank), "--sync-bn", launcher=on_machine(hosts[rank], rank))
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(machine, (0, 1)))
+    same_curve(tmp_path / "0" / "exp", alone)
+    assert not (tmp_path / "1").exists()
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
+def test_under_zero(stage: int, train: Train, alone: Path, tmp_path: Path) -> None:
+    launcher = (*ACCELERATE, "--config_file", str(CONFIGS / f"deepspeed_zero{stage}.yaml"))
+    train(tmp_path, "--sync-bn", launcher=launcher, DS_ACCELERATOR="cpu")
+    same_curve(tmp_path / "exp", alone)
+
+
+def epoch_in_float64(flags: Sequence[str]) -> dict[str, Tensor]:
+    start_from, inputs = script.start_from, ClassificationTask.inputs
+    script.start_from = lambda model, *rest: start_from(model.double(), *rest)
+    ClassificationTask.inputs = lambda self, batch: inputs(self, batch).double()
+    trainer, *_ = assemble(flags)
+    trainer.train_one_epoch()
+    return dict(trainer.bare.state_dict())
+
+
+def test_a_resnet_in_float64(on_processes: OnProcesses, flowers: Path, tmp_path: Path) -> None:
+    """Five steps of batches of 8. Seen: 2e-13."""
+    what = ["--data", str(flowers), "--cfg", "resnet18.yaml", "--imgsz", "64", "--batch-size", "8", "--sync-bn"]
+    flags = [*what, "--workers", "0", "--device", "cpu", "--noplots", "--project", str(tmp_path)]
+    (single,) = on_processes(1, epoch_in_float64, flags)
+    for state in on_processes(2, epoch_in_float64, flags):
+        for name, value in single.items():
+            if value.is_floating_point():
+                assert value.dtype == torch.float64
+                assert (state[name] - value).norm() <= 1e-9 * value.norm(), name
+
+
+def test_dropout_does_not_depend_on_the_processes(train: Train, tmp_path: Path) -> None:
+    """yolov5n-cls with dropout, mixed images and accumulated batches; another seed drops others."""
+    model = yaml.safe_load((ROOT / "models" / "yolov5n-cls.yaml").read_text())
+    model["head"] = [[-1, 1, "Classify", ["nc", 0.5]]]
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump(model))
+    hyp = tmp_path / "mixed.yaml"
+    hyp.write_text(yaml.safe_dump({**GENTLE, "nbs": 16, "mixup": 0.4, "cutmix": 0.3, "erasing": 0.3, "randaugment": 1}))
+    flags = ("--cfg", str(tmp_path / "model.yaml"), "--hyp", str(hyp), "--label-smoothing", "0.1", "--sync-bn")
+    train(tmp_path, *flags, "--name", "one")
+    train(tmp_path, *flags, "--name", "two", "--processes", "2")
+    same_curve(tmp_path / "two", tmp_path / "one")
+    model["head"] = [[-1, 1, "Classify", ["nc"]]]
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump(model))
+    train(tmp_path, *flags, "--name", "whole")
+    assert rows(tmp_path / "whole")[0]["train/loss"] != rows(tmp_path / "one")[0]["train/loss"]
+
+
+def test_statistics_are_averaged_without_sync_bn(
+    train: Train, run_script: RunScript, flowers: Path, tmp_path: Path
+) -> None:
+    """What two processes have validated is what one validates: every image of a prime number of them, once."""
+    train(tmp_path, "--processes", "2")
+    weights = str(tmp_path / "exp" / "weights" / "last.pt")
+    how = ("--imgsz", "64", "--workers", "0", "--device", "cpu", "--project", str(tmp_path / "val"))
+    last, tables = rows(tmp_path / "exp")[-1], []
+    for name, more in (("one", ()), ("two", ("--processes", "2", "--batch-size", "7"))):
+        printed = run_script(
+            "val.py", "--data", str(flowers), "--weights", weights, *how, *more, "--name", name, "--save-txt",
+            OMP_NUM_THREADS="1",
+        )  # fmt: skip
+        tables.append([line for line in printed.splitlines() if line.startswith(" ")])
+        assert len(list((tmp_path / "val" / name / "labels").iterdir())) == VAL
+    assert tables[0] == tables[1]
+    overall = tables[0][1].split()
+    assert overall[:2] == ["all", str(VAL)]
+    assert overall[4:] == [f"{last[f'metrics/accuracy_top{k}']:.4f}" for k in (1, 5)]
+
+
+# Resumed
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_and_resumed(processes: int, train: Train, run_script: RunScript, alone: Path, tmp_path: Path) -> None:
+    """In an epoch, then in a validation."""
+    here = ("--processes", "2") if processes > 1 else ()
+    straight = alone
+    if processes > 1:
+        train(tmp_path, *here, "--name", "straight")
+        straight = tmp_path / "straight"
+    planted = {"PYTHONPATH": str(ROOT / "tests" / "faults"), "OMP_NUM_THREADS": "1"}
+    code, rank = (-signal.SIGKILL, 0) if processes == 1 else (1, 1)
+    fault = f"SIGKILL:utils.stopping:Stop.after:3:{rank}"
+    train(tmp_path, *here, "--save-steps", "1", "--name", "killed", **planted, FAULT=fault, code=code)
+    fault = "SIGKILL:models.tasks.classification:ClassificationTask.score:1:0"
+    resume = ("--resume", str(tmp_path / "killed"))
+    run_script("train.py", *resume, **planted, FAULT=fault, code=code)
+    assert "going on with" in run_script("train.py", *resume, OMP_NUM_THREADS="1")
+    identical(tmp_path / "killed", straight)
+
+
+def test_resume_looks_at_the_recipe(train: Train, run_script: RunScript, alone: Path, tmp_path: Path) -> None:
+    """Of this task: a detector's recipe has other keys."""
+    other = tmp_path / "other.yaml"
+    other.write_text(yaml.safe_dump({**GENTLE, "lr0": 0.5}))
+    resume = ("--resume", str(alone), "--epochs", "3", "--hyp", str(other))
+    refused(run_script("train.py", *resume, fails=True), "lr0 is 0.5 and was 0.0005")
+
+
+# The recipe's options
+
+
+def test_fine_tuning_the_head_alone(train: Train, flowers: Path, alone: Path, tmp_path: Path) -> None:
+    """From weights of other classes: what fits is kept, what does not is named; nothing but the head learns."""
+    names = ["tulips", *FLOWERS[:4], "weeds"]  # another order, and one more
+    spec = yaml.safe_load(flowers.read_text())
+    (tmp_path / "six.yaml").write_text(yaml.safe_dump({**spec, "names": names}))
+    weights = str(alone / "weights" / "last.pt")
+    flags = ("--data", str(tmp_path / "six.yaml"), "--weights", weights, "--freeze", "-1")
+    printed = train(tmp_path, *flags)
+    assert "dropped, for they are of another shape: model.9.linear.weight (5x1280, here 6x1280)" in printed
+    assert "model.9.linear.bias (5, here 6)" in printed
+    assert "layers 0, 1, 2, 3, 4, 5, 6, 7, 8 are frozen" in printed
+    assert "has no images of the class 'weeds'" in printed
+    before, after = (read_weights(run / "weights" / "last.pt").state for run in (alone, tmp_path / "exp"))
+    assert torch.equal(before["model.8.cv3.conv.weight"], after["model.8.cv3.conv.weight"])
+    assert after["model.9.linear.weight"].shape == (6, 1280)
+
+
+def test_local_weights_of_torchvision(train: Train, tmp_path: Path) -> None:
+    """A file of bare tensors, as torchvision gives them."""
+    torch.save(resnet18(num_classes=10).state_dict(), tmp_path / "resnet18.pth")
+    flags = ("--cfg", "models/resnet18.yaml", "--weights", str(tmp_path / "resnet18.pth"), "--epochs", "1")
+    printed = train(tmp_path, *flags, "--freeze", "9")
+    assert "120 of 122 tensors taken" in printed
+    assert "another task" not in printed
+    assert "layers 0, 1, 2, 3, 4, 5, 6, 7, 8 are frozen" in printed
+
+
+def test_a_detectors_backbone(train: Train, shared: Path, tmp_path: Path) -> None:
+    weights = str(shared / "weights" / "yolov5n.pt")
+    printed = train(tmp_path, "--weights", weights, "--epochs", "1")
+    assert "is a model for another task, 'detect'" in printed
+    assert "taken from" in printed
+
+
+def test_the_learning_rate_is_scaled_where_asked(train: Train, alone: Path, tmp_path: Path) -> None:
+    """The total batch is what counts: nothing changes silently with the number of processes."""
+    train(tmp_path, "--processes", "2", "--name", "same", "--epochs", "1", "--noval")
+    train(tmp_path, "--processes", "2", "--name", "scaled", "--epochs", "1", "--noval", "--scale-lr")
+    assert rows(tmp_path / "same")[0]["x/lr0"] == rows(alone)[0]["x/lr0"] == 0.0005
+    assert rows(tmp_path / "scaled")[0]["x/lr0"] == 0.001
+
+
+def test_a_cosine_to_a_floor(train: Train, tmp_path: Path) -> None:
+    hyp = tmp_path / "floor.yaml"
+    hyp.write_text(yaml.safe_dump({**GENTLE, "lrf": 0.1}))
+    train(tmp_path, "--hyp", str(hyp), "--cos-lr", "--epochs", "3", "--nosave")
+    rates = [row["x/lr1"] for row in rows(tmp_path / "exp")]
+    assert rates == pytest.approx([0.0005, 0.0003875, 0.0001625])
+
+
+def test_a_loss_that_is_not_finite(train: Train, tmp_path: Path) -> None:
+    hyp = tmp_path / "wild.yaml"
+    hyp.write_text(yaml.safe_dump({**GENTLE, "lr0": 1e18}))
+    printed = train(tmp_path, "--hyp", str(hyp), "--max-skips", "2", "--epochs", "5", fails=True)
+    refused(printed, "2 optimizer steps in a row were skipped")
+
+
+# A split of one folder, and the run folder
+
+
+def test_one_folder(shared: Path, train: Train, run_script: RunScript, tmp_path: Path) -> None:
+    """Photos of all kinds, one that cannot be read; the split and the classes' numbers are written down."""
+    folder, pixels = tmp_path / "photos", np.random.default_rng(0).integers(0, 255, (40, 50, 3), np.uint8)
+    for flower in FLOWERS:
+        (folder / flower).mkdir(parents=True)
+        for photo in sorted((shared / "data" / "flowers" / flower).glob("*.jpg"))[:8]:
+            (folder / flower / photo.name).symlink_to(photo)
+    Image.fromarray(pixels).convert("L").save(folder / "roses" / "grey.png")
+    Image.fromarray(pixels).convert("CMYK").save(folder / "roses" / "cmyk.jpg")
+    Image.fromarray(pixels).convert("RGBA").save(folder / "tulips" / "alpha.png")
+    (folder / "tulips" / "broken.jpg").write_bytes(b"\xff\xd8nothing")
+    data = tmp_path / "photos.yaml"
+    data.write_text(yaml.safe_dump({"path": str(folder), "split": 0.25}))
+    flags = ("--data", str(data), "--epochs", "1")
+    printed = train(tmp_path, *flags)
+    assert "train: 33 images of 5 classes" in printed
+    assert "val: 10 images of 5 classes" in printed
+    assert "broken.jpg: not readable as an image" in printed
+    run = tmp_path / "exp"
+    assert json.loads((run / "class_indices.json").read_text()) == {str(k): name for k, name in enumerate(FLOWERS)}
+    table = [line.split(",") for line in (run / "split.csv").read_text().splitlines()]
+    assert table[0] == ["split", "class", "image"]
+    assert len({row[2] for row in table[1:]}) == len(table) - 1 == 43
+    assert all(row[1] == Path(row[2]).parent.name for row in table[1:])
+    assert "broken.jpg" in (run / "problems.txt").read_text()
+    refused(train(tmp_path, *flags, "--strict", fails=True), "broken.jpg: not readable as an image")
+    how = ("--imgsz", "64", "--device", "cpu", "--workers", "0", "--project", str(tmp_path / "val"))
+    printed = run_script("val.py", "--data", str(data), "--weights", str(run / "weights" / "last.pt"), *how)
+    assert "val: 10 images of 5 classes" in printed
+
+
+def test_the_run_folder(train: Train, tmp_path: Path) -> None:
+    """Counts by class, the confusion matrix, and pictures; with --noplots none of these."""
+    train(tmp_path, plots=True)
+    run = tmp_path / "exp"
+    names = {file.name for file in run.iterdir()}
+    assert {"classes.csv", "confusion_matrix.csv", "class_indices.json", "split.csv"} <= names
+    assert {"confusion_matrix.png", "mistakes.jpg", "train_batch0.jpg"} <= names
+    matrix = [line.split(",")[1:] for line in (run / "confusion_matrix.csv").read_text().splitlines()[1:]]
+    counts = np.array(matrix, int)
+    best = max(rows(run), key=lambda row: row["metrics/accuracy_top1"])
+    assert counts.sum() == VAL
+    assert np.trace(counts) / VAL == pytest.approx(best["metrics/accuracy_top1"])
+    classes = [line.split(",") for line in (run / "classes.csv").read_text().splitlines()[1:]]
+    assert [int(row[1]) for row in classes] == counts.sum(1).tolist()
+    assert [float(row[3]) for row in classes] == pytest.approx((np.diag(counts) / counts.sum(1)).tolist())
+    train(tmp_path, "--name", "plain", "--epochs", "1")
+    assert not [file for file in (tmp_path / "plain").iterdir() if file.suffix in (".png", ".jpg")]
+
+
+# The built-in set
+
+
+@pytest.mark.long
+def test_the_built_in_job_learns(run_script: RunScript, tmp_path: Path) -> None:
+    """`python train.py --cfg models/resnet18.yaml --data data/shapes-cls.yaml`, as a new user types it."""
+    what = ("--cfg", "models/resnet18.yaml", "--data", "data/shapes-cls.yaml", "--device", "cpu")
+    run_script("train.py", *what, "--project", str(tmp_path), OMP_NUM_THREADS=str(os.cpu_count()))
+    assert rows(tmp_path / "exp")[-1]["metrics/accuracy_top1"] > 0.8
+
+
+def test_its_defaults_are_taken(run_script: RunScript, tmp_path: Path) -> None:
+    """The data YAML's, and where it says nothing the task's; the command line goes before both."""
+    what = ("--cfg", "resnet18", "--data", "data/shapes-cls.yaml", "--batch-size", "256", "--epochs", "1")
+    run_script("train.py", *what, "--device", "cpu", "--noval", "--noplots", "--project", str(tmp_path))
+    settings = yaml.safe_load((tmp_path / "exp" / "settings.yaml").read_text())
+    assert (settings["imgsz"], settings["batch_size"], settings["epochs"]) == (48, 256, 1)
+    assert (settings["weights"], settings["hyp"]) == ("", "data/hyps/shapes-cls.yaml")
+    assert floats(tmp_path / "exp").isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--cfg", "resnet43.yaml"), "model 'resnet43.yaml' is not a file"),
+        (("--data", "data/shapes.yaml"), "has no folders of images"),
+        (("--single-cls",), "--single-cls leaves a classifier nothing to tell apart"),
+        (("--rect",), "--rect is for detectors"),
+        (("--hyp", "low.yaml"), "low.yaml: unknown key 'box'"),
+        (("--freeze", "12"), "the model has layers 0 to 9, no 10"),
+        (("--cfg", "resnet18.yaml", "--imgsz", "8192", "--weights", "DEFAULT"), "cannot be downloaded"),
+        (("--batch-size", "7", "--processes", "2"), "take 6 or 8"),
+        (("--weights", "yolov5n-cls.pt"), "weights yolov5n-cls.pt are not a file"),
+    ],
+)
+def test_bad_input(flags: tuple[str, ...], said: str, train: Train, tmp_path: Path) -> None:
+    refused(train(tmp_path, *flags, fails=True), said)
