@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any
@@ -15,7 +16,8 @@ from torchvision import models as zoo
 from utils.errors import UserError, nearest
 
 KEYS = ("task", "architecture", "nc", "args")
-# Two have a second and third head, for training alone, that would need a loss of their own.
+# Two have a second and third head, for training alone, that would need a loss of their own; and their weights are of
+# images normalised in another way, which `transform_input` brings about.
 PLAIN = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
 
 
@@ -52,10 +54,16 @@ def build_classifier(yaml: Mapping[str, Any], nc: int, imgsz: int, source: str =
     args = yaml.get("args") or {}
     if not isinstance(args, dict) or "weights" in args or "num_classes" in args:
         raise UserError(f"{source}: `args` is {args!r}; write lines such as `dropout: 0.3` (weights are for --weights)")
+    args = {"transform_input": True, **args} if name in PLAIN else args
     try:
         model = zoo.get_model(name, weights=None, num_classes=nc, **PLAIN.get(name, {}), **args)
     except Exception as error:  # a user's arguments can fail anywhere
         raise UserError(f"{source}: {name} cannot be built with the arguments {args} ({_line(error)})") from error
+    known = inspect.signature(type(model).__init__).parameters
+    if unknown := [key for key in args if key not in known]:  # some builders swallow what they do not know
+        raise UserError(
+            f"{source}: `args` has '{unknown[0]}', which {name} does not know{nearest(str(unknown[0]), known)}"
+        )
     _try(model, imgsz, source, name)
     model.yaml = {**copy.deepcopy(dict(yaml)), "task": "classify", "nc": nc}
     return model

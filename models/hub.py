@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -56,7 +57,7 @@ def download(address: str, path: Path) -> Path:
         if not path.is_file():
             try:
                 _fetch(address, path)
-            except (OSError, ValueError) as error:  # URLError and all that sockets raise are OSErrors
+            except (OSError, ValueError, HTTPException) as error:  # URLError and all that sockets raise are OSErrors
                 reason = getattr(error, "reason", error)
                 raise UserError(
                     f"{address} cannot be downloaded ({reason}); fetch it by other means and put it at {path}"
@@ -65,8 +66,9 @@ def download(address: str, path: Path) -> Path:
 
 
 def _fetch(address: str, path: Path) -> None:
-    """Raises OSError, or ValueError where the content is not what the name says."""
-    digest, hidden = hashlib.sha256(), None if speaks() else True  # None: tqdm asks whether it writes to a terminal
+    """Raises OSError, HTTPException, or ValueError where the content is not what the name says."""
+    hidden = None if speaks() else True  # None: tqdm asks whether it writes to a terminal
+    digest, done = hashlib.sha256(), 0
     with (
         urlopen(address, timeout=PATIENCE) as answer,
         replacing(path) as file,
@@ -82,9 +84,10 @@ def _fetch(address: str, path: Path) -> None:
         while part := answer.read(2**20):
             file.write(part)
             digest.update(part)
+            done += len(part)
             bar.update(len(part))
-        if bar.total is not None and bar.n != bar.total:
-            raise ValueError(f"the connection ended after {bar.n} of {bar.total} bytes")
+        if bar.total is not None and done != bar.total:
+            raise ValueError(f"the connection ended after {done} of {bar.total} bytes")
         wanted = CHECKSUM.search(path.name)
         if wanted and not digest.hexdigest().startswith(wanted[1]):
             raise ValueError("its checksum is another than its name says")

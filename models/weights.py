@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import io
 import pickle
+import re
 import warnings
 from _compat_pickle import IMPORT_MAPPING
 from collections.abc import Callable, Iterator, Mapping
@@ -45,6 +46,11 @@ REAL: dict[str, Any] = {
     **{f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
 SIZES = {16: "n", 32: "s", 48: "m", 64: "l", 80: "x"}  # YOLOv5's, by the channels of the first convolution
+RENAMED = (
+    (re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)"), r"\1\2"),
+    (re.compile(r"\.mlp\.linear_1\."), ".mlp.0."),
+    (re.compile(r"\.mlp\.linear_2\."), ".mlp.3."),
+)
 TASKS_BY_CLASS = {"SegmentationModel": "segment", "ClassificationModel": "classify"}
 
 
@@ -78,6 +84,13 @@ def read_weights(path: str | Path) -> Weights:
         raise UserError(f"{path} {_damage(data, error)}") from error
 
 
+def _renamed(name: str) -> str:
+    """A tensor's name of today, for one of torchvision's older DenseNet and ViT files."""
+    for old, new in RENAMED:
+        name = old.sub(new, name)
+    return name
+
+
 class Transfer(NamedTuple):
     """How many tensors were loaded, how many the model has, and those that are there in another shape: name and both
     shapes, the file's first."""
@@ -90,8 +103,10 @@ class Transfer(NamedTuple):
 def transfer(model: nn.Module, state: Mapping[str, Tensor], exclude: tuple[str, ...] = ()) -> Transfer:
     """Load every tensor that fits by name and shape and has none of `exclude` in its name."""
     own = model.state_dict()
+    state = {_renamed(name): tensor for name, tensor in state.items()}
     shared = [name for name in state if name in own and not any(part in name for part in exclude)]
-    fitting = {name: state[name] for name in shared if own[name].shape == state[name].shape}
+    fitting = type(own)((name, state[name]) for name in shared if own[name].shape == state[name].shape)
+    fitting._metadata = own._metadata  # type: ignore[attr-defined]  # versions of layers, which some ask for
     misfits = [(name, tuple(state[name].shape), tuple(own[name].shape)) for name in shared if name not in fitting]
     model.load_state_dict(fitting, strict=False)
     return Transfer(len(fitting), len(own), misfits)

@@ -368,9 +368,9 @@ def _shortened(text: str, most: int = 160) -> str:
 
 
 def _scaling(yaml: dict[str, Any]) -> Scaling:
-    anchors = yaml.get("anchors") or 0
+    anchors = yaml["anchors"] if yaml["task"] == "detect" else 0
     per_level = anchors if isinstance(anchors, int) else len(anchors[0]) // 2
-    outputs = per_level * (yaml["nc"] + 5)  # none in a classifier
+    outputs = per_level * (yaml["nc"] + 5)
     return Scaling(yaml["depth_multiple"], yaml["width_multiple"], yaml["channel_multiple"], outputs)
 
 

@@ -254,7 +254,7 @@ ERRORS = {
     "device": Case(nothing, "--device 7", "--device 7"),
     "no device": Case(nothing, "--device gpu: give cpu, mps, or the numbers", "--device gpu"),
     "freeze": Case(nothing, "--freeze 99: the model has layers 0 to 3", "--freeze 99"),
-    "freeze -1": Case(nothing, "argument --freeze: -1 is out of range", "--freeze -1", code=2),
+    "freeze -9": Case(nothing, "--freeze -9: the model has layers 0 to 3, no -9", "--freeze -9"),
     "image size": Case(nothing, "-8 is out of range; give 1 to 16384", "--imgsz -8", code=2),
     "confidence": Case(nothing, "2 is out of range; give 0 to 1", "--conf-thres 2", code=2, script="val"),
     # models

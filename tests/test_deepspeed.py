@@ -99,4 +99,4 @@ def test_what_it_cannot_do(
 def test_absent_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else object())
     with pytest.raises(UserError, match=r"transformers cannot be imported; pip install -r requirements-deepspeed\.txt"):
-        zero.prepare_environment(True, "no", 1)
+        zero.prepare_environment(True, "no")

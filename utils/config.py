@@ -280,6 +280,7 @@ def suggestions(values: Any, source: Path) -> dict[str, Any]:
         raise UserError(f"{source}: `defaults` must be lines such as `imgsz: 64`, not {values!r}")
     hints = typing.get_type_hints(TrainOptions)
     fields = {field.name: field.metadata for field in dataclasses.fields(TrainOptions) if field.name in SUGGESTED}
+    found = {}
     for key, value in values.items():
         if key not in fields:
             raise UserError(
@@ -292,7 +293,8 @@ def suggestions(values: Any, source: Path) -> dict[str, Any]:
             fits = value in metadata["within"]
         if not fits or (metadata["choices"] and value not in metadata["choices"]):
             raise UserError(f"{source}: `{key}` under `defaults` is {value!r}, which --{key.replace('_', '-')} refuses")
-    return dict(values)
+        found[key] = kind(value)
+    return found
 
 
 def with_defaults(options: T, argv: Sequence[str], *better: Mapping[str, Any]) -> T:

@@ -17,7 +17,7 @@ def draw_for_all(model: nn.Module) -> None:
     """
     stochastic_depth = getattr(sys.modules.get("torchvision.ops.stochastic_depth"), "StochasticDepth", ())
     for module in list(model.modules()):
-        for name, child in module.named_children():
+        for name, child in list(module._modules.items()):  # under each of its names
             if type(child) is nn.Dropout and child.p:
                 module.register_module(name, GlobalDropout(child.p, rows=False).train(child.training))
             elif isinstance(child, stochastic_depth) and child.p and child.mode == "row":

@@ -46,10 +46,15 @@ def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
     A model's layers are the children of its `model`, a sequence, or else its own. Raises `UserError` for a number that
     is no layer of it.
     """
-    rows = list(dict(model.named_children()).get("model", model).children())
-    count = len(rows)
-    first = layers[0] if layers[0] >= 0 else max(count + layers[0], 0)
-    chosen = list(range(first) if len(layers) == 1 else layers)
+    layered = dict(model.named_children()).get("model", model)
+    rows = list(layered.children())
+    count, only = len(rows), layers[0] if len(layers) == 1 else 0
+    if only >= 0:
+        chosen = list(range(only)) if len(layers) == 1 else list(layers)
+    else:
+        chosen = list(range(count + only)) if count + only >= 0 else [only]
+        for parameter in layered.parameters(recurse=False):  # of no layer, such as a transformer's class token
+            parameter.requires_grad_(False)
     for number in chosen:
         if not 0 <= number < count:
             raise UserError(

@@ -149,7 +149,6 @@ def test_only_the_first_line_of_a_reason_is_told(monkeypatch: pytest.MonkeyPatch
         on_meta("resnet18")
 
 
-@pytest.mark.xfail(strict=True, reason="MobileNetV3 and ConvNeXt take any argument, and do nothing with it")
 @pytest.mark.parametrize("name", ["mobilenet_v3_small", "convnext_tiny"])
 def test_arguments_that_nothing_is_done_with(name: str) -> None:
     with pytest.raises(UserError, match="droput"):
@@ -193,7 +192,6 @@ def test_another_number_of_classes_changes_the_last_layer_alone() -> None:
     )
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="transfer gives load_state_dict no versions of the modules")
 def test_weights_of_a_network_that_asks_for_their_version() -> None:
     model = build_classifier({"architecture": "mnasnet0_5"}, 3, 64)
     found = transfer(model, {key: value + 1 for key, value in model.state_dict().items()})

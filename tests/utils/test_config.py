@@ -387,7 +387,6 @@ def test_suggestions() -> None:
     assert suggestions({"label_smoothing": 0}, Path("a.yaml")) == {"label_smoothing": 0}
 
 
-@pytest.mark.xfail(strict=True, reason="a float stays one, and --imgsz 64.0 is then refused by the model")
 def test_a_suggested_whole_number_is_one() -> None:
     found = suggestions({"imgsz": 64.0, "label_smoothing": 0}, Path("a.yaml"))
     assert (type(found["imgsz"]), type(found["label_smoothing"])) == (int, float)

@@ -227,7 +227,6 @@ def test_all_but_the_head(yaml: str, head: str) -> None:
     assert learning(model) == {head}
 
 
-@pytest.mark.xfail(strict=True, reason="the class token belongs to no child, and learns on")
 def test_all_but_the_head_of_a_transformer() -> None:
     model = on_meta(vit_b_32)
     freeze(model, (-1,))
