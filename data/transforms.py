@@ -1,4 +1,7 @@
-"""What a classifier's images go through: torchvision's transforms, every random choice from a generator of ours."""
+"""What a classifier's images go through: torchvision's transforms, every random choice from a generator of ours.
+
+torchvision is imported where it is used: it takes more than a second, which a detector need not wait for.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
-from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional
 
 SHOWN_SHARE = 0.875  # of the shorter side that a validation crop shows: 224 of 256 pixels
 MEAN = (124, 116, 104)  # ImageNet's, RGB: what an erased rectangle is filled with
@@ -66,10 +67,12 @@ class Augmenter:
         classes: int,
     ) -> None:
         self.settings, self.load, self.count, self.classes = settings, load, count, classes
-        self.transform = v2.Compose(_steps(settings, side))
+        self.transform = torch.nn.Sequential(*_steps(settings, side))
 
     def __call__(self, image: int, generator: np.random.Generator) -> tuple[Tensor, Tensor]:
         """The image, uint8 (3, side, side), and the share of each class, float32 (classes,)."""
+        from torchvision.transforms import v2
+
         settings = self.settings
         chance, partner = generator.random(), int(generator.integers(self.count))
         with drawing_from(generator):
@@ -92,6 +95,8 @@ class Augmenter:
 
 
 def _steps(settings: TransformSettings, side: int) -> list[torch.nn.Module]:
+    from torchvision.transforms import v2
+
     steps: list[torch.nn.Module] = [
         v2.RandomResizedCrop(side, scale=(settings.crop_scale, 1.0), ratio=ASPECT, antialias=True)
     ]
@@ -107,6 +112,8 @@ def _steps(settings: TransformSettings, side: int) -> list[torch.nn.Module]:
 
 def centre_crop(image: Tensor, side: int) -> Tensor:
     """The middle of an image, uint8 (3, h, w), with most of its shorter side shown, as (3, side, side)."""
+    from torchvision.transforms.v2 import functional
+
     most = LONGEST * min(image.shape[-2:])  # of a strip, what will not be shown is cut away before it is enlarged
     image = functional.center_crop(image, [min(length, most) for length in image.shape[-2:]])
     shrunk = functional.resize(image, [round(side / SHOWN_SHARE)], antialias=True)

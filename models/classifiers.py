@@ -1,4 +1,7 @@
-"""Classifiers that torchvision builds, from a model YAML with `architecture:`."""
+"""Classifiers that torchvision builds, from a model YAML with `architecture:`.
+
+torchvision is imported where it is used: it takes more than a second, which a detector need not wait for.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
-from torchvision import models as zoo
 
 from utils.errors import UserError, nearest
 
@@ -23,6 +25,8 @@ PLAIN = {name: {"aux_logits": False, "init_weights": True} for name in ("googlen
 
 def architectures() -> list[str]:
     """The names of torchvision's classification models."""
+    from torchvision import models as zoo
+
     return zoo.list_models(module=zoo)
 
 
@@ -37,7 +41,9 @@ def architecture(yaml: Mapping[str, Any], source: str) -> str:
 
 def default_weights(name: str) -> str:
     """The address of the weights that torchvision recommends for an architecture."""
-    return zoo.get_model_weights(name).DEFAULT.url
+    from torchvision.models import get_model_weights
+
+    return get_model_weights(name).DEFAULT.url
 
 
 def build_classifier(yaml: Mapping[str, Any], nc: int, imgsz: int, source: str = "the model YAML") -> nn.Module:
@@ -47,6 +53,8 @@ def build_classifier(yaml: Mapping[str, Any], nc: int, imgsz: int, source: str =
     its function, such as `dropout: 0.3`. Its attribute `yaml` builds it again. Raises `UserError` where it cannot be
     built or does not take such images.
     """
+    from torchvision.models import get_model
+
     name = architecture(yaml, source)
     for key in yaml:
         if key not in KEYS:
@@ -56,7 +64,7 @@ def build_classifier(yaml: Mapping[str, Any], nc: int, imgsz: int, source: str =
         raise UserError(f"{source}: `args` is {args!r}; write lines such as `dropout: 0.3` (weights are for --weights)")
     args = {"transform_input": True, **args} if name in PLAIN else args
     try:
-        model = zoo.get_model(name, weights=None, num_classes=nc, **PLAIN.get(name, {}), **args)
+        model = get_model(name, weights=None, num_classes=nc, **PLAIN.get(name, {}), **args)
     except Exception as error:  # a user's arguments can fail anywhere
         raise UserError(f"{source}: {name} cannot be built with the arguments {args} ({_line(error)})") from error
     known = inspect.signature(type(model).__init__).parameters

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +213,11 @@ def test_the_readme_names_every_flag() -> None:
         names = [option.name.replace("_", "-"), *option.metadata["aliases"]]
         missing = [name for name in names if f"`--{name}`" not in readme]
         assert not missing, f"README.md does not name --{missing[0]}"
+
+
+def test_a_start_does_not_import_what_it_may_not_need() -> None:
+    """Each takes a second or more: a wrong flag is told sooner, and a run begins sooner."""
+    slow = ["torchvision", "matplotlib", "deepspeed", "transformers", "wandb", "pandas", "scipy"]
+    script = f"import sys, train, val; print([name for name in {slow} if name in sys.modules])"
+    printed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert printed.stdout.strip() == "[]"
