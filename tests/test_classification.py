@@ -349,3 +349,12 @@ def test_its_defaults_are_taken(run_script: RunScript, tmp_path: Path) -> None:
 )
 def test_bad_input(flags: tuple[str, ...], said: str, train: Train, tmp_path: Path) -> None:
     refused(train(tmp_path, *flags, fails=True), said)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(train: Train, alone: Path, tmp_path: Path) -> None:
+    """The curve of the CPU, nearly; in bf16 it runs too, and torchvision's models with it."""
+    train(tmp_path, "--device", "0", "--mixed-precision", "no")
+    same_curve(tmp_path / "exp", alone, losses=1e-2, scores=0.07, weights=1e-2)
+    train(tmp_path, "--device", "0", "--cfg", "models/resnet18.yaml", "--name", "bf16", "--epochs", "1")
+    assert floats(tmp_path / "bf16").isfinite().all()

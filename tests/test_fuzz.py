@@ -16,10 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from data import DATASETS
 from data.labels import SLACK, scan_image
 from data.sources import read_spec
+from models.classifiers import build_classifier
+from models.tasks import TASKS
 from models.yolo import build_model
-from utils.config import Hyperparameters, read_hyperparameters
+from utils.config import SUGGESTED, read_hyperparameters
 from utils.errors import UserError
 
 # In time: a hang is an error too.
@@ -98,7 +101,16 @@ data_sets = st.one_of(
     anything,
     st.text(),
     st.fixed_dictionaries(
-        {}, optional={"path": entries, "train": st.one_of(entries, st.lists(entries)), "names": names, "nc": anything}
+        {},
+        optional={
+            "path": entries,
+            "train": st.one_of(entries, st.lists(entries)),
+            "names": names,
+            "nc": anything,
+            "split": scalars,
+            "split_seed": scalars,
+            "defaults": st.one_of(anything, st.dictionaries(st.sampled_from(SUGGESTED), scalars, max_size=3)),
+        },
     ),
     st.dictionaries(data_keys, scalars.filter(lambda value: not isinstance(value, int) and value not in ("/", ".."))),
 )
@@ -116,7 +128,10 @@ def test_data_sets(content: Any, listed: str) -> None:
         spec = sentence_or(lambda: read_spec(write(folder, content)))
         found = spec and sentence_or(lambda: spec.listing("train"))
         if spec:
-            assert spec.names
+            assert spec.names or "names" not in content
+            for kind in DATASETS.values():
+                sentence_or(lambda kind=kind: kind.class_names(spec, False))
+                sentence_or(lambda kind=kind: kind.files(spec))
             assert all(isinstance(name, str) for name in spec.names.values())
         if found:
             assert found.images
@@ -124,19 +139,24 @@ def test_data_sets(content: Any, listed: str) -> None:
 
 # Hyperparameters
 
+RECIPES = [task.recipe for task in TASKS.values()]
+
 
 @many
 @given(
     st.one_of(
-        anything, st.text(), st.dictionaries(st.sampled_from(list(Hyperparameters.__dataclass_fields__)), scalars)
+        anything,
+        st.text(),
+        *(st.dictionaries(st.sampled_from(list(kind.__dataclass_fields__)), scalars) for kind in RECIPES),
     )
 )
 def test_hyperparameters(content: Any) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        hyp = sentence_or(lambda: read_hyperparameters(str(write(Path(name), content))))
-    if hyp is not None:
-        for field in Hyperparameters.__dataclass_fields__.values():
-            assert getattr(hyp, field.name) in field.metadata["within"]
+    for kind in RECIPES:
+        with tempfile.TemporaryDirectory() as name:
+            hyp = sentence_or(lambda kind=kind, name=name: read_hyperparameters(str(write(Path(name), content)), kind))
+        if hyp is not None:
+            for field in kind.__dataclass_fields__.values():
+                assert getattr(hyp, field.name) in field.metadata["within"]
 
 
 # Models
@@ -153,7 +173,7 @@ SOUND: dict[str, Any] = {
 }
 small = st.one_of(st.integers(-2, 40), st.floats(-2, 4), scalars)
 modules = st.sampled_from(
-    ["Conv", "DWConv", "C3", "SPP", "SPPF", "Bottleneck", "Concat", "nn.Upsample", "Detect", "C4", 3, None]
+    ["Conv", "DWConv", "C3", "SPP", "SPPF", "Bottleneck", "Concat", "nn.Upsample", "Detect", "Classify", "C4", 3, None]
 )
 arguments = st.one_of(st.lists(st.one_of(small, st.lists(small, max_size=3)), max_size=4), anything)
 origins = st.one_of(st.integers(-4, 7), st.lists(st.integers(-4, 7), max_size=3), anything)
@@ -161,7 +181,8 @@ rows = st.one_of(st.tuples(origins, small, modules, arguments).map(list), anythi
 places = st.tuples(st.sampled_from(["backbone", "head"]), st.integers(0, 3))
 keys = st.dictionaries(
     st.one_of(
-        st.sampled_from(["nc", "anchors", "depth_multiple", "width_multiple", "activation", "ch", "head"]), words
+        st.sampled_from(["task", "nc", "anchors", "depth_multiple", "width_multiple", "activation", "ch", "head"]),
+        words,
     ),
     st.one_of(small, anything),
     max_size=2,
@@ -177,7 +198,10 @@ def test_models(changed: dict[tuple[str, int], Any], more: dict[Any, Any]) -> No
     model = sentence_or(lambda: build_model({**description, **more}))
     if model is not None:
         maps = model(torch.zeros(1, int(model.yaml["ch"]), 64, 64))
-        assert len(maps) == len(model.stride)
+        if model.yaml["task"] == "classify":
+            assert maps.shape == (1, model.yaml["nc"])
+        else:
+            assert len(maps) == len(model.stride)
 
 
 @few
@@ -186,3 +210,19 @@ def test_models_of_anything(content: Any) -> None:
     with tempfile.TemporaryDirectory() as name:
         file = write(Path(name), content)
         sentence_or(lambda: build_model(file))
+
+
+@few
+@given(
+    st.fixed_dictionaries(
+        {"architecture": st.one_of(st.sampled_from(["resnet18", "squeezenet1_1"]), anything)},
+        optional={
+            "args": st.one_of(anything, st.dictionaries(st.sampled_from(["dropout", "width_per_group"]), scalars))
+        },
+    ),
+    st.dictionaries(words, anything, max_size=1),
+)
+def test_classifiers(content: Any, more: dict[str, Any]) -> None:
+    model = sentence_or(lambda: build_classifier({**content, **more}, 3, 64))
+    if model is not None:
+        assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
