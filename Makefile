@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test test-long test-gpu test-gpu2 lint bench bench-processes bench-saving
+.PHONY: setup train test test-long test-gpu test-gpu2 lint bench bench-processes bench-saving bench-versus
 
 setup: $(STAMP)
 
@@ -46,3 +46,7 @@ bench-processes: setup
 
 bench-saving: setup
 	$(RUN) -m benchmarks.saving
+
+# YOLOV5: a checkout; PEER: the Python that its packages are installed for; PHOTOS: a folder with images/ and labels/
+bench-versus: setup
+	$(RUN) -m benchmarks.versus --data $(or $(PHOTOS),../datasets/coco128) $(if $(YOLOV5),--yolov5 $(YOLOV5)) $(if $(PEER),--python $(PEER))

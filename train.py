@@ -284,8 +284,14 @@ def main() -> None:
     run.write_documents(data.documents(train_split, val_split))
 
     loader = data.train_loader(
-        train_split, batch_size=options.batch_size, hyp=hyp, seed=options.seed, rect=options.rect
+        train_split,
+        batch_size=options.batch_size,
+        hyp=hyp,
+        seed=options.seed,
+        rect=options.rect,
+        near=options.partners == "near",
     )
+    run.say(*loader.dataset.images.said)
     validation_batch = min(2 * options.batch_size, VALIDATION_BATCH)
     batches = data.evaluation_batches(val_split, batch_size=validation_batch, square=False)
     val_loader = data.evaluation_loader(val_split, run.share(batches))

@@ -67,30 +67,132 @@ def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool) -> tuple[Sa
     return Sample(image, boxes, sample.classes), Placement((ratio, ratio), (left, top))
 
 
-def mosaic(samples: Sequence[Sample], size: int, rng: np.random.Generator) -> Sample:
-    """Four images around a random centre of a canvas of 2 x `size` pixels: the first top left, then top right,
-    bottom left, bottom right, each cut where it leaves the canvas."""
-    canvas = np.full((2 * size, 2 * size, 3), GREY, np.uint8)
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+def mosaic_places(sizes: Sequence[tuple[int, int]], size: int, rng: np.random.Generator) -> list[Box]:
+    """Where four images of `sizes` (width, height) lie on a canvas of 2 x `size` pixels.
+
+    They meet at a random centre: the first top left of it, then top right, bottom left, bottom right.
+    """
     centre_x, centre_y = (int(v) for v in rng.uniform(size / 2, 3 * size / 2, 2))
-    boxes = []
-    for place, sample in enumerate(samples):
+    places: list[Box] = []
+    for number, (width, height) in enumerate(sizes):
+        left = centre_x if number % 2 else centre_x - width
+        top = centre_y if number // 2 else centre_y - height
+        places.append((left, top, left + width, top + height))
+    return places
+
+
+def warp_mosaic(
+    places: Sequence[Box],
+    load: Callable[[int], Sample],
+    canvas: int,
+    matrix: np.ndarray,
+    scale: float,
+    shape: tuple[int, int],
+) -> Sample:
+    """Four images at `places` on a square canvas, as `matrix` takes its pixels into `shape` (height, width).
+
+    Each image goes straight into the result, which is all that is ever made; one that is not seen is not loaded.
+    `load`: gives the image of a place, whose size may be another than the place's. `scale`: the matrix's change of it.
+    """
+    upright = not matrix[[0, 1, 2, 2], [1, 0, 0, 1]].any()
+    result = np.full((*shape, 3), GREY, np.uint8)
+    before, after, classes = [], [], []
+    for number, place in enumerate(places):
+        seen = (max(place[0], 0), max(place[1], 0), min(place[2], canvas), min(place[3], canvas))
+        window = _window(seen, matrix, shape, upright) if seen[0] < seen[2] and seen[1] < seen[3] else None
+        if window is None:
+            continue
+        sample = load(number)
         height, width = sample.image.shape[:2]
-        left = centre_x if place % 2 else centre_x - width
-        top = centre_y if place // 2 else centre_y - height
-        _paste(canvas, sample.image, left, top)
-        boxes.append(sample.boxes + np.array([left, top, left, top], np.float32))
-    joined = np.concatenate(boxes).clip(0, 2 * size)
-    return Sample(canvas, joined, np.concatenate([sample.classes for sample in samples]))
+        ratio = ((place[2] - place[0]) / width, (place[3] - place[1]) / height)
+        if upright:
+            onto = _put_upright(result, sample.image, window, place, seen, ratio, matrix)
+            after.append((sample.boxes * onto[0] + onto[1]).clip(window[:2] * 2, window[2:] * 2))
+        else:
+            _put_tilted(result, sample.image, window, place, seen, ratio, matrix)
+        before.append((sample.boxes * (ratio * 2) + place[:2] * 2).clip(0, canvas))
+        classes.append(sample.classes)
+    if not classes:
+        return Sample(result, np.zeros((0, 4), np.float32), np.zeros(0, np.float32))
+    old = np.concatenate(before)
+    new = np.concatenate(after) if upright else warp_boxes(old, matrix, shape)
+    kept = worth_keeping(old * scale, new)
+    return Sample(result, new[kept].astype(np.float32), np.concatenate(classes)[kept])
 
 
-def _paste(canvas: np.ndarray, image: np.ndarray, left: int, top: int) -> None:
-    """Copy the part of `image` that lies on `canvas` when its corner is at (left, top)."""
-    height, width = (
-        min(have, room - at) for have, room, at in zip(image.shape, canvas.shape, (top, left), strict=False)
-    )
-    canvas[max(top, 0) : top + height, max(left, 0) : left + width] = image[
-        max(-top, 0) : height, max(-left, 0) : width
-    ]
+def _window(seen: Box, matrix: np.ndarray, shape: tuple[int, int], upright: bool) -> tuple[int, int, int, int] | None:
+    """The upright part of the result, left, top, right, bottom, that a part of the canvas comes into; None for none."""
+    if upright:
+        (a, _, x), (_, d, y) = matrix[:2].tolist()
+        around = [a * seen[0] + x, d * seen[1] + y, a * seen[2] + x, d * seen[3] + y]
+    else:
+        around = warp_boxes(np.array([seen]), matrix, shape)[0].tolist()
+    height, width = shape
+    left, top = max(round(around[0]), 0), max(round(around[1]), 0)
+    right, bottom = min(round(around[2]), width), min(round(around[3]), height)
+    return (left, top, right, bottom) if left < right and top < bottom else None
+
+
+def _put_upright(
+    result: np.ndarray,
+    image: np.ndarray,
+    window: tuple[int, int, int, int],
+    place: Box,
+    seen: Box,
+    ratio: tuple[float, float],
+    matrix: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Fill a window of the result by resizing the part of the image that falls there.
+
+    The part is of whole pixels. Returns what takes boxes into the result as it is drawn: factors and shifts, (4,) each.
+    """
+    firsts, lasts, factors, shifts = [], [], [], []
+    for axis in (0, 1):
+        low, high = window[axis], window[axis + 2]
+        scale, shift = float(matrix[axis, axis]), float(matrix[axis, 2])
+        edges = (((edge - shift) / scale - place[axis]) / ratio[axis] for edge in (low, high))
+        limits = [(edge - place[axis]) / ratio[axis] for edge in (seen[axis], seen[axis + 2])]
+        first, last = (round(min(max(edge, limits[0]), limits[1])) for edge in edges)
+        first = min(first, image.shape[1 - axis] - 1)
+        last = max(last, first + 1)
+        factor = (high - low) / (last - first)
+        firsts.append(first)
+        lasts.append(last)
+        factors.append(factor)
+        shifts.append(low - first * factor)
+    left, top, right, bottom = window
+    part = image[firsts[1] : lasts[1], firsts[0] : lasts[0]]
+    cv2.resize(part, (right - left, bottom - top), dst=result[top:bottom, left:right], interpolation=cv2.INTER_LINEAR)
+    return np.array(factors * 2, np.float32), np.array(shifts * 2, np.float32)
+
+
+def _put_tilted(
+    result: np.ndarray,
+    image: np.ndarray,
+    window: tuple[int, int, int, int],
+    place: Box,
+    seen: Box,
+    ratio: tuple[float, float],
+    matrix: np.ndarray,
+) -> None:
+    """Warp the image into a window of the result, around what other images have there."""
+    limits = [round((seen[k] - place[k % 2]) / ratio[k % 2]) for k in range(4)]
+    part = image[limits[1] : limits[3], limits[0] : limits[2]]
+    if not part.size:
+        return
+    left, top, right, bottom = window
+    onto_canvas, into_window = np.diag([*ratio, 1.0]), np.eye(3)
+    onto_canvas[:2, 2] = [place[k] + limits[k] * ratio[k] for k in (0, 1)]
+    into_window[:2, 2] = -left, -top
+    whole, target = into_window @ matrix @ onto_canvas, result[top:bottom, left:right]
+    if matrix[2, :2].any():
+        warp = cv2.warpPerspective
+    else:
+        warp, whole = cv2.warpAffine, whole[:2]
+    warp(part, whole, dsize=target.shape[1::-1], dst=target, borderMode=cv2.BORDER_TRANSPARENT)
 
 
 def random_matrix(
@@ -166,9 +268,12 @@ def random_hsv(sample: Sample, settings: AugmentSettings, rng: np.random.Generat
     factors = 1 + rng.uniform(-1, 1, 3) * (settings.hsv_h, settings.hsv_s, settings.hsv_v)
     steps = np.arange(256)
     tables = [(steps * factors[0]) % 180, (steps * factors[1]).clip(0, 255), (steps * factors[2]).clip(0, 255)]
-    channels = cv2.split(cv2.cvtColor(sample.image, cv2.COLOR_BGR2HSV))
-    changed = [cv2.LUT(channel, table.astype(np.uint8)) for channel, table in zip(channels, tables, strict=True)]
-    return sample._replace(image=cv2.cvtColor(cv2.merge(changed), cv2.COLOR_HSV2BGR))
+    image = cv2.cvtColor(sample.image, cv2.COLOR_BGR2HSV)
+    channels = cv2.split(image)
+    for channel, table in zip(channels, tables, strict=True):
+        cv2.LUT(channel, table.astype(np.uint8), dst=channel)
+    cv2.merge(channels, dst=image)
+    return sample._replace(image=cv2.cvtColor(image, cv2.COLOR_HSV2BGR, dst=image))
 
 
 def flip_left_right(sample: Sample) -> Sample:
@@ -177,7 +282,7 @@ def flip_left_right(sample: Sample) -> Sample:
     boxes = sample.boxes[:, [2, 1, 0, 3]] * np.array([-1, 1, -1, 1], np.float32) + np.array(
         [width, 0, width, 0], np.float32
     )
-    return Sample(np.ascontiguousarray(sample.image[:, ::-1]), boxes, sample.classes)
+    return Sample(cv2.flip(sample.image, 1), boxes, sample.classes)
 
 
 def flip_up_down(sample: Sample) -> Sample:
@@ -186,29 +291,36 @@ def flip_up_down(sample: Sample) -> Sample:
     boxes = sample.boxes[:, [0, 3, 2, 1]] * np.array([1, -1, 1, -1], np.float32) + np.array(
         [0, height, 0, height], np.float32
     )
-    return Sample(np.ascontiguousarray(sample.image[::-1]), boxes, sample.classes)
+    return Sample(cv2.flip(sample.image, 0), boxes, sample.classes)
 
 
 @dataclass(frozen=True)
 class Augmenter:
     """The whole chain of one training item.
 
-    `load(index)` returns an image's `Sample` with its longer side at `imgsz`; `count` is how many images partners are
-    drawn from (all of them, so that no process's mosaics differ from another's).
+    `load(index)` returns an image's `Sample` with its longer side at `imgsz`, `size(index)` the width and height that
+    it has then; `count` is how many images partners are drawn from (all of them, so that no process's mosaics differ
+    from another's).
     """
 
     settings: AugmentSettings
     imgsz: int
     count: int
     load: Callable[[int], Sample]
+    size: Callable[[int], tuple[int, int]]
 
-    def __call__(self, index: int, shape: tuple[int, int], rng: np.random.Generator) -> Sample:
-        """The item for image `index` in `shape` (height, width). Every choice comes from `rng`, in a fixed order."""
+    def __call__(
+        self, index: int, shape: tuple[int, int], rng: np.random.Generator, partners: Sequence[int] = ()
+    ) -> Sample:
+        """The item for image `index` in `shape` (height, width). Every choice comes from `rng`, in a fixed order.
+
+        `partners`: the three other images of its mosaic; none: they are drawn from all.
+        """
         settings = self.settings
         if rng.random() < settings.mosaic:
-            sample = self._mosaic(index, shape, rng)
+            sample = self._mosaic([index, *partners], shape, rng)
             if rng.random() < settings.mixup:
-                sample = mixup(sample, self._mosaic(int(rng.integers(self.count)), shape, rng), rng)
+                sample = mixup(sample, self._mosaic([int(rng.integers(self.count))], shape, rng), rng)
         else:
             fitted, _ = letterbox(self.load(index), shape, enlarge=True)
             sample = random_warp(fitted, settings, shape, rng)
@@ -220,9 +332,11 @@ class Augmenter:
             sample = flip_left_right(sample)
         return sample
 
-    def _mosaic(self, index: int, shape: tuple[int, int], rng: np.random.Generator) -> Sample:
-        """Four images, the first of them `index` (before their places are shuffled), warped into `shape`."""
-        chosen = np.array([index, *rng.integers(self.count, size=3)])
+    def _mosaic(self, given: Sequence[int], shape: tuple[int, int], rng: np.random.Generator) -> Sample:
+        """Four images, those given and for the rest any, with their places shuffled, warped into `shape`."""
+        chosen = np.array([*given, *rng.integers(self.count, size=4 - len(given))])
         rng.shuffle(chosen)
-        joined = mosaic([self.load(int(number)) for number in chosen], self.imgsz, rng)
-        return random_warp(joined, self.settings, shape, rng)
+        places = mosaic_places([self.size(int(number)) for number in chosen], self.imgsz, rng)
+        canvas = 2 * self.imgsz
+        matrix, scale = random_matrix(self.settings, (canvas, canvas), shape, rng)
+        return warp_mosaic(places, lambda number: self.load(int(chosen[number])), canvas, matrix, scale, shape)

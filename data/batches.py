@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from data.sampler import Draw
 from utils.failures import shield_worker
@@ -34,6 +35,24 @@ class Batch:
     def pin_memory(self) -> Batch:
         """The same batch in page-locked memory; a loader calls this."""
         return replace(self, images=self.images.pin_memory(), targets=self.targets.pin_memory())
+
+
+def room(*shape: int) -> Tensor:
+    """A tensor for pixels, uint8, to be written; in a loader process in memory that the training process sees."""
+    pixels = torch.empty(0, dtype=torch.uint8)
+    if get_worker_info() is None:
+        return pixels.resize_(shape)
+    return pixels.new(pixels._typed_storage()._new_shared(math.prod(shape), device="cpu")).resize_(shape)
+
+
+def stacked(images: Sequence[Tensor]) -> Tensor:
+    """Images of one shape, uint8, as one tensor (n, ...): that which they are the rows of, if they are, else a copy."""
+    whole, step = images[0]._base, images[0].numel()
+    if whole is not None and whole.shape == (len(images), *images[0].shape):
+        start = whole.data_ptr()
+        if all(image.data_ptr() == start + k * step for k, image in enumerate(images)):
+            return whole
+    return torch.stack(list(images), out=room(len(images), *images[0].shape))
 
 
 def loader(

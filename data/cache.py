@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
+import os
+import socket
 import warnings
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
-from tqdm import tqdm
 
-from data.images import read_image, resize_long_side
+from data.images import read_image, resize_long_side, scaled_shape
 from utils.errors import UserError
 from utils.files import cache_folder, replacing
-from utils.place import place, speaks
+from utils.place import key, place, run_store
 
 MEMORY_SHARE = 0.8  # of what is free now; the rest stays for training itself
+
+
+class Files(Sequence[Path]):
+    """Paths in one piece of memory: of a hundred thousand objects each loader process would come to hold a copy."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        names = [os.fsencode(path) for path in paths]
+        self.text = b"".join(names)
+        self.ends = np.cumsum([0, *map(len, names)])
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[k] for k in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return Path(os.fsdecode(self.text[self.ends[index] : self.ends[index + 1]]))
 
 
 class Images:
@@ -27,7 +48,12 @@ class Images:
     """
 
     def __init__(self, files: Sequence[Path], imgsz: int, smooth: bool) -> None:
-        self.files, self.imgsz, self.smooth = files, imgsz, smooth
+        self.files, self.imgsz, self.smooth = Files(files), imgsz, smooth
+
+    @property
+    def said(self) -> list[str]:
+        """Sentences about what is kept."""
+        return []
 
     def read(self, index: int) -> np.ndarray:
         """One image, uint8 (h, w, 3) BGR; not to be written to."""
@@ -36,26 +62,72 @@ class Images:
 
 
 class ImagesInMemory(Images):
-    """Keeps as many images as fit into memory, read before the loader's processes start so that all share one copy."""
+    """Keeps the images that fit into the budget, the first ones, once for all processes of the machine.
 
-    def __init__(self, files: Sequence[Path], imgsz: int, smooth: bool, workers: int) -> None:
+    Nothing is read beforehand: whoever reads an image first puts it into memory that all share. `sizes` (n, 2): width
+    and height of each file's image, so that its place is known before.
+    """
+
+    def __init__(self, files: Sequence[Path], imgsz: int, smooth: bool, sizes: np.ndarray) -> None:
         super().__init__(files, imgsz, smooth)
-        self.kept: list[np.ndarray] = []
-        budget = MEMORY_SHARE * psutil.virtual_memory().available / place().local_processes  # each keeps its own
-        hidden = None if speaks() else True  # None: tqdm asks whether it writes to a terminal
-        with (
-            ThreadPoolExecutor(max(workers, 1)) as pool,
-            tqdm(total=len(files), desc="reading images", unit="image", disable=hidden, leave=False) as bar,
-        ):
-            for start in range(0, len(files), 64):
-                if sum(image.nbytes for image in self.kept) > budget:
-                    warnings.warn(f"--cache ram: {start} of {len(files)} images fit into memory", stacklevel=2)
-                    break
-                self.kept += pool.map(super().read, range(start, min(start + 64, len(files))))
-                bar.update(len(self.kept) - bar.n)
+        if imgsz:
+            sizes = np.array([scaled_shape(width, height, imgsz) for width, height in sizes.tolist()])
+        self.shapes = sizes[:, ::-1].astype(np.int32)  # height, width
+        ends = len(files) + np.cumsum(self.shapes.prod(1, dtype=np.int64) * 3)  # a byte for each says if it is there
+        self.starts = np.concatenate(([len(files)], ends[:-1]))
+        self.memory = shared_memory(lambda free: int(ends[ends <= free * MEMORY_SHARE].max(initial=len(files))))
+        self.fitting = int((ends <= len(self.memory)).sum())
+
+    @property
+    def said(self) -> list[str]:
+        return [
+            f"--cache ram: room for {self.fitting} of {len(self.files)} images, {len(self.memory) / 2**30:.2f} GiB for "
+            f"all processes of a machine (at most {MEMORY_SHARE:.0%} of what is free), filled in the first epoch"
+        ]
 
     def read(self, index: int) -> np.ndarray:
-        return self.kept[index] if index < len(self.kept) else super().read(index)
+        if index >= self.fitting:
+            return super().read(index)
+        height, width = self.shapes[index].tolist()
+        start = int(self.starts[index])
+        place = self.memory[start : start + height * width * 3].reshape(height, width, 3)
+        if not self.memory[index]:
+            image = super().read(index)
+            if image.shape != place.shape:  # the file is another one now than when it was looked at
+                return image
+            place[:] = image  # two that come at once write the same
+            self.memory[index] = 1
+        return place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Images, (self.files, self.imgsz, self.smooth)  # where processes are spawned they share no memory
+
+
+def shared_memory(wanted: Callable[[int], int]) -> np.ndarray:
+    """Zeroed bytes that all processes of this machine see, and those that they fork; gone with the last of them.
+
+    `wanted`: how many, of so many that are free. All processes must come together.
+    """
+    free = psutil.virtual_memory().available - sum(_promised)
+    store, here, name = run_store(), place(), key(f"memory/{socket.gethostname()}/{len(_promised)}")
+    if store is None or here.local_processes < 2 or not hasattr(os, "memfd_create"):
+        found: Any = mmap.mmap(-1, max(wanted(free), 1))
+    elif here.local_rank == 0:
+        handle = os.memfd_create("lockstep", 0)
+        os.ftruncate(handle, max(wanted(free), 1))
+        store.set(name, f"/proc/{os.getpid()}/fd/{handle}")
+        found = mmap.mmap(handle, 0)
+    else:
+        try:
+            with open(store.get(name).decode(), "r+b") as file:
+                found = mmap.mmap(file.fileno(), 0)
+        except OSError:  # another container under the same name
+            found = mmap.mmap(-1, max(wanted(free // here.local_processes), 1))
+    _promised.append(len(found))
+    return np.frombuffer(found, np.uint8)
+
+
+_promised: list[int] = []  # bytes that will be filled by and by: what is free does not show them
 
 
 class ImagesOnDisk(Images):
@@ -84,8 +156,8 @@ class ImagesOnDisk(Images):
         return cache_folder() / "images" / digest[:2] / f"{digest}.npy"
 
 
-def open_images(files: Sequence[Path], imgsz: int, smooth: bool, cache: str, workers: int) -> Images:
-    """The images by the way that `--cache` names: '' (files), 'ram' or 'disk'."""
+def open_images(files: Sequence[Path], imgsz: int, smooth: bool, cache: str, sizes: np.ndarray) -> Images:
+    """The images by the way that `--cache` names: '' (files), 'ram' or 'disk'. `sizes` (n, 2): width and height."""
     if cache == "ram":
-        return ImagesInMemory(files, imgsz, smooth, workers)
+        return ImagesInMemory(files, imgsz, smooth, sizes)
     return (ImagesOnDisk if cache == "disk" else Images)(files, imgsz, smooth)

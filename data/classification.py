@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torch.utils.data import DataLoader, Dataset
 
-from data.batches import Batch, loader
+from data.batches import Batch, loader, stacked
 from data.cache import Images, open_images
 from data.images import read_image
 from data.labels import load_labels
@@ -63,7 +63,8 @@ class TrainingItems(_Items):
         self.augmenter = Augmenter(settings, side, self.load, len(labels), classes)
 
     def __getitem__(self, draw: Draw) -> tuple[Tensor, Tensor, ImageInfo]:
-        return *self.augmenter(draw.image, item_generator(self.seed, draw)), self.info(draw.image)
+        pixels, target = self.augmenter(draw.image, item_generator(self.seed, draw), draw.partners)
+        return pixels, target, self.info(draw.image)
 
 
 class EvaluationItems(_Items):
@@ -83,7 +84,7 @@ def to_tensor(image: np.ndarray) -> Tensor:
 def collate(items: Sequence[tuple[Tensor, Tensor, ImageInfo]]) -> Batch:
     """Items as a batch."""
     images, targets, infos = zip(*items, strict=True)
-    return Batch(torch.stack(images), torch.stack(targets), infos)
+    return Batch(stacked(images), torch.stack(targets), infos)
 
 
 @dataclass(frozen=True)
@@ -202,12 +203,15 @@ class ClassificationData:
             "split.csv": table.getvalue(),
         }
 
-    def train_loader(self, split: Split, *, batch_size: int, hyp: Recipe, seed: int, rect: bool) -> DataLoader:
-        """Global batches of augmented items. Raises `UserError` for `rect`."""
+    def train_loader(
+        self, split: Split, *, batch_size: int, hyp: Recipe, seed: int, rect: bool, near: bool = True
+    ) -> DataLoader:
+        """Global batches of augmented items. `near`: an image is mixed with the next in the epoch's order. Raises
+        `UserError` for `rect`."""
         if rect:
             raise UserError("--rect is for detectors, and a classifier's images are cut to squares; leave it out")
         settings = select(TransformSettings, hyp)
-        batches = GlobalBatches(len(split.images), batch_size, seed, (self.imgsz, self.imgsz))
+        batches = GlobalBatches(len(split.images), batch_size, seed, (self.imgsz, self.imgsz), 1 if near else 0)
         items = TrainingItems(self._open(split), split.labels, len(self.names), settings, self.imgsz, seed)
         return self._loader(items, batches)
 
@@ -220,7 +224,7 @@ class ClassificationData:
         return self._loader(EvaluationItems(self._open(split), split.labels, len(self.names)), batches)
 
     def _open(self, split: Split) -> Images:
-        return open_images(split.images, 0, False, self.cache, self.workers)
+        return open_images(split.images, 0, False, self.cache, split.sizes)
 
     def _loader(self, items: _Items, batches: Iterable[list[Draw]]) -> DataLoader:
         return loader(items, batches, collate, self.workers)

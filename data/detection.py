@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
 
+import cv2
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from data.augment import Augmenter, AugmentSettings, Placement, Sample, letterbox
-from data.batches import Batch, loader
+from data.batches import Batch, loader, room, stacked
 from data.cache import Images, open_images
+from data.images import scaled_shape
 from data.labels import Labels, check_classes, load_labels
 from data.problems import refuse, told
 from data.sampler import Draw, GlobalBatches, RectangularBatches, evaluation_batches, item_generator
@@ -24,6 +26,7 @@ from data.sources import DataSpec, label_file
 from utils.config import Hyperparameters, select
 from utils.errors import UserError
 
+PARTNERS = 3  # other images of a mosaic
 NOWHERE = Placement((0.0, 0.0), (0, 0))  # the placement of a training item: a mosaic has no way back into one file
 
 
@@ -52,9 +55,36 @@ class _Items(Dataset[tuple[Tensor, Tensor, ImageInfo]]):
         boxes = np.concatenate((rows[:, 1:3] - half, rows[:, 1:3] + half), 1)
         return Sample(image, boxes * np.array([width, height, width, height], np.float32), rows[:, 0])
 
+    def item(self, draw: Draw, pixels: Tensor) -> tuple[Tensor, Tensor, ImageInfo]:
+        """Pixels written into `pixels`, uint8 (3, h, w); targets (k, 5); and where they came from."""
+        raise NotImplementedError
+
+    def __getitem__(self, draw: Draw) -> tuple[Tensor, Tensor, ImageInfo]:
+        return self.item(draw, room(3, *draw.shape))
+
+    def __getitems__(self, draws: Sequence[Draw]) -> list[tuple[Tensor, Tensor, ImageInfo]]:
+        """The items of a batch: a loader calls this. Their pixels are written once, where they stay."""
+        pixels = room(len(draws), 3, *draws[0].shape)
+        return [self.item(draw, pixels[k]) for k, draw in enumerate(draws)]
+
     def info(self, index: int, placement: Placement) -> ImageInfo:
         width, height = (int(side) for side in self.labels.sizes[index])
         return ImageInfo(index, str(self.images.files[index]), (width, height), placement, self.labels.of(index))
+
+
+class Recent:
+    """`load` with its last `count` results kept."""
+
+    def __init__(self, load: Callable[[int], Sample], count: int) -> None:
+        self.load, self.count = load, count
+        self.kept: dict[int, Sample] = {}  # the oldest first
+
+    def __call__(self, index: int) -> Sample:
+        sample = self.kept.pop(index) if index in self.kept else self.load(index)
+        self.kept[index] = sample
+        if len(self.kept) > self.count:
+            del self.kept[next(iter(self.kept))]
+        return sample
 
 
 class TrainingItems(_Items):
@@ -63,41 +93,50 @@ class TrainingItems(_Items):
     def __init__(self, images: Images, labels: Labels, augment: AugmentSettings, seed: int) -> None:
         super().__init__(images, labels)
         self.seed = seed
-        self.augmenter = Augmenter(augment, images.imgsz, len(images.files), self.load)
+        # Neighbours share their mosaics' images, and a process loads neighbours one after another.
+        load = Recent(self.load, 2 * (PARTNERS + 1))
+        self.augmenter = Augmenter(augment, images.imgsz, len(images.files), load, self.size)
 
-    def __getitem__(self, draw: Draw) -> tuple[Tensor, Tensor, ImageInfo]:
-        sample = self.augmenter(draw.image, draw.shape, item_generator(self.seed, draw))
-        return *to_tensors(sample), self.info(draw.image, NOWHERE)
+    def size(self, index: int) -> tuple[int, int]:
+        """Width and height of an image as `load` gives it."""
+        width, height = self.labels.sizes[index].tolist()
+        return scaled_shape(width, height, self.images.imgsz)
+
+    def item(self, draw: Draw, pixels: Tensor) -> tuple[Tensor, Tensor, ImageInfo]:
+        sample = self.augmenter(draw.image, draw.shape, item_generator(self.seed, draw), draw.partners)
+        return *to_tensors(sample, pixels), self.info(draw.image, NOWHERE)
 
 
 class EvaluationItems(_Items):
     """Letterboxed items, nothing random."""
 
-    def __getitem__(self, draw: Draw) -> tuple[Tensor, Tensor, ImageInfo]:
+    def item(self, draw: Draw, pixels: Tensor) -> tuple[Tensor, Tensor, ImageInfo]:
         sample = self.load(draw.image)
         fitted, (scale, offset) = letterbox(sample, draw.shape, enlarge=False)
         height, width = sample.image.shape[:2]
         native = self.labels.sizes[draw.image]
         placement = Placement((scale[0] * width / native[0], scale[1] * height / native[1]), offset)
-        return *to_tensors(fitted), self.info(draw.image, placement)
+        return *to_tensors(fitted, pixels), self.info(draw.image, placement)
 
 
-def to_tensors(sample: Sample) -> tuple[Tensor, Tensor]:
-    """Pixels as uint8 (3, h, w) RGB, and targets (k, 5): class, xywh normalised, cut at the image's edges."""
+def to_tensors(sample: Sample, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """Pixels as RGB, written into `pixels`, uint8 (3, h, w), and targets (k, 5): class, xywh normalised, cut at the
+    image's edges."""
     height, width = sample.image.shape[:2]
     boxes = sample.boxes.clip(0, (width, height, width, height))
     low, high = boxes[:, :2], boxes[:, 2:]
     targets = np.concatenate((sample.classes[:, None], (low + high) / 2, high - low), 1)
     targets[:, 1:] /= (width, height, width, height)
-    pixels = np.ascontiguousarray(sample.image.transpose(2, 0, 1)[::-1])
-    return torch.from_numpy(pixels), torch.from_numpy(targets.astype(np.float32))
+    red, green, blue = pixels.numpy()
+    cv2.split(sample.image, [blue, green, red])  # in place, for the planes are contiguous
+    return pixels, torch.from_numpy(targets.astype(np.float32))
 
 
 def collate(items: Sequence[tuple[Tensor, Tensor, ImageInfo]]) -> Batch:
     """Items of one shape as a batch."""
     images, targets, infos = zip(*items, strict=True)
     numbers = torch.cat([torch.full((len(rows), 1), float(k)) for k, rows in enumerate(targets)])
-    return Batch(torch.stack(images), torch.cat((numbers, torch.cat(targets)), 1), infos)
+    return Batch(stacked(images), torch.cat((numbers, torch.cat(targets)), 1), infos)
 
 
 @dataclass(frozen=True)
@@ -186,15 +225,19 @@ class DetectionData:
         """Text files for the run folder, by name: there is nothing that the data YAML does not say."""
         return {}
 
-    def train_loader(self, split: Split, *, batch_size: int, hyp: Hyperparameters, seed: int, rect: bool) -> DataLoader:
-        """Global batches of augmented items. `rect` goes without mosaic: its batches are not square."""
+    def train_loader(
+        self, split: Split, *, batch_size: int, hyp: Hyperparameters, seed: int, rect: bool, near: bool = True
+    ) -> DataLoader:
+        """Global batches of augmented items. `rect` goes without mosaic: its batches are not square. `near`: a mosaic's
+        images are neighbours in the epoch's order."""
         augment = select(AugmentSettings, hyp)
         batches: GlobalBatches
         if rect:
             augment = replace(augment, mosaic=0.0)
             batches = RectangularBatches(split.labels.sizes, batch_size, seed, self.imgsz, self.stride)
         else:
-            batches = GlobalBatches(len(split.images), batch_size, seed, (self.imgsz, self.imgsz))
+            shape = (self.imgsz, self.imgsz)
+            batches = GlobalBatches(len(split.images), batch_size, seed, shape, PARTNERS if near else 0)
         return self._loader(TrainingItems(self._open(split, smooth=False), split.labels, augment, seed), batches)
 
     def evaluation_batches(self, split: Split, *, batch_size: int, square: bool) -> list[list[Draw]]:
@@ -206,7 +249,7 @@ class DetectionData:
         return self._loader(EvaluationItems(self._open(split, smooth=True), split.labels), batches)
 
     def _open(self, split: Split, smooth: bool) -> Images:
-        return open_images(split.images, self.imgsz, smooth, self.cache, self.workers)
+        return open_images(split.images, self.imgsz, smooth, self.cache, split.labels.sizes)
 
     def _loader(self, items: _Items, batches: Iterable[list[Draw]]) -> DataLoader:
         return loader(items, batches, collate, self.workers)

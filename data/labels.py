@@ -6,9 +6,10 @@ import hashlib
 import math
 import multiprocessing
 import os
+import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,18 +20,20 @@ from PIL import Image
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 from tqdm import tqdm
 
-from data.images import JPEG_END, lacks_its_end_alone
-from data.sources import label_file
+from data.images import JPEG_END, PNG_END, lacks_its_end_alone, plain_size
+from data.sources import label_file, label_name
 from utils.errors import UserError
 from utils.files import cache_folder, one_at_a_time, replacing
 
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 CHUNK = 64  # files that a scanning process takes at a time
+WORTH = 0.5  # seconds of work from which on another process is worth its start
+LABEL_BYTES = 2**16  # that are read at once of a label file; few are longer
 LEAST_SIDE = 10  # pixels; a smaller image is left out
 EXIF_ORIENTATION = 0x0112
 SLACK = 1e-3  # how far outside [0, 1] a coordinate may be (rounding) before its row is refused
 PIXELS = 2.0  # from here on a coordinate is not a share that is a little off, but a number of pixels
-ENDS = {"JPEG": JPEG_END, "PNG": b"IEND\xaeB`\x82"}  # what a whole file ends with
+ENDS = {"JPEG": JPEG_END, "PNG": PNG_END}  # what a whole file ends with
 
 
 @dataclass(frozen=True)
@@ -113,15 +116,26 @@ def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: 
 
 def _key(images: Sequence[Path], boxes: bool) -> str:
     """Changes with the list, and with the size and time of change of any image or label file."""
-    digest = hashlib.sha256(f"{'labels' if boxes else 'images'} {CACHE_VERSION}".encode())
-    for image in images:
-        for file in (image, label_file(image)) if boxes else (image,):
-            try:
-                status = os.stat(file)
-                digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-            except OSError:
-                digest.update(f"{file}\0absent\n".encode())
+    names = list(map(os.fspath, images))
+    digest = hashlib.sha256(f"{'labels' if boxes else 'images'} {CACHE_VERSION} {len(names)}\0".encode())
+    digest.update(os.fsencode("\0".join(names)))
+    digest.update(_stamps(names))
+    if boxes:
+        digest.update(_stamps(map(label_name, names)))
     return digest.hexdigest()[:32]
+
+
+def _stamps(files: Iterable[str]) -> bytes:
+    """Size and time of change of each file in bytes and nanoseconds, as int64 (n, 2); -1 and -1 where there is none."""
+    stamps: list[int] = []
+    for file in files:
+        try:
+            status = os.stat(file)
+        except (OSError, ValueError):  # the latter for a name that no file can have
+            stamps += (-1, -1)
+        else:
+            stamps += (status.st_size, status.st_mtime_ns)
+    return np.array(stamps, np.int64).tobytes()
 
 
 def _read_cache(path: Path) -> Labels | None:
@@ -146,29 +160,43 @@ def _write_cache(path: Path, labels: Labels) -> None:
 
 def _scan(images: Sequence[Path], title: str, workers: int, scan: Scan) -> Labels:
     chunks = [images[start : start + CHUNK] for start in range(0, len(images), CHUNK)]
-    results: list[Scanned] = []
+    parts: list[Labels] = []
     with tqdm(total=len(images), desc=f"checking {title}", unit="image", disable=None, leave=False) as bar:
         for part in _map_chunks(partial(_scan_chunk, scan), chunks, workers):
-            results += part
-            bar.update(len(part))
-    offsets = np.concatenate(([0], np.cumsum([len(result.rows) for result in results])))
-    problems = tuple(problem for result in results for problem in result.problems)
-    rows = np.concatenate([result.rows for result in results])
-    return Labels(rows, offsets, np.array([result.size for result in results], np.int32), problems)
+            parts.append(part)
+            bar.update(len(part.sizes))
+    counts = np.concatenate([part.counts for part in parts])
+    return Labels(
+        np.concatenate([part.rows for part in parts]),
+        np.concatenate(([0], np.cumsum(counts))),
+        np.concatenate([part.sizes for part in parts]),
+        tuple(problem for part in parts for problem in part.problems),
+    )
 
 
 def _map_chunks(
-    scan: Callable[[Sequence[Path]], list[Scanned]], chunks: Sequence[Sequence[Path]], workers: int
-) -> Iterator[list[Scanned]]:
-    if workers < 2 or len(chunks) < 2:
-        yield from map(scan, chunks)
-        return
-    with multiprocessing.Pool(min(workers, len(chunks))) as pool:
-        yield from pool.imap(scan, chunks)
+    scan: Callable[[Sequence[Path]], Labels], chunks: Sequence[Sequence[Path]], workers: int
+) -> Iterator[Labels]:
+    """What `scan` finds in each chunk, in order: by processes once it turns out that there is work enough for them."""
+    start = time.monotonic()
+    for done, chunk in enumerate(chunks):
+        spent, left = time.monotonic() - start, len(chunks) - done
+        processes = min(workers, left, int(spent * left / done / WORTH) if done else 1)
+        if processes > 1:
+            with multiprocessing.Pool(processes) as pool:
+                yield from pool.imap(scan, chunks[done:])
+            return
+        yield scan(chunk)
 
 
-def _scan_chunk(scan: Scan, images: Sequence[Path]) -> list[Scanned]:
-    return [scan(image) for image in images]
+def _scan_chunk(scan: Scan, images: Sequence[Path]) -> Labels:
+    results = [scan(image) for image in images]
+    return Labels(
+        np.concatenate([result.rows for result in results]),
+        np.concatenate(([0], np.cumsum([len(result.rows) for result in results]))),
+        np.array([result.size for result in results], np.int32),
+        tuple(problem for result in results for problem in result.problems),
+    )
 
 
 def scan_pixels(image: Path) -> Scanned:
@@ -189,9 +217,9 @@ def scan_image(image: Path) -> Scanned:
     size, nothing, _ = scanned
     if scanned.problems:
         return scanned
-    file = label_file(image)
+    file = label_name(os.fspath(image))
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        text = _read_ascii(file) or Path(file).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         return Scanned(size, nothing, [])  # background
     except (OSError, UnicodeDecodeError) as error:
@@ -200,11 +228,33 @@ def scan_image(image: Path) -> Scanned:
     return Scanned(size, rows, problems)
 
 
+def _read_ascii(file: str) -> str | None:
+    """The content of a short file of plain ASCII text; None for all else that is there."""
+    try:
+        handle = os.open(file, os.O_RDONLY)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return None
+    try:
+        content = os.read(handle, LABEL_BYTES)
+    except OSError:
+        return None
+    finally:
+        os.close(handle)
+    return content.decode("ascii") if len(content) < LABEL_BYTES and content.isascii() else None
+
+
 def image_size(image: Path) -> tuple[int, int]:
     """Width and height in pixels as displayed: EXIF orientations 5 to 8 lie on their side.
 
     Raises one of Pillow's many errors where the file is no image, or is not whole.
     """
+    return plain_size(os.fspath(image)) or _size_by_pillow(image)
+
+
+def _size_by_pillow(image: Path) -> tuple[int, int]:
+    """`image_size` of any file."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # damaged EXIF blocks warn; the orientation is then absent
         with Image.open(image) as opened:
@@ -234,7 +284,7 @@ def _ends_well(image: Path, kind: str | None) -> bool:
         return file.read() == end
 
 
-def parse_rows(text: str, file: Path) -> tuple[np.ndarray, list[str]]:
+def parse_rows(text: str, file: Path | str) -> tuple[np.ndarray, list[str]]:
     """Rows `class x y w h` or polygons `class x1 y1 x2 y2 x3 y3 ...`, normalised, as (k, 5) boxes, each once, in order.
 
     A row that cannot be meant as either is left out and named in the second result.
@@ -242,9 +292,9 @@ def parse_rows(text: str, file: Path) -> tuple[np.ndarray, list[str]]:
     rows: dict[tuple[float, ...], None] = {}
     problems = []
     for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
+        if words := line.split():
             try:
-                row = _parse_row(line.split())
+                row = _plain_box(words) or _parse_row(words)
             except ValueError as error:
                 problems.append(f"{file}, line {number}: {error}; row left out")
                 continue
@@ -252,6 +302,16 @@ def parse_rows(text: str, file: Path) -> tuple[np.ndarray, list[str]]:
                 problems.append(f"{file}, line {number}: the same box again; row left out")
             rows[row] = None
     return np.array(list(rows), np.float32).reshape(-1, 5), problems
+
+
+def _plain_box(words: Sequence[str]) -> tuple[float, ...] | None:
+    """What most rows are: a box with its centre in the image and sides no longer than the image's. None for others."""
+    try:
+        label, x, y, width, height = row = tuple(map(float, words))
+    except ValueError:  # another count of words, or not all are numbers
+        return None
+    inside = 0 <= x <= 1 and 0 <= y <= 1 and 0 < width <= 1 and 0 < height <= 1
+    return row if inside and 0 <= label == label // 1 else None
 
 
 def _parse_row(words: Sequence[str]) -> tuple[float, ...]:

@@ -18,6 +18,7 @@ class Draw(NamedTuple):
     position: int  # in the epoch's order, over all processes
     image: int  # its number in the split
     shape: tuple[int, int]  # height and width to deliver, pixels
+    partners: tuple[int, ...] = ()  # images to be mixed with it; none: they are drawn from all
 
 
 def item_generator(seed: int, draw: Draw) -> np.random.Generator:
@@ -29,13 +30,14 @@ class GlobalBatches:
     """Batches of the whole run, not of one process: lists of `batch_size` draws.
 
     The order is a permutation by (seed, epoch), or the images as they stand where `shapes` gives each batch its shape.
-    The last batch is filled from the start of the order, so that every batch is full and divides alike.
+    The last batch is filled from the start of the order, so that every batch is full and divides alike. `partners`: so
+    many images that follow in the order go along with each: neighbours share them, so that each is read but once.
     """
 
     drop_last = False  # what Accelerate asks of a batch sampler
 
-    def __init__(self, count: int, batch_size: int, seed: int, shape: tuple[int, int]) -> None:
-        self.count, self.batch_size, self.seed, self.shape = count, batch_size, seed, shape
+    def __init__(self, count: int, batch_size: int, seed: int, shape: tuple[int, int], partners: int = 0) -> None:
+        self.count, self.batch_size, self.seed, self.shape, self.partners = count, batch_size, seed, shape, partners
         self.epoch, self.skipped = 0, 0
         self.sampler = (
             self  # Accelerate hands `set_epoch` to a batch sampler's `sampler` where there are many processes
@@ -58,9 +60,10 @@ class GlobalBatches:
         for batch in range(first, len(self)):
             start = batch * self.batch_size
             shape = self.batch_shape(batch)
+            images = order[np.arange(start, start + self.batch_size + self.partners) % self.count].tolist()
             yield [
-                Draw(epoch, position, int(order[position % self.count]), shape)
-                for position in range(start, start + self.batch_size)
+                Draw(epoch, start + k, images[k], shape, tuple(images[k + 1 : k + 1 + self.partners]))
+                for k in range(self.batch_size)
             ]
 
     def order(self) -> np.ndarray:

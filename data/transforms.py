@@ -5,7 +5,7 @@ torchvision is imported where it is used: it takes more than a second, which a d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -69,12 +69,18 @@ class Augmenter:
         self.settings, self.load, self.count, self.classes = settings, load, count, classes
         self.transform = torch.nn.Sequential(*_steps(settings, side))
 
-    def __call__(self, image: int, generator: np.random.Generator) -> tuple[Tensor, Tensor]:
-        """The image, uint8 (3, side, side), and the share of each class, float32 (classes,)."""
+    def __call__(
+        self, image: int, generator: np.random.Generator, partners: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """The image, uint8 (3, side, side), and the share of each class, float32 (classes,).
+
+        `partners`: the image that it is mixed with, where it is; none: one is drawn from all.
+        """
         from torchvision.transforms import v2
 
         settings = self.settings
         chance, partner = generator.random(), int(generator.integers(self.count))
+        partner = partners[0] if partners else partner
         with drawing_from(generator):
             pixels, label = self._one(image)
             if chance < settings.mixup:

@@ -1,7 +1,9 @@
-"""From raw maps to detections: decoding and non-maximum suppression."""
+"""From raw maps to detections: thresholds, decoding and non-maximum suppression."""
 
 from __future__ import annotations
 
+import math
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -10,10 +12,13 @@ from torch import Tensor
 from utils.boxes import xywh_to_xyxy
 
 MOST_CANDIDATES = 30_000  # per image, the most confident ones
-FIRST_LOOK = 4  # times as many candidates as detections are looked at first
+FIRST_LOOK = 3  # times as many candidates as detections are looked at first
+WIDER = 3  # times as many each time that these were too few
 CLASS_OFFSET = (
     7680  # pixels between the classes' planes, so that boxes of two classes never overlap; over any image side
 )
+VECTORS = 64  # numbers: no fewer than any CPU takes at once
+SPAN = 2**14  # numbers: whole times as many, and fewer than torch would deal out to threads
 
 
 class Suppression(NamedTuple):
@@ -24,57 +29,102 @@ class Suppression(NamedTuple):
     max_det: int = 300
 
 
-def decode(outputs: list[Tensor], anchors: Tensor, strides: Tensor) -> Tensor:
-    """Raw maps (b, anchors, h, w, 5 + classes) by level to predictions (b, n, 5 + classes): xywh in pixels, objectness,
-    class scores. anchors: (levels, anchors, 2) in cells.
-
-    xy = (2 sigmoid - 0.5 + cell) stride; wh = (2 sigmoid)^2 anchor.
-    """
-    decoded = []
-    for raw, level_anchors, stride in zip(outputs, anchors, strides, strict=True):
-        batch, _, height, width, size = raw.shape
-        rows, columns = torch.meshgrid(
-            torch.arange(height, device=raw.device), torch.arange(width, device=raw.device), indexing="ij"
-        )
-        scores = raw.float().sigmoid()
-        centre = (scores[..., :2] * 2 - 0.5 + torch.stack((columns, rows), -1)) * stride
-        sides = (scores[..., 2:4] * 2) ** 2 * (level_anchors * stride)[:, None, None]
-        decoded.append(torch.cat((centre, sides, scores[..., 4:]), -1).view(batch, -1, size))
-    return torch.cat(decoded, 1)
-
-
-def suppress(predictions: Tensor, conf_thres: float, iou_thres: float, max_det: int) -> list[Tensor]:
-    """Predictions (b, n, 5 + classes) to detections, (k, 6) per image: xyxy, confidence, class, in falling confidence.
+@torch.no_grad()
+def detect(outputs: list[Tensor], anchors: Tensor, strides: Tensor, limits: Suppression) -> list[Tensor]:
+    """Raw maps (b, anchors, h, w, 5 + classes) by level to detections, (k, 6) per image: xyxy in pixels, confidence,
+    class, in falling confidence. anchors: (levels, anchors, 2) in cells.
 
     A box counts for every class whose objectness x score exceeds `conf_thres`; of boxes of one class that overlap by
-    more than `iou_thres` the most confident stays. There is no time limit: every image is finished.
+    more than `iou_thres` the most confident stays. There is no time limit: every image is finished. What is found in
+    an image does not depend on the others.
     """
-    return [_suppress_image(image, conf_thres, iou_thres, max_det) for image in predictions]
+    levels = [raw.flatten(1, 3) for raw in outputs]  # (b, n, 5 + classes)
+    likely = [level[..., 4].float() > _least_logit(limits.conf_thres) for level in levels]
+    counts = torch.stack([level.sum(1) for level in likely], 1)  # (b, levels)
+    boxes = torch.cat(likely, 1).nonzero()[:, 1].split(counts.flatten().tolist())  # of an image level by level
+    cells = torch.cat([_cells(*level) for level in zip(outputs, anchors, strides, strict=True)])
+    starts = [0, *accumulate(level.shape[1] for level in levels[:-1])]
+    found = []
+    for image in range(len(levels[0])):
+        own = boxes[image * len(levels) : (image + 1) * len(levels)]
+        rows = [level[image][box - start] for level, box, start in zip(levels, own, starts, strict=True)]
+        found.append(_suppress(_scores(rows), cells[torch.cat(own)], limits))
+    return found
 
 
-def _suppress_image(image: Tensor, conf_thres: float, iou_thres: float, max_det: int) -> Tensor:
-    image = image[image[:, 4] > conf_thres]
-    confidence = image[:, 5:] * image[:, 4:5]
-    box, label = (confidence > conf_thres).nonzero(as_tuple=True)
-    confidence = confidence[box, label]
-    confidence, order = confidence.sort(descending=True, stable=True)
-    confidence, order = confidence[:MOST_CANDIDATES], order[:MOST_CANDIDATES]
-    boxes, label = xywh_to_xyxy(image[:, :4])[box[order]], label[order].float()
-    kept = _strongest(boxes + label[:, None] * CLASS_OFFSET, confidence, iou_thres, max_det)
-    return torch.cat((boxes[kept], confidence[kept, None], label[kept, None]), 1)
+def _least_logit(probability: float) -> float:
+    """A number that a logit exceeds wherever its sigmoid, in fp32, exceeds `probability`; hardly a smaller one.
+
+    An objectness must do that, for no confidence exceeds it.
+    """
+    least = min(probability, 1.0) * (1 - 1e-5)
+    return math.log(least / (1 - least)) if least > 0 else -math.inf
 
 
-def _strongest(boxes: Tensor, confidence: Tensor, iou_thres: float, most: int) -> Tensor:
-    """The first `most` boxes that survive suppression, of boxes in falling confidence.
+def _scores(parts: list[Tensor]) -> Tensor:
+    """The sigmoid of parts (k, 5 + classes), one below the other, in fp32.
 
-    A box is suppressed by stronger ones only, so the strongest few hundred mostly decide alone: the survivors among the
-    first k are the first survivors of all. k grows until there are enough of them.
+    A CPU has another, slightly different sigmoid for the last numbers of a thread's share, those that do not fill a
+    vector. So that a number's does not depend on its place, it is done in spans, by one thread, with rows to spare.
+    """
+    size = parts[0].shape[1]
+    spare = parts[0].new_zeros(math.ceil(VECTORS / size), size)
+    rows = torch.cat((*parts, spare)).float()
+    for span in rows.view(-1).split(SPAN if rows.device.type == "cpu" else rows.numel()):
+        span.sigmoid_()
+    return rows[: -len(spare)]
+
+
+def _cells(raw: Tensor, anchors: Tensor, stride: Tensor) -> Tensor:
+    """What the boxes of a level are relative to, (anchors x h x w, 5): column, row, stride, width and height of the
+    anchor in pixels."""
+    _, count, height, width, _ = raw.shape
+    cells = raw.new_empty((count, height, width, 5), dtype=torch.float32)
+    cells[..., 0] = torch.arange(width, device=raw.device)
+    cells[..., 1] = torch.arange(height, device=raw.device)[:, None]
+    cells[..., 2] = stride
+    cells[..., 3:] = (anchors * stride)[:, None, None]
+    return cells.view(-1, 5)
+
+
+def _decode(scores: Tensor, cells: Tensor) -> Tensor:
+    """Boxes (k, 4), xyxy in pixels: xy = (2 sigmoid - 0.5 + cell) stride; wh = (2 sigmoid)^2 anchor."""
+    centre = (scores[:, :2] * 2 - 0.5 + cells[:, :2]) * cells[:, 2:3]
+    return xywh_to_xyxy(torch.cat((centre, (scores[:, 2:4] * 2) ** 2 * cells[:, 3:]), 1))
+
+
+def _suppress(scores: Tensor, cells: Tensor, limits: Suppression) -> Tensor:
+    """The detections (k, 6) of an image, from the scores (n, 5 + classes) of its likely boxes and their `cells`.
+
+    A box is suppressed by stronger ones only, so the strongest few hundred mostly decide alone. Where too few of them
+    survive, weaker ones are looked at beside the survivors: what was suppressed suppresses nothing.
     """
     from torchvision.ops import nms  # here, for it takes more than a second that a wrong flag need not wait for
 
-    k = FIRST_LOOK * most
+    best = scores[:, 5:].amax(1) * scores[:, 4]
+    found, seen, look = scores.new_zeros(0, 6), 0, min(FIRST_LOOK * limits.max_det, MOST_CANDIDATES)
     while True:
-        kept = nms(boxes[:k], confidence[:k], iou_thres)
-        if len(kept) >= most or k >= len(boxes):
-            return kept[:most]
-        k *= FIRST_LOOK
+        box, label, confidence = _strongest(scores, best, limits.conf_thres, look)
+        fresh = box[seen:]
+        boxes = _decode(scores[fresh, :4], cells[fresh])
+        found = torch.cat((found, torch.cat((boxes, confidence[seen:, None], label[seen:, None]), 1)))
+        found = found[nms(found[:, :4] + found[:, 5:] * CLASS_OFFSET, found[:, 4], limits.iou_thres)]
+        if len(found) >= limits.max_det or len(box) < look or look == MOST_CANDIDATES:
+            return found[: limits.max_det]
+        seen, look = look, min(look * WIDER, MOST_CANDIDATES)
+
+
+def _strongest(scores: Tensor, best: Tensor, conf_thres: float, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The first `most` candidates in falling confidence: row of `scores` (n, 5 + classes), class and confidence.
+
+    best: (n,) each row's largest confidence.
+    """
+    least = best.new_zeros(())
+    if most < len(best):  # so many rows have a candidate of at least that confidence
+        least = best.nan_to_num(0).topk(most, sorted=False).values.amin()
+    (rows,) = (~((best <= conf_thres) | (best < least))).nonzero(as_tuple=True)  # with those where a class is NaN
+    confidence = scores[rows, 5:] * scores[rows, 4:5]
+    row, label = ((confidence > conf_thres) & (confidence >= least)).nonzero(as_tuple=True)
+    confidence, order = confidence[row, label].sort(descending=True, stable=True)
+    order = order[:most]
+    return rows[row[order]], label[order].float(), confidence[:most]

@@ -512,14 +512,17 @@ def test_without_permission(
     closed = inputs.folder / "images/train/0.jpg"
     closed.chmod(0)
     if os.geteuid() == 0:
-        opened = Image.open
 
-        def refuse(file: Any, *more: Any) -> Any:
-            if file == closed:
-                raise PermissionError(13, "Permission denied", str(file))
-            return opened(file, *more)
+        def refusing(opened: Callable[..., Any]) -> Callable[..., Any]:
+            def open_or_refuse(file: Any, *more: Any, **named: Any) -> Any:
+                if file in (closed, str(closed)):
+                    raise PermissionError(13, "Permission denied", str(file))
+                return opened(file, *more, **named)
 
-        monkeypatch.setattr(Image, "open", refuse)
+            return open_or_refuse
+
+        for module in (os, Image):
+            monkeypatch.setattr(module, "open", refusing(module.open))
     code, printed = run(Case(nothing, ""))
     assert code == 0
     assert "0.jpg: not readable as an image ([Errno 13] Permission denied" in printed

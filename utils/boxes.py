@@ -20,15 +20,6 @@ def xyxy_to_xywh(boxes: Tensor) -> Tensor:
     return torch.cat(((low + high) / 2, high - low), -1)
 
 
-def pairwise_iou(a: Tensor, b: Tensor, eps: float = 1e-7) -> Tensor:
-    """Intersection over union of every box of `a` (n, 4) with every one of `b` (m, 4), xyxy: (n, m)."""
-    low = torch.maximum(a[:, None, :2], b[None, :, :2])
-    high = torch.minimum(a[:, None, 2:], b[None, :, 2:])
-    intersection = (high - low).clamp(min=0).prod(2)
-    areas = [(boxes[:, 2:] - boxes[:, :2]).prod(1) for boxes in (a, b)]
-    return intersection / (areas[0][:, None] + areas[1][None] - intersection + eps)
-
-
 def complete_iou(a: Tensor, b: Tensor, eps: float = 1e-7) -> Tensor:
     """CIoU of paired boxes, xywh, (n, 4) each: (n,). At most 1; the gradient does not pass through its weight alpha.
 

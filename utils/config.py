@@ -109,6 +109,12 @@ class TrainOptions:
         640, "side of the square that images are fitted into, in pixels", "img", "img-size", within=IMGSZ, fixed=True
     )
     rect: bool = flag(False, "batches of like aspect ratio with little padding; no shuffling, no mosaic", fixed=True)
+    partners: str = flag(
+        "near",
+        "images mixed with one (mosaic, a classifier's mixup): those next to it in the epoch's order, or any",
+        choices=("near", "any"),
+        fixed=True,
+    )
     strict: bool = flag(False, "what is wrong in single images and label rows is an error, not a warning")
     resume: str = flag(
         "", "go on with a run: the newest of --project, or a run folder; auto: where there is one", const=NEWEST

@@ -13,11 +13,11 @@ from torch import Tensor
 from models.anchors import ENOUGH, find_anchors, fit
 from models.layers import Detect
 from models.losses import DetectionLoss, LossSettings, LossTerms
-from models.postprocess import Suppression, decode, suppress
+from models.postprocess import Suppression, detect
 from models.yolo import Model, build_model
-from utils.boxes import pairwise_iou, xywh_to_xyxy, xyxy_to_xywh
+from utils.boxes import xywh_to_xyxy, xyxy_to_xywh
 from utils.config import Hyperparameters, select
-from utils.metrics import ClassScores, ImageRecord, SizeScores, match_detections, score_classes, score_sizes
+from utils.metrics import ClassScores, ImageRecord, SizeScores, join, match_detections, score_classes, score_sizes
 from utils.plots import draw_targets
 from utils.summary import Summary
 
@@ -156,9 +156,8 @@ class DetectionTask:
     def predict(self, outputs: list[Tensor], batch: Batch) -> list[Tensor]:
         """Detections per image, (k, 6): xyxy in pixels of the image's file, cut at its edges, confidence, class."""
         device = outputs[0].device
-        predictions = decode(outputs, self.head.anchors.to(device), self.head.stride.to(device))
-        found = suppress(predictions, *self.suppression)
-        return [_to_file(detections.cpu(), info) for detections, info in zip(found, batch.infos, strict=True)]
+        found = detect(outputs, self.head.anchors.to(device), self.head.stride.to(device), self.suppression)
+        return _to_file(found, batch.infos)
 
     def set_thresholds(self, conf_thres: float, iou_thres: float, max_det: int) -> None:
         """What `predict` takes for a detection: least confidence, overlap that suppresses, most per image."""
@@ -176,15 +175,16 @@ class DetectionTask:
 
     def score(self, predictions: Sequence[Tensor], batch: Batch) -> list[ImageRecord]:
         """What each image adds to the metrics."""
-        return [_record(found, info) for found, info in zip(predictions, batch.infos, strict=True)]
+        return _records(predictions, batch.infos)
 
     def summarise(self, records: Sequence[ImageRecord]) -> Summary:
         """The metrics of a whole set, its table, and `fitness`."""
-        scores = score_classes(list(records))
+        joined = join(records)
+        scores = score_classes(joined)
         means = scores.means()
         metrics = dict(zip(self.metric_names, means.values(), strict=True))
         fitness = 0.1 * means["mAP50"] + 0.9 * means["mAP50-95"]
-        overall, details = table(self.names, len(records), scores, score_sizes(list(records)))
+        overall, details = table(self.names, len(records), scores, score_sizes(joined))
         return Summary(metrics, fitness, overall, details)
 
     def documents(self, summary: Summary) -> dict[str, str]:
@@ -196,13 +196,19 @@ class DetectionTask:
         return {}
 
 
-def _to_file(detections: Tensor, info: ImageInfo) -> Tensor:
-    """Detections (k, 6) from the batch's pixels into those of the image's file."""
-    (scale_x, scale_y), (left, top) = info.placement.scale, info.placement.offset
-    corners = (detections[:, :4] - torch.tensor([left, top, left, top])) / torch.tensor([scale_x, scale_y] * 2)
-    width, height = info.size
-    limit = torch.tensor([width, height, width, height], dtype=corners.dtype)
-    return torch.cat((corners.clamp(min=torch.zeros(4), max=limit), detections[:, 4:]), 1)
+def _to_file(found: Sequence[Tensor], infos: Sequence[ImageInfo]) -> list[Tensor]:
+    """Detections (k, 6) of each image from the batch's pixels into those of its file, in fp64 on the CPU."""
+    if not found:
+        return []
+    counts = [len(image) for image in found]
+    image = torch.repeat_interleave(torch.tensor(counts))
+    offset, scale, limit = (
+        torch.tensor([pair * 2 for pair in pairs], dtype=torch.float64)[image]
+        for pairs in zip(*((info.placement.offset, info.placement.scale, info.size) for info in infos), strict=True)
+    )
+    detections = torch.cat(list(found)).cpu()
+    corners = ((detections[:, :4] - offset.float()) / scale).clamp(min=torch.zeros(4), max=limit)
+    return list(torch.cat((corners, detections[:, 4:]), 1).split(counts))
 
 
 def _text_rows(found: Tensor, size: tuple[int, int], with_confidence: bool) -> list[str]:
@@ -214,24 +220,34 @@ def _text_rows(found: Tensor, size: tuple[int, int], with_confidence: bool) -> l
     ]
 
 
-def _record(found: Tensor, info: ImageInfo) -> ImageRecord:
-    width, height = info.size
-    rows = torch.from_numpy(info.rows)
-    truth = xywh_to_xyxy(rows[:, 1:5]) * torch.tensor([width, height, width, height])
-    overlaps = pairwise_iou(truth, found[:, :4]).numpy()
-    label, true_label = found[:, 5].numpy(), info.rows[:, 0]
-    overlap, partner, beaten = match_detections(overlaps, true_label[:, None] == label[None])
+def _records(predictions: Sequence[Tensor], infos: Sequence[ImageInfo]) -> list[ImageRecord]:
+    """What each image adds to the metrics; of its detections (k, 6), xyxy in pixels of its file, confidence, class."""
+    if not infos:
+        return []
+    counts, true_counts = [len(found) for found in predictions], [len(info.rows) for info in infos]
+    image, true_image = (np.repeat(np.arange(len(infos)), each) for each in (counts, true_counts))
+    found = torch.cat(list(predictions)).numpy()
+    rows = np.concatenate([info.rows for info in infos])
+    boxes, (confidence, label) = found[:, :4], found[:, 4:].astype(np.float32).T.copy()
+    sizes = np.array([info.size * 2 for info in infos], np.float32)
+    truth, true_label = xywh_to_xyxy(torch.from_numpy(rows[:, 1:5])).numpy() * sizes[true_image], rows[:, 0]
+    classes = int(max(label.max(initial=0), true_label.max(initial=0))) + 1
+    group, true_group = (image * classes + label).astype(np.int64), (true_image * classes + true_label).astype(np.int64)
+    overlap, partner, beaten = match_detections(boxes, group, truth, true_group)
     true_side = _side(truth)
-    partner_side = true_side[partner] if len(true_side) else np.zeros(len(label))
-    confidence = found[:, 4].numpy()
-    return ImageRecord(
-        info.image, overlap, beaten, partner_side, confidence, label, _side(found), true_label, true_side
-    )
+    partner_side = np.where(overlap > 0, np.append(true_side, np.float32(0))[partner], np.float32(0))
+    columns = (overlap, beaten, partner_side, confidence, label, _side(boxes))
+    per_image = zip(*(np.split(column, np.cumsum(counts)[:-1]) for column in columns), strict=True)
+    true_per_image = zip(*(np.split(c, np.cumsum(true_counts)[:-1]) for c in (true_label, true_side)), strict=True)
+    return [
+        ImageRecord(info.image, *own, *true) for info, own, true in zip(infos, per_image, true_per_image, strict=True)
+    ]
 
 
-def _side(boxes: Tensor) -> np.ndarray:
+def _side(boxes: np.ndarray) -> np.ndarray:
     """Square root of the area of xyxy boxes, (n,)."""
-    return (boxes[:, 2:4] - boxes[:, :2]).clamp(min=0).prod(1).sqrt().numpy()
+    width, height = (boxes[:, 2:4] - boxes[:, :2]).clip(min=0).T
+    return np.sqrt(width * height)
 
 
 def table(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -14,7 +16,10 @@ from PIL import Image
 
 from data import cache
 from data.cache import Images, open_images
+from tests.conftest import OnProcesses
+from utils import launch
 from utils.errors import UserError
+from utils.place import place, run_store
 
 
 def write_image(file: Path, width: int, height: int, seed: int) -> Path:
@@ -30,6 +35,17 @@ def pixels(images: Images) -> list[np.ndarray]:
 
 def same(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
     return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def opened(files: list[Path], imgsz: int, smooth: bool, way: str) -> Images:
+    sizes = []
+    for file in files:
+        try:
+            with Image.open(file) as image:
+                sizes.append(image.size)
+        except FileNotFoundError:
+            sizes.append((16, 12))
+    return open_images(files, imgsz, smooth, way, np.array(sizes))
 
 
 def kept_files(cache_home: Path) -> list[Path]:
@@ -59,7 +75,7 @@ def free_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 @pytest.mark.parametrize("way", ["", "ram", "disk"])
 def test_the_longer_side_has_the_size_asked_for(files: list[Path], way: str) -> None:
-    found = pixels(open_images(files, 32, True, way, 2))
+    found = pixels(opened(files, 32, True, way))
     assert [image.shape for image in found] == [(20, 32, 3), (24, 32, 3), (24, 32, 3), (32, 17, 3)]  # 16.8
     assert np.array_equal(found[0], np.asarray(Image.open(files[0]))[..., ::-1])
     # a half in each direction: the mean of every four pixels, rounded
@@ -70,18 +86,18 @@ def test_the_longer_side_has_the_size_asked_for(files: list[Path], way: str) -> 
 @pytest.mark.parametrize("way", ["", "ram", "disk"])
 def test_without_a_size_images_stay_as_they_are(files: list[Path], way: str) -> None:
     wanted = [np.asarray(Image.open(file))[..., ::-1] for file in files]
-    images = open_images(files, 0, False, way, 2)
+    images = opened(files, 0, False, way)
     for _ in range(2):
         assert same(pixels(images), wanted)
-    assert same(pixels(open_images(files, 32, False, way, 2))[:1], wanted[:1])
-    assert pixels(open_images(files, 32, False, way, 2))[1].shape == (24, 32, 3)  # at another time with a size
+    assert same(pixels(opened(files, 32, False, way))[:1], wanted[:1])
+    assert pixels(opened(files, 32, False, way))[1].shape == (24, 32, 3)  # at another time with a size
 
 
 @pytest.mark.parametrize("smooth", [False, True])
 @pytest.mark.parametrize("way", ["ram", "disk"])
 def test_kept_images_are_those_of_the_files(files: list[Path], way: str, smooth: bool) -> None:
-    wanted = pixels(open_images(files, 32, smooth, "", 0))
-    images = open_images(files, 32, smooth, way, 0)
+    wanted = pixels(opened(files, 32, smooth, ""))
+    images = opened(files, 32, smooth, way)
     for _ in range(2):
         assert same(pixels(images), wanted)
 
@@ -89,7 +105,7 @@ def test_kept_images_are_those_of_the_files(files: list[Path], way: str, smooth:
 @pytest.mark.parametrize("way", ["", "ram", "disk"])
 def test_the_data_folder_stays_as_it_is(files: list[Path], tmp_path: Path, way: str) -> None:
     before = {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]}
-    pixels(open_images(files, 32, True, way, 2))
+    pixels(opened(files, 32, True, way))
     assert {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]} == before
 
 
@@ -97,69 +113,102 @@ def test_the_data_folder_stays_as_it_is(files: list[Path], tmp_path: Path, way: 
 def test_an_image_that_went_missing_is_named(files: list[Path], way: str) -> None:
     files[2].unlink()
     with pytest.raises(UserError, match=r"2\.png"):
-        pixels(open_images(files, 32, True, way, 2))
+        pixels(opened(files, 32, True, way))
 
 
 # memory
 
 
-def test_memory_is_filled_before_the_first_reading(files: list[Path], no_reading: Callable[[], None]) -> None:
-    wanted = pixels(open_images(files, 32, True, "", 0))
-    images = open_images(files, 32, True, "ram", 2)
-    no_reading()
+def test_memory_is_filled_by_reading(files: list[Path], no_reading: Callable[[], None]) -> None:
+    wanted = pixels(opened(files, 32, True, ""))
+    images = opened(files, 32, True, "ram")
     assert same(pixels(images), wanted)
+    no_reading()
     assert same([images.read(2), images.read(0)], [wanted[2], wanted[0]])
 
 
-def test_memory_keeps_the_order_of_many_files(tmp_path: Path, no_reading: Callable[[], None]) -> None:
-    files = [write_image(tmp_path / f"set/{k:03}.bmp", 12, 12, seed=k) for k in range(130)]
-    wanted = pixels(open_images(files, 12, True, "", 0))
-    images = open_images(files, 12, True, "ram", 3)
+def test_what_a_forked_process_reads_is_there_for_all(files: list[Path], no_reading: Callable[[], None]) -> None:
+    wanted = pixels(opened(files, 32, True, ""))
+    images = opened(files, 32, True, "ram")
+    if not (child := os.fork()):
+        pixels(images)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
     no_reading()
     assert same(pixels(images), wanted)
 
 
 def test_what_does_not_fit_into_memory_is_read_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [write_image(tmp_path / f"set/{k:03}.bmp", 12, 12, seed=k) for k in range(200)]
-    wanted = pixels(open_images(files, 12, True, "", 0))
+    wanted = pixels(opened(files, 12, True, ""))
     read, seen = cache.read_image, []
     monkeypatch.setattr(cache, "read_image", lambda file: seen.append(file) or read(file))
-    free_memory(monkeypatch, 100 * 12 * 12 * 3)  # room for 100 images, of which some is left free
-    with pytest.warns(UserWarning, match=r"--cache ram: \d+ of 200 images fit into memory"):
-        images = open_images(files, 12, True, "ram", 2)
-    kept = len(seen)
-    assert 1 <= kept <= 100 + 64  # no more than one portion beyond the limit
-    seen.clear()
-    assert same(pixels(images), wanted)
-    assert seen == files[kept:]
+    monkeypatch.setattr(cache, "_promised", [])
+    free_memory(monkeypatch, round((100 * 12 * 12 * 3 + 200) / cache.MEMORY_SHARE) + 1)
+    images = opened(files, 12, True, "ram")
+    assert "room for 100 of 200 images" in images.said[0]
+    for _ in range(2):
+        assert same(pixels(images), wanted)
+    assert seen == files + files[100:]
 
 
-def test_enough_memory_gives_no_warning(
-    files: list[Path], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    free_memory(monkeypatch, 10 * 32 * 32 * 3)
-    open_images(files, 32, True, "ram", 2)
-    assert not recwarn.list
+def test_a_file_that_has_changed_its_size_since_it_was_looked_at(files: list[Path]) -> None:
+    images = open_images(files, 32, True, "ram", np.array([(32, 32)] * 4))
+    for _ in range(2):
+        assert same(pixels(images), pixels(opened(files, 32, True, "")))
+
+
+def test_memory_is_not_promised_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_promised", [])
+    free_memory(monkeypatch, 1000)
+    asked: list[int] = []
+    for _ in range(2):
+        cache.shared_memory(lambda free: asked.append(free) or 600)
+    assert asked == [1000, 400]
+
+
+def kept_by_all(files: list[Path]) -> tuple[int, list[int]]:
+    """Of two processes the second reads what the first has put there; with which sizes they made the memory."""
+    images = opened(files, 32, True, "ram")
+    store = run_store()
+    assert store is not None
+    if place().rank == 0:
+        pixels(images)
+        store.set("filled", "yes")
+    store.wait(["filled"])
+    with patch.object(cache, "read_image", side_effect=AssertionError("read")):
+        return len(images.memory), [int(image.sum()) for image in pixels(images)]
+
+
+def start_and_keep(files: list[Path]) -> tuple[int, list[int]]:
+    launch.start("cpu", "no", 60.0)
+    return kept_by_all(files)
+
+
+def test_memory_is_one_for_all_processes(on_processes: OnProcesses, files: list[Path]) -> None:
+    first, second = on_processes(2, start_and_keep, files)
+    assert first == second
+    assert first[1] == [int(image.sum()) for image in pixels(opened(files, 32, True, ""))]
 
 
 # disk
 
 
 def test_disk_survives_a_restart(files: list[Path], cache_home: Path, no_reading: Callable[[], None]) -> None:
-    first = pixels(open_images(files, 32, True, "disk", 0))
+    first = pixels(opened(files, 32, True, "disk"))
     assert len(kept_files(cache_home)) == 4
     assert all((cache_home / "lockstep/images") in path.parents for path in kept_files(cache_home))
     no_reading()
-    assert same(pixels(open_images(files, 32, True, "disk", 0)), first)
+    assert same(pixels(opened(files, 32, True, "disk")), first)
 
 
 def test_disk_notices_a_changed_file(files: list[Path]) -> None:
-    images = open_images(files, 32, True, "disk", 0)
+    images = opened(files, 32, True, "disk")
     first = pixels(images)
     status = files[0].stat()
     write_image(files[0], 32, 20, seed=9)
     os.utime(files[0], ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    for way in (images, open_images(files, 32, True, "disk", 0)):
+    for way in (images, opened(files, 32, True, "disk")):
         second = pixels(way)
         assert np.array_equal(second[0], np.asarray(Image.open(files[0]))[..., ::-1])
         assert not np.array_equal(second[0], first[0])
@@ -168,9 +217,9 @@ def test_disk_notices_a_changed_file(files: list[Path]) -> None:
 
 def test_disk_keeps_sizes_and_kinds_of_shrinking_apart(files: list[Path]) -> None:
     for imgsz, smooth in ((24, True), (24, False), (40, True)):
-        wanted = pixels(open_images(files, imgsz, smooth, "", 0))
+        wanted = pixels(opened(files, imgsz, smooth, ""))
         for _ in range(2):
-            assert same(pixels(open_images(files, imgsz, smooth, "disk", 0)), wanted)
+            assert same(pixels(opened(files, imgsz, smooth, "disk")), wanted)
 
 
 def test_disk_keeps_equal_names_in_different_folders_apart(tmp_path: Path) -> None:
@@ -178,8 +227,8 @@ def test_disk_keeps_equal_names_in_different_folders_apart(tmp_path: Path) -> No
     for file in files:
         os.utime(file, ns=(0, 0))
     for _ in range(2):
-        found = pixels(open_images(files, 12, True, "disk", 0))
-        assert same(found, pixels(open_images(files, 12, True, "", 0)))
+        found = pixels(opened(files, 12, True, "disk"))
+        assert same(found, pixels(opened(files, 12, True, "")))
 
 
 @pytest.mark.parametrize(
@@ -194,20 +243,20 @@ def test_disk_keeps_equal_names_in_different_folders_apart(tmp_path: Path) -> No
 def test_a_damaged_file_on_disk_is_made_anew(
     files: list[Path], cache_home: Path, no_reading: Callable[[], None], damage: Callable[[bytes], bytes]
 ) -> None:
-    wanted = pixels(open_images(files, 32, True, "disk", 0))
+    wanted = pixels(opened(files, 32, True, "disk"))
     for path in kept_files(cache_home):
         path.write_bytes(damage(path.read_bytes()))
-    assert same(pixels(open_images(files, 32, True, "disk", 0)), wanted)
+    assert same(pixels(opened(files, 32, True, "disk")), wanted)
     no_reading()
-    assert same(pixels(open_images(files, 32, True, "disk", 0)), wanted)
+    assert same(pixels(opened(files, 32, True, "disk")), wanted)
 
 
 def test_an_unwritable_disk_is_a_warning(files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = pixels(open_images(files, 32, True, "", 0))
+    wanted = pixels(opened(files, 32, True, ""))
     (cache_home / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home / "file"))  # no folder can be made below a file, even by root
     with pytest.warns(UserWarning, match=r"--cache disk: .* cannot be written \("):
-        assert same(pixels(open_images(files, 32, True, "disk", 0)), wanted)
+        assert same(pixels(opened(files, 32, True, "disk")), wanted)
 
 
 def test_a_write_that_is_interrupted_leaves_nothing(
@@ -219,5 +268,17 @@ def test_a_write_that_is_interrupted_leaves_nothing(
 
     monkeypatch.setattr(np, "save", half)
     with pytest.raises(KeyboardInterrupt):
-        open_images(files, 32, True, "disk", 0).read(0)
+        opened(files, 32, True, "disk").read(0)
     assert kept_files(cache_home) == []
+
+
+# paths
+
+
+def test_paths_in_one_piece(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.jpg", Path("b c/\N{GREEK SMALL LETTER ALPHA}.png"), Path(os.fsdecode(b"\xff.jpg"))]
+    files = cache.Files(paths)
+    assert list(files) == paths
+    assert (len(files), files[2], files[1:]) == (3, paths[2], paths[1:])
+    with pytest.raises(IndexError):
+        files[3]

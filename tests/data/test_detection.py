@@ -15,6 +15,7 @@ from PIL import Image
 
 from data import DATASETS
 from data.augment import AugmentSettings, Placement, Sample
+from data.batches import room
 from data.detection import Batch, DetectionData, EvaluationItems, ImageInfo, Split, TrainingItems, collate, to_tensors
 from data.labels import EXIF_ORIENTATION
 from data.sampler import Draw
@@ -125,6 +126,32 @@ def test_pixels_do_not_depend_on_how_the_epoch_is_cut_into_batches(folder: Path)
     assert torch.equal(
         torch.cat([batch.targets[:, 1:] for batch in small]), torch.cat([batch.targets[:, 1:] for batch in large])
     )
+
+
+@pytest.mark.parametrize(("near", "most"), [(True, 7), (False, 16)])
+def test_a_process_reads_neighbours_once(folder: Path, near: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice of four positions: seven images where partners are neighbours."""
+    data = data_of(folder)
+    loader = data.train_loader(
+        data.split("train"), batch_size=4, hyp=replace(NOTHING, mosaic=1.0), seed=3, rect=False, near=near
+    )
+    images, loads = loader.dataset.images, []
+    read = images.read
+    monkeypatch.setattr(images, "read", lambda index: loads.append(index) or read(index))
+    next(iter(loader))
+    assert 4 < len(loads) <= most
+    assert (len(loads) == len(set(loads))) or not near
+
+
+def test_the_images_of_a_batch_are_written_once(folder: Path) -> None:
+    """Straight into the batch: a batch of items made one by one holds the same."""
+    data = data_of(folder)
+    loader = data.train_loader(data.split("train"), batch_size=4, hyp=EVERYTHING, seed=3, rect=False)
+    drawn = next(iter(loader.batch_sampler))
+    items = loader.dataset.__getitems__(drawn)
+    batch = collate(items)
+    assert batch.images.data_ptr() == items[0][0].data_ptr()
+    check_same([collate([loader.dataset[draw] for draw in drawn])], [batch])
 
 
 def test_epochs_positions_and_seeds_each_give_other_pixels(folder: Path) -> None:
@@ -349,7 +376,9 @@ def test_shrinking_is_smooth_for_evaluation_and_quick_for_training(tmp_path: Pat
 
 def test_targets_are_cut_at_the_edges_of_the_image() -> None:
     boxes = np.array([[-5, 2, 15, 12], [4, 5, 8, 10]], np.float32)
-    pixels, targets = to_tensors(Sample(np.zeros((10, 20, 3), np.uint8), boxes, np.array([3, 1], np.float32)))
+    pixels, targets = to_tensors(
+        Sample(np.zeros((10, 20, 3), np.uint8), boxes, np.array([3, 1], np.float32)), room(3, 10, 20)
+    )
     assert pixels.shape == (3, 10, 20)
     assert targets.dtype == torch.float32
     # 0 to 15 of 20, 2 to 10 of 10; 4 to 8 of 20, 5 to 10 of 10
@@ -358,7 +387,7 @@ def test_targets_are_cut_at_the_edges_of_the_image() -> None:
 
 def test_pixels_are_turned_from_rows_of_bgr_to_planes_of_rgb() -> None:
     image = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
-    pixels, targets = to_tensors(Sample(image, np.zeros((0, 4), np.float32), np.zeros(0, np.float32)))
+    pixels, targets = to_tensors(Sample(image, np.zeros((0, 4), np.float32), np.zeros(0, np.float32)), room(3, 2, 4))
     assert pixels[0].tolist() == [[2, 5, 8, 11], [14, 17, 20, 23]]
     assert pixels[2].tolist() == [[0, 3, 6, 9], [12, 15, 18, 21]]
     assert pixels.is_contiguous()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from data import labels
@@ -210,6 +213,48 @@ def test_every_problem_has_the_number_of_its_own_line() -> None:
     assert [re.findall(r"line (\d+)", problem) for problem in problems] == [["2"], ["5"], ["6"]]
 
 
+cells = st.one_of(
+    st.sampled_from(["0", "1", "1.0", "0.5", ".25", "-0.0", "1.0005", "-0.0005", "1.5", "nan", "inf", "1e-400", "1_0"]),
+    st.floats(-0.01, 1.01).map(str),
+    st.floats().map(str),
+    st.just("x"),
+)
+text_lines = st.lists(cells, min_size=4, max_size=8).map(" ".join)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(text_lines)
+def test_the_quick_look_at_a_box_keeps_what_the_thorough_one_keeps(line: str) -> None:
+    words = line.split()
+    quick = labels._plain_box(words)
+    if quick is not None:
+        assert repr(quick) == repr(labels._parse_row(words))
+
+
+texts = st.lists(st.one_of(text_lines, st.sampled_from(["", "\ufeff", "ä", "\x85"])), max_size=4)
+line_ends = st.sampled_from(["\n", "\r\n", "\r", "\x0b", "\x1c", "\u2028"])
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.one_of(st.tuples(texts, line_ends).map(lambda both: both[1].join(both[0]).encode()), st.binary(max_size=9)))
+def test_plain_text_is_read_as_text_is(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "a.txt")
+        file.write_bytes(content)
+        plain = labels._read_ascii(str(file))
+        if plain is not None:
+            assert plain.splitlines() == file.read_text(encoding="utf-8-sig").splitlines()
+        else:
+            assert not content.isascii()
+
+
+def test_a_long_label_file_is_read_whole(images: list[Path]) -> None:
+    rows = [f"{k} 0.5 0.5 0.25 0.25" for k in range(labels.LABEL_BYTES // 20)]
+    labels.label_file(images[0]).write_text("\n".join(rows))
+    assert labels._read_ascii(str(labels.label_file(images[0]))) is None
+    assert scan_image(images[0]).rows[:, 0].tolist() == list(range(len(rows)))
+
+
 # one image
 
 
@@ -351,6 +396,7 @@ def test_two_processes_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.M
     files[70].write_bytes(b"")
     pool, opened = multiprocessing.Pool, []
     monkeypatch.setattr(multiprocessing, "Pool", lambda count: opened.append(count) or pool(count))
+    monkeypatch.setattr(labels, "WORTH", 1e-9)
     serial = load_labels(files, "labels", 0)
     assert opened == []
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home / "other"))
@@ -362,6 +408,11 @@ def test_two_processes_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.M
     assert serial.sizes[[69, 70, 139]].tolist() == [[16, 16], [0, 0], [16, 16]]
     # of every 4 images one repeats its row once and one twice; image 70, one of the former, has another problem instead
     assert len(serial.problems) == 35 * (1 + 2)
+
+
+def test_a_short_scan_starts_no_process(images: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing, "Pool", lambda count: pytest.fail(f"{count} processes"))
+    assert load_labels(images * 50, "labels", 8).sizes.shape == (150, 2)
 
 
 # the cache
@@ -433,6 +484,30 @@ def test_a_changed_file_is_scanned_again(
     change(images[1] if which == "image" else labels.label_file(images[1]))
     load_labels(images, "labels", 0)
     assert images[1] in scans
+
+
+def test_a_changed_file_behind_a_link_is_scanned_again(images: list[Path], scans: list[Path], tmp_path: Path) -> None:
+    links = tmp_path / "links/images"
+    links.mkdir(parents=True)
+    files = [links / image.name for image in images]
+    for file, image in zip(files, images, strict=True):
+        file.symlink_to(image)
+    load_labels(files, "labels", 0)
+    scans.clear()
+    load_labels(files, "labels", 0)
+    assert scans == []
+    later(images[1])
+    load_labels(files, "labels", 0)
+    assert scans == files
+
+
+def test_names_that_are_no_text_and_names_that_no_file_can_have_are_scanned(tmp_path: Path) -> None:
+    strange = write_image(tmp_path / "images" / os.fsdecode(b"\xff.png"), 20, 10, "1 0.5 0.5 0.5 0.25")
+    impossible = tmp_path / "images/a\0b.png"
+    for _ in range(2):
+        found = load_labels([strange, impossible], "labels", 0)
+        assert found.sizes.tolist() == [[20, 10], [0, 0]]
+        assert len(found.problems) == 1
 
 
 def test_a_scan_after_a_change_gives_the_new_rows_and_the_next_load_keeps_them(

@@ -228,3 +228,30 @@ def test_the_last_rectangular_batch_has_the_shape_of_its_own_images() -> None:
 def test_equal_aspects_are_ordered_alike_whatever_the_machine() -> None:
     found = evaluation_batches(np.full((40, 2), 50), 8, 64, 32, square=False)
     assert images(found) == list(range(39, -1, -1))
+
+
+def test_partners_are_what_follows_in_the_order() -> None:
+    """Each image then has a part in as many items as it has partners, and one more: each is read but once."""
+    batches = GlobalBatches(10, 4, 7, (64, 64), partners=3)
+    for epoch in (0, 1):
+        order = batches_of_one(GlobalBatches(10, 1, 7, (64, 64)), epoch)
+        found = list(chain(*draws(batches, epoch)))[:10]
+        assert [draw.image for draw in found] == order
+        assert [draw.partners for draw in found] == [
+            tuple(order[(k + step) % 10] for step in (1, 2, 3)) for k in range(10)
+        ]
+        counts = np.bincount([image for draw in found for image in (draw.image, *draw.partners)])
+        assert counts.tolist() == [4] * 10
+
+
+def batches_of_one(batches: GlobalBatches, epoch: int) -> list[int]:
+    return images(draws(batches, epoch))
+
+
+def test_partners_do_not_depend_on_the_batch_size() -> None:
+    small, large = (list(chain(*draws(GlobalBatches(12, size, 3, (8, 8), partners=3), 1))) for size in (2, 6))
+    assert small == large
+
+
+def test_without_partners_a_draw_has_none() -> None:
+    assert all(draw.partners == () for draw in chain(*draws(GlobalBatches(5, 2, 0, (8, 8)), 0)))

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from data import shapes, shapes_cls, sources
-from data.sources import DataSpec, label_file, read_spec
+from data.sources import DataSpec, images_below, label_file, overlap, read_spec
 from utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -394,6 +396,39 @@ def test_an_absent_or_empty_split_is_named(yaml_file: Path) -> None:
         spec.images("val")
 
 
+def test_images_are_sorted_folder_by_folder(tmp_path: Path) -> None:
+    for folder in ("a", "a-b", "a/c", "a b"):
+        touch(tmp_path / "images" / folder, "x.jpg", "-.jpg", "c.jpg")
+    images = read_spec(write_spec(tmp_path / "data.yaml", train="images")).images("train")
+    assert images == sorted(tmp_path.rglob("*.jpg"))
+    assert images != sorted(images, key=str)
+    assert sorted(images_below(tmp_path)) == images
+
+
+@pytest.mark.parametrize(
+    "line", ["images/a.jpg/", "images/a.jpg/.", "images/./a.jpg", "images//a.jpg", "../set/images/a.jpg"]
+)
+def test_a_line_of_a_list_may_be_written_in_any_way(tmp_path: Path, line: str) -> None:
+    images = touch(tmp_path / "set/images", "a.jpg")
+    (tmp_path / "set/train.txt").write_text(line)
+    assert read_spec(write_spec(tmp_path / "set/data.yaml", train="train.txt")).images("train") == images
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(["a", "B", ".", "..", ".jpg", ".PNG", ".txt", "/", " "]), max_size=6).map("".join))
+def test_the_suffix_of_a_line_is_that_of_its_path(line: str) -> None:
+    assert sources._is_image(line) == (Path(line).suffix.lower() in sources.IMAGE_SUFFIXES)
+
+
+def test_images_of_both_splits_are_counted_through_links(tmp_path: Path) -> None:
+    images = touch(tmp_path / "real", "a.jpg", "b.jpg")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    again = [tmp_path / "link/b.jpg", tmp_path / "link/c.jpg"]
+    (sentence,) = overlap(images, again)
+    assert sentence.startswith(f"warning: 1 of the 2 validation images are training images too, such as {images[1]};")
+    assert overlap(images, again[1:]) == []
+
+
 def test_links_are_followed_and_loops_end(tmp_path: Path) -> None:
     outside = touch(tmp_path / "outside", "b.jpg")[0].parent
     folder = touch(tmp_path / "images", "a.jpg")[0].parent
@@ -432,6 +467,29 @@ def test_two_links_to_one_folder_give_its_images_once(tmp_path: Path) -> None:
 )
 def test_the_last_folder_called_images_becomes_labels(image: str, labels: str) -> None:
     assert label_file(Path(image)) == Path(labels)
+
+
+def label_by_parts(image: Path) -> Path:
+    """`label_file` by the parts of the path."""
+    parts = list(image.parts)
+    for place in range(len(parts) - 2, -1, -1):
+        if parts[place] == "images":
+            parts[place] = "labels"
+            break
+    return Path(*parts).with_suffix(".txt")
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(["", "/", "../"]),
+    st.lists(st.sampled_from(["images", "labels", "a", "images.jpg", ".images", "Images", "ä"]), max_size=4),
+    st.sampled_from(["a", "a.b", ".a", "images", "a..b", "images/images"]),
+    st.sampled_from([".jpg", ".PNG"]),
+)
+def test_the_label_file_is_that_by_the_parts_of_the_path(root: str, folders: list[str], stem: str, suffix: str) -> None:
+    image = Path(root, *folders, stem + suffix)
+    assert label_file(image) == label_by_parts(image)
+    assert sources.label_name(str(image)) == str(label_by_parts(image))
 
 
 def test_a_spec_is_a_plain_value(yaml_file: Path) -> None:

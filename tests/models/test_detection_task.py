@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,7 +111,8 @@ def test_predictions_are_in_the_files_pixels(task: DetectionTask, tiny_yaml: dic
     info = Info(size=(100, 70), placement=Place((0.5, 0.8), (4, 12)))
     nothing, found = task.predict(outputs, batch(Info(), info))
     assert nothing.shape == (0, 6)
-    torch.testing.assert_close(found, torch.tensor([[32, 30, 64, 50, 0.5, 1.0]]), rtol=1e-5, atol=1e-4)
+    expected = torch.tensor([[32, 30, 64, 50, 0.5, 1.0]])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4, check_dtype=False)
 
 
 def test_thresholds(task: DetectionTask, tiny_yaml: dict[str, Any]) -> None:
@@ -134,8 +136,13 @@ def test_to_file_undoes_the_placement_and_cuts_at_the_edges() -> None:
     info = Info(size=(100, 50), placement=Place((2.0, 0.5), (10, 20)))
     detections = torch.tensor([[30, 25, 110, 40, 0.9, 2], [0, 0, 300, 100, 0.5, 1], [-20, 10, 5, 15, 0.4, 0]])
     expected = torch.tensor([[10, 10, 50, 40, 0.9, 2], [0, 0, 100, 50, 0.5, 1], [0, 0, 0, 0, 0.4, 0]])
-    torch.testing.assert_close(_to_file(detections, info), expected)
-    assert _to_file(torch.zeros(0, 6), info).shape == (0, 6)
+    exact, nothing, found = _to_file(
+        [torch.tensor([[1, 2, 3, 4, 0.5, 0]]), torch.zeros(0, 6), detections], [Info(), info, info]
+    )
+    assert exact.tolist() == [[1, 2, 3, 4, 0.5, 0]]
+    assert nothing.shape == (0, 6)
+    torch.testing.assert_close(found, expected, check_dtype=False)
+    assert _to_file([], []) == []
 
 
 def test_text_rows(task: DetectionTask) -> None:
@@ -231,3 +238,34 @@ def test_metrics_and_fitness(task: DetectionTask) -> None:
     assert tuple(summary.metrics) == task.metric_names == ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95")
     assert list(summary.metrics.values()) == pytest.approx([1, 1, 0.995, 0.4975], abs=1e-6)
     assert summary.fitness == pytest.approx(0.1 * 0.995 + 0.9 * 0.4975)
+
+
+def random_images(seed: int) -> tuple[list[Tensor], tuple[Info, ...]]:
+    """Images of 0 to 3 labels and detections near them, on a grid of few places, so that many overlaps are equal."""
+    rng = np.random.default_rng(seed)
+    found, infos = [], []
+    for image in range(12):
+        rows = [(rng.integers(2), *(rng.integers(3, 8, 4) / 20)) for _ in range(rng.integers(4))]
+        corners = rng.integers(0, 10, (rng.integers(9), 2)) * 5
+        boxes = np.concatenate((corners, corners + rng.integers(4, 8, corners.shape) * 5), 1)
+        confidence = -np.sort(-rng.integers(1, 5, (len(boxes), 1)) / 5, axis=0)
+        found.append(torch.from_numpy(np.concatenate((boxes, confidence, rng.integers(0, 3, confidence.shape)), 1)))
+        infos.append(Info(image, (100, 100), rows=labels(*rows)))
+    return found, tuple(infos)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_images_record_does_not_depend_on_the_others(task: DetectionTask, seed: int) -> None:
+    found, infos = random_images(seed)
+    together = task.score(found, batch(*infos))
+    for own, info, record in zip(found, infos, together, strict=True):
+        (alone,) = task.score([own], batch(info))
+        assert all(np.array_equal(*pair) for pair in zip(alone, record, strict=True))
+    assert task.score([], batch()) == []
+
+
+def test_records_are_compact(task: DetectionTask) -> None:
+    """They travel between processes: less than 50 bytes a detection, and none of another image."""
+    infos = [Info(k, (100, 100), rows=labels((0, 0.5, 0.5, 0.2, 0.2))) for k in range(4)]
+    records = task.score([torch.rand(300, 6).double()] * 4, batch(*infos))
+    assert len(pickle.dumps(records[0])) < 300 * 50

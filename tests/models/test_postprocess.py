@@ -6,14 +6,22 @@ import itertools
 import math
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from models import postprocess
-from models.postprocess import decode, suppress
+from models.postprocess import Suppression, _cells, _decode, _least_logit, _scores, _suppress, detect
 
 THREE = math.log(3)  # the logit of 3/4; of 1/4 with a minus
+
+
+def decode(outputs: list[Tensor], anchors: Tensor, strides: Tensor) -> Tensor:
+    """Every box (b, n, 5 + classes): xyxy in pixels, objectness, class scores."""
+    cells = torch.cat([_cells(*level) for level in zip(outputs, anchors, strides, strict=True)])
+    images = [_scores([raw[image].flatten(0, 2) for raw in outputs]) for image in range(len(outputs[0]))]
+    return torch.stack([torch.cat((_decode(scores, cells), scores[:, 4:]), 1) for scores in images])
 
 
 def test_decode_one_cell() -> None:
@@ -22,37 +30,38 @@ def test_decode_one_cell() -> None:
     anchors, strides = torch.tensor([[[1.0, 1], [2, 5]]]), torch.tensor([8.0])
     found = decode([raw], anchors, strides)
     assert found.shape == (2, 2 * 3 * 4, 7)
-    # x (1.5 - 0.5 + 3) 8, y (0.5 - 0.5 + 2) 8, w 1.5^2 2 x 8, h 0.5^2 5 x 8
-    expected = torch.tensor([32, 16, 36, 10, 0.25, 0.75, 0.5])
+    # x (1.5 - 0.5 + 3) 8, y (0.5 - 0.5 + 2) 8, w 1.5^2 2 x 8, h 0.5^2 5 x 8: around 32, 16 by 36, 10
+    expected = torch.tensor([14, 11, 50, 21, 0.25, 0.75, 0.5])
     torch.testing.assert_close(found[1, 1 * 12 + 2 * 4 + 3], expected)
-    torch.testing.assert_close(found[0, 12 + 11], torch.tensor([28, 20, 16, 40, 0.5, 0.5, 0.5]))
-    torch.testing.assert_close(found[0, 0], torch.tensor([4, 4, 8, 8, 0.5, 0.5, 0.5]))
+    torch.testing.assert_close(found[0, 12 + 11], torch.tensor([20, 0, 36, 40, 0.5, 0.5, 0.5]))
+    torch.testing.assert_close(found[0, 0], torch.tensor([0, 0, 8, 8, 0.5, 0.5, 0.5]))
 
 
 def test_decode_levels_follow_each_other() -> None:
     outputs = [torch.zeros(1, 1, 2, 2, 6), torch.zeros(1, 1, 1, 1, 6)]
     found = decode(outputs, torch.tensor([[[1.0, 2]], [[3, 1]]]), torch.tensor([8.0, 16]))
-    boxes = [[4, 4, 8, 16], [12, 4, 8, 16], [4, 12, 8, 16], [12, 12, 8, 16], [8, 8, 48, 16]]
+    boxes = [[0, -4, 8, 12], [8, -4, 16, 12], [0, 4, 8, 20], [8, 4, 16, 20], [-16, 0, 32, 16]]
     torch.testing.assert_close(found[0, :, :4], torch.tensor(boxes, dtype=torch.float))
 
 
-def test_decode_is_in_fp32() -> None:
+def test_detections_are_in_fp32() -> None:
     raw = torch.randn(1, 1, 64, 64, 6).to(torch.bfloat16)
-    args = torch.ones(1, 1, 2), torch.tensor([8.0])
-    found = decode([raw], *args)
+    args = torch.ones(1, 1, 2), torch.tensor([8.0]), Suppression()
+    (found,) = detect([raw], *args)
     assert found.dtype == torch.float32
-    assert torch.equal(found, decode([raw.float()], *args))
+    assert torch.equal(found, detect([raw.float()], *args)[0])
 
 
 def predictions(*rows: tuple[float, ...]) -> Tensor:
-    """One image's predictions from rows x, y, w, h, objectness, class scores."""
-    return torch.tensor(rows, dtype=torch.float)[None]
+    """An image's predictions from rows x, y, w, h, objectness, class scores."""
+    return torch.tensor(rows, dtype=torch.float)
 
 
 def run(given: Tensor, conf_thres: float = 0.1, iou_thres: float = 0.5, max_det: int = 300) -> Tensor:
-    """The detections of the only image."""
-    (found,) = suppress(given, conf_thres, iou_thres, max_det)
-    return found
+    """The detections of the image: of scores of one half, in cells and with anchors that make the boxes of it."""
+    scores = torch.cat((torch.full((len(given), 4), 0.5), given[:, 4:]), 1)
+    cells = torch.cat((given[:, :2] - 0.5, torch.ones(len(given), 1), given[:, 2:4]), 1)
+    return _suppress(scores, cells, Suppression(conf_thres, iou_thres, max_det))
 
 
 def test_a_box_counts_for_every_class() -> None:
@@ -106,27 +115,112 @@ def test_most_candidates_are_the_most_confident(monkeypatch: pytest.MonkeyPatch)
 
 def test_nothing_found() -> None:
     assert run(predictions((10, 10, 4, 4, 0.9, 0.05))).shape == (0, 6)
-    assert run(torch.zeros(1, 0, 7)).shape == (0, 6)
-    assert suppress(torch.zeros(0, 3, 7), 0.1, 0.5, 300) == []
+    assert run(torch.zeros(0, 7)).shape == (0, 6)
+    assert detect([torch.zeros(0, 1, 2, 2, 7)], torch.ones(1, 1, 2), torch.ones(1), Suppression()) == []
 
 
-def test_the_given_predictions_stay_as_they_were() -> None:
-    given = predictions((10, 20, 4, 6, 0.5, 0.5, 0.1, 0.75))
+def test_the_given_maps_stay_as_they_were() -> None:
+    given = torch.randn(2, 1, 4, 4, 7)
     copy = given.clone()
-    run(given)
+    detect([given], torch.ones(1, 1, 2), torch.ones(1), Suppression())
     assert torch.equal(given, copy)
+
+
+def test_maps_that_a_gradient_flows_to() -> None:
+    given = torch.randn(2, 1, 4, 4, 7, requires_grad=True)
+    assert not detect([given * 1], torch.ones(1, 1, 2), torch.ones(1), Suppression())[0].requires_grad
 
 
 def test_no_image_is_dropped_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """YOLOv5 stops after 0.5 + 0.05 x batch seconds; here the clock runs a minute each time that somebody looks."""
     count = 300
-    given = torch.zeros(count, 3, 6)
-    given[:, :, 2:6] = torch.tensor([10, 10, 1, 0.5])
-    given[:, :, :2] = torch.arange(count)[:, None, None]  # the three of an image on one spot
+    given = torch.zeros(count, 1, 1, 1, 6)
     ticks = itertools.count(step=60)
     with monkeypatch.context() as clock:
         for name in ("time", "perf_counter", "monotonic"):
             clock.setattr(time, name, lambda: float(next(ticks)))
-        found = suppress(given, 0.1, 0.5, 300)
-    assert [len(one) for one in found] == [1] * count
-    assert torch.equal(torch.stack([one[0, 0] for one in found]), torch.arange(count) - 5.0)
+        found = detect([given], torch.ones(1, 1, 2), torch.ones(1), Suppression())
+    assert torch.equal(torch.cat(found), torch.tensor([[0, 0, 1, 1, 0.25, 0]]).expand(count, 6))
+
+
+# Against a plain way
+
+
+def plainly(outputs: list[Tensor], anchors: Tensor, strides: Tensor, limits: Suppression, most: int) -> list[Tensor]:
+    """What `detect` finds, looking at every box of every class, and at every pair of them."""
+    images = []
+    for image in decode(outputs, anchors, strides):
+        confidence = (image[:, 5:] * image[:, 4:5]).numpy()
+        candidates = [(-confidence[k, c], k, c) for k, c in np.argwhere(confidence > np.float32(limits.conf_thres))]
+        kept: list[tuple] = []
+        for negative, k, c in sorted(candidates)[:most]:
+            box = image[k, :4].numpy()
+            if all(c != other[5] or iou(box, other[:4]) <= limits.iou_thres for other in kept):
+                kept.append((*box, -negative, c))
+        images.append(torch.tensor(np.array(kept[: limits.max_det], np.float32)).view(-1, 6))
+    return images
+
+
+def iou(a: np.ndarray, b: tuple) -> float:
+    x, y = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    inside = max(x, 0) * max(y, 0)
+    return inside / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - inside)
+
+
+def random_maps(seed: int, classes: int, few: bool) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Three images on two levels, the second without anything; `few` distinct logits, so that many are equal."""
+    generator = torch.Generator().manual_seed(seed)
+    outputs = [torch.randn(3, 2, side, side, 5 + classes, generator=generator) * 2 for side in (6, 3)]
+    for raw in outputs:
+        raw[..., :4] /= 4
+        if few:
+            raw[..., 4:] = raw[..., 4:].round()
+        raw[1, ..., 4] = -200
+        raw[2, ..., 4] -= 1
+    return outputs, torch.tensor([[[2.0, 3], [4, 2]], [[3.0, 3], [2, 4]]]), torch.tensor([8.0, 16])
+
+
+@pytest.mark.parametrize("conf_thres", [0.001, 0.25, 0.5, 1.0, 0.0])  # the logits 0 have sigmoids of 1/2
+@pytest.mark.parametrize(("classes", "few", "max_det"), [(1, False, 300), (5, True, 300), (5, True, 7), (3, False, 20)])
+def test_as_plainly(classes: int, few: bool, max_det: int, conf_thres: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed, most in enumerate((30_000, 150)):
+        monkeypatch.setattr(postprocess, "MOST_CANDIDATES", most)
+        given, limits = random_maps(seed, classes, few), Suppression(conf_thres, 0.45, max_det)
+        found = detect(*given, limits)
+        for own, expected in zip(found, plainly(*given, limits, most), strict=True):
+            assert torch.equal(own, expected)
+        assert not len(found[1])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_image_does_not_depend_on_the_others(threads: int) -> None:
+    """To the last bit, and however many threads a CPU takes."""
+    before = torch.get_num_threads()
+    generator = torch.Generator().manual_seed(0)
+    outputs = [torch.randn(3, 2, side, side, 85, generator=generator) for side in (20, 11)]
+    more = torch.ones(2, 2, 2) * 2, torch.tensor([8.0, 16]), Suppression()
+    try:
+        torch.set_num_threads(threads)
+        together = detect(outputs, *more)
+        apart = [detect([raw[k : k + 1] for raw in outputs], *more)[0] for k in range(3)]
+        backwards = detect([raw.flip(0) for raw in outputs], *more)[::-1]
+    finally:
+        torch.set_num_threads(before)
+    for found in (apart, backwards):
+        assert all(torch.equal(*pair) for pair in zip(together, found, strict=True))
+
+
+def test_one_score_that_is_no_number_hides_nothing_else() -> None:
+    given = predictions((50, 50, 20, 20, 1, 0.5, math.nan), (150, 50, 20, 20, math.nan, 0.5, 0.5))
+    assert run(given)[:, 4].tolist() == [0.5]
+    assert run(given, max_det=1)[:, 4].tolist() == [0.5]
+
+
+@pytest.mark.parametrize("probability", [0.0, 1e-30, 0.001, 0.5, 0.999999, 1 - 1e-7, 1.0])
+def test_least_logit(probability: float) -> None:
+    logits = torch.cat((torch.linspace(-110, 20, 200_001), torch.linspace(-17, 17, 200_001)))
+    exceed = logits.sigmoid() > probability
+    taken = logits > _least_logit(probability)
+    assert (taken | ~exceed).all()
+    if 0 < probability < 0.99:  # near 1 a sigmoid hardly rises
+        assert (taken & ~exceed).sum() < 20

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from utils.boxes import complete_iou, pairwise_iou, xywh_to_xyxy, xyxy_to_xywh
+from utils.boxes import complete_iou, xywh_to_xyxy, xyxy_to_xywh
 
 
 def test_conversions() -> None:
@@ -17,22 +17,6 @@ def test_conversions() -> None:
     assert torch.equal(xyxy_to_xywh(xyxy), xywh)
     assert torch.equal(xywh_to_xyxy(xywh.view(3, 1, 4)), xyxy.view(3, 1, 4))
     assert xywh_to_xyxy(torch.zeros(0, 4)).shape == (0, 4)
-
-
-def test_pairwise_iou() -> None:
-    a = torch.tensor([[0.0, 0, 2, 2], [10, 10, 14, 12]])
-    b = torch.tensor([[0.0, 0, 2, 2], [0, 0, 1, 1], [1, 1, 3, 3], [2, 0, 4, 2], [12, 9, 13, 13]])
-    # identical, contained, 1 of 4 + 4 - 1, touching; the last crosses the second of a: 1 x 2 of 8 + 4 - 2
-    expected = torch.tensor([[1, 1 / 4, 1 / 7, 0, 0], [0, 0, 0, 0, 1 / 5]])
-    torch.testing.assert_close(pairwise_iou(a, b), expected)
-
-
-def test_pairwise_iou_of_nothing() -> None:
-    boxes = torch.rand(3, 4)
-    assert pairwise_iou(boxes, torch.zeros(0, 4)).shape == (3, 0)
-    assert pairwise_iou(torch.zeros(0, 4), boxes).shape == (0, 3)
-    flat = torch.tensor([[1.0, 1, 1, 1]])
-    assert pairwise_iou(flat, flat).item() == 0
 
 
 def aspect_term(a: tuple[float, float], b: tuple[float, float], iou: float) -> float:

@@ -9,7 +9,17 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from utils.metrics import IOU_THRESHOLDS, ClassScores, ImageRecord, match_detections, score_classes, score_sizes
+from utils import metrics
+from utils.metrics import (
+    IOU_THRESHOLDS,
+    SIZE_EDGES,
+    ClassScores,
+    ImageRecord,
+    Matches,
+    SizeScores,
+    join,
+    match_detections,
+)
 
 PERFECT = 0.995  # the area by 101 points falls to 0 at the last of them: 100 intervals, the last one half full
 
@@ -39,15 +49,30 @@ def right_at(threshold: float, overlap: np.ndarray, beaten: np.ndarray) -> list[
     return ((beaten < threshold) & (threshold <= overlap)).tolist()
 
 
-def matched(overlaps: list[list[float]], same: list[list[bool]] | None = None) -> tuple[np.ndarray, ...]:
-    values = np.array(overlaps)
-    return match_detections(values, np.ones_like(values, bool) if same is None else np.array(same))
+def score_classes(records: list[ImageRecord]) -> ClassScores:
+    return metrics.score_classes(join(records))
+
+
+def score_sizes(records: list[ImageRecord]) -> list[SizeScores]:
+    return metrics.score_sizes(join(records))
+
+
+def bar(height: float, at: float = 0.0) -> list[float]:
+    """A box of which the one of height 1 at the same place covers so much."""
+    return [at, 0, at + 1, height]
+
+
+def matched(heights: Sequence[float], group: Sequence[int] = (), true_group: Sequence[int] = (0,)) -> Matches:
+    """Bars given to labels of height 1, all at one place."""
+    boxes, truth = np.array([bar(height) for height in heights]), np.array([bar(1.0)] * len(true_group))
+    groups = np.array(group or [0] * len(heights), np.int64), np.array(true_group, np.int64)
+    return match_detections(boxes.reshape(-1, 4), groups[0], truth.reshape(-1, 4), groups[1], eps=0)
 
 
 def test_of_two_detections_of_a_label_the_confident_one_wins_where_it_reaches_the_threshold() -> None:
-    overlap, partner, beaten = matched([[0.6, 0.92]])  # the first is the more confident
+    overlap, partner, beaten = matched([0.6, 0.92])  # the first is the more confident
     assert partner.tolist() == [0, 0]
-    assert overlap.tolist() == [0.6, 0.92]
+    assert overlap.tolist() == pytest.approx([0.6, 0.92])
     assert right_at(0.5, overlap, beaten) == [True, False]
     assert right_at(0.6, overlap, beaten) == [True, False]
     assert right_at(0.65, overlap, beaten) == [False, True]
@@ -56,43 +81,72 @@ def test_of_two_detections_of_a_label_the_confident_one_wins_where_it_reaches_th
 
 
 def test_three_detections_of_a_label() -> None:
-    overlap, _, beaten = matched([[0.7, 0.6, 0.97]])
-    assert beaten.tolist() == [0, 0.7, 0.7]
+    overlap, _, beaten = matched([0.7, 0.6, 0.97])
+    assert beaten.tolist() == pytest.approx([0, 0.7, 0.7])
     rights = np.array([right_at(t, overlap, beaten) for t in IOU_THRESHOLDS])
     assert (rights.sum(1) == 1).all()  # the label is found once at every threshold
     assert rights[:, 0].tolist() == [True] * 5 + [False] * 5
 
 
 def test_a_detection_below_every_threshold_takes_nothing_away() -> None:
-    overlap, _, beaten = matched([[0.4, 0.6]])
+    overlap, _, beaten = matched([0.4, 0.6])
     assert right_at(0.5, overlap, beaten) == [False, True]
 
 
 def test_each_detection_goes_to_its_best_label() -> None:
-    overlap, partner, beaten = matched([[0.8, 0.6, 0.1], [0.7, 0.9, 0.55]])
-    assert partner.tolist() == [0, 1, 1]
-    assert overlap.tolist() == [0.8, 0.9, 0.55]
-    assert beaten.tolist() == [0, 0, 0.9]
+    truth = np.array([[0, 0, 1, 1], [0, 0, 1, 0.5], [0, 0, 1, 1]])
+    boxes = np.array([bar(0.8), bar(0.6), bar(0.4), bar(0.5), bar(0.9, at=5)])
+    group = np.zeros(5, np.int64)
+    overlap, partner, beaten = match_detections(boxes, group, truth, group[:3], eps=0)
+    assert partner.tolist() == [0, 1, 1, 1, 0]  # of equal ones the first
+    assert overlap.tolist() == pytest.approx([0.8, 5 / 6, 0.8, 1, 0])
+    assert beaten.tolist() == pytest.approx([0, 0, 5 / 6, 5 / 6, 0])
 
 
-def test_only_labels_of_the_own_class_count() -> None:
-    same = [[True, False], [False, False]]
-    overlap, partner, _ = matched([[0.6, 0.9], [0.9, 0.8]], same)
-    assert overlap.tolist() == [0.6, 0]
-    assert partner[0] == 0
-
-
-def test_rivals_must_be_of_the_same_class() -> None:
-    """Two labels on one spot, and a detection of each class."""
-    overlap, _, beaten = matched([[0.9, 0.8], [0.9, 0.8]], [[True, False], [False, True]])
-    assert right_at(0.75, overlap, beaten) == [True, True]
+def test_only_labels_of_the_own_group_count() -> None:
+    """Two labels on one spot, a detection of each group, and one of a third."""
+    overlap, partner, beaten = matched([0.9, 0.8, 0.95], [7, 3, 5], [3, 7])
+    assert overlap.tolist() == pytest.approx([0.9, 0.8, 0])
+    assert partner.tolist() == [1, 0, 0]
+    assert right_at(0.75, overlap, beaten) == [True, True, False]
 
 
 def test_matching_nothing() -> None:
-    for shape in ((0, 3), (3, 0), (0, 0)):
-        found = match_detections(np.zeros(shape), np.zeros(shape, bool))
-        assert [len(part) for part in found] == [shape[1]] * 3
+    for detections, labels in ((0, 3), (3, 0), (0, 0)):
+        found = matched([0.9] * detections, [0] * detections, [0] * labels)
+        assert [len(part) for part in found] == [detections] * 3
         assert not any(part.any() for part in found)
+
+
+def plain_iou(a: np.ndarray, b: np.ndarray) -> float:
+    x, y = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    inside = max(x, 0) * max(y, 0)
+    return inside / ((b[2] - b[0]) * (b[3] - b[1]) + (a[2] - a[0]) * (a[3] - a[1]) - inside + 1e-7)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_matching_as_plainly(seed: int) -> None:
+    """Detection by detection, at each threshold: right where no earlier one with the same best label was."""
+    rng = np.random.default_rng(seed)
+
+    def boxes(count: int) -> np.ndarray:  # on a coarse grid, so that many overlap alike
+        low = rng.integers(0, 3, (count, 2)) * 2
+        return np.concatenate((low, low + rng.integers(4, 9, (count, 2))), 1).astype(np.float32)
+
+    found, truth, groups = boxes(40), boxes(rng.integers(12)), int(rng.integers(1, 5))
+    group, true_group = rng.integers(groups, size=len(found)), rng.integers(groups, size=len(truth))
+    overlap, partner, beaten = match_detections(found, group, truth, true_group)
+    for threshold in IOU_THRESHOLDS:
+        taken: set[int] = set()
+        for k, box in enumerate(found):
+            own = [(plain_iou(box, true), -m) for m, true in enumerate(truth) if true_group[m] == group[k]]
+            best, label = max(own, default=(0.0, 0))
+            right = best >= threshold and -label not in taken
+            assert overlap[k] == best
+            assert best == 0 or partner[k] == -label
+            assert right == (beaten[k] < threshold <= overlap[k])
+            if right:
+                taken.add(-label)
 
 
 # Average precision
@@ -256,3 +310,76 @@ def test_sizes_are_means_over_the_classes_that_have_them() -> None:
     small, large = score_sizes(records)
     assert (small.instances, small.ap50) == (2, pytest.approx(PERFECT / 2))
     assert (large.low, large.high, large.instances, large.ap50) == (96, float("inf"), 1, 0)
+
+
+# Against a plain way
+
+
+def plain_ap(right: list[bool], count: int) -> float:
+    """Precision over recall after each detection, its falling envelope, read at 101 points; 0 without detections."""
+    if not right:
+        return 0.0
+    hits = np.cumsum(right)
+    recall, precision = hits / count, hits / np.arange(1, len(right) + 1)
+    at, values = np.array([0, *recall, 1]), np.array([1, *precision, 0])
+    envelope = [values[k:].max() for k in range(len(values))]
+    points = np.linspace(0, 1, 101)
+    return float(np.trapezoid(np.interp(points, at, envelope), points))
+
+
+def plain_scores(records: list[ImageRecord], low: float, high: float) -> list[list[float]]:
+    """AP of each class with labels in [low, high) at each threshold, going through all detections."""
+    rows = [
+        (-values[3], record.image, k, *values)
+        for record in records
+        for k, values in enumerate(zip(*(column.tolist() for column in record[1:7]), strict=True))
+    ]
+    labels = [pair for r in records for pair in zip(r.true_label, r.true_side, strict=True) if low <= pair[1] < high]
+    scores = []
+    for number in sorted({label for label, _ in labels}):
+        scores.append([])
+        for threshold in IOU_THRESHOLDS:
+            right = []
+            for *_, overlap, beaten, partner, _, label, side in sorted(rows):
+                correct = beaten < threshold <= overlap
+                if label == number and low <= (partner if correct else side) < high:
+                    right.append(correct)
+            scores[-1].append(plain_ap(right, sum(label == number for label, _ in labels)))
+    return scores
+
+
+def matched_records(seed: int, classes: int, images: int = 12) -> list[ImageRecord]:
+    """Images as they come from matching: a label is found once at most; few distinct confidences."""
+    rng = np.random.default_rng(seed)
+    records = []
+    for image in rng.permutation(images):
+        labels = [(rng.integers(classes), rng.choice([10, 16, 31.5, 32, 70, 96, 120])) for _ in range(rng.integers(5))]
+        found = []
+        for label, side in labels:
+            highest = 0.0
+            for confidence in -np.sort(-rng.integers(1, 9, rng.integers(4)) / 10):
+                overlap = rng.choice([0.4, 0.5, IOU_THRESHOLDS[3], 0.72, 0.95, 1])
+                found.append((confidence, label, overlap, highest, side * rng.choice([0.9, 1, 1.1]), side))
+                highest = max(highest, overlap)
+        found += [miss(rng.integers(1, 9) / 10, rng.integers(classes + 1), rng.uniform(5, 120)) for _ in range(3)]
+        records.append(record(image, sorted(found, key=lambda row: -row[0]), labels))
+    return records
+
+
+@pytest.mark.parametrize(("seed", "classes"), [(0, 1), (1, 2), (2, 3), (3, 3), (4, 8)])
+def test_average_precision_as_plainly(seed: int, classes: int) -> None:
+    records = matched_records(seed, classes)
+    np.testing.assert_allclose(score_classes(records).ap, plain_scores(records, 0, float("inf")), rtol=0, atol=1e-12)
+    sizes = {size.low: (size.ap50, size.ap) for size in score_sizes(records)}
+    for low, high in pairwise(SIZE_EDGES):
+        expected = np.array(plain_scores(records, low, high))
+        assert (low in sizes) == bool(len(expected))
+        if low in sizes:
+            np.testing.assert_allclose(sizes[low], (expected[:, 0].mean(), expected.mean()), rtol=0, atol=1e-12)
+
+
+def test_images_are_counted_as_plainly() -> None:
+    records = matched_records(0, 4)
+    scores = score_classes(records)
+    seen = [sum(number in record.true_label for record in records) for number in scores.classes]
+    assert scores.images.tolist() == seen
