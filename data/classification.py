@@ -204,7 +204,7 @@ class ClassificationData:
         }
 
     def train_loader(
-        self, split: Split, *, batch_size: int, hyp: Recipe, seed: int, rect: bool, near: bool = True
+        self, split: Split, *, batch_size: int, hyp: Recipe, seed: int, rect: bool, near: bool = False
     ) -> DataLoader:
         """Global batches of augmented items. `near`: an image is mixed with the next in the epoch's order. Raises
         `UserError` for `rect`."""

@@ -226,7 +226,7 @@ class DetectionData:
         return {}
 
     def train_loader(
-        self, split: Split, *, batch_size: int, hyp: Hyperparameters, seed: int, rect: bool, near: bool = True
+        self, split: Split, *, batch_size: int, hyp: Hyperparameters, seed: int, rect: bool, near: bool = False
     ) -> DataLoader:
         """Global batches of augmented items. `rect` goes without mosaic: its batches are not square. `near`: a mosaic's
         images are neighbours in the epoch's order."""

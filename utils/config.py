@@ -110,9 +110,9 @@ class TrainOptions:
     )
     rect: bool = flag(False, "batches of like aspect ratio with little padding; no shuffling, no mosaic", fixed=True)
     partners: str = flag(
-        "near",
-        "images mixed with one (mosaic, a classifier's mixup): those next to it in the epoch's order, or any",
-        choices=("near", "any"),
+        "any",
+        "images mixed with one (mosaic, a classifier's mixup): any, or those next to it in the epoch's order: faster",
+        choices=("any", "near"),
         fixed=True,
     )
     strict: bool = flag(False, "what is wrong in single images and label rows is an error, not a warning")
