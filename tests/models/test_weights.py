@@ -150,9 +150,19 @@ class Pickled(torch.nn.Module):
         self.yaml = {"nc": 2, "anchors": ((1, 2),)}
 
 
-def save_as_yolov5(value: Any, path: Path, legacy: bool) -> None:
-    """Save with `Pickled` under the name that YOLOv5 gives to a network."""
-    name, alias_name = f"{__name__}\nPickled\n".encode(), b"models.yolo\nSegmentationModel\n"
+class PickledClassifier(torch.nn.Module):
+    """As YOLOv5 saves a classifier: its layers and class names, and no YAML."""
+
+    def __init__(self, layers: torch.nn.Module, names: dict[int, str]) -> None:
+        super().__init__()
+        self.model, self.names = layers, names
+
+
+def save_as_yolov5(
+    value: Any, path: Path, legacy: bool, kind: type = Pickled, alias: str = "SegmentationModel"
+) -> None:
+    """Save with `kind` under the name that YOLOv5 gives to a network."""
+    name, alias_name = f"{__name__}\n{kind.__name__}\n".encode(), f"models.yolo\n{alias}\n".encode()
     plain = path.with_suffix(".plain")
     torch.save(value, plain, _use_new_zipfile_serialization=not legacy)
     if legacy:
@@ -171,6 +181,20 @@ def test_smoothed_weights_come_first(legacy: bool, ema: Any, expected: float, fi
     torch.testing.assert_close(found.state, {"weight": torch.full((2,), expected)}, rtol=0, atol=0)
     assert (found.names, found.model) == ({0: "cat", 1: "dog"}, {"nc": 2, "anchors": [[1, 2]]})
     assert found.task == "segment"
+
+
+@pytest.mark.parametrize("name", ["yolov5n-cls.yaml", "yolov5m-cls.yaml"])
+def test_a_classifier_is_known_by_its_first_convolution(name: str, file: Path) -> None:
+    """So that it can be validated and fine-tuned without a --cfg."""
+    names = {0: "cat", 1: "dog", 2: "cow"}
+    model = build_model(name, nc=3)
+    pickled = {"model": PickledClassifier(model.model, names)}
+    save_as_yolov5(pickled, file, legacy=False, kind=PickledClassifier, alias="ClassificationModel")
+    found = read_weights(file)
+    assert (found.task, found.names) == ("classify", names)
+    assert found.model is not None
+    again = build_model(found.model)
+    assert transfer(again, found.state) == (len(model.state_dict()), len(model.state_dict()), [])
 
 
 def test_values_beside_the_model_do_no_harm(file: Path) -> None:
