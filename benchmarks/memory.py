@@ -1,0 +1,72 @@
+"""What `--cache ram` holds: proportional memory of 2 processes with 4 loader processes each, with it and without.
+
+    python -m benchmarks.memory --data ../datasets/coco128 [--processes 2] [--workers 4] [--imgsz 640]
+
+Each process goes through all photos once, so that every image was read by some loader process; then the proportional
+set sizes of all processes are added up. The difference should be the decoded images, once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import tempfile
+from pathlib import Path
+
+import psutil
+import yaml
+
+from data.detection import DetectionData
+from data.sources import read_spec
+from utils import launch
+from utils.config import Hyperparameters
+from utils.place import place, run_store
+from utils.processes import spread
+
+MIB = 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with images/ and labels/ of photos")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--imgsz", type=int, default=640)
+    given = parser.parse_args()
+    for cache in ("", "ram"):
+        if not spread(functools.partial(measure, given, cache), given.processes):
+            measure(given, cache)
+
+
+def measure(given: argparse.Namespace, cache: str) -> None:
+    """Run on each process; the main one prints."""
+    launch.start("cpu", "no", 300.0)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "data.yaml"
+        file.write_text(yaml.safe_dump({"path": str(given.data.resolve()), "train": "images", "nc": 80}))
+        data = DetectionData(
+            read_spec(file), imgsz=given.imgsz, stride=32, single_class=False, workers=given.workers, cache=cache
+        )
+        split = data.split("train")
+    hyp = Hyperparameters(mosaic=0.0)
+    loader = data.train_loader(split, batch_size=8, hyp=hyp, seed=0, rect=False)
+    for _ in loader:
+        pass
+    here = psutil.Process()
+    own = sum(process.memory_full_info().pss for process in [here, *here.children(recursive=True)])
+    store, rank = run_store(), place().rank
+    if store is not None:
+        store.set(f"pss/{rank}", str(own))
+        total = sum(int(store.get(f"pss/{k}")) for k in range(given.processes))
+        store.add("read", 1)
+        while rank == 0 and store.add("read", 0) < given.processes:
+            pass
+    else:
+        total = own
+    if rank == 0:
+        images = sum(loader.dataset.images.read(k).nbytes for k in range(len(split.images)))
+        print(f"cache {cache or '-':4} {total / MIB:8.0f} MiB in all; the images decoded: {images / MIB:.0f} MiB")
+
+
+if __name__ == "__main__":
+    main()
