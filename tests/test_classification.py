@@ -103,7 +103,7 @@ def test_two_machines(hosts: tuple[str, str], train: Train, alone: Path, tmp_pat
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(k, marks=pytest.mark.long) for k in (1, 2)), 3])
 def test_under_zero(stage: int, train: Train, alone: Path, tmp_path: Path) -> None:
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / f"deepspeed_zero{stage}.yaml"))
     train(tmp_path, "--sync-bn", launcher=launcher, DS_ACCELERATOR="cpu")

@@ -284,6 +284,7 @@ FIXED = {
     "rect": (True, False),
     "noautoanchor": (True, False),
     "scale_lr": (True, False),
+    "partners": ("near", "any"),
     "single_cls": (True, False),
     "optimizer": ("AdamW", "SGD"),
     "cos_lr": (True, False),
