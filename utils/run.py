@@ -72,7 +72,7 @@ class Run:
     def write_documents(self, documents: Mapping[str, str]) -> None:
         """Text files by name."""
         for name, text in documents.items():
-            self._write_now(name, text.encode())
+            self._write_now(name, text.encode(errors="surrogateescape"))  # names of files may be any bytes
 
     def log(self, row: Mapping[str, float | int | None]) -> None:
         """Add a row to results.csv: 9 significant digits, empty where nothing was measured.
