@@ -409,13 +409,10 @@ def prepare(
     draw_for_all(model)
     model.to(accelerator.device)
     run.align(model)
-    rate = hyp.lr0 * (accelerator.num_processes if options.scale_lr else 1)
-    optimizer = build_optimizer(
-        model, options.optimizer, rate, hyp.momentum, weight_decay=hyp.decay(options.batch_size)
-    )
-    schedule = replace(
-        select(Schedule, hyp, epochs=options.epochs, batches=len(loader), cosine=options.cos_lr), lr0=rate
-    )
+    if options.scale_lr:
+        hyp = replace(hyp, lr0=hyp.lr0 * accelerator.num_processes)
+    optimizer = build_optimizer(model, options.optimizer, hyp.lr0, hyp.momentum, hyp.decay(options.batch_size))
+    schedule = select(Schedule, hyp, epochs=options.epochs, batches=len(loader), cosine=options.cos_lr)
     ema, progress = ModelEMA(model), Progress()
     totals = torch.zeros(len(task.loss_names), device=accelerator.device)
     if state:

@@ -106,14 +106,13 @@ def warp_mosaic(
         if window is None:
             continue
         sample = load(number)
-        height, width = sample.image.shape[:2]
-        ratio = ((place[2] - place[0]) / width, (place[3] - place[1]) / height)
+        piece = _Piece(sample.image, place, seen, window)
         if upright:
-            onto = _put_upright(result, sample.image, window, place, seen, ratio, matrix)
+            onto = _put_upright(result, piece, matrix)
             after.append((sample.boxes * onto[0] + onto[1]).clip(window[:2] * 2, window[2:] * 2))
         else:
-            _put_tilted(result, sample.image, window, place, seen, ratio, matrix)
-        before.append((sample.boxes * (ratio * 2) + place[:2] * 2).clip(0, canvas))
+            _put_tilted(result, piece, matrix)
+        before.append((sample.boxes * (piece.ratio * 2) + place[:2] * 2).clip(0, canvas))
         classes.append(sample.classes)
     if not classes:
         return Sample(result, np.zeros((0, 4), np.float32), np.zeros(0, np.float32))
@@ -136,19 +135,29 @@ def _window(seen: Box, matrix: np.ndarray, shape: tuple[int, int], upright: bool
     return (left, top, right, bottom) if left < right and top < bottom else None
 
 
-def _put_upright(
-    result: np.ndarray,
-    image: np.ndarray,
-    window: tuple[int, int, int, int],
-    place: Box,
-    seen: Box,
-    ratio: tuple[float, float],
-    matrix: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
+class _Piece(NamedTuple):
+    """An image of a mosaic on its way into the result."""
+
+    image: np.ndarray  # (h, w, 3)
+    place: Box  # on the canvas
+    seen: Box  # the part of the place that the canvas shows
+    window: tuple[int, int, int, int]  # the part of the result that this comes into: left, top, right, bottom
+
+    @property
+    def ratio(self) -> tuple[float, float]:
+        """Pixels of the canvas per pixel of the image, by x and y."""
+        height, width = self.image.shape[:2]
+        left, top, right, bottom = self.place
+        return (right - left) / width, (bottom - top) / height
+
+
+def _put_upright(result: np.ndarray, piece: _Piece, matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Fill a window of the result by resizing the part of the image that falls there.
 
     The part is of whole pixels. Returns what takes boxes into the result as it is drawn: factors and shifts, (4,) each.
     """
+    image, place, seen, window = piece
+    ratio = piece.ratio
     firsts, lasts, factors, shifts = [], [], [], []
     for axis in (0, 1):
         low, high = window[axis], window[axis + 2]
@@ -169,21 +178,14 @@ def _put_upright(
     return np.array(factors * 2, np.float32), np.array(shifts * 2, np.float32)
 
 
-def _put_tilted(
-    result: np.ndarray,
-    image: np.ndarray,
-    window: tuple[int, int, int, int],
-    place: Box,
-    seen: Box,
-    ratio: tuple[float, float],
-    matrix: np.ndarray,
-) -> None:
+def _put_tilted(result: np.ndarray, piece: _Piece, matrix: np.ndarray) -> None:
     """Warp the image into a window of the result, around what other images have there."""
+    image, place, seen, (left, top, right, bottom) = piece
+    ratio = piece.ratio
     limits = [round((seen[k] - place[k % 2]) / ratio[k % 2]) for k in range(4)]
     part = image[limits[1] : limits[3], limits[0] : limits[2]]
     if not part.size:
         return
-    left, top, right, bottom = window
     onto_canvas, into_window = np.diag([*ratio, 1.0]), np.eye(3)
     onto_canvas[:2, 2] = [place[k] + limits[k] * ratio[k] for k in (0, 1)]
     into_window[:2, 2] = -left, -top

@@ -90,14 +90,14 @@ class ImagesInMemory(Images):
             return super().read(index)
         height, width = self.shapes[index].tolist()
         start = int(self.starts[index])
-        place = self.memory[start : start + height * width * 3].reshape(height, width, 3)
+        kept = self.memory[start : start + height * width * 3].reshape(height, width, 3)
         if not self.memory[index]:
             image = super().read(index)
-            if image.shape != place.shape:  # the file is another one now than when it was looked at
+            if image.shape != kept.shape:  # the file is another one now than when it was looked at
                 return image
-            place[:] = image  # two that come at once write the same
+            kept[:] = image  # two that come at once write the same
             self.memory[index] = 1
-        return place
+        return kept
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Images, (self.files, self.imgsz, self.smooth)  # where processes are spawned they share no memory

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
@@ -20,14 +18,16 @@ from torch.utils.data import DataLoader, Dataset
 
 from data.batches import Batch, loader, stacked
 from data.cache import Images, open_images
+from data.dataset import DataSet, identity
 from data.images import read_image
 from data.labels import load_labels
-from data.problems import refuse, told
+from data.problems import told
 from data.sampler import Draw, GlobalBatches, evaluation_batches, item_generator
 from data.sources import DataSpec, images_below
 from data.transforms import Augmenter, TransformSettings, centre_crop
 from utils.config import Recipe, select
 from utils.errors import UserError
+from utils.files import csv_text
 
 
 class ImageInfo(NamedTuple):
@@ -99,12 +99,7 @@ class Split:
 
     def identity(self) -> dict[str, str]:
         """What tells whether these are the same images of the same classes as at another time, wherever they lie."""
-        names = "\n".join(path.name for path in self.images)
-        return {
-            "count": str(len(self.images)),
-            "files": hashlib.sha256(names.encode()).hexdigest(),
-            "labels": hashlib.sha256(self.labels.tobytes()).hexdigest(),
-        }
+        return identity(self.images, self.labels.tobytes())
 
     def report(self, title: str) -> list[str]:
         """What was found, for people: counts, and the first few problems."""
@@ -120,7 +115,8 @@ class Split:
         return np.ascontiguousarray(pixels.numpy()[::-1].transpose(1, 2, 0))
 
 
-class ClassificationData:
+@dataclass
+class ClassificationData(DataSet):
     """A classification data set at one image size: its splits, checked, and loaders over them.
 
     Its YAML has `train:` and `val:`, each a folder with a folder of images per class; or `split:`, the share of each
@@ -128,20 +124,8 @@ class ClassificationData:
     says, else by the folders' names in order.
     """
 
-    def __init__(
-        self,
-        spec: DataSpec,
-        *,
-        imgsz: int,
-        stride: int,
-        single_class: bool,
-        workers: int,
-        cache: str,
-        strict: bool = False,
-    ) -> None:
-        self.spec, self.imgsz = spec, imgsz
-        self.names = self.class_names(spec, single_class)
-        self.workers, self.cache, self.strict = workers, cache, strict
+    def __post_init__(self) -> None:
+        self.names = self.class_names(self.spec, self.single_class)
 
     @staticmethod
     def class_names(spec: DataSpec, single_class: bool) -> dict[int, str]:
@@ -149,7 +133,7 @@ class ClassificationData:
         if single_class:
             raise UserError("--single-cls leaves a classifier nothing to tell apart; leave it out")
         names = spec.names or dict(enumerate(_by_class(spec, "train")))
-        if spec.doubts and len(set(names.values())) < len(names):
+        if len(set(names.values())) < len(names):
             raise UserError(
                 f"{spec.file}: two classes under `names` have one name, so no folder is the second's; mend it"
             )
@@ -173,34 +157,27 @@ class ClassificationData:
         images = [path for paths in found.values() for path in paths]
         labels = np.array([numbers[text] for text, paths in found.items() for _ in paths], np.int64)
         scanned = load_labels(images, f"{name} images", self.workers, boxes=False)
-        readable = scanned.sizes[:, 0] > 0
         problems = scanned.problems
         if name == "train":
-            seen = np.bincount(labels[readable], minlength=len(self.names))
+            seen = np.bincount(labels[scanned.sizes[:, 0] > 0], minlength=len(self.names))
             problems += tuple(
                 f"{self.spec.file}: `train:` has no images of the class '{self.names[int(k)]}'; it cannot be learned"
                 for k in np.flatnonzero(seen == 0)
             )
-        if self.strict:
-            refuse(problems, name)
-        if not readable.any():
-            raise UserError(f"{self.spec.file}: no image of `{name}:` can be read; the first: {problems[0]}")
-        kept = list(compress(images, readable))
-        return Split(kept, labels[readable], scanned.sizes[readable], self.names, problems)
+        readable = self.usable(name, scanned.sizes, problems)
+        return Split(list(compress(images, readable)), labels[readable], scanned.sizes[readable], self.names, problems)
 
     def documents(self, train: Split, val: Split) -> dict[str, str]:
         """Text files for the run folder, by name: the number of each class, and which image is in which split."""
-        table = io.StringIO()
-        writer = csv.writer(table, lineterminator="\n")
-        writer.writerow(("split", "class", "image"))
-        for name, split in (("train", train), ("val", val)):
-            writer.writerows(
-                (name, self.names[int(k)], path) for k, path in zip(split.labels, split.images, strict=True)
-            )
+        table = [
+            (name, self.names[int(k)], path)
+            for name, split in (("train", train), ("val", val))
+            for k, path in zip(split.labels, split.images, strict=True)
+        ]
         indices = {str(number): text for number, text in self.names.items()}
         return {
             "class_indices.json": json.dumps(indices, indent=2, ensure_ascii=False) + "\n",
-            "split.csv": table.getvalue(),
+            "split.csv": csv_text(("split", "class", "image"), table),
         }
 
     def train_loader(
@@ -213,7 +190,7 @@ class ClassificationData:
         settings = select(TransformSettings, hyp)
         batches = GlobalBatches(len(split.images), batch_size, seed, (self.imgsz, self.imgsz), 1 if near else 0)
         items = TrainingItems(self._open(split), split.labels, len(self.names), settings, self.imgsz, seed)
-        return self._loader(items, batches)
+        return loader(items, batches, collate, self.workers)
 
     def evaluation_batches(self, split: Split, *, batch_size: int, square: bool) -> list[list[Draw]]:
         """The batches of an evaluation, the same for any number of processes."""
@@ -221,13 +198,11 @@ class ClassificationData:
 
     def evaluation_loader(self, split: Split, batches: list[list[Draw]]) -> DataLoader:
         """A loader over some of the evaluation's batches: a process's share."""
-        return self._loader(EvaluationItems(self._open(split), split.labels, len(self.names)), batches)
+        items = EvaluationItems(self._open(split), split.labels, len(self.names))
+        return loader(items, batches, collate, self.workers)
 
     def _open(self, split: Split) -> Images:
         return open_images(split.images, 0, False, self.cache, split.sizes)
-
-    def _loader(self, items: _Items, batches: Iterable[list[Draw]]) -> DataLoader:
-        return loader(items, batches, collate, self.workers)
 
 
 Classes = dict[str, list[Path]]  # the images of each class, by its name, in order
@@ -254,7 +229,13 @@ def _chosen(spec: DataSpec, name: str) -> Classes:
 
 
 def _by_class(spec: DataSpec, name: str) -> Classes:
-    """The images below the class folders of `name:`, or of `path:` itself where there is a `split:`."""
+    """The images below the class folders of `name:`, or of `path:` itself where there is a `split:`; walked once."""
+    if name not in spec.walked:
+        spec.walked[name] = _walk_classes(spec, name)
+    return spec.walked[name]
+
+
+def _walk_classes(spec: DataSpec, name: str) -> Classes:
     whole = spec.split and name == "train" and "train" not in spec.entries
     places = [spec.root()] if whole else spec.places(name)
     others = [place for other in spec.entries if whole for place in spec.places(other)]  # below `path:`, but no classes

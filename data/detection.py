@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
@@ -18,9 +17,10 @@ from torch.utils.data import DataLoader, Dataset
 from data.augment import Augmenter, AugmentSettings, Placement, Sample, letterbox
 from data.batches import Batch, loader, room, stacked
 from data.cache import Images, open_images
+from data.dataset import DataSet, identity
 from data.images import scaled_shape
 from data.labels import Labels, check_classes, load_labels
-from data.problems import refuse, told
+from data.problems import told
 from data.sampler import Draw, GlobalBatches, RectangularBatches, evaluation_batches, item_generator
 from data.sources import DataSpec, label_file
 from utils.config import Hyperparameters, select
@@ -149,12 +149,7 @@ class Split:
 
     def identity(self) -> dict[str, str]:
         """What tells whether these are the same images and labels as at another time, wherever they lie."""
-        names = "\n".join(path.name for path in self.images)
-        return {
-            "count": str(len(self.images)),
-            "files": hashlib.sha256(names.encode()).hexdigest(),
-            "labels": hashlib.sha256(self.labels.rows.tobytes() + self.labels.counts.tobytes()).hexdigest(),
-        }
+        return identity(self.images, self.labels.rows.tobytes() + self.labels.counts.tobytes())
 
     def report(self, title: str) -> list[str]:
         """What was found, for people: counts, and the first few problems."""
@@ -163,22 +158,8 @@ class Split:
         return [found, *told(self.problems, title)]
 
 
-class DetectionData:
+class DetectionData(DataSet):
     """A detection data set at one image size: its splits, checked, and loaders over them."""
-
-    def __init__(
-        self,
-        spec: DataSpec,
-        *,
-        imgsz: int,
-        stride: int,
-        single_class: bool,
-        workers: int,
-        cache: str,
-        strict: bool = False,
-    ) -> None:
-        self.spec, self.imgsz, self.stride, self.single_class = spec, imgsz, stride, single_class
-        self.workers, self.cache, self.strict = workers, cache, strict
 
     @staticmethod
     def class_names(spec: DataSpec, single_class: bool) -> dict[int, str]:
@@ -199,12 +180,8 @@ class DetectionData:
         images, unlisted = self.spec.listing(name)
         labels = load_labels(images, f"{name} labels", self.workers)
         problems = (*unlisted, *labels.problems)
-        if self.strict:
-            refuse(problems, name)
-        readable = labels.sizes[:, 0] > 0
+        readable = self.usable(name, labels.sizes, problems)
         images, labels = list(compress(images, readable)), labels.keep(readable)
-        if not images:
-            raise UserError(f"{self.spec.file}: no image of `{name}:` can be read; the first: {problems[0]}")
         if not len(labels.rows):
             problems = (self._unlabelled(name, images[0], problems), *problems)
         if self.single_class:
@@ -238,7 +215,8 @@ class DetectionData:
         else:
             shape = (self.imgsz, self.imgsz)
             batches = GlobalBatches(len(split.images), batch_size, seed, shape, PARTNERS if near else 0)
-        return self._loader(TrainingItems(self._open(split, smooth=False), split.labels, augment, seed), batches)
+        items = TrainingItems(self._open(split, smooth=False), split.labels, augment, seed)
+        return loader(items, batches, collate, self.workers)
 
     def evaluation_batches(self, split: Split, *, batch_size: int, square: bool) -> list[list[Draw]]:
         """The batches of an evaluation, the same for any number of processes."""
@@ -246,10 +224,7 @@ class DetectionData:
 
     def evaluation_loader(self, split: Split, batches: list[list[Draw]]) -> DataLoader:
         """A loader over some of the evaluation's batches: a process's share."""
-        return self._loader(EvaluationItems(self._open(split, smooth=True), split.labels), batches)
+        return loader(EvaluationItems(self._open(split, smooth=True), split.labels), batches, collate, self.workers)
 
     def _open(self, split: Split, smooth: bool) -> Images:
         return open_images(split.images, self.imgsz, smooth, self.cache, split.labels.sizes)
-
-    def _loader(self, items: _Items, batches: Iterable[list[Draw]]) -> DataLoader:
-        return loader(items, batches, collate, self.workers)

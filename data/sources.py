@@ -45,6 +45,8 @@ class DataSpec:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     split: float = 0.0  # the share of each class that is held out for validation, chosen by `split_seed`
     split_seed: int = 0
+    # What was found below the folders of a split, by its name: a walk of a million images takes long.
+    walked: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def images(self, split: str) -> list[Path]:
         """The image files of a split, sorted, each once. Raises `UserError` where the split is absent or empty."""

@@ -103,7 +103,7 @@ class Transfer(NamedTuple):
 def transfer(model: nn.Module, state: Mapping[str, Tensor], exclude: tuple[str, ...] = ()) -> Transfer:
     """Load every tensor that fits by name and shape and has none of `exclude` in its name."""
     own = model.state_dict()
-    state = {_renamed(name): tensor for name, tensor in state.items()}
+    state = {name if name in own else _renamed(name): tensor for name, tensor in state.items()}
     shared = [name for name in state if name in own and not any(part in name for part in exclude)]
     fitting = type(own)((name, state[name]) for name in shared if own[name].shape == state[name].shape)
     fitting._metadata = own._metadata  # type: ignore[attr-defined]  # versions of layers, which some ask for

@@ -18,6 +18,7 @@ from tests.machines import ACCELERATE, CONFIGS, by_hand, ip
 from utils.files import read_yaml
 
 PORT = "29500"
+LAUNCHER_LOGS = "/torch/distributed/elastic/agent/"
 NAMED = 'name=$1; shift; echo "$name" > /proc/sys/kernel/hostname; exec "$@"'
 
 
@@ -30,7 +31,8 @@ def doctor(run_script: RunScript, small_data: Path, tmp_path: Path) -> Callable[
     def run(*flags: str, **more: Any) -> str:
         printed = run_script("train.py", *what, *how, "--doctor", *flags, **{"OMP_NUM_THREADS": "1", **more})
         assert not (tmp_path / "runs").exists()
-        assert "Traceback" not in printed
+        # A launcher logs its own farewell with a traceback, where the machine that it leaves last has gone already.
+        assert not any("Traceback" in line for line in printed.splitlines() if LAUNCHER_LOGS not in line)
         return printed
 
     return run

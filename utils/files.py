@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -105,6 +107,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no `key: value` lines; it must be a YAML mapping")
     return content
+
+
+def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """The content of a CSV file."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(head)
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:

@@ -48,11 +48,13 @@ def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
     """
     layered = dict(model.named_children()).get("model", model)
     rows = list(layered.children())
-    count, only = len(rows), layers[0] if len(layers) == 1 else 0
-    if only >= 0:
-        chosen = list(range(only)) if len(layers) == 1 else list(layers)
+    count = len(rows)
+    if len(layers) > 1:
+        chosen = list(layers)
+    elif layers[0] >= 0:
+        chosen = list(range(layers[0]))
     else:
-        chosen = list(range(count + only)) if count + only >= 0 else [only]
+        chosen = list(range(count + layers[0])) if -layers[0] <= count else list(layers)
         for parameter in layered.parameters(recurse=False):  # of no layer, such as a transformer's class token
             parameter.requires_grad_(False)
     for number in chosen:

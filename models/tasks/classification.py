@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,9 +13,11 @@ from torch import Tensor, nn
 
 from models.classifiers import build_classifier
 from models.losses import LossTerms
+from models.tasks.batch import Batch
 from models.yolo import build_model
 from utils.config import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, Recipe, number
 from utils.errors import UserError
+from utils.files import csv_text
 from utils.plots import draw_captioned, draw_confusion
 from utils.summary import Summary
 
@@ -59,17 +59,6 @@ class ImageInfo(Protocol):
     def label(self) -> int: ...
 
 
-class Batch(Protocol):
-    """images: uint8 (b, 3, h, w) RGB; targets: float32 (b, classes), shares that add up to 1; infos: b of them."""
-
-    @property
-    def images(self) -> Tensor: ...
-    @property
-    def targets(self) -> Tensor: ...
-    @property
-    def infos(self) -> Sequence[ImageInfo]: ...
-
-
 class Split(Protocol):
     """A split of the data set."""
 
@@ -79,7 +68,7 @@ class Split(Protocol):
 class ImageRecord(NamedTuple):
     """What one image adds to the metrics."""
 
-    image: int  # its index: records are put into this order
+    image: int  # its index
     label: int
     best: tuple[int, ...]  # the classes found most likely, at most 5, the likeliest first
     confidence: float  # in the likeliest
@@ -136,12 +125,12 @@ class ClassificationTask:
         """Fit the model to the training images: there is nothing to fit."""
         return []
 
-    def inputs(self, batch: Batch) -> Tensor:
+    def inputs(self, batch: Batch[ImageInfo]) -> Tensor:
         """What the model is called with: float (b, 3, h, w), normalised by ImageNet's statistics."""
         mean, deviation = _statistics(batch.images.device)
         return (batch.images.float() / 255 - mean) / deviation
 
-    def losses(self, outputs: Tensor, batch: Batch) -> LossTerms:
+    def losses(self, outputs: Tensor, batch: Batch[ImageInfo]) -> LossTerms:
         """The cross-entropy of logits (b, classes), as a sum and its count."""
         logits = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         smoothed = batch.targets * (1 - self.label_smoothing) + self.label_smoothing / len(self.names)
@@ -152,18 +141,18 @@ class ClassificationTask:
         """What is differentiated: the mean over the images of a step."""
         return means.sum()
 
-    def weight(self, batch: Batch) -> int:
+    def weight(self, batch: Batch[ImageInfo]) -> int:
         """The weight of a batch's losses in those of a validation: its images, so that the mean is over all images."""
         return len(batch.infos)
 
-    def predict(self, outputs: Tensor, batch: Batch) -> Tensor:
+    def predict(self, outputs: Tensor, batch: Batch[ImageInfo]) -> Tensor:
         """The probability of each class, (b, classes)."""
         return outputs.float().softmax(1).cpu()
 
     def set_thresholds(self, conf_thres: float, iou_thres: float, max_det: int) -> None:
         """Thresholds of a detector; they change nothing here."""
 
-    def text_rows(self, predictions: Tensor, batch: Batch, with_confidence: bool) -> list[list[str]]:
+    def text_rows(self, predictions: Tensor, batch: Batch[ImageInfo], with_confidence: bool) -> list[list[str]]:
         """Each image's five likeliest classes by name, behind the probability if it is wanted."""
         rows = []
         for probabilities in predictions:
@@ -171,7 +160,7 @@ class ClassificationTask:
             rows.append([f"{probabilities[k]:.6g} " * with_confidence + self.names[k] for k in best])
         return rows
 
-    def picture(self, batch: Batch) -> np.ndarray:
+    def picture(self, batch: Batch[ImageInfo]) -> np.ndarray:
         """The batch's images with their classes, uint8 (h, w, 3) BGR."""
         images = [image.transpose(1, 2, 0)[..., ::-1] for image in batch.images.cpu().numpy()]
         captions = []
@@ -180,7 +169,7 @@ class ClassificationTask:
             captions.append("\n".join(name + f" {share:.2f}" * (share < 1) for name, share in found.items()))
         return draw_captioned(images, captions)
 
-    def score(self, predictions: Tensor, batch: Batch) -> list[ImageRecord]:
+    def score(self, predictions: Tensor, batch: Batch[ImageInfo]) -> list[ImageRecord]:
         """What each image adds to the metrics."""
         found = []
         for probabilities, info in zip(predictions, batch.infos, strict=True):
@@ -190,7 +179,6 @@ class ClassificationTask:
 
     def summarise(self, records: Sequence[ImageRecord]) -> Summary:
         """The metrics of a whole set, its table, and `fitness`: the share of images whose likeliest class is right."""
-        records = sorted(records)
         confusion = np.zeros((len(self.names), len(self.names)), np.int64)
         for record in records:
             confusion[record.label, record.best[0]] += 1
@@ -234,8 +222,8 @@ class ClassificationTask:
         ]
         matrix = [(name, *map(int, confusion[k])) for k, name in enumerate(names)]
         return {
-            "classes.csv": _csv(("class", "images", "precision", "recall"), by_class),
-            "confusion_matrix.csv": _csv(("true \\ predicted", *names), matrix),
+            "classes.csv": csv_text(("class", "images", "precision", "recall"), by_class),
+            "confusion_matrix.csv": csv_text(("true \\ predicted", *names), matrix),
         }
 
     def pictures(self, summary: Summary, split: Split) -> dict[str, np.ndarray]:
@@ -268,11 +256,3 @@ def _statistics(device: torch.device) -> tuple[Tensor, Tensor]:
 def _best(probabilities: Tensor, count: int = TOP) -> tuple[int, ...]:
     """The likeliest classes, the likeliest first; of equal ones that of the smaller number."""
     return tuple(probabilities.sort(descending=True, stable=True).indices[:count].tolist())
-
-
-def _csv(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(head)
-    writer.writerows(rows)
-    return text.getvalue()

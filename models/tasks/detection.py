@@ -14,6 +14,7 @@ from models.anchors import ENOUGH, find_anchors, fit
 from models.layers import Detect
 from models.losses import DetectionLoss, LossSettings, LossTerms
 from models.postprocess import Suppression, detect
+from models.tasks.batch import Batch
 from models.yolo import Model, build_model
 from utils.boxes import xywh_to_xyxy, xyxy_to_xywh
 from utils.config import Hyperparameters, select
@@ -42,17 +43,6 @@ class ImageInfo(Protocol):
     def placement(self) -> Placement: ...
     @property
     def rows(self) -> np.ndarray: ...
-
-
-class Batch(Protocol):
-    """images: uint8 (b, 3, h, w); targets: (m, 6): image in the batch, class, normalised xywh; infos: b of them."""
-
-    @property
-    def images(self) -> Tensor: ...
-    @property
-    def targets(self) -> Tensor: ...
-    @property
-    def infos(self) -> Sequence[ImageInfo]: ...
 
 
 class Labels(Protocol):
@@ -137,11 +127,11 @@ class DetectionTask:
         model.yaml["anchors"] = anchors.reshape(self.head.nl, -1).tolist()
         return f"{told}; new anchors: {after.recall:.4f}, {after.anchors_per_box:.2f}"
 
-    def inputs(self, batch: Batch) -> Tensor:
+    def inputs(self, batch: Batch[ImageInfo]) -> Tensor:
         """What the model is called with: float (b, 3, h, w) in 0 to 1."""
         return batch.images.float() / 255
 
-    def losses(self, outputs: list[Tensor], batch: Batch) -> LossTerms:
+    def losses(self, outputs: list[Tensor], batch: Batch[ImageInfo]) -> LossTerms:
         """The loss of the model's raw maps, as sums and counts."""
         return self.criterion(outputs, batch.targets, self.head.anchors.to(outputs[0].device))
 
@@ -149,11 +139,11 @@ class DetectionTask:
         """What is differentiated, of the means of the loss terms: YOLOv5's sum over the `images` of a step."""
         return means.sum() * images
 
-    def weight(self, batch: Batch) -> int:
+    def weight(self, batch: Batch[ImageInfo]) -> int:
         """The weight of a batch's losses in those of a validation: all alike, as in YOLOv5."""
         return 1
 
-    def predict(self, outputs: list[Tensor], batch: Batch) -> list[Tensor]:
+    def predict(self, outputs: list[Tensor], batch: Batch[ImageInfo]) -> list[Tensor]:
         """Detections per image, (k, 6): xyxy in pixels of the image's file, cut at its edges, confidence, class."""
         device = outputs[0].device
         found = detect(outputs, self.head.anchors.to(device), self.head.stride.to(device), self.suppression)
@@ -163,17 +153,19 @@ class DetectionTask:
         """What `predict` takes for a detection: least confidence, overlap that suppresses, most per image."""
         self.suppression = Suppression(conf_thres, iou_thres, max_det)
 
-    def text_rows(self, predictions: Sequence[Tensor], batch: Batch, with_confidence: bool) -> list[list[str]]:
+    def text_rows(
+        self, predictions: Sequence[Tensor], batch: Batch[ImageInfo], with_confidence: bool
+    ) -> list[list[str]]:
         """Each image's detections as label rows: class, normalised xywh, and the confidence if it is wanted."""
         return [
             _text_rows(found, info.size, with_confidence) for found, info in zip(predictions, batch.infos, strict=True)
         ]
 
-    def picture(self, batch: Batch) -> np.ndarray:
+    def picture(self, batch: Batch[ImageInfo]) -> np.ndarray:
         """The batch's images with their targets drawn on, uint8 (h, w, 3) BGR."""
         return draw_targets(batch.images.cpu().numpy(), batch.targets.cpu().numpy(), self.names)
 
-    def score(self, predictions: Sequence[Tensor], batch: Batch) -> list[ImageRecord]:
+    def score(self, predictions: Sequence[Tensor], batch: Batch[ImageInfo]) -> list[ImageRecord]:
         """What each image adds to the metrics."""
         return _records(predictions, batch.infos)
 

@@ -278,6 +278,7 @@ def test_the_folder_for_training_may_be_the_one_that_is_split(whole: Path) -> No
     with pytest.raises(UserError, match="`test:` has a folder 'owl', which is none of the classes cat, dog"):
         data.split("test")
     shutil.rmtree(whole / "tests/owl")
+    data = data_of(whole, "train: photos\ntest: tests\nsplit: 0.2\n")
     assert [str(image) for image in data.split("test").images] == [f"{whole}/tests/cat/{k}.png" for k in range(2)]
 
 
