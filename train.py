@@ -21,7 +21,7 @@ from data.sources import DataSpec, overlap, read_spec
 from models.hub import find_weights
 from models.tasks import TASKS, task_of
 from models.weights import Weights, read_weights, transfer
-from utils.batchnorm import average_statistics, synchronise
+from utils.batchnorm import average_statistics, exact
 from utils.checkpoint import STATE_FORMAT
 from utils.compression import compress
 from utils.config import (
@@ -41,6 +41,7 @@ from utils.failures import Stopped, run_main
 from utils.files import find_file, read_yaml
 from utils.finite import Guard, explain, statistics
 from utils.launch import check_batch_size, describe, loader_workers, processes_to_start, seed_everything, start
+from utils.layout import layout
 from utils.memory import ON_CPU, explained, fitting_workers, largest_batch
 from utils.optim import Schedule, build_optimizer, freeze
 from utils.processes import spread
@@ -112,7 +113,7 @@ class Trainer:
         torch.manual_seed(self.options.seed + step)  # what a model draws, in dropout, does not depend on the past
         with accelerator.accumulate(self.model):
             self.schedule.apply(optimizer, step)
-            terms = task.losses(self.model(task.inputs(batch)), batch)
+            terms = task.losses(self.model(task.inputs(batch), *task.hints(batch)), batch)
             means = terms.means(accelerator.reduce(terms.counts, "sum"))
             accelerator.backward(task.objective(means, images) * accelerator.num_processes)
             if accelerator.sync_gradients:
@@ -338,7 +339,7 @@ def auto_batch(run: Run, task: Any, model: nn.Module, data: Any, split: Any, hyp
         size = max(ON_CPU // processes, 1) * processes
         run.say(f"--batch-size -1 is measured on GPUs only; taking {size}")
         return size
-    model.to(device).train()
+    model.to(device, memory_format=layout(device)).train()  # type: ignore[call-overload]
     before = copy.deepcopy(model.state_dict())
     # Beside a step's own: momentum (two for Adam) and EMA, as large as the weights each.
     kept = 3 * sum(value.numel() * value.element_size() for value in before.values())
@@ -349,7 +350,7 @@ def auto_batch(run: Run, task: Any, model: nn.Module, data: Any, split: Any, hyp
         batch = loader.collate_fn(items).to(device)
         torch.cuda.reset_peak_memory_stats(device)
         with run.accelerator.autocast():
-            outputs = model(task.inputs(batch))
+            outputs = model(task.inputs(batch), *task.hints(batch))
         terms = task.losses(outputs, batch)
         task.objective(terms.means(terms.counts), size).backward()
         model.zero_grad()
@@ -407,7 +408,10 @@ def prepare(
     whose weights the model has."""
     accelerator = run.accelerator
     draw_for_all(model)
-    model.to(accelerator.device)
+    plugin = accelerator.state.deepspeed_plugin
+    # DeepSpeed takes weights in torch's usual layout only; the maps, which are more, follow the images in any case.
+    form = torch.contiguous_format if plugin else layout(accelerator.device)
+    model.to(accelerator.device, memory_format=form)  # type: ignore[call-overload]
     run.align(model)
     if options.scale_lr:
         hyp = replace(hyp, lr0=hyp.lr0 * accelerator.num_processes)
@@ -420,9 +424,8 @@ def prepare(
         progress.finished = False  # where it was, there are more epochs now
         ema.model.load_state_dict(state["ema"])
         ema.updates = state["updates"]
-    if options.sync_bn:
-        model = synchronise(model)
-    if plugin := accelerator.state.deepspeed_plugin:
+    model = exact(model, options.sync_bn)
+    if plugin:
         own_batch = options.batch_size // accelerator.num_processes
         configure(plugin, own_batch, accelerator.gradient_accumulation_steps, CLIP)
     bare = model  # kept, for Accelerate's way back to it imports deepspeed wherever that is installed

@@ -21,6 +21,7 @@ from utils.errors import UserError
 from utils.failures import run_main
 from utils.files import find_file
 from utils.launch import describe, loader_workers, processes_to_start, start
+from utils.layout import layout
 from utils.processes import spread
 from utils.run import Run
 from utils.stopping import Asked
@@ -98,7 +99,7 @@ def main() -> None:
     sizes = ({"imgsz": values["imgsz"]} for values in (task_kind.defaults, spec.defaults) if "imgsz" in values)
     options = with_defaults(options, argv, *sizes)
     task = task_kind(kind.class_names(spec, options.single_cls), task_kind.recipe())
-    model = load_model(task, weights, options).to(accelerator.device)
+    model = load_model(task, weights, options).to(accelerator.device, memory_format=layout(accelerator.device))
     task.set_thresholds(options.conf_thres, options.iou_thres, options.max_det)
 
     data = kind(

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+
+from models.matching import Level
 
 # A kernel, stride or padding: one number, or (height, width).
 Size = int | Sequence[int]
@@ -53,7 +57,7 @@ class Conv(nn.Module):
         )
         # Both values differ from torch's defaults; the official weights were trained with these.
         self.bn = nn.BatchNorm2d(c2, eps=1e-3, momentum=0.03)
-        self.act: nn.Module = nn.SiLU(inplace=True) if activate else nn.Identity()
+        self.act: nn.Module = nn.SiLU() if activate else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, c1, h, w) to (b, c2, h / stride, w / stride)."""
@@ -154,6 +158,43 @@ class Concat(nn.Module):
         return torch.cat(maps, self.dimension)
 
 
+class DetectConv(nn.Conv2d):
+    """The 1x1 convolution of one level of a detector: `outputs` numbers for each of `anchors`, objectness the fifth."""
+
+    def __init__(self, channels: int, anchors: int, outputs: int) -> None:
+        super().__init__(channels, anchors * outputs, 1)
+        self.anchors, self.outputs = anchors, outputs
+
+    def forward(self, x: Tensor, index: Tensor | None = None) -> Tensor | Level:  # type: ignore[override]
+        """(b, channels, h, w) to the raw map (b, anchors, h, w, outputs), or the `Level` at cells `index` (3, k)."""
+        if index is None:
+            raw = super().forward(x)
+            return raw.unflatten(1, (self.anchors, self.outputs)).permute(0, 1, 3, 4, 2).contiguous()
+        assert self.bias is not None
+        x, features = _Look.apply(x, *index)
+        rows = functional.linear(features, self.weight.flatten(1), self.bias).unflatten(1, (self.anchors, -1))
+        weight, bias = self.weight[4 :: self.outputs], self.bias[4 :: self.outputs]
+        return Level(functional.conv2d(x, weight, bias), rows)
+
+
+class _Look(torch.autograd.Function):
+    """A map (b, c, h, w), and what stands at k of its cells, (k, c).
+
+    Their gradient goes into that of the map where it stands: indexing would fill a second map with zeros for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, image: Tensor, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(image, row, column)
+        return x.view_as(x), x[image, :, row, column]
+
+    @staticmethod
+    def backward(ctx: Any, for_map: Tensor, for_cells: Tensor) -> tuple[Tensor | None, ...]:
+        # Written into although it was handed in: it comes from the one convolution that reads the map, and is its own.
+        for_map.permute(0, 2, 3, 1).index_put_(ctx.saved_tensors, for_cells, accumulate=True)
+        return for_map, None, None, None
+
+
 class Detect(nn.Module):
     """The detection head: one 1x1 convolution per level.
 
@@ -180,16 +221,17 @@ class Detect(nn.Module):
         self.register_buffer("anchors", torch.tensor(self._pixels).view(self.nl, self.na, 2))
         # Not saved: it follows from the layers, and YOLOv5's files do not have it.
         self.register_buffer("stride", torch.ones(self.nl), persistent=False)
-        self.m = nn.ModuleList(nn.Conv2d(c, self.na * self.no, 1) for c in channels)
+        self.m = nn.ModuleList(DetectConv(c, self.na, self.no) for c in channels)
 
-    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
-        """A map (batch, channels, height, width) per level to logits (batch, anchors, height, width, 5 + nc) each."""
-        return [self._raw(convolve(x)) for convolve, x in zip(self.m, maps, strict=True)]
+    def forward(self, maps: Sequence[Tensor], cells: Tensor | None = None) -> list[Tensor] | list[Level]:
+        """A map (batch, channels, height, width) per level to logits (batch, anchors, height, width, 5 + nc) each.
 
-    def _raw(self, x: Tensor) -> Tensor:
-        """(batch, anchors * (5 + nc), height, width) to (batch, anchors, height, width, 5 + nc)."""
-        b, _, h, w = x.shape
-        return x.view(b, self.na, self.no, h, w).permute(0, 1, 3, 4, 2).contiguous()
+        With `cells` (levels, 3, k), image, row, column of what is to be read, to a `Level` each: the rest of the
+        logits, nearly all of them, is never computed.
+        """
+        if cells is None:
+            return [convolve(x) for convolve, x in zip(self.m, maps, strict=True)]
+        return [convolve(x, index) for convolve, x, index in zip(self.m, maps, cells, strict=True)]
 
     def set_strides(self, strides: Sequence[float]) -> None:
         """Fix the pixels per cell of each level. The anchors go into these units, small ones to the small strides."""

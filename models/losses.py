@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from models.matching import NEIGHBOURS, Level, constant, match, near_cells, read, sizes_of
 from utils.boxes import complete_iou
 
 # Weight of each level's objectness, finest level first (YOLOv5's for 3 levels and for more).
 BALANCE = {3: (4.0, 1.0, 0.4)}
 BALANCE_DEEP = (4.0, 1.0, 0.25, 0.06, 0.02)
 FOCAL_ALPHA = 0.25
-# Cells that a target is given to beside its own: left, up, right, down, as (x, y).
-NEIGHBOURS = ((0, 0), (1, 0), (0, 1), (-1, 0), (0, -1))
-NEAR = 0.5  # how close, in cells, a target's centre must be to a neighbour
 
 
 @dataclass(frozen=True)
@@ -62,15 +60,6 @@ class LossTerms:
         return (self.weights * self.sums / counts.clamp(min=1)).sum(1)
 
 
-class Match(NamedTuple):
-    """The cells of one level that a target was given to, one row each (m of them)."""
-
-    cell: tuple[Tensor, Tensor, Tensor, Tensor]  # image, anchor, row, column
-    box: Tensor  # (m, 4): the target's centre relative to the cell's corner, and its size, in cells
-    anchor: Tensor  # (m, 2): the anchor's size in cells
-    label: Tensor  # (m,): class
-
-
 class DetectionLoss:
     """Box (CIoU), objectness and class terms over the cells that targets are matched to.
 
@@ -80,97 +69,88 @@ class DetectionLoss:
     def __init__(self, settings: LossSettings, classes: int) -> None:
         self.settings, self.classes = settings, classes
 
-    def __call__(self, outputs: list[Tensor], targets: Tensor, anchors: Tensor) -> LossTerms:
-        """outputs: raw maps (b, anchors, h, w, 5 + classes) by level; targets: (n, 6), image, class, normalised xywh;
-        anchors: (levels, anchors, 2) in cells. The terms' parts are the levels."""
-        parts = [
-            self._level(
-                raw.to(torch.promote_types(raw.dtype, torch.float32)),
-                match_targets(raw.shape, targets, level_anchors, self.settings.anchor_t),
-            )
-            for raw, level_anchors in zip(outputs, anchors, strict=True)
-        ]
-        sums = torch.stack([torch.stack(sums) for sums, _ in parts], 1)
-        counts = torch.tensor([counts for _, counts in parts], dtype=sums.dtype, device=sums.device).T
-        balance = torch.tensor(BALANCE.get(len(parts), BALANCE_DEEP[: len(parts)]), dtype=sums.dtype)
-        flat = torch.ones_like(balance)
+    def __call__(self, outputs: Sequence[Tensor | Level], targets: Tensor, anchors: Tensor) -> LossTerms:
+        """outputs: by level a raw map (b, anchors, h, w, 5 + classes), or of it what is asked at the cells about the
+        targets; targets: (n, 6), image, class, normalised xywh; anchors: (levels, anchors, 2) in cells. The terms'
+        parts are the levels."""
         settings = self.settings
-        weights = torch.stack([settings.box * flat, settings.obj * balance, settings.cls * flat])
-        return LossTerms(sums, counts, weights.to(sums.device))
+        cells = near_cells(sizes_of(outputs), targets)
+        matched = match(cells, anchors, settings.anchor_t)
+        levels = [
+            output if isinstance(output, Level) else read(output, index)
+            for output, index in zip(outputs, cells.places, strict=True)
+        ]
+        rows = _precise(torch.stack([level.rows for level in levels]))  # (levels, k, anchors, 5 + classes)
+        centre = rows[..., :2].sigmoid() * 2 - 0.5
+        size = (rows[..., 2:4].sigmoid() * 2) ** 2 * anchors[:, None]
+        iou = complete_iou(torch.cat((centre, size), 3), cells.box[:, :, None])
+        box = torch.where(matched, 1 - iou, 0).sum((1, 2))
+        overlaps = iou.detach().clamp(min=0).to(rows.dtype)
+        obj = [
+            self._objectness(_precise(level.objectness), *found)
+            for level, *found in zip(levels, cells.places, matched, overlaps, strict=True)
+        ]
+        cls = self._class_sums(rows[..., 5:], targets[:, 1].long(), matched)
+        sums = torch.stack((box, torch.stack(obj), cls))
+        number = matched.sum((1, 2)).to(sums)
+        cell_counts = constant(tuple(level.objectness.numel() for level in levels), sums.device)
+        balance = BALANCE.get(len(levels), BALANCE_DEEP[: len(levels)])
+        flat = (1.0,) * len(levels)
+        gains = ((settings.box, flat), (settings.obj, balance), (settings.cls, flat))
+        weights = constant(tuple(tuple(gain * share for share in shares) for gain, shares in gains), sums.device)
+        return LossTerms(sums, torch.stack((number, cell_counts.to(sums), number * self.classes)), weights.to(sums))
 
-    def _level(self, raw: Tensor, match: Match) -> tuple[list[Tensor], list[int]]:
-        """Sums and counts of the box, objectness and class term on one level."""
-        predicted = raw[match.cell]
-        centre = predicted[:, :2].sigmoid() * 2 - 0.5
-        size = (predicted[:, 2:4].sigmoid() * 2) ** 2 * match.anchor
-        iou = complete_iou(torch.cat((centre, size), 1), match.box)
-        objectness = _overlap_map(raw.shape[:4], match.cell, iou.detach().clamp(min=0))
-        obj = self._cross_entropy(raw[..., 4], objectness, self.settings.obj_pw)
-        cls = self._class_sum(predicted[:, 5:], match.label)
-        matched = len(match.label)
-        return [(1 - iou).sum(), obj, cls], [matched, objectness.numel(), matched * self.classes]
+    def _objectness(self, logits: Tensor, index: Tensor, matched: Tensor, overlaps: Tensor) -> Tensor:
+        """The objectness sum of one level, (b, anchors, h, w): of every cell its overlap with what it answers for."""
+        wanted = _overlap_map(logits.shape, index, matched, overlaps)
+        return self._cross_entropy(logits, wanted, self.settings.obj_pw).sum()
 
-    def _class_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _class_sums(self, logits: Tensor, labels: Tensor, matched: Tensor) -> Tensor:
+        """(levels,): the class sums of logits (levels, k, anchors, classes) where `matched`; labels: (n,)."""
         if self.classes == 1:
-            return logits.sum() * 0  # one class needs no telling apart
+            return logits.new_zeros(len(logits))  # one class needs no telling apart
         smoothing = self.settings.label_smoothing / 2
-        wanted = torch.full_like(logits, smoothing)
-        wanted[torch.arange(len(labels), device=labels.device), labels] = 1 - smoothing
-        return self._cross_entropy(logits, wanted, self.settings.cls_pw)
+        wanted = logits.new_full((len(labels), self.classes), smoothing).scatter_(1, labels[:, None], 1 - smoothing)
+        wanted = wanted.repeat(len(NEIGHBOURS), 1)[:, None].expand_as(logits)
+        return torch.where(matched, self._cross_entropy(logits, wanted, self.settings.cls_pw).sum(3), 0).sum((1, 2))
 
     def _cross_entropy(self, logits: Tensor, wanted: Tensor, positive_weight: float) -> Tensor:
-        """Summed binary cross-entropy, as focal loss where fl_gamma is set (Lin et al. 2017)."""
+        """Binary cross-entropy of each logit, as focal loss where fl_gamma is set (Lin et al. 2017)."""
         gamma = self.settings.fl_gamma
-        weight = None if positive_weight == 1 else logits.new_tensor(positive_weight)
-        if not gamma:
-            return functional.binary_cross_entropy_with_logits(logits, wanted, pos_weight=weight, reduction="sum")
+        weight = None if positive_weight == 1 else logits.new_full((), positive_weight)
         loss = functional.binary_cross_entropy_with_logits(logits, wanted, pos_weight=weight, reduction="none")
+        if not gamma:
+            return loss
         probability = logits.sigmoid()
         missing = wanted * (1 - probability) + (1 - wanted) * probability
-        return (loss * (wanted * FOCAL_ALPHA + (1 - wanted) * (1 - FOCAL_ALPHA)) * missing**gamma).sum()
+        return loss * (wanted * FOCAL_ALPHA + (1 - wanted) * (1 - FOCAL_ALPHA)) * missing**gamma
 
 
-def _overlap_map(shape: torch.Size, cell: tuple[Tensor, ...], iou: Tensor) -> Tensor:
-    """The objectness target, `shape`: each matched cell's overlap. Where several targets share a cell, the last counts.
+def _precise(values: Tensor) -> Tensor:
+    """In float32 at least."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
-    YOLOv5 leaves that to whichever is written last; here it is the last in order on every device, and because the order
-    within an image is that of its labels, on any number of processes.
+
+def _overlap_map(shape: torch.Size, index: Tensor, matched: Tensor, overlaps: Tensor) -> Tensor:
+    """The objectness target, `shape` (b, anchors, h, w): each matched cell's overlap.
+
+    index: (3, k); matched and overlaps: (k, anchors). Where several targets share a cell, the last counts: YOLOv5
+    leaves that to whichever is written last; here it is the last in order (neighbour, anchor, target) on every device,
+    and because the order within an image is that of its labels, on any number of processes.
     """
     _, anchors, rows, columns = shape
-    image, anchor, row, column = cell
-    flat = ((image * anchors + anchor) * rows + row) * columns + column
+    image, row, column = (part.view(len(NEIGHBOURS), 1, -1) for part in index)
+    anchor = torch.arange(anchors, device=index.device)[:, None]
+    nowhere = shape.numel()  # a place behind the map, for what is not matched
+    flat = ((image * anchors + anchor) * rows + row) * columns + column  # (neighbours, anchors, n)
+    flat = torch.where(_by_anchor(matched), flat, nowhere).flatten()
     order = torch.arange(len(flat), device=flat.device)
-    last = order.new_zeros(shape.numel()).scatter_reduce_(0, flat, order, "amax")[flat]
-    target = iou.new_zeros(shape.numel())
-    target[flat] = iou[last]
-    return target.view(shape)
+    last = order.new_zeros(nowhere + 1).scatter_reduce_(0, flat, order, "amax")[flat]
+    target = overlaps.new_zeros(nowhere + 1)
+    target.scatter_(0, flat, _by_anchor(overlaps).flatten()[last])  # what goes to one place is equal
+    return target[:nowhere].view(shape)
 
 
-def match_targets(shape: torch.Size, targets: Tensor, anchors: Tensor, threshold: float) -> Match:
-    """Which cells of a level, raw map of `shape` (b, anchors, h, w, outputs), answer for which targets (n, 6).
-
-    A target fits each of the `anchors` (a, 2), in cells, whose width and height are within a factor `threshold` of its
-    own. It is given to the cell that holds its centre, and to the neighbours whose edge is nearer than half a cell.
-    """
-    height, width = shape[2:4]
-    grid = targets.new_tensor([width, height])
-    centres, sizes = targets[:, 2:4] * grid, targets[:, 4:6] * grid
-    ratio = sizes[None] / anchors[:, None]
-    fits = torch.maximum(ratio, 1 / ratio).amax(2) < threshold  # (anchors, n)
-    near = _near_cells(centres, grid)  # (5, n)
-    side, anchor, target = (fits[None] & near[:, None]).nonzero(as_tuple=True)
-    corner = (centres[target] - NEAR * targets.new_tensor(NEIGHBOURS)[side]).floor()
-    corner = corner.clamp(min=targets.new_zeros(2), max=grid - 1)  # a centre on the far edge belongs to the last cell
-    column, row = corner.long().unbind(1)
-    image, label = targets[target, :2].long().unbind(1)
-    box = torch.cat((centres[target] - corner, sizes[target]), 1)
-    return Match((image, anchor, row, column), box, anchors[anchor], label)
-
-
-def _near_cells(centres: Tensor, grid: Tensor) -> Tensor:
-    """For own cell, left, up, right and down, (5, n): is it on the map and nearer than half a cell?"""
-    back = grid - centres
-    low = (centres % 1 < NEAR) & (centres > 1)
-    high = (back % 1 < NEAR) & (back > 1)
-    own = torch.ones(1, len(centres), dtype=torch.bool, device=centres.device)
-    return torch.cat((own, low.T, high.T))
+def _by_anchor(values: Tensor) -> Tensor:
+    """(k, anchors) to (neighbours, anchors, n)."""
+    return values.view(len(NEIGHBOURS), -1, values.shape[1]).transpose(1, 2)

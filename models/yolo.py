@@ -172,8 +172,8 @@ class Model(nn.Module):
         """(levels,): pixels per cell of each level of a detector."""
         return self.detect.stride
 
-    def forward(self, images: Tensor) -> Any:
-        """(b, 3, h, w), RGB in [0, 1], to what the head makes of it.
+    def forward(self, images: Tensor, *hints: Tensor) -> Any:
+        """(b, 3, h, w), RGB in [0, 1], to what the head makes of it, which is given `hints` too.
 
         A detector: a raw map (b, anchors, h / stride, w / stride, 5 + nc) per level; height and width must be multiples
         of the largest stride. A classifier: logits (b, nc).
@@ -182,7 +182,9 @@ class Model(nn.Module):
         latest: Any = images
         for row, layer in zip(self.rows, self.model, strict=True):
             inputs = [latest if j == row.index - 1 else kept[j] for j in row.sources]
-            latest = layer(inputs if isinstance(row.source, tuple) else inputs[0])
+            latest = layer(
+                inputs if isinstance(row.source, tuple) else inputs[0], *(hints if row is self.rows[-1] else ())
+            )
             if row.index in self._later_inputs:
                 kept[row.index] = latest
         return latest

@@ -15,6 +15,7 @@ from torch import nn
 
 from utils.errors import UserError
 from utils.files import replacing
+from utils.layout import plain
 
 FORMAT = "lockstep-1"
 STATE_FORMAT = "lockstep-state-1"
@@ -24,7 +25,7 @@ DIGITS = 16  # of a state's checksum, in its name
 def serialised(content: Any) -> memoryview:
     """The bytes of a file that `torch.load` reads."""
     buffer = io.BytesIO()
-    torch.save(content, buffer)
+    torch.save(plain(content), buffer)
     return buffer.getbuffer()
 
 

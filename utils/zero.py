@@ -119,7 +119,9 @@ def load_optimizer_state(optimizer: Any, model: nn.Module, saved: Mapping[int, M
         return
     if not wanted():
         groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": dict(saved), "param_groups": groups})
+        parameters = dict(enumerate(_numbered(model)))
+        state = {number: _laid_out(kept, parameters[number]) for number, kept in saved.items()}
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
         return
     from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
@@ -139,6 +141,17 @@ def load_optimizer_state(optimizer: Any, model: nn.Module, saved: Mapping[int, M
                 safe_set_local_optimizer_state(parameter, filled[rank * length : (rank + 1) * length], name)
             else:
                 safe_set_full_optimizer_state(parameter, value, name)
+
+
+def _laid_out(kept: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+    """What is as large as the parameter in its memory layout: the fused optimizers go through both as they lie there,
+    without a look."""
+    return {
+        name: torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+        if isinstance(value, Tensor) and value.shape == parameter.shape
+        else value
+        for name, value in kept.items()
+    }
 
 
 def _numbered(model: nn.Module) -> list[nn.Parameter]:

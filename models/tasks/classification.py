@@ -18,6 +18,7 @@ from models.yolo import build_model
 from utils.config import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, Recipe, number
 from utils.errors import UserError
 from utils.files import csv_text
+from utils.layout import layout
 from utils.plots import draw_captioned, draw_confusion
 from utils.summary import Summary
 
@@ -128,7 +129,12 @@ class ClassificationTask:
     def inputs(self, batch: Batch[ImageInfo]) -> Tensor:
         """What the model is called with: float (b, 3, h, w), normalised by ImageNet's statistics."""
         mean, deviation = _statistics(batch.images.device)
-        return (batch.images.float() / 255 - mean) / deviation
+        images = batch.images.float(memory_format=layout(batch.images.device))  # type: ignore[call-arg]
+        return images.div_(255).sub_(mean).div_(deviation)
+
+    def hints(self, batch: Batch[ImageInfo]) -> tuple[Tensor, ...]:
+        """What the model is told beside the images when only its losses are wanted: nothing."""
+        return ()
 
     def losses(self, outputs: Tensor, batch: Batch[ImageInfo]) -> LossTerms:
         """The cross-entropy of logits (b, classes), as a sum and its count."""

@@ -13,11 +13,13 @@ from torch import Tensor
 from models.anchors import ENOUGH, find_anchors, fit
 from models.layers import Detect
 from models.losses import DetectionLoss, LossSettings, LossTerms
+from models.matching import Level, near_cells
 from models.postprocess import Suppression, detect
 from models.tasks.batch import Batch
 from models.yolo import Model, build_model
 from utils.boxes import xywh_to_xyxy, xyxy_to_xywh
 from utils.config import Hyperparameters, select
+from utils.layout import layout
 from utils.metrics import ClassScores, ImageRecord, SizeScores, join, match_detections, score_classes, score_sizes
 from utils.plots import draw_targets
 from utils.summary import Summary
@@ -90,7 +92,8 @@ class DetectionTask:
         model = build_model(dict(yaml), nc=len(self.names), source=source)
         model.names = self.names
         self.head: Detect = model.detect
-        self.stride = int(self.head.stride.max())
+        self.strides = [int(stride) for stride in self.head.stride]
+        self.stride = max(self.strides)
         self.imgsz = max(math.ceil(imgsz / self.stride), 2) * self.stride
         settings = self.loss_settings.scaled(self.head.nl, self.head.nc, self.imgsz)
         self.criterion = DetectionLoss(settings, self.head.nc)
@@ -129,11 +132,17 @@ class DetectionTask:
 
     def inputs(self, batch: Batch[ImageInfo]) -> Tensor:
         """What the model is called with: float (b, 3, h, w) in 0 to 1."""
-        return batch.images.float() / 255
+        return batch.images.float(memory_format=layout(batch.images.device)).div_(255)  # type: ignore[call-arg]
 
-    def losses(self, outputs: list[Tensor], batch: Batch[ImageInfo]) -> LossTerms:
-        """The loss of the model's raw maps, as sums and counts."""
-        return self.criterion(outputs, batch.targets, self.head.anchors.to(outputs[0].device))
+    def hints(self, batch: Batch[ImageInfo]) -> tuple[Tensor, ...]:
+        """What the model is told beside the images when only its losses are wanted: the cells about the targets."""
+        height, width = batch.images.shape[2:]
+        sizes = tuple((height // stride, width // stride) for stride in self.strides)
+        return (near_cells(sizes, batch.targets).places,)
+
+    def losses(self, outputs: Sequence[Tensor | Level], batch: Batch[ImageInfo]) -> LossTerms:
+        """The loss of what the model says, as sums and counts."""
+        return self.criterion(outputs, batch.targets, self.head.anchors.to(batch.targets.device))
 
     def objective(self, means: Tensor, images: int) -> Tensor:
         """What is differentiated, of the means of the loss terms: YOLOv5's sum over the `images` of a step."""

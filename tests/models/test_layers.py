@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from models.layers import C3, SPP, SPPF, Bottleneck, Classify, Concat, Conv, Detect, DWConv
+from models.matching import read
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,35 @@ def test_detect_orders_a_cells_numbers_by_anchor_then_output() -> None:
         head.m[0].bias.zero_()[8 + 5] = 1.0  # second anchor, first class
     (raw,) = head([torch.randn(1, 4, 2, 2)])
     assert raw.nonzero()[:, [1, 4]].tolist() == [[1, 5]] * 4
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_detect_computes_what_is_asked_as_it_is_on_the_whole_map(layout: torch.memory_format) -> None:
+    """With its gradients; cells may be asked for twice, or not at all."""
+    detect = Detect(3, [[8, 8, 16, 16], [32, 32, 64, 64]], [6, 10]).double()
+    given = [torch.randn(2, c, side, side, dtype=torch.double) for c, side in ((6, 8), (10, 4))]
+    index = torch.tensor([[0, 1, 1, 1], [2, 0, 3, 3], [3, 1, 0, 0]])
+    slopes = [torch.randn(4, 2, 8, dtype=torch.double) for _ in given]
+
+    def values(few: bool) -> list[torch.Tensor]:
+        maps = [one.contiguous(memory_format=layout).requires_grad_() for one in given]
+        cells = torch.stack([index] * 2)
+        levels = detect(maps, cells) if few else [read(raw, index) for raw in detect(maps)]
+        # Objectness is read off the maps alone.
+        rows = [torch.cat((level.rows[..., :4], level.rows[..., 5:]), 2) for level in levels]
+        kept = [torch.cat((slope[..., :4], slope[..., 5:]), 2) for slope in slopes]
+        total = sum((row * slope).sum() for row, slope in zip(rows, kept, strict=True))
+        total = total + sum(level.objectness.square().sum() for level in levels)
+        return [
+            *rows,
+            *(level.objectness for level in levels),
+            *torch.autograd.grad(total, [*maps, *detect.parameters()]),
+        ]
+
+    for few, whole in zip(values(True), values(False), strict=True):
+        torch.testing.assert_close(few, whole)
+    (nothing, *_) = detect([one.requires_grad_() for one in given], torch.zeros(2, 3, 0, dtype=torch.long))
+    assert nothing.rows.shape == (0, 2, 8)
 
 
 @pytest.mark.parametrize("anchors", [ANCHORS, ANCHORS[::-1]])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.losses import DetectionLoss, LossSettings, LossTerms, Match, match_targets
+from models.losses import DetectionLoss, LossSettings, LossTerms
 from models.weights import read_weights, transfer
 from models.yolo import build_model
 
@@ -68,92 +68,6 @@ def test_loss_and_gradients_are_those_of_yolov5(mode: str, shared: Path) -> None
         assert (found - gradient).abs().max() / gradient.abs().max() <= 1e-4, name
     norm = torch.cat([p.grad.flatten().double() for p in parameters.values() if p.grad is not None]).norm()
     assert norm.item() == pytest.approx(wanted["grad_norm"], rel=1e-4)
-
-
-# Matching
-
-
-def match(centre: tuple[float, float], size: tuple[float, float] = (1, 1), threshold: float = 4.0) -> Match:
-    """A target, in cells, on a map 6 cells wide and 4 high with anchors 1 x 1 and 8 x 8."""
-    grid = torch.tensor([6, 4])
-    row = torch.cat((torch.tensor([0, 1]), torch.tensor(centre) / grid, torch.tensor(size) / grid))
-    return match_targets(torch.Size((1, 2, 4, 6, 7)), row[None], torch.tensor([[1.0, 1], [8, 8]]), threshold)
-
-
-def cells(found: Match) -> list[tuple[int, int]]:
-    """(row, column) of each matched cell."""
-    _, _, rows, columns = found.cell
-    return sorted(zip(rows.tolist(), columns.tolist(), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("centre", "neighbours"),
-    [
-        ((2.5, 1.5), []),  # in the middle
-        ((2.25, 1.5), [(1, 1)]),  # left
-        ((2.75, 1.5), [(1, 3)]),  # right
-        ((2.5, 1.25), [(0, 2)]),  # up
-        ((2.5, 1.75), [(2, 2)]),  # down
-        ((2.25, 1.75), [(1, 1), (2, 2)]),  # left and down: both, not the one between
-        ((2.75, 1.25), [(0, 2), (1, 3)]),  # right and up
-        ((0.25, 1.5), []),  # nothing is left of the first column
-        ((2.5, 0.25), []),
-        ((5.75, 1.5), []),  # nor right of the last
-        ((2.5, 3.75), []),
-        ((0.25, 0.25), []),
-        ((5.75, 3.25), [(2, 5)]),
-    ],
-)
-def test_own_cell_and_near_neighbours(centre: tuple[float, float], neighbours: list[tuple[int, int]]) -> None:
-    own = (int(centre[1]), int(centre[0]))
-    found = match(centre)
-    assert cells(found) == sorted([own, *neighbours])
-    assert found.cell[0].unique().tolist() == [0]
-    assert found.cell[1].unique().tolist() == [0]  # the second anchor is 8 times as large
-    assert found.label.unique().tolist() == [1]
-
-
-def test_box_is_relative_to_the_matched_cell() -> None:
-    found = match((2.25, 1.75), (1, 1.5))
-    _, _, rows, columns = found.cell
-    places = zip(rows.tolist(), columns.tolist(), strict=True)
-    boxes = dict(zip(places, found.box.tolist(), strict=True))
-    assert boxes == {
-        (1, 2): pytest.approx([0.25, 0.75, 1, 1.5]),
-        (1, 1): pytest.approx([1.25, 0.75, 1, 1.5]),
-        (2, 2): pytest.approx([0.25, -0.25, 1, 1.5]),
-    }
-    assert found.anchor.tolist() == [[1, 1]] * 3
-
-
-def test_a_centre_on_the_far_edge_belongs_to_the_last_cell() -> None:
-    found = match((6, 4), (1, 1))
-    assert set(cells(found)) == {(3, 5)}
-    assert {tuple(box) for box in found.box.tolist()} == {(1, 1, 1, 1)}
-
-
-@pytest.mark.parametrize(
-    ("size", "anchors"),
-    [
-        ((1, 1), [0]),
-        ((3.75, 1), [0]),
-        ((4, 1), []),  # a factor of exactly 4 is too much
-        ((1, 4), []),
-        ((0.28125, 1), [0]),  # and the other way round
-        ((0.25, 1), []),
-        ((1, 0.25), []),
-        ((3, 3), [0, 1]),  # 3 from the one, 8 / 3 from the other
-        ((8, 2.5), [1]),
-        ((0, 1), []),
-    ],
-)
-def test_anchor_threshold(size: tuple[float, float], anchors: list[int]) -> None:
-    assert match((2.5, 1.5), size).cell[1].tolist() == anchors
-
-
-def test_anchor_threshold_is_a_setting() -> None:
-    assert match((2.5, 1.5), (4, 1), threshold=4.5).cell[1].tolist() == [0]
-    assert match((2.5, 1.5), (2, 1), threshold=2).cell[1].tolist() == []
 
 
 # Cells that several targets share
