@@ -16,22 +16,27 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMES = 16  # that each photo is linked
 FIRST, BATCHES = 2, 12  # batches that are not timed, and that are
+STEPS = 4  # training steps that are timed, after as many that are not: one optimizer step; or batches validated
 # What a child does: `begin()` and `end(images)` stand around what is timed. FOLDER holds images/ and labels/.
 CLOCK = """
 import json, os, sys, time
 import torch
 torch.set_num_threads(1)
+STEPS, WEIGHTS, MODEL, SIZE, WORKERS = (os.environ[name] for name in ("STEPS", "WEIGHTS", "MODEL", "SIZE", "WORKERS"))
+STEPS = int(STEPS)
 def begin():
     global at
     at = time.process_time(), time.perf_counter()
 def end(images):
     spent = time.process_time() - at[0], time.perf_counter() - at[1]
-    print("RESULT", json.dumps([seconds / images * 1000 for seconds in spent]))
+    print("RESULT", json.dumps([seconds / images * 1000 for seconds in spent]), flush=True)
 FOLDER, FIRST, BATCHES = os.environ["FOLDER"], int(os.environ["FIRST"]), int(os.environ["BATCHES"])
 def drain(loader):
     batches = iter(loader)
@@ -68,10 +73,164 @@ def loader(cache=None):
                                 shuffle=True)
     return made
 """
-PARTS: dict[str, dict[str, str]] = {
-    "loader, mosaic of any images": {"ours": OURS + "drain(loader(near=False))", "yolov5": THEIRS + "drain(loader())"},
-    "loader, mosaic of neighbours": {"ours": OURS + "drain(loader())", "yolov5": THEIRS + "drain(loader())"},
-    "loader, images in memory": {"ours": OURS + "drain(loader('ram'))", "yolov5": THEIRS + "drain(loader('ram'))"},
+# Ours is the loop's own step; YOLOv5's stands inside its loop, so it is put together here from the same parts.
+OUR_STEP = """
+import sys, train
+def take(trainer, validate):
+    batch = next(iter(trainer.loader))
+    trainer.model.train()
+    for number in range(2 * STEPS):
+        if number == STEPS:
+            begin()
+        trainer.train_on(batch, number)
+    end(STEPS * 16)
+    os._exit(0)
+train.fit = take
+"""
+OUR_FLAGS = """
+sys.argv = ["train.py", "--data", FOLDER + "/data.yaml", "--weights", "", "--cfg", MODEL + ".yaml", "--imgsz", SIZE,
+            "--batch-size", "16", "--workers", WORKERS, "--device", "cpu", "--project", FOLDER + "/../runs"]
+train.main()
+"""
+THEIR_STEP = """
+import torch
+from models.yolo import Model
+from utils.loss import ComputeLoss
+from utils.torch_utils import ModelEMA, smart_optimizer
+made, _ = create_dataloader(FOLDER + "/images/train", int(SIZE), 16, 32, hyp=hyp, augment=True, workers=0)
+images, targets, *_ = next(iter(made))
+model = Model("models/" + MODEL + ".yaml", ch=3, nc=80)
+hyp["obj"] *= (int(SIZE) / 640) ** 2
+model.hyp = {**hyp, "label_smoothing": 0.0}
+optimizer = smart_optimizer(model, "SGD", hyp["lr0"], hyp["momentum"], hyp["weight_decay"])
+ema, loss = ModelEMA(model), ComputeLoss(model)
+for number in range(2 * STEPS):
+    if number == STEPS:
+        begin()
+    loss(model(images.float() / 255), targets)[0].backward()
+    if number % 4 == 3:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=10.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update(model)
+end(STEPS * 16)
+"""
+# From the command to the first batch's loss; torch and torchvision are imported before.
+OUR_START = """
+import sys, torchvision
+begin()
+import train
+from models.tasks.detection import DetectionTask
+def first(*given):
+    end(1)
+    os._exit(0)
+DetectionTask.losses = first
+"""
+THEIR_START = """
+import sys, torchvision
+os.environ["WANDB_MODE"] = "disabled"
+begin()
+import train, utils.general
+utils.general.check_font = lambda *given, **more: None  # it would download one
+from utils.loss import ComputeLoss
+def first(*given):
+    end(1)
+    os._exit(0)
+ComputeLoss.__call__ = first
+sys.argv = ["train.py", "--data", FOLDER + "/data.yaml", "--weights", "", "--cfg", MODEL + ".yaml", "--imgsz", SIZE,
+            "--batch-size", "16", "--workers", WORKERS, "--device", "cpu", "--project", FOLDER + "/../runs"]
+train.main(train.parse_opt())
+"""
+OUR_SCAN = """
+from pathlib import Path
+from data.labels import load_labels
+from data.sources import read_spec
+spec = read_spec(Path(FOLDER) / "data.yaml")
+begin()
+images = spec.images("train")
+load_labels(images, "labels", 0)
+end(len(images))
+"""
+THEIR_SCAN = """
+from utils.dataloaders import LoadImagesAndLabels
+begin()
+end(len(LoadImagesAndLabels(FOLDER + "/images/train", 640, 16)))
+"""
+# What follows the forward pass of a validation, on the maps of the same weights.
+OUR_VALIDATION = """
+from pathlib import Path
+from data.detection import DetectionData
+from data.sources import read_spec
+from models.tasks.detection import DetectionTask
+from models.weights import read_weights, transfer
+from utils.config import Hyperparameters
+spec = read_spec(Path(FOLDER) / "data.yaml")
+weights = read_weights(WEIGHTS)
+task = DetectionTask({k: str(k) for k in range(80)}, Hyperparameters())
+model = task.build_model(weights.model, 640)
+transfer(model, weights.state)
+data = DetectionData(spec, imgsz=640, stride=32, single_class=False, workers=0, cache="")
+split = data.split("train")
+chosen = data.evaluation_batches(split, batch_size=16, square=True)[:STEPS]
+with torch.inference_mode():
+    done = [(model.eval()(task.inputs(batch)), batch) for batch in data.evaluation_loader(split, chosen)]
+    begin()
+    task.summarise([record for maps, batch in done for record in task.score(task.predict(maps, batch), batch)])
+    end(STEPS * 16)
+"""
+THEIR_VALIDATION = """
+import numpy as np
+from models.experimental import attempt_load
+from utils.dataloaders import create_dataloader
+from utils.general import non_max_suppression, scale_boxes, xywh2xyxy
+from utils.metrics import ap_per_class
+from val import process_batch
+model = attempt_load(WEIGHTS, device="cpu", fuse=False)
+made, _ = create_dataloader(FOLDER + "/images/train", 640, 16, 32, workers=0)
+levels = torch.linspace(0.5, 0.95, 10)
+with torch.inference_mode():
+    done = []
+    for (images, targets, _, shapes), _ in zip(made, range(STEPS)):
+        done.append((model.eval()(images.float() / 255)[0], targets, shapes, images.shape[2:]))
+    begin()
+    stats = []
+    for predictions, targets, shapes, side in done:
+        targets[:, 2:] *= torch.tensor((side[1], side[0]) * 2)
+        for k, found in enumerate(non_max_suppression(predictions, 0.001, 0.6, multi_label=True, max_det=300)):
+            wanted = targets[targets[:, 0] == k, 1:]
+            boxes = xywh2xyxy(wanted[:, 1:5])
+            scale_boxes(side, found[:, :4], shapes[k][0], shapes[k][1])
+            scale_boxes(side, boxes, shapes[k][0], shapes[k][1])
+            right = process_batch(found, torch.cat((wanted[:, :1], boxes), 1), levels)
+            stats.append((right, found[:, 4], found[:, 5], wanted[:, 0]))
+    ap_per_class(*[torch.cat(parts, 0).numpy() for parts in zip(*stats)], names={k: str(k) for k in range(80)})
+    end(STEPS * 16)
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is measured: the code of both sides, and the variables that it finds."""
+
+    ours: str
+    yolov5: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def step(model: str, size: int) -> Part:
+    """Training steps on one batch of 16."""
+    return Part(OUR_STEP + OUR_FLAGS, THEIRS + THEIR_STEP, {"MODEL": model, "SIZE": str(size)})
+
+
+PARTS = {
+    "loader, mosaic of any images": Part(OURS + "drain(loader(near=False))", THEIRS + "drain(loader())"),
+    "loader, mosaic of neighbours": Part(OURS + "drain(loader())", THEIRS + "drain(loader())"),
+    "loader, images in memory": Part(OURS + "drain(loader('ram'))", THEIRS + "drain(loader('ram'))"),
+    "label scan, cold": Part(OUR_SCAN, THEIR_SCAN),
+    "start, to the first loss": Part(OUR_START + OUR_FLAGS, THEIR_START, {"WORKERS": "2"}),
+    "step, yolov5n at 320": step("yolov5n", 320),
+    "step, yolov5s at 640": step("yolov5s", 640),
+    "validation, after the forward pass": Part(OUR_VALIDATION, THEIR_VALIDATION),
 }
 
 
@@ -83,6 +242,7 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="the Python that YOLOv5's packages are installed for")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--part", default="", help="only parts whose name contains this")
+    parser.add_argument("--weights", type=Path, help="official yolov5n.pt, for the validation")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = linked(given.data, Path(place))
@@ -90,23 +250,26 @@ def main() -> None:
         if given.yolov5:
             sides["yolov5"] = (given.python, given.yolov5)
         print(f"{'milliseconds per image':40} {'':8} {'CPU':>8} {'wall':>8}")
-        for name, snippets in PARTS.items():
-            if given.part in name:
-                report(name, {side: [] for side in sides}, sides, snippets, folder, given.rounds)
+        for name, part in PARTS.items():
+            if given.part in name and (given.weights or "WEIGHTS" not in part.ours):
+                weights = {"WEIGHTS": str(given.weights and given.weights.resolve()), **part.variables}
+                report(
+                    name, {side: [] for side in sides}, sides, replace(part, variables=weights), folder, given.rounds
+                )
 
 
 def report(
     name: str,
     found: dict[str, list[list[float]]],
     sides: dict[str, tuple[str, Path]],
-    snippets: dict[str, str],
+    part: Part,
     folder: Path,
     rounds: int,
 ) -> None:
     """Measure one part so many times and print it."""
     for _ in range(rounds):
         for side, (python, checkout) in sides.items():
-            found[side].append(measured(python, checkout, snippets[side], folder))
+            found[side].append(measured(python, checkout, getattr(part, side), part.variables, folder))
     medians = {side: [statistics.median(column) for column in zip(*rows, strict=True)] for side, rows in found.items()}
     for side, (cpu, wall) in medians.items():
         print(f"{name:40} {side:8} {cpu:8.2f} {wall:8.2f}", flush=True)
@@ -115,13 +278,14 @@ def report(
         print(f"{name:40} {'ratio':8} {ratios[0]:8.2f} {ratios[1]:8.2f}", flush=True)
 
 
-def measured(python: str, checkout: Path, snippet: str, folder: Path) -> list[float]:
+def measured(python: str, checkout: Path, snippet: str, variables: Mapping[str, str], folder: Path) -> list[float]:
     """CPU and wall milliseconds per image of one run in a process of its own."""
     cache = folder.parent / "cache"
     shutil.rmtree(cache, ignore_errors=True)
     for leftover in folder.rglob("*.cache"):  # YOLOv5's label cache
         leftover.unlink()
     numbers = {"FOLDER": str(folder), "FIRST": str(FIRST), "BATCHES": str(BATCHES), "OMP_NUM_THREADS": "1"}
+    numbers |= {"STEPS": str(STEPS), "MODEL": "yolov5n", "SIZE": "640", "WORKERS": "0", **variables}
     done = subprocess.run(
         [python, "-c", CLOCK + snippet],
         cwd=checkout,
@@ -147,7 +311,9 @@ def linked(source: Path, place: Path) -> Path:
             (folder / "images" / "train" / f"{name}.jpg").symlink_to(photo.resolve())
             if label.is_file():
                 shutil.copy(label, folder / "labels" / "train" / f"{name}.txt")
-    (folder / "data.yaml").write_text("train: images/train\nval: images/train\nnc: 80\n")
+    (folder / "data.yaml").write_text(
+        f"path: {folder}\ntrain: images/train\nval: images/train\nnc: 80\nnames: {list(map(str, range(80)))}\n"
+    )
     return folder
 
 

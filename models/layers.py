@@ -172,9 +172,12 @@ class DetectConv(nn.Conv2d):
             return raw.unflatten(1, (self.anchors, self.outputs)).permute(0, 1, 3, 4, 2).contiguous()
         assert self.bias is not None
         x, features = _Look.apply(x, *index)
-        rows = functional.linear(features, self.weight.flatten(1), self.bias).unflatten(1, (self.anchors, -1))
-        weight, bias = self.weight[4 :: self.outputs], self.bias[4 :: self.outputs]
-        return Level(functional.conv2d(x, weight, bias), rows)
+        # Flattened so that the gradient comes back with the strides of the weight, which DDP asks for.
+        last = self.weight.stride(2) > 1
+        weight = (self.weight.permute(0, 2, 3, 1) if last else self.weight).flatten(1)
+        rows = functional.linear(features, weight, self.bias).unflatten(1, (self.anchors, -1))
+        of_objectness = weight[4 :: self.outputs, :, None, None]
+        return Level(functional.conv2d(x, of_objectness, self.bias[4 :: self.outputs]), rows)
 
 
 class _Look(torch.autograd.Function):

@@ -45,6 +45,15 @@ def test_sync_bn_changes_nothing_on_one_process(single: Path, fine_tune: Callabl
     assert torch.equal(floats(tmp_path / "exp"), floats(single))
 
 
+@pytest.mark.parametrize("compiler", ["AOT_EAGER", pytest.param("INDUCTOR", marks=pytest.mark.long)])
+def test_compiled(single: Path, fine_tune: Callable[..., str], tmp_path: Path, compiler: str) -> None:
+    """By torch.compile, as `accelerate launch --dynamo_backend` and an Accelerate config ask for it."""
+    printed = fine_tune(tmp_path, ACCELERATE_DYNAMO_BACKEND=compiler)
+    assert f", compiled by {compiler.lower()}" in printed
+    same_curve(tmp_path / "exp", single)
+    quiet_except_for_the_main_process(printed)
+
+
 def test_two_processes_by_a_flag(single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
     printed = fine_tune(tmp_path, "--sync-bn", "--processes", "2", "--show-processes")
     same_curve(tmp_path / "exp", single)

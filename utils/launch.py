@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import set_seed
+from accelerate.utils import DynamoBackend, set_seed
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
@@ -364,4 +364,6 @@ def describe(accelerator: Accelerator) -> str:
     if plugin := accelerator.state.deepspeed_plugin:
         stage, precision = zero.summary(plugin)
         processes += f" under DeepSpeed ZeRO-{stage}"
-    return f"torch {torch.__version__}, {device} ({name}), {processes}, mixed precision {precision}"
+    compiler = accelerator.state.dynamo_plugin.backend
+    by = "" if compiler == DynamoBackend.NO else f", compiled by {compiler.value.lower()}"
+    return f"torch {torch.__version__}, {device} ({name}), {processes}, mixed precision {precision}{by}"

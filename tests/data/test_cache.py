@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+import multiprocessing
 import os
+import pickle
+import resource
+import shutil
 import signal
+import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import numpy as np
@@ -71,6 +80,17 @@ def no_reading(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 def free_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=size))
+
+
+def free_disk(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(size)))
+
+
+@pytest.fixture(autouse=True)
+def new_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process of its own: nothing has been promised, nothing has failed."""
+    monkeypatch.setattr(cache, "_on_disk", weakref.WeakSet())
+    monkeypatch.setattr(cache, "_full", np.frombuffer(mmap.mmap(-1, 1), np.uint8))
 
 
 @pytest.mark.parametrize("way", ["", "ram", "disk"])
@@ -255,21 +275,198 @@ def test_an_unwritable_disk_is_a_warning(files: list[Path], cache_home: Path, mo
     wanted = pixels(opened(files, 32, True, ""))
     (cache_home / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home / "file"))  # no folder can be made below a file, even by root
-    with pytest.warns(UserWarning, match=r"--cache disk: .* cannot be written \("):
-        assert same(pixels(opened(files, 32, True, "disk")), wanted)
+    with pytest.warns(UserWarning, match=r"--cache disk: no more is written into .*/images \(") as said:
+        found = [pixels(images := opened(files, 32, True, "disk")) for _ in range(2)]
+    assert len(said) == 1
+    assert "room for 0 of 4 images, 0 found" in images.said[0]
+    assert same(found[0], wanted)
 
 
 def test_a_write_that_is_interrupted_leaves_nothing(
     files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def half(file: object, image: np.ndarray) -> None:
-        file.write(b"half")
+    def interrupt(file: int) -> NoReturn:
+        assert kept_files(cache_home)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(np, "save", half)
+    monkeypatch.setattr(os, "fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
         opened(files, 32, True, "disk").read(0)
     assert kept_files(cache_home) == []
+
+
+def test_disk_keeps_file_names_of_any_bytes(tmp_path: Path, no_reading: Callable[[], None]) -> None:
+    files = [write_image(tmp_path / "a.png", 16, 12, seed=0).rename(tmp_path / os.fsdecode(b"\xff.png"))]
+    wanted = pixels(opened(files, 16, True, "disk"))
+    no_reading()
+    assert same(pixels(opened(files, 16, True, "disk")), wanted)
+
+
+# the budget of the disk: each of the four images takes one block
+
+
+FOR_TWO = 2.5 * cache.BLOCK / cache.DISK_SHARE  # bytes that are free where two of them fit
+
+
+def test_what_does_not_fit_on_the_disk_is_read_from_its_file(
+    files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = pixels(opened(files, 32, True, ""))
+    read, seen = cache.read_image, []
+    monkeypatch.setattr(cache, "read_image", lambda file: seen.append(file) or read(file))
+    free_disk(monkeypatch, FOR_TWO)
+    images = opened(files, 32, True, "disk")
+    (said,) = images.said
+    assert "--cache disk: room for 2 of 4 images, 0 found from before, 0.00 GiB in" in said
+    assert str(cache_home / "lockstep/images") in said
+    for _ in range(2):
+        assert same(pixels(images), wanted)
+    assert seen == files + files[2:]
+    assert len(kept_files(cache_home)) == 2
+
+
+def test_gigabytes_on_disk_are_those_of_the_pixels(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    free_disk(monkeypatch, 100 * 2**30)
+    images = open_images(files, 0, False, "disk", np.array([(16384, 8192)] * 4))  # 0.375 GiB each
+    assert "room for 4 of 4 images, 0 found from before, 1.50 GiB in" in images.said[0]
+    free_disk(monkeypatch, (0.375 * 3 + 0.01) * 2**30 / cache.DISK_SHARE)
+    cache._on_disk.clear()
+    images = open_images(files, 0, False, "disk", np.array([(16384, 8192)] * 4))
+    assert "room for 3 of 4 images, 0 found from before, 1.13 GiB in" in images.said[0]
+
+
+def test_a_restart_finds_what_is_on_disk_and_takes_no_more_room(
+    files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_disk(monkeypatch, FOR_TWO)
+    wanted = pixels(opened(files, 32, True, "disk"))
+    free_disk(monkeypatch, FOR_TWO - 2 * cache.BLOCK)
+    for order in (files, files[::-1]):  # what is there counts wherever it stands in the list
+        images = opened(order, 32, True, "disk")
+        assert "room for 2 of 4 images, 2 found from before" in images.said[0]
+        assert same(pixels(images), wanted if order is files else wanted[::-1])
+        assert len(kept_files(cache_home)) == 2
+    free_disk(monkeypatch, 0)
+    assert "room for 2 of 4 images, 2 found from before" in opened(files, 32, True, "disk").said[0]
+    free_disk(monkeypatch, FOR_TWO - cache.BLOCK)  # somebody made room
+    assert "room for 3 of 4 images, 2 found from before" in opened(files, 32, True, "disk").said[0]
+
+
+def test_a_file_that_has_changed_is_not_found(files: list[Path]) -> None:
+    pixels(opened(files, 32, True, "disk"))
+    write_image(files[1], 64, 48, seed=9)
+    os.utime(files[2], ns=(0, 0))
+    images = opened(files, 32, True, "disk")
+    assert "room for 4 of 4 images, 2 found from before" in images.said[0]
+    assert same(pixels(images), pixels(opened(files, 32, True, "")))
+
+
+def test_two_splits_share_the_room_on_disk(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    free_disk(monkeypatch, FOR_TWO)
+    first, second = (opened(part, 32, True, "disk") for part in (files[:1], files[1:]))
+    assert "room for 1 of 1 images" in first.said[0]
+    assert "room for 1 of 3 images" in second.said[0]
+    del first, second
+    assert "room for 2 of 4 images" in opened(files, 32, True, "disk").said[0]  # nothing of theirs is coming any more
+
+
+def test_the_disk_is_left_to_others_that_fill_it(
+    files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = pixels(opened(files, 32, True, ""))
+    free_disk(monkeypatch, 10 * cache.BLOCK)
+    images = opened(files, 32, True, "disk")
+    images.read(0)
+    free_disk(monkeypatch, cache.BLOCK)  # half of what should have stayed free, which the next image would go below
+    with pytest.warns(UserWarning, match=r"no more is written .* \(it would leave 0\.00 GiB free\)") as said:
+        assert same(pixels(images), wanted)
+    assert len(said) == 1
+    assert len(kept_files(cache_home)) == 1
+
+
+def failing(file: int) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_one_warning_and_leaves_nothing(
+    files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = pixels(opened(files, 32, True, ""))
+    images, others = opened(files, 32, True, "disk"), opened(files[:2], 24, True, "disk")
+    images.read(1)
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", failing)
+        with pytest.warns(UserWarning, match=r"\(No space left on device\)") as said:
+            found = [pixels(way) for way in (images, others)]
+    assert len(said) == 1
+    assert same(found[0], wanted)
+    assert len(kept_files(cache_home)) == 1
+    pixels(images)  # nothing more is tried in this run
+    assert len(kept_files(cache_home)) == 1
+
+
+def test_loader_processes_warn_of_a_full_disk_once(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    images = opened(files, 32, True, "disk")
+    monkeypatch.setattr(os, "fsync", failing)
+    with warnings.catch_warnings(), multiprocessing.get_context("fork").Pool(1) as pool:
+        warnings.simplefilter("ignore")
+        pool.map(images.read, range(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pixels(images)
+
+
+def test_a_file_that_the_disk_cuts_short_is_not_kept(tmp_path: Path, cache_home: Path) -> None:
+    """The kernel takes the first bytes of an image and refuses the last few hundred, as a disk that becomes full."""
+    files = [write_image(tmp_path / "large.bmp", 600, 600, seed=0)]
+    images = opened(files, 0, False, "disk")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600 * 600 * 3 - 1000, hard))
+    try:
+        with pytest.warns(UserWarning, match=r"no more is written .* \(File too large\)"):
+            assert same(pixels(images), pixels(opened(files, 0, False, "")))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert kept_files(cache_home) == []
+
+
+def test_a_started_process_gets_the_images_on_disk(files: list[Path]) -> None:
+    images = opened(files, 32, True, "disk")
+    wanted = pixels(images)
+    there = pickle.loads(pickle.dumps(images))
+    assert (there.said, same(pixels(there), wanted)) == (images.said, True)
+
+
+def fill(files: list[Path], turn: int, start: Any, found: Any) -> None:
+    """As a training process or one of its loaders: each in another order, several times."""
+    images = opened(files, 32, True, "disk")
+    start.wait(60)
+    for k in range(3):
+        order = np.random.default_rng(10 * turn + k).permutation(len(files))
+        sums = {index: int(images.read(index).sum()) for index in order.tolist()}
+    found.put((images.said[0], [sums[index] for index in range(len(files))]))
+
+
+def test_processes_fill_the_disk_together(
+    tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch, no_reading: Callable[[], None]
+) -> None:
+    files = [write_image(tmp_path / f"set/{k:02}.png", 32, 20, seed=k) for k in range(40)]
+    wanted = pixels(opened(files, 32, True, ""))
+    free_disk(monkeypatch, 30.5 * cache.BLOCK / cache.DISK_SHARE)
+    fork = multiprocessing.get_context("fork")
+    start, found = fork.Barrier(4), fork.Queue()
+    processes = [fork.Process(target=fill, args=(files, turn, start, found)) for turn in range(4)]
+    for process in processes:
+        process.start()
+    results = [found.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(60)
+    assert len({said for said, _ in results}) == 1
+    assert "room for 30 of 40 images, 0 found from before" in results[0][0]
+    assert [sums for _, sums in results] == [[int(image.sum()) for image in wanted]] * 4
+    assert len(kept_files(cache_home)) == 30  # each once, nothing beside them
+    no_reading()
+    assert same(pixels(opened(files[:30], 32, True, "disk")), wanted[:30])
 
 
 # paths
