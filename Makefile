@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test test-long test-gpu test-gpu2 lint bench bench-processes bench-saving bench-versus
+.PHONY: setup train test test-long test-gpu test-gpu2 lint bench bench-processes bench-saving bench-versus bench-gpus
 
 setup: $(STAMP)
 
@@ -50,3 +50,7 @@ bench-saving: setup
 # YOLOV5: a checkout; PEER: the Python that its packages are installed for; PHOTOS: a folder with images/ and labels/
 bench-versus: setup
 	$(RUN) -m benchmarks.versus --data $(or $(PHOTOS),../datasets/coco128) $(if $(YOLOV5),--yolov5 $(YOLOV5)) $(if $(PEER),--python $(PEER))
+
+# Needs 8 GPUs and COCO; DATA: another data YAML; COUNTS: other numbers of GPUs, such as "1 2"
+bench-gpus: setup
+	$(RUN) -m benchmarks.gpus --data $(or $(DATA),data/coco.yaml) $(if $(COUNTS),--counts $(COUNTS))

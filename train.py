@@ -339,6 +339,7 @@ def auto_batch(run: Run, task: Any, model: nn.Module, data: Any, split: Any, hyp
         size = max(ON_CPU // processes, 1) * processes
         run.say(f"--batch-size -1 is measured on GPUs only; taking {size}")
         return size
+    data = replace(data, cache="")  # what is tried here is not to take room in a cache
     model.to(device, memory_format=layout(device)).train()  # type: ignore[call-overload]
     before = copy.deepcopy(model.state_dict())
     # Beside a step's own: momentum (two for Adam) and EMA, as large as the weights each.

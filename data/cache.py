@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import io
 import mmap
 import os
+import shutil
 import socket
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import psutil
@@ -20,6 +25,8 @@ from utils.files import cache_folder, replacing
 from utils.place import key, place, run_store
 
 MEMORY_SHARE = 0.8  # of what is free now; the rest stays for training itself
+DISK_SHARE = 0.8  # of what would be free without the cache, for all runs together; the rest stays free
+BLOCK = 4096  # bytes, of which a file takes whole ones
 
 
 class Files(Sequence[Path]):
@@ -70,9 +77,7 @@ class ImagesInMemory(Images):
 
     def __init__(self, files: Sequence[Path], imgsz: int, smooth: bool, sizes: np.ndarray) -> None:
         super().__init__(files, imgsz, smooth)
-        if imgsz:
-            sizes = np.array([scaled_shape(width, height, imgsz) for width, height in sizes.tolist()])
-        self.shapes = sizes[:, ::-1].astype(np.int32)  # height, width
+        self.shapes = kept_shapes(sizes, imgsz)
         ends = len(files) + np.cumsum(self.shapes.prod(1, dtype=np.int64) * 3)  # a byte for each says if it is there
         self.starts = np.concatenate(([len(files)], ends[:-1]))
         self.memory = shared_memory(lambda free: int(ends[ends <= free * MEMORY_SHARE].max(initial=len(files))))
@@ -131,33 +136,112 @@ _promised: list[int] = []  # bytes that will be filled by and by: what is free d
 
 
 class ImagesOnDisk(Images):
-    """Writes each image once, decoded, below the cache folder, and reads it from there ever after."""
+    """Writes each image once, decoded, below the cache folder, and reads it from there ever after.
+
+    Those that are there are kept, and of the others the first ones that fit into the budget, which restarts do not
+    make larger. When other programs have taken half of what should stay free, or writing fails, no more is written,
+    which is a warning once. `sizes` (n, 2): width and height of each file's image.
+    """
+
+    def __init__(self, files: Sequence[Path], imgsz: int, smooth: bool, sizes: np.ndarray) -> None:
+        super().__init__(files, imgsz, smooth)
+        self.folder = cache_folder() / "images"
+        self.found = np.array([os.path.exists(self._place(file)) for file in self.files], bool)
+        self.sizes = in_blocks(kept_shapes(sizes, imgsz).prod(1, dtype=np.int64) * 3)
+        free = 0
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.folder).free
+        except OSError as error:
+            self._stop_writing(error)
+        reserve = int((free + bytes_below(self.folder)) * (1 - DISK_SHARE))
+        self.least = reserve // 2  # bytes that stay free whoever writes
+        ends = np.cumsum(np.where(self.found, 0, self.sizes))
+        fits = ends <= free - reserve - sum(images.coming for images in _on_disk)
+        self.kept = self.found | fits
+        self.coming: int = ends[fits].max(initial=0)  # bytes
+        _on_disk.add(self)
+
+    @property
+    def said(self) -> list[str]:
+        return [
+            f"--cache disk: room for {self.kept.sum()} of {len(self.files)} images, {self.found.sum()} found from "
+            f"before, {self.sizes[self.kept].sum() / 2**30:.2f} GiB in {self.folder} (which takes at most "
+            f"{DISK_SHARE:.0%} of what would be free without it), filled in the first epoch"
+        ]
 
     def read(self, index: int) -> np.ndarray:
-        kept = self._place(self.files[index])
+        if not self.kept[index]:
+            return super().read(index)
+        path = self._place(self.files[index])
         try:
-            return np.load(kept, allow_pickle=False)
+            return np.load(path, allow_pickle=False)
         except (OSError, EOFError, ValueError):  # not written yet, or damaged
             image = super().read(index)
-        try:
-            with replacing(kept) as file:
-                np.save(file, image)
-        except OSError as error:
-            warnings.warn(f"--cache disk: {kept} cannot be written ({error.strerror})", stacklevel=2)
+        if not _full[0]:
+            try:
+                self._write(Path(path), image)
+            except OSError as error:
+                self._stop_writing(error)
         return image
 
-    def _place(self, file: Path) -> Path:
+    def _write(self, path: Path, image: np.ndarray) -> None:
+        content = io.BytesIO()
+        np.save(content, image)  # straight into a file it may lose the end on a full disk, and say nothing
+        with replacing(path) as file:
+            if (free := shutil.disk_usage(path.parent).free - image.nbytes) < self.least:
+                raise OSError(errno.ENOSPC, f"it would leave {max(free, 0) / 2**30:.2f} GiB free")
+            file.write(content.getbuffer())
+
+    def _stop_writing(self, error: OSError) -> None:
+        if not _full[0]:
+            _full[0] = 1
+            warnings.warn(
+                f"--cache disk: no more is written into {self.folder} ({error.strerror or error}); images "
+                "that are not there are read from their files",
+                stacklevel=3,
+            )
+
+    def _place(self, file: Path) -> str:
         try:
             status = file.stat()
         except OSError as error:
             raise UserError(f"{file} cannot be read: {error.strerror}; mend or remove it") from None
-        key = f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0{self.imgsz}\0{self.smooth}"
-        digest = hashlib.sha256(key.encode()).hexdigest()
-        return cache_folder() / "images" / digest[:2] / f"{digest}.npy"
+        stamp = f"\0{status.st_size}\0{status.st_mtime_ns}\0{self.imgsz}\0{self.smooth}"
+        digest = hashlib.sha256(os.fsencode(file) + stamp.encode()).hexdigest()
+        return f"{self.folder}/{digest[:2]}/{digest}.npy"
+
+
+def bytes_below(folder: Path) -> int:
+    """What all files there take, at any depth."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # another process has just renamed it
+                total += in_blocks(os.stat(f"{parent}/{name}").st_size)
+    return total
+
+
+def in_blocks(size: Any) -> Any:
+    """What a file of `size` bytes and a short header takes on the disk; a number, or an array of them."""
+    return (size // BLOCK + 1) * BLOCK
+
+
+_on_disk: WeakSet[ImagesOnDisk] = WeakSet()  # of this process: what they will write is not free for the next one
+_full = np.frombuffer(mmap.mmap(-1, 1), np.uint8)  # 1 when no more is written, for all that this process forks
+
+
+def kept_shapes(sizes: np.ndarray, imgsz: int) -> np.ndarray:
+    """Height and width, int32 (n, 2), that images of `sizes` (n, 2), width and height, have with `imgsz`."""
+    if imgsz:
+        sizes = np.array([scaled_shape(width, height, imgsz) for width, height in sizes.tolist()])
+    return sizes[:, ::-1].astype(np.int32)
 
 
 def open_images(files: Sequence[Path], imgsz: int, smooth: bool, cache: str, sizes: np.ndarray) -> Images:
     """The images by the way that `--cache` names: '' (files), 'ram' or 'disk'. `sizes` (n, 2): width and height."""
     if cache == "ram":
         return ImagesInMemory(files, imgsz, smooth, sizes)
-    return (ImagesOnDisk if cache == "disk" else Images)(files, imgsz, smooth)
+    if cache == "disk":
+        return ImagesOnDisk(files, imgsz, smooth, sizes)
+    return Images(files, imgsz, smooth)

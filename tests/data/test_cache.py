@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import multiprocessing
 import os
 import pickle
@@ -11,8 +10,7 @@ import resource
 import shutil
 import signal
 import warnings
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -87,10 +85,11 @@ def free_disk(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
 
 
 @pytest.fixture(autouse=True)
-def new_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process of its own: nothing has been promised, nothing has failed."""
-    monkeypatch.setattr(cache, "_on_disk", weakref.WeakSet())
-    monkeypatch.setattr(cache, "_full", np.frombuffer(mmap.mmap(-1, 1), np.uint8))
+def new_run() -> Iterator[None]:
+    """As in a process of its own, in which nothing has failed yet."""
+    cache._on_disk.clear()
+    yield
+    cache._full[0] = 0
 
 
 @pytest.mark.parametrize("way", ["", "ram", "disk"])
@@ -350,6 +349,19 @@ def test_a_restart_finds_what_is_on_disk_and_takes_no_more_room(
     assert "room for 2 of 4 images, 2 found from before" in opened(files, 32, True, "disk").said[0]
     free_disk(monkeypatch, FOR_TWO - cache.BLOCK)  # somebody made room
     assert "room for 3 of 4 images, 2 found from before" in opened(files, 32, True, "disk").said[0]
+
+
+def test_neither_restarts_nor_other_runs_eat_up_what_should_stay_free(
+    tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [write_image(tmp_path / f"set/{k:02}.png", 32, 20, seed=k) for k in range(16)]
+    for imgsz in (32, 32, 24):
+        free_disk(monkeypatch, 10.5 * cache.BLOCK / cache.DISK_SHARE - len(kept_files(cache_home)) * cache.BLOCK)
+        splits = [opened(part, imgsz, True, "disk") for part in (files[:12], files[12:])]
+        for images in splits:
+            pixels(images)
+        assert len(kept_files(cache_home)) == 10
+        del images, splits
 
 
 def test_a_file_that_has_changed_is_not_found(files: list[Path]) -> None:

@@ -1,0 +1,323 @@
+"""What sharing the gradients costs on 8 and on 64 GPUs, by arithmetic: nothing here is measured.
+
+    python -m benchmarks.scaling
+
+Prints the tables of docs/scaling.md, which says what is assumed. Parameters, convolutions, BatchNorm layers and DDP's
+buckets are those of the models as they are built here; the rates of GPUs and links are the constants below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpus import COCO, PUBLISHED, clock
+from models.yolo import build_model
+from train import VALIDATION_BATCH
+from utils.compression import BUCKET, RANK
+from utils.config import Hyperparameters
+
+SIZES = "nsmlx"
+IMGSZ, PER_GPU, GPUS = 640, 16, 8  # pixels, images of a GPU's part of a batch, GPUs of a machine
+IN_MACHINE = {"NVLink": 200e9, "PCIe": 12e9}  # bytes a second that NCCL moves through each GPU in each direction
+GBIT, SLOW = (25, 100, 400), (25, 10)  # of a machine's link to the others
+NEAR, FAR = 25e-6, 75e-6  # seconds of a collective, however small, in a machine and between machines
+LATENCIES = {8: (20e-6, 30e-6), 64: (50e-6, 100e-6)}  # the same, from and to, by GPUs
+LOADER = {"any": 12.9, "near": 6.3, "cached": 2.95}  # CPU milliseconds per image, from docs/benchmarks.md
+VALIDATED = 5000  # images of COCO's validation
+WORKERS = 8  # loader processes of a GPU, as --workers has it
+PHOTO = 108 / 128  # MiB of a decoded photo, and
+SAVING, METRICS = 0.63, 0.62  # seconds of saving yolov5l and of COCO's metrics, from docs/benchmarks.md
+MB, MS = 1e6, 1e-3
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A convolution, or a layer without: what its gradients weigh and what it computes."""
+
+    shapes: tuple[torch.Size, ...]  # of its parameters
+    work: float  # operations forward for an image
+
+    @property
+    def bytes(self) -> int:
+        return 4 * sum(shape.numel() for shape in self.shapes)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as far as scaling asks; layers in the order of the forward pass."""
+
+    name: str
+    layers: tuple[Layer, ...]
+    norms: int  # BatchNorm layers
+
+    @property
+    def bytes(self) -> int:
+        return sum(layer.bytes for layer in self.layers)
+
+    @property
+    def work(self) -> float:
+        return sum(layer.work for layer in self.layers)
+
+    @property
+    def powersgd(self) -> int:
+        """Bytes that PowerSGD makes of the gradients: two thin factors of each matrix that this halves at least."""
+        return sum(thin(shape) for layer in self.layers for shape in layer.shapes)
+
+
+def thin(shape: torch.Size) -> int:
+    """Bytes of a gradient under PowerSGD: torch's rule."""
+    rows, columns = shape[0], shape.numel() // shape[0]
+    factors = RANK * (rows + columns)
+    return 4 * (factors if 2 * factors < rows * columns else rows * columns)
+
+
+def read(size: str) -> Model:
+    """The model as it is built here, without memory, and one pass of an image through it."""
+    layers: list[Layer] = []
+
+    def saw(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        shapes = tuple(parameter.shape for parameter in module.parameters(recurse=False))
+        places = output.shape[2] * output.shape[3]
+        work = 2 * module.weight.numel() * places if isinstance(module, nn.Conv2d) else 0
+        layers.append(Layer(shapes, work))
+
+    with torch.device("meta"):
+        model = build_model(f"yolov5{size}.yaml")
+        for module in model.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_hook(saw)
+        model(torch.zeros(1, 3, IMGSZ, IMGSZ))
+    norms = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    return Model(f"yolov5{size}", tuple(layers), norms)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines and what is between their GPUs. `gbit`: of each machine's link; `flat`: one ring through all GPUs."""
+
+    gpus: int
+    inside: str = "NVLink"
+    gbit: float = math.inf
+    flat: bool = False
+
+    @property
+    def machines(self) -> int:
+        return math.ceil(self.gpus / GPUS)
+
+    @property
+    def latency(self) -> float:
+        return NEAR if self.machines == 1 else FAR
+
+    def seconds(self, size: float) -> float:
+        """Of the all-reduce of so many bytes."""
+        link, bus = self.gbit * 1e9 / 8, IN_MACHINE[self.inside]
+        if self.flat:
+            return ring(self.gpus) * size / min(link, bus) + self.latency
+        local = ring(min(self.gpus, GPUS)) * size / bus
+        return local + ring(self.machines) * size / link + self.latency
+
+
+def ring(count: int) -> float:
+    """What of its bytes each of so many sends in a ring all-reduce."""
+    return 2 * (count - 1) / count
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained how. `share`: the bytes that travel of each of the gradients' (bf16: half)."""
+
+    model: Model
+    rate: float  # operations a second of a GPU
+    per_gpu: int = PER_GPU
+    share: float = 1.0
+    nbs: int = Hyperparameters().nbs
+
+    def batches(self, gpus: int) -> int:
+        """How many make an optimizer step."""
+        return Hyperparameters(nbs=self.nbs).accumulation(self.per_gpu * gpus)
+
+    @property
+    def batch(self) -> float:
+        """Seconds that a GPU computes for its part of a batch: backward is twice the forward pass."""
+        return 3 * self.model.work * self.per_gpu / self.rate
+
+    def waiting(self, cluster: Cluster) -> float:
+        """Seconds by which the gradients arrive after the backward pass.
+
+        A bucket leaves when its last gradient is there and the bucket before has arrived; gradients come in the reverse
+        order of the layers.
+        """
+        done, sent, bucket, clock = 0.0, 0, 0, 0.0
+        for layer in reversed(self.model.layers):
+            done += 2 * layer.work * self.per_gpu / self.rate
+            bucket, sent = bucket + layer.bytes, sent + layer.bytes
+            if bucket >= BUCKET * 2**20 or sent == self.model.bytes:
+                clock = max(clock, done) + cluster.seconds(bucket * self.share)
+                bucket = 0
+        return max(clock - done, 0.0)
+
+    def efficiency(self, cluster: Cluster) -> float:
+        """Images a second of each GPU in the cluster over those of a GPU alone."""
+        if cluster.gpus == 1:
+            return 1.0
+        batches = self.batches(cluster.gpus)
+        alone = batches * self.batch
+        # Each batch has one small collective: the counts that the loss divides by.
+        return alone / (alone + batches * cluster.latency + self.waiting(cluster))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print it as Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    print("", *(f"| {' | '.join(line)} |" for line in lines), sep="\n")
+
+
+def main() -> None:
+    """Print all tables."""
+    models = [read(size) for size in SIZES]
+    large = models[SIZES.index("l")]
+    fast = COCO / PUBLISHED[1].training  # images a second of a GPU alone
+    rate = fast * 3 * large.work
+    print(f"assumed: {fast:.1f} images/s of yolov5l on a GPU, which is {rate / 1e12:.1f} TFLOP/s")
+    jobs = [Job(model, rate) for model in models]
+    steps(jobs)
+    clusters(jobs)
+    slow([jobs[SIZES.index(size)] for size in "sl"])
+    together(jobs)
+    published(jobs[SIZES.index("l")])
+    epoch(fast)
+    loading(jobs)
+
+
+def steps(jobs: Sequence[Job]) -> None:
+    """What is computed and sent for a step."""
+    head = ["model", "parameters, M", "GFLOP forward", "BatchNorms", "computing, ms"]
+    head += ["gradients, MB", "bf16", "powersgd", "1 of 8 sends"]
+    rows = []
+    for job in jobs:
+        model, size = job.model, job.model.bytes
+        counts = [f"{size / 4 / 1e6:.2f}", f"{model.work / 1e9:.1f}", f"{model.norms}", f"{job.batch / MS:.1f}"]
+        traffic = [f"{size / MB:.1f}", f"{size / 2 / MB:.1f}", f"{model.powersgd / MB:.1f}"]
+        rows.append([model.name, *counts, *traffic, f"{ring(GPUS) * size / MB:.1f}"])
+    table(head, rows)
+
+
+def clusters(jobs: Sequence[Job]) -> None:
+    """Efficiency on 8 and on 64 GPUs."""
+    rows = []
+    for job in jobs:
+        half, fast = replace(job, share=0.5), replace(job, rate=2 * job.rate)
+        found = [job.efficiency(Cluster(GPUS)), job.efficiency(Cluster(GPUS, "PCIe"))]
+        found += [half.efficiency(Cluster(GPUS, "PCIe"))]
+        found += [job.efficiency(Cluster(64, gbit=gbit)) for gbit in GBIT]
+        found += [half.efficiency(Cluster(64, gbit=gbit)) for gbit in GBIT[:2]]
+        found += [job.efficiency(Cluster(64, gbit=gbit, flat=True)) for gbit in GBIT[:2]]
+        found += [fast.efficiency(Cluster(64, gbit=gbit)) for gbit in GBIT[:2]]
+        rows.append([job.model.name, *(f"{value:.2f}" for value in found)])
+    head = ["", "NVLink", "PCIe", "PCIe, bf16", *(f"{gbit}" for gbit in GBIT)]
+    table([*head, *(f"{gbit}, {what}" for what in ("bf16", "flat", "fast") for gbit in GBIT[:2])], rows)
+    print(f"\na flat ring through 64 GPUs sends {ring(64) / ring(64 // GPUS) - 1:.1%} more through a machine's link")
+
+
+def slow(jobs: Sequence[Job]) -> None:
+    """What helps on slow links."""
+    ways: dict[str, dict[str, Any]] = {
+        "nothing": {},
+        "`--comm-hook bf16`": {"share": 0.5},
+        "32 images per GPU": {"per_gpu": 32},
+        "`nbs: 4096`": {"nbs": 4096},
+        "bf16 and 32 images": {"share": 0.5, "per_gpu": 32},
+        "bf16 and `nbs: 4096`": {"share": 0.5, "nbs": 4096},
+    }
+    rows = []
+    for what, changes in ways.items():
+        changed = [replace(job, **changes) for job in jobs]
+        efficiencies = [job.efficiency(Cluster(64, gbit=gbit)) for gbit in SLOW for job in changed]
+        images = 64 * changed[0].per_gpu * changed[0].batches(64)
+        rows.append([what, f"{images}", *(f"{value:.2f}" for value in efficiencies)])
+    head = ["64 GPUs", "images per step"]
+    table([*head, *(f"{job.model.name}, {gbit}" for gbit in SLOW for job in jobs)], rows)
+
+
+def together(jobs: Sequence[Job]) -> None:
+    """What SyncBatchNorm's two collectives per layer cost."""
+    head = ["`--sync-bn`", "collectives per batch"]
+    head += [f"{gpus} GPUs, {part}" for gpus in LATENCIES for part in ("ms", "% of a batch")]
+    rows = []
+    for job in jobs:
+        row = [job.model.name, f"{2 * job.model.norms}"]
+        for ends in LATENCIES.values():
+            low, high = (2 * job.model.norms * latency for latency in ends)  # one forward, one backward
+            row += [
+                f"{low / MS:.1f} to {high / MS:.1f}",
+                f"{100 * low / job.batch:.1f} to {100 * high / job.batch:.1f}",
+            ]
+        rows.append(row)
+    table(head, rows)
+
+
+def published(job: Job) -> None:
+    """The arithmetic beside the published figures."""
+    first, rows = PUBLISHED[1].training, []
+    for count, row in PUBLISHED.items():
+        expected = job.efficiency(Cluster(count))
+        computed = first / count / expected
+        speed_up = first / row.training
+        missing = row.training - computed
+        line = [f"{count}", clock(row.training), f"{speed_up:.2f}", f"{speed_up / count:.2f}", clock(computed)]
+        rows.append([*line, f"{expected:.3f}", f"{missing:.0f}", f"{missing / row.training:.0%}"])
+    head = ["GPUs", "published", "speed-up", "efficiency", "computed", "efficiency", "missing, s", "of it"]
+    table(head, rows)
+    share = first / PUBLISHED[GPUS].training / GPUS / job.efficiency(Cluster(GPUS))
+    found = {gbit: share * job.efficiency(Cluster(64, gbit=gbit)) for gbit in GBIT}
+    print("\n64 GPUs with what is missing on 8: " + ", ".join(f"{k} Gbit/s {value:.2f}" for k, value in found.items()))
+
+
+def epoch(fast: float) -> None:
+    """What an epoch's end weighs."""
+    head = [
+        "GPUs",
+        "batches",
+        "steps",
+        "filled up",
+        "training, s",
+        "saving and metrics",
+        "validation, s",
+        "YOLOv5's, s",
+    ]
+    rows, batches = [], math.ceil(VALIDATED / VALIDATION_BATCH)
+    for gpus in (1, GPUS, 64):
+        size = gpus * PER_GPU
+        images = math.ceil(COCO / size) * size
+        seconds = images / fast / gpus
+        shared = PUBLISHED[1].validation * math.ceil(batches / gpus) / batches  # dealt out whole
+        steps = math.ceil(images / size / Hyperparameters().accumulation(size))
+        row = [f"{gpus}", f"{images // size}", f"{steps}", f"{images / COCO - 1:.2%}", f"{seconds:.1f}"]
+        theirs = f"{PUBLISHED[gpus].validation}" if gpus in PUBLISHED else "-"
+        rows.append([*row, f"{(SAVING + METRICS) / seconds:.1%}", f"{shared:.1f}", theirs])
+    table(head, rows)
+
+
+def loading(jobs: Sequence[Job]) -> None:
+    """What the loader must deliver."""
+    head = ["model", "images/s per GPU", "of 8", *(f"cores, {kind}" for kind in LOADER), "for 8, any"]
+    rows = []
+    for job in jobs:
+        fast = job.per_gpu / job.batch
+        cores = [f"{fast * milliseconds * MS:.1f}" for milliseconds in LOADER.values()]
+        cores.append(f"{GPUS * fast * LOADER['any'] * MS:.0f}")
+        rows.append([job.model.name, f"{fast:.0f}", f"{GPUS * fast:.0f}", *cores])
+    table(head, rows)
+    most = ", ".join(f"{kind} {WORKERS / milliseconds / MS:.0f}" for kind, milliseconds in LOADER.items())
+    print(f"\nat most, with {WORKERS} loader processes of a core each: {most} images/s per GPU")
+    print(f"COCO decoded, in the memory of a machine: {COCO * PHOTO / 1024:.0f} GiB")
+
+
+if __name__ == "__main__":
+    main()
