@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -39,11 +40,11 @@ from utils.ema import ModelEMA
 from utils.errors import UserError
 from utils.failures import Stopped, run_main
 from utils.files import find_file, read_yaml
-from utils.finite import Guard, explain, statistics
+from utils.finite import Guard, Later, Window, explain, statistics
 from utils.launch import check_batch_size, describe, loader_workers, processes_to_start, seed_everything, start
 from utils.layout import layout
 from utils.memory import ON_CPU, explained, fitting_workers, largest_batch
-from utils.optim import Schedule, build_optimizer, freeze
+from utils.optim import Schedule, build_optimizer, freeze, start_momentum, step_if
 from utils.processes import spread
 from utils.progress import Progress
 from utils.resume import Settled, changes, check_same, settle
@@ -57,6 +58,15 @@ CLIP = 10.0  # largest norm of the gradient of an optimizer step
 NAMED = 5  # tensors that are named where they do not fit
 PICTURES = 3  # training batches to draw
 VALIDATION_BATCH = 32  # images that a process validates at a time, at most: whatever the number of processes
+
+
+class Ended(NamedTuple):
+    """A window of batches, which ended with an optimizer step."""
+
+    taken: Later  # was the step?
+    batches: int
+    step: int
+    window: Window
 
 
 @dataclass
@@ -79,6 +89,12 @@ class Trainer:
     identity: Mapping[str, Any]  # of classes and images: what a state must be resumed with
     options: TrainOptions
     saved: dict[str, Any] | None = None  # the progress that was saved last
+    ended: deque[Ended] = field(default_factory=deque)  # windows that are yet to be counted
+
+    @property
+    def behind(self) -> int:
+        """Windows that may be counted later: a GPU's, so that the next one's work is on its way when it is asked."""
+        return 1 if self.totals.is_cuda else 0
 
     def train_one_epoch(self) -> tuple[dict[str, float], float]:
         """The rest of an epoch: one pass over the training images. Returns the mean of each loss term over its batches,
@@ -98,6 +114,7 @@ class Trainer:
                 bar.show(dict(zip(self.task.loss_names, shown.tolist(), strict=True)))
             if not self.options.noplots and progress.epoch == 0 and number < PICTURES:
                 run.plot(f"train_batch{number}.jpg", self.task.picture(batch))
+        self.count_steps()
         average_statistics(self.model)
         average_statistics(self.ema.model)
         losses = run.accelerator.reduce(self.totals, "sum") / progress.taken
@@ -109,52 +126,68 @@ class Trainer:
         # DDP takes the mean over processes and Accelerate the mean over accumulated batches; the task says what the
         # images of an optimizer step are worth.
         images = self.options.batch_size * accelerator.gradient_accumulation_steps
-        step, norm = self.progress.epoch * len(self.loader) + number, None
+        step = self.progress.epoch * len(self.loader) + number
         torch.manual_seed(self.options.seed + step)  # what a model draws, in dropout, does not depend on the past
         with accelerator.accumulate(self.model):
             self.schedule.apply(optimizer, step)
             terms = task.losses(self.model(task.inputs(batch), *task.hints(batch)), batch)
             means = terms.means(accelerator.reduce(terms.counts, "sum"))
             accelerator.backward(task.objective(means, images) * accelerator.num_processes)
-            if accelerator.sync_gradients:
-                norm = accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
-            # The norm is of the gradients of all processes, so all skip the same steps. Reading it waits for the
-            # device, once per window.
-            finite = norm is None or math.isfinite(norm)
-            if finite or accelerator.scaler is not None:  # a scaler skips by itself, and must hear of it
-                optimizer.step()
+            taken = self.step_optimizer() if accelerator.sync_gradients else None
             optimizer.zero_grad()
         self.totals += means.detach()
         self.guard.saw(means.detach(), (info.path for info in batch.infos))
-        if accelerator.sync_gradients:
-            self.end_window(number, finite and not accelerator.optimizer_step_was_skipped)
+        if taken is not None:
+            self.end_window(number, taken)
 
-    def end_window(self, number: int, taken: bool) -> None:
+    def step_optimizer(self) -> Tensor:
+        """Take the step, unless its gradients are not finite; was it taken? (), bool, on the device.
+
+        The norm is of the gradients of all processes, so all skip the same steps. Nothing here waits for the device to
+        know it, but for a scaler and for DeepSpeed's engine, which read it themselves.
+        """
+        accelerator, optimizer = self.run.accelerator, self.optimizer
+        norm = accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+        if accelerator.scaler is None and isinstance(norm, Tensor):
+            return step_if(optimizer, norm.isfinite())
+        finite = norm is None or math.isfinite(norm)
+        if finite or accelerator.scaler is not None:  # a scaler skips by itself, and must hear of it
+            optimizer.step()
+        taken = finite and not accelerator.optimizer_step_was_skipped
+        return torch.full((), taken, device=accelerator.device)
+
+    def end_window(self, number: int, taken: Tensor) -> None:
         """After an optimizer step: EMA, or where it was skipped what goes with that; then it may be time to save."""
         progress = self.progress
         batches, progress.batch, progress.step = number + 1 - progress.batch, number + 1, progress.step + 1
-        if taken:
-            with whole(self.model):
-                self.ema.update(self.bare)
-            self.guard.passed()
-            progress.taken += batches
-        else:
-            progress.skipped += 1
-            if self.guard.undo():
-                self.explain_skips()
+        window = self.guard.close(taken)
+        with whole(self.model):
+            self.ema.update(self.bare, taken)
+        self.ended.append(Ended(Later(taken), batches, progress.step, window))
+        self.count_steps(keep=self.behind)
         if word := self.stop.after(progress.step):
             raise Asked(word)
         if self.options.save_steps and progress.step % self.options.save_steps == 0:
             self.save_state()
 
-    def explain_skips(self) -> NoReturn:
+    def count_steps(self, keep: int = 0) -> None:
+        """Count the steps that were taken and those that were not, up to the last but `keep`."""
+        while len(self.ended) > keep:
+            ended, progress = self.ended.popleft(), self.progress
+            taken = ended.taken.read()
+            progress.taken += ended.batches * taken
+            progress.skipped += not taken
+            if self.guard.count(taken):
+                self.explain_skips(ended)
+
+    def explain_skips(self, ended: Ended) -> NoReturn:
         """Too many steps in a row were skipped: say what is known, on every process alike."""
         run, guard = self.run, self.guard
-        suspects = run.gather(guard.suspects(self.task.loss_names))
-        images = sum(run.gather([sum(len(images) for _, images in guard.window)]))
+        suspects = run.gather(guard.suspects(ended.window, self.task.loss_names))
+        images = sum(run.gather([sum(len(images) for _, images in ended.window)]))
         precision, lr0 = run.accelerator.mixed_precision, self.schedule.lr0
         with whole(self.model):
-            known = explain(self.progress.step, guard.row, suspects, images, self.bare, precision, lr0)
+            known = explain(ended.step, guard.row, suspects, images, self.bare, precision, lr0)
         run.writer.wait()
         raise UserError(f"{known}; the last good state is in {run.folder}")
 
@@ -164,6 +197,7 @@ class Trainer:
 
     def save_state(self) -> None:
         """Everything that --resume needs to go on from here. All processes must come together."""
+        self.count_steps()
         run, scaler, progress = self.run, self.run.accelerator.scaler, self.progress.plain()
         if progress == self.saved:
             return
@@ -177,7 +211,7 @@ class Trainer:
                     "progress": progress,
                     "model": self.bare.state_dict(),
                     "ema": self.ema.model.state_dict(),
-                    "updates": self.ema.updates,
+                    "updates": int(self.ema.updates),
                     "optimizer": optimizer_state(self.optimizer, self.bare),
                     "rates": [group["lr"] for group in self.optimizer.param_groups],
                     "scaler": scaler and scaler.state_dict(),
@@ -424,7 +458,7 @@ def prepare(
         progress = Progress.of(state["progress"])
         progress.finished = False  # where it was, there are more epochs now
         ema.model.load_state_dict(state["ema"])
-        ema.updates = state["updates"]
+        ema.updates.fill_(state["updates"])
     model = exact(model, options.sync_bn)
     if plugin:
         own_batch = options.batch_size // accelerator.num_processes
@@ -436,6 +470,8 @@ def prepare(
         model.broadcast_buffers = False  # not with every batch: --sync-bn or an average makes the statistics equal
         if options.comm_hook:
             compress(model, options.comm_hook, schedule.warmup // accelerator.gradient_accumulation_steps)
+    if not plugin:
+        start_momentum(optimizer)
     if state:
         restore_shares(run, state["shares"], totals, bare, ema.model)  # now that DDP has made all processes equal
         load_optimizer_state(optimizer, bare, state["optimizer"])

@@ -18,6 +18,7 @@ import torch
 import yaml
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.profiler import ProfilerActivity, profile
 
 import train
 from models.tasks.detection import DetectionTask
@@ -216,6 +217,46 @@ def test_one_step_in_float64(on_processes: OnProcesses, flags: list[str], tmp_pa
             if value.is_floating_point():
                 assert value.dtype == torch.float64 or "anchors" in name
                 assert (state[name] - value).norm() <= 1e-10 * value.norm(), name
+
+
+# Operations that read a value, or that make as many values as they find: on a GPU the loop would wait for them.
+WAITING = {"aten::item", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2", "aten::bincount"}
+
+
+def waits(flags: Sequence[str]) -> tuple[int, int]:
+    """Such operations in the training loop, and optimizer steps, on a device that is counted one step behind."""
+    train.Trainer.behind = 1
+    trainer, *_ = assemble(flags)
+    batches = list(trainer.loader)
+    trainer.model.train()
+    trainer.train_on(batches[0], 0)  # constants go to the device once
+    trainer.train_on(batches[1], 1)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        for number, batch in enumerate(batches[:4], 2):
+            trainer.train_on(batch, number)
+    return sum(event.name in WAITING for event in profiled.events()), trainer.progress.step
+
+
+def test_the_loop_waits_for_nothing_but_the_verdict_on_the_last_step(
+    on_processes: OnProcesses, flags: list[str]
+) -> None:
+    """Two optimizer steps before it is watched, which is counted while it is not, and two after."""
+    assert on_processes(1, waits, flags) == [(2, 3)]
+
+
+@pytest.mark.gpu
+def test_the_loop_does_not_synchronise_a_gpu(flags: list[str]) -> None:
+    trainer, *_ = assemble([*flags, "--device", "0"])
+    batches = list(trainer.loader)
+    trainer.model.train()
+    for number, batch in enumerate(batches[:4]):
+        trainer.train_on(batch, number)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number, batch in enumerate(batches[:4], 4):
+            trainer.train_on(batch, number)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def settings(flags: Sequence[str]) -> dict[str, Any]:

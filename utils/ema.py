@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +15,17 @@ class ModelEMA:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = copy.deepcopy(model).float().eval().requires_grad_(False)
-        self.updates = 0
+        self.updates = torch.zeros((), device=next(model.parameters()).device)
 
     @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        """Move towards `model` by one optimizer step."""
-        self.updates += 1
-        decay = DECAY * (1 - math.exp(-self.updates / RAMP))
+    def update(self, model: nn.Module, taken: Tensor | bool = True) -> None:
+        """Move towards `model` by one optimizer step; where it was not `taken`, () on the model's device, stay."""
+        self.updates += taken
+        share = ((1 - DECAY) + DECAY * (-self.updates / RAMP).exp()) * taken  # 1 - decay, exact where that is small
         own, live = self._floating(self.model), self._floating(model)
-        torch._foreach_lerp_(own, live, 1 - decay)
+        ways = torch._foreach_sub(live, own)
+        torch._foreach_mul_(ways, share)
+        torch._foreach_add_(own, ways)
 
     @staticmethod
     def _floating(model: nn.Module) -> list[Tensor]:

@@ -11,6 +11,24 @@ from torch import Tensor, nn
 
 NAMED = 5  # images that a sentence names, at most
 HUGE = 1e4  # no weight of a sound network is larger
+Window = list[tuple[Tensor, list[str]]]  # of each batch: its loss terms and its images
+
+
+class Later:
+    """A truth that the device finds out, (), bool, read later: by then, mostly, nothing has to be waited for."""
+
+    def __init__(self, truth: Tensor) -> None:
+        self.here, self.copied = truth, None
+        if truth.is_cuda:
+            self.here = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(truth, non_blocking=True)
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+
+    def read(self) -> bool:
+        """It, when the device has found it out."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return bool(self.here)
 
 
 class Guard:
@@ -21,42 +39,45 @@ class Guard:
 
     def __init__(self, tensors: Sequence[Tensor], limit: int) -> None:
         self.live = [tensor.detach() for tensor in tensors]
-        self.kept = [tensor.clone() for tensor in self.live]
         self.limit, self.row = limit, 0
-        self.window: list[tuple[Tensor, list[str]]] = []  # of each batch: its loss terms and its images
+        self.window: Window = []  # the batches since the last step
+        self.keep()
 
     def saw(self, losses: Tensor, images: Iterable[str]) -> None:
         """Note a batch: its loss terms (k,) and where its images came from."""
         self.window.append((losses, list(images)))
 
-    @torch.no_grad()
     def keep(self) -> None:
         """What is there now is to be kept."""
-        torch._foreach_copy_(self.kept, self.live)
-
-    def passed(self) -> None:
-        """The window's step was taken."""
-        self.keep()
-        self.row = 0
-        self.window.clear()
+        self.kept = torch.cat([tensor.flatten() for tensor in self.live])
 
     @torch.no_grad()
-    def undo(self) -> bool:
-        """The window's step was skipped; true where there were too many in a row."""
-        torch._foreach_copy_(self.live, self.kept)
-        self.row += 1
-        if self.row >= self.limit:
-            return True
-        self.window.clear()
-        return False
+    def close(self, taken: Tensor) -> Window:
+        """End the window with its step, which was `taken` or not: (), bool, on the device, and nothing waits for it.
 
-    def suspects(self, names: Sequence[str]) -> list[tuple[str, str]]:
-        """The images of the window's batches whose loss is not finite, with the term that is not: here, not elsewhere.
+        Returns the window's batches.
+        """
+        kept = self.kept
+        self.keep()
+        self.kept = torch.where(taken, self.kept, kept)
+        parts = self.kept.split([tensor.numel() for tensor in self.live])
+        torch._foreach_copy_(self.live, [part.view_as(own) for part, own in zip(parts, self.live, strict=True)])
+        window, self.window = self.window, []
+        return window
+
+    def count(self, taken: bool) -> bool:
+        """Count the steps that were skipped in a row; true where they are too many."""
+        self.row = 0 if taken else self.row + 1
+        return self.row >= self.limit
+
+    @staticmethod
+    def suspects(window: Window, names: Sequence[str]) -> list[tuple[str, str]]:
+        """The images of a window's batches whose loss is not finite, with the term that is not: here, not elsewhere.
 
         names: of the loss terms.
         """
         found = []
-        for losses, images in self.window:
+        for losses, images in window:
             terms = [name for name, value in zip(names, losses.tolist(), strict=True) if not math.isfinite(value)]
             found += [(image, ", ".join(terms)) for image in images if terms]
         return found

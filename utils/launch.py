@@ -58,7 +58,7 @@ def start(device: str, mixed_precision: str, timeout: float, comm_hook: str = ""
         accelerator = Accelerator(
             cpu=on_cpu and not by_zero,  # Accelerate's word for the CPU would switch DeepSpeed off silently
             mixed_precision="no" if by_zero else precision,
-            dataloader_config=DataLoaderConfiguration(split_batches=True, dispatch_batches=False),
+            dataloader_config=DataLoaderConfiguration(split_batches=True, dispatch_batches=False, non_blocking=True),
             step_scheduler_with_optimizer=False,
             kwargs_handlers=[
                 InitProcessGroupKwargs(

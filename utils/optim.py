@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from utils.errors import UserError
 
@@ -37,6 +37,30 @@ def build_optimizer(
         return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=True, fused=True)
     kind = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[name]
     return kind(groups, lr=lr, betas=(momentum, 0.999), fused=True)
+
+
+def start_momentum(optimizer: Any) -> None:
+    """Give SGD its momentum, zero, before its first step: torch's own would be unset where that one is skipped.
+
+    optimizer: as Accelerate has prepared it.
+    """
+    inner = optimizer.optimizer
+    for group in inner.param_groups if isinstance(inner, torch.optim.SGD) else ():
+        for parameter in group["params"]:
+            if parameter.requires_grad and group["momentum"]:
+                inner.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
+def step_if(optimizer: Any, finite: Tensor) -> Tensor:
+    """A step of a fused optimizer, as Accelerate has prepared it, that does nothing unless `finite`: (), bool.
+
+    The kernels look at it on the device, as they do at what a gradient scaler has found. Returns `finite`.
+    """
+    inner = optimizer.optimizer
+    inner.found_inf = (~finite).float()
+    optimizer.step()
+    del inner.found_inf
+    return finite
 
 
 def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:

@@ -46,10 +46,26 @@ def test_two_updates_by_hand() -> None:
         torch.testing.assert_close(value, torch.full_like(value, second), msg=name)
 
 
+def test_a_step_that_was_not_taken_moves_nothing() -> None:
+    model = network(1)
+    ema = ModelEMA(model)
+    fill(model, 3)
+    ema.update(model)
+    before = copy.deepcopy(ema.model.state_dict())
+    fill(model, -5)
+    ema.update(model, torch.tensor(False))
+    assert ema.updates == 1
+    assert all(torch.equal(value, before[name]) for name, value in ema.model.state_dict().items())
+    ema.update(model, torch.tensor(True))
+    assert ema.updates == 2
+    expected = decay(2) * (3 - 2 * decay(1)) - (1 - decay(2)) * 5
+    torch.testing.assert_close(ema.model.get_parameter("0.weight"), torch.full((2, 2), expected))
+
+
 def test_late_averages_are_slow() -> None:
     model = network(0)
     ema = ModelEMA(model)
-    ema.updates = 99_999
+    ema.updates.fill_(99_999)
     fill(model, 1)
     ema.update(model)
     assert ema.model[0].weight[0, 0].item() == pytest.approx(1e-4, rel=1e-3)  # type: ignore[index]

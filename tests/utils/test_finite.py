@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from utils.finite import Guard, explain, statistics
+from utils.finite import Guard, Later, explain, statistics
 
 TERMS = ("box", "obj", "cls")
 INF, NAN = float("inf"), float("nan")
@@ -25,18 +25,22 @@ def add(tensors: Sequence[torch.Tensor], value: float) -> None:
         tensor += value
 
 
+TAKEN, SKIPPED = torch.tensor(True), torch.tensor(False)
+
+
 def test_a_skipped_step_leaves_nothing_behind(tensors: list[torch.Tensor]) -> None:
     guard = Guard(tensors, limit=3)
     add(tensors, 1)
-    guard.passed()
+    guard.close(TAKEN)
     add(tensors, 2)
     add(tensors, NAN)
-    assert not guard.undo()
+    guard.close(SKIPPED)
     assert [tensor.unique().tolist() for tensor in tensors] == [[1.0], [2.0]]
     add(tensors, 3)
-    guard.passed()
+    guard.close(TAKEN)
+    assert [tensor.unique().tolist() for tensor in tensors] == [[4.0], [5.0]]
     add(tensors, INF)
-    assert not guard.undo()
+    guard.close(SKIPPED)
     assert [tensor.unique().tolist() for tensor in tensors] == [[4.0], [5.0]]
 
 
@@ -44,53 +48,51 @@ def test_what_is_kept_can_be_set(tensors: list[torch.Tensor]) -> None:
     """At the end of an epoch the sums are set to zero, and averaged statistics come in."""
     guard = Guard(tensors, limit=3)
     add(tensors, 1)
-    guard.passed()
+    guard.close(TAKEN)
     tensors[0].zero_()
     guard.keep()
     add(tensors, NAN)
-    guard.undo()
+    guard.close(SKIPPED)
     assert [tensor.unique().tolist() for tensor in tensors] == [[0.0], [2.0]]
 
 
-def test_tensors_that_take_part_in_gradients() -> None:
+def test_tensors_that_take_part_in_gradients_and_of_two_types() -> None:
     """They are changed in place and can be used on."""
     weight = nn.Parameter(torch.ones(2))
-    guard = Guard([weight], limit=2)
+    precise = torch.tensor([1 / 3], dtype=torch.float64)
+    guard = Guard([weight, precise], limit=2)
     with torch.no_grad():
         weight += NAN
-    guard.undo()
+        precise += 1
+    guard.close(SKIPPED)
     assert weight.tolist() == [1.0, 1.0]
+    assert precise.item() == 1 / 3
     assert weight.requires_grad
 
 
 def test_the_limit_is_of_steps_in_a_row(tensors: list[torch.Tensor]) -> None:
     guard = Guard(tensors, limit=3)
-    assert [guard.undo(), guard.undo()] == [False, False]
-    guard.passed()
-    assert [guard.undo(), guard.undo(), guard.undo()] == [False, False, True]
+    assert [guard.count(False), guard.count(False), guard.count(True)] == [False, False, False]
+    assert [guard.count(False), guard.count(False), guard.count(False)] == [False, False, True]
     assert guard.row == 3
-    assert Guard(tensors, limit=1).undo()
+    assert Guard(tensors, limit=1).count(False)
 
 
-def test_the_last_window_s_images_whose_loss_is_not_finite(tensors: list[torch.Tensor]) -> None:
+def test_a_window_s_images_whose_loss_is_not_finite(tensors: list[torch.Tensor]) -> None:
     guard = Guard(tensors, limit=2)
     guard.saw(torch.tensor([1.0, NAN, 1.0]), ["before.jpg"])
-    assert not guard.undo()
+    assert guard.suspects(guard.close(SKIPPED), TERMS) == [("before.jpg", "obj")]
     guard.saw(torch.tensor([1.0, 2.0, 3.0]), ["sound.jpg"])
     guard.saw(torch.tensor([NAN, 2.0, -INF]), iter(["a.jpg", "b.jpg"]))
     guard.saw(torch.tensor([1.0, INF, 3.0]), ["c.jpg"])
-    assert guard.undo()
-    assert guard.suspects(TERMS) == [("a.jpg", "box, cls"), ("b.jpg", "box, cls"), ("c.jpg", "obj")]
-    assert [images for _, images in guard.window] == [["sound.jpg"], ["a.jpg", "b.jpg"], ["c.jpg"]]
+    window = guard.close(SKIPPED)
+    assert guard.suspects(window, TERMS) == [("a.jpg", "box, cls"), ("b.jpg", "box, cls"), ("c.jpg", "obj")]
+    assert [images for _, images in window] == [["sound.jpg"], ["a.jpg", "b.jpg"], ["c.jpg"]]
+    assert guard.close(TAKEN) == []
 
 
-def test_a_step_that_is_taken_clears_its_window(tensors: list[torch.Tensor]) -> None:
-    guard = Guard(tensors, limit=1)
-    guard.saw(torch.tensor([NAN, 1.0, 1.0]), ["a.jpg"])
-    guard.passed()
-    guard.saw(torch.tensor([1.0, 1.0, 1.0]), ["b.jpg"])
-    assert guard.undo()
-    assert guard.suspects(TERMS) == []
+def test_later() -> None:
+    assert [Later(TAKEN).read(), Later(SKIPPED).read()] == [True, False]
 
 
 # The sentence

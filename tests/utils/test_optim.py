@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torchvision.models import resnet18, vit_b_32
 
 from models.yolo import Model, build_model
 from utils.errors import UserError
-from utils.optim import Schedule, build_optimizer, freeze, parameter_groups
+from utils.optim import Schedule, build_optimizer, freeze, parameter_groups, start_momentum, step_if
 
 # Groups
 
@@ -231,3 +232,42 @@ def test_all_but_the_head_of_a_transformer() -> None:
     model = on_meta(vit_b_32)
     freeze(model, (-1,))
     assert learning(model) == {"heads"}
+
+
+# Steps that may not be taken
+
+
+class Prepared:
+    """An optimizer as Accelerate has prepared it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.step = optimizer, optimizer.step
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+def test_a_step_that_is_not_taken_leaves_everything(network: nn.Module, name: str) -> None:
+    """The first one too; and the next one is as if it had never been."""
+    other = copy.deepcopy(network)
+    plain, ours = (build_optimizer(model, name, 0.1, 0.9, 0.01) for model in (other, network))
+    prepared = Prepared(ours)
+    start_momentum(prepared)
+    gradients = [torch.randn_like(parameter) for parameter in network.parameters()]
+    for taken in (False, True, False, True):
+        for model, broken in ((network, not taken), (other, False)):
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = torch.full_like(gradient, float("nan")) if broken else gradient.clone()
+        assert step_if(prepared, torch.tensor(taken)).item() is taken
+        if taken:
+            plain.step()
+    for own, wanted in zip(network.parameters(), other.parameters(), strict=True):
+        assert torch.equal(own, wanted)
+        for key, value in plain.state[wanted].items():
+            assert torch.equal(ours.state[own][key], value), key
+
+
+def test_what_does_not_learn_has_no_momentum(network: nn.Module) -> None:
+    network[0].requires_grad_(False)
+    optimizer = build_optimizer(network, "SGD", 0.1, 0.9, 0.01)
+    start_momentum(Prepared(optimizer))
+    assert network[0].weight not in optimizer.state
+    assert not optimizer.state[network[4].weight]["momentum_buffer"].any()
