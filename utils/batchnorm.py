@@ -158,7 +158,7 @@ class _Normalise(torch.autograd.Function):
         deviation = (variance + ctx.eps).rsqrt()
         # torch's own: in channels_last its sums over the gradient are not exact, which moves the gradients of weight
         # and bias by 1e-5 on the largest maps, and that of the input by less than 1e-6.
-        backward = torch.ops.aten.native_batch_norm_backward
+        backward = torch.ops.aten.native_batch_norm_backward.default
         if not ctx.together:
             own = (grad, input, weight, None, None, mean, deviation, True, ctx.eps)
             return *backward(*own, [True, weight is not None, weight is not None]), None, None, None, None, None
