@@ -89,7 +89,8 @@ train.fit = take
 """
 OUR_FLAGS = """
 sys.argv = ["train.py", "--data", FOLDER + "/data.yaml", "--weights", "", "--cfg", MODEL + ".yaml", "--imgsz", SIZE,
-            "--batch-size", "16", "--workers", WORKERS, "--device", "cpu", "--project", FOLDER + "/../runs"]
+            "--batch-size", "16", "--workers", WORKERS, "--device", "cpu", "--project", FOLDER + "/../runs",
+            "--mixed-precision", os.environ["PRECISION"]]
 train.main()
 """
 THEIR_STEP = """
@@ -228,9 +229,10 @@ class Part:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def step(model: str, size: int) -> Part:
-    """Training steps on one batch of 16."""
-    return Part(OUR_STEP + OUR_FLAGS, THEIRS + THEIR_STEP, {"MODEL": model, "SIZE": str(size)})
+def step(model: str, size: int, precision: str = "no") -> Part:
+    """Training steps on one batch of 16; YOLOv5's are in float32 on a CPU."""
+    variables = {"MODEL": model, "SIZE": str(size), "PRECISION": precision}
+    return Part(OUR_STEP + OUR_FLAGS, THEIRS + THEIR_STEP, variables)
 
 
 PARTS = {
@@ -241,6 +243,8 @@ PARTS = {
     "start, to the first loss": Part(OUR_START + OUR_FLAGS, THEIR_START, {"WORKERS": "2"}),
     "step, yolov5n at 320": step("yolov5n", 320),
     "step, yolov5s at 640": step("yolov5s", 640),
+    "step in bf16, yolov5n at 320": step("yolov5n", 320, "bf16"),
+    "step in bf16, yolov5s at 640": step("yolov5s", 640, "bf16"),
     "validation, from the head on": Part(OUR_VALIDATION, THEIR_VALIDATION),
 }
 
@@ -296,7 +300,8 @@ def measured(python: str, checkout: Path, snippet: str, variables: Mapping[str, 
     for leftover in folder.rglob("*.cache"):  # YOLOv5's label cache
         leftover.unlink()
     numbers = {"FOLDER": str(folder), "FIRST": str(FIRST), "BATCHES": str(BATCHES), "OMP_NUM_THREADS": "1"}
-    numbers |= {"STEPS": str(STEPS), "MODEL": "yolov5n", "SIZE": "640", "WORKERS": "0", **variables}
+    numbers |= {"STEPS": str(STEPS), "MODEL": "yolov5n", "SIZE": "640", "WORKERS": "0", "PRECISION": "no"}
+    numbers |= variables
     done = subprocess.run(
         [python, "-c", CLOCK + snippet],
         cwd=checkout,
