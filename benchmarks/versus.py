@@ -1,9 +1,10 @@
-"""Ours and YOLOv5 in turn on the same files: CPU and wall time of the loader, the label scan, the start and the step.
+"""Ours, YOLOv5 and ultralytics in turn on the same files: CPU and wall time of loader, scan, start, step, validation.
 
     python -m benchmarks.versus --data ../datasets/coco128 --yolov5 ../yolov5 [--python ../yolov5/.venv/bin/python]
+        [--ultralytics ../ultralytics/.venv/bin/python] [--weights yolov5n.pt]
 
-`--data`: a folder with images/<split> and labels/<split> of photos. They are linked 16 times. Without `--yolov5` only
-ours is measured. Each measurement is a process of its own with one thread; medians of `--rounds`.
+`--data`: a folder with images/<split> and labels/<split> of photos. They are linked 16 times. Peers that are not named
+are not measured. Each measurement is a process of its own with one thread; medians of `--rounds`.
 """
 
 from __future__ import annotations
@@ -220,27 +221,70 @@ with torch.inference_mode():
 """
 
 
+# ultralytics takes its mosaic's partners from the images that it has read last.
+ULTRALYTICS = """
+import cv2
+cv2.setNumThreads(0)
+from ultralytics.cfg import get_cfg
+from ultralytics.data.build import build_dataloader, build_yolo_dataset
+from ultralytics.data.utils import check_det_dataset
+from ultralytics.utils import DEFAULT_CFG
+def dataset(cache=False):
+    settings = get_cfg(DEFAULT_CFG, overrides={"imgsz": int(SIZE), "cache": cache, "task": "detect"})
+    data = check_det_dataset(FOLDER + "/data.yaml", autodownload=False)
+    return build_yolo_dataset(settings, FOLDER + "/images/train", 16, data, mode="train")
+def loader(cache=False):
+    return build_dataloader(dataset(cache), 16, workers=0, shuffle=True, rank=-1)
+"""
+ULTRALYTICS_STEP = """
+from ultralytics.nn.tasks import DetectionModel
+from ultralytics.utils.torch_utils import ModelEMA
+batch = next(iter(loader()))
+model = DetectionModel(MODEL + ".yaml", nc=80, verbose=False)
+model.args = get_cfg(DEFAULT_CFG)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.937, nesterov=True, weight_decay=0.0005)
+ema = ModelEMA(model)
+for number in range(2 * STEPS):
+    if number == STEPS:
+        begin()
+    model({**batch, "img": batch["img"].float() / 255})[0].sum().backward()
+    if number % 4 == 3:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=10.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update(model)
+end(STEPS * 16)
+"""
+
+
 @dataclass(frozen=True)
 class Part:
-    """What is measured: the code of both sides, and the variables that it finds."""
+    """What is measured: the code of each side, and the variables that it finds. '' is not measured."""
 
     ours: str
     yolov5: str
+    ultralytics: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def step(model: str, size: int, precision: str = "no") -> Part:
     """Training steps on one batch of 16; YOLOv5's are in float32 on a CPU."""
     variables = {"MODEL": model, "SIZE": str(size), "PRECISION": precision}
-    return Part(OUR_STEP + OUR_FLAGS, THEIRS + THEIR_STEP, variables)
+    return Part(OUR_STEP + OUR_FLAGS, THEIRS + THEIR_STEP, ULTRALYTICS + ULTRALYTICS_STEP, variables)
 
 
 PARTS = {
-    "loader, mosaic of any images": Part(OURS + "drain(loader(near=False))", THEIRS + "drain(loader())"),
-    "loader, mosaic of neighbours": Part(OURS + "drain(loader())", THEIRS + "drain(loader())"),
-    "loader, images in memory": Part(OURS + "drain(loader('ram'))", THEIRS + "drain(loader('ram'))"),
-    "label scan, cold": Part(OUR_SCAN, THEIR_SCAN),
-    "start, to the first loss": Part(OUR_START + OUR_FLAGS, THEIR_START, {"WORKERS": "2"}),
+    "loader, mosaic of any images": Part(
+        OURS + "drain(loader(near=False))", THEIRS + "drain(loader())", ULTRALYTICS + "drain(loader())"
+    ),
+    "loader, mosaic of neighbours": Part(
+        OURS + "drain(loader())", THEIRS + "drain(loader())", ULTRALYTICS + "drain(loader())"
+    ),
+    "loader, images in memory": Part(
+        OURS + "drain(loader('ram'))", THEIRS + "drain(loader('ram'))", ULTRALYTICS + "drain(loader('ram'))"
+    ),
+    "label scan, cold": Part(OUR_SCAN, THEIR_SCAN, ULTRALYTICS + "begin()\nend(len(dataset()))"),
+    "start, to the first loss": Part(OUR_START + OUR_FLAGS, THEIR_START, variables={"WORKERS": "2"}),
     "step, yolov5n at 320": step("yolov5n", 320),
     "step, yolov5s at 640": step("yolov5s", 640),
     "step in bf16, yolov5n at 320": step("yolov5n", 320, "bf16"),
@@ -250,11 +294,12 @@ PARTS = {
 
 
 def main() -> None:
-    """Measure each part, ours and theirs in turn, and print the medians and their ratio."""
+    """Measure each part, ours and theirs in turn, and print the medians and their ratios to ours."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with images/ and labels/ of photos")
     parser.add_argument("--yolov5", type=Path, help="a YOLOv5 checkout")
     parser.add_argument("--python", default=sys.executable, help="the Python that YOLOv5's packages are installed for")
+    parser.add_argument("--ultralytics", help="a Python that ultralytics is installed for")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--part", default="", help="only parts whose name contains this")
     parser.add_argument("--weights", type=Path, help="official yolov5n.pt, for the validation")
@@ -264,7 +309,9 @@ def main() -> None:
         sides = {"ours": (sys.executable, ROOT)}
         if given.yolov5:
             sides["yolov5"] = (given.python, given.yolov5)
-        print(f"{'milliseconds per image':40} {'':8} {'CPU':>8} {'wall':>8}")
+        if given.ultralytics:
+            sides["ultralytics"] = (given.ultralytics, folder)
+        print(f"{'milliseconds per image':40} {'':11} {'CPU':>8} {'wall':>8}")
         for name, part in PARTS.items():
             if given.part in name and (given.weights or "WEIGHTS" not in part.ours):
                 weights = {"WEIGHTS": str(given.weights and given.weights.resolve()), **part.variables}
@@ -287,10 +334,8 @@ def report(
             found[side].append(measured(python, checkout, getattr(part, side), part.variables, folder))
     medians = {side: [statistics.median(column) for column in zip(*rows, strict=True)] for side, rows in found.items()}
     for side, (cpu, wall) in medians.items():
-        print(f"{name:40} {side:8} {cpu:8.2f} {wall:8.2f}", flush=True)
-    if len(medians) > 1:
-        ratios = [theirs / own for own, theirs in zip(*medians.values(), strict=True)]
-        print(f"{name:40} {'ratio':8} {ratios[0]:8.2f} {ratios[1]:8.2f}", flush=True)
+        ratios = [f"{theirs / own:8.2f}x" for own, theirs in zip(medians["ours"], (cpu, wall), strict=True)]
+        print(f"{name:40} {side:11} {cpu:8.2f} {wall:8.2f} {' '.join(ratios)}", flush=True)
 
 
 def measured(python: str, checkout: Path, snippet: str, variables: Mapping[str, str], folder: Path) -> list[float]:
