@@ -143,12 +143,12 @@ class Trainer:
     def step_optimizer(self) -> Tensor:
         """Take the step, unless its gradients are not finite; was it taken? (), bool, on the device.
 
-        The norm is of the gradients of all processes, so all skip the same steps. Nothing here waits for the device to
-        know it, but for a scaler and for DeepSpeed's engine, which read it themselves.
+        The norm is of the gradients of all processes, so all skip the same steps. On CPU and CUDA nothing here waits
+        for it, but for a scaler and for DeepSpeed's engine, which read it themselves.
         """
         accelerator, optimizer = self.run.accelerator, self.optimizer
         norm = accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
-        if accelerator.scaler is None and isinstance(norm, Tensor):
+        if accelerator.scaler is None and isinstance(norm, Tensor) and norm.device.type in ("cpu", "cuda"):
             return step_if(optimizer, norm.isfinite())
         finite = norm is None or math.isfinite(norm)
         if finite or accelerator.scaler is not None:  # a scaler skips by itself, and must hear of it

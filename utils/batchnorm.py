@@ -12,11 +12,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 def exact(model: nn.Module, together: bool) -> nn.Module:
     """`model` with BatchNorm layers that are exact in any memory layout; parameters, buffers and names stay.
 
-    together: they see the batch of all processes, not of this one alone. On CUDA they are torch's own BatchNorm and
-    SyncBatchNorm, elsewhere `ExactBatchNorm`.
+    together: they see the batch of all processes, not of this one alone. On the CPU they are `ExactBatchNorm`,
+    elsewhere torch's own BatchNorm and, on CUDA, SyncBatchNorm.
     """
     together = together and _processes() > 1
-    if next(iter(model.state_dict().values())).is_cuda:
+    if next(iter(model.state_dict().values())).device.type != "cpu":
         return nn.SyncBatchNorm.convert_sync_batchnorm(model) if together else model
     for module in list(model.modules()):
         for name, child in module.named_children():
@@ -43,7 +43,7 @@ def average_statistics(model: nn.Module) -> None:
 
 
 class ExactBatchNorm(_BatchNorm):
-    """BatchNorm whose statistics in training are as exact in channels_last as in any layout, on any device.
+    """BatchNorm whose statistics in training are as exact in channels_last as in any layout.
 
     Input and output (b, channels, ...). `together`: the statistics are those of the batch of all processes, and each
     process must call it alike: one all-reduce forward, one backward.
