@@ -193,9 +193,13 @@ class _Look(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, for_map: Tensor, for_cells: Tensor) -> tuple[Tensor | None, ...]:
+        image, row, column = ctx.saved_tensors
+        _, channels, height, width = for_map.shape
         # Written into although it was handed in: it comes from the one convolution that reads the map, and is its own.
-        for_map.permute(0, 2, 3, 1).index_put_(ctx.saved_tensors, for_cells, accumulate=True)
-        return for_map, None, None, None
+        # By index_add_, which adds in order; index_put_ in whatever order its threads come.
+        by_cell = for_map.permute(0, 2, 3, 1).reshape(-1, channels)
+        by_cell.index_add_(0, (image * height + row) * width + column, for_cells)
+        return by_cell.view(-1, height, width, channels).permute(0, 3, 1, 2), None, None, None
 
 
 class Detect(nn.Module):
