@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TIMES = 16  # that each photo is linked
 FIRST, BATCHES = 2, 12  # batches that are not timed, and that are
-STEPS = 4  # training steps that are timed, after as many that are not: one optimizer step; or batches validated
+STEPS = 4  # training steps that are timed, after as many that are not: one optimizer step
 # What a child does: `begin()` and `end(images)` stand around what is timed. FOLDER holds images/ and labels/.
 CLOCK = """
 import json, os, sys, time
@@ -47,6 +47,22 @@ def drain(loader):
     for _ in range(BATCHES):
         next(batches)
     end(BATCHES * 16)
+def take_steps(loss, model, optimizer, ema):
+    for number in range(2 * STEPS):
+        if number == STEPS:
+            begin()
+        loss().backward()
+        if number % 4 == 3:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=10.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            ema.update(model)
+    end(STEPS * 16)
+def first(*given):
+    end(1)
+    os._exit(0)
+FLAGS = ["train.py", "--data", FOLDER + "/data.yaml", "--weights", "", "--cfg", MODEL + ".yaml", "--imgsz", SIZE,
+         "--batch-size", "16", "--workers", WORKERS, "--device", "cpu", "--project", FOLDER + "/../runs"]
 """
 OURS = """
 from pathlib import Path
@@ -89,9 +105,7 @@ def take(trainer, validate):
 train.fit = take
 """
 OUR_FLAGS = """
-sys.argv = ["train.py", "--data", FOLDER + "/data.yaml", "--weights", "", "--cfg", MODEL + ".yaml", "--imgsz", SIZE,
-            "--batch-size", "16", "--workers", WORKERS, "--device", "cpu", "--project", FOLDER + "/../runs",
-            "--mixed-precision", os.environ["PRECISION"]]
+sys.argv = [*FLAGS, "--mixed-precision", os.environ["PRECISION"]]
 train.main()
 """
 THEIR_STEP = """
@@ -106,16 +120,7 @@ hyp["obj"] *= (int(SIZE) / 640) ** 2
 model.hyp = {**hyp, "label_smoothing": 0.0}
 optimizer = smart_optimizer(model, "SGD", hyp["lr0"], hyp["momentum"], hyp["weight_decay"])
 ema, loss = ModelEMA(model), ComputeLoss(model)
-for number in range(2 * STEPS):
-    if number == STEPS:
-        begin()
-    loss(model(images.float() / 255), targets)[0].backward()
-    if number % 4 == 3:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=10.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        ema.update(model)
-end(STEPS * 16)
+take_steps(lambda: loss(model(images.float() / 255), targets)[0], model, optimizer, ema)
 """
 # From the command to the first batch's loss; torch and torchvision are imported before.
 OUR_START = """
@@ -123,9 +128,6 @@ import sys, torchvision
 begin()
 import train
 from models.tasks.detection import DetectionTask
-def first(*given):
-    end(1)
-    os._exit(0)
 DetectionTask.losses = first
 """
 THEIR_START = """
@@ -135,12 +137,8 @@ begin()
 import train, utils.general
 utils.general.check_font = lambda *given, **more: None  # it would download one
 from utils.loss import ComputeLoss
-def first(*given):
-    end(1)
-    os._exit(0)
 ComputeLoss.__call__ = first
-sys.argv = ["train.py", "--data", FOLDER + "/data.yaml", "--weights", "", "--cfg", MODEL + ".yaml", "--imgsz", SIZE,
-            "--batch-size", "16", "--workers", WORKERS, "--device", "cpu", "--project", FOLDER + "/../runs"]
+sys.argv = FLAGS
 train.main(train.parse_opt())
 """
 OUR_SCAN = """
@@ -159,14 +157,10 @@ begin()
 end(len(LoadImagesAndLabels(FOLDER + "/images/train", 640, 16)))
 """
 # What a validation does from the head on: YOLOv5's decodes all of its maps there, ours later and only what is strong.
+# The hook is called again when the head is timed: hence the copies of `features`.
 OUR_VALIDATION = """
-from pathlib import Path
-from data.detection import DetectionData
-from data.sources import read_spec
 from models.tasks.detection import DetectionTask
 from models.weights import read_weights, transfer
-from utils.config import Hyperparameters
-spec = read_spec(Path(FOLDER) / "data.yaml")
 weights = read_weights(WEIGHTS)
 task = DetectionTask({k: str(k) for k in range(80)}, Hyperparameters())
 model = task.build_model(weights.model, 640)
@@ -244,16 +238,7 @@ model = DetectionModel(MODEL + ".yaml", nc=80, verbose=False)
 model.args = get_cfg(DEFAULT_CFG)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.937, nesterov=True, weight_decay=0.0005)
 ema = ModelEMA(model)
-for number in range(2 * STEPS):
-    if number == STEPS:
-        begin()
-    model({**batch, "img": batch["img"].float() / 255})[0].sum().backward()
-    if number % 4 == 3:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=10.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        ema.update(model)
-end(STEPS * 16)
+take_steps(lambda: model({**batch, "img": batch["img"].float() / 255})[0].sum(), model, optimizer, ema)
 """
 
 
@@ -289,7 +274,7 @@ PARTS = {
     "step, yolov5s at 640": step("yolov5s", 640),
     "step in bf16, yolov5n at 320": step("yolov5n", 320, "bf16"),
     "step in bf16, yolov5s at 640": step("yolov5s", 640, "bf16"),
-    "validation, from the head on": Part(OUR_VALIDATION, THEIR_VALIDATION),
+    "validation, from the head on": Part(OURS + OUR_VALIDATION, THEIR_VALIDATION),
 }
 
 
@@ -315,20 +300,13 @@ def main() -> None:
         for name, part in PARTS.items():
             if given.part in name and (given.weights or "WEIGHTS" not in part.ours):
                 weights = {"WEIGHTS": str(given.weights and given.weights.resolve()), **part.variables}
-                report(
-                    name, {side: [] for side in sides}, sides, replace(part, variables=weights), folder, given.rounds
-                )
+                able = {side: how for side, how in sides.items() if getattr(part, side)}
+                report(name, able, replace(part, variables=weights), folder, given.rounds)
 
 
-def report(
-    name: str,
-    found: dict[str, list[list[float]]],
-    sides: dict[str, tuple[str, Path]],
-    part: Part,
-    folder: Path,
-    rounds: int,
-) -> None:
+def report(name: str, sides: dict[str, tuple[str, Path]], part: Part, folder: Path, rounds: int) -> None:
     """Measure one part so many times and print it."""
+    found: dict[str, list[list[float]]] = {side: [] for side in sides}
     for _ in range(rounds):
         for side, (python, checkout) in sides.items():
             found[side].append(measured(python, checkout, getattr(part, side), part.variables, folder))

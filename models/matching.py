@@ -81,5 +81,5 @@ def constant(values: Any, device: torch.device) -> Tensor:
 
 def sizes_of(outputs: Sequence[Tensor | Level]) -> Sizes:
     """Height and width of each level's map."""
-    maps = [output.objectness if isinstance(output, Level) else output[..., 4] for output in outputs]
+    maps = [output.objectness if isinstance(output, Level) else output for output in outputs]
     return tuple((one.shape[2], one.shape[3]) for one in maps)
