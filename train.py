@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
@@ -34,6 +36,8 @@ from utils.config import (
     select,
     with_defaults,
 )
+from utils.console import Bar, Remaining, duration
+from utils.dashboard import Dashboard, with_wandb_id
 from utils.doctor import Inputs, examine
 from utils.dropout import draw_for_all
 from utils.ema import ModelEMA
@@ -41,22 +45,36 @@ from utils.errors import UserError
 from utils.failures import Stopped, run_main
 from utils.files import find_file, read_yaml
 from utils.finite import Guard, Later, Window, explain, statistics
-from utils.launch import check_batch_size, describe, loader_workers, processes_to_start, seed_everything, start
+from utils.flops import gflops
+from utils.launch import (
+    check_batch_size,
+    describe,
+    device_name,
+    device_table,
+    loader_workers,
+    plan,
+    processes_to_start,
+    seed_everything,
+    start,
+)
 from utils.layout import layout
 from utils.memory import ON_CPU, explained, fitting_workers, largest_batch
+from utils.meter import Meter, Point, memory
 from utils.optim import Schedule, build_optimizer, freeze, start_momentum, step_if
 from utils.processes import spread
 from utils.progress import Progress
 from utils.resume import Settled, changes, check_same, settle
 from utils.run import Run
 from utils.stopping import TIME, Asked, Stop, exit_code
-from utils.summary import Summary
+from utils.summary import SHOWN, Summary
+from utils.summary import spread as evenly
 from utils.zero import configure, load_optimizer_state, optimizer_state, refuse_comm_hook, whole
 from val import evaluate, rounding, table
 
 CLIP = 10.0  # largest norm of the gradient of an optimizer step
 NAMED = 5  # tensors that are named where they do not fit
 PICTURES = 3  # training batches to draw
+LAST_WORDS = 10.0  # seconds that trackers have where the run is asked to end
 VALIDATION_BATCH = 32  # images that a process validates at a time, at most: whatever the number of processes
 
 
@@ -80,6 +98,8 @@ class Trainer:
     ema: ModelEMA
     optimizer: torch.optim.Optimizer
     schedule: Schedule
+    meter: Meter
+    remaining: Remaining
     loader: DataLoader
     draws: Any  # the loader's batches of the whole run
     progress: Progress
@@ -90,35 +110,53 @@ class Trainer:
     options: TrainOptions
     saved: dict[str, Any] | None = None  # the progress that was saved last
     ended: deque[Ended] = field(default_factory=deque)  # windows that are yet to be counted
+    points: deque[Point] = field(default_factory=deque)  # of the step curves, that are yet to be logged
 
     @property
     def behind(self) -> int:
         """Windows that may be counted later: a GPU's, so that the next one's work is on its way when it is asked."""
         return 1 if self.totals.is_cuda else 0
 
-    def train_one_epoch(self) -> tuple[dict[str, float], float]:
+    def train_one_epoch(self) -> tuple[dict[str, float], Bar]:
         """The rest of an epoch: one pass over the training images. Returns the mean of each loss term over its batches,
-        the same on every process, and images per second. Raises `Asked` where the run is asked to end."""
+        the same on every process, and how fast it went. Raises `Asked` where the run is asked to end."""
         run, progress, size = self.run, self.progress, self.options.batch_size
         epochs, batches = self.options.epochs, len(self.loader)
         self.model.train()
         self.loader.set_epoch(progress.epoch)  # type: ignore[attr-defined]  # Accelerate hands it on to the sampler
         self.draws.skip(progress.batch)
         bar = run.bar(f"epoch {progress.epoch + 1}/{epochs}", batches * size, progress.batch * size)
+        self.meter.follow(bar)
         todo = self.loader if progress.batch < batches else ()  # nothing where the validation alone is missing
         for number, batch in enumerate(bar.over(todo, lambda _: size), progress.batch):
             run.beat()
             self.train_on(batch, number)
-            if bar.due():  # this process's share, taken for one like the others'
-                shown = self.totals * run.accelerator.num_processes / (number + 1)
-                bar.show(dict(zip(self.task.loss_names, shown.tolist(), strict=True)))
-            if not self.options.noplots and progress.epoch == 0 and number < PICTURES:
-                run.plot(f"train_batch{number}.jpg", self.task.picture(batch))
+            self.remaining.done += 1
+            if bar.due():
+                bar.show(self.shown(number + 1, bar))
+            if progress.epoch == 0 and number < PICTURES:
+                run.plots(partial(self.picture, batch, number))
         self.count_steps()
         average_statistics(self.model)
         average_statistics(self.ema.model)
         losses = run.accelerator.reduce(self.totals, "sum") / progress.taken
-        return dict(zip(self.task.loss_names, losses.tolist(), strict=True)), bar.rate
+        return dict(zip(self.task.loss_names, losses.tolist(), strict=True)), bar
+
+    def picture(self, batch: Any, number: int) -> dict[str, np.ndarray]:
+        """A training batch, as the model sees it."""
+        return {f"train_batch{number}.jpg": self.task.picture(batch)}
+
+    def shown(self, batches: int, bar: Bar) -> dict[str, str]:
+        """What stands beside the bar after so many batches of the epoch."""
+        # This process's share, taken for one like the others'.
+        losses = (self.totals * self.run.accelerator.num_processes / batches).tolist()
+        values = {
+            name.removesuffix("_loss"): f"{value:.4f}" for name, value in zip(self.task.loss_names, losses, strict=True)
+        }
+        if best := self.progress.summary:
+            values[f"best {self.task.metric_names[-1]}"] = f"{best.metrics[self.task.metric_names[-1]]:.3f}"
+        values |= {"wait": f"{bar.waiting:.0%}", "memory": f"{memory(self.totals.device):.1f} GiB"}
+        return values | {"left": duration(self.remaining.seconds())}
 
     def train_on(self, batch: Any, number: int) -> None:
         """Forward and backward, and the optimizer's step where the batch ends a window of accumulated ones."""
@@ -136,6 +174,7 @@ class Trainer:
             taken = self.step_optimizer() if accelerator.sync_gradients else None
             optimizer.zero_grad()
         self.totals += means.detach()
+        self.meter.saw(means.detach())
         self.guard.saw(means.detach(), (info.path for info in batch.infos))
         if taken is not None:
             self.end_window(number, taken)
@@ -147,7 +186,7 @@ class Trainer:
         for it, but for a scaler and for DeepSpeed's engine, which read it themselves.
         """
         accelerator, optimizer = self.run.accelerator, self.optimizer
-        norm = accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+        norm = self.meter.norm = accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
         if accelerator.scaler is None and isinstance(norm, Tensor) and norm.device.type in ("cpu", "cuda"):
             return step_if(optimizer, norm.isfinite())
         finite = norm is None or math.isfinite(norm)
@@ -157,13 +196,17 @@ class Trainer:
         return torch.full((), taken, device=accelerator.device)
 
     def end_window(self, number: int, taken: Tensor) -> None:
-        """After an optimizer step: EMA, or where it was skipped what goes with that; then it may be time to save."""
+        """After an optimizer step: EMA, or where it was skipped what goes with that; then it may be time to log, and to
+        save."""
         progress = self.progress
         batches, progress.batch, progress.step = number + 1 - progress.batch, number + 1, progress.step + 1
         window = self.guard.close(taken)
         with whole(self.model):
             self.ema.update(self.bare, taken)
         self.ended.append(Ended(Later(taken), batches, progress.step, window))
+        if self.meter.due(progress.step, last=progress.batch == len(self.loader)):
+            epoch = progress.epoch + progress.batch / len(self.loader)
+            self.points.append(self.meter.point(progress.step, epoch, self.optimizer, self.options.batch_size))
         self.count_steps(keep=self.behind)
         if word := self.stop.after(progress.step):
             raise Asked(word)
@@ -171,7 +214,8 @@ class Trainer:
             self.save_state()
 
     def count_steps(self, keep: int = 0) -> None:
-        """Count the steps that were taken and those that were not, up to the last but `keep`."""
+        """Count the steps that were taken and those that were not, and log what was measured, but for the last `keep`
+        steps."""
         while len(self.ended) > keep:
             ended, progress = self.ended.popleft(), self.progress
             taken = ended.taken.read()
@@ -179,6 +223,9 @@ class Trainer:
             progress.skipped += not taken
             if self.guard.count(taken):
                 self.explain_skips(ended)
+        while self.points and self.points[0].step <= self.progress.step - keep:
+            point = self.points.popleft()
+            self.run.point(self.meter.values(point), point.step)
 
     def explain_skips(self, ended: Ended) -> NoReturn:
         """Too many steps in a row were skipped: say what is known, on every process alike."""
@@ -216,6 +263,7 @@ class Trainer:
                     "rates": [group["lr"] for group in self.optimizer.param_groups],
                     "scaler": scaler and scaler.state_dict(),
                     "shares": run.gather([send_to_device(share, "cpu")]),
+                    "wandb_id": self.options.wandb_id,
                 },
             )
 
@@ -258,7 +306,10 @@ def read_job(settled: Settled, argv: Sequence[str]) -> Job:
     if options.cfg and options.weights and not begun:
         weights = read_weights(find_weights(options.weights, yaml, options.cfg))
     recipe = TASKS[kind].recipe
-    hyp = recipe(**begun["hyperparameters"]) if begun else read_hyperparameters(options.hyp, recipe)
+    if begun:
+        hyp = recipe(**begun["hyperparameters"])
+    else:
+        hyp = read_hyperparameters(options.hyp, recipe, options.overrides)
     task = TASKS[kind](DATASETS[kind].class_names(spec, options.single_cls), hyp, options.label_smoothing)
     return Job(options, spec, task, kind, yaml if begun else task.describe(yaml), weights, hyp)
 
@@ -299,7 +350,9 @@ def main() -> None:
     train_split, val_split = data.split("train"), data.split("val")
 
     run = Run(accelerator, options.project, options.name, options.exist_ok)  # now that nothing of the input is wrong
-    run.say(describe(accelerator), *facts, *warnings, *spec.doubts)
+    run.quiet = options.quiet
+    devices = run.gather([device_name(accelerator)])
+    run.say(describe(accelerator), *device_table(devices, options.verbose), *facts, *warnings, *spec.doubts)
     run.say(*train_split.report("train"), *val_split.report("val"), *overlap(train_split.images, val_split.images))
     state = run.read_state() if begun else None
     identity = {"names": task.names, "imgsz": task.imgsz, "images": train_split.identity()}
@@ -313,10 +366,19 @@ def main() -> None:
     if options.batch_size == -1:
         options = replace(options, batch_size=auto_batch(run, task, model, data, train_split, hyp))
         accelerator.gradient_accumulation_steps = hyp.accumulation(options.batch_size)
-    run.say(f"an optimizer step for every {options.batch_size * accelerator.gradient_accumulation_steps} images")
+    options = with_wandb_id(options, run, state)
     run.write_problems([*train_split.problems, *val_split.problems])
-    run.write_settings({**vars(options), "imgsz": task.imgsz, "hyperparameters": vars(hyp), "model": model.yaml})
+    settings = {**vars(options), "imgsz": task.imgsz, "hyperparameters": vars(hyp), "model": model.yaml}
+    run.write_settings(settings)
     run.write_documents(data.documents(train_split, val_split))
+    dashboard = Dashboard(run, task, options, val_split.images)
+    dataset = {"yaml": str(spec.file), "train": identity["images"], "val": val_split.identity()}
+    dashboard.begin(settings, devices, dataset, Progress.of(state["progress"]).step if state else 0)
+    dashboard.upload_dataset(spec.file, DATASETS[job.kind].files(spec), dataset)
+    if not options.noplots:
+        run.paint()
+        run.charts("labels.jpg")
+    task.shown = frozenset(evenly(len(val_split.images), max(options.max_images, SHOWN)))
 
     loader = data.train_loader(
         train_split,
@@ -326,7 +388,7 @@ def main() -> None:
         rect=options.rect,
         near=options.partners == "near",
     )
-    run.say(*loader.dataset.images.said)
+    run.say(*loader.dataset.images.said, *plan(options, accelerator, len(loader)), f"results go to {run.folder}")
     validation_batch = min(2 * options.batch_size, VALIDATION_BATCH)
     batches = data.evaluation_batches(val_split, batch_size=validation_batch, square=False)
     val_loader = data.evaluation_loader(val_split, run.share(batches))
@@ -338,14 +400,15 @@ def main() -> None:
         validate = partial(evaluate, run, task, trainer.ema.model, val_loader, len(val_split.images))
         with trainer.stop, run.watch(options.dist_timeout):
             try:
-                best = fit(trainer, validate)
+                best = fit(trainer, validate, dashboard)
             except Asked as asked:
                 leave(trainer, validate, asked.word)
-    run.write_documents(task.documents(best))
-    if not options.noplots:
-        run.plots(lambda: task.pictures(best, val_split))
+    run.plots(lambda: task.pictures(best, val_split))
+    run.charts()
     run.finish_writing()
-    run.say(*table(best), f"results in {run.folder}")
+    dashboard.upload_last(trainer.progress)
+    run.say(*result(trainer.progress, best, options.quiet), f"results in {run.folder}", always=True)
+    run.finish()
 
 
 def recipe_of(yaml: Mapping[str, Any]) -> type[Recipe]:
@@ -404,7 +467,10 @@ def auto_batch(run: Run, task: Any, model: nn.Module, data: Any, split: Any, hyp
 def start_from(model: nn.Module, job: Job) -> list[str]:
     """Load what fits of the weights and freeze layers; sentences that say so. Raises `UserError` where nothing fits."""
     options, weights = job.options, job.weights
-    facts = [f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters"]
+    parameters, work = sum(parameter.numel() for parameter in model.parameters()), gflops(model, job.task.imgsz)
+    modules = sum(not any(module.children()) for module in model.modules())
+    work_told = f", {work:.3g} GFLOPs at {job.task.imgsz} px" if work else ""
+    facts = [f"{job.source}: {modules} layers, {parameters:,} parameters{work_told}"]
     if weights:
         loaded, total, misfits = transfer(model, weights.state, job.task.not_taken(bool(options.cfg)))
         if not loaded:
@@ -479,6 +545,9 @@ def prepare(
             group["lr"] = rate
         if accelerator.scaler is not None and state["scaler"]:
             accelerator.scaler.load_state_dict(state["scaler"])
+    steps = math.ceil(len(loader) / accelerator.gradient_accumulation_steps)
+    meter = Meter(task.loss_names, accelerator, options.log_interval, steps, run.tracked)
+    remaining = Remaining(len(loader) * (options.epochs - progress.epoch) - progress.batch)
     guard = Guard([totals, *statistics(bare).values()], options.max_skips)
     stop = Stop(options.time_limit)
     return Trainer(
@@ -489,6 +558,8 @@ def prepare(
         ema,
         optimizer,
         schedule,
+        meter,
+        remaining,
         loader,
         draws,
         progress,
@@ -518,7 +589,7 @@ def restore_shares(run: Run, shares: Sequence[Mapping[str, Any]], totals: Tensor
             buffer.copy_(own[name][key])
 
 
-def fit(trainer: Trainer, validate: Callable[..., Summary]) -> Summary:
+def fit(trainer: Trainer, validate: Callable[..., Summary], dashboard: Dashboard) -> Summary:
     """The loop over epochs; what the best of them reached. Raises `Asked` where the run is asked to end.
 
     validate: evaluates the EMA; may be given what tells whether to end.
@@ -526,23 +597,30 @@ def fit(trainer: Trainer, validate: Callable[..., Summary]) -> Summary:
     run, task, ema, progress, options = trainer.run, trainer.task, trainer.ema, trainer.progress, trainer.options
     while not progress.finished:
         epoch = progress.epoch
-        losses, rate = trainer.train_one_epoch()
+        losses, bar = trainer.train_one_epoch()
         final = epoch + 1 == options.epochs
         if not options.nosave:
             trainer.save_state()  # written while the epoch is validated; nothing else is missing then
+        since = time.monotonic()
         summary = validate(asked=trainer.stop.asked) if final or not options.noval else None
-        run.log(results_row(epoch, losses, summary, task, trainer.optimizer))
-        run.say(epoch_line(epoch, options.epochs, losses, summary, rate, progress.skipped))
+        row = results_row(epoch, losses, summary, task, trainer.optimizer)
+        run.log(row)
+        run.say(epoch_line(epoch, options.epochs, losses, summary, bar.rate, progress.skipped))
+        if summary and options.verbose:
+            run.say(*table(summary))
         improved = summary is not None and progress.record(epoch, summary.fitness)
-        if improved:
+        if summary and improved:
             progress.summary = summary
+            run.write_documents(task.documents(summary))
+        dashboard.epoch(row, facts(bar, time.monotonic() - since, progress), summary, progress)
+        dashboard.examples(summary, epoch)
         progress.finished = final or progress.stalled(options.patience)
         names = []
         if progress.finished or not options.nosave:
             names += ["last.pt"] + ["best.pt"] * improved
-        if options.save_period > 0 and epoch % options.save_period == 0:
-            names.append(f"epoch{epoch}.pt")
-        run.save(names, ema.model, **trainer.described())
+        kept = [f"epoch{epoch}.pt"] * (options.save_period > 0 and epoch % options.save_period == 0)
+        upload = partial(dashboard.upload, kept, "latest", f"epoch-{epoch}", *["best"] * improved)
+        run.save([*names, *kept], ema.model, upload, **trainer.described())
         progress.next_epoch()
         trainer.totals.zero_()
         trainer.guard.keep()
@@ -568,8 +646,26 @@ def leave(trainer: Trainer, validate: Callable[..., Summary], word: str) -> NoRe
         run.finish_writing()
     reason = f"the time limit of {options.time_limit:g} hours" if word == TIME else word
     run.say(f"stopped by {reason} {progress}; all is saved: go on with --resume {run.folder}")
+    run.finish(LAST_WORDS)
     run.agree(None)  # nobody is ended while another one still writes
     raise Stopped(exit_code(word))
+
+
+def facts(bar: Bar, validation: float, progress: Progress) -> dict[str, float]:
+    """What trackers are told of an epoch beside its row: how long it took, in seconds, and what was skipped."""
+    return {
+        "images_per_second": bar.rate,
+        "train_seconds": bar.seconds,
+        "validation_seconds": validation,
+        "data_wait": bar.waited / max(bar.seconds, 1e-9),
+        "steps_skipped": progress.skipped,
+    }
+
+
+def result(progress: Progress, best: Summary, brief: bool) -> list[str]:
+    """The table of the best epoch."""
+    head = f"best epoch: {progress.best_epoch + 1} of {progress.epoch}, fitness {progress.best:.4f}"
+    return [head, *table(best, brief)]
 
 
 def results_row(

@@ -25,7 +25,8 @@ from utils.layout import layout
 from utils.processes import spread
 from utils.run import Run
 from utils.stopping import Asked
-from utils.summary import Summary
+from utils.summary import SHOWN, Summary
+from utils.summary import spread as evenly
 
 MANY_CLASSES = 50  # from here on a row per class is shown on demand only
 
@@ -114,6 +115,10 @@ def main() -> None:
     split = data.split(options.task)
 
     run = Run(accelerator, options.project, options.name, options.exist_ok)
+    run.quiet = options.quiet
+    if not options.noplots:
+        run.paint()
+        task.shown = frozenset(evenly(len(split.images), SHOWN))
     run.say(describe(accelerator), *spec.doubts, *split.report(options.task), *rounding(options.imgsz, task.imgsz))
     run.write_problems(split.problems)
     run.write_settings({**vars(options), "imgsz": task.imgsz})
@@ -123,11 +128,13 @@ def main() -> None:
     keep = TextFiles(run.folder / "labels", task, options.save_conf) if options.save_txt else lambda batch, found: None
     with run.watch(options.dist_timeout):
         summary = evaluate(run, task, model, data.evaluation_loader(split, batches), len(split.images), keep)
-    run.say(*table(summary, brief=len(task.names) > MANY_CLASSES and not options.verbose))
     run.write_documents(task.documents(summary))
     run.plots(lambda: task.pictures(summary, split))
+    run.charts()
     run.finish_writing()
-    run.say(f"{summary.rate:.1f} images/s; results in {run.folder}")
+    brief = options.quiet or (len(task.names) > MANY_CLASSES and not options.verbose)
+    run.say(*table(summary, brief), f"{summary.rate:.1f} images/s; results in {run.folder}", always=True)
+    run.finish()
 
 
 def load_model(task: Any, weights: Weights, options: ValOptions) -> Any:

@@ -93,7 +93,7 @@ def loader(cache=None):
 # Ours is the loop's own step; YOLOv5's stands inside its loop, so it is put together here from the same parts.
 OUR_STEP = """
 import sys, train
-def take(trainer, validate):
+def take(trainer, validate, dashboard):
     batch = next(iter(trainer.loader))
     trainer.model.train()
     for number in range(2 * STEPS):

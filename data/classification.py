@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from data.batches import Batch, loader, stacked
 from data.cache import Images, open_images
-from data.dataset import DataSet, identity
+from data.dataset import DataSet, identity, labels_text
 from data.images import read_image
 from data.labels import load_labels
 from data.problems import told
@@ -168,16 +168,21 @@ class ClassificationData(DataSet):
         return Split(list(compress(images, readable)), labels[readable], scanned.sizes[readable], self.names, problems)
 
     def documents(self, train: Split, val: Split) -> dict[str, str]:
-        """Text files for the run folder, by name: the number of each class, and which image is in which split."""
+        """Text files for the run folder, by name: the number of each class, which image is in which split, counts."""
         table = [
             (name, self.names[int(k)], path)
             for name, split in (("train", train), ("val", val))
             for k, path in zip(split.labels, split.images, strict=True)
         ]
+        counts = {
+            name: (np.bincount(split.labels, minlength=len(self.names)),) * 2
+            for name, split in (("train", train), ("val", val))
+        }
         indices = {str(number): text for number, text in self.names.items()}
         return {
             "class_indices.json": json.dumps(indices, indent=2, ensure_ascii=False) + "\n",
             "split.csv": csv_text(("split", "class", "image"), table),
+            "labels.csv": labels_text(self.names, counts),
         }
 
     def train_loader(

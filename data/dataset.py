@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import numpy as np
 from data.problems import refuse
 from data.sources import DataSpec
 from utils.errors import UserError
+from utils.files import csv_text
 
 
 @dataclass
@@ -38,6 +39,16 @@ class DataSet:
         if not readable.any():
             raise UserError(f"{self.spec.file}: no image of `{name}:` can be read; the first: {problems[0]}")
         return readable
+
+
+def labels_text(names: Mapping[int, str], counts: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
+    """labels.csv: in how many images of each split a class is, and how often. `counts`: both by class, (c,) each."""
+    rows = [
+        (split, name, int(images[k]), int(instances[k]))
+        for split, (images, instances) in counts.items()
+        for k, name in names.items()
+    ]
+    return csv_text(("split", "class", "images", "instances"), rows)
 
 
 def identity(images: Sequence[Path], labels: bytes) -> dict[str, str]:

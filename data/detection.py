@@ -17,16 +17,19 @@ from torch.utils.data import DataLoader, Dataset
 from data.augment import Augmenter, AugmentSettings, Placement, Sample, letterbox
 from data.batches import Batch, loader, room, stacked
 from data.cache import Images, open_images
-from data.dataset import DataSet, identity
-from data.images import scaled_shape
+from data.dataset import DataSet, identity, labels_text
+from data.images import read_image, resize_long_side, scaled_shape
 from data.labels import Labels, check_classes, load_labels
 from data.problems import told
 from data.sampler import Draw, GlobalBatches, RectangularBatches, evaluation_batches, item_generator
 from data.sources import DataSpec, label_file
 from utils.config import Hyperparameters, select
 from utils.errors import UserError
+from utils.files import csv_text
+from utils.summary import spread
 
 PARTNERS = 3  # other images of a mosaic
+MOST_BOXES = 5000  # of the training labels that boxes.csv has
 NOWHERE = Placement((0.0, 0.0), (0, 0))  # the placement of a training item: a mosaic has no way back into one file
 
 
@@ -157,6 +160,18 @@ class Split:
         found = f"{title}: {len(counts)} images, {counts.sum()} boxes, {(counts == 0).sum()} images without any"
         return [found, *told(self.problems, title)]
 
+    def shown(self, index: int, side: int) -> np.ndarray:
+        """An image as displayed, shrunk so that no side is longer than `side`, uint8 (h, w, 3) BGR."""
+        image = read_image(self.images[index])
+        return resize_long_side(image, min(side, max(image.shape[:2])), smooth=True)
+
+    def counts(self, classes: int) -> tuple[np.ndarray, np.ndarray]:
+        """In how many images each class is, and how often, (classes,) each."""
+        labels = self.labels.rows[:, 0].astype(np.int64)
+        image = np.repeat(np.arange(len(self.images)), self.labels.counts)
+        present = np.unique(image * classes + labels) % classes
+        return np.bincount(present, minlength=classes), np.bincount(labels, minlength=classes)
+
 
 class DetectionData(DataSet):
     """A detection data set at one image size: its splits, checked, and loaders over them."""
@@ -199,8 +214,18 @@ class DetectionData(DataSet):
         return found
 
     def documents(self, train: Split, val: Split) -> dict[str, str]:
-        """Text files for the run folder, by name: there is nothing that the data YAML does not say."""
-        return {}
+        """Text files for the run folder, by name: counts of each class, and some of the training boxes."""
+        names = self.class_names(self.spec, self.single_class)
+        counts = {name: split.counts(len(names)) for name, split in (("train", train), ("val", val))}
+        rows = train.labels.rows
+        boxes = [
+            (names[int(label)], *(f"{value:.5g}" for value in box))
+            for label, *box in rows[spread(len(rows), MOST_BOXES)].tolist()
+        ]
+        return {
+            "labels.csv": labels_text(names, counts),
+            "boxes.csv": csv_text(("class", "x", "y", "width", "height"), boxes),
+        }
 
     def train_loader(
         self, split: Split, *, batch_size: int, hyp: Hyperparameters, seed: int, rect: bool, near: bool = False

@@ -38,7 +38,9 @@ pytest.register_assert_rewrite("tests.curves")
 
 
 def pytest_sessionstart() -> None:
-    """A hard exit of a process that runs tests would look like the success of all of them."""
+    """A hard exit of a process that runs tests would look like the success of all of them. Runs are not tracked unless
+    a test wants it."""
+    os.environ["WANDB_MODE"] = "disabled"
     tests, leave = os.getpid(), os._exit
 
     def refuse(code: int) -> NoReturn:
@@ -53,7 +55,8 @@ def pytest_sessionstart() -> None:
 class RunScript(Protocol):
     """Starts a script of the repository as a user does; what it printed, both streams.
 
-    `launcher`: what stands before the script, python alone unless said. `variables`: of the environment.
+    `launcher`: what stands before the script, python alone unless said. `plots`: with its pictures, which take longer
+    than such a run. `variables`: of the environment.
     """
 
     def __call__(
@@ -63,6 +66,7 @@ class RunScript(Protocol):
         fails: bool = False,
         code: int = 0,
         launcher: Sequence[str] = (sys.executable,),
+        plots: bool = False,
         **variables: str,
     ) -> str: ...
 
@@ -81,11 +85,13 @@ def run_script(tmp_path_factory: pytest.TempPathFactory) -> RunScript:
         fails: bool = False,
         code: int = 0,
         launcher: Sequence[str] = (sys.executable,),
+        plots: bool = False,
         **variables: str,
     ) -> str:
+        quick = [] if plots or script not in ("train.py", "val.py") else ["--noplots"]
         mark = f"LOCKSTEP_TEST={uuid4()}"  # launchers start sessions and groups of their own, but keep the environment
         started = subprocess.Popen(
-            ["env", mark, *launcher, str(ROOT / script), *flags],
+            ["env", mark, *launcher, str(ROOT / script), *flags, *quick],
             env={**os.environ, "XDG_CACHE_HOME": cache, **variables},
             cwd=ROOT,
             stdout=subprocess.PIPE,

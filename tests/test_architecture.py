@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import re
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from data.sources import KEYS as DATA_KEYS
 from models.classifiers import KEYS as CLASSIFIER_KEYS
 from models.tasks import TASKS
 from models.yolo import KEYS as MODEL_KEYS
-from utils.config import TrainOptions
+from utils.config import TrainOptions, flags_of
 from utils.files import read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,7 +71,7 @@ def test_imports_point_one_way(part: str, strangers: set[str]) -> None:
 
 def test_accelerate_is_known_to_those_whose_business_it_is() -> None:
     knowing = {relative(path) for path in OWN if "accelerate" in imported(path.read_text(encoding="utf-8"))}
-    assert knowing <= {*(f"{name}.py" for name in SCRIPTS), "utils/run.py", "utils/launch.py"}
+    assert knowing <= {*(f"{name}.py" for name in SCRIPTS), "utils/run.py", "utils/launch.py", "utils/tracking.py"}
 
 
 def test_nobody_asks_which_process_it_is() -> None:
@@ -209,7 +208,7 @@ def test_cocos_names_end_the_file_in_block_style(name: str) -> None:
 
 def test_the_readme_names_every_flag() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for option in dataclasses.fields(TrainOptions):
+    for option in flags_of(TrainOptions):
         names = [option.name.replace("_", "-"), *option.metadata["aliases"]]
         missing = [name for name in names if f"`--{name}`" not in readme]
         assert not missing, f"README.md does not name --{missing[0]}"

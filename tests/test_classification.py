@@ -57,8 +57,8 @@ def train(run_script: RunScript, flowers: Path, tmp_path_factory: pytest.TempPat
     what = ("--data", str(flowers), "--cfg", "yolov5n-cls.yaml", "--hyp", str(hyp), "--imgsz", "64")
     how = ("--epochs", "2", "--batch-size", "8", "--workers", "1", "--device", "cpu")
 
-    def run(project: Path, *flags: str, plots: bool = False, **more: Any) -> str:
-        given = (*what, *how, *(() if plots else ("--noplots",)), "--project", str(project), *flags)
+    def run(project: Path, *flags: str, **more: Any) -> str:
+        given = (*what, *how, "--project", str(project), *flags)
         return run_script("train.py", *given, **{"OMP_NUM_THREADS": "1", **more})
 
     return run
@@ -299,7 +299,8 @@ def test_the_run_folder(train: Train, tmp_path: Path) -> None:
     run = tmp_path / "exp"
     names = {file.name for file in run.iterdir()}
     assert {"classes.csv", "confusion_matrix.csv", "class_indices.json", "split.csv"} <= names
-    assert {"confusion_matrix.png", "mistakes.jpg", "train_batch0.jpg"} <= names
+    assert {"confusion_matrix.png", "confusion_matrix_counts.png", "mistakes.jpg", "train_batch0.jpg"} <= names
+    assert {"labels.jpg", "results.png"} <= names
     matrix = [line.split(",")[1:] for line in (run / "confusion_matrix.csv").read_text().splitlines()[1:]]
     counts = np.array(matrix, int)
     best = max(rows(run), key=lambda row: row["metrics/accuracy_top1"])

@@ -170,7 +170,7 @@ def assemble(flags: Sequence[str]) -> tuple[train.Trainer, Any, int]:
     """What train.py makes of its flags: its trainer, this process's validation loader, the number of images."""
     made: list[Any] = []
 
-    def take(trainer: train.Trainer, validate: Any) -> None:
+    def take(trainer: train.Trainer, validate: Any, dashboard: Any) -> None:
         made.extend([trainer, *validate.args[-2:]])
         raise Assembled
 
@@ -228,6 +228,7 @@ def waits(flags: Sequence[str]) -> tuple[int, int]:
     train.Trainer.behind = 1
     trainer, *_ = assemble(flags)
     batches = list(trainer.loader)
+    trainer.meter.read = True  # as with a tracker: its points are read later too
     trainer.model.train()
     trainer.train_on(batches[0], 0)  # constants go to the device once
     trainer.train_on(batches[1], 1)
@@ -248,6 +249,7 @@ def test_the_loop_waits_for_nothing_but_the_verdict_on_the_last_step(
 def test_the_loop_does_not_synchronise_a_gpu(flags: list[str]) -> None:
     trainer, *_ = assemble([*flags, "--device", "0"])
     batches = list(trainer.loader)
+    trainer.meter.read = True  # as with a tracker: its points are read later too
     trainer.model.train()
     for number, batch in enumerate(batches[:4]):
         trainer.train_on(batch, number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,12 @@ COLUMNS = [
 ]
 
 
-def train(run_script: RunScript, project: Path, data: Path, *flags: str, fails: bool = False) -> str:
+def train(run_script: RunScript, project: Path, data: Path, *flags: str, **how: Any) -> str:
     """A short run on the small set; what it printed."""
     own = ("--data", str(data), "--project", str(project), "--device", "cpu")
     scratch = ("--weights", "", "--cfg", "yolov5n.yaml", "--hyp", "data/hyps/shapes.yaml")
     rest = ("--imgsz", "64", "--epochs", "2", "--batch-size", "8", "--workers", "0")
-    return run_script("train.py", *own, *scratch, *rest, *flags, fails=fails)
+    return run_script("train.py", *own, *scratch, *rest, *flags, **how)
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -36,7 +37,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
 def first(tmp_path_factory: pytest.TempPathFactory, run_script: RunScript, small_data: Path) -> tuple[Path, str]:
     """A run of two epochs, and what it printed."""
     project = tmp_path_factory.mktemp("runs")
-    return project / "exp", train(run_script, project, small_data)
+    return project / "exp", train(run_script, project, small_data, plots=True)
 
 
 def test_run_folder(first: tuple[Path, str]) -> None:

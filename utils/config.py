@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,14 @@ T = TypeVar("T")
 
 
 NEWEST, AUTO = "newest", "auto"  # --resume without a value, and where there is something to resume
+OVERRIDE = "--hyp."  # begins the flag of a single hyperparameter
+NO_OVERRIDES: Mapping[str, str] = types.MappingProxyType({})
+# YOLOv5's flags that are not taken over: what to do instead. In a script that has the flag, it is none of these.
+SWEEPS = (
+    "is not built in: W&B sweeps tune hyperparameters, each trial on as many devices as you like; see sweep.yaml and "
+    "docs/tracking.md#sweeps"
+)
+REFUSED = {"evolve": SWEEPS, "evolve_population": SWEEPS, "resume_evolve": SWEEPS}
 
 
 def is_number(value: Any) -> bool:
@@ -80,6 +89,11 @@ def flag(
             "fixed": fixed,
         },
     )
+
+
+def flags_of(kind: type) -> list[dataclasses.Field[Any]]:
+    """The fields that are flags: all but those that keep what flags of another form say."""
+    return [field for field in dataclasses.fields(kind) if "help" in field.metadata]
 
 
 def number(default: Any, within: Range) -> Any:
@@ -158,9 +172,34 @@ class TrainOptions:
     mixed_precision: str = flag(
         "", "autocast; '' takes the launcher's, else bf16 or fp16 on CUDA", choices=("no", "fp16", "bf16")
     )
+    log_with: str = flag(
+        "",
+        "where to log beside results.csv; '' is wandb where installed",
+        choices=("none", "wandb", "tensorboard", "all"),
+    )
+    no_wandb: bool = flag(False, "do not log to Weights & Biases")
+    log_interval: int = flag(
+        0, "optimizer steps between two points of the step curves; 0: about 20 an epoch", within=NOT_NEGATIVE
+    )
+    wandb_project: str = flag("", "W&B project; '' is the last folder of --project, YOLOv5's runs/train being lockstep")
+    wandb_entity: str = flag("", "W&B team or user; '' is your default one", "entity")
+    wandb_group: str = flag("", "W&B group of runs")
+    wandb_tags: tuple[str, ...] = flag((), "W&B tags")
+    wandb_name: str = flag("", "W&B name of the run; '' is the name of the run folder")
+    wandb_id: str = flag("", "W&B id of the run to go on with; '' is a new one, or with --resume the run's own")
+    bbox_interval: int = flag(
+        -1, "epochs between two W&B pictures of validation boxes; -1: ten times a run, 0 never", within=Range(-1)
+    )
+    max_images: int = flag(16, "validation images in W&B, the same every time", within=Range(0, 1000))
+    upload_model: bool = flag(False, "upload weights to W&B: each --save-period, and last.pt and best.pt at the end")
+    upload_dataset: bool = flag(False, "make the data set a W&B artifact, by references to its files")
+    verbose: bool = flag(False, "say more: the device of every process, and all classes after every validation")
+    quiet: bool = flag(False, "say no more than warnings and the final table")
     show_processes: bool = flag(False, "list every process: host, rank, device and its part of the first batches")
     doctor: bool = flag(False, "train nothing: look at all processes and hosts, and say what would go wrong")
     local_rank: int = flag(-1, "what old launchers give; the environment says the same")
+    # What flags such as --hyp.lr0 say, as text by key: which keys there are, the model's task knows.
+    overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -183,6 +222,8 @@ class ValOptions:
     square: bool = flag(False, "square batches; default are rectangular ones of like aspect ratio, with less padding")
     strict: bool = flag(False, "what is wrong in single images and label rows is an error, not a warning")
     verbose: bool = flag(False, "one row per class and per object size, also where there are many classes")
+    quiet: bool = flag(False, "say no more than warnings and the row of all classes")
+    noplots: bool = flag(False, "draw no pictures into the run folder")
     save_txt: bool = flag(False, "write detections as labels/*.txt into the run folder")
     save_conf: bool = flag(False, "with --save-txt: add each detection's confidence")
     project: str = flag("runs/val", "folder of the run folders")
@@ -266,7 +307,26 @@ class Hyperparameters(Recipe):
 
 def given_flags(kind: type, argv: Sequence[str]) -> dict[str, Any]:
     """The flags in `argv` and their values, and no others."""
-    return vars(_parser(kind).parse_args(argv))
+    parser, words = _parser(kind), _joined(argv)
+    if _has_overrides(kind):
+        for name in dict.fromkeys(word.split("=")[0] for word in words if word.startswith(OVERRIDE)):
+            parser.add_argument(name, dest="overrides", action=_Override)
+    return vars(parser.parse_args(words))
+
+
+def _has_overrides(kind: type) -> bool:
+    return any(field.name == "overrides" for field in dataclasses.fields(kind))
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """`--hyp.shear -1e-1` as one word: argparse would take -1e-1 for a flag."""
+    words: list[str] = []
+    for word in argv:
+        if words and words[-1].startswith(OVERRIDE) and "=" not in words[-1] and re.match(r"-[\d.in]", word):
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
 
 
 def parse_options(kind: type[T], argv: Sequence[str], job: Mapping[str, Any] | None = None) -> T:
@@ -311,13 +371,15 @@ def with_defaults(options: T, argv: Sequence[str], *better: Mapping[str, Any]) -
 
 
 def _parser(kind: type) -> argparse.ArgumentParser:
-    parser = _Parser(description=kind.__doc__, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    text = f"{OVERRIDE}KEY VALUE gives one hyperparameter another value than --hyp does, such as {OVERRIDE}lr0 0.005"
+    more = text if _has_overrides(kind) else None
+    parser = _Parser(description=kind.__doc__, epilog=more, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     hints = typing.get_type_hints(kind)
-    for option in dataclasses.fields(kind):
+    for option in flags_of(kind):
         names = [option.name.replace("_", "-"), option.name, *option.metadata["aliases"]]
         flags = list(dict.fromkeys(f"--{name}" for name in names))
         default = " ".join(map(str, option.default)) if isinstance(option.default, tuple) else repr(option.default)
-        text = f"{option.metadata['help']} (default {default})"
+        text = f"{option.metadata['help']} (default {default or 'none'})"
         parser.add_argument(*flags, dest=option.name, help=text, **_action(hints[option.name], option.metadata))
     return parser
 
@@ -327,7 +389,10 @@ def _action(hint: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
     if hint is bool:
         return {"action": "store_true"}
     if typing.get_origin(hint) is tuple:
-        return {"type": _within(typing.get_args(hint)[0], metadata["within"]), "nargs": "+", "action": _Tuple}
+        kind = typing.get_args(hint)[0]
+        if kind is str:
+            return {"nargs": "+", "action": _Words}
+        return {"type": _within(kind, metadata["within"]), "nargs": "+", "action": _Tuple}
     action: dict[str, Any] = {"type": hint if hint is str else _within(hint, metadata["within"])}
     if metadata["choices"]:
         action["choices"] = metadata["choices"]
@@ -356,6 +421,26 @@ class _Tuple(argparse.Action):
         setattr(namespace, self.dest, tuple(values))
 
 
+class _Words(argparse.Action):
+    """Keeps several words as a tuple; commas part them too."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        words = (word.strip() for value in values for word in value.split(","))
+        setattr(namespace, self.dest, tuple(filter(None, words)))
+
+
+class _Override(argparse.Action):
+    """Keeps the text of a single hyperparameter beside those of others."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        key = str(option_string).removeprefix(OVERRIDE).replace("-", "_")
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), key: values})
+
+
 class _Parser(argparse.ArgumentParser):
     """One sentence and exit code 2 for a wrong flag, naming the nearest known one, instead of the whole usage."""
 
@@ -367,18 +452,34 @@ class _Parser(argparse.ArgumentParser):
         known = [name for name in self._option_string_actions if name.startswith("--")]
         if message.startswith("unrecognized arguments: "):
             wrong = message.split(": ", 1)[1].split()[0]
-            message = f"unknown flag {wrong}{nearest(wrong.split('=')[0], known)}"
+            name = wrong.split("=")[0]
+            if instead := REFUSED.get(name.removeprefix("--").replace("-", "_")):
+                self.exit(2, f"error: {name} {instead}\n")
+            message = f"unknown flag {wrong}{nearest(name, known)}"
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 
 R = TypeVar("R", bound=Recipe)
 
 
-def read_hyperparameters(name: str, kind: type[R]) -> R:
-    """The hyperparameter YAML of that name as a task's kind of recipe, checked. Keys left out have its defaults."""
+def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] = NO_OVERRIDES) -> R:
+    """The hyperparameter YAML of that name as a task's kind of recipe, checked. Keys left out have its defaults.
+
+    overrides: what goes before the YAML, as flags such as --hyp.lr0 give it.
+    """
     known = name if os.path.isfile(name) else YOLOV5_HYPS.get(Path(name).name, name)
     path = find_file(known, "hyperparameter file", ["data/hyps"])
-    return from_mapping(kind, read_yaml(path), path)
+    return dataclasses.replace(from_mapping(kind, read_yaml(path), path), **overriding(kind, overrides))
+
+
+def overriding(kind: type[Recipe], overrides: Mapping[str, str]) -> dict[str, Any]:
+    """The numbers that flags such as --hyp.lr0 give, by key. Raises `UserError` that names the flag."""
+    hints, ranges = _known(kind)
+    for key in overrides:
+        if key not in hints:  # most of a flag is what all have: likeness begins later
+            likely = nearest(OVERRIDE + key, [OVERRIDE + name for name in hints], likeness=0.82)
+            raise UserError(f"unknown flag {OVERRIDE}{key}{likely}")
+    return {key: _checked(text, hints[key], ranges[key], OVERRIDE + key) for key, text in overrides.items()}
 
 
 # YOLOv5's file names for the recipes that come with us under shorter ones.
@@ -392,24 +493,30 @@ YOLOV5_HYPS = {
 
 def from_mapping(kind: type[T], values: Mapping[str, Any], source: Path) -> T:
     """A `kind` from a YAML's keys. Raises `UserError` that names an unknown key (and the nearest) or a wrong type."""
-    hints = typing.get_type_hints(kind)
-    ranges = {field.name: field.metadata.get("within", FINITE) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return kind(**{key: _checked(key, value, hints, ranges, source) for key, value in values.items()})
+    hints, ranges = _known(kind)
+    for key in values:
+        if key not in hints:
+            raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), hints)}")
+    return kind(**{key: _checked(value, hints[key], ranges[key], f"{source}: {key}") for key, value in values.items()})
 
 
-def _checked(key: Any, value: Any, hints: Mapping[str, Any], ranges: Mapping[str, Range], source: Path) -> Any:
-    if key not in hints:
-        raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), hints)}")
-    kind = hints[key]
+def _known(kind: type) -> tuple[dict[str, Any], dict[str, Range]]:
+    """Types and ranges of a dataclass's fields, by name."""
+    ranges = {field.name: field.metadata.get("within", FINITE) for field in dataclasses.fields(kind)}
+    return typing.get_type_hints(kind), ranges
+
+
+def _checked(value: Any, kind: Any, allowed: Range, name: str) -> Any:
+    """A value as a field's type. `name`: what an error is to call it."""
     if isinstance(value, str) and kind in (int, float):  # YAML 1.1 reads 1e-3 as text
         try:
             value = float(value)
         except ValueError:
-            raise UserError(f"{source}: {key} must be a number, not '{value}'") from None
+            raise UserError(f"{name} must be a number, not '{value}'") from None
     if not is_number(value) or (kind is int and value != int(value)):
-        raise UserError(f"{source}: {key} must be {'a whole number' if kind is int else 'a number'}, not {value!r}")
-    if value not in ranges[key]:
-        raise UserError(f"{source}: {key} is {value}; give {ranges[key]}")
+        raise UserError(f"{name} must be {'a whole number' if kind is int else 'a number'}, not {value!r}")
+    if value not in allowed:
+        raise UserError(f"{name} is {value}; give {allowed}")
     return kind(value)
 
 

@@ -15,20 +15,20 @@ Window = list[tuple[Tensor, list[str]]]  # of each batch: its loss terms and its
 
 
 class Later:
-    """A truth that the device finds out, (), bool, read later: by then, mostly, nothing has to be waited for."""
+    """What the device finds out, a small tensor, read later: by then, mostly, nothing has to be waited for."""
 
-    def __init__(self, truth: Tensor) -> None:
-        self.here, self.copied = truth, None
-        if truth.is_cuda:
-            self.here = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(truth, non_blocking=True)
+    def __init__(self, found: Tensor) -> None:
+        self.here, self.copied = found, None
+        if found.is_cuda:
+            self.here = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
             self.copied = torch.cuda.Event()
             self.copied.record()
 
-    def read(self) -> bool:
-        """It, when the device has found it out."""
+    def read(self) -> Any:
+        """It as numbers, when the device has found it out."""
         if self.copied is not None:
             self.copied.synchronize()
-        return bool(self.here)
+        return self.here.tolist() if self.here.ndim else self.here.item()
 
 
 class Guard:

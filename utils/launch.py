@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from utils import zero
 from utils.compression import bucket_size
+from utils.config import TrainOptions
 from utils.errors import UserError
 from utils.failures import give_up, sign_in
 from utils.files import read_yaml
@@ -355,10 +357,39 @@ def loader_workers(asked: int) -> int:
     return max(0, min(asked, cores // place().local_processes))
 
 
+def device_name(accelerator: Accelerator) -> str:
+    """This process's machine, device, and what that is."""
+    device = accelerator.device
+    return f"{socket.gethostname()} {device} ({_what(device)})"
+
+
+def _what(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"{torch.get_num_threads()} threads"
+    memory = torch.cuda.get_device_properties(device).total_memory / 2**30
+    return f"{torch.cuda.get_device_name(device)}, {memory:.0f} GiB"
+
+
+def device_table(devices: Sequence[str], verbose: bool) -> list[str]:
+    """A line for each process's device, where there are several."""
+    return [f"  process {rank}: {device}" for rank, device in enumerate(devices)] if len(devices) > 1 or verbose else []
+
+
+def plan(options: TrainOptions, accelerator: Accelerator, batches: int) -> list[str]:
+    """How the images of an epoch of so many batches become optimizer steps."""
+    processes, accumulated = accelerator.num_processes, accelerator.gradient_accumulation_steps
+    own = f"{processes} processes x {options.batch_size // processes}" if processes > 1 else "1 process"
+    steps = math.ceil(batches / accumulated)
+    return [
+        f"batches of {options.batch_size} images ({own}) x {accumulated} accumulated: an optimizer step for every "
+        f"{options.batch_size * accumulated} images",
+        f"{batches} batches and {steps} steps an epoch, {options.epochs} epochs",
+    ]
+
+
 def describe(accelerator: Accelerator) -> str:
     """What the run runs on, for people."""
     device = accelerator.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     processes = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
     precision = accelerator.mixed_precision
     if plugin := accelerator.state.deepspeed_plugin:
@@ -366,4 +397,4 @@ def describe(accelerator: Accelerator) -> str:
         processes += f" under DeepSpeed ZeRO-{stage}"
     compiler = accelerator.state.dynamo_plugin.backend
     by = "" if compiler == DynamoBackend.NO else f", compiled by {compiler.value.lower()}"
-    return f"torch {torch.__version__}, {device} ({name}), {processes}, mixed precision {precision}{by}"
+    return f"torch {torch.__version__}, {device} ({_what(device)}), {processes}, mixed precision {precision}{by}"

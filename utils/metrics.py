@@ -12,8 +12,21 @@ import numpy as np
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 CONFIDENCES = np.linspace(0, 1, 1000)  # where precision and recall are read
 RECALLS = np.linspace(0, 1, 101)
+POINTS = np.linspace(0, 1, 201)  # of the curves that are kept: confidences and recalls; every second one is of RECALLS
+CONFIDENT = 0.25  # only more confident detections have a part in the confusion matrix
+PAIRED = 0.45  # IoU above which such a detection is taken for a label, of whatever class
+NO_PAIRS = np.zeros((0, 2), np.int32)
 SMOOTHING = 0.1  # of the F1 curve, as a share of its length
 SIZE_EDGES = (0.0, 16.0, 32.0, 64.0, 96.0, float("inf"))  # pixels; COCO's small, medium, large part at 32 and 96
+
+
+class Shown(NamedTuple):
+    """What is kept of an image to show it. Boxes in pixels of the file, cut at its edges."""
+
+    path: str
+    size: tuple[int, int]  # width and height of the file's image, pixels
+    labels: np.ndarray  # float32 (m, 5): class, xyxy
+    predictions: np.ndarray  # float32 (k, 6): xyxy, confidence, class, in falling confidence
 
 
 class ImageRecord(NamedTuple):
@@ -28,11 +41,24 @@ class ImageRecord(NamedTuple):
     side: np.ndarray  # (k,)
     true_label: np.ndarray  # (m,) class
     true_side: np.ndarray  # (m,)
+    paired: np.ndarray = NO_PAIRS  # (p, 2) classes of a label and of the detection taken for it
+    shown: Shown | None = None  # of an image that is to be shown
+
+
+NOTHING = ImageRecord._make((-1, *[np.zeros(0, np.float32)] * 8, NO_PAIRS, None))  # to join where there is no record
+
+
+class Curves(NamedTuple):
+    """Per class that has labels, at IoU 0.5, (c, 201) each at `POINTS`."""
+
+    precision: np.ndarray  # at a confidence
+    recall: np.ndarray  # at a confidence
+    envelope: np.ndarray  # precision at a recall: the area under it is the AP
 
 
 @dataclass(frozen=True)
 class ClassScores:
-    """Per class that has labels: number, images it is in, labels, precision, recall, and AP at each IoU (c, 10)."""
+    """Per class that has labels: number, images it is in, labels, precision, recall, AP at each IoU (c, 10), curves."""
 
     classes: np.ndarray
     images: np.ndarray
@@ -40,6 +66,7 @@ class ClassScores:
     precision: np.ndarray
     recall: np.ndarray
     ap: np.ndarray
+    curves: Curves
 
     def means(self) -> dict[str, float]:
         """Means over the classes; 0 where there are none."""
@@ -94,17 +121,10 @@ def match_detections(
     """
     overlap, beaten = np.zeros((2, len(boxes)), np.result_type(boxes, true_boxes))
     partner = np.zeros(len(boxes), np.int64)
-    # Pairs of a detection and a label: of each detection one after the other, and its labels in their order.
-    labels = np.argsort(true_group, kind="stable")
-    first, last = (np.searchsorted(true_group, group, side, sorter=labels) for side in ("left", "right"))
-    paired = np.flatnonzero(last > first)
+    paired, counts, detection, label = _pairs(group, true_group)
     if not len(paired):
         return Matches(overlap, partner, beaten)
-    counts = (last - first)[paired]
-    ends = counts.cumsum()
-    starts = ends - counts
-    detection = np.repeat(paired, counts)
-    label = labels[np.arange(ends[-1]) + np.repeat(first[paired] - starts, counts)]
+    starts = counts.cumsum() - counts
     shared = _overlaps(boxes[detection], true_boxes[label], eps)
     overlap[paired] = np.maximum.reduceat(shared, starts)
     # The first label of those that overlap most.
@@ -120,6 +140,64 @@ def match_detections(
     return Matches(overlap, partner, beaten)
 
 
+class Pairs(NamedTuple):
+    """All pairs of a detection and a label of one group: of each detection one after the other, and its labels in
+    their order."""
+
+    paired: np.ndarray  # (d,) the detections that have any
+    counts: np.ndarray  # (d,) how many
+    detection: np.ndarray  # (p,)
+    label: np.ndarray  # (p,)
+
+
+def _pairs(group: np.ndarray, true_group: np.ndarray) -> Pairs:
+    """Pairs of detections (k,) and labels (m,) of one group."""
+    labels = np.argsort(true_group, kind="stable")
+    first, last = (np.searchsorted(true_group, group, side, sorter=labels) for side in ("left", "right"))
+    paired = np.flatnonzero(last > first)
+    counts = (last - first)[paired]
+    starts = counts.cumsum() - counts
+    place = np.arange(counts.sum()) + np.repeat(first[paired] - starts, counts)
+    return Pairs(paired, counts, np.repeat(paired, counts), labels[place])
+
+
+def pair_detections(
+    boxes: np.ndarray, group: np.ndarray, true_boxes: np.ndarray, true_group: np.ndarray, eps: float = 1e-7
+) -> tuple[np.ndarray, np.ndarray]:
+    """Give detections and labels of a group, which is an image, to each other, one to one, in falling IoU.
+
+    Boxes (k, 4) and (m, 4) xyxy; of equal overlaps the earlier label comes first, then the earlier detection. Returns
+    the indices of the pairs' detections and labels, (p,) each, group by group.
+    """
+    pairs = _pairs(group, true_group)
+    overlap = _overlaps(boxes[pairs.detection], true_boxes[pairs.label], eps)
+    near = np.flatnonzero(overlap > PAIRED)
+    detection, label = pairs.detection[near], pairs.label[near]
+    order = np.lexsort((detection, label, -overlap[near], true_group[label]))
+    given: dict[int, int] = {}  # label -> detection
+    taken = set()
+    for own, true in zip(detection[order].tolist(), label[order].tolist(), strict=True):
+        if own not in taken and true not in given:
+            given[true] = own
+            taken.add(own)
+    return np.fromiter(given.values(), np.int64, len(given)), np.fromiter(given, np.int64, len(given))
+
+
+def confusion_matrix(records: Sequence[ImageRecord], classes: int) -> np.ndarray:
+    """Counts by true and predicted class, int64 (classes + 1, classes + 1); the last is background.
+
+    A label without a detection was taken for background, a detection without a label is background.
+    """
+    records = [NOTHING, *records]
+    true = np.concatenate([record.true_label for record in records]).astype(np.int64)
+    found = np.concatenate([record.label[record.confidence > CONFIDENT] for record in records]).astype(np.int64)
+    matrix = np.zeros((classes + 1, classes + 1), np.int64)
+    np.add.at(matrix, tuple(np.concatenate([record.paired for record in records]).T), 1)
+    matrix[:-1, -1] = np.bincount(true, minlength=classes) - matrix[:-1].sum(1)
+    matrix[-1, :-1] = np.bincount(found, minlength=classes) - matrix[:, :-1].sum(0)
+    return matrix
+
+
 def _overlaps(a: np.ndarray, b: np.ndarray, eps: float) -> np.ndarray:
     """Intersection over union of paired boxes, xyxy, (n, 4) each: (n,)."""
     span = (np.minimum(a[:, 2:], b[:, 2:]) - np.maximum(a[:, :2], b[:, :2])).clip(min=0)
@@ -132,8 +210,8 @@ def join(records: Sequence[ImageRecord]) -> Joined:
     """All images' records as one, the same in whatever order they come: of equal confidences the earlier image's is
     first."""
     ordered = sorted(records, key=lambda record: record.image)
-    nothing = ImageRecord(-1, *(np.zeros(0, np.float32) for _ in ImageRecord._fields[1:]))
-    joined = ImageRecord(-1, *map(np.concatenate, list(zip(nothing, *ordered, strict=True))[1:]))
+    columns = list(zip(NOTHING, *ordered, strict=True))[1:-1]
+    joined = ImageRecord._make((-1, *map(np.concatenate, columns), None))
     classes, true_row, instances = np.unique(joined.true_label, return_inverse=True, return_counts=True)
     present = np.concatenate([classes[:0], *(np.unique(record.true_label) for record in ordered)])
     images = np.bincount(np.searchsorted(classes, present), minlength=len(classes))
@@ -155,6 +233,7 @@ def score_classes(joined: Joined) -> ClassScores:
     """Scores per class over all images."""
     ap = np.zeros((len(joined.classes), len(IOU_THRESHOLDS)))
     precision, recall = (np.zeros((len(joined.classes), len(CONFIDENCES))) for _ in range(2))
+    curves = Curves(*(np.zeros((len(joined.classes), len(POINTS))) for _ in Curves._fields))
     for row, (own, count) in enumerate(zip(_slices(joined), joined.instances, strict=True)):
         total = own.stop - own.start
         if not total:
@@ -162,13 +241,17 @@ def score_classes(joined: Joined) -> ClassScores:
         near, correct = _correct(joined, own)
         for column, right in enumerate(correct.T):
             ap[row, column] = _average_precision(near[right], total, count)
-        hits = np.bincount(near[correct[:, 0]], minlength=total).cumsum()
+        right = near[correct[:, 0]]
+        hits = np.bincount(right, minlength=total).cumsum()
         confidence = -joined.confidence[own]
-        # Before the first detection 1 and 0
-        precision[row] = np.interp(-CONFIDENCES, confidence, hits / np.arange(1, total + 1), left=1)
-        recall[row] = np.interp(-CONFIDENCES, confidence, hits / count, left=0)
+        share, found = hits / np.arange(1, total + 1), hits / count
+        for at, shares, founds in ((CONFIDENCES, precision, recall), (POINTS, curves.precision, curves.recall)):
+            # Before the first detection 1 and 0
+            shares[row] = np.interp(-at, confidence, share, left=1)
+            founds[row] = np.interp(-at, confidence, found, left=0)
+        curves.envelope[row] = _envelope(right, total, count, POINTS)
     best = _best_f1(precision, recall)
-    return ClassScores(joined.classes, joined.images, joined.instances, precision[:, best], recall[:, best], ap)
+    return ClassScores(joined.classes, joined.images, joined.instances, precision[:, best], recall[:, best], ap, curves)
 
 
 def score_sizes(joined: Joined) -> list[SizeScores]:
@@ -215,20 +298,25 @@ def _correct(joined: Joined, own: slice) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _average_precision(hits: np.ndarray, total: int, count: int) -> float:
-    """Area under the falling envelope of precision over recall, by 101 points.
+    """Area under the falling envelope of precision over recall, by 101 points; see `_envelope`."""
+    return float(np.trapezoid(_envelope(hits, total, count, RECALLS), RECALLS)) if len(hits) else 0.0
+
+
+def _envelope(hits: np.ndarray, total: int, count: int, at: np.ndarray) -> np.ndarray:
+    """The falling envelope of precision over recall, at the recalls `at`, which rise from 0 to 1: (n,) like them.
 
     hits: the places of the right ones among `total` detections in falling confidence; `count` labels. From one hit's
     recall on the envelope is the next hit's; from the last one's it is a line down to 0 at a recall of 1.
     """
     if not len(hits):
-        return 0.0
+        return np.zeros(len(at))
     found = np.arange(1, len(hits) + 1)
     recall = found / count
     envelope = np.maximum.accumulate((found / (hits + 1))[::-1])[::-1]
     end = recall[-1]
-    tail = np.interp(RECALLS, (end, 1.0), (len(hits) / total, 0.0)) if end < 1 else np.zeros(len(RECALLS))
-    heights = np.append(envelope, 0.0)[np.searchsorted(recall, RECALLS, side="right")]
-    return float(np.trapezoid(np.where(end > RECALLS, heights, tail), RECALLS))
+    tail = np.interp(at, (end, 1.0), (len(hits) / total, 0.0)) if end < 1 else np.zeros(len(at))
+    heights = np.append(envelope, 0.0)[np.searchsorted(recall, at, side="right")]
+    return np.where(end > at, heights, tail)
 
 
 def _best_f1(precision: np.ndarray, recall: np.ndarray) -> int:

@@ -13,7 +13,17 @@ import yaml
 
 from utils.board import Board
 from utils.checkpoint import States
-from utils.config import AUTO, NEWEST, Recipe, TrainOptions, given_flags, read_hyperparameters
+from utils.config import (
+    AUTO,
+    NEWEST,
+    OVERRIDE,
+    Recipe,
+    TrainOptions,
+    flags_of,
+    given_flags,
+    overriding,
+    read_hyperparameters,
+)
 from utils.errors import UserError
 from utils.failures import Stopped
 from utils.files import read_yaml
@@ -89,6 +99,8 @@ def _decide(
         raise UserError(f"{run} is not the folder of a training run, so it cannot be resumed; name one that is")
     given = {name: value for name, value in given_flags(TrainOptions, argv).items() if name != "resume"}
     _refuse_changes(run, settings, given, recipe_of)
+    if "overrides" in given:
+        given["overrides"] = {**saved.get("overrides", {}), **given["overrides"]}
     dropped = (*OF_ONE_START, *(OF_THE_LAUNCH if launched() else ()))
     saved = {name: value for name, value in saved.items() if name not in dropped}
     where = {"project": str(run.parent), "name": run.name, "exist_ok": True, "resume": str(run)}
@@ -151,31 +163,53 @@ def _refuse_changes(
     recipe_of: Callable[[Mapping[str, Any]], type[Recipe]],
 ) -> None:
     """Raises `UserError` that names a flag which the run's curve depends on, where it has changed."""
-    instead = f"leave it out, or start a new run from {run / 'weights' / 'last.pt'}"
-    for field in dataclasses.fields(TrainOptions):
+    for field in flags_of(TrainOptions):
         name = field.name
         if not field.metadata["fixed"] or name not in given or name not in settings or name == "imgsz":
             continue  # the image size in the settings is rounded: the script compares it
-        value = list(given[name]) if isinstance(given[name], tuple) else given[name]
-        if value != settings[name] and not (name == "batch_size" and value == -1):
-            raise UserError(
-                f"--{name.replace('_', '-')} is {given[name]!r} now, and {run} was begun with {settings[name]!r}: it "
-                f"cannot go on like that; {instead}"
-            )
+        if _plain(given[name]) != settings[name] and not (name == "batch_size" and given[name] == -1):
+            raise _other(run, f"--{name.replace('_', '-')}", given[name], settings[name])
+    if "hyp" in given or "overrides" in given:
+        _refuse_hyperparameters(run, settings, given, recipe_of(settings["model"]))
+
+
+def _refuse_hyperparameters(
+    run: Path, settings: Mapping[str, Any], given: Mapping[str, Any], kind: type[Recipe]
+) -> None:
+    then, overrides = settings["hyperparameters"], given.get("overrides", {})
+    for name, value in overriding(kind, overrides).items():
+        if value != then.get(name):
+            raise _other(run, OVERRIDE + name, value, then.get(name))
     if "hyp" in given:
-        kind, then = recipe_of(settings["model"]), settings["hyperparameters"]
-        now = vars(read_hyperparameters(given["hyp"], kind))
+        now = vars(read_hyperparameters(given["hyp"], kind, {**settings.get("overrides", {}), **overrides}))
         changed = [f"{name} is {now[name]} and was {then.get(name)}" for name in now if now[name] != then.get(name)]
         if changed:
-            raise UserError(f"--hyp {given['hyp']} has changed since {run} was begun: {', '.join(changed)}; {instead}")
+            said = f"--hyp {given['hyp']} has changed since {run} was begun: {', '.join(changed)}"
+            raise UserError(f"{said}; {_instead(run)}")
+
+
+def _other(run: Path, flag: str, now: Any, then: Any) -> UserError:
+    return UserError(
+        f"{flag} is {now!r} now, and {run} was begun with {then!r}: it cannot go on like that; {_instead(run)}"
+    )
+
+
+def _instead(run: Path) -> str:
+    return f"leave it out, or start a new run from {run / 'weights' / 'last.pt'}"
+
+
+def _plain(value: Any) -> Any:
+    """What a YAML makes of the value of a flag."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def changes(settings: Mapping[str, Any], options: TrainOptions) -> list[str]:
     """Sentences for the flags that are other ones than the run was begun with."""
-    free = [field.name for field in dataclasses.fields(TrainOptions) if not field.metadata["fixed"]]
+    free = [field.name for field in flags_of(TrainOptions) if not field.metadata["fixed"]]
     own = ("resume", "project", "name", "exist_ok", *OF_THE_LAUNCH, *OF_ONE_START)
     now = {name: getattr(options, name) for name in free if name in settings and name not in own}
-    said = [f"--{k.replace('_', '-')} is {v!r} and was {settings[k]!r}" for k, v in now.items() if v != settings[k]]
+    other = {name: value for name, value in now.items() if _plain(value) != settings[name]}
+    said = [f"--{name.replace('_', '-')} is {value!r} and was {settings[name]!r}" for name, value in other.items()]
     if now.get("epochs") != settings["epochs"]:
         said.append(f"the learning rate from here on is that of a run of {options.epochs} epochs")
     return said

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import cv2
 import numpy as np
 import yaml
 from accelerate import Accelerator
@@ -16,8 +15,10 @@ from accelerate.utils import broadcast, broadcast_object_list, gather_object
 from torch import nn
 
 from utils.checkpoint import States, serialised, weights_content
-from utils.console import Bar
+from utils.console import Bar, show
 from utils.files import PART, claimed, numbered_folder
+from utils.painter import PATIENCE, Painter
+from utils.tracking import Tracker
 from utils.watch import Watch
 from utils.writer import Writer
 
@@ -38,17 +39,25 @@ class Run:
         self.held = claimed(self.folder) if self.main else None
         self.states = States(self.folder / "checkpoint")
         self.writer = Writer(self.say)
+        self.painter: Painter | None = None
+        self.quiet = False
+        self.step = 0  # the optimizer step that pictures are logged at
         self.rows: list[str] = []  # of results.csv
         self._watch = Watch(float("inf"), self.folder)
 
-    def say(self, *lines: str) -> None:
-        """Print lines, once."""
-        if self.main and lines:
-            print(*lines, sep="\n", flush=True)
+    def say(self, *lines: str, always: bool = False) -> None:
+        """Print lines, once; where the run is to be quiet, warnings and what is `always` said."""
+        if not self.main:
+            return
+        for line in lines:
+            if always or not self.quiet or line.startswith("warning: "):
+                show(line)
+            for tracker in self.trackers:
+                tracker.line(line)
 
     def bar(self, title: str, images: int, done: int = 0) -> Bar:
         """A progress bar that only the main process draws; `done` images are over."""
-        return Bar(title, images, self.main, done)
+        return Bar(title, images, self.main and not self.quiet, done)
 
     def watch(self, timeout: float) -> Watch:
         """Within a `with`, a process that has not moved for so many seconds is found out: it moves by `beat`."""
@@ -83,15 +92,22 @@ class Run:
             self.rows.append(",".join(row))
         self.rows.append(",".join("" if value is None else f"{value:.9g}" for value in row.values()))
         self._write_rows()
+        if self.painter:
+            self.painter.results()
 
     def _write_rows(self) -> None:
         self._write_now("results.csv", "".join(f"{line}\n" for line in self.rows).encode())
 
-    def save(self, files: Sequence[str], model: nn.Module, **described: Mapping[Any, Any]) -> None:
-        """weights/ of these names, all alike: the model and its description, as `weights_content` takes it."""
+    def save(
+        self, files: Sequence[str], model: nn.Module, then: Callable[[], object], **described: Mapping[Any, Any]
+    ) -> None:
+        """weights/ of these names, all alike: the model and its description, as `weights_content` takes it.
+
+        then: is called when they are written.
+        """
         if self.main and files:
             content = serialised(weights_content(model, **described))
-            self.writer.files([self.folder / "weights" / name for name in files], content)
+            self.writer.files([self.folder / "weights" / name for name in files], content, then)
 
     def save_state(self, content: Mapping[str, Any]) -> None:
         """checkpoint/: what --resume needs to go on from here."""
@@ -122,19 +138,55 @@ class Run:
         """Wait until all is written. Raises `UserError` for what could not be."""
         self.writer.finish(self.folder)
 
-    def plot(self, name: str, picture: np.ndarray) -> None:
-        """Write a picture, uint8 (h, w, 3) BGR, into the run folder."""
-        self._write_now(name, cv2.imencode(Path(name).suffix, picture)[1].tobytes())
+    # Pictures and trackers: nothing of it is waited for before the end, and nothing of it fails the run
+
+    def paint(self) -> None:
+        """From here on pictures are drawn."""
+        if self.main:
+            self.painter = Painter(self.folder, self.say, self._drawn)
 
     def plots(self, draw: Callable[[], Mapping[str, np.ndarray]]) -> None:
-        """Write the pictures that `draw` makes, by name. One that cannot be drawn is a warning."""
-        if not self.main:
-            return
-        try:
-            for name, picture in draw().items():
-                self.plot(name, picture)
-        except Exception as error:  # no picture is worth a run
-            self.say(f"warning: the pictures cannot be drawn ({type(error).__name__}: {error})")
+        """Write the pictures that `draw` makes, by name, uint8 (h, w, 3) BGR, into the run folder."""
+        if self.painter:
+            self.painter.photos(draw)
+
+    def charts(self, *names: str) -> None:
+        """Draw these charts, or all, from the text files of the run folder."""
+        if self.painter:
+            self.painter.charts(*names)
+
+    def _drawn(self, files: Mapping[str, Path]) -> None:
+        for tracker in self.trackers:
+            tracker.pictures({f"pictures/{Path(name).stem}": path for name, path in files.items()}, self.step)
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """Those of the main process; others have none."""
+        return [tracker for tracker in self.accelerator.trackers if isinstance(tracker, Tracker)]
+
+    @property
+    def tracked(self) -> bool:
+        """Has the main process any tracker? The same on every process."""
+        return self.agree(bool(self.trackers))
+
+    def track(self, make: Callable[[], list[Tracker]], config: Mapping[str, Any], step: int) -> None:
+        """Begin to log into the trackers that `make` makes, at an optimizer step. config: every setting."""
+        self.step = step
+        if self.main:
+            self.accelerator.log_with = make()
+            self.accelerator.init_trackers("", dict(config))
+
+    def point(self, values: Mapping[str, Any], step: int) -> None:
+        """Log numbers by key at an optimizer step; one of the keys is "step" or "epoch", their x."""
+        self.step = step
+        self.accelerator.log({key: value for key, value in values.items() if value is not None}, step=step)
+
+    def finish(self, patience: float = PATIENCE) -> None:
+        """Draw and send what is left; both may take so many seconds."""
+        if self.painter and not self.painter.finish(patience):
+            self.say(f"warning: the pictures were not drawn in time; python -m utils.plots {self.folder} draws them")
+        for tracker in self.trackers:
+            tracker.finish(patience)
 
     def _write_now(self, name: str, content: bytes) -> None:
         if self.main:

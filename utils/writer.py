@@ -26,14 +26,16 @@ class Writer:
         self.failed: dict[Path, Callable[[], None]] = {}
         self.told: set[Path] = set()
 
-    def files(self, paths: Sequence[Path], content: memoryview | bytes) -> None:
-        """The same content into several files, each whole or as before."""
-        self.do({path: partial(_write, path, content) for path in paths})
+    def files(
+        self, paths: Sequence[Path], content: memoryview | bytes, then: Callable[[], object] = lambda: None
+    ) -> None:
+        """The same content into several files, each whole or as before. then: is called when they are written."""
+        self.do({path: partial(_write, path, content) for path in paths}, then)
 
-    def do(self, jobs: Jobs) -> None:
+    def do(self, jobs: Jobs, then: Callable[[], object] = lambda: None) -> None:
         """Start some jobs when those before are done: none waits, for each holds all that it writes."""
         self.wait()
-        self.running = jobs, self.pool.submit(_all, jobs)
+        self.running = jobs, self.pool.submit(_all, jobs, then)
 
     def wait(self) -> None:
         """Until the last jobs are done; a warning where they failed."""
@@ -65,9 +67,10 @@ class Writer:
             self.failed.pop(path)
 
 
-def _all(jobs: Jobs) -> None:
+def _all(jobs: Jobs, then: Callable[[], object]) -> None:
     for job in jobs.values():
         job()
+    then()
 
 
 def _write(path: Path, content: memoryview | bytes) -> None:

@@ -19,8 +19,8 @@ from utils.config import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, Recipe
 from utils.errors import UserError
 from utils.files import csv_text
 from utils.layout import layout
-from utils.plots import draw_captioned, draw_confusion
-from utils.summary import Summary
+from utils.plots import draw_captioned
+from utils.summary import Example, Summary, cells, confusion_text, dense
 
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, RGB, of values in 0 to 1
 TOP = 5
@@ -102,6 +102,7 @@ class ClassificationTask:
                 f"a classifier tells at least two classes apart, and the data has {', '.join(names.values())}"
             )
         self.names, self.label_smoothing = dict(names), label_smoothing
+        self.shown: frozenset[int] = frozenset()  # images whose boxes the evidence keeps: here there are none
 
     def describe(self, yaml: Mapping[str, Any]) -> dict[str, Any]:
         """A model's YAML with what the recipe asks for: nothing."""
@@ -193,17 +194,18 @@ class ClassificationTask:
         mistakes = [record for record in records if record.label != record.best[0]]
         mistakes = sorted(mistakes, key=lambda record: (-record.confidence, record.image))[:MISTAKES]
         shown = [[record.image, record.label, record.best[0], record.confidence] for record in mistakes]
-        counted = [[*map(int, cell), int(confusion[tuple(cell)])] for cell in np.argwhere(confusion)]
-        evidence = {"confusion": counted, "mistakes": shown}
+        evidence = {"confusion": cells(confusion), "mistakes": shown}
         overall, details = self._table(confusion, top1, top5)
-        return Summary(dict(zip(self.metric_names, (top1, top5), strict=True)), top1, overall, details, evidence)
+        metrics = dict(zip(self.metric_names, (top1, top5), strict=True))
+        return Summary(metrics, top1, overall, details, evidence, by_class=self._by_class(confusion))
 
-    def _confusion(self, summary: Summary) -> np.ndarray:
-        """Counts by true and predicted class, (c, c)."""
-        confusion = np.zeros((len(self.names), len(self.names)), np.int64)
-        for label, predicted, count in summary.evidence["confusion"]:
-            confusion[label, predicted] = count
-        return confusion
+    def _by_class(self, confusion: np.ndarray) -> dict[str, dict[str, float]]:
+        """Precision and recall of the classes that have images."""
+        seen = {k: name for k, name in self.names.items() if confusion[k].any()}
+        return {
+            metric: {name: float(values[k]) for k, name in seen.items()}
+            for metric, values in zip(("precision", "recall"), precision_and_recall(confusion), strict=True)
+        }
 
     def _table(self, confusion: np.ndarray, top1: float, top5: float) -> tuple[list[str], list[str]]:
         """The table's head with the row of all classes, and a row per class."""
@@ -220,30 +222,32 @@ class ClassificationTask:
 
     def documents(self, summary: Summary) -> dict[str, str]:
         """Text files for the run folder, by name: counts, precision and recall by class, and the confusion matrix."""
-        confusion = self._confusion(summary)
+        confusion = dense(summary.evidence["confusion"], len(self.names))
         precision, recall = precision_and_recall(confusion)
         names = list(self.names.values())
         by_class = [
             (name, int(confusion[k].sum()), f"{precision[k]:.9g}", f"{recall[k]:.9g}") for k, name in enumerate(names)
         ]
-        matrix = [(name, *map(int, confusion[k])) for k, name in enumerate(names)]
         return {
             "classes.csv": csv_text(("class", "images", "precision", "recall"), by_class),
-            "confusion_matrix.csv": csv_text(("true \\ predicted", *names), matrix),
+            "confusion_matrix.csv": confusion_text(confusion, names),
         }
 
+    def examples(self, summary: Summary) -> list[Example]:
+        """The images that are shown with their boxes: none."""
+        return []
+
     def pictures(self, summary: Summary, split: Split) -> dict[str, np.ndarray]:
-        """Pictures for the run folder, by name, uint8 (h, w, 3) BGR: confusion matrix, most confident mistakes."""
-        found = {"confusion_matrix.png": draw_confusion(self._confusion(summary), list(self.names.values()))}
+        """Pictures for the run folder, by name, uint8 (h, w, 3) BGR: the most confident mistakes."""
         mistakes = summary.evidence["mistakes"]
-        if mistakes:
-            images = [split.shown(image, max(self.imgsz, 160)) for image, *_ in mistakes]
-            captions = [
-                f"{self.names[predicted]} {confidence:.2f}\nis {self.names[label]}"
-                for _, label, predicted, confidence in mistakes
-            ]
-            found["mistakes.jpg"] = draw_captioned(images, captions)
-        return found
+        if not mistakes:
+            return {}
+        images = [split.shown(image, max(self.imgsz, 160)) for image, *_ in mistakes]
+        captions = [
+            f"{self.names[predicted]} {confidence:.2f}\nis {self.names[label]}"
+            for _, label, predicted, confidence in mistakes
+        ]
+        return {"mistakes.jpg": draw_captioned(images, captions)}
 
 
 def precision_and_recall(confusion: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

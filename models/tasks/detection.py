@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,10 +20,24 @@ from models.tasks.batch import Batch
 from models.yolo import Model, build_model
 from utils.boxes import xywh_to_xyxy, xyxy_to_xywh
 from utils.config import Hyperparameters, select
+from utils.files import csv_text
 from utils.layout import layout
-from utils.metrics import ClassScores, ImageRecord, SizeScores, join, match_detections, score_classes, score_sizes
+from utils.metrics import (
+    CONFIDENT,
+    POINTS,
+    ClassScores,
+    ImageRecord,
+    Shown,
+    SizeScores,
+    confusion_matrix,
+    join,
+    match_detections,
+    pair_detections,
+    score_classes,
+    score_sizes,
+)
 from utils.plots import draw_targets
-from utils.summary import Summary
+from utils.summary import Box, Example, Summary, cells, confusion_text, dense
 
 
 class Placement(Protocol):
@@ -39,6 +54,8 @@ class ImageInfo(Protocol):
 
     @property
     def image(self) -> int: ...
+    @property
+    def path(self) -> str: ...
     @property
     def size(self) -> tuple[int, int]: ...
     @property
@@ -73,6 +90,7 @@ class DetectionTask:
         self.names, self.anchors = dict(names), round(hyp.anchors)
         self.loss_settings = select(LossSettings, hyp, label_smoothing=label_smoothing)
         self.suppression = Suppression()
+        self.shown: frozenset[int] = frozenset()  # images, by their index in the split, whose boxes the evidence keeps
 
     def describe(self, yaml: Mapping[str, Any]) -> dict[str, Any]:
         """A model's YAML with what the recipe asks for: another number of anchors, that are yet to be found."""
@@ -175,8 +193,8 @@ class DetectionTask:
         return draw_targets(batch.images.cpu().numpy(), batch.targets.cpu().numpy(), self.names)
 
     def score(self, predictions: Sequence[Tensor], batch: Batch[ImageInfo]) -> list[ImageRecord]:
-        """What each image adds to the metrics."""
-        return _records(predictions, batch.infos)
+        """What each image adds to the metrics, and what is kept of it where it is to be shown."""
+        return _records(predictions, batch.infos, self.shown)
 
     def summarise(self, records: Sequence[ImageRecord]) -> Summary:
         """The metrics of a whole set, its table, and `fitness`."""
@@ -186,11 +204,44 @@ class DetectionTask:
         metrics = dict(zip(self.metric_names, means.values(), strict=True))
         fitness = 0.1 * means["mAP50"] + 0.9 * means["mAP50-95"]
         overall, details = table(self.names, len(records), scores, score_sizes(joined))
-        return Summary(metrics, fitness, overall, details)
+        by_class = {
+            name: {self.names[int(k)]: float(value) for k, value in zip(scores.classes, values, strict=True)}
+            for name, values in (("AP50", scores.ap[:, 0]), ("AP", scores.ap.mean(1)))
+        }
+        evidence = _evidence(records, scores, len(self.names))
+        return Summary(metrics, fitness, overall, details, evidence, by_class=by_class)
 
     def documents(self, summary: Summary) -> dict[str, str]:
-        """Text files for the run folder, by name."""
-        return {}
+        """Text files for the run folder, by name: scores and counts by class, curves, and the boxes that are shown."""
+        evidence, names = summary.evidence, list(self.names.values())
+        if not evidence:  # that of a run which began before there was any
+            return {}
+        classes, curves = evidence["classes"], evidence["curves"]
+        confusion = dense(evidence["confusion"], len(names) + 1)
+        by_confidence = _curve_rows(names, classes, curves["precision"], curves["recall"])
+        head = ("class", "images", "instances", "precision", "recall", "AP50", "AP50-95")
+        return {
+            "classes.csv": csv_text(head, _class_rows(names, classes)),
+            "confusion_matrix.csv": confusion_text(confusion, [*names, "background"]),
+            "curves.csv": csv_text(("class", "confidence", "precision", "recall"), by_confidence),
+            "PR_curve.csv": csv_text(("class", "recall", "precision"), _curve_rows(names, classes, curves["envelope"])),
+            "val_boxes.csv": csv_text(
+                ("image", "kind", "class", "confidence", "x1", "y1", "x2", "y2"), _box_rows(names, evidence["shown"])
+            ),
+        }
+
+    def examples(self, summary: Summary) -> list[Example]:
+        """The images that are shown with their boxes, in the order of their indices."""
+        return [
+            Example(
+                Path(one["path"]).name,
+                one["image"],
+                tuple(one["size"]),
+                [_share(int(label), None, xyxy, one["size"]) for label, *xyxy in one["labels"]],
+                [_share(int(label), score, xyxy, one["size"]) for *xyxy, score, label in one["predictions"]],
+            )
+            for one in summary.evidence.get("shown", [])
+        ]
 
     def pictures(self, summary: Summary, split: Split) -> dict[str, np.ndarray]:
         """Pictures for the run folder, by name, uint8 (h, w, 3) BGR."""
@@ -221,8 +272,84 @@ def _text_rows(found: Tensor, size: tuple[int, int], with_confidence: bool) -> l
     ]
 
 
-def _records(predictions: Sequence[Tensor], infos: Sequence[ImageInfo]) -> list[ImageRecord]:
-    """What each image adds to the metrics; of its detections (k, 6), xyxy in pixels of its file, confidence, class."""
+def _shown(found: Tensor, info: ImageInfo) -> Shown:
+    """What is kept of an image to show it; of its detections (k, 6) those that are confident."""
+    limit = np.array(info.size * 2, np.float32)
+    corners = xywh_to_xyxy(torch.tensor(info.rows[:, 1:5])).numpy() * limit
+    labels = np.concatenate((info.rows[:, :1], corners.clip(0, limit)), 1)
+    sure = found.numpy().astype(np.float32)
+    sure = sure[sure[:, 4] >= CONFIDENT]
+    return Shown(info.path, info.size, labels, sure[np.argsort(-sure[:, 4], kind="stable")])
+
+
+def _evidence(records: Sequence[ImageRecord], scores: ClassScores, classes: int) -> dict[str, Any]:
+    """Plain values of which documents and pictures are made, the same in whatever order the records come."""
+    columns = (scores.precision, scores.recall, scores.ap[:, 0], scores.ap.mean(1))
+    counts = (scores.classes, scores.images, scores.instances)
+    shown = sorted(((record.image, record.shown) for record in records if record.shown), key=lambda pair: pair[0])
+    return {
+        "classes": [list(row) for row in zip(*(values.tolist() for values in (*counts, *columns)), strict=True)],
+        "confusion": cells(confusion_matrix(records, classes)),
+        "curves": {
+            name: torch.from_numpy(values.astype(np.float32)) for name, values in scores.curves._asdict().items()
+        },
+        "shown": [
+            {
+                "image": image,
+                "path": kept.path,
+                "size": list(kept.size),
+                "labels": kept.labels.tolist(),
+                "predictions": kept.predictions.tolist(),
+            }
+            for image, kept in shown
+        ],
+    }
+
+
+def _class_rows(names: Sequence[str], classes: Sequence[Sequence[float]]) -> Iterator[list[Any]]:
+    """Rows of classes.csv: one for every class. `classes`: number, images, labels and scores of those with labels."""
+    known = {row[0]: row for row in classes}
+    for number, name in enumerate(names):
+        if number in known:
+            _, images, instances, *scores = known[number]
+            yield [name, images, instances, *(f"{score:.9g}" for score in scores)]
+        else:
+            yield [name, 0, 0, *[""] * 4]
+
+
+def _curve_rows(names: Sequence[str], classes: Sequence[Sequence[float]], *curves: Tensor) -> Iterator[list[str]]:
+    """Rows of a curve's file: class, place and values, for every class that has labels. `curves`: (c, 201) each."""
+    places = [f"{place:.4g}" for place in POINTS]
+    for (number, *_), *values in zip(classes, *(curve.tolist() for curve in curves), strict=True):
+        for place, *row in zip(places, *values, strict=True):
+            yield [names[int(number)], place, *(f"{value:.6g}" for value in row)]
+
+
+def _box_rows(names: Sequence[str], shown: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """Rows of val_boxes.csv: labels and predictions of each image, or a row that says that there are none."""
+    for one in shown:
+        for label, *xyxy in one["labels"]:
+            yield [one["path"], "label", names[int(label)], "", *(f"{value:.6g}" for value in xyxy)]
+        for *xyxy, confidence, label in one["predictions"]:
+            row = (f"{value:.6g}" for value in (confidence, *xyxy))
+            yield [one["path"], "prediction", names[int(label)], *row]
+        if not one["labels"] and not one["predictions"]:
+            yield [one["path"], "image", *[""] * 6]
+
+
+def _share(label: int, confidence: float | None, xyxy: Sequence[float], size: Sequence[int]) -> Box:
+    """A box of the file's pixels as shares of its width and height."""
+    (left, top, right, bottom), (width, height) = xyxy, size
+    return Box(label, confidence, (left / width, top / height, right / width, bottom / height))
+
+
+def _records(
+    predictions: Sequence[Tensor], infos: Sequence[ImageInfo], shown: Collection[int] = ()
+) -> list[ImageRecord]:
+    """What each image adds to the metrics; of its detections (k, 6), xyxy in pixels of its file, confidence, class.
+
+    `shown`: the images of which more is kept.
+    """
     if not infos:
         return []
     counts, true_counts = [len(found) for found in predictions], [len(info.rows) for info in infos]
@@ -237,12 +364,26 @@ def _records(predictions: Sequence[Tensor], infos: Sequence[ImageInfo]) -> list[
     overlap, partner, beaten = match_detections(boxes, group, truth, true_group)
     true_side = _side(truth)
     partner_side = np.where(overlap > 0, np.append(true_side, np.float32(0))[partner], np.float32(0))
-    columns = (overlap, beaten, partner_side, confidence, label, _side(boxes))
-    per_image = zip(*(np.split(column, np.cumsum(counts)[:-1]) for column in columns), strict=True)
-    true_per_image = zip(*(np.split(c, np.cumsum(true_counts)[:-1]) for c in (true_label, true_side)), strict=True)
+    sure = np.flatnonzero(confidence > CONFIDENT)
+    taken, taken_for = pair_detections(boxes[sure], image[sure], truth, true_image)
+    pairs = np.stack((true_label[taken_for], label[sure[taken]]), 1).astype(np.int32)
+    per_image = zip(
+        infos,
+        predictions,
+        _cut(counts, overlap, beaten, partner_side, confidence, label, _side(boxes)),
+        _cut(true_counts, true_label, true_side),
+        _cut(np.bincount(true_image[taken_for], minlength=len(infos)), pairs),
+        strict=True,
+    )
     return [
-        ImageRecord(info.image, *own, *true) for info, own, true in zip(infos, per_image, true_per_image, strict=True)
+        ImageRecord._make((info.image, *own, *true, *both, _shown(found, info) if info.image in shown else None))
+        for info, found, own, true, both in per_image
     ]
+
+
+def _cut(counts: Sequence[int] | np.ndarray, *columns: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
+    """Each image's part of columns that hold all images' rows, `counts` of each."""
+    return zip(*(np.split(column, np.cumsum(counts)[:-1]) for column in columns), strict=True)
 
 
 def _side(boxes: np.ndarray) -> np.ndarray:
@@ -260,9 +401,10 @@ def table(
     means = [number(value) for value in scores.means().values()]
     head = row.format("Class", "Images", "Instances", "P", "R", "mAP50", "mAP50-95")
     overall = row.format("all", images, int(scores.instances.sum()), *means)
+    columns = (scores.classes, scores.images, scores.instances, scores.precision, scores.recall, scores.ap)
     details = [
         row.format(names[int(c)][:22], seen, count, *map(number, (precision, recall, ap[0], ap.mean())))
-        for c, seen, count, precision, recall, ap in zip(*vars(scores).values(), strict=True)
+        for c, seen, count, precision, recall, ap in zip(*columns, strict=True)
     ]
     for size in sizes:
         span = f"{size.low:g}-{size.high:g} px" if size.high < float("inf") else f"{size.low:g}+ px"

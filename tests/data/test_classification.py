@@ -411,6 +411,7 @@ def test_documents_list_the_classes_and_the_images_of_each_split(tmp_path: Path)
             f"train,dog,{tmp_path}/train/dog/0.png\n"
             f"val,dog,{tmp_path}/val/dog/2.png\n"
         ),
+        "labels.csv": ("split,class,images,instances\ntrain,Käfer,1,1\ntrain,dog,1,1\nval,Käfer,0,0\nval,dog,1,1\n"),
     }
 
 
@@ -422,6 +423,16 @@ def test_documents_keep_names_with_commas_and_quotes(tmp_path: Path) -> None:
     assert json.loads(documents["class_indices.json"]) == {"0": name}
     rows = list(csv.reader(documents["split.csv"].splitlines()))
     assert rows[1:] == [[split, name, f"{tmp_path}/train/{name}/0.png"] for split in ("train", "val")]
+    counts = list(csv.reader(documents["labels.csv"].splitlines()))
+    assert counts[1:] == [[split, name, "1", "1"] for split in ("train", "val")]
+
+
+def test_documents_count_the_images_of_each_class(folder: Path) -> None:
+    data = data_of(folder)
+    documents = data.documents(data.split("train"), data.split("val"))
+    assert documents["labels.csv"].splitlines()[1:] == [
+        "train,cat,5,5", "train,dog,4,4", "train,owl,4,4", "val,cat,1,1", "val,dog,2,2", "val,owl,0,0"
+    ]  # fmt: skip
 
 
 # training items

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from data import DATASETS
+from data import DATASETS, detection
 from data.augment import AugmentSettings, Placement, Sample
 from data.batches import room
 from data.detection import Batch, DetectionData, EvaluationItems, ImageInfo, Split, TrainingItems, collate, to_tensors
@@ -371,6 +371,98 @@ def test_shrinking_is_smooth_for_evaluation_and_quick_for_training(tmp_path: Pat
     assert (batch.images == 40).all()
 
 
+# what is shown of an image
+
+
+def test_an_image_is_shown_as_displayed_and_no_larger_than_asked(tmp_path: Path) -> None:
+    pixels = np.zeros((64, 128, 3), np.uint8)
+    pixels[:16, :32] = (200, 100, 50)  # turned clockwise, this corner comes to the top right
+    exif = Image.Exif()
+    exif[EXIF_ORIENTATION] = 6
+    write_image(tmp_path / "images/a.png", pixels, exif=exif)
+    write_image(tmp_path / "images/b.png", np.full((10, 33, 3), 9, np.uint8), "0 0.5 0.5 1 1")
+    split = data_of(tmp_path).split("val")
+    found = split.shown(0, 64)
+    assert (found.dtype, found.shape) == (np.uint8, (64, 32, 3))
+    assert (found[:16, 24:] == (50, 100, 200)).all()  # blue comes first
+    assert (found[16:] == 0).all()
+    assert (found[:, :24] == 0).all()
+    for side in (128, 500):
+        assert split.shown(0, side).shape == (128, 64, 3)
+    assert split.shown(1, 16).shape == (5, 16, 3)  # 4.8 rows are rounded up
+    assert split.shown(1, 640).shape == (10, 33, 3)
+
+
+def test_an_image_is_shrunk_smoothly_to_be_shown(tmp_path: Path) -> None:
+    pixels = np.zeros((64, 64, 3), np.uint8)
+    pixels[1::4, 1::4] = 160  # one of every 16 pixels
+    write_image(tmp_path / "images/a.png", pixels, "0 0.5 0.5 1 1")
+    assert (data_of(tmp_path).split("val").shown(0, 16) == 10).all()
+
+
+# documents
+
+
+def labelled(tmp_path: Path) -> DetectionData:
+    """Training: classes 0, 0 and 2 in one image, 2 in another, nothing in a third. Validation: class 1."""
+    grey = np.zeros((20, 20, 3), np.uint8)
+    write_image(tmp_path / "images/train/a.png", grey, "0 .5 .5 .25 .5", "2 .5 .5 1 1", "0 0.123456 .5 .1 .2")
+    write_image(tmp_path / "images/train/b.png", grey, "2 .4 .5 .3 .2")
+    write_image(tmp_path / "images/train/c.png", grey)
+    write_image(tmp_path / "images/val/d.png", grey, "1 .5 .5 .5 .5")
+    file = tmp_path / "data.yaml"
+    file.write_text("train: images/train\nval: images/val\nnames: ['a, \"b\"', car, disc]\n")
+    return DetectionData(read_spec(file), imgsz=64, stride=32, single_class=False, workers=0, cache="")
+
+
+def test_documents(tmp_path: Path) -> None:
+    data = labelled(tmp_path)
+    assert data.documents(data.split("train"), data.split("val")) == {
+        "labels.csv": (
+            "split,class,images,instances\n"
+            'train,"a, ""b""",1,2\n'
+            "train,car,0,0\n"
+            "train,disc,2,2\n"
+            'val,"a, ""b""",0,0\n'
+            "val,car,1,1\n"
+            "val,disc,0,0\n"
+        ),
+        "boxes.csv": (
+            "class,x,y,width,height\n"
+            '"a, ""b""",0.5,0.5,0.25,0.5\n'
+            "disc,0.5,0.5,1,1\n"
+            '"a, ""b""",0.12346,0.5,0.1,0.2\n'
+            "disc,0.4,0.5,0.3,0.2\n"
+        ),
+    }
+
+
+def test_documents_of_a_single_class(tmp_path: Path) -> None:
+    data = replace(labelled(tmp_path), single_class=True)
+    documents = data.documents(data.split("train"), data.split("val"))
+    assert documents["labels.csv"].splitlines()[1:] == ["train,item,2,4", "val,item,1,1"]
+    assert [row.split(",")[0] for row in documents["boxes.csv"].splitlines()[1:]] == ["item"] * 4
+
+
+def test_documents_where_nothing_is_labelled_for_validation(tmp_path: Path) -> None:
+    data = labelled(tmp_path)
+    (tmp_path / "labels/val/d.txt").unlink()
+    documents = data.documents(data.split("train"), data.split("val"))
+    assert documents["labels.csv"].splitlines()[4:] == ['val,"a, ""b""",0,0', "val,car,0,0", "val,disc,0,0"]
+
+
+def test_of_many_boxes_some_are_listed_from_beginning_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [f"0 0.{k:03} 0.5 0.1 0.1" for k in range(100, 200)]
+    write_image(tmp_path / "images/a.png", np.zeros((20, 20, 3), np.uint8), *rows)
+    data = data_of(tmp_path)
+    split = data.split("train")
+    assert detection.MOST_BOXES == 5000
+    monkeypatch.setattr(detection, "MOST_BOXES", 4)
+    documents = data.documents(split, split)
+    assert [row.split(",")[1] for row in documents["boxes.csv"].splitlines()[1:]] == ["0.1", "0.125", "0.15", "0.175"]
+    assert documents["labels.csv"].splitlines()[1] == "train,class 0,1,100"
+
+
 # pieces
 
 
@@ -547,7 +639,6 @@ def test_all_files_that_training_reads_are_listed(folder: Path) -> None:
         "labels of train": rows,
         "labels of val": rows,
     }
-    assert data.documents(data.split("train"), data.split("val")) == {}
 
 
 def test_strict_refuses_the_first_problem_of_a_split(folder: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import random
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +17,8 @@ from models.losses import LossSettings
 from models.tasks import TASKS
 from models.tasks.detection import DetectionTask, _to_file
 from utils.config import Hyperparameters
-from utils.metrics import ImageRecord
+from utils.metrics import POINTS, ImageRecord
+from utils.summary import Box, Example, Summary
 
 NAMES = {0: "disc", 1: "traffic light", 2: "bar"}
 
@@ -29,6 +33,7 @@ class Info(NamedTuple):
     size: tuple[int, int] = (100, 200)  # width, height
     placement: Place = Place()
     rows: np.ndarray = np.zeros((0, 5), np.float32)
+    path: str = "/data/a.jpg"
 
 
 class Images(NamedTuple):
@@ -269,3 +274,248 @@ def test_records_are_compact(task: DetectionTask) -> None:
     infos = [Info(k, (100, 100), rows=labels((0, 0.5, 0.5, 0.2, 0.2))) for k in range(4)]
     records = task.score([torch.rand(300, 6).double()] * 4, batch(*infos))
     assert len(pickle.dumps(records[0])) < 300 * 50
+
+
+def test_records_keep_boxes_of_the_images_that_are_shown_alone(task: DetectionTask) -> None:
+    infos = [Info(k, rows=labels((0, 0.5, 0.5, 0.2, 0.2))) for k in range(3)]
+    found = [torch.tensor([[10, 20, 30, 40, 0.9, 2.0]])] * 3
+    assert [record.shown for record in task.score(found, batch(*infos))] == [None] * 3
+    task.shown = frozenset([1, 7])
+    first, second, third = task.score(found, batch(*infos))
+    assert (first.shown, third.shown) == (None, None)
+    assert second.shown is not None
+    assert len(pickle.dumps(second)) < len(pickle.dumps(first)) + 700
+
+
+# Evidence
+
+IMAGE = (100, 100)
+DISC, LIGHT = (0, 0.2, 0.2, 0.2, 0.2), (1, 0.7, 0.7, 0.4, 0.4)  # labels at 10, 10, 30, 30 and 50, 50, 90, 90
+
+
+def box(low: float, high: float, confidence: float, label: int) -> list[float]:
+    return [low, low, high, high, confidence, label]
+
+
+def confusion(task: DetectionTask, rows: list[tuple[float, ...]], *found: list[float]) -> list[list[int]]:
+    """Cells of the confusion matrix of one image; 3 is background."""
+    detections = torch.tensor(found).view(-1, 6)
+    return task.summarise(task.score([detections], batch(Info(0, IMAGE, rows=labels(*rows))))).evidence["confusion"]
+
+
+def test_confusion_counts_what_was_taken_for_what(task: DetectionTask) -> None:
+    assert confusion(task, [DISC, LIGHT], box(10, 30, 0.9, 0), box(50, 90, 0.8, 1)) == [[0, 0, 1], [1, 1, 1]]
+    assert confusion(task, [DISC, LIGHT], box(10, 30, 0.9, 2), box(50, 90, 0.8, 1)) == [[0, 2, 1], [1, 1, 1]]
+
+
+def test_a_second_detection_of_a_label_is_of_the_background(task: DetectionTask) -> None:
+    assert confusion(task, [DISC], box(10, 30, 0.5, 0), box(10, 29, 0.9, 0)) == [[0, 0, 1], [3, 0, 1]]
+    # The nearer one has the label, though it is of another class and less confident.
+    assert confusion(task, [DISC], box(10, 29, 0.9, 0), box(10, 30, 0.3, 1)) == [[0, 1, 1], [3, 0, 1]]
+
+
+def test_misses_and_false_detections(task: DetectionTask) -> None:
+    assert confusion(task, [DISC, LIGHT]) == [[0, 3, 1], [1, 3, 1]]
+    assert confusion(task, [], box(10, 30, 0.9, 2), box(50, 90, 0.8, 2)) == [[3, 2, 2]]
+    assert confusion(task, [DISC], box(50, 90, 0.8, 0)) == [[0, 3, 1], [3, 0, 1]]  # elsewhere
+    assert confusion(task, [DISC], box(10, 24, 0.8, 0)) == [[0, 0, 1]]  # 14 x 14 of 20 x 20: 0.49
+    assert confusion(task, [DISC], box(10, 23, 0.8, 0)) == [[0, 3, 1], [3, 0, 1]]  # 13 x 13: 0.42
+    assert confusion(task, []) == []
+
+
+def test_confusion_is_of_confident_detections(task: DetectionTask) -> None:
+    assert confusion(task, [DISC], box(10, 30, 0.25, 0)) == [[0, 3, 1]]
+    assert confusion(task, [DISC], box(10, 30, 0.2500001, 0)) == [[0, 0, 1]]
+
+
+def test_images_are_not_confused_with_each_other(task: DetectionTask) -> None:
+    """The detection of the second image lies where the first has a label, and the third is empty."""
+    infos = (Info(0, IMAGE, rows=labels(DISC)), Info(1, IMAGE), Info(2, IMAGE))
+    found = [torch.zeros(0, 6), torch.tensor([box(10, 30, 0.9, 0)]), torch.zeros(0, 6)]
+    assert task.summarise(task.score(found, batch(*infos))).evidence["confusion"] == [[0, 3, 1], [3, 0, 1]]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3, 4])
+def test_confusion_adds_up_to_labels_and_detections(task: DetectionTask, seed: int) -> None:
+    found, infos = random_images(seed)
+    matrix = np.zeros((4, 4), int)
+    for true, predicted, count in task.summarise(task.score(found, batch(*infos))).evidence["confusion"]:
+        matrix[true, predicted] = count
+    truth = np.concatenate([info.rows[:, 0] for info in infos]).astype(int)
+    sure = np.concatenate([image[image[:, 4] > 0.25, 5] for image in found]).astype(int)
+    assert matrix[:3].sum(1).tolist() == np.bincount(truth, minlength=3).tolist()
+    assert matrix[:, :3].sum(0).tolist() == np.bincount(sure, minlength=3).tolist()
+    assert 0 < matrix[:3, :3].sum() < min(len(truth), len(sure))
+
+
+def shown_images(task: DetectionTask) -> list[ImageRecord]:
+    """An empty image; a disc that is found; a light that is not, beside a bar that is none; one that is not shown."""
+    task.shown = frozenset([2, 4, 7])
+    infos = (
+        Info(7, IMAGE, rows=labels((1, 0.9, 0.5, 0.4, 0.25)), path="/data/c.jpg"),  # 70, 37.5, 110, 62.5
+        Info(2, (64, 48), path='/data/a, "b".jpg'),
+        Info(1, IMAGE, path="/data/hidden.jpg"),
+        Info(4, (200, 100), rows=labels((0, 0.5, 0.5, 0.25, 0.5)), path="/data/b.jpg"),  # 75, 25, 125, 75
+    )
+    found = [
+        torch.tensor([[0, 0, 100 / 3, 50, 0.25, 2], [0, 0, 9, 9, 0.249, 2]]).double(),
+        torch.tensor([[0, 0, 9, 9, 0.2, 2.0]]).double(),
+        torch.tensor([[0, 0, 9, 9, 0.9, 2.0]]).double(),
+        torch.tensor([[75, 25, 125, 75, 0.5, 0], [10, 20, 30, 40, 0.5, 2]]).double(),
+    ]
+    return task.score(found, batch(*infos))
+
+
+def test_documents(task: DetectionTask) -> None:
+    documents = task.documents(task.summarise(shown_images(task)))
+    assert set(documents) == {"classes.csv", "confusion_matrix.csv", "curves.csv", "PR_curve.csv", "val_boxes.csv"}
+    assert documents["classes.csv"] == (
+        "class,images,instances,precision,recall,AP50,AP50-95\n"
+        "disc,1,1,1,1,0.995,0.995\n"
+        "traffic light,1,1,0,0,0,0\n"
+        "bar,0,0,,,,\n"
+    )
+    assert documents["confusion_matrix.csv"] == (
+        "true \\ predicted,disc,traffic light,bar,background\n"
+        "disc,1,0,0,0\n"
+        "traffic light,0,0,0,1\n"
+        "bar,0,0,0,0\n"
+        "background,0,0,2,0\n"
+    )
+    assert documents["val_boxes.csv"] == (
+        "image,kind,class,confidence,x1,y1,x2,y2\n"
+        '"/data/a, ""b"".jpg",image,,,,,,\n'
+        "/data/b.jpg,label,disc,,75,25,125,75\n"
+        "/data/b.jpg,prediction,disc,0.5,75,25,125,75\n"
+        "/data/b.jpg,prediction,bar,0.5,10,20,30,40\n"
+        "/data/c.jpg,label,traffic light,,70,37.5,100,62.5\n"  # cut at the edge
+        "/data/c.jpg,prediction,bar,0.25,0,0,33.3333,50\n"
+    )
+    places = [f"{place:g}" for place in POINTS]
+    assert documents["curves.csv"].splitlines() == [
+        "class,confidence,precision,recall",
+        *(f"disc,{place},1,{int(float(place) <= 0.5)}" for place in places),
+        *(f"traffic light,{place},0,0" for place in places),
+    ]
+    assert documents["PR_curve.csv"].splitlines() == [
+        "class,recall,precision",
+        *(f"disc,{place},{int(float(place) < 1)}" for place in places),
+        *(f"traffic light,{place},0" for place in places),
+    ]
+
+
+def test_documents_without_any_label(task: DetectionTask) -> None:
+    infos = (Info(0, IMAGE), Info(1, IMAGE))
+    found = [torch.tensor([box(10, 30, 0.9, 1)]), torch.zeros(0, 6)]
+    documents = task.documents(task.summarise(task.score(found, batch(*infos))))
+    assert documents["classes.csv"].splitlines()[1:] == ["disc,0,0,,,,", "traffic light,0,0,,,,", "bar,0,0,,,,"]
+    assert documents["confusion_matrix.csv"].splitlines()[-1] == "background,0,1,0,0"
+    assert [len(documents[name].splitlines()) for name in ("curves.csv", "PR_curve.csv", "val_boxes.csv")] == [1, 1, 1]
+
+
+def test_documents_of_one_class() -> None:
+    task = DetectionTask({0: "item"}, Hyperparameters())
+    summary = task.summarise(
+        task.score([torch.tensor([box(10, 30, 0.9, 0)])], batch(Info(0, IMAGE, rows=labels(DISC))))
+    )
+    documents = task.documents(summary)
+    assert documents["confusion_matrix.csv"] == "true \\ predicted,item,background\nitem,1,0\nbackground,0,0\n"
+    assert documents["classes.csv"].splitlines()[1:] == ["item,1,1,1,1,0.995,0.995"]
+    assert len(documents["curves.csv"].splitlines()) == 202
+
+
+def test_a_run_from_before_there_was_evidence(task: DetectionTask) -> None:
+    summary = Summary({}, 0.0, [], [])
+    assert task.documents(summary) == {}
+    assert task.examples(summary) == []
+
+
+def test_scores_by_class(task: DetectionTask) -> None:
+    summary = task.summarise(shown_images(task))
+    assert {name: list(values) for name, values in summary.by_class.items()} == {
+        "AP50": ["disc", "traffic light"],  # no bar has a label
+        "AP": ["disc", "traffic light"],
+    }
+    assert summary.by_class["AP50"] == pytest.approx({"disc": 0.995, "traffic light": 0})
+    records = [record._replace(overlap=np.minimum(record.overlap, 0.72)) for record in shown_images(task)]
+    assert task.summarise(records).by_class["AP"] == pytest.approx({"disc": 0.4975, "traffic light": 0})
+
+
+def test_examples(task: DetectionTask) -> None:
+    empty, found, missed = task.examples(task.summarise(shown_images(task)))
+    assert empty == Example('a, "b".jpg', 2, (64, 48), [], [])
+    assert found == Example(
+        "b.jpg",
+        4,
+        (200, 100),
+        [Box(0, None, (0.375, 0.25, 0.625, 0.75))],
+        [Box(0, 0.5, (0.375, 0.25, 0.625, 0.75)), Box(2, 0.5, (0.05, 0.2, 0.15, 0.4))],
+    )
+    assert missed[:3] == ("c.jpg", 7, IMAGE)
+    ((label, confidence, corners),) = missed.truth
+    assert (label, confidence) == (1, None)
+    assert corners == pytest.approx((0.7, 0.375, 1, 0.625))
+    assert [(one.label, one.confidence) for one in missed.found] == [(2, 0.25)]
+    assert missed.found[0].xyxy == pytest.approx((0, 0, 1 / 3, 0.5))
+    assert {type(side) for one in missed.found for side in one.xyxy} == {float}
+
+
+def test_predictions_are_shown_in_falling_confidence(task: DetectionTask) -> None:
+    task.shown = frozenset([0])
+    found = torch.tensor([box(1, 9, 0.5, 0), box(2, 9, 0.75, 1), box(3, 9, 0.5, 2), box(4, 9, 0.1, 0)])
+    summary = task.summarise(task.score([found], batch(Info(0, IMAGE))))
+    (example,) = task.examples(summary)
+    assert [(one.label, one.confidence) for one in example.found] == [(1, 0.75), (0, 0.5), (2, 0.5)]
+    rows = task.documents(summary)["val_boxes.csv"].splitlines()[1:]
+    assert [row.split(",")[1:4] for row in rows] == [
+        ["prediction", "traffic light", "0.75"],
+        ["prediction", "disc", "0.5"],
+        ["prediction", "bar", "0.5"],
+    ]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_who_made_which_record_does_not_matter(task: DetectionTask, seed: int) -> None:
+    """One process with one batch, or several with others."""
+    task.shown = frozenset(range(0, 12, 2))
+    found, infos = random_images(seed)
+    wanted = task.summarise(task.score(found, batch(*infos)))
+    records = [record for k in range(0, 12, 5) for record in task.score(found[k : k + 5], batch(*infos[k : k + 5]))]
+    random.Random(seed).shuffle(records)
+    summary = task.summarise(records)
+    assert (summary.metrics, summary.details, summary.by_class) == (wanted.metrics, wanted.details, wanted.by_class)
+    for name in ("classes", "confusion", "shown"):
+        assert summary.evidence[name] == wanted.evidence[name] != []
+    for name, curve in wanted.evidence["curves"].items():
+        assert torch.equal(summary.evidence["curves"][name], curve)
+    assert task.documents(summary) == task.documents(wanted)
+    assert task.examples(summary) == task.examples(wanted)
+
+
+def test_evidence_goes_through_a_file(task: DetectionTask) -> None:
+    """As a state holds it: copied, saved, and read without running anything; a path may hold any bytes."""
+    with torch.inference_mode():
+        records = shown_images(task)
+        (odd,) = [record for record in records if record.image == 4]
+        assert odd.shown is not None
+        records[records.index(odd)] = odd._replace(shown=odd.shown._replace(path="/data/\udcff.jpg"))
+        summary = task.summarise(records)
+    file = io.BytesIO()
+    torch.save(asdict(summary), file)
+    file.seek(0)
+    again = Summary(**torch.load(file, weights_only=True))
+    assert task.documents(again) == task.documents(summary)
+    assert task.examples(again) == task.examples(summary)
+    assert again.by_class == summary.by_class
+    assert "/data/\udcff.jpg,label" in task.documents(again)["val_boxes.csv"]
+
+
+def test_evidence_is_small() -> None:
+    """Of 80 classes: three curves of 201 numbers of four bytes each, and little else."""
+    task = DetectionTask({k: f"class {k}" for k in range(80)}, Hyperparameters())
+    infos = [Info(k, rows=labels((k % 80, 0.5, 0.5, 0.2, 0.2))) for k in range(160)]
+    summary = task.summarise(task.score([torch.rand(30, 6).double()] * 160, batch(*infos)))
+    assert all(curve.dtype == torch.float32 for curve in summary.evidence["curves"].values())
+    file = io.BytesIO()
+    torch.save(summary.evidence, file)
+    assert 3 * 80 * 201 * 4 < file.tell() < 3 * 80 * 201 * 4 + 30_000

@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from models.tasks.classification import ClassificationRecipe
 from utils.config import (
     BUILT_IN_JOB,
+    REFUSED,
     SUGGESTED,
     Hyperparameters,
     Recipe,
     TrainOptions,
     ValOptions,
+    flags_of,
     from_mapping,
+    given_flags,
     parse_options,
     read_hyperparameters,
     select,
@@ -30,7 +34,7 @@ from utils.files import ROOT, read_yaml
 
 KINDS = (TrainOptions, ValOptions)
 EVERY_FIELD = [
-    pytest.param(kind, field, id=f"{kind.__name__}.{field.name}") for kind in KINDS for field in fields(kind)
+    pytest.param(kind, field, id=f"{kind.__name__}.{field.name}") for kind in KINDS for field in flags_of(kind)
 ]
 # YOLOv5's own, except for the recipe's file name.
 YOLOV5_TRAIN = {
@@ -96,6 +100,11 @@ def test_defaults_are_those_of_yolov5(kind: type, expected: dict[str, Any]) -> N
     assert options == kind()
 
 
+def test_all_fields_but_one_are_flags() -> None:
+    assert [field.name for field in fields(TrainOptions) if field not in flags_of(TrainOptions)] == ["overrides"]
+    assert flags_of(ValOptions) == list(fields(ValOptions))
+
+
 @pytest.mark.parametrize(("kind", "field"), EVERY_FIELD)
 def test_every_field_is_a_flag(kind: type, field: dataclasses.Field[Any]) -> None:
     hint = typing.get_type_hints(kind)[field.name]
@@ -110,7 +119,8 @@ def test_every_field_is_a_flag(kind: type, field: dataclasses.Field[Any]) -> Non
         value = 7 if 7 in field.metadata["within"] else 0.5
         words = [str(value)]
     else:
-        words, value = ["7", "8"], (7, 8)
+        words = ["7", "8"]
+        value = tuple(map(typing.get_args(hint)[0], words))
     for name in {field.name, field.name.replace("_", "-"), *field.metadata["aliases"]}:
         options = parse_options(kind, [f"--{name}", *words])
         assert getattr(options, field.name) == value
@@ -124,11 +134,12 @@ def test_help_tells_every_flag_and_default(kind: type, capsys: pytest.CaptureFix
         parse_options(kind, ["--help"])
     assert caught.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    for field in fields(kind):
+    for field in flags_of(kind):
         assert f"--{field.name.replace('_', '-')}" in text
         assert field.metadata["help"] in text
     assert "(default 640)" in text
-    assert text.count("(default ") == len(fields(kind))
+    assert text.count("(default ") == len(flags_of(kind))
+    assert ("--hyp.lr0 0.005" in text) == (kind is TrainOptions)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +169,13 @@ def test_freeze_takes_several_numbers() -> None:
     assert train("--freeze", "1", "2", "3", "--epochs", "5") == TrainOptions(freeze=(1, 2, 3), epochs=5)
 
 
+def test_tags_are_parted_by_spaces_or_commas() -> None:
+    for words in (["a", "b", "c"], ["a,b,c"], ["a,b", "c"], ["a, b", ",c,"]):
+        assert train("--wandb-tags", *words) == TrainOptions(wandb_tags=("a", "b", "c"))
+    assert train("--wandb-tags=a,7").wandb_tags == ("a", "7")
+    assert train("--wandb-tags", "").wandb_tags == ()
+
+
 def test_options_are_immutable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         train().epochs = 3  # type: ignore[misc]
@@ -183,6 +201,11 @@ def test_options_are_immutable() -> None:
         (["--dist-timeout", "inf"], "argument --dist-timeout/--dist_timeout: inf is out of range; give 1 to 1000000"),
         (["--time-limit", "nan"], "argument --time-limit/--time_limit: nan is out of range; give 0 or more"),
         (["--label-smoothing", "1"], "argument --label-smoothing/--label_smoothing: 1 is out of range; give 0 or more"),
+        (["--wandb-tags"], "argument --wandb-tags/--wandb_tags: expected at least one argument"),
+        (["--hyp.lr0"], "argument --hyp.lr0: expected one argument"),
+        (["--hyp.lr0", "--epochs", "3"], "argument --hyp.lr0: expected one argument"),
+        (["--hyp.lr0", "0.1", "0.2"], "unknown flag 0.2"),
+        (["--name", "--hyp.lr0", "0.1"], "argument --name: expected one argument"),
     ],
 )
 def test_a_wrong_flag_is_one_line_and_exit_code_2(
@@ -196,6 +219,38 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(
     assert err.startswith(f"error: {message}")
     assert err.endswith(" --help\n")
     assert err.count("\n") == 1
+
+
+EVOLUTION = "is not built in: W&B sweeps tune hyperparameters, each trial on as many devices as you like"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--evolve"],
+        ["--evolve", "300"],
+        ["--evolve=300"],
+        ["--evolve_population", "data/hyps"],
+        ["--evolve-population=data/hyps"],
+        ["--resume_evolve", "runs/evolve"],
+        ["--data", "x", "--resume_evolve=runs/evolve"],
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_yolov5_has_and_we_do_not(kind: type, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """One line and exit code 2, with what to do instead."""
+    with pytest.raises(SystemExit) as caught:
+        parse_options(kind, argv)
+    assert caught.value.code == 2
+    name = next(word for word in argv if "evolve" in word).partition("=")[0]
+    assert capsys.readouterr().err == f"error: {name} {EVOLUTION}; see sweep.yaml and docs/tracking.md#sweeps\n"
+
+
+def test_what_is_refused_is_no_flag_of_both_scripts() -> None:
+    """A flag of one script may be refused in the other."""
+    names = [{name for field in flags_of(kind) for name in (field.name, *field.metadata["aliases"])} for kind in KINDS]
+    assert not set(REFUSED) & names[0] & names[1]
+    assert all("-" not in name for name in REFUSED)  # it is looked up with underscores
 
 
 # The built-in job
@@ -220,6 +275,11 @@ def test_yolov5s_defaults_apply_as_soon_as_a_file_is_named(flag: str) -> None:
     default = getattr(TrainOptions(), flag)
     assert parse_options(TrainOptions, [f"--{flag}", default], BUILT_IN_JOB) == TrainOptions()  # even the default's
     assert parse_options(TrainOptions, [f"--{flag}="], BUILT_IN_JOB) == TrainOptions(**{flag: ""})
+
+
+def test_a_single_hyperparameter_leaves_the_built_in_job() -> None:
+    found = parse_options(TrainOptions, ["--hyp.lr0", "0.01"], BUILT_IN_JOB)
+    assert found == TrainOptions(**BUILT_IN_JOB, overrides={"lr0": "0.01"})
 
 
 # Hyperparameter files
@@ -276,6 +336,84 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: st
 def test_a_file_that_is_not_there() -> None:
     with pytest.raises(UserError, match=r"hyperparameter file 'x' is not a file.*high\.yaml, low\.yaml, med\.yaml"):
         read_hyperparameters("x", Hyperparameters)
+
+
+# Single hyperparameters
+
+
+@pytest.mark.parametrize(
+    ("argv", "overrides"),
+    [
+        ([], {}),
+        (["--hyp.lr0", "0.005"], {"lr0": "0.005"}),
+        (["--hyp.lr0=0.005"], {"lr0": "0.005"}),
+        (["--hyp.weight-decay", "0", "--epochs", "3"], {"weight_decay": "0"}),
+        (["--hyp.weight_decay=1e-4", "--hyp.box", "7"], {"weight_decay": "1e-4", "box": "7"}),
+        (["--hyp.lr0", "1", "--hyp.box=2", "--hyp.lr0=3"], {"lr0": "3", "box": "2"}),
+        (["--hyp.weight-decay=1", "--hyp.weight_decay=2"], {"weight_decay": "2"}),
+        (["--hyp.degrees", "-3", "--hyp.box", "-1e-3"], {"degrees": "-3", "box": "-1e-3"}),
+        (
+            ["--hyp.degrees", "-.5", "--hyp.box=-1e-3", "--hyp.cls", "-inf"],
+            {"degrees": "-.5", "box": "-1e-3", "cls": "-inf"},
+        ),
+        (["--hyp", "low", "--hyp.nonsense", "x=y"], {"nonsense": "x=y"}),  # the task knows which there are
+        (["--hyp.lr0="], {"lr0": ""}),
+        (["--hyp.KEY", "1"], {"KEY": "1"}),
+    ],
+)
+def test_overrides_are_kept_as_text(argv: list[str], overrides: dict[str, str]) -> None:
+    found = train(*argv)
+    assert found.overrides == overrides
+    assert found == TrainOptions(hyp=found.hyp, epochs=found.epochs, overrides=overrides)
+    assert given_flags(TrainOptions, argv).get("overrides", {}) == overrides
+    assert with_defaults(found, argv, {"imgsz": 64}).overrides == overrides
+    assert TrainOptions(**yaml.safe_load(yaml.safe_dump(vars(found)))).overrides == overrides
+
+
+def test_overrides_are_for_training(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(ValOptions, ["--hyp.lr0", "0.1"])
+    assert capsys.readouterr().err.startswith("error: unknown flag --hyp.lr0")
+
+
+def test_overrides_go_before_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("lr0: 0.02\nmosaic: 0\n")
+    found = read_hyperparameters(str(path), Hyperparameters, {"lr0": "1e-3", "box": "7", "nbs": "32.0"})
+    assert found == Hyperparameters(lr0=0.001, mosaic=0.0, box=7.0, nbs=32)
+    assert type(found.nbs) is int
+    assert read_hyperparameters("classify", ClassificationRecipe, {"crop_scale": "0.5"}).crop_scale == 0.5
+
+
+@pytest.mark.parametrize("kind", [Hyperparameters, ClassificationRecipe])
+def test_every_hyperparameter_can_be_overridden(kind: type[Recipe]) -> None:
+    name = "low" if kind is Hyperparameters else "classify"
+    for field in fields(kind):
+        value = next(value for value in (1, 0.5, 0.0005, 2) if value in field.metadata["within"])
+        assert getattr(read_hyperparameters(name, kind, {field.name: str(value)}), field.name) == value
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"lr0": "abc"}, "--hyp.lr0 must be a number, not 'abc'"),
+        ({"lr0": ""}, "--hyp.lr0 must be a number, not ''"),
+        ({"lr0": "inf"}, "--hyp.lr0 must be a number, not inf"),
+        ({"nbs": "1.5"}, "--hyp.nbs must be a whole number, not 1.5"),
+        ({"lr0": "-1e-3"}, "--hyp.lr0 is -0.001; give more than 0"),
+        ({"degrees": "-3"}, "--hyp.degrees is -3.0; give 0 to 180"),
+        ({"box": "1", "mosaic": "2"}, "--hyp.mosaic is 2.0; give 0 to 1"),
+        ({"lr_0": "1"}, "unknown flag --hyp.lr_0 (did you mean '--hyp.lr0'?)"),
+        ({"weightdecay": "1"}, "unknown flag --hyp.weightdecay (did you mean '--hyp.weight_decay'?)"),
+        ({"zzzz": "1"}, "unknown flag --hyp.zzzz"),
+        ({"": "1"}, "unknown flag --hyp."),
+        ({"cutmix": "0.5"}, "unknown flag --hyp.cutmix"),  # of another task
+    ],
+)
+def test_what_is_wrong_in_an_override_is_named(overrides: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_hyperparameters("low", Hyperparameters, overrides)
+    assert str(caught.value) == message
 
 
 CLASSIFY = ("classify", "shapes-cls")  # recipes for classifiers

@@ -11,14 +11,20 @@ import pytest
 
 from utils import metrics
 from utils.metrics import (
+    CONFIDENT,
     IOU_THRESHOLDS,
+    PAIRED,
+    POINTS,
+    RECALLS,
     SIZE_EDGES,
     ClassScores,
     ImageRecord,
     Matches,
     SizeScores,
+    confusion_matrix,
     join,
     match_detections,
+    pair_detections,
 )
 
 PERFECT = 0.995  # the area by 101 points falls to 0 at the last of them: 100 intervals, the last one half full
@@ -149,6 +155,99 @@ def test_matching_as_plainly(seed: int) -> None:
                 taken.add(-label)
 
 
+# The confusion matrix
+
+
+def paired(
+    boxes: Sequence[Sequence[float]],
+    truth: Sequence[Sequence[float]],
+    group: Sequence[int] = (),
+    true_group: Sequence[int] = (),
+) -> list[tuple[int, int]]:
+    """Detection and label of each pair; without groups all are of one image."""
+    groups = np.array(group or [0] * len(boxes), np.int64), np.array(true_group or [0] * len(truth), np.int64)
+    found = pair_detections(np.array(boxes).reshape(-1, 4), groups[0], np.array(truth).reshape(-1, 4), groups[1], eps=0)
+    return list(zip(*(part.tolist() for part in found), strict=True))
+
+
+def test_the_largest_overlap_is_paired_first() -> None:
+    """Whatever the confidences: the second has the label, and the first, which overlaps it too, none."""
+    assert paired([bar(0.6), bar(0.9)], [bar(1)]) == [(1, 0)]
+
+
+def test_who_loses_a_label_takes_the_next() -> None:
+    """Overlaps 0.9 and 0.67 of the first detection with the two labels, 0.8 and 0.75 of the second."""
+    assert paired([bar(0.9), bar(0.8)], [bar(1), bar(0.6)]) == [(0, 0), (1, 1)]
+
+
+def test_one_detection_finds_one_label() -> None:
+    assert paired([bar(0.8)], [bar(0.6), bar(1)]) == [(0, 1)]  # 0.75 and 0.8
+
+
+def test_pairs_overlap_by_more_than_the_threshold() -> None:
+    assert PAIRED == 0.45
+    assert paired([bar(0.45)], [bar(1)]) == []
+    assert paired([bar(0.4500001)], [bar(1)]) == [(0, 0)]
+
+
+def test_of_equal_overlaps_the_earlier_label_and_then_the_earlier_detection_comes_first() -> None:
+    assert paired([bar(0.9), bar(0.9)], [bar(1)]) == [(0, 0)]
+    assert paired([bar(0.9)], [bar(1), bar(1)]) == [(0, 0)]
+    assert paired([bar(0.9)] * 3, [bar(1)] * 2) == [(0, 0), (1, 1)]
+
+
+def test_images_are_paired_each_for_itself_and_come_one_after_the_other() -> None:
+    boxes, truth = [bar(0.7), bar(1), bar(0.9), bar(0.5)], [bar(1), bar(1), bar(1)]
+    # The second image has no label; overlaps 0.7 in the first, 0.9 and 0.5 in the third.
+    assert paired(boxes, truth, [0, 1, 2, 2], [0, 2, 2]) == [(0, 0), (2, 1), (3, 2)]
+
+
+def test_pairing_nothing() -> None:
+    assert paired([], []) == paired([bar(1)], []) == paired([], [bar(1)]) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pairing_as_plainly(seed: int) -> None:
+    """The largest overlap that is left, again and again."""
+    rng = np.random.default_rng(seed)
+
+    def boxes(count: int) -> np.ndarray:  # on a coarse grid, so that many overlap alike
+        low = rng.integers(0, 3, (count, 2)) * 2
+        return np.concatenate((low, low + rng.integers(4, 9, (count, 2))), 1).astype(np.float32)
+
+    found, truth = boxes(20), boxes(rng.integers(12))
+    group, true_group = np.sort(rng.integers(3, size=20)), np.sort(rng.integers(3, size=len(truth)))
+    expected = []
+    for image in range(3):
+        own, true = set(np.flatnonzero(group == image)), set(np.flatnonzero(true_group == image))
+        while left := [(plain_iou(found[k], truth[m]), -m, -k) for k in own for m in true]:
+            best, label, detection = max(left)
+            if best <= PAIRED:
+                break
+            expected.append((-detection, -label))
+            own.remove(-detection)
+            true.remove(-label)
+    pairs = pair_detections(found, group, truth, true_group)
+    assert list(zip(*(part.tolist() for part in pairs), strict=True)) == expected
+
+
+def test_confusion_by_hand() -> None:
+    """Two labels of class 0 and one of 1; a right detection, one of class 2 for 1, one for nothing, one too weak."""
+    spotted = record(3, [hit(0.9), miss(0.8, 2), miss(0.7, 2), miss(CONFIDENT, 1)], [(0, 20), (1, 20), (0, 20)])
+    spotted = spotted._replace(paired=np.array([[0, 0], [1, 2]], np.int32))
+    expected = [[1, 0, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 1, 0]]
+    assert confusion_matrix([spotted], 3).tolist() == expected
+    twice = confusion_matrix([record(1), spotted, spotted], 3)
+    assert twice.tolist() == (2 * np.array(expected)).tolist()
+    assert twice.dtype == np.int64
+
+
+def test_confusion_of_nothing() -> None:
+    assert confusion_matrix([], 1).tolist() == [[0, 0], [0, 0]]
+    assert confusion_matrix([record(0, [], [(0, 9)])], 1).tolist() == [[0, 1], [0, 0]]
+    assert confusion_matrix([record(0, [miss(0.9)])], 1).tolist() == [[0, 0], [1, 0]]
+
+
 # Average precision
 
 
@@ -234,6 +333,53 @@ def test_all_classes_are_read_at_one_confidence() -> None:
     scores = score_classes([record(0, [hit(0.9), hit(0.3, label=1), miss(0.5)], [(0, 20), (1, 20)])])
     assert scores.recall.tolist() == pytest.approx([1, 1])
     assert scores.precision.tolist() == pytest.approx([0.5, 1], abs=1e-6)
+
+
+# Curves
+
+
+def test_curves_by_hand() -> None:
+    """Two labels, one found at 0.8; a mistake at 0.4. In between precision falls on a line from 1 to 1/2."""
+    curves = score_classes([record(0, [hit(0.8), miss(0.4)], [(0, 20), (0, 20)])]).curves
+    assert POINTS[[0, 1, 100, 200]].tolist() == [0, 0.005, 0.5, 1]
+    assert curves.precision[0, [0, 79, 81, 120, 159, 161, 200]].tolist() == pytest.approx(
+        [0.5, 0.5, 0.5 + 0.5 / 80, 0.75, 1 - 0.5 / 80, 1, 1]
+    )
+    assert curves.recall[0, [0, 80, 120, 159, 161, 200]].tolist() == [0.5, 0.5, 0.5, 0.5, 0, 0]
+    # Precision 1 up to a recall of 1/2, then the line down to 0 from the share of right ones, 1/2.
+    assert curves.envelope[0, [0, 50, 99]].tolist() == [1, 1, 1]
+    assert curves.envelope[0, [100, 150, 200]].tolist() == pytest.approx([0.5, 0.25, 0])
+
+
+def test_curves_without_detections_or_labels() -> None:
+    found = score_classes([record(0, [], [(0, 20)])]).curves
+    assert [curve.tolist() for curve in found] == [[[0.0] * 201]] * 3
+    assert [curve.shape for curve in score_classes([record(0, [miss(0.9)])]).curves] == [(0, 201)] * 3
+
+
+@pytest.mark.parametrize(("seed", "classes"), [(0, 1), (1, 2), (3, 3), (4, 8)])
+def test_the_area_of_the_envelope_is_the_average_precision(seed: int, classes: int) -> None:
+    scores = score_classes(matched_records(seed, classes))
+    assert 0.1 < scores.ap[:, 0].mean() < 0.9
+    area = np.trapezoid(scores.curves.envelope, POINTS, axis=1)
+    np.testing.assert_allclose(area, scores.ap[:, 0], rtol=0, atol=0.01)
+    # At every second recall it is what the AP was made of.
+    assert np.array_equal(np.trapezoid(scores.curves.envelope[:, ::2], RECALLS, axis=1), scores.ap[:, 0])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_curves_at_the_confidence_of_a_detection_count_what_is_above(seed: int) -> None:
+    """Where each has one of its own, which is among the points."""
+    rng = np.random.default_rng(seed)
+    places = rng.permutation(200)[:30]
+    confidences = POINTS[places]
+    right = rng.random(30) < 0.6
+    found = [hit(c) if good else miss(c) for c, good in zip(confidences, right, strict=True)]
+    curves = score_classes([record(0, sorted(found, key=lambda row: -row[0]), [(0, 20)] * 40)]).curves
+    for place in places:
+        above = places >= place
+        assert curves.recall[0, place] == pytest.approx(right[above].sum() / 40)
+        assert curves.precision[0, place] == pytest.approx(right[above].mean())
 
 
 def random_records(count: int, seed: int) -> list[ImageRecord]:

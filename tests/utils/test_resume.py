@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import distributed
 
 from tests.conftest import OnProcesses
 from utils.checkpoint import STATE_FORMAT, States, serialised
-from utils.config import Hyperparameters, Range, Recipe, TrainOptions, number, parse_options
+from utils.config import Hyperparameters, Range, Recipe, TrainOptions, flags_of, number, overriding, parse_options
 from utils.errors import UserError
 from utils.failures import Stopped
 from utils.files import ROOT, read_yaml
@@ -302,7 +303,7 @@ def flags(name: str, value: Any) -> tuple[str, ...]:
 
 
 def test_the_table_has_every_fixed_flag() -> None:
-    fixed = {name for name, field in TrainOptions.__dataclass_fields__.items() if field.metadata["fixed"]}
+    fixed = {field.name for field in flags_of(TrainOptions) if field.metadata["fixed"]}
     assert fixed == {*FIXED, "imgsz"}
 
 
@@ -361,6 +362,70 @@ def test_hyperparameters_that_are_not_given_are_not_read(tmp_path: Path) -> None
     assert resumed("--resume", str(run)).begun is not None
 
 
+# Single hyperparameters
+
+
+@pytest.fixture
+def faster(tmp_path: Path) -> Path:
+    """A run that was begun with flags for single hyperparameters, and ended in its fourth epoch."""
+    overrides = {"lr0": "2e-2", "mosaic": "0.5"}
+    run = begin(tmp_path / "runs" / "exp", Progress(epoch=3, batch=2, step=11), overrides=overrides)
+    settings = read_yaml(run / "settings.yaml")
+    settings["hyperparameters"] |= overriding(Hyperparameters, overrides)
+    (run / "settings.yaml").write_text(yaml.safe_dump(settings))
+    return run
+
+
+def test_overrides_are_those_of_the_run(faster: Path) -> None:
+    options, begun, _ = resumed("--resume", str(faster))
+    assert options.overrides == {"lr0": "2e-2", "mosaic": "0.5"}
+    assert begun is not None
+    assert changes(begun, options) == []
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_an_override_that_is_the_same(faster: Path, state: bool) -> None:
+    if not state:
+        shutil.rmtree(faster / "checkpoint")  # it begins anew, and reads the file again
+    same = ("--hyp.lr0", "0.02", "--hyp.box=0.05")
+    for flags in (same, (*same, "--hyp", LOW), ("--hyp", LOW)):
+        options, begun, _ = resumed("--resume", str(faster), *flags)
+        assert overriding(Hyperparameters, options.overrides).items() >= {"lr0": 0.02, "mosaic": 0.5}.items()
+        assert (begun is None) != state
+
+
+@pytest.mark.parametrize(("key", "now", "then"), [("lr0", 0.03, 0.02), ("box", 7.0, 0.05)])
+def test_an_override_that_has_changed(faster: Path, key: str, now: float, then: float) -> None:
+    with pytest.raises(UserError) as caught:
+        resumed("--resume", str(faster), f"--hyp.{key}", str(now), "--hyp", LOW)
+    assert str(caught.value) == (
+        f"--hyp.{key} is {now} now, and {faster} was begun with {then}: it cannot go on like that; leave it out, or "
+        f"start a new run from {faster / 'weights' / 'last.pt'}"
+    )
+
+
+def test_a_file_that_has_changed_below_overrides(faster: Path, tmp_path: Path) -> None:
+    hyp = tmp_path / "mine.yaml"
+    hyp.write_text("lr0: 0.5\nbox: 7\n")  # lr0 is overridden, as it was
+    with pytest.raises(UserError, match=r"mine\.yaml has changed since .*: box is 7\.0 and was 0\.05; leave it out"):
+        resumed("--resume", str(faster), "--hyp", str(hyp))
+
+
+def test_overrides_are_checked_as_the_runs_tasks(faster: Path) -> None:
+    with pytest.raises(UserError, match=r"^unknown flag --hyp\.mosiac \(did you mean '--hyp\.mosaic'\?\)$"):
+        resumed("--resume", str(faster), "--hyp.mosiac", "1")
+    with pytest.raises(UserError, match=r"^--hyp\.mosaic is 2\.0; give 0 to 1$"):
+        resumed("--resume", str(faster), "--hyp.mosaic", "2")
+
+
+def test_a_run_of_a_version_without_overrides(run: Path) -> None:
+    settings = read_yaml(run / "settings.yaml")
+    del settings["overrides"]
+    (run / "settings.yaml").write_text(yaml.safe_dump(settings))
+    assert resumed("--resume", str(run)).options.overrides == {}
+    assert resumed("--resume", str(run), "--hyp.lr0", "0.01", "--hyp", LOW).options.overrides == {"lr0": "0.01"}
+
+
 # What is said of the rest
 
 
@@ -377,6 +442,18 @@ def test_changes(run: Path) -> None:
         "--workers is 3 and was 1",
         "the learning rate from here on is that of a run of 20 epochs",
     ]
+
+
+def test_several_words_that_have_changed(tmp_path: Path) -> None:
+    """A YAML has lists, and options have tuples."""
+    run = begin(tmp_path / "exp", Progress(epoch=1), wandb_tags=["a", "b"])
+    options, begun, _ = resumed("--resume", str(run))
+    assert begun is not None
+    assert options.wandb_tags == ("a", "b")
+    assert changes(begun, options) == []
+    options, begun, _ = resumed("--resume", str(run), "--wandb-tags", "c")
+    assert begun is not None
+    assert changes(begun, options) == ["--wandb-tags is ('c',) and was ['a', 'b']"]
 
 
 IDENTITY = {

@@ -1,0 +1,55 @@
+"""Work beside the training: in order, bounded, and a failure is one warning."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from pathlib import Path
+
+from utils.background import Background, own_python
+
+
+def test_jobs_are_done_in_order() -> None:
+    done: list[int] = []
+    work = Background("it has failed", print)
+    for number in range(20):
+        work.do(lambda number=number: done.append(number))
+    assert work.finish(5)
+    assert done == list(range(20))
+
+
+def test_failures_are_one_warning_and_the_rest_is_done() -> None:
+    said: list[str] = []
+    done: list[str] = []
+    work = Background("it has failed", said.append)
+    work.do(lambda: 1 / 0)
+    work.do(lambda: [][0])
+    work.do(lambda: done.append("after"))
+    assert work.finish(5)
+    assert said == ["warning: it has failed (ZeroDivisionError: division by zero); training goes on"]
+    assert done == ["after"]
+
+
+def test_the_end_does_not_wait_for_ever() -> None:
+    stuck = threading.Event()
+    work = Background("it has failed", print)
+    work.do(stuck.wait)
+    assert not work.finish(0.05)
+    stuck.set()
+
+
+def test_it_can_go_on_after_an_end_and_has_no_thread_without_work() -> None:
+    done: list[int] = []
+    work = Background("it has failed", print)
+    assert work.finish(0)
+    for number in range(2):
+        work.do(lambda number=number: done.append(number))
+        assert work.finish(5)
+    assert done == [0, 1]
+
+
+def test_our_modules_are_found_from_a_folder_that_has_modules_of_these_names(tmp_path: Path) -> None:
+    (tmp_path / "utils").mkdir()
+    (tmp_path / "utils" / "__init__.py").write_text("raise RuntimeError('not this one')")
+    command = own_python("utils.errors", "UserError")
+    assert subprocess.run(command, cwd=tmp_path).returncode == 0

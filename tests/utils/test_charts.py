@@ -1,0 +1,489 @@
+"""Charts of numbers: what is in the figures, and their pictures."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from utils import charts
+from utils.charts import (
+    Curves,
+    Labels,
+    arrange,
+    best,
+    cell_texts,
+    colours,
+    confidence_figure,
+    confusion_figure,
+    drawn,
+    f1,
+    labels_figure,
+    mean_curve,
+    plain,
+    printable,
+    recall_figure,
+    results_figure,
+    shares_of,
+    smooth,
+    smoothing,
+    style,
+)
+
+NAN, INF = math.nan, math.inf
+TERMS = ("box_loss", "obj_loss", "cls_loss")
+DETECTOR = [
+    *(f"train/{term}" for term in TERMS),
+    *("metrics/precision", "metrics/recall", "metrics/mAP_0.5", "metrics/mAP_0.5:0.95"),
+    *(f"val/{term}" for term in TERMS),
+    *("x/lr0", "x/lr1", "x/lr2"),
+]
+CLASSIFIER = ["train/loss", "metrics/accuracy_top1", "metrics/accuracy_top5", "val/loss", "x/lr0", "x/lr1", "x/lr2"]
+ODD = ["$x_$", "$$", "a $", "\\$1", "猫", "line\nbreak", "lone \udcff", "", "{}", "long " * 30]
+
+
+@pytest.fixture
+def styled() -> Iterator[None]:
+    with style():
+        yield
+
+
+def run(names: list[str], epochs: int, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {"epoch": np.arange(epochs, dtype=float), **{name: rng.random(epochs) for name in names}}
+
+
+def titles(figure: Any) -> list[str]:
+    return [axes.get_title() for axes in figure.axes]
+
+
+def panel(figure: Any, name: str) -> Any:
+    return figure.axes[titles(figure).index(name)]
+
+
+def legend(figure: Any) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def points(line: Any) -> list[tuple[float, float]]:
+    return list(zip(line.get_xdata().tolist(), line.get_ydata().tolist(), strict=True))
+
+
+def inside(picture: np.ndarray) -> bool:
+    """Are the outermost pixels all white?"""
+    return all((edge == 255).all() for edge in (picture[:2], picture[-2:], picture[:, :2], picture[:, -2:]))
+
+
+# Results
+
+
+def test_smoothing_by_hand() -> None:
+    near = math.exp(-0.5)  # the weight of an epoch beside, with a width of 1
+    assert smooth(np.array([3.0, 4.0]), np.array([0.0, 1.0]), 1.0) == pytest.approx([near / (1 + near), 1 / (1 + near)])
+    far = math.exp(-2)
+    expected = [(1 + 4 * far) / (1 + near + far), (near + 4 * near) / (1 + 2 * near), (far + 4) / (1 + near + far)]
+    assert smooth(np.arange(3.0), np.array([1.0, 0.0, 4.0]), 1.0) == pytest.approx(expected)
+
+
+def test_smoothing_goes_by_the_epoch() -> None:
+    """Two values that are 50 epochs apart do not know of each other, although they are neighbours in the file."""
+    assert smooth(np.array([0.0, 50.0]), np.array([1.0, 3.0]), 2.0) == pytest.approx([1, 3])
+    assert smooth(np.array([0.0, 50.0]), np.array([1.0, 3.0]), 1e6) == pytest.approx([2, 2])
+    assert smooth(np.array([7.0]), np.array([5.0]), 1.0) == pytest.approx([5])
+    assert len(smooth(np.zeros(0), np.zeros(0), 1.0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("epochs", "width"),
+    [
+        ([range(81)], 2),  # a fortieth
+        ([range(1000)], 4),  # four points at most
+        ([range(5)], 1),  # one at least
+        ([range(4, 304, 10)], 10),  # of which there is one in ten epochs
+        ([range(81), range(1000)], 2),  # runs that are compared are smoothed alike
+        ([range(1), range(81)], 2),
+        ([range(1)], 1),
+        ([], 1),
+    ],
+)
+def test_width_of_the_smoothing(epochs: list[range], width: float) -> None:
+    assert smoothing([np.array(some, float) for some in epochs]) == pytest.approx(width)
+
+
+def test_val_terms_are_below_the_train_terms() -> None:
+    places = arrange(DETECTOR)
+    for column, term in enumerate(TERMS):
+        assert (places[f"train/{term}"], places[f"val/{term}"]) == ((0, column), (1, column))
+    assert [places[name] for name in DETECTOR[3:7]] == [(0, 3), (0, 4), (1, 3), (1, 4)]
+    assert [places[name] for name in DETECTOR[-3:]] == [(2, 0), (2, 1), (2, 2)]
+
+
+def test_few_panels_stand_in_two_rows() -> None:
+    assert arrange(CLASSIFIER) == {
+        "train/loss": (0, 0),
+        "val/loss": (1, 0),
+        "metrics/accuracy_top1": (0, 1),
+        "metrics/accuracy_top5": (1, 1),
+        "x/lr0": (0, 2),
+        "x/lr1": (0, 3),
+        "x/lr2": (1, 2),
+    }
+
+
+@pytest.mark.parametrize(
+    "names", [[], ["a"], list("abcde"), [*DETECTOR, "other"], ["train/a", "train/b", "val/a"], DETECTOR[:3]]
+)
+def test_no_two_panels_share_a_place(names: list[str]) -> None:
+    places = arrange(names)
+    assert set(places) == set(names)
+    assert len(set(places.values())) == len(names)
+
+
+@pytest.mark.parametrize("names", [DETECTOR, CLASSIFIER])
+@pytest.mark.parametrize("epochs", [1, 300])
+def test_every_column_has_a_panel(names: list[str], epochs: int, styled: None) -> None:
+    given = run(names, epochs)
+    figure = results_figure({"exp": given})
+    assert sorted(titles(figure)) == sorted(names)
+    for name in names:
+        values, *smoothed = panel(figure, name).get_lines()
+        assert points(values) == list(zip(range(epochs), given[name].tolist(), strict=True))
+        assert len(smoothed) == (0 if name.startswith("x/") else 1)  # learning rates are what they are
+    assert not figure.legends
+
+
+def test_the_thick_line_is_smoothed(styled: None) -> None:
+    given = run(DETECTOR, 100)
+    _, thick = panel(results_figure({"exp": given}), "val/obj_loss").get_lines()
+    assert thick.get_ydata() == pytest.approx(smooth(given["epoch"], given["val/obj_loss"], 99 / 40))
+
+
+def test_what_is_not_finite_is_left_out(styled: None) -> None:
+    given = {
+        "epoch": np.arange(4.0),
+        "train/loss": np.array([1, INF, NAN, 3]),
+        "val/loss": np.full(4, NAN),
+        "metrics/accuracy_top1": np.full(4, NAN),
+        "metrics/accuracy_top5": np.array([NAN, 0.5, -INF, 0.25]),
+    }
+    figure = results_figure({"exp": given})
+    assert points(panel(figure, "train/loss").get_lines()[0]) == [(0, 1), (3, 3)]
+    assert points(panel(figure, "val/loss").get_lines()[0]) == []
+    assert [text.get_text() for text in panel(figure, "metrics/accuracy_top1").texts] == ["no value"]
+    assert [text.get_text() for text in panel(figure, "metrics/accuracy_top5").texts] == ["best 0.5 in epoch 1"]
+    figure.canvas.draw()
+
+
+def test_best_is_the_first_of_equals() -> None:
+    columns = {"epoch": np.arange(10.0, 14), "a": np.array([1, 4, NAN, 4]), "b": np.full(4, NAN)}
+    assert best(columns, "a") == (4, 11)
+    assert all(map(math.isnan, best(columns, "b")))
+
+
+@pytest.mark.parametrize(("epochs", "ticks"), [(1, [0]), (3, [0, 1, 2])])
+def test_epochs_are_whole_numbers(epochs: int, ticks: list[int], styled: None) -> None:
+    axes = panel(results_figure({"exp": run(CLASSIFIER, epochs)}), "val/loss")
+    low, high = axes.get_xlim()
+    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == ticks
+
+
+def test_several_runs_have_a_colour_each(styled: None) -> None:
+    """A run has one colour in every panel, and is missing where it has no such column."""
+    runs = {"one": run(["train/loss", "val/loss"], 5), "$two$": run(["train/loss", "x/lr0"], 9, seed=1)}
+    figure = results_figure(runs)
+    assert sorted(titles(figure)) == ["train/loss", "val/loss", "x/lr0"]
+    first, second = colours(2)
+    assert first != second
+    assert [line.get_color() for line in panel(figure, "train/loss").get_lines()] == [first, first, second, second]
+    assert [line.get_color() for line in panel(figure, "val/loss").get_lines()] == [first, first]
+    assert [line.get_color() for line in panel(figure, "x/lr0").get_lines()] == [second]
+    assert legend(figure) == ["one", r"\$two\$"]
+    assert [line.get_color() for line in figure.legends[0].get_lines()] == [first, second]
+
+
+@pytest.mark.parametrize("count", [2, 25])
+def test_the_runs_names_are_inside_of_the_picture(count: int) -> None:
+    runs = {f"run {number} " + "with a long name " * 4: run(CLASSIFIER[:2], 3) for number in range(count)}
+    assert inside(drawn(results_figure, runs))
+
+
+@pytest.mark.parametrize("count", [1, 10, 11, 20, 21, 80])
+def test_all_colours_differ(count: int) -> None:
+    found = colours(count)
+    assert len(set(found)) == len(found) == count
+
+
+# Confusion matrix
+
+COUNTS = np.array([[8, 1, 1], [0, 12345, 5], [3, 1, 0]])  # the last is the background
+
+
+def test_shares_are_of_the_true_class() -> None:
+    expected = [[0.8, 0.1, 0.1], [0, 12345 / 12350, 5 / 12350], [0.75, 0.25, 0]]
+    assert shares_of(COUNTS) == pytest.approx(np.array(expected))
+    assert shares_of(np.array([[0, 0], [1, 3]])).tolist() == [[0, 0], [0.25, 0.75]]
+
+
+def test_texts_of_the_cells() -> None:
+    """The largest first; no zeros, and no shares that round to nothing."""
+    shares = [(1, 1, "1"), (0, 0, ".80"), (2, 0, ".75"), (2, 1, ".25"), (0, 1, ".10"), (0, 2, ".10")]
+    assert cell_texts(COUNTS, by_share=True) == shares
+    counts = [(1, 1, "12345"), (0, 0, "8"), (1, 2, "5"), (2, 0, "3"), (0, 1, "1"), (0, 2, "1"), (2, 1, "1")]
+    assert cell_texts(COUNTS, by_share=False) == counts
+    assert cell_texts(COUNTS, by_share=False, short=True)[0] == (1, 1, "12k")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(1, "1"), (999, "999"), (9999, "9999"), (10_000, "10k"), (999_000, "999k"), (2_300_000, "2M"), (5 * 10**9, "5G")],
+)
+def test_short_counts(count: int, text: str) -> None:
+    assert cell_texts(np.array([[count]]), by_share=False, short=True) == [(0, 0, text)]
+    assert len(text) <= 4
+
+
+def test_the_largest_numbers_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charts, "MOST_CELLS", 1)
+    counts = np.array([[2, 0], [30, 70]])
+    assert cell_texts(counts, by_share=True) == [(0, 0, "1")]
+    assert cell_texts(counts, by_share=False) == [(1, 1, "70")]
+
+
+@pytest.mark.parametrize("by_share", [True, False])
+def test_the_matrix_is_as_it_is_counted(by_share: bool, styled: None) -> None:
+    names = ["disc", "intermediate hinged traffic-sign", "background"]
+    axes = confusion_figure(COUNTS, names, by_share).axes[0]
+    (image,) = axes.get_images()
+    assert np.array_equal(image.get_array(), shares_of(COUNTS) if by_share else COUNTS)
+    assert [label.get_text() for label in axes.get_xticklabels()] == names
+    assert [label.get_text() for label in axes.get_yticklabels()] == names
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("predicted", "true")
+    written = [(*text.get_position()[::-1], text.get_text()) for text in axes.texts]
+    assert written == cell_texts(COUNTS, by_share)  # row, column
+
+
+@pytest.mark.parametrize("classes", [1, 3, 81])
+def test_size_of_the_confusion_matrix(classes: int) -> None:
+    counts = np.diag(np.full(classes, 123456))
+    names = [f"class {number} {'and some more' * (number == 0)}" for number in range(classes)]
+    picture = drawn(confusion_figure, counts, names, False)
+    assert (picture.dtype, picture.shape[2]) == (np.uint8, 3)
+    assert picture.flags["C_CONTIGUOUS"]
+    assert min(picture.shape[:2]) >= 24 * classes  # pixels: there is room for each
+    assert max(picture.shape[:2]) <= 2400
+    assert inside(picture)
+
+
+def test_darker_is_more_and_blue() -> None:
+    few, none = (drawn(confusion_figure, np.array(counts), [""], True) for counts in ([[1]], [[0]]))
+    cell = (slice(60, 80), slice(120, 140))  # beside the number
+    assert few[cell].mean() < none[cell].mean() - 50
+    blue, _, red = few[cell].reshape(-1, 3).mean(0)
+    assert blue > red + 50
+
+
+def test_many_classes_are_not_named(monkeypatch: pytest.MonkeyPatch, styled: None) -> None:
+    def written() -> tuple[bool, bool]:
+        axes = confusion_figure(np.eye(4, dtype=int), ["a name"] * 4, True).axes[0]
+        return bool(axes.texts), "a name" in [label.get_text() for label in axes.get_xticklabels()]
+
+    monkeypatch.setattr(charts, "MOST_NAMES", 4)
+    assert written() == (True, True)
+    monkeypatch.setattr(charts, "MOST_NAMES", 3)
+    assert written() == (False, False)
+
+
+# Curves
+
+
+def test_f1_by_hand() -> None:
+    found = f1(np.array([1, 0.5, 0, 0.25, NAN]), np.array([1, 0.25, 0, 0, 1]))
+    assert found == pytest.approx([1, 1 / 3, 0, 0, NAN], nan_ok=True)
+
+
+def test_the_mean_is_over_classes_that_have_a_value() -> None:
+    values = np.array([[1, NAN, NAN], [0.5, 0.25, NAN]])
+    assert mean_curve(values) == pytest.approx([0.75, 0.25, 0])
+
+
+def curves(classes: int, places: int = 5) -> Curves:
+    """Class k is a tent of height (k + 1) / classes, with its top in the middle."""
+    tent = 1 - np.abs(np.linspace(-1, 1, places))
+    heights = (np.arange(classes) + 1) / classes
+    return Curves([f"c{k}" for k in range(classes)], np.linspace(0, 1, places), heights[:, None] * tent)
+
+
+def thick(figure: Any) -> Any:
+    (line,) = [line for line in figure.axes[0].get_lines() if line.get_linewidth() == 3]
+    return line
+
+
+def test_curves_of_three_classes(styled: None) -> None:
+    figure = confidence_figure("recall", curves(3), 1)
+    assert legend(figure) == [
+        "all classes: best 0.667 at 0.500",
+        "recall at 0.250 (best F1)",
+        "c0 0.167",
+        "c1 0.333",
+        "c2 0.500",
+    ]
+    assert thick(figure).get_ydata() == pytest.approx([0, 1 / 3, 2 / 3, 1 / 3, 0])
+    thin = [line for line in figure.axes[0].get_lines() if line.get_linewidth() == pytest.approx(1.1)]
+    assert np.array([line.get_ydata() for line in thin]) == pytest.approx(curves(3).values)
+    assert len({line.get_color() for line in thin}) == 3
+    assert (figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel()) == ("confidence", "recall")
+
+
+def test_one_class_is_its_own_mean(styled: None) -> None:
+    figure = confidence_figure("F1", curves(1), 2)
+    assert legend(figure) == ["c0: best 1.000 at 0.500"]
+    assert thick(figure).get_ydata() == pytest.approx([0, 0.5, 1, 0.5, 0])
+
+
+def test_of_many_classes_the_best_and_the_worst_are_named(styled: None) -> None:
+    figure = confidence_figure("precision", curves(80), 2)
+    assert legend(figure) == [
+        "all classes: best 0.506 at 0.500",
+        "the other 70 classes",
+        "best precision at 0.500 (best F1)",
+        *(f"c{k} {(k + 1) / 80:.3f}" for k in range(79, 74, -1)),
+        "worst precision at 0.500 (best F1)",
+        *(f"c{k} {(k + 1) / 80:.3f}" for k in range(5)),
+    ]
+    (others,) = figure.axes[0].collections
+    assert len(others.get_segments()) == 70
+
+
+@pytest.mark.parametrize(("classes", "named"), [(20, 20), (21, 10)])
+def test_how_many_classes_are_named(classes: int, named: int, styled: None) -> None:
+    assert sum(text.startswith("c") for text in legend(recall_figure(curves(classes), np.ones(classes)))) == named
+
+
+def test_precision_over_recall(styled: None) -> None:
+    """The mean AP is over the classes that have one."""
+    figure = recall_figure(curves(3), np.array([0.5, NAN, 0.25]))
+    assert legend(figure) == ["all classes: mAP50 0.375", "AP50", "c0 0.500", "c1 nan", "c2 0.250"]
+    assert (figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel()) == ("recall", "precision")
+    assert legend(recall_figure(curves(2), np.full(2, NAN)))[0] == "all classes: mAP50 0.000"
+
+
+@pytest.mark.parametrize("classes", [1, 20, 80])
+def test_the_legend_is_inside_of_the_picture(classes: int) -> None:
+    given = curves(classes)._replace(names=["intermediate hinged traffic-sign"] * classes)
+    picture = drawn(recall_figure, given, np.linspace(0, 1, classes))
+    assert picture.shape == (600, 1000, 3)
+    assert (picture[:, -2:] == 255).all()
+    assert (picture[:, :2] == 255).all()
+    assert (picture[-2:] == 255).all()
+
+
+# Labels
+
+LABELS = Labels(["disc", "bar"], ["train", "val"], np.array([[30.0, 4.0], [10.0, 0.0]]))
+BOXES = np.array([[0.5, 0.25, 0.2, 0.4], [0.5, 0.25, 1.0, 0.5]])  # xywh
+
+
+def test_bars_are_the_counts(styled: None) -> None:
+    figure = labels_figure(LABELS, np.zeros(0, int), np.zeros((0, 4)))
+    (axes,) = figure.axes  # no boxes, no panels of theirs
+    assert [[bar.get_height() for bar in bars] for bars in axes.containers] == [[30, 4], [10, 0]]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["train: 34", "val: 10"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["disc", "bar"]
+    train, val = (bars[0] for bars in axes.containers)
+    assert train.get_x() + train.get_width() == pytest.approx(val.get_x())  # side by side
+    assert axes.get_yscale() == "linear"
+
+
+@pytest.mark.parametrize(("counts", "scale"), [([500, 10, 0], "linear"), ([501, 10, 0], "log"), ([0, 0, 0], "linear")])
+def test_scale_of_the_counts(counts: list[float], scale: str, styled: None) -> None:
+    labels = Labels(["a", "b", "c"], ["train"], np.array([counts], float))
+    figure = labels_figure(labels, np.zeros(0, int), np.zeros((0, 4)))
+    assert figure.axes[0].get_yscale() == scale
+    figure.canvas.draw()
+
+
+def test_outlines_have_one_centre(styled: None) -> None:
+    outlines = labels_figure(LABELS, np.array([1, 0]), BOXES).axes[1]
+    (lines,) = outlines.collections
+    corners = np.array([line[:4] for line in lines.get_segments()])
+    assert corners.min(1) == pytest.approx(np.array([[0.4, 0.3], [0, 0.25]]))
+    assert corners.max(1) == pytest.approx(np.array([[0.6, 0.7], [1, 0.75]]))
+    shades = np.array(colours(2))[[1, 0]]
+    assert lines.get_colors()[:, :3] == pytest.approx(shades[:, :3])
+
+
+def test_at_most_a_thousand_outlines(styled: None) -> None:
+    outlines = labels_figure(LABELS, np.zeros(2500, int), np.full((2500, 4), 0.5)).axes[1]
+    assert len(outlines.collections[0].get_segments()) == 1000
+    assert outlines.get_title() == "1000 boxes around one centre"
+
+
+def test_where_and_how_large_boxes_are(styled: None) -> None:
+    """Darker where there are more: colours go by the root of the count."""
+    _, _, centres, sizes = labels_figure(LABELS, np.array([1, 0]), BOXES).axes
+    found = np.asarray(centres.get_images()[0].get_array().filled(0))
+    assert np.argwhere(found).tolist() == [[12, 25]]  # row, column of 50: y 0.25, x 0.5
+    assert found[12, 25] == pytest.approx(2**0.5)
+    assert centres.yaxis_inverted()  # y goes down, as in an image
+    found = np.asarray(sizes.get_images()[0].get_array().filled(0))
+    assert np.argwhere(found).tolist() == [[20, 10], [25, 49]]
+    assert (sizes.get_xlabel(), sizes.get_ylabel()) == ("width", "height")
+    assert not sizes.yaxis_inverted()
+
+
+@pytest.mark.parametrize("classes", [1, 80, 1000])
+def test_labels_are_inside_of_the_picture(classes: int) -> None:
+    names = ["intermediate hinged traffic-sign"] * classes
+    counts = np.random.default_rng(0).integers(1, 10**6, (2, classes)).astype(float)
+    picture = drawn(labels_figure, Labels(names, ["train", "val"], counts), np.zeros(2, int), BOXES)
+    assert inside(picture)
+    assert picture.shape[1] == 1200
+
+
+# Names, and what is around a picture
+
+
+def test_names_on_one_line() -> None:
+    assert printable("a\nb\udcff\x00猫$") == "a?b??猫$"
+    assert plain("$x$") == r"\$x\$"
+    assert plain("x" * 40) == "x" * 40
+    assert plain("a" * 30 + "b" * 30) == "a" * 20 + "…" + "b" * 19
+
+
+def test_odd_names_give_no_formulas_and_no_warnings(capfd: pytest.CaptureFixture[str]) -> None:
+    size = len(ODD)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawn(confusion_figure, np.eye(size, dtype=int), ODD, True)
+        drawn(recall_figure, curves(size)._replace(names=ODD), np.ones(size))
+        drawn(labels_figure, Labels(ODD, ODD, np.ones((size, size))), np.zeros(0, int), np.zeros((0, 4)))
+        drawn(results_figure, {name: run(["train/$loss$", *ODD], 2) for name in ODD})
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_formula_would_be_another_picture() -> None:
+    """What is drawn of "$x^2$" are its five characters."""
+    as_text, others = (drawn(confusion_figure, np.eye(1, dtype=int), [name], True) for name in ("$x^2$", "$x2^$"))
+    assert as_text.shape == others.shape  # of a formula the one would be narrower
+
+
+def test_the_users_settings_are_neither_taken_nor_changed() -> None:
+    import matplotlib
+
+    given = {"exp": run(["train/loss"], 5)}
+    expected = drawn(results_figure, given)
+    with matplotlib.rc_context({"font.size": 30, "lines.linewidth": 9, "axes.facecolor": "red"}):
+        assert np.array_equal(drawn(results_figure, given), expected)
+        assert matplotlib.rcParams["font.size"] == 30
+
+
+def test_the_same_numbers_give_the_same_picture() -> None:
+    given = run(DETECTOR[:2], 5)
+    picture = drawn(results_figure, {"exp": given})
+    assert np.array_equal(drawn(results_figure, {"exp": given}), picture)
+    changed = {**given, DETECTOR[1]: given[DETECTOR[1]][::-1]}
+    assert not np.array_equal(drawn(results_figure, {"exp": changed}), picture)

@@ -1,0 +1,48 @@
+"""What an evaluation hands on: which images are shown, and counts without their zeros."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from utils.summary import cells, confusion_text, dense, spread
+
+
+@pytest.mark.parametrize(
+    ("images", "count", "expected"),
+    [
+        (10, 5, [0, 2, 4, 6, 8]),
+        (10, 4, [0, 2, 5, 7]),
+        (7, 1, [0]),
+        (3, 3, [0, 1, 2]),
+        (3, 16, [0, 1, 2]),  # all that there are
+        (0, 16, []),
+        (5, 0, []),
+    ],
+)
+def test_spread(images: int, count: int, expected: list[int]) -> None:
+    assert spread(images, count) == expected
+
+
+def test_spread_leaves_no_gap_and_takes_none_twice() -> None:
+    for images, count in ((128, 16), (5000, 16), (1000, 999), (2**40, 7)):
+        found = spread(images, count)
+        assert (len(found), found[0]) == (count, 0)
+        steps = np.diff([*found, images])
+        assert 0 < min(steps) <= max(steps) <= min(steps) + 1
+
+
+def test_cells_are_the_counts_without_zeros() -> None:
+    matrix = np.array([[0, 3, 0], [0, 0, 0], [1, 0, 70000]])
+    found = cells(matrix)
+    assert found == [[0, 1, 3], [2, 0, 1], [2, 2, 70000]]
+    assert {type(value) for row in found for value in row} == {int}
+    assert np.array_equal(dense(found, 3), matrix)
+    assert dense(found, 3).dtype == np.int64
+    assert cells(np.zeros((2, 2), np.int64)) == []
+    assert dense([], 2).tolist() == [[0, 0], [0, 0]]
+
+
+def test_confusion_text() -> None:
+    text = confusion_text(np.array([[2, 0], [10, 1]]), ["a", 'b, "c"'])
+    assert text == 'true \\ predicted,a,"b, ""c"""\na,2,0\n"b, ""c""",10,1\n'

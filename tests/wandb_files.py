@@ -1,0 +1,99 @@
+"""Reading what Weights & Biases leaves on disk: the transaction log of a run, in LevelDB's log format."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HEADER = 7  # bytes of the file's own: ":W&B", a magic number, a version
+BLOCK = 2**15
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+
+
+def records(file: Path) -> Iterator[Any]:
+    """The records of a .wandb file, as protobuf messages."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content = file.read_bytes()
+    assert content[:4] == b":W&B"
+    place, parts = HEADER, b""
+    while place + 7 <= len(content):
+        if BLOCK - place % BLOCK < 7:  # too little for a record's head: filled with zeros
+            place += BLOCK - place % BLOCK
+            continue
+        _, length, kind = struct.unpack("<IHB", content[place : place + 7])
+        parts = (b"" if kind in (FULL, FIRST) else parts) + content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (FULL, LAST):
+            record = Record()
+            record.ParseFromString(parts)
+            yield record
+
+
+@dataclass
+class Logged:
+    """What one .wandb file says."""
+
+    id: str = ""
+    project: str = ""
+    group: str = ""
+    name: str = ""
+    tags: list[str] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    axes: dict[str, str] = field(default_factory=dict)
+    artifacts: list[Any] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    code: int | None = None  # exit code, where the run was closed
+
+    def column(self, key: str) -> list[Any]:
+        return [row[key] for row in self.rows if key in row]
+
+
+def read(file: Path) -> Logged:
+    """All of a .wandb file."""
+    logged = Logged()
+    for record in records(file):
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            run = record.run
+            logged.id, logged.project, logged.group, logged.name = (
+                run.run_id,
+                run.project,
+                run.run_group,
+                run.display_name,
+            )
+            logged.tags = list(run.tags)
+            _update(logged.config, run.config.update)
+        elif kind == "config":
+            _update(logged.config, record.config.update)
+        elif kind == "history":
+            row = {}
+            _update(row, record.history.item)
+            logged.rows.append(row)
+        elif kind == "summary":
+            _update(logged.summary, record.summary.update)
+        elif kind == "metric":
+            logged.axes[record.metric.name or record.metric.glob_name] = record.metric.step_metric
+        elif kind == "artifact":
+            logged.artifacts.append(record.artifact)
+        elif kind == "output_raw":
+            logged.lines.append(record.output_raw.line)
+        elif kind == "exit":
+            logged.code = record.exit.exit_code
+    return logged
+
+
+def _update(values: dict[str, Any], items: Any) -> None:
+    for item in items:
+        values["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+
+
+def runs(folder: Path) -> list[Path]:
+    """The .wandb files of a run folder, the oldest first."""
+    return sorted(folder.glob("wandb/*run-*/*.wandb"))
