@@ -12,6 +12,7 @@ from models.weights import read_weights
 from tests.conftest import RunScript
 from tests.curves import SCORES, refused, rows, same_curve
 from tests.machines import ACCELERATE, CONFIGS
+from tests.wandb_files import one_run
 from utils import zero
 from utils.errors import UserError
 
@@ -44,11 +45,12 @@ def test_the_curve_of_one_process(
     photos: Path,
     tmp_path: Path,
 ) -> None:
-    """Asked for is 1e-3; seen: 2e-7. The weights are ordinary: val.py finds what training found."""
-    printed = fine_tune(tmp_path, "--sync-bn", launcher=by(name), DS_ACCELERATOR="cpu")
+    """Asked for is 1e-3; seen: 2e-7. The weights are ordinary: val.py finds what training found. There is one W&B run."""
+    printed = fine_tune(tmp_path, "--sync-bn", launcher=by(name), DS_ACCELERATOR="cpu", WANDB_MODE="offline")
     assert f"2 processes under DeepSpeed ZeRO-{stage}, mixed precision no" in printed
     assert "WARNING" not in printed
     same_curve(tmp_path / "exp", single)
+    one_run(tmp_path / "exp")
     weights = tmp_path / "exp" / "weights" / "last.pt"
     assert read_weights(weights).state.keys() == read_weights(single / "weights" / "last.pt").state.keys()
     how = ("--imgsz", "192", "--batch-size", "16", "--workers", "0", "--device", "cpu", "--project", str(tmp_path))

@@ -25,6 +25,7 @@ from models.tasks.detection import DetectionTask
 from tests.conftest import ROOT, VAL, OnProcesses, RunScript, free_port
 from tests.curves import LOSSES, SCORES, floats, refused, rows, same_curve
 from tests.machines import ACCELERATE, CONFIGS, by_hand, ip, on_machine
+from tests.wandb_files import one_run
 from utils.place import place
 from val import evaluate
 
@@ -426,10 +427,11 @@ def test_unequal_machines_are_refused_where_accelerate_would_drop_a_process(
 
 
 def test_two_machines(hosts: tuple[str, str], single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
-    """Without a word on interfaces, although the host's name means the loopback here."""
+    """Without a word on interfaces, although the host's name means the loopback here. One W&B run is made."""
 
     def machine(rank: int) -> str:
-        return fine_tune(tmp_path / str(rank), "--sync-bn", launcher=on_machine(hosts[rank], rank))
+        offline = {"WANDB_MODE": "offline"}
+        return fine_tune(tmp_path / str(rank), "--sync-bn", launcher=on_machine(hosts[rank], rank), **offline)
 
     with ThreadPoolExecutor() as pool:
         printed = list(pool.map(machine, (0, 1)))
@@ -437,6 +439,7 @@ def test_two_machines(hosts: tuple[str, str], single: Path, fine_tune: Callable[
     assert "2 processes" in printed[0]
     assert "epoch" not in printed[1]
     assert not (tmp_path / "1").exists()  # only the main process writes
+    one_run(tmp_path / "0" / "exp")
 
 
 def test_a_cut_cable(hosts: tuple[str, str], fine_tune: Callable[..., str], tmp_path: Path) -> None:

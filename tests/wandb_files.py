@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.curves import rows
+
 HEADER = 7  # bytes of the file's own: ":W&B", a magic number, a version
 BLOCK = 2**15
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
@@ -97,3 +101,16 @@ def _update(values: dict[str, Any], items: Any) -> None:
 def runs(folder: Path) -> list[Path]:
     """The .wandb files of a run folder, the oldest first."""
     return sorted(folder.glob("wandb/*run-*/*.wandb"))
+
+
+def one_run(folder: Path) -> None:
+    """Of a run of many processes with W&B offline: there is one W&B run, with the steps and epochs of results.csv."""
+    pytest.importorskip("wandb")
+    (file,) = runs(folder)
+    found = read(file)
+    epochs = [row for row in found.rows if "train/box_loss" in row]
+    for row, expected in zip(epochs, rows(folder), strict=True):
+        assert {key: row[key] for key in expected} == pytest.approx(expected, rel=1e-8)
+    steps = found.column("step")
+    assert steps == sorted(set(steps))
+    assert found.code == 0

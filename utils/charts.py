@@ -35,6 +35,7 @@ MANY_RUNS = 10  # from here on their colours come from a scale
 MOST_COLUMNS = 5  # panels side by side
 PANEL = (3.2, 2.5)  # inches, with title and ticks
 STEADIER, WIDEST = 40, 4.0  # the smoothing is as wide as this part of the epochs, and so many points at most
+FLAT = 0.03  # an axis spans at least this share of the values: more of their digits would be noise
 
 MOST_NAMES = 121  # classes that a confusion matrix names: 120 and background
 MOST_CELLS = 1000  # cells of it that have their number written in, the largest ones: each takes 1 ms
@@ -132,11 +133,11 @@ def results_figure(runs: Mapping[str, Columns]) -> Figure:
     grid = figure.add_gridspec(
         rows,
         wide,
-        left=0.55 / width,
+        left=0.65 / width,
         right=1 - 0.15 / width,
         top=1 - 0.4 / height,
         bottom=(0.45 + foot) / height,
-        wspace=0.28,
+        wspace=0.3,
         hspace=0.4,
     )
     for name, place in places.items():
@@ -177,12 +178,14 @@ def smooth(epochs: np.ndarray, values: np.ndarray, width: float) -> np.ndarray:
 
 
 def smoothing(epochs: Sequence[np.ndarray]) -> float:
-    """The width of the smoothing, in epochs, that suits all of several runs: one epoch if no run has two."""
+    """The width of the smoothing, in epochs, that suits all of several runs: from one point to four, less in a run of
+    ten or fewer, and one epoch where no run has two."""
     long = [some for some in epochs if len(some) > 1]
     step = max((np.ptp(some) / (len(some) - 1) for some in long), default=0.0)
     if not step:
         return 1.0
-    return float(np.clip(min(map(np.ptp, long)) / STEADIER, step, WIDEST * step))
+    span = min(map(np.ptp, long))
+    return float(np.clip(span / STEADIER, min(step, span / 10), WIDEST * step))
 
 
 def best(columns: Columns, name: str) -> tuple[float, float]:
@@ -202,7 +205,7 @@ def _finite(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 def _panel(axes: Axes, name: str, runs: Mapping[str, Columns]) -> None:
     """Draw the column `name` of every run that has it."""
-    from matplotlib.ticker import FormatStrFormatter, MaxNLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     there = [(_finite(columns, name), colour) for columns, colour in _coloured(runs) if name in columns]
     width = smoothing([epochs for (epochs, _), _ in there])
@@ -222,7 +225,20 @@ def _panel(axes: Axes, name: str, runs: Mapping[str, Columns]) -> None:
         axes.text(0.5, 1.02, said, transform=axes.transAxes, ha="center", va="bottom", color="0.35", fontsize=8)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(FormatStrFormatter("%.4g"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
+    found = np.concatenate([np.zeros(0), *(values for (_, values), _ in there)])
+    least = FLAT * np.abs(found).max(initial=0)
+    if len(found) and np.ptp(found) < least:
+        middle = (found.min() + found.max()) / 2
+        axes.set_ylim(middle - least / 2, middle + least / 2)
+
+
+def tick(value: float) -> str:
+    """A number beside an axis, in at most 7 characters or so: 1.48e-4 for 0.000148."""
+    if 0 < abs(value) < 0.001:
+        digits, _, power = f"{value:.2e}".partition("e")
+        return f"{float(digits):g}e{int(power)}"
+    return f"{value:.4g}"
 
 
 def _coloured(runs: Mapping[str, Columns]) -> Iterator[tuple[Columns, Any]]:

@@ -168,7 +168,7 @@ class WandB(Tracker):
         assert self.process is not None
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            with suppress(ValueError):
+            with suppress(ValueError, TypeError, KeyError):  # what is no answer of ours
                 answer = json.loads(line)
                 self.say(answer["say"])
                 if answer.get("stop"):

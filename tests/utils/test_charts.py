@@ -32,6 +32,7 @@ from utils.charts import (
     smooth,
     smoothing,
     style,
+    tick,
 )
 
 NAN, INF = math.nan, math.inf
@@ -102,7 +103,9 @@ def test_smoothing_goes_by_the_epoch() -> None:
     [
         ([range(81)], 2),  # a fortieth
         ([range(1000)], 4),  # four points at most
-        ([range(5)], 1),  # one at least
+        ([range(11)], 1),  # one at least
+        ([range(5)], 0.4),  # but for a short run
+        ([range(2)], 0.1),
         ([range(4, 304, 10)], 10),  # of which there is one in ten epochs
         ([range(81), range(1000)], 2),  # runs that are compared are smoothed alike
         ([range(1), range(81)], 2),
@@ -182,6 +185,32 @@ def test_best_is_the_first_of_equals() -> None:
     columns = {"epoch": np.arange(10.0, 14), "a": np.array([1, 4, NAN, 4]), "b": np.full(4, NAN)}
     assert best(columns, "a") == (4, 11)
     assert all(map(math.isnan, best(columns, "b")))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.25, "0.25"),
+        (0.00395, "0.00395"),
+        (0.000148, "1.48e-4"),
+        (-2e-5, "-2e-5"),
+        (1e30, "1e+30"),
+        (15, "15"),
+    ],
+)
+def test_numbers_beside_an_axis(value: float, text: str) -> None:
+    assert tick(value) == text
+
+
+@pytest.mark.parametrize("values", [(0.41976, 0.41983), (7.0, 7.0), (1e-5, 1.0001e-5)])
+def test_ticks_differ_where_values_hardly_do(values: tuple[float, float], styled: None) -> None:
+    figure = results_figure({"exp": {"epoch": np.arange(2.0), "train/loss": np.array(values)}})
+    axes = panel(figure, "train/loss")
+    low, high = axes.get_ylim()
+    assert low < min(values) <= max(values) < high
+    texts = [tick(place) for place in axes.get_yticks() if low <= place <= high]
+    assert len(set(texts)) == len(texts) >= 2
 
 
 @pytest.mark.parametrize(("epochs", "ticks"), [(1, [0]), (3, [0, 1, 2])])

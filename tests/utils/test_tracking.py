@@ -1,0 +1,226 @@
+"""What trackers promise: they are chosen by flags and environment, wait for nothing, and never fail a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from utils import tracking, wandb_process
+from utils.tracking import TENSORBOARD, WANDB, TensorBoard, WandB, git_commit, new_id, wanted
+from utils.wandb_process import has_key
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_MODE", "WANDB_DISABLED", "WANDB_RUN_ID", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Packages that count as installed."""
+    names = {WANDB, TENSORBOARD}
+    there = SimpleNamespace(origin="somewhere")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: there if name in names else None)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("log_with", "no_wandb", "expected"),
+    [
+        ("", False, [WANDB]),
+        ("", True, []),
+        ("none", False, []),
+        ("wandb", False, [WANDB]),
+        ("tensorboard", False, [TENSORBOARD]),
+        ("all", False, [WANDB, TENSORBOARD]),
+        ("all", True, [TENSORBOARD]),
+    ],
+)
+def test_which_are_wanted(log_with: str, no_wandb: bool, expected: list[str], installed: set[str]) -> None:
+    assert wanted(log_with, no_wandb) == (expected, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "off"),
+    [("WANDB_MODE", "disabled", True), ("WANDB_MODE", "offline", False), ("WANDB_DISABLED", "true", True)],
+)
+def test_the_environment_can_switch_wandb_off(
+    name: str, value: str, off: bool, installed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert wanted("all", False)[0] == ([TENSORBOARD] if off else [WANDB, TENSORBOARD])
+
+
+def test_what_is_not_installed_is_missed_only_where_it_was_asked_for(installed: set[str]) -> None:
+    installed.clear()
+    assert wanted("", False) == ([], [])
+    names, said = wanted("all", False)
+    assert names == []
+    assert [line.split()[1] for line in said] == [WANDB, TENSORBOARD]
+    assert all("pip install" in line for line in said)
+
+
+def test_a_folder_of_that_name_is_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=None))
+    assert wanted("", False) == ([], [])
+
+
+def test_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len({new_id() for _ in range(100)}) == 100
+    assert all(character.isalnum() for character in new_id())
+    monkeypatch.setenv("WANDB_RUN_ID", "fromthesweep")
+    assert new_id() == "fromthesweep"
+
+
+def test_the_commit_of_the_code() -> None:
+    told = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
+    assert git_commit().rstrip("+") == told.stdout.strip()
+
+
+# The other process, played
+
+
+def play(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Another program in the place of the one that talks to W&B."""
+    monkeypatch.setattr(tracking, "own_python", lambda module: ["python3", "-c", script])
+
+
+ECHO = "import sys\nfor line in sys.stdin: open(sys.argv[1], 'a').write(line)"
+
+
+def test_calls_arrive_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, ECHO)
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "calls")])
+    mine = WandB(tmp_path, {"id": "x"}, print)
+    mine.store_init_configuration({"lr0": 0.1, "path": Path("a")})
+    mine.log({"step": 3, "step/loss": float("nan")}, step=3)
+    mine.log({"epoch": 1, "step": 3}, step=3)
+    mine.pictures({"pictures/a": tmp_path / "\udcff.jpg"}, 3)
+    mine.line("said")
+    mine.finish()
+    calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    assert [call["do"] for call in calls] == ["begin", "log", "log", "pictures", "line", "finish"]
+    assert calls[0]["config"] == {"lr0": 0.1, "path": "a"}
+    assert calls[0]["run"] == {"id": "x"}
+    assert [call["axis"] for call in calls[1:3]] == ["step", "epoch"]
+    assert calls[3]["files"]["pictures/a"].endswith("\udcff.jpg")
+
+
+def test_one_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, "import subprocess; subprocess.run(['sleep', '600'])")
+    said: list[str] = []
+    mine = WandB(tmp_path, {"id": "x"}, said.append)
+    mine.store_init_configuration({})
+    process = mine.process
+    time.sleep(0.5)
+    mine.finish(0.2)
+    assert process is not None
+    assert process.wait(5) == -signal.SIGKILL
+    assert len(said) == 1
+    assert said[0].startswith("warning: W&B has not ended after 0 s; what is missing there is kept in ")
+
+
+def test_uploads_are_given_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, ECHO)
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "calls")])
+    waited: list[float] = []
+    mine = WandB(tmp_path, {"id": "x"}, print)
+    mine.store_init_configuration({})
+    with (tmp_path / "best.pt").open("wb") as file:
+        file.truncate(5 * 10**7)
+    mine.artifact("model", "model", ["best"], files=[tmp_path / "best.pt"])
+    assert mine.process is not None
+    monkeypatch.setattr(mine.process, "wait", waited.append)
+    mine.finish(1000.0)
+    mine.finish()
+    assert waited == [pytest.approx(tracking.FINISH + 50)]
+
+
+def test_one_that_dies_is_not_talked_to_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, "")
+    mine = WandB(tmp_path, {"id": "x"}, print)
+    mine.store_init_configuration({})
+    assert mine.process is not None
+    mine.process.wait()
+    for number in range(100):
+        mine.log({"step": number, "text": "x" * 10**5}, step=number)
+        time.sleep(0.001)
+    assert mine.deaf
+    assert mine.calls.qsize() < 100
+    mine.finish()
+
+
+def test_one_that_cannot_be_started_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "own_python", lambda module: [str(tmp_path / "nowhere")])
+    said: list[str] = []
+    mine = WandB(tmp_path, {"id": "x"}, said.append)
+    mine.store_init_configuration({})
+    mine.log({"step": 1}, step=1)
+    mine.finish()
+    assert said == ["warning: W&B cannot be started (No such file or directory); training goes on"]
+
+
+def test_answers_are_said_and_a_stop_is_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [{"say": "hello"}, "no answer", {"say": "stopped", "stop": True}]
+    play(monkeypatch, f"print({json.dumps('rubbish')}, *{list(map(json.dumps, answers))!r}, sep=chr(10))")
+    said: list[str] = []
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *call: sent.append(call))
+    mine = WandB(tmp_path, {"id": "x"}, said.append)
+    mine.store_init_configuration({})
+    mine.finish()
+    assert said == ["hello", "stopped"]
+    assert sent == [(os.getpid(), signal.SIGTERM)]
+
+
+def test_tensorboard_that_fails_is_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said: list[str] = []
+    mine = TensorBoard(tmp_path / "file", "x", said.append)
+    mine.store_init_configuration({"a": 1})
+    mine.log({"step": 1, "step/loss": 0.5}, step=1)
+    mine.finish()
+    assert len(said) == 1
+    assert said[0].startswith("warning: TensorBoard has failed (")
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    ("variable", "netrc", "own", "expected"),
+    [
+        ("", "", None, False),
+        ("WANDB_API_KEY", "", None, True),
+        ("", "machine api.wandb.ai login user password secret", None, True),
+        ("", "machine elsewhere.org login user password secret", None, False),
+        ("", "machine", None, False),  # damaged
+        ("", "", "secret", True),
+    ],
+)
+def test_is_there_a_key(
+    variable: str, netrc: str, own: Any, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if variable:
+        monkeypatch.setenv(variable, "secret")
+    if netrc:
+        (tmp_path / ".netrc").write_text(netrc)
+    assert has_key(SimpleNamespace(base_url="https://api.wandb.ai", api_key=own)) == expected
+
+
+def test_the_patience_with_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wandb_process.patience() == wandb_process.START
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "7")
+    assert wandb_process.patience() == 7
