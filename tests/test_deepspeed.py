@@ -45,7 +45,7 @@ def test_the_curve_of_one_process(
     photos: Path,
     tmp_path: Path,
 ) -> None:
-    """Asked for is 1e-3; seen: 2e-7. The weights are ordinary: val.py finds what training found. There is one W&B run."""
+    """Asked for is 1e-3; seen: 2e-7. The weights are ordinary: val.py finds what training found. One W&B run only."""
     printed = fine_tune(tmp_path, "--sync-bn", launcher=by(name), DS_ACCELERATOR="cpu", WANDB_MODE="offline")
     assert f"2 processes under DeepSpeed ZeRO-{stage}, mixed precision no" in printed
     assert "WARNING" not in printed

@@ -61,7 +61,7 @@ class Painter:
         pictures = (path for path in sorted(self.folder.iterdir()) if path.suffix in (".png", ".jpg"))
         self.drawn({path.name: path for path in pictures if path.stat().st_mtime >= began})
         if told.returncode:
-            raise RuntimeError(told.stderr.strip().splitlines()[-1:] or f"exit code {told.returncode}")
+            raise RuntimeError((told.stderr.strip() or f"exit code {told.returncode}").splitlines()[-1])
 
     def results(self) -> None:
         """results.csv has a new row: draw it, where that has not been done just now."""

@@ -14,6 +14,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -42,7 +43,8 @@ from utils.files import replacing
 MOST_IMAGES = 16
 MOST_PIXELS = 1920  # side of a grid of training images
 PHOTOS = 48  # validation images, in grids of 16
-SMALLEST, LARGEST = 160, 480  # pixels, longer side of a photo in its grid: less is enlarged, more is shrunk
+SMALLEST, LARGEST = 320, 480  # pixels, longer side of a photo in its grid: less is enlarged, more is shrunk
+NARROW = 160  # pixels: an image below has thinner lines and smaller letters
 GAP = 4  # pixels between photos
 LINE, LINES, CAPTION_WIDTH = 16, 2, 150  # of captions: height and number of lines, least width, in pixels
 FONT, LETTERS, SMALL_LETTERS = cv2.FONT_HERSHEY_SIMPLEX, 0.4, 0.3  # of about 10 pixels and 8
@@ -135,7 +137,7 @@ def _draw_boxes(image: np.ndarray, boxes: np.ndarray, classes: Sequence[int], te
     """Draw boxes (n, 4), xyxy in pixels, in the colours of `classes`; then their texts, so that no line crosses one."""
     far = 2 * max(image.shape[:2])
     corners = np.clip(boxes, -far, far).astype(int).tolist()
-    small = min(image.shape[:2]) < SMALLEST
+    small = min(image.shape[:2]) < NARROW
     thick, letters = (1, SMALL_LETTERS) if small else (2, LETTERS)
     for (left, top, right, bottom), k in zip(corners, classes, strict=True):
         cv2.rectangle(image, (left, top), (right, bottom), COLOURS[k % len(COLOURS)], thick, cv2.LINE_AA)
@@ -241,10 +243,14 @@ class Documents:
             raise UserError(f"{folder} is not a folder; give a run folder such as runs/train/exp")
         self.folder = folder
         self.table = cache(lambda name: Table(folder / name))
-        self.photos = lru_cache(1)(lambda batch: read_photos(self.table("val_boxes.csv"), batch))
+        self.photos = lru_cache(1)(lambda batch: read_photos(self.table("val_boxes.csv"), batch, self.classes()))
 
     def has(self, name: str) -> bool:
         return (self.folder / name).is_file()
+
+    def classes(self) -> list[str]:
+        """All classes in their order, where that is known."""
+        return self.table("classes.csv").texts("class") if self.has("classes.csv") else []
 
     def results(self) -> Columns:
         """The columns of results.csv."""
@@ -306,13 +312,14 @@ class Photo(NamedTuple):
     marks: Mapping[str, Marks]  # by kind
 
 
-def read_photos(table: Table, batch: int) -> list[Photo]:
-    """The photos of a grid, shrunk or enlarged to what they are shown as."""
+def read_photos(table: Table, batch: int, classes: Sequence[str] = ()) -> list[Photo]:
+    """The photos of a grid, shrunk or enlarged to what they are shown as. A class of `classes` has the colour that it
+    has in training's pictures."""
     rows_of: dict[str, list[int]] = {}
     for row, path in enumerate(table.texts("image")):
         rows_of.setdefault(path, []).append(row)
     kinds, names = table.texts("kind"), table.texts("class")
-    number = {name: k for k, name in enumerate(dict.fromkeys(names))}  # a class has one colour in all grids
+    number = {name: k for k, name in enumerate(dict.fromkeys((*classes, *names)))}
     photos = []
     for path in list(rows_of)[:PHOTOS][batch * MOST_IMAGES : (batch + 1) * MOST_IMAGES]:
         image, share = _shown(Path(path))
@@ -560,12 +567,17 @@ def run(argv: Sequence[str] | None = None) -> int:
         cv2.setNumThreads(1)
         if hasattr(os, "nice"):
             os.nice(NICE)
-    say: Callable[[str], object] = (lambda _: None) if given.background else (lambda line: print(line, flush=True))
+    say: Callable[[str], object] = (lambda _: None) if given.background else _print
     try:
         return 0 if _do(given, say) else 1
     except UserError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
+
+
+def _print(line: str) -> None:
+    with suppress(BrokenPipeError):  # whoever read it, such as `head`, has had enough
+        print(line, flush=True)
 
 
 def _do(given: argparse.Namespace, say: Callable[[str], object]) -> bool:

@@ -42,6 +42,12 @@ from utils.plots import (
 NONE = np.zeros((0, 6), np.float32)
 
 
+@pytest.fixture(autouse=True)
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Photos are enlarged to half of what they are else: sizes that are easy to reckon with."""
+    monkeypatch.setattr(plots, "SMALLEST", 160)
+
+
 @pytest.mark.parametrize(("images", "shape"), [(1, (32, 48)), (2, (32, 96)), (3, (64, 96)), (5, (64, 144))])
 def test_size_of_the_grid(images: int, shape: tuple[int, int]) -> None:
     picture = draw_targets(np.zeros((images, 3, 32, 48), np.uint8), NONE, {})
@@ -750,3 +756,12 @@ def test_the_command(tmp_path: Path) -> None:
     environment = {**os.environ, "MPLBACKEND": "no such back end"}
     told = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (told.returncode, told.stdout, told.stderr) == (0, "results.png\nlabels.jpg\n", "")
+
+
+def test_a_class_has_the_colour_that_it_has_in_training(tmp_path: Path) -> None:
+    """By its number among all classes, whichever comes first in the file of boxes."""
+    cv2.imwrite(str(tmp_path / "a.png"), np.zeros((320, 320, 3), np.uint8))
+    table = written(tmp_path / "b.csv", BOXES, f"{tmp_path}/a.png,label,ring,,10,50,100,100")
+    (found,) = read_photos(table, 0, ["disc", "square", "ring"])
+    assert found.marks["label"].classes == [2]
+    assert (draw_photos([found], "label") == plots.COLOURS[2]).all(2).any()
