@@ -32,7 +32,7 @@ def fine_tune(folder: Path, weights: Path, seed: int, project: Path, extra: list
     job = ["--weights", str(weights), "--data", str(data), "--img", "320", "--batch-size", "16", "--epochs", "20"]
     run = ["--seed", str(seed), "--project", str(project), "--name", f"seed{seed}"]
     started = time.monotonic()
-    subprocess.run([sys.executable, str(ROOT / "train.py"), *job, *run, *extra], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, str(ROOT / "train.py"), *job, *run, "--no-wandb", *extra], check=True, cwd=ROOT)
     with (project / f"seed{seed}" / "results.csv").open() as file:
         last = list(csv.DictReader(file))[-1]
     return float(last["metrics/mAP_0.5"]), float(last["metrics/mAP_0.5:0.95"]), time.monotonic() - started

@@ -106,7 +106,7 @@ def epoch(given: argparse.Namespace, extra: Sequence[str], count: int, project: 
     common += ["--project", str(project)]
     job = ["--weights", "", "--cfg", given.cfg, "--epochs", "1", "--batch-size", str(batch), "--name", f"train{count}"]
     with watching(count, given.device) as most:
-        text = printed("train.py", [*common, *job, "--noplots", "--noautoanchor", *extra], given.device)
+        text = printed("train.py", [*common, *job, "--noplots", "--no-wandb", "--noautoanchor", *extra], given.device)
     rate = number(r"([\d.]+) images/s", text)
     training = math.ceil(number(r"^train: (\d+) images", text) / batch) * batch / rate
     weights = project / f"train{count}" / "weights" / "last.pt"

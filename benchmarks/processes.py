@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4])
     options, extra = parser.parse_known_args()
     job = ["--weights", str(options.weights.resolve()), "--imgsz", "320", "--batch-size", "16", "--epochs", "2"]
-    job += ["--noautoanchor", "--noplots", "--workers", "1", "--mixed-precision", "no", *extra]
+    job += ["--noautoanchor", "--noplots", "--no-wandb", "--workers", "1", "--mixed-precision", "no", *extra]
     print(f"{'':<32} {'losses':>9} {'mAP50':>9} {'weights':>9} {'images/s':>9}")
     first = None
     with tempfile.TemporaryDirectory() as project:

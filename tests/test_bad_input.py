@@ -245,7 +245,12 @@ ERRORS = {
     "misspelt": Case(hyp(mosiac=1), "hyp.yaml: unknown key 'mosiac' (did you mean 'mosaic'?)"),
     "hyp is no YAML": Case(text("hyp.yaml", "lr0: 0.1: 2"), "hyp.yaml, line 1: "),
     "no hyp": Case(nothing, "hyperparameter file 'lowest' is not a file; give", "--hyp lowest"),
+    "override": Case(nothing, "--hyp.lr0 must be a number, not 'abc'", "--hyp.lr0 abc"),
+    "override out of range": Case(nothing, "--hyp.mosaic is 2.0; give 0 to 1", "--hyp.mosaic=2"),
+    "override misspelt": Case(nothing, "unknown flag --hyp.mosiac (did you mean '--hyp.mosaic'?)", "--hyp.mosiac 1"),
+    "override without a value": Case(nothing, "--hyp.lr0", "--hyp.lr0", code=2, two=True),
     # flags
+    "evolve": Case(nothing, "docs/tracking.md#sweeps", "--evolve 300", code=2),
     "unknown flag": Case(nothing, "unknown flag --epoch (did you mean '--epochs'?)", "--epoch 3", code=2, two=True),
     "batch 0": Case(nothing, "--batch-size 0 is too small; give 1 or more", "--batch-size 0"),
     "epochs 0": Case(nothing, "argument --epochs: 0 is out of range; give 1 or more", "--epochs 0", code=2),
@@ -412,7 +417,7 @@ def flags_of(case: Case, inputs: Inputs) -> list[str]:
     folder = str(inputs.folder)
     own = ["--data", f"{folder}/data.yaml", "--imgsz", "64", "--workers", "0", "--batch-size", "2", "--device", "cpu"]
     more = ["--cfg", f"{folder}/model.yaml", "--hyp", f"{folder}/hyp.yaml", "--weights", "", "--epochs", "1"]
-    project = ["--project", str(inputs.folder.parent / "runs")]
+    project = ["--project", str(inputs.folder.parent / "runs"), "--noplots"]
     return [*own, *(more if case.script == "train" else []), *project, *case.flags.format(set=folder).split()]
 
 
@@ -423,7 +428,7 @@ def run(
     """Calls a script here, up to the training: all of its images are loaded then, once. Its exit code and words."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
-    def load_all(trainer: train.Trainer, validate: Any) -> None:
+    def load_all(trainer: train.Trainer, validate: Any, dashboard: Any) -> None:
         assert sum(len(batch.infos) for batch in (*trainer.loader, *validate.args[3])) > 0
         raise Stopped(0)
 

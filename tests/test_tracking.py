@@ -248,6 +248,28 @@ def test_wandb_that_breaks_or_is_killed(train: Train, plain: Path, tmp_path: Pat
         assert printed.count("warning") == (name == "breaks")
 
 
+def test_a_run_that_is_asked_to_end_closes_its_run(train: Train, tmp_path: Path) -> None:
+    """By SIGTERM, after its third step: what was logged is there, and training says how to go on."""
+    printed = train(tmp_path, fault="SIGTERM:utils.stopping:Stop.after:3", code=143, WANDB_MODE="offline")
+    assert "go on with --resume" in printed
+    run = only(tmp_path / "exp")
+    assert run.code == 0
+    assert run.column("step")[:3] == [1, 2, 3]
+    assert any("go on with --resume" in line for line in run.lines)
+
+
+def test_quiet_and_verbose(train: Train, tmp_path: Path) -> None:
+    printed = train(tmp_path, "--quiet")
+    lines = printed.splitlines()
+    assert lines[0].startswith("best epoch: ")
+    assert lines[1].split()[0] == "Class"
+    assert lines[2].split()[0] == "all"
+    assert lines[3:] == [f"results in {tmp_path / 'exp'}"]
+    printed = train(tmp_path, "--verbose", "--name", "more", "--epochs", "1")
+    assert "process 0: " in printed
+    assert sum(line.split()[:1] == ["disc"] for line in printed.splitlines()) == 2  # of the epoch, and at the end
+
+
 def test_noplots_draws_none(plain: Path) -> None:
     assert not [file for file in plain.rglob("*") if file.suffix in (".jpg", ".png")]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -268,3 +269,60 @@ def test_default_weights_of_no_architecture(yaml: dict | None) -> None:
 def test_default_weights_of_an_unknown_architecture() -> None:
     with pytest.raises(UserError, match=r"^mine\.yaml: `architecture` is 'resnet33'"):
         find_weights("DEFAULT", {"architecture": "resnet33"}, "mine.yaml")
+
+
+# W&B artifacts: another program plays the one that asks W&B
+
+
+def play(monkeypatch: pytest.MonkeyPatch, answer: str, *files: str) -> None:
+    """It writes these files into the folder that it is given, and says that, or `answer`."""
+    script = f"""
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[2])
+folder.mkdir(parents=True, exist_ok=True)
+[(folder / name).write_text(sys.argv[1]) for name in {list(files)!r}]
+print({answer!r} or json.dumps({{"files": [str(folder / name) for name in {list(files)!r}]}}))
+"""
+    monkeypatch.setattr(hub, "own_python", lambda *names: [sys.executable, "-c", script])
+
+
+@pytest.mark.parametrize("files", [("epoch3.pt",), ("last.pt", "best.pt"), ("best.pt", "notes.txt")])
+def test_an_artifact(files: tuple[str, ...], elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere / "cache"))
+    play(monkeypatch, "", *files)
+    path = find_weights("wandb:me/mine/run_1_model:best")
+    assert path.name == ("best.pt" if "best.pt" in files else "epoch3.pt")
+    assert path.read_text() == "me/mine/run_1_model:best"
+    assert path.is_relative_to(elsewhere / "cache")
+
+
+@pytest.mark.parametrize(
+    ("answer", "files", "said"),
+    [
+        ('{"error": "no such artifact"}', (), r"cannot be had \(no such artifact\); check the key and the name"),
+        ("", ("a.pt", "b.pt"), "holds 2 .pt files"),
+        ("", ("a.txt",), "holds 0 .pt files"),
+    ],
+)
+def test_no_artifact(
+    answer: str, files: tuple[str, ...], said: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere / "cache"))
+    play(monkeypatch, answer, *files)
+    with pytest.raises(UserError, match=f"^--weights wandb:me/mine/model:best .*{said}"):
+        find_weights("wandb:me/mine/model:best")
+
+
+def test_the_real_program_ends_with_a_sentence(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a key, and with one where nobody answers. A child of it is asked, which alone imports wandb."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere / "cache"))
+    monkeypatch.setenv("HOME", str(elsewhere))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
+    with pytest.raises(UserError, match="there is no key for W&B: wandb login"):
+        find_weights("wandb:me/mine/model:best")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    with pytest.raises(UserError, match="cannot be had"):
+        find_weights("wandb:me/mine/model:best")
