@@ -47,7 +47,8 @@ def test_sync_bn_changes_nothing_on_one_process(single: Path, fine_tune: Callabl
     assert torch.equal(floats(tmp_path / "exp"), floats(single))
 
 
-@pytest.mark.parametrize("compiler", ["AOT_EAGER", pytest.param("INDUCTOR", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("compiler", ["AOT_EAGER", "INDUCTOR"])
 def test_compiled(single: Path, fine_tune: Callable[..., str], tmp_path: Path, compiler: str) -> None:
     """By torch.compile, as `accelerate launch --dynamo_backend` and an Accelerate config ask for it."""
     printed = fine_tune(tmp_path, ACCELERATE_DYNAMO_BACKEND=compiler)
