@@ -66,8 +66,7 @@ from utils.progress import Progress
 from utils.resume import Settled, changes, check_same, settle
 from utils.run import Run
 from utils.stopping import TIME, Asked, Stop, exit_code
-from utils.summary import SHOWN, Summary
-from utils.summary import spread as evenly
+from utils.summary import SHOWN, Summary, evenly
 from utils.zero import configure, load_optimizer_state, optimizer_state, refuse_comm_hook, whole
 from val import evaluate, rounding, table
 
@@ -374,7 +373,7 @@ def main() -> None:
     dashboard = Dashboard(run, task, options, val_split.images)
     dataset = {"yaml": str(spec.file), "train": identity["images"], "val": val_split.identity()}
     dashboard.begin(settings, devices, dataset, Progress.of(state["progress"]).step if state else 0)
-    dashboard.upload_dataset(spec.file, DATASETS[job.kind].files(spec), dataset)
+    dashboard.upload_dataset(spec.file, lambda: DATASETS[job.kind].files(spec), dataset)
     if not options.noplots:
         run.paint()
         run.charts("labels.jpg")

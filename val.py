@@ -25,8 +25,7 @@ from utils.layout import layout
 from utils.processes import spread
 from utils.run import Run
 from utils.stopping import Asked
-from utils.summary import SHOWN, Summary
-from utils.summary import spread as evenly
+from utils.summary import SHOWN, Summary, evenly
 
 MANY_CLASSES = 50  # from here on a row per class is shown on demand only
 

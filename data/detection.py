@@ -26,7 +26,7 @@ from data.sources import DataSpec, label_file
 from utils.config import Hyperparameters, select
 from utils.errors import UserError
 from utils.files import csv_text
-from utils.summary import spread
+from utils.summary import evenly
 
 PARTNERS = 3  # other images of a mosaic
 MOST_BOXES = 5000  # of the training labels that boxes.csv has
@@ -220,7 +220,7 @@ class DetectionData(DataSet):
         rows = train.labels.rows
         boxes = [
             (names[int(label)], *(f"{value:.5g}" for value in box))
-            for label, *box in rows[spread(len(rows), MOST_BOXES)].tolist()
+            for label, *box in rows[evenly(len(rows), MOST_BOXES)].tolist()
         ]
         return {
             "labels.csv": labels_text(names, counts),

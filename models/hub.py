@@ -54,8 +54,8 @@ def find_weights(name: str, yaml: Mapping[str, Any] | None = None, source: str =
 
 
 def from_wandb(name: str) -> Path:
-    """The weight file in a W&B artifact, entity/project/name:alias, kept in the cache: of the processes of a machine the
-    first one fetches it.
+    """The weight file in a W&B artifact, entity/project/name:alias, kept in the cache; the first process of a machine
+    fetches it.
 
     Raises `UserError`.
     """

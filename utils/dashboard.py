@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from utils.config import TrainOptions
 from utils.progress import Progress
 from utils.run import Run
-from utils.summary import Summary, spread
+from utils.summary import Summary, evenly
 from utils.tracking import TENSORBOARD, WANDB, TensorBoard, Tracker, WandB, git_commit, new_id, wanted
 
 EXAMPLES = "examples/validation"  # the key of the photos with boxes
@@ -71,7 +71,7 @@ class Dashboard:
         if summary is None or not due or not trackers:
             return
         found = self.task.examples(summary)
-        found = [found[k] for k in spread(len(found), self.options.max_images)]
+        found = [found[k] for k in evenly(len(found), self.options.max_images)]
         photos = [
             {
                 "file": str(self.images[example.image]),
@@ -103,15 +103,17 @@ class Dashboard:
             self.upload(["best.pt"], "best", f"epoch-{progress.best_epoch}")
             self.upload(["last.pt"], "latest", f"epoch-{last}")
 
-    def upload_dataset(self, yaml: Path, files: Mapping[str, Sequence[Path]], identity: Mapping[str, Any]) -> None:
+    def upload_dataset(
+        self, yaml: Path, files: Callable[[], Mapping[str, Sequence[Path]]], identity: Mapping[str, Any]
+    ) -> None:
         """Make the data set an artifact, with --upload-dataset: the YAML itself, and the addresses of all files.
 
-        files: by what they are.
+        files: gives them by what they are.
         """
-        if not self.options.upload_dataset:
+        if not self.options.upload_dataset or not self.run.trackers:
             return
         references = []
-        for what, paths in files.items():
+        for what, paths in files().items():
             there = [str(path.absolute()) for path in paths if path.is_file()]
             top = os.path.commonpath([os.path.dirname(path) for path in there]) if there else ""
             references += [(path, f"{what}/{os.path.relpath(path, top)}") for path in there]

@@ -45,7 +45,7 @@ class Example(NamedTuple):
     found: list[Box]  # the most confident first
 
 
-def spread(images: int, count: int) -> list[int]:
+def evenly(images: int, count: int) -> list[int]:
     """`count` evenly spaced indices below `images`, rising, or all where there are fewer; always the same."""
     return [k * images // count for k in range(count)] if count < images else list(range(images))
 

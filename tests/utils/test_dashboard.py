@@ -129,7 +129,7 @@ def test_weights_at_the_end(recorder: Recorder) -> None:
 def test_nothing_is_uploaded_unasked(recorder: Recorder, tmp_path: Path) -> None:
     mine = dashboard(recorder)
     mine.upload_last(Progress(epoch=3, best_epoch=1))
-    mine.upload_dataset(tmp_path / "a.yaml", {}, {})
+    mine.upload_dataset(tmp_path / "a.yaml", dict, {})
     dashboard(recorder, upload_model=True).upload([], "latest")
     assert recorder.artifacts == []
 
@@ -139,7 +139,7 @@ def test_a_data_set_as_references(recorder: Recorder, tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     files = {"train": [tmp_path / "a/0.jpg", tmp_path / "b/0.jpg"], "labels": [tmp_path / "0.txt", tmp_path / "1.txt"]}
-    dashboard(recorder, upload_dataset=True).upload_dataset(tmp_path / "my set.yaml", files, {"count": 2})
+    dashboard(recorder, upload_dataset=True).upload_dataset(tmp_path / "my set.yaml", lambda: files, {"count": 2})
     ((name, kind, _, content),) = recorder.artifacts
     assert (name, kind, content["metadata"]) == ("my-set", "dataset", {"count": 2})
     found = [(Path(path).relative_to(tmp_path).as_posix(), where) for path, where in content["references"]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from utils.summary import cells, confusion_text, dense, spread
+from utils.summary import cells, confusion_text, dense, evenly
 
 
 @pytest.mark.parametrize(
@@ -20,13 +20,13 @@ from utils.summary import cells, confusion_text, dense, spread
         (5, 0, []),
     ],
 )
-def test_spread(images: int, count: int, expected: list[int]) -> None:
-    assert spread(images, count) == expected
+def test_evenly(images: int, count: int, expected: list[int]) -> None:
+    assert evenly(images, count) == expected
 
 
-def test_spread_leaves_no_gap_and_takes_none_twice() -> None:
+def test_evenly_leaves_no_gap_and_takes_none_twice() -> None:
     for images, count in ((128, 16), (5000, 16), (1000, 999), (2**40, 7)):
-        found = spread(images, count)
+        found = evenly(images, count)
         assert (len(found), found[0]) == (count, 0)
         steps = np.diff([*found, images])
         assert 0 < min(steps) <= max(steps) <= min(steps) + 1
