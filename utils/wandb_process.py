@@ -221,6 +221,8 @@ def main() -> None:
     sys.argv = sys.argv[1:]  # W&B shows the command of the training
     session, finished = Session(replies), False
     for line in sys.stdin:
+        if not line.endswith("\n"):  # who was writing it has died
+            break
         call = json.loads(line)
         verb = call.pop("do")
         try:

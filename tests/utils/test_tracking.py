@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from tests.wandb_files import read, runs
 from utils import tracking, wandb_process
+from utils.background import own_python
 from utils.tracking import TENSORBOARD, WANDB, TensorBoard, WandB, git_commit, new_id, wanted
 from utils.wandb_process import has_key
 
@@ -193,6 +195,34 @@ def test_tensorboard_that_fails_is_one_warning(tmp_path: Path) -> None:
     mine.finish()
     assert len(said) == 1
     assert said[0].startswith("warning: TensorBoard has failed (")
+
+
+# The other process itself
+
+
+def test_a_half_line_is_the_end_and_the_run_is_closed(tmp_path: Path) -> None:
+    """Its writer was killed while it wrote: what came before is kept, and the run counts as failed."""
+    pytest.importorskip("wandb")
+    run = {"project": "p", "id": "abc", "name": "n", "entity": None, "group": None, "tags": None}
+    calls = [
+        {"do": "begin", "folder": str(tmp_path), "run": run, "config": {}, "axes": [], "pid": os.getpid()},
+        {"do": "log", "values": {"step": 1, "step/loss": 0.5}, "step": 1, "axis": "step"},
+        {"do": "log", "values": {"step": 2, "step/loss": 0.25}, "step": 2, "axis": "step"},
+    ]
+    lines = "".join(f"{json.dumps(call)}\n" for call in calls)
+    ended = subprocess.run(
+        [*own_python("utils.wandb_process"), "train.py"],
+        input=lines[:-20],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "WANDB_MODE": "offline"},
+    )
+    assert "wandb sync" in json.loads(ended.stdout)["say"]
+    (file,) = runs(tmp_path)
+    found = read(file)
+    assert [row["step/loss"] for row in found.rows] == [0.5]
+    assert found.code == 1
 
 
 # Keys
