@@ -18,6 +18,7 @@ from tests import wandb_files
 from tests.conftest import RECIPE, ROOT, RunScript
 from tests.curves import identical, rows
 from tests.wandb_files import Logged
+from tests.wandb_server import serve
 from utils.files import read_yaml
 
 Train = Callable[..., str]
@@ -236,6 +237,27 @@ def test_a_server_that_cannot_be_reached(answers: bool, train: Train, plain: Pat
     run = only(tmp_path / "exp")
     assert [row["epoch"] for row in epochs(run)] == [0, 1]
     assert run.code == 0
+
+
+def test_online_and_killed_and_online_again(train: Train, run_script: RunScript, plain: Path, tmp_path: Path) -> None:
+    """Against a server on loopback: one run, in which every step and every epoch is once."""
+    with serve() as server:
+        online = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": server.address, "WANDB_MODE": "online"}
+        killed = train(tmp_path, fault="SIGKILL:utils.stopping:Stop.after:6", code=-signal.SIGKILL, **online)
+        again = ("--resume", "--project", str(tmp_path))
+        printed = run_script("train.py", *again, OMP_NUM_THREADS="1", **online)
+    identical(tmp_path / "exp", plain)
+    name = read_yaml(tmp_path / "exp" / "settings.yaml")["wandb_id"]
+    for said in (killed, printed):
+        assert f"W&B: {server.address}/me/p/runs/{name}" in said
+        assert "warning" not in said
+    assert server.runs == {name}
+    assert server.config["epochs"]["value"] == 2
+    assert [row["step"] for row in server.rows if "step" in row] == list(range(1, 9))
+    for found, expected in zip((row for row in server.rows if "train/box_loss" in row), rows(plain), strict=True):
+        assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-8)
+    assert any(file.startswith("media/images/examples/") for file in server.files)
+    assert server.code == 0
 
 
 def test_wandb_that_breaks_or_is_killed(train: Train, plain: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from utils.config import TrainOptions
 from utils.progress import Progress
 from utils.run import Run
 from utils.summary import Summary, evenly
-from utils.tracking import TENSORBOARD, WANDB, TensorBoard, Tracker, WandB, git_commit, new_id, wanted
+from utils.tracking import FINISH, TENSORBOARD, UPLOAD, WANDB, TensorBoard, Tracker, WandB, git_commit, new_id, wanted
 
 EXAMPLES = "examples/validation"  # the key of the photos with boxes
 TIMES = 10  # a run that they are logged where no interval is given
@@ -47,7 +47,8 @@ class Dashboard:
         run.say(*warnings)
         made: list[Tracker] = []
         if WANDB in names:
-            made.append(WandB(run.folder, wandb_arguments(options, run.folder), run.say))
+            patience = UPLOAD if options.upload_model or options.upload_dataset else FINISH
+            made.append(WandB(run.folder, wandb_arguments(options, run.folder), run.say, patience))
         if TENSORBOARD in names:
             made.append(TensorBoard(run.folder, options.wandb_id, run.say))
         return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -181,9 +182,9 @@ class Run:
         self.step = step
         self.accelerator.log({key: value for key, value in values.items() if value is not None}, step=step)
 
-    def finish(self, patience: float = PATIENCE) -> None:
-        """Draw and send what is left; both may take so many seconds."""
-        if self.painter and not self.painter.finish(patience):
+    def finish(self, patience: float = math.inf) -> None:
+        """Draw and send what is left; each may take so many seconds, and no longer than it may by its own measure."""
+        if self.painter and not self.painter.finish(min(patience, PATIENCE)):
             self.say(f"warning: the pictures were not drawn in time; python -m utils.plots {self.folder} draws them")
         for tracker in self.trackers:
             tracker.finish(patience)

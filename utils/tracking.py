@@ -35,8 +35,8 @@ AXES = (
     *((f"{kind}/*", EPOCH) for kind in ("train", "val", "metrics", "x", "epoch", "class", "best")),
 )
 WANDB, TENSORBOARD = "wandb", "tensorboard"
-FINISH = 60.0  # seconds that a tracker has, at the end, to send what is left,
-UPLOAD = 1e6  # and a second for so many bytes of artifacts
+FINISH, UPLOAD = 60.0, 900.0  # seconds that a tracker has, at the end, to send what is left; with artifacts
+GRACE = 10.0  # seconds until one that does not end by itself is ended
 LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 Say = Callable[[str], None]
 
@@ -75,16 +75,17 @@ class WandB(Tracker):
     """A W&B run in a process of its own: see utils/wandb_process.py.
 
     folder: of the run. arguments: of `wandb.init`: project, entity, group, tags, name, id. say: prints a line.
+    patience: seconds to send the rest in, at the end.
     """
 
     name = WANDB
 
-    def __init__(self, folder: Path, arguments: Mapping[str, Any], say: Say) -> None:
+    def __init__(self, folder: Path, arguments: Mapping[str, Any], say: Say, patience: float = FINISH) -> None:
         super().__init__()
         self.folder, self.arguments, self.say = folder, arguments, say
         self.process: subprocess.Popen[str] | None = None
         self.calls: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
-        self.uploads, self.deaf = 0, False
+        self.patience, self.deaf = patience, False
 
     @property
     def tracker(self) -> WandB:
@@ -108,9 +109,8 @@ class WandB(Tracker):
         self.threads = [threading.Thread(target=work, daemon=True) for work in (self._send, self._listen)]
         for thread in self.threads:
             thread.start()
-        self._call(
-            "begin", folder=str(self.folder.absolute()), run=self.arguments, config=values, axes=AXES, pid=os.getpid()
-        )
+        where = {"folder": str(self.folder.absolute()), "pid": os.getpid()}
+        self._call("begin", **where, run=self.arguments, config=values, axes=AXES, patience=self.patience)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         self._call("log", values=values, step=step, axis=axis_of(values))
@@ -123,8 +123,6 @@ class WandB(Tracker):
 
     def artifact(self, name: str, kind: str, aliases: Sequence[str], **content: Any) -> None:
         files = [str(Path(file).absolute()) for file in content.pop("files", ())]
-        with suppress(OSError):
-            self.uploads += sum(map(os.path.getsize, files))
         self._call("artifact", name=name, kind=kind, aliases=aliases, files=files, **content)
 
     def line(self, text: str) -> None:
@@ -136,14 +134,11 @@ class WandB(Tracker):
             return
         self._call("finish")
         self.calls.put(None)
-        patience = min(patience, FINISH + self.uploads / UPLOAD)
+        patience = min(patience, self.patience) + GRACE
         try:
             self.process.wait(patience)
         except subprocess.TimeoutExpired:
-            self.say(
-                f"warning: W&B has not ended after {patience:.0f} s; what is missing there is kept in "
-                f"{self.folder / 'wandb'}: wandb sync --include-online"
-            )
+            self.say(f"warning: W&B has not ended after {patience:.0f} s; what it got is in {self.folder / 'wandb'}")
             _kill(self.process.pid)
         for thread in self.threads:
             thread.join(1)

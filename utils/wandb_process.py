@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -56,20 +57,28 @@ class Session:
             self.say(f"warning: W&B: {reason}; training goes on, results.csv has its numbers")
 
     def begin(
-        self, folder: str, run: Mapping[str, Any], config: Mapping[str, Any], axes: Sequence[Sequence[str]], pid: int
+        self,
+        folder: str,
+        run: Mapping[str, Any],
+        config: Mapping[str, Any],
+        axes: Sequence[Sequence[str]],
+        pid: int,
+        patience: float,
     ) -> None:
         """Start the run, or go on with the one of this id. `run`: what `wandb.init` takes; `axes`: pairs of a pattern
-        of keys and what their x axis is, '' for an axis itself; `pid`: of the training process."""
+        of keys and what their x axis is, '' for an axis itself; `pid`: of the training process; `patience`: seconds to
+        send the rest in, at the end."""
         import wandb
 
-        self.wandb, self.folder = wandb, Path(folder) / "wandb"
+        self.wandb, self.folder, self.patience = wandb, Path(folder) / "wandb", patience
         settings = wandb.setup().settings
         mode = os.environ.get("WANDB_MODE") or settings.mode or "online"
         if mode == "disabled":
             raise SystemExit(0)
         known = getattr(wandb.Settings, "model_fields", {})
-        own: dict[str, Any] = {"silent": True, "init_timeout": patience()}
-        newer = {"x_stats_pid": pid, "stop_fn": self.stop}  # settings that older versions do not know
+        own: dict[str, Any] = {"silent": True, "init_timeout": reach()}
+        # Settings that older versions do not know. They are copied: a method would be with all that it belongs to.
+        newer = {"x_stats_pid": pid, "finish_timeout": patience, "stop_fn": lambda: self.stop()}
         own |= {name: value for name, value in newer.items() if name in known}
         common = {**run, "dir": folder, "config": dict(config), "resume": "allow", "settings": wandb.Settings(**own)}
         why = "offline"
@@ -148,11 +157,18 @@ class Session:
         print(text, flush=True)
 
     def finish(self, code: int = 0) -> None:
-        """Send the rest, and close the run. `code`: 0 where it went well."""
+        """Send the rest, and close the run: what could not be sent in time is on disk. `code`: 0 where training went
+        well."""
+        before = time.monotonic()
         self.run.finish(exit_code=code)
+        if time.monotonic() - before >= self.patience:
+            self.say(
+                f"warning: W&B has not got all within {self.patience:.0f} s; what it lacks is kept: "
+                f"wandb sync --include-online {Path(self.run.dir).parent}"
+            )
 
 
-def patience() -> float:
+def reach() -> float:
     """Seconds to reach the server in."""
     return float(os.environ.get("WANDB_INIT_TIMEOUT") or START)
 
@@ -237,7 +253,7 @@ def main() -> None:
     if not finished and hasattr(session, "run"):
         _end_in(END)
         with suppress(Exception):
-            session.finish(1)
+            session.finish(code=1)
     _end_in(LEAVE)  # on the way out wandb removes its temporary files
 
 
@@ -256,14 +272,14 @@ def fetch() -> None:
         print(json.dumps(found), file=replies, flush=True)
         end(0)
 
-    waiting = threading.Timer(patience(), lambda: answer(error=f"no answer within {patience():g} s"))
+    waiting = threading.Timer(reach(), lambda: answer(error=f"no answer within {reach():g} s"))
     waiting.start()
     try:
         import wandb
 
         if not has_key(wandb.setup().settings):
             answer(error="there is no key for W&B: wandb login")
-        artifact = wandb.Api(timeout=math.ceil(patience())).artifact(name)
+        artifact = wandb.Api(timeout=math.ceil(reach())).artifact(name)
         waiting.cancel()
         artifact.download(root=folder)
         answer(files=[str(Path(folder) / file.name) for file in artifact.files()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.wandb_files import read, runs
+from tests.wandb_server import serve
 from utils import tracking, wandb_process
 from utils.background import own_python
 from utils.tracking import TENSORBOARD, WANDB, TensorBoard, WandB, git_commit, new_id, wanted
@@ -122,6 +124,7 @@ def test_calls_arrive_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_one_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, "import subprocess; subprocess.run(['sleep', '600'])")
     said: list[str] = []
+    monkeypatch.setattr(tracking, "GRACE", 0.0)
     mine = WandB(tmp_path, {"id": "x"}, said.append)
     mine.store_init_configuration({})
     process = mine.process
@@ -130,23 +133,23 @@ def test_one_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.Monkey
     assert process is not None
     assert process.wait(5) == -signal.SIGKILL
     assert len(said) == 1
-    assert said[0].startswith("warning: W&B has not ended after 0 s; what is missing there is kept in ")
+    assert said[0].startswith("warning: W&B has not ended after 0 s; what it got is in ")
 
 
-def test_uploads_are_given_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("own", "asked", "waited"), [(900.0, math.inf, 910.0), (60.0, 10.0, 20.0), (60.0, 90.0, 70.0)])
+def test_how_long_the_end_is_waited_for(
+    own: float, asked: float, waited: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     play(monkeypatch, ECHO)
     monkeypatch.setattr("sys.argv", [str(tmp_path / "calls")])
-    waited: list[float] = []
-    mine = WandB(tmp_path, {"id": "x"}, print)
+    found: list[float] = []
+    mine = WandB(tmp_path, {"id": "x"}, print, own)
     mine.store_init_configuration({})
-    with (tmp_path / "best.pt").open("wb") as file:
-        file.truncate(5 * 10**7)
-    mine.artifact("model", "model", ["best"], files=[tmp_path / "best.pt"])
     assert mine.process is not None
-    monkeypatch.setattr(mine.process, "wait", waited.append)
-    mine.finish(1000.0)
+    monkeypatch.setattr(mine.process, "wait", found.append)
+    mine.finish(asked)
     mine.finish()
-    assert waited == [pytest.approx(tracking.FINISH + 50)]
+    assert found == [waited]
 
 
 def test_one_that_dies_is_not_talked_to_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +208,8 @@ def test_a_half_line_is_the_end_and_the_run_is_closed(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     run = {"project": "p", "id": "abc", "name": "n", "entity": None, "group": None, "tags": None}
     calls = [
-        {"do": "begin", "folder": str(tmp_path), "run": run, "config": {}, "axes": [], "pid": os.getpid()},
+        {"do": "begin", "folder": str(tmp_path), "run": run, "config": {}, "axes": [], "pid": os.getpid()}
+        | {"patience": 9.0},
         {"do": "log", "values": {"step": 1, "step/loss": 0.5}, "step": 1, "axis": "step"},
         {"do": "log", "values": {"step": 2, "step/loss": 0.25}, "step": 2, "axis": "step"},
     ]
@@ -223,6 +227,30 @@ def test_a_half_line_is_the_end_and_the_run_is_closed(tmp_path: Path) -> None:
     found = read(file)
     assert [row["step/loss"] for row in found.rows] == [0.5]
     assert found.code == 1
+
+
+def test_a_server_that_falls_silent_cannot_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    said: list[str] = []
+    with serve() as server:
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        monkeypatch.setenv("WANDB_BASE_URL", server.address)
+        arguments = {"project": "p", "id": "abc", "name": "n", "entity": None, "group": None, "tags": None}
+        mine = WandB(tmp_path, arguments, said.append, patience=2.0)
+        mine.store_init_configuration({})
+        end = time.monotonic() + 60
+        while not said and time.monotonic() < end:
+            time.sleep(0.1)
+        assert said == [f"W&B: {server.address}/me/p/runs/abc"]
+        server.silent.set()
+        mine.log({"step": 1, "step/loss": 0.5}, step=1)
+        process = mine.process
+        mine.finish()
+    assert process is not None
+    assert process.returncode in (0, 1)  # by itself
+    assert [line.partition(";")[0] for line in said[1:]] == ["warning: W&B has not got all within 2 s"]
+    (file,) = runs(tmp_path)
+    assert [row["step/loss"] for row in read(file).rows] == [0.5]  # kept, for `wandb sync`
 
 
 # Keys
@@ -251,6 +279,6 @@ def test_is_there_a_key(
 
 
 def test_the_patience_with_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert wandb_process.patience() == wandb_process.START
+    assert wandb_process.reach() == wandb_process.START
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "7")
-    assert wandb_process.patience() == 7
+    assert wandb_process.reach() == 7
