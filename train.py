@@ -245,9 +245,10 @@ class Trainer:
         """Everything that --resume needs to go on from here. All processes must come together."""
         self.count_steps()
         run, scaler, progress = self.run, self.run.accelerator.scaler, self.progress.plain()
-        if progress == self.saved:
+        here = {**progress, "summary": None}  # which is of tensors too, and changes with the best epoch only
+        if here == self.saved:
             return
-        self.saved = progress
+        self.saved = here
         share = {"totals": self.totals, "model": statistics(self.bare), "ema": statistics(self.ema.model)}
         with whole(self.model):
             run.save_state(

@@ -100,7 +100,11 @@ class Run:
         self._write_now("results.csv", "".join(f"{line}\n" for line in self.rows).encode())
 
     def save(
-        self, files: Sequence[str], model: nn.Module, then: Callable[[], object], **described: Mapping[Any, Any]
+        self,
+        files: Sequence[str],
+        model: nn.Module,
+        then: Callable[[], object] = lambda: None,
+        **described: Mapping[Any, Any],
     ) -> None:
         """weights/ of these names, all alike: the model and its description, as `weights_content` takes it.
 
