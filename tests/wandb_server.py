@@ -103,6 +103,7 @@ def serve() -> Iterator[Server]:
 
     listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     listening.daemon_threads = True
+    listening.handle_error = lambda *_: None  # type: ignore[method-assign]  # who asked has gone
     server.address = f"http://127.0.0.1:{listening.server_port}"
     thread = threading.Thread(target=listening.serve_forever)
     thread.start()

@@ -28,6 +28,9 @@ class Painter:
         self.folder, self.drawn = folder, drawn
         self.background = Background("a picture cannot be drawn", say)
         self.last = time.monotonic()
+        # OpenCV sets its formats up under a lock when the first is used: not in the thread, for loader processes are
+        # forked meanwhile, and would wait for that lock for ever.
+        cv2.imencode(".jpg", np.zeros((1, 1, 3), np.uint8))
 
     def photos(self, draw: Callable[[], Mapping[str, np.ndarray]]) -> None:
         """Write the pictures that `draw` makes, by file name; uint8 (h, w, 3) BGR."""

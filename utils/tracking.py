@@ -5,6 +5,7 @@ All of this is for the main process; the others have no trackers.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -196,12 +197,14 @@ class TensorBoard(Tracker):
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Open the event file, with the settings as a text."""
+        with suppress(Exception):  # here, not in the thread: loader processes must not be forked within an import
+            importlib.import_module("torch.utils.tensorboard")
         self.background.do(self._open)
         text = "".join(f"    {line}\n" for line in json.dumps(values, indent=1, default=str).splitlines())
         self.background.do(lambda: self.writer.add_text("settings", text))
 
     def _open(self) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # here: slow to import, and not always there
+        from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(self.folder))
 

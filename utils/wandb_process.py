@@ -23,6 +23,7 @@ from typing import Any, TextIO
 from urllib.parse import urlsplit
 
 import psutil
+from filelock import FileLock, Timeout
 
 from utils.kept import Kept
 
@@ -71,8 +72,13 @@ class Session:
         import wandb
 
         self.wandb, self.folder, self.patience = wandb, Path(folder) / "wandb", patience
+        # A process like this one, whose training was killed a moment ago, may still be sending.
+        self.alone = FileLock(Path(folder) / ".wandb.lock", timeout=END)
+        with suppress(Timeout, OSError, NotImplementedError):
+            self.alone.acquire()
         settings = wandb.setup().settings
-        mode = os.environ.get("WANDB_MODE") or settings.mode or "online"
+        mode = os.environ.get("WANDB_MODE") or settings.mode
+        mode = "offline" if mode in ("offline", "dryrun") else "disabled" if mode == "disabled" else "online"
         if mode == "disabled":
             raise SystemExit(0)
         known = getattr(wandb.Settings, "model_fields", {})
