@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
+
+import psutil
 
 from utils.files import ROOT
 
@@ -56,3 +59,11 @@ def own_python(module: str, function: str = "main") -> list[str]:
         "-c",
         f"import sys; sys.path[0] = {str(ROOT)!r}; from {module} import {function}; {function}()",
     ]
+
+
+def kill_children(pid: int) -> None:
+    """End all processes that a process has started, and those that they have."""
+    with suppress(psutil.Error):
+        for child in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.Error):
+                child.kill()

@@ -21,10 +21,9 @@ from queue import SimpleQueue
 from typing import Any
 
 import cv2
-import psutil
 from accelerate.tracking import GeneralTracker
 
-from utils.background import Background, own_python
+from utils.background import Background, kill_children, own_python
 from utils.files import ROOT
 from utils.kept import Kept
 
@@ -140,7 +139,8 @@ class WandB(Tracker):
             self.process.wait(patience)
         except subprocess.TimeoutExpired:
             self.say(f"warning: W&B has not ended after {patience:.0f} s; what it got is in {self.folder / 'wandb'}")
-            _kill(self.process.pid)
+            kill_children(self.process.pid)
+            self.process.kill()
         for thread in self.threads:
             thread.join(1)
         self.process = None
@@ -169,15 +169,6 @@ class WandB(Tracker):
                 self.say(answer["say"])
                 if answer.get("stop"):
                     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _kill(pid: int) -> None:
-    """End a process and those that it has started."""
-    with suppress(psutil.Error):
-        process = psutil.Process(pid)
-        for one in (*process.children(recursive=True), process):
-            with suppress(psutil.Error):
-                one.kill()
 
 
 class TensorBoard(Tracker):

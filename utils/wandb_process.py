@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
-import psutil
 from filelock import FileLock, Timeout
 
+from utils.background import kill_children
 from utils.kept import Kept
 
 KEPT = ".wandb.json"  # in a run folder
@@ -220,9 +220,7 @@ def _photo(file: str) -> Any:
 
 def end(code: int) -> None:
     """End at once, with the processes that wandb has started."""
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            process.kill()
+    kill_children(os.getpid())
     os._exit(code)
 
 

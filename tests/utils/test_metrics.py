@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -130,15 +131,17 @@ def plain_iou(a: np.ndarray, b: np.ndarray) -> float:
     return inside / ((b[2] - b[0]) * (b[3] - b[1]) + (a[2] - a[0]) * (a[3] - a[1]) - inside + 1e-7)
 
 
+def random_boxes(rng: np.random.Generator, count: int) -> np.ndarray:
+    """On a coarse grid, so that many overlap alike."""
+    low = rng.integers(0, 3, (count, 2)) * 2
+    return np.concatenate((low, low + rng.integers(4, 9, (count, 2))), 1).astype(np.float32)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_matching_as_plainly(seed: int) -> None:
     """Detection by detection, at each threshold: right where no earlier one with the same best label was."""
     rng = np.random.default_rng(seed)
-
-    def boxes(count: int) -> np.ndarray:  # on a coarse grid, so that many overlap alike
-        low = rng.integers(0, 3, (count, 2)) * 2
-        return np.concatenate((low, low + rng.integers(4, 9, (count, 2))), 1).astype(np.float32)
-
+    boxes = partial(random_boxes, rng)
     found, truth, groups = boxes(40), boxes(rng.integers(12)), int(rng.integers(1, 5))
     group, true_group = rng.integers(groups, size=len(found)), rng.integers(groups, size=len(truth))
     overlap, partner, beaten = match_detections(found, group, truth, true_group)
@@ -210,11 +213,7 @@ def test_pairing_nothing() -> None:
 def test_pairing_as_plainly(seed: int) -> None:
     """The largest overlap that is left, again and again."""
     rng = np.random.default_rng(seed)
-
-    def boxes(count: int) -> np.ndarray:  # on a coarse grid, so that many overlap alike
-        low = rng.integers(0, 3, (count, 2)) * 2
-        return np.concatenate((low, low + rng.integers(4, 9, (count, 2))), 1).astype(np.float32)
-
+    boxes = partial(random_boxes, rng)
     found, truth = boxes(20), boxes(rng.integers(12))
     group, true_group = np.sort(rng.integers(3, size=20)), np.sort(rng.integers(3, size=len(truth)))
     expected = []
