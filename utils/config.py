@@ -109,6 +109,7 @@ class TrainOptions:
         "yolov5s.pt", "weights to start from, ours or an official YOLOv5 .pt; '' starts from scratch", fixed=True
     )
     cfg: str = flag("", "model YAML; '' takes the one inside --weights", fixed=True)
+    layers: str = flag("", "Python file with layers of your own, which a model's rows may name; it is run")
     data: str = flag("data/coco128.yaml", "data set YAML")
     hyp: str = flag("data/hyps/low.yaml", "hyperparameter YAML")
     epochs: int = flag(100, "passes over the training images", within=Range(1))
@@ -123,6 +124,26 @@ class TrainOptions:
         640, "side of the square that images are fitted into, in pixels", "img", "img-size", within=IMGSZ, fixed=True
     )
     rect: bool = flag(False, "batches of like aspect ratio with little padding; no shuffling, no mosaic", fixed=True)
+    multi_scale: bool = flag(
+        False,
+        "each batch at a size of its own, half to one and a half times --imgsz, the same on every process",
+        fixed=True,
+    )
+    image_weights: bool = flag(
+        False, "draw images in proportion to how rare their classes are, instead of each once an epoch", fixed=True
+    )
+    repeat_factor: float = flag(
+        0.0,
+        "repeat images of classes that are in a smaller share of the images than this, such as 0.001; 0 is off",
+        within=BELOW_ONE,
+        fixed=True,
+    )
+    close_mosaic: int = flag(
+        0,
+        "the last so many epochs without images that are mixed of several: mosaic, mixup",
+        within=NOT_NEGATIVE,
+        fixed=True,
+    )
     partners: str = flag(
         "any",
         "images mixed with one (mosaic, a classifier's mixup): any, or those next to it in the epoch's order: faster",
@@ -137,7 +158,12 @@ class TrainOptions:
     noval: bool = flag(False, "validate after the last epoch only")
     noautoanchor: bool = flag(False, "keep the model's anchors without checking that they suit the data", fixed=True)
     noplots: bool = flag(False, "draw no pictures into the run folder")
-    cache: str = flag("", "keep decoded images in memory or on disk", choices=("ram", "disk"), const="ram")
+    cache: str = flag(
+        "",
+        "keep decoded images in memory or on disk; val: those of the validation alone, in memory",
+        choices=("ram", "disk", "val"),
+        const="ram",
+    )
     device: str = flag("", "cpu, mps or CUDA devices such as 0 or 0,1 (a process for each); '' takes the best there is")
     processes: int = flag(0, "how many processes to start on this machine without a launcher", within=Range(1))
     dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", within=Range(1, 1e6))
@@ -207,13 +233,23 @@ class ValOptions:
     """The flags of val.py."""
 
     data: str = flag("data/coco128.yaml", "data set YAML")
-    weights: str = flag("yolov5s.pt", "weights to validate, ours or an official YOLOv5 .pt")
+    weights: tuple[str, ...] = flag(
+        ("yolov5s.pt",), "weights to validate, ours or an official YOLOv5 .pt; several are an ensemble"
+    )
+    layers: str = flag("", "Python file with layers of your own, which the model has; it is run")
     batch_size: int = flag(32, "images per batch", "batch", within=Range(1))
     imgsz: int = flag(640, "side of the square that images are fitted into, in pixels", "img", "img-size", within=IMGSZ)
     conf_thres: float = flag(0.001, "least confidence of a detection", within=SHARE)
     iou_thres: float = flag(0.6, "overlap above which NMS drops the weaker of two boxes", within=SHARE)
     max_det: int = flag(300, "most detections per image", within=Range(1))
-    task: str = flag("val", "which split", choices=("train", "val", "test"))
+    task: str = flag(
+        "val",
+        "which split; speed: how long an image takes, at the thresholds of detect.py",
+        choices=("train", "val", "test", "speed"),
+    )
+    augment: bool = flag(
+        False, "look at each image at several sizes and mirrored, and join what is found: slower, better"
+    )
     device: str = flag("", "cpu, mps or CUDA devices such as 0 or 0,1 (a process for each); '' takes the best there is")
     processes: int = flag(0, "how many processes to start on this machine without a launcher", within=Range(1))
     dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", within=Range(1, 1e6))
@@ -226,6 +262,12 @@ class ValOptions:
     noplots: bool = flag(False, "draw no pictures into the run folder")
     save_txt: bool = flag(False, "write detections as labels/*.txt into the run folder")
     save_conf: bool = flag(False, "with --save-txt: add each detection's confidence")
+    save_hybrid: bool = flag(False, "with --save-txt: the labels, and of what was found that which no label has")
+    save_json: bool = flag(
+        False, "write what was found as COCO results, and COCO's numbers where there are annotations"
+    )
+    annotations: str = flag("", "COCO annotations for --save-json; '' looks for annotations/*.json of the data set")
+    half: bool = flag(False, "weights and images in half precision on CUDA; elsewhere in full")
     project: str = flag("runs/val", "folder of the run folders")
     name: str = flag("exp", "name of the run folder; a number is added where it is taken")
     exist_ok: bool = flag(False, "write into project/name although it exists")

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+HEARD = 1.0  # seconds in which a signal is heard, by a thread that may have to wait for its turn
+
 
 def go_wrong(what: str) -> None:
     """Raise an error, sleep for ever, or get a signal: SIGKILL, SIGTERM ..."""
@@ -27,6 +29,7 @@ def go_wrong(what: str) -> None:
     if what == "stall":
         time.sleep(1e6)
     os.kill(os.getpid(), getattr(signal, what))
+    time.sleep(HEARD)
 
 
 def plant(what: str, module: str, function: str, call: str, rank: str = "") -> None:
