@@ -86,6 +86,7 @@ def test_two_processes_by_a_flag(train: Train, alone: Path, tmp_path: Path) -> N
     assert "warn" not in printed.lower()
 
 
+@pytest.mark.long
 def test_four_processes_by_accelerate(train: Train, alone: Path, tmp_path: Path) -> None:
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"), "--num_processes", "4")
     train(tmp_path, "--sync-bn", launcher=launcher)
@@ -103,7 +104,8 @@ def test_two_machines(hosts: tuple[str, str], train: Train, alone: Path, tmp_pat
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("stage", [*(pytest.param(k, marks=pytest.mark.long) for k in (1, 2)), 3])
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_under_zero(stage: int, train: Train, alone: Path, tmp_path: Path) -> None:
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / f"deepspeed_zero{stage}.yaml"))
     train(tmp_path, "--sync-bn", launcher=launcher, DS_ACCELERATOR="cpu")

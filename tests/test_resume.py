@@ -75,7 +75,7 @@ def straight_on_two(train: Train, tmp_path_factory: pytest.TempPathFactory) -> P
 # Killed
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_killed_in_an_epoch_in_validation_and_in_a_save(
     processes: int, train: Train, resume: Train, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -129,7 +129,7 @@ def test_a_launcher_starts_it_again(train: Train, straight_on_two: Path, tmp_pat
     identical(tmp_path / "exp", straight_on_two)
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip"])
+@pytest.mark.parametrize("damage", ["cut", pytest.param("flip", marks=pytest.mark.long)])
 def test_a_damaged_state(damage: str, train: Train, resume: Train, straight: Path, tmp_path: Path) -> None:
     """The one before is taken, and the end is the same."""
     train(tmp_path, fault="SIGKILL:utils.stopping:Stop.after:10", code=-signal.SIGKILL)
@@ -147,7 +147,9 @@ def test_a_damaged_state(damage: str, train: Train, resume: Train, straight: Pat
 # Asked to end
 
 
-@pytest.mark.parametrize(("word", "code"), [("SIGTERM", 143), ("SIGUSR1", 138), ("SIGINT", 130)])
+@pytest.mark.parametrize(
+    ("word", "code"), [("SIGTERM", 143), pytest.param("SIGUSR1", 138, marks=pytest.mark.long), ("SIGINT", 130)]
+)
 def test_asked_to_end(word: str, code: int, train: Train, resume: Train, straight: Path, tmp_path: Path) -> None:
     printed = train(tmp_path, fault=f"{word}:models.tasks.detection:DetectionTask.losses:1", code=code)
     assert f"stopped by {word} in epoch 1, after batch 2; all is saved: go on with --resume" in printed

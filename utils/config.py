@@ -24,12 +24,36 @@ T = TypeVar("T")
 NEWEST, AUTO = "newest", "auto"  # --resume without a value, and where there is something to resume
 OVERRIDE = "--hyp."  # begins the flag of a single hyperparameter
 NO_OVERRIDES: Mapping[str, str] = types.MappingProxyType({})
-# YOLOv5's flags that are not taken over: what to do instead. In a script that has the flag, it is none of these.
+# YOLOv5's flags that are not taken over, with underscores, and values of flags that are: what to do instead. In a
+# script that has the flag, it is none of these.
 SWEEPS = (
     "is not built in: W&B sweeps tune hyperparameters, each trial on as many devices as you like; see sweep.yaml and "
     "docs/tracking.md#sweeps"
 )
-REFUSED = {"evolve": SWEEPS, "evolve_population": SWEEPS, "resume_evolve": SWEEPS}
+SEGMENTS = "is for segmentation, which is not built in; a detector learns from polygon labels by the boxes around them"
+REFUSED = {
+    **dict.fromkeys(("evolve", "evolve_population", "resume_evolve"), SWEEPS),
+    "bucket": "is not built in: copy the run folder with your cloud's own command, such as gsutil rsync or aws s3 sync",
+    "quad": "is not built in: train at a larger --imgsz, or with --multi-scale",
+    "dnn": "is not built in: OpenCV's DNN module runs ONNX files without the scripts",
+    "task study": "is not built in: call val.py once for each --imgsz, and compare their tables",
+    **dict.fromkeys(("mask_ratio", "no_overlap"), SEGMENTS),
+    # of classify/train.py
+    "model": "is --weights here, or --cfg for a model from scratch, such as --cfg yolov5s-cls.yaml",
+    "pretrained": "is not needed: --weights names what to start from, and --weights '' starts from scratch",
+    "lr0": "is a hyperparameter: give --hyp.lr0",
+    "decay": "is a hyperparameter: give --hyp.weight_decay",
+    "cutoff": "is not built in: the layers of a model are those of its YAML; give another one with --cfg",
+    "dropout": "is the second argument of the row Classify of the model's YAML; give it with --cfg",
+    # of older versions
+    "adam": "is --optimizer Adam here",
+    "linear_lr": "is what the learning rate does without --cos-lr",
+    "cache_images": "is --cache here",
+    "notest": "is --noval here",
+    "log_imgs": "is --max-images here",
+    "log_artifacts": "is --upload-model here",
+    "artifact_alias": "is part of the name of an artifact here: --weights wandb:entity/project/name:alias",
+}
 
 
 def is_number(value: Any) -> bool:
@@ -75,9 +99,11 @@ def flag(
     const: Any = None,
     within: Range = FINITE,
     fixed: bool = False,
+    parted: bool = False,
 ) -> Any:
     """A field that is a flag: its default, help text, other names, allowed values, its value when given bare, and the
-    range of a number. `fixed`: the curve depends on it, so that a run cannot be resumed with another value."""
+    range of a number. `fixed`: the curve depends on it, so that a run cannot be resumed with another value. `parted`:
+    commas part its words."""
     return dataclasses.field(
         default=default,
         metadata={
@@ -87,6 +113,7 @@ def flag(
             "const": const,
             "within": within,
             "fixed": fixed,
+            "parted": parted,
         },
     )
 
@@ -210,7 +237,7 @@ class TrainOptions:
     wandb_project: str = flag("", "W&B project; '' is the last folder of --project, YOLOv5's runs/train being lockstep")
     wandb_entity: str = flag("", "W&B team or user; '' is your default one", "entity")
     wandb_group: str = flag("", "W&B group of runs")
-    wandb_tags: tuple[str, ...] = flag((), "W&B tags")
+    wandb_tags: tuple[str, ...] = flag((), "W&B tags", parted=True)
     wandb_name: str = flag("", "W&B name of the run; '' is the name of the run folder")
     wandb_id: str = flag("", "W&B id of the run to go on with; '' is a new one, or with --resume the run's own")
     bbox_interval: int = flag(
@@ -418,8 +445,10 @@ def _parser(kind: type) -> argparse.ArgumentParser:
     parser = _Parser(description=kind.__doc__, epilog=more, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     hints = typing.get_type_hints(kind)
     for option in flags_of(kind):
-        names = [option.name.replace("_", "-"), option.name, *option.metadata["aliases"]]
-        flags = list(dict.fromkeys(f"--{name}" for name in names))
+        names = [option.name, *option.metadata["aliases"]]
+        flags = list(
+            dict.fromkeys(f"--{word}" for name in names for word in (name.replace("_", "-"), name.replace("-", "_")))
+        )
         default = " ".join(map(str, option.default)) if isinstance(option.default, tuple) else repr(option.default)
         text = f"{option.metadata['help']} (default {default or 'none'})"
         parser.add_argument(*flags, dest=option.name, help=text, **_action(hints[option.name], option.metadata))
@@ -432,10 +461,9 @@ def _action(hint: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
         return {"action": "store_true"}
     if typing.get_origin(hint) is tuple:
         kind = typing.get_args(hint)[0]
-        if kind is str:
-            return {"nargs": "+", "action": _Words}
-        return {"type": _within(kind, metadata["within"]), "nargs": "+", "action": _Tuple}
-    action: dict[str, Any] = {"type": hint if hint is str else _within(hint, metadata["within"])}
+        action: dict[str, Any] = {} if kind is str else {"type": _within(kind, metadata["within"])}
+        return {**action, "nargs": "+", "action": _Words if metadata["parted"] else _Tuple}
+    action = {"type": hint if hint is str else _within(hint, metadata["within"])}
     if metadata["choices"]:
         action["choices"] = metadata["choices"]
     if metadata["const"] is not None:
@@ -498,6 +526,9 @@ class _Parser(argparse.ArgumentParser):
             if instead := REFUSED.get(name.removeprefix("--").replace("-", "_")):
                 self.exit(2, f"error: {name} {instead}\n")
             message = f"unknown flag {wrong}{nearest(name, known)}"
+        choice = re.match(r"argument (?:--\S+/)*--(\S+): invalid choice: '(\w+)'", message)
+        if choice and (instead := REFUSED.get(f"{choice[1].replace('-', '_')} {choice[2]}")):
+            self.exit(2, f"error: --{choice[1]} {choice[2]} {instead}\n")
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 
@@ -530,6 +561,8 @@ YOLOV5_HYPS = {
     "hyp.scratch-med.yaml": "med.yaml",
     "hyp.scratch-high.yaml": "high.yaml",
     "hyp.no-augmentation.yaml": "none.yaml",
+    "hyp.VOC.yaml": "VOC.yaml",
+    "hyp.Objects365.yaml": "Objects365.yaml",
 }
 
 

@@ -32,6 +32,7 @@ from utils.place import launched, place
 from utils.progress import Progress
 
 SETTINGS, STATES = "settings.yaml", "checkpoint"  # in a run folder
+THEIRS = "opt.yaml"  # in one of YOLOv5
 OF_THE_LAUNCH = ("device", "processes")  # what a launcher decides where there is one
 OF_ONE_START = ("time_limit",)  # not taken over: a run that hit its limit is to go on
 
@@ -142,6 +143,13 @@ def find_run(options: TrainOptions) -> Path | None:
     for folder in (path, *path.absolute().parents[:2]):  # itself, or checkpoint/, or weights/last.pt in it
         if (folder / SETTINGS).is_file():
             return folder
+    for folder in (path, *path.absolute().parents[:2]):
+        if (folder / THEIRS).is_file():
+            raise UserError(
+                f"--resume {path}: {folder} is a run of YOLOv5, whose optimizer and order are not ours to go on with; "
+                f"start from it with --weights {folder / 'weights' / 'last.pt'} --hyp {folder / 'hyp.yaml'} and the "
+                "epochs that are left"
+            )
     raise UserError(f"--resume {path}: neither this nor what it lies in is a run folder of train.py (no {SETTINGS})")
 
 

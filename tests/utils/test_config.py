@@ -46,6 +46,8 @@ YOLOV5_TRAIN = {
     "batch_size": 16,
     "imgsz": 640,
     "rect": False,
+    "multi_scale": False,
+    "image_weights": False,
     "nosave": False,
     "noval": False,
     "noautoanchor": False,
@@ -67,7 +69,7 @@ YOLOV5_TRAIN = {
 }
 YOLOV5_VAL = {
     "data": "data/coco128.yaml",
-    "weights": "yolov5s.pt",
+    "weights": ("yolov5s.pt",),
     "batch_size": 32,
     "imgsz": 640,
     "conf_thres": 0.001,
@@ -77,9 +79,13 @@ YOLOV5_VAL = {
     "device": "",
     "workers": 8,
     "single_cls": False,
+    "augment": False,
     "verbose": False,
     "save_txt": False,
+    "save_hybrid": False,
     "save_conf": False,
+    "save_json": False,
+    "half": False,
     "project": "runs/val",
     "name": "exp",
     "exist_ok": False,
@@ -160,7 +166,7 @@ def test_yolov5s_other_names(kind: type, argv: list[str]) -> None:
 def test_a_bare_cache_is_in_memory() -> None:
     assert train("--cache").cache == "ram"
     assert train("--cache", "--rect").cache == "ram"
-    assert train("--cache", "disk").cache == "disk"
+    assert [train("--cache", where).cache for where in ("disk", "val")] == ["disk", "val"]
 
 
 def test_freeze_takes_several_numbers() -> None:
@@ -190,7 +196,7 @@ def test_options_are_immutable() -> None:
         (["--zzzzzzz"], "unknown flag --zzzzzzz"),
         (["--optim", "SGD"], "unknown flag --optim"),  # no abbreviations: they change their meaning with a new flag
         (["--optimizer", "sgd"], "argument --optimizer: invalid choice: 'sgd'"),
-        (["--cache", "val"], "argument --cache: invalid choice: 'val'"),
+        (["--cache", "all"], "argument --cache: invalid choice: 'all'"),
         (["--epochs", "many"], "argument --epochs: invalid int value: 'many'"),
         (["--epochs"], "argument --epochs: expected one argument"),
         (["--freeze", "1", "x"], "argument --freeze: invalid int value: 'x'"),
@@ -244,6 +250,27 @@ def test_what_yolov5_has_and_we_do_not(kind: type, argv: list[str], capsys: pyte
     assert caught.value.code == 2
     name = next(word for word in argv if "evolve" in word).partition("=")[0]
     assert capsys.readouterr().err == f"error: {name} {EVOLUTION}; see sweep.yaml and docs/tracking.md#sweeps\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "argv", "says"),
+    [
+        (ValOptions, ["--task", "study"], "--task study is not built in: call val.py once for each --imgsz"),
+        (ValOptions, ["--task=study"], "--task study is not built in"),
+        (ValOptions, ["--task", "speeed"], "argument --task: invalid choice: 'speeed'"),
+        (TrainOptions, ["--quad"], "--quad is not built in: train at a larger --imgsz"),
+        (TrainOptions, ["--lr0", "0.1"], "--lr0 is a hyperparameter: give --hyp.lr0"),
+    ],
+)
+def test_what_takes_its_place_is_said(
+    kind: type, argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_options(kind, argv)
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {says}")
+    assert said.count("\n") == 1
 
 
 def test_what_is_refused_is_no_flag_of_both_scripts() -> None:
@@ -418,12 +445,25 @@ def test_what_is_wrong_in_an_override_is_named(overrides: dict[str, str], messag
 
 CLASSIFY = ("classify", "shapes-cls")  # recipes for classifiers
 AUGMENTATION = ("hsv_h", "hsv_s", "hsv_v", "translate", "scale", "fliplr", "mosaic")
-# FIELD.md 1.2: what differs from the recipe `low`
+# what differs from the recipe `low`
 STRONGER = {"lrf": 0.1, "cls": 0.3, "obj": 0.7}
 RECIPES = {
     "low": {},
     "med": {**STRONGER, "scale": 0.9, "mixup": 0.1},
     "high": {**STRONGER, "scale": 0.9, "mixup": 0.1, "copy_paste": 0.1},
+    "VOC": {
+        **{"lr0": 0.00334, "lrf": 0.15135, "momentum": 0.74832, "weight_decay": 0.00025, "warmup_epochs": 3.3835},
+        **{"warmup_momentum": 0.59462, "warmup_bias_lr": 0.18657, "box": 0.02, "cls": 0.21638, "cls_pw": 0.5},
+        **{"obj": 0.51728, "obj_pw": 0.67198, "anchor_t": 3.3744, "anchors": 3.412, "hsv_h": 0.01041},
+        **{"hsv_s": 0.54703, "hsv_v": 0.27739, "translate": 0.04591, "scale": 0.75544, "mosaic": 0.85834},
+        **{"mixup": 0.04266},
+    },
+    "Objects365": {
+        **{"lr0": 0.00258, "lrf": 0.17, "momentum": 0.779, "weight_decay": 0.00058, "warmup_epochs": 1.33},
+        **{"warmup_momentum": 0.86, "warmup_bias_lr": 0.0711, "box": 0.0539, "cls": 0.299, "cls_pw": 0.825},
+        **{"obj": 0.632, "anchor_t": 3.44, "anchors": 3.2, "hsv_h": 0.0188, "hsv_s": 0.704, "hsv_v": 0.36},
+        **{"translate": 0.0902, "scale": 0.491},
+    },
     "none": {**STRONGER, **dict.fromkeys(AUGMENTATION, 0.0)},
 }
 
@@ -468,6 +508,8 @@ def test_the_recipe_of_the_built_in_classification() -> None:
         ("hyp.scratch-med.yaml", "med"),
         ("hyp.scratch-high.yaml", "high"),
         ("hyp.no-augmentation.yaml", "none"),
+        ("hyp.VOC.yaml", "VOC"),
+        ("hyp.Objects365.yaml", "Objects365"),
     ],
 )
 def test_yolov5s_file_names(theirs: str, ours: str) -> None:

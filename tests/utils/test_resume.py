@@ -146,6 +146,18 @@ def test_a_run_that_one_stands_in(run: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (Path(options.project) / options.name).resolve() == run
 
 
+def test_a_run_of_yolov5(project: Path) -> None:
+    weights = project / "theirs" / "weights" / "last.pt"
+    weights.parent.mkdir(parents=True)
+    weights.touch()
+    (project / "theirs" / "opt.yaml").touch()
+    for path in (weights, project / "theirs"):
+        with pytest.raises(
+            UserError, match=rf"is a run of YOLOv5.* --weights {weights} --hyp {project}/theirs/hyp.yaml"
+        ):
+            found("--resume", str(path))
+
+
 def test_a_path_that_is_no_run(project: Path) -> None:
     with pytest.raises(UserError, match=rf"--resume {project}: neither this nor .*settings\.yaml"):
         found("--resume", str(project))
@@ -285,6 +297,10 @@ FIXED = {
     "rect": (True, False),
     "noautoanchor": (True, False),
     "scale_lr": (True, False),
+    "multi_scale": (True, False),
+    "image_weights": (True, False),
+    "repeat_factor": (0.001, 0.0),
+    "close_mosaic": (10, 0),
     "partners": ("near", "any"),
     "single_cls": (True, False),
     "optimizer": ("AdamW", "SGD"),

@@ -1,0 +1,117 @@
+"""docs/migrating.md against the parsers: every flag of YOLOv5 is there, and is what the page says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from utils.config import REFUSED, TrainOptions, ValOptions, flags_of, parse_options
+from utils.files import ROOT
+
+PAGE = ROOT / "docs" / "migrating.md"
+# All flags of YOLOv5's scripts, with their other names.
+TRAIN = [
+    *("weights", "cfg", "data", "hyp", "epochs", "batch-size", "imgsz", "img", "img-size", "rect", "resume"),
+    *("nosave", "noval", "noautoanchor", "noplots", "evolve", "evolve_population", "resume_evolve", "bucket"),
+    *("cache", "image-weights", "device", "multi-scale", "single-cls", "optimizer", "sync-bn", "workers"),
+    *("project", "name", "exist-ok", "quad", "cos-lr", "label-smoothing", "patience", "freeze", "save-period"),
+    *("seed", "local_rank", "entity", "upload_dataset", "bbox_interval", "artifact_alias"),
+]
+VAL = [
+    *("data", "weights", "batch-size", "imgsz", "img", "img-size", "conf-thres", "iou-thres", "max-det", "task"),
+    *("device", "workers", "single-cls", "augment", "verbose", "save-txt", "save-hybrid", "save-conf", "save-json"),
+    *("project", "name", "exist-ok", "half", "dnn"),
+]
+CLASSIFY = ["model", "pretrained", "lr0", "decay", "cutoff", "dropout"]
+OTHERS = ["hubconf.py", "segment/", "classify/", "opt.yaml", "hyp.yaml", "detect.py", "export.py"]
+FATES = ("as there", "differs", "refused")
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of a section's first table, without its head."""
+    section = PAGE.read_text(encoding="utf-8").partition(f"\n{heading}")[2].partition("\n## ")[0]
+    table = re.search(r"\n\|[-|]+\|\n((?:\|.*\n)+)", section)
+    assert table, heading
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()]
+
+
+def flags(cell: str) -> list[str]:
+    return [name.removeprefix("--") for name in re.findall(r"`(--[\w-]+)`", cell)]
+
+
+SCRIPTS = {"train.py": (TrainOptions, TRAIN), "val.py": (ValOptions, VAL)}
+ROWS = [
+    pytest.param(kind, name, row[1], id=f"{script}{name}")
+    for script, (kind, _) in SCRIPTS.items()
+    for row in rows(f"## The flags of {script}")
+    for name in flags(row[0])
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_flag_of_yolov5_is_there_once(script: str) -> None:
+    named = [name for row in rows(f"## The flags of {script}") for name in flags(row[0])]
+    assert len(named) == len(set(named))
+    assert set(SCRIPTS[script][1]) <= set(named)
+    assert set(named) <= {*SCRIPTS[script][1], "batch"}  # what argparse made of it there: an abbreviation
+
+
+@pytest.mark.parametrize(("kind", "name", "fate"), ROWS)
+def test_a_flag_is_what_the_page_says(kind: type, name: str, fate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fate in FATES
+    known = {other: field for field in flags_of(kind) for other in (field.name, *field.metadata["aliases"])}
+    field = known.get(name.replace("-", "_")) or known.get(name)
+    for spelling in (name.replace("_", "-"), name.replace("-", "_")):
+        if field is None:
+            with pytest.raises(SystemExit) as caught:
+                parse_options(kind, [f"--{spelling}"])
+            assert (fate, caught.value.code) == ("refused", 2)
+            assert capsys.readouterr().err == f"error: --{spelling} {REFUSED[name.replace('-', '_')]}\n"
+        else:
+            value = {int: "1", float: "0.5", tuple: "1"}.get(type(field.default), "text")
+            words = [] if field.type == "bool" else [(field.metadata["choices"] or [value])[0]]
+            options = parse_options(kind, [f"--{spelling}", *words])
+            assert fate != "refused"
+            assert getattr(options, field.name) != field.default or words == [field.default]
+
+
+def test_the_flags_of_classification_say_what_replaces_them(capsys: pytest.CaptureFixture[str]) -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("The flags of classify/train.py")[2]
+    named = [name for line in section.partition("\n## ")[0].splitlines() for name in flags(line[: line.find("|", 1)])]
+    assert named == CLASSIFY
+    for name in named:
+        with pytest.raises(SystemExit):
+            parse_options(TrainOptions, [f"--{name}", "1"])
+        assert capsys.readouterr().err == f"error: --{name} {REFUSED[name]}\n"
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_fate_of_a_file(name: str) -> None:
+    assert [row for row in rows("## Files and programs") if name in row[0]], name
+
+
+def test_its_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]*)(#[\w-]*)?\)", PAGE.read_text(encoding="utf-8"))
+    assert links
+    for file, anchor in links:
+        text = (PAGE.parent / file).read_text(encoding="utf-8")
+        titles = {
+            re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"(?m)^#+ (.*)", text)
+        }
+        assert not anchor or anchor[1:] in titles, f"{file}{anchor}"
+
+
+def test_what_is_new_is_a_flag() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    known = {field.name for kind, _ in SCRIPTS.values() for field in flags_of(kind)}
+    new = flags(text.partition("\nNew here:")[2].partition("\n## ")[0])
+    assert new
+    assert {name.replace("-", "_") for name in new if name not in ("wandb-", "hyp.NAME")} <= known
+
+
+def test_the_commands_name_what_is_there() -> None:
+    for path in re.findall(r"`[^`]*?((?:data|models)/[\w/.-]+\.yaml)", PAGE.read_text(encoding="utf-8")):
+        theirs = Path(path).name.startswith("hyp.")
+        assert theirs or (ROOT / path).is_file(), path
