@@ -33,6 +33,11 @@ def _pair(size: Size) -> tuple[int, int]:
     return height, width
 
 
+def batch_norm(channels: int) -> nn.BatchNorm2d:
+    """BatchNorm with YOLOv5's values, which differ from torch's: the official weights were trained with them."""
+    return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.03)
+
+
 class Conv(nn.Module):
     """Convolution without bias, BatchNorm, activation: (b, c1, h, w) to (b, c2, h / stride, w / stride).
 
@@ -55,8 +60,7 @@ class Conv(nn.Module):
         self.conv = nn.Conv2d(
             c1, c2, _pair(kernel), _pair(stride), _pair(around), groups=groups, dilation=dilation, bias=False
         )
-        # Both values differ from torch's defaults; the official weights were trained with these.
-        self.bn = nn.BatchNorm2d(c2, eps=1e-3, momentum=0.03)
+        self.bn = batch_norm(c2)
         self.act: nn.Module = nn.SiLU() if activate else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,6 +82,108 @@ class DWConv(Conv):
         super().__init__(c1, c2, kernel, stride, None, math.gcd(c1, c2), dilation, activate)
 
 
+class DWConvTranspose2d(nn.ConvTranspose2d):
+    """A transposed convolution with bias, in as many groups as both channel counts allow.
+
+    (b, c1, h, w) to (b, c2, (h - 1) * stride - 2 * padding + kernel + output_padding, ...).
+    """
+
+    def __init__(
+        self, c1: int, c2: int, kernel: int = 1, stride: int = 1, padding: int = 0, output_padding: int = 0
+    ) -> None:
+        super().__init__(c1, c2, kernel, stride, padding, output_padding, groups=math.gcd(c1, c2))
+
+
+class Focus(nn.Module):
+    """Each 2 x 2 pixels become 4 times the channels of one, then a `Conv`: (b, c1, h, w) to (b, c2, h / 2, w / 2).
+
+    `Conv` of kernel 6, stride 2, padding 2 took its place in YOLOv5's release 6.0. The convolution's channels are those
+    of the pixels at (row 0, column 0), (1, 0), (0, 1), (1, 1).
+    """
+
+    def __init__(
+        self,
+        c1: int,
+        c2: int,
+        kernel: Size = 1,
+        stride: Size = 1,
+        padding: Size | None = None,
+        groups: int = 1,
+        activate: bool = True,
+    ) -> None:
+        super().__init__()
+        self.conv = Conv(4 * c1, c2, kernel, stride, padding, groups, activate=activate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c1, h, w) to (b, c2, h / 2, w / 2); h and w must be even."""
+        return self.conv(torch.cat([x[..., row::2, column::2] for column in (0, 1) for row in (0, 1)], 1))
+
+
+class Contract(nn.Module):
+    """Each `gain` x `gain` pixels become channels of one: (b, c, h, w) to (b, c * gain^2, h / gain, w / gain)."""
+
+    def __init__(self, gain: int = 2) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c, h, w) to (b, c * gain^2, h / gain, w / gain): by row and column of the pixel, then by channel."""
+        cells = x.unflatten(3, (-1, self.gain)).unflatten(2, (-1, self.gain))  # b, c, h, row, w, column
+        return cells.permute(0, 3, 5, 1, 2, 4).flatten(1, 3)
+
+
+class Expand(nn.Module):
+    """What undoes `Contract`: (b, c, h, w) to (b, c / gain^2, h * gain, w * gain)."""
+
+    def __init__(self, gain: int = 2) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c, h, w) to (b, c / gain^2, h * gain, w * gain)."""
+        cells = x.unflatten(1, (self.gain, self.gain, -1))  # b, row, column, c, h, w
+        return cells.permute(0, 3, 4, 1, 5, 2).flatten(4, 5).flatten(2, 3)
+
+
+class MixConv2d(nn.Module):
+    """Convolutions of several odd kernels side by side (MixConv, arXiv 1907.09595), BatchNorm, SiLU.
+
+    The output channels are shared out among the kernels: alike, or with `equal_channels` False so that each kernel has
+    about as many weights as another.
+    """
+
+    def __init__(
+        self, c1: int, c2: int, kernels: Sequence[int] = (1, 3), stride: int = 1, equal_channels: bool = True
+    ) -> None:
+        super().__init__()
+        widths = _alike(c2, len(kernels)) if equal_channels else _by_weights(c2, kernels)
+        self.m = nn.ModuleList(
+            nn.Conv2d(c1, width, kernel, stride, kernel // 2, groups=math.gcd(c1, width), bias=False)
+            for width, kernel in zip(widths, kernels, strict=True)
+        )
+        self.bn = batch_norm(c2)
+        self.act = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c1, h, w) to (b, c2, h / stride, w / stride)."""
+        return self.act(self.bn(torch.cat([convolve(x) for convolve in self.m], 1)))
+
+
+def _alike(channels: int, parts: int) -> list[int]:
+    """`channels` in `parts`, with borders where YOLOv5 has them: at multiples of (channels - 1) / parts, rounded up."""
+    widths = [0] * parts
+    for channel in range(channels):
+        widths[max(math.ceil(channel * parts / max(channels - 1, 1)) - 1, 0)] += 1
+    return widths
+
+
+def _by_weights(channels: int, kernels: Sequence[int]) -> list[int]:
+    """`channels` in proportion to 1 / kernel^2, rounded so that none is lost."""
+    shares = [1 / kernel**2 for kernel in kernels]
+    ends = [round(channels * sum(shares[: part + 1]) / sum(shares)) for part in range(len(shares))]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
 class Bottleneck(nn.Module):
     """1x1 then 3x3 convolution, through `expansion` * c2 channels; the input is added where `shortcut` and c1 == c2."""
 
@@ -94,8 +200,111 @@ class Bottleneck(nn.Module):
         return x + y if self.add else y
 
 
+class CrossConv(nn.Module):
+    """A convolution along the row, then one along the column, through `expansion` * c2 channels.
+
+    The input is added where `shortcut` and c1 == c2.
+    """
+
+    def __init__(
+        self,
+        c1: int,
+        c2: int,
+        kernel: int = 3,
+        stride: int = 1,
+        groups: int = 1,
+        expansion: float = 1.0,
+        shortcut: bool = False,
+    ) -> None:
+        super().__init__()
+        hidden = int(c2 * expansion)
+        self.cv1 = Conv(c1, hidden, (1, kernel), (1, stride))
+        self.cv2 = Conv(hidden, c2, (kernel, 1), (stride, 1), groups=groups)
+        self.add = shortcut and c1 == c2
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c1, h, w) to (b, c2, h / stride, w / stride)."""
+        y = self.cv2(self.cv1(x))
+        return x + y if self.add else y
+
+
+class GhostConv(nn.Module):
+    """Half of the channels by a `Conv`, the others from these by a 5x5 depth-wise one (GhostNet, arXiv 1911.11907)."""
+
+    def __init__(
+        self, c1: int, c2: int, kernel: Size = 1, stride: Size = 1, groups: int = 1, activate: bool = True
+    ) -> None:
+        super().__init__()
+        half = c2 // 2
+        self.cv1 = Conv(c1, half, kernel, stride, groups=groups, activate=activate)
+        self.cv2 = Conv(half, half, 5, groups=half, activate=activate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c1, h, w) to (b, c2, h / stride, w / stride), for an even c2."""
+        y = self.cv1(x)
+        return torch.cat((y, self.cv2(y)), 1)
+
+
+class GhostBottleneck(nn.Module):
+    """Two `GhostConv`s through c2 / 2 channels, with a depth-wise convolution between them where `stride` is above 1.
+
+    The input is added: as it is at stride 1, where c1 == c2 must hold, else through two convolutions.
+    """
+
+    def __init__(self, c1: int, c2: int, kernel: int = 3, stride: int = 1) -> None:
+        super().__init__()
+        half, strided = c2 // 2, stride > 1
+        self.conv = nn.Sequential(
+            GhostConv(c1, half),
+            DWConv(half, half, kernel, stride, activate=False) if strided else nn.Identity(),
+            GhostConv(half, c2, activate=False),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if strided:
+            self.shortcut = nn.Sequential(DWConv(c1, c1, kernel, stride, activate=False), Conv(c1, c2, activate=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c1, h, w) to (b, c2, h / stride, w / stride)."""
+        return self.conv(x) + self.shortcut(x)
+
+
+class BottleneckCSP(nn.Module):
+    """Cross stage partial bottlenecks (CSPNet, arXiv 1911.11929): what `C3` was before YOLOv5's release 4.0.
+
+    `slope` makes the activation after the concatenation a LeakyReLU of it, as it was then, in place of SiLU.
+    """
+
+    def __init__(
+        self,
+        c1: int,
+        c2: int,
+        repeats: int = 1,
+        shortcut: bool = True,
+        groups: int = 1,
+        expansion: float = 0.5,
+        slope: float | None = None,
+    ) -> None:
+        super().__init__()
+        hidden = int(c2 * expansion)
+        self.cv1 = Conv(c1, hidden)
+        self.cv2 = nn.Conv2d(c1, hidden, 1, bias=False)
+        self.cv3 = nn.Conv2d(hidden, hidden, 1, bias=False)
+        self.cv4 = Conv(2 * hidden, c2)
+        self.bn = batch_norm(2 * hidden)
+        self.act: nn.Module = nn.SiLU() if slope is None else nn.LeakyReLU(slope)
+        self.m = nn.Sequential(*(Bottleneck(hidden, hidden, shortcut, groups, 1.0) for _ in range(repeats)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c1, h, w) to (b, c2, h, w)."""
+        through, beside = self.cv3(self.m(self.cv1(x))), self.cv2(x)
+        return self.cv4(self.act(self.bn(torch.cat((through, beside), 1))))
+
+
 class C3(nn.Module):
-    """Three 1x1 convolutions around `repeats` bottlenecks: one half goes through them, the other passes beside."""
+    """Three 1x1 convolutions around `repeats` bottlenecks: one half goes through them, the other passes beside.
+
+    Its relatives differ in what `inner` puts there.
+    """
 
     def __init__(
         self, c1: int, c2: int, repeats: int = 1, shortcut: bool = True, groups: int = 1, expansion: float = 0.5
@@ -105,11 +314,88 @@ class C3(nn.Module):
         self.cv1 = Conv(c1, hidden)
         self.cv2 = Conv(c1, hidden)
         self.cv3 = Conv(2 * hidden, c2)
-        self.m = nn.Sequential(*(Bottleneck(hidden, hidden, shortcut, groups, 1.0) for _ in range(repeats)))
+        self.m = self.inner(hidden, repeats, shortcut, groups)
+
+    def inner(self, hidden: int, repeats: int, shortcut: bool, groups: int) -> nn.Module:
+        """What one half goes through: (b, hidden, h, w) to the same."""
+        return nn.Sequential(*(Bottleneck(hidden, hidden, shortcut, groups, 1.0) for _ in range(repeats)))
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, c1, h, w) to (b, c2, h, w)."""
         return self.cv3(torch.cat((self.m(self.cv1(x)), self.cv2(x)), 1))
+
+
+class C3x(C3):
+    """`C3` around `CrossConv`s."""
+
+    def inner(self, hidden: int, repeats: int, shortcut: bool, groups: int) -> nn.Module:
+        """(b, hidden, h, w) to the same."""
+        return nn.Sequential(*(CrossConv(hidden, hidden, 3, 1, groups, 1.0, shortcut) for _ in range(repeats)))
+
+
+class C3Ghost(C3):
+    """`C3` around `GhostBottleneck`s."""
+
+    def inner(self, hidden: int, repeats: int, shortcut: bool, groups: int) -> nn.Module:
+        """(b, hidden, h, w) to the same."""
+        return nn.Sequential(*(GhostBottleneck(hidden, hidden) for _ in range(repeats)))
+
+
+class C3TR(C3):
+    """`C3` around a transformer of `repeats` layers with 4 heads: hidden channels must be a multiple of 4."""
+
+    def inner(self, hidden: int, repeats: int, shortcut: bool, groups: int) -> nn.Module:
+        """(b, hidden, h, w) to the same."""
+        return Transformer(hidden, 4, repeats)
+
+
+class C3SPP(C3):
+    """`C3` around an `SPP`, which is not repeated."""
+
+    def __init__(self, c1: int, c2: int, kernels: Sequence[int] = (5, 9, 13), expansion: float = 0.5) -> None:
+        super().__init__(c1, c2, 0, expansion=expansion)
+        hidden = int(c2 * expansion)
+        self.m = SPP(hidden, hidden, kernels)
+
+
+class TransformerLayer(nn.Module):
+    """Self-attention and a feed-forward of two linear layers, both added to what went in.
+
+    Without the LayerNorm, the dropout and the activation of the original (arXiv 1706.03762).
+    """
+
+    def __init__(self, channels: int, heads: int) -> None:
+        super().__init__()
+        self.q = nn.Linear(channels, channels, bias=False)
+        self.k = nn.Linear(channels, channels, bias=False)
+        self.v = nn.Linear(channels, channels, bias=False)
+        self.ma = nn.MultiheadAttention(channels, heads)
+        self.fc1 = nn.Linear(channels, channels, bias=False)
+        self.fc2 = nn.Linear(channels, channels, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(cells, b, channels) to the same."""
+        # The attention's weights, which nobody looks at, are asked for because without them torch takes kernels whose
+        # backward adds in another order each time on CUDA.
+        x = x + self.ma(self.q(x), self.k(x), self.v(x), need_weights=True)[0]
+        return x + self.fc2(self.fc1(x))
+
+
+class Transformer(nn.Module):
+    """Vision transformer (arXiv 2010.11929) over the cells of a map; the position is a linear layer of the cells.
+
+    (b, channels, h, w) to the same, for any h and w.
+    """
+
+    def __init__(self, channels: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(channels, channels)
+        self.tr = nn.Sequential(*(TransformerLayer(channels, heads) for _ in range(layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, channels, h, w) to the same."""
+        cells = x.flatten(2).permute(2, 0, 1)  # (h * w, b, channels)
+        return self.tr(cells + self.linear(cells)).permute(1, 2, 0).unflatten(2, x.shape[2:])
 
 
 class SPP(nn.Module):
@@ -208,14 +494,16 @@ class Detect(nn.Module):
     Raw maps come out, in training as in evaluation; decoding is elsewhere.
 
     `nc` classes; `anchors` per level as (w, h) pairs in pixels, flat: [w, h, w, h, ...], or the number of anchors per
-    level where they are yet to be found; `channels` of the input maps.
+    level where they are yet to be found; `channels` of the input maps; `more` numbers per anchor after the classes'.
     The buffer `anchors` (levels, anchors, 2) is in stride units once `set_strides` was called.
     """
 
     anchors: Tensor
     stride: Tensor
 
-    def __init__(self, nc: int, anchors: Sequence[Sequence[float]] | int, channels: Sequence[int]) -> None:
+    def __init__(
+        self, nc: int, anchors: Sequence[Sequence[float]] | int, channels: Sequence[int], more: int = 0
+    ) -> None:
         super().__init__()
         if isinstance(anchors, int):
             anchors = [list(range(1, 2 * anchors + 1))] * len(channels)
@@ -223,7 +511,7 @@ class Detect(nn.Module):
         self.nc = nc
         self.nl = len(channels)
         self.na = len(anchors[0]) // 2
-        self.no = nc + 5
+        self.no = nc + 5 + more
         self._pixels = [[float(side) for side in level] for level in anchors]
         self.register_buffer("anchors", torch.tensor(self._pixels).view(self.nl, self.na, 2))
         # Not saved: it follows from the layers, and YOLOv5's files do not have it.
@@ -258,7 +546,46 @@ class Detect(nn.Module):
         for convolve, stride in zip(self.m, self.stride, strict=True):
             bias = convolve.get_parameter("bias").view(self.na, self.no)
             bias[:, 4] += torch.log(8 / (640 / stride) ** 2)
-            bias[:, 5:] += math.log(0.6 / (self.nc - 0.99999))
+            bias[:, 5 : 5 + self.nc] += math.log(0.6 / (self.nc - 0.99999))
+
+
+class Proto(nn.Module):
+    """Mask prototypes (YOLACT, arXiv 1904.02689) at twice the map's size: (b, c1, h, w) to (b, masks, 2 h, 2 w)."""
+
+    def __init__(self, c1: int, hidden: int = 256, masks: int = 32) -> None:
+        super().__init__()
+        self.cv1 = Conv(c1, hidden, 3)
+        self.upsample = nn.Upsample(scale_factor=2, mode="nearest")
+        self.cv2 = Conv(hidden, hidden, 3)
+        self.cv3 = Conv(hidden, masks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c1, h, w) to (b, masks, 2 h, 2 w)."""
+        return self.cv3(self.cv2(self.upsample(self.cv1(x))))
+
+
+class Segment(Detect):
+    """The head of a segmenter: `Detect` with `masks` coefficients per anchor, and the prototypes that they weigh.
+
+    The prototypes are made of the first map, through `prototypes` channels.
+    """
+
+    def __init__(
+        self,
+        nc: int,
+        anchors: Sequence[Sequence[float]] | int,
+        masks: int,
+        prototypes: int,
+        channels: Sequence[int],
+    ) -> None:
+        super().__init__(nc, anchors, channels, masks)
+        self.proto = Proto(channels[0], prototypes, masks)
+
+    def forward(  # type: ignore[override]
+        self, maps: Sequence[Tensor], cells: Tensor | None = None
+    ) -> tuple[list[Tensor] | list[Level], Tensor]:
+        """What `Detect` gives, with 5 + nc + masks logits, and the prototypes (b, masks, 2 h, 2 w) of the first map."""
+        return super().forward(maps, cells), self.proto(maps[0])
 
 
 class Classify(nn.Module):

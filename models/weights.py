@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from models.yolo import KEYS
 from utils.checkpoint import FORMAT
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
@@ -33,6 +34,7 @@ STUB_MODULES = (
 )
 STUBS = {
     *("argparse.Namespace", "numpy.dtype", "numpy.ndarray", "_codecs.encode"),  # encode: numpy's scalars are made of it
+    "builtins.getattr",  # a method, which YOLOv5's fused layers hold
     *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
     *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
 }
@@ -52,6 +54,15 @@ RENAMED = (
     (re.compile(r"\.mlp\.linear_2\."), ".mlp.3."),
 )
 TASKS_BY_CLASS = {"SegmentationModel": "segment", "ClassificationModel": "classify"}
+# What stands around a network, by its class, and where in it the network is.
+WRAPPERS = {
+    **dict.fromkeys(("DistributedDataParallel", "DataParallel"), "module"),
+    **dict.fromkeys(("AutoShape", "autoShape", "DetectMultiBackend"), "model"),
+    "ModelEMA": "ema",
+}
+CONVOLUTIONS = ("Conv", "DWConv")  # YOLOv5's layers that have the model's activation, and may be fused
+EPSILON = 1e-3  # of their BatchNorm
+DEEPEST = 10  # wrappers around wrappers; a hostile file may have one that contains itself
 
 
 @dataclass(frozen=True)
@@ -114,6 +125,13 @@ def transfer(model: nn.Module, state: Mapping[str, Tensor], exclude: tuple[str, 
 
 class _Unusable(Exception):
     """Why a file is not used: the rest of a sentence that begins with its name."""
+
+
+def _refused(name: str) -> _Unusable:
+    return _Unusable(
+        f"was refused, and nothing in it was run: it names '{name}', which has no business in a weight file; "
+        "use a file from a source that you trust"
+    )
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -187,6 +205,10 @@ class Stub:
     def __setitem__(self, _: object, __: object) -> None:
         pass
 
+    def __call__(self, *_: object) -> None:
+        """Objects in a weight file are kept, not called."""
+        raise _refused(self.stands_for)
+
 
 @lru_cache(maxsize=1000)
 def _stub_class(name: str) -> type[Stub]:
@@ -215,10 +237,7 @@ class _Unpickler(pickle.Unpickler):
                 return lambda *args: rebuild(*args)  # one to throw away: BUILD can change a function's attributes
             if full in STUBS or any(f"{module}.".startswith(f"{allowed}.") for allowed in STUB_MODULES):
                 return _stub_class(full)
-        raise _Unusable(
-            f"was refused, and nothing in it was run: it names '{full}', which has no business in a weight file; "
-            "use a file from a source that you trust"
-        )
+        raise _refused(full)
 
 
 def _persistent(identity: Any, load: Callable[[Any], Any]) -> Any:
@@ -257,13 +276,45 @@ def _interpret(content: Any) -> Weights:
     if isinstance(content, dict):
         if str(content.get("format", "")).startswith("lockstep-"):
             return _own(content)
-        if content and all(isinstance(value, Tensor) for value in content.values()):
-            return Weights(_floats(content), None, {}, "", {}, "tensors")
-        # The smoothed weights are the ones to use, but YOLOv5 moves them to `model` when a training ends.
-        content = content.get("model") if content.get("ema") is None else content["ema"]
+        if not _is_state(content):
+            # The smoothed weights are the ones to use, but YOLOv5 moves them to `model` when a training ends.
+            content = next(
+                (content[key] for key in ("ema", "model", "state_dict") if content.get(key) is not None), None
+            )
+        if isinstance(content, dict) and _is_state(content):
+            return Weights(_floats(_without_wrapper(content)), None, {}, "", {}, "tensors")
+    content = _unwrapped(content)
     if _is_module(content):
         return _official(content)
     raise _Unusable("contains no model; give weights that this program or YOLOv5 has written")
+
+
+def _is_state(content: Mapping[Any, Any]) -> bool:
+    """Whether this is a state dict: named tensors and nothing else."""
+    return bool(content) and all(isinstance(value, Tensor) for value in content.values())
+
+
+def _without_wrapper(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The names without the first part that DistributedDataParallel gives to all."""
+    wrapped = all(str(name).startswith("module.") for name in state)
+    return {str(name).removeprefix("module.") if wrapped else name: tensor for name, tensor in state.items()}
+
+
+def _unwrapped(content: Any) -> Any:
+    """The network in what YOLOv5 and torch put around one."""
+    for _ in range(DEEPEST):
+        if not isinstance(content, Stub):
+            break
+        kind, children = _kind(content), content.state.get("_modules") or {}
+        if kind == "Ensemble":
+            if len(children) != 1:
+                raise _Unusable(f"holds {len(children)} networks, an ensemble; give the weights of one")
+            content = next(iter(children.values()))
+        elif kind in WRAPPERS:
+            content = children.get(WRAPPERS[kind], content.state.get(WRAPPERS[kind]))
+        else:
+            break
+    return content
 
 
 def _own(content: dict[str, Any]) -> Weights:
@@ -284,9 +335,12 @@ def _own(content: dict[str, Any]) -> Weights:
 
 def _official(network: Stub) -> Weights:
     state, names = _floats(dict(_tensors(network, ""))), _numbered(network.state.get("names") or {})
-    task = TASKS_BY_CLASS.get(network.stands_for.rpartition(".")[2], "detect")
+    task = TASKS_BY_CLASS.get(_kind(network), "detect")
     yaml = network.state.get("yaml")
-    plain = _plain(yaml) if isinstance(yaml, dict) else None
+    plain = None
+    if isinstance(yaml, dict):
+        known = _plain({key: yaml[key] for key in KEYS if key in yaml})  # other programs add keys of their own
+        plain = _plain(_with_activations(known, network))
     if task == "classify" and plain is None:
         plain = _classifier(state, len(names))
     return Weights(state, plain, names, task, {}, "yolov5")
@@ -297,6 +351,59 @@ def _classifier(state: Mapping[str, Tensor], classes: int) -> dict[str, Any] | N
     first = state.get("model.0.conv.weight")
     size = SIZES.get(len(first)) if first is not None else None
     return {**read_yaml(ROOT / "models" / f"yolov5{size}-cls.yaml"), "nc": classes} if size else None
+
+
+def _with_activations(yaml: dict[str, Any], network: Stub) -> dict[str, Any]:
+    """The YAML with the activations of the network's layers, where the YAML does not say them.
+
+    Up to YOLOv5's release 4.0 only the code did: Hardswish or LeakyReLU in `Conv`, LeakyReLU in `BottleneckCSP`.
+    """
+    acts = [layer.state["_modules"].get("act") for layer in _modules(network) if _kind(layer) in CONVOLUTIONS]
+    found = collections.Counter(text for act in acts if isinstance(act, Stub) and (text := _activation(act)))
+    if found and not yaml.get("activation") and (usual := found.most_common(1)[0][0]) != "nn.SiLU()":
+        yaml = {**yaml, "activation": usual}
+    layers = network.state["_modules"].get("model")
+    by_index = layers.state["_modules"] if _is_module(layers) else {}
+    first = len(yaml["backbone"]) if isinstance(yaml.get("backbone"), list) else 0
+    for part, start in (("backbone", 0), ("head", first)):
+        if isinstance(yaml.get(part), list):
+            yaml = {**yaml, part: [_with_slope(row, by_index.get(str(start + k))) for k, row in enumerate(yaml[part])]}
+    return yaml
+
+
+def _with_slope(row: Any, layer: Any) -> Any:
+    """A `BottleneckCSP`'s row with the slope of the LeakyReLU that the layer has; any other row as it is."""
+    if not _is_module(layer) or _kind(layer) != "BottleneckCSP" or not isinstance(row, list) or len(row) != 4:
+        return row
+    act = layer.state["_modules"].get("act")
+    if not isinstance(act, Stub) or _kind(act) != "LeakyReLU" or not isinstance(row[3], list):
+        return row
+    settings = [True, 1, 0.5]  # what `BottleneckCSP` takes after its channels, where the row does not say it
+    args = [*row[3][:4], *settings[len(row[3][:4]) - 1 :]]
+    return [*row[:3], [*args, act.state.get("negative_slope", 0.01)]]
+
+
+def _activation(act: Stub) -> str | None:
+    """How a YAML writes an activation of torch's; None for another one, and for none."""
+    kind = _kind(act)
+    if kind not in nn.modules.activation.__all__:
+        return None
+    constants = getattr(getattr(nn, kind), "__constants__", ())
+    settings = {name: act.state[name] for name in constants if name != "inplace" and name in act.state}
+    return f"nn.{kind}({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
+
+
+def _kind(stub: Stub) -> str:
+    """The name of the class that a stub stands for."""
+    return stub.stands_for.rpartition(".")[2]
+
+
+def _modules(module: Stub) -> Iterator[Stub]:
+    """A module and all that are in it."""
+    yield module
+    for child in module.state["_modules"].values():
+        if _is_module(child):
+            yield from _modules(child)
 
 
 def _is_module(value: object) -> bool:
@@ -311,9 +418,23 @@ def _tensors(module: Stub, prefix: str) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in {**fields["_parameters"], **fields["_buffers"]}.items():
         if isinstance(tensor, Tensor) and name not in unsaved:
             yield prefix + name, tensor
+    if _kind(module) in CONVOLUTIONS and "bn" not in fields["_modules"]:
+        yield from _undone(fields["_modules"].get("conv"), prefix)
     for name, child in fields["_modules"].items():
         if _is_module(child):
             yield from _tensors(child, f"{prefix}{name}.")
+
+
+def _undone(convolution: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """A BatchNorm that adds the bias of a fused convolution and does nothing else."""
+    bias = convolution.state["_parameters"].get("bias") if _is_module(convolution) else None
+    if isinstance(bias, Tensor):
+        ones = torch.ones(bias.shape)
+        yield f"{prefix}bn.weight", ones
+        yield f"{prefix}bn.bias", bias
+        yield f"{prefix}bn.running_mean", torch.zeros(bias.shape)
+        yield f"{prefix}bn.running_var", ones - EPSILON
+        yield f"{prefix}bn.num_batches_tracked", torch.tensor(0)
 
 
 def _floats(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,28 +1,61 @@
 """From a model YAML to a network.
 
 A YAML has `backbone` and `head`, lists of rows `[from, number, module, args]`, counted through from 0. `from` is the
-row whose output goes in (-1: the one before), or a list of them. A new kind of layer is a class and a line in `LAYERS`.
+row whose output goes in (-1: the one before), or a list of them. A new kind of layer is a class and a line in `LAYERS`,
+or a class in a file of the user's (`add_layers`).
 """
 
 from __future__ import annotations
 
 import ast
 import copy
+import importlib.util
+import inspect
 import itertools
 import math
+import os
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from models.layers import C3, SPP, SPPF, Bottleneck, Classify, Concat, Conv, Detect, DWConv
+from models.layers import (
+    C3,
+    C3SPP,
+    C3TR,
+    SPP,
+    SPPF,
+    Bottleneck,
+    BottleneckCSP,
+    C3Ghost,
+    C3x,
+    Classify,
+    Concat,
+    Contract,
+    Conv,
+    CrossConv,
+    Detect,
+    DWConv,
+    DWConvTranspose2d,
+    Expand,
+    Focus,
+    GhostBottleneck,
+    GhostConv,
+    MixConv2d,
+    Proto,
+    Segment,
+    batch_norm,
+)
 from utils.config import is_number
 from utils.errors import UserError, nearest
-from utils.files import find_file, read_yaml
+from utils.files import ROOT, find_file, read_yaml
 
 KEYS = (
     *("task", "nc", "ch", "depth_multiple", "width_multiple", "channel_multiple", "anchors"),
@@ -120,6 +153,11 @@ def plain(layer: Callable[..., nn.Module]) -> Maker:
     return lambda place: _chain([layer(*place.args) for _ in range(place.repeats)])
 
 
+def narrowing(layer: Callable[..., nn.Module]) -> Maker:
+    """For `layer(c1, *args)`, which learns of its channels what goes in."""
+    return lambda place: layer(place.c1, *place.args)
+
+
 def detecting(layer: Callable[..., nn.Module]) -> Maker:
     """For `layer(*args, channels)`, which takes all its inputs' channels."""
     return lambda place: layer(*place.args, place.channels)
@@ -130,23 +168,152 @@ def _chain(layers: list[nn.Module]) -> nn.Module:
     return layers[0] if len(layers) == 1 else nn.Sequential(*layers)
 
 
+def _segmenting(place: Place) -> nn.Module:
+    """`Segment`: the channels of its prototypes are scaled."""
+    nc, anchors, masks, prototypes = place.args
+    return Segment(nc, anchors, masks, place.scaling.channels(prototypes), place.channels)
+
+
 LAYERS: dict[str, Maker] = {
     "Conv": convolving(Conv),
     "DWConv": convolving(DWConv),
+    "DWConvTranspose2d": convolving(DWConvTranspose2d),
+    "GhostConv": convolving(GhostConv),
+    "CrossConv": convolving(CrossConv),
+    "MixConv2d": convolving(MixConv2d),
+    "Focus": convolving(Focus),
     "Bottleneck": convolving(Bottleneck),
+    "GhostBottleneck": convolving(GhostBottleneck),
+    "BottleneckCSP": repeating(BottleneckCSP),
     "C3": repeating(C3),
+    "C3x": repeating(C3x),
+    "C3TR": repeating(C3TR),
+    "C3Ghost": repeating(C3Ghost),
+    "C3SPP": convolving(C3SPP),
     "SPP": convolving(SPP),
     "SPPF": convolving(SPPF),
+    "Contract": plain(Contract),
+    "Expand": plain(Expand),
     "Concat": plain(Concat),
-    "nn.Upsample": plain(nn.Upsample),
+    "Proto": narrowing(Proto),
     "Detect": detecting(Detect),
-    "Classify": lambda place: Classify(place.c1, *place.args),
+    "Segment": _segmenting,
+    "Classify": narrowing(Classify),
 }
+# Those of torch.nn are called as they are written, except where a row gives no channels that go in.
+CHANNELLED: dict[str, Maker] = {
+    "BatchNorm2d": lambda place: nn.BatchNorm2d(place.c1, *place.args) if place.args else batch_norm(place.c1),
+    "Conv2d": convolving(nn.Conv2d),
+    "ConvTranspose2d": convolving(nn.ConvTranspose2d),
+}
+# What torch.nn has beside layers, by the modules that define it.
+NO_LAYERS = ("torch.nn.modules.loss", "torch.nn.modules.container", "torch.nn.modules.module", "torch.nn.parallel")
+KNOWN_LAYERS = "and those of torch.nn, such as nn.MaxPool2d; a file with layers of your own goes to --layers"
 # What the last row must be, by the YAML's `task:`, and how it is written.
 HEADS: dict[str, tuple[type[nn.Module], str, str]] = {
     "detect": (Detect, "detection head", "[[17, 20, 23], 1, Detect, [nc, anchors]]"),
     "classify": (Classify, "classification head", "[-1, 1, Classify, [nc]]"),
+    "segment": (Segment, "segmentation head", "[[17, 20, 23], 1, Segment, [nc, anchors, 32, 256]]"),
 }
+
+
+def maker(name: Any) -> Maker:
+    """What makes the layer that a row names. ValueError, a part of a sentence, where there is none of that name."""
+    if isinstance(name, str) and name in LAYERS:
+        return LAYERS[name]
+    prefix, _, word = str(name).rpartition(".")
+    if prefix in ("nn", "torch.nn"):
+        return _of_torch(word)
+    hint = nearest(str(name), LAYERS)
+    raise ValueError(f"unknown module '{name}'{hint}; known are {', '.join(LAYERS)}, {KNOWN_LAYERS}")
+
+
+def _of_torch(word: str) -> Maker:
+    """The maker of a layer of torch.nn, which is looked up there and nowhere else."""
+    layers = {name: kind for name, kind in vars(nn).items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
+    if word not in layers:
+        raise ValueError(f"unknown module 'nn.{word}', which torch.nn does not have{nearest(word, layers)}")
+    layer = layers[word]
+    if layer.__module__.startswith(NO_LAYERS) or issubclass(layer, nn.modules.lazy.LazyModuleMixin):
+        raise ValueError(
+            f"nn.{word} cannot be a row, for it is a loss, a container, or a layer that learns its size later; name a "
+            "layer such as nn.MaxPool2d"
+        )
+    return CHANNELLED.get(word, plain(layer))
+
+
+def add_layers(file: str | Path) -> list[str]:
+    """Let rows name the layers that a Python file of the user's defines; their names. The file is run, once.
+
+    A layer is a class of the file that extends nn.Module. What it is called with follows from the names of its
+    parameters: (c1, c2, *args[1:]), where c2 is scaled, with repeats in between where the third is `n` or `repeats`;
+    (c1, *args); (channels, *args), or *args and channels=, of all maps that go in; else (*args).
+    Raises `UserError` where the file does not load, has no layer, or one with the name of another.
+    """
+    path = next((path for path in (Path(file), ROOT / file) if os.path.isfile(path)), None)
+    if path is None:
+        raise UserError(f"--layers {file} is not a file; give the path of a Python file that defines layers")
+    path = path.resolve()
+    name = f"layers of {path}"
+    if name in sys.modules:
+        return list(_layers_of(sys.modules[name]))
+    module = _load(path, name)
+    found = _layers_of(module)
+    if not found:
+        raise UserError(f"{path} defines no layer; write a class that extends torch.nn.Module")
+    for taken in found:
+        if taken in LAYERS:
+            raise UserError(f"{path} defines a layer '{taken}', but there is one of that name; give it another name")
+    sys.modules[name] = module
+    LAYERS.update({word: _by_parameters(layer) for word, layer in found.items()})
+    return list(found)
+
+
+def _load(path: Path, name: str) -> ModuleType:
+    """The module in a Python file, which may import what lies beside it. Nothing is written into its folder."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path} is no Python file; --layers takes one whose name ends with .py")
+    module = importlib.util.module_from_spec(spec)
+    written, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    sys.path.insert(0, str(path.parent))
+    sys.modules[name] = module  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        where = Path(error.filename or path)
+        raise UserError(f"{where}, line {error.lineno or 1}: {error.msg}; mend the Python there") from None
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where_in = f", line {lines[-1]}" if lines else ""
+        reason = _shortened(str(error).strip().split("\n")[0])
+        raise UserError(f"{path}{where_in}: {type(error).__name__}: {reason}; mend it, so that it loads") from error
+    finally:
+        del sys.modules[name]
+        with suppress(ValueError):  # the file may have taken it out
+            sys.path.remove(str(path.parent))
+        sys.dont_write_bytecode = written
+    return module
+
+
+def _layers_of(module: ModuleType) -> dict[str, type[nn.Module]]:
+    """The layers that a module defines, not those that it imports."""
+    classes = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, nn.Module)]
+    return {layer.__name__: layer for layer in classes if layer.__module__ == module.__name__}
+
+
+def _by_parameters(layer: Callable[..., nn.Module]) -> Maker:
+    """The maker for a layer of the user's, by the names of its parameters."""
+    names = list(inspect.signature(layer).parameters)
+    if names[:2] == ["c1", "c2"]:
+        return repeating(layer) if names[2:3] in (["n"], ["repeats"]) else convolving(layer)
+    if names[:1] == ["c1"]:
+        return narrowing(layer)
+    if names[:1] == ["channels"]:
+        return lambda place: layer(list(place.channels), *place.args)
+    if "channels" in names:
+        return lambda place: layer(*place.args, channels=list(place.channels))
+    return plain(layer)
 
 
 class Model(nn.Module):
@@ -176,7 +343,7 @@ class Model(nn.Module):
         """(b, 3, h, w), RGB in [0, 1], to what the head makes of it, which is given `hints` too.
 
         A detector: a raw map (b, anchors, h / stride, w / stride, 5 + nc) per level; height and width must be multiples
-        of the largest stride. A classifier: logits (b, nc).
+        of the largest stride. A classifier: logits (b, nc). A segmenter: what a detector gives, and its prototypes.
         """
         kept: dict[int, Tensor] = {}  # only what a later row asks for stays alive
         latest: Any = images
@@ -214,7 +381,7 @@ def _read(yaml: dict[str, Any] | str | Path, source: str) -> tuple[str, dict[str
     """What to call the YAML in messages, and a copy of its content."""
     if isinstance(yaml, dict):
         return source, copy.deepcopy(yaml)
-    path = find_file(str(yaml), "model YAML", ["models"])
+    path = find_file(str(yaml), "model YAML", ["models", "models/hub"])
     return str(path), read_yaml(path)
 
 
@@ -233,7 +400,7 @@ def _resolve(source: str, yaml: dict[str, Any], nc: int | None, channels: int) -
     for key in ("backbone", "head"):
         _require(source, yaml, key, "a list of rows [from, number, module, args]", isinstance(yaml.get(key), list))
     _require(source, yaml, "task", f"one of {', '.join(HEADS)}", str(yaml["task"]) in HEADS)
-    if yaml["task"] == "detect":
+    if yaml["task"] != "classify":
         anchors = "a list of width, height pairs per level, or their number per level"
         _require(source, yaml, "anchors", anchors, _are_anchors(yaml.get("anchors")))
     return yaml
@@ -257,7 +424,8 @@ def _are_anchors(value: Any) -> bool:
 
 
 def _parse_rows(source: str, yaml: dict[str, Any]) -> list[Row]:
-    known = {"nc": yaml["nc"], "anchors": yaml.get("anchors"), "None": None}  # YAML itself writes null for None
+    # Python's words stand for what YAML writes as null, true and false.
+    known = {"nc": yaml["nc"], "anchors": yaml.get("anchors"), "None": None, "True": True, "False": False}
     return [_parse_row(source, index, row, known) for index, row in enumerate([*yaml["backbone"], *yaml["head"]])]
 
 
@@ -268,9 +436,10 @@ def _parse_row(source: str, index: int, row: Any, known: dict[str, Any]) -> Row:
     origin, number, module, args = row
     if not _is_count(number):
         raise UserError(f"{where}: the number of repetitions is {number!r}; give a whole number from 1 to {MOST}")
-    if not isinstance(module, str) or module not in LAYERS:
-        hint = nearest(str(module), LAYERS)
-        raise UserError(f"{where}: unknown module '{module}'{hint}; known are {', '.join(LAYERS)}")
+    try:
+        maker(module)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
     if not isinstance(args, list):
         raise UserError(f"{where}: the arguments are {args!r}; write them as a list, such as [64, 3, 2]")
     return Row(index, _parse_source(where, index, origin), number, module, tuple(_argument(a, known) for a in args))
@@ -319,16 +488,17 @@ def _build_layers(source: str, rows: list[Row], yaml: dict[str, Any]) -> tuple[l
             _refuse_huge(draft, maps[-1])
             layers.append(_build_layer(row, inputs, scaling, activation))
     head, what, example = HEADS[yaml["task"]]
-    if not layers or not isinstance(layers[-1], head):
+    # A `Segment` is a `Detect` too, but no detector's head.
+    if not layers or not isinstance(layers[-1], head) or (isinstance(layers[-1], Segment) and head is not Segment):
         raise UserError(f"{source}: the last row of `head` is no {what}; end it with one, such as {example}")
-    return layers, [PROBE / x.shape[2] for x in inputs]
+    return layers, [PROBE / x.shape[2] for x in inputs] if issubclass(head, Detect) else []
 
 
 def _build_layer(
     row: Row, inputs: list[Tensor], scaling: Scaling, activation: Callable[[], nn.Module] | None
 ) -> nn.Module:
     channels = tuple(x.shape[1] for x in inputs)
-    layer = LAYERS[row.module](Place(channels, scaling.repeats(row.number), row.args, scaling))
+    layer = maker(row.module)(Place(channels, scaling.repeats(row.number), row.args, scaling))
     if activation is not None:
         for part in layer.modules():
             if isinstance(part, Conv):
@@ -339,11 +509,16 @@ def _build_layer(
 def _refuse_huge(layer: nn.Module, output: Any) -> None:
     """ValueError for a layer that no machine holds: one slip in a number is enough for that."""
     parameters = sum(parameter.numel() for parameter in layer.parameters())
-    numbers = sum(x.numel() for x in (output if isinstance(output, (list, tuple)) else [output]))
+    numbers = _numbers(output)
     if parameters > MOST_PARAMETERS or numbers > MOST_NUMBERS:
         raise ValueError(
             f"it would have {parameters:.2g} parameters, and {numbers:.2g} numbers for a {PROBE}-pixel image"
         )
+
+
+def _numbers(output: Any) -> int:
+    """Of a tensor, or of those in a list."""
+    return sum(map(_numbers, output)) if isinstance(output, (list, tuple)) else output.numel()
 
 
 @torch.no_grad()
@@ -370,7 +545,7 @@ def _shortened(text: str, most: int = 160) -> str:
 
 
 def _scaling(yaml: dict[str, Any]) -> Scaling:
-    anchors = yaml["anchors"] if yaml["task"] == "detect" else 0
+    anchors = 0 if yaml["task"] == "classify" else yaml["anchors"]
     per_level = anchors if isinstance(anchors, int) else len(anchors[0]) // 2
     outputs = per_level * (yaml["nc"] + 5)
     return Scaling(yaml["depth_multiple"], yaml["width_multiple"], yaml["channel_multiple"], outputs)

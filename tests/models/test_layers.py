@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
 from torch import nn
 
-from models.layers import C3, SPP, SPPF, Bottleneck, Classify, Concat, Conv, Detect, DWConv
+from models.layers import (
+    C3,
+    C3SPP,
+    C3TR,
+    SPP,
+    SPPF,
+    Bottleneck,
+    BottleneckCSP,
+    C3Ghost,
+    C3x,
+    Classify,
+    Concat,
+    Contract,
+    Conv,
+    CrossConv,
+    Detect,
+    DWConv,
+    DWConvTranspose2d,
+    Expand,
+    Focus,
+    GhostBottleneck,
+    GhostConv,
+    MixConv2d,
+    Proto,
+    Segment,
+    Transformer,
+)
 from models.matching import read
 
 
@@ -23,6 +50,23 @@ from models.matching import read
         (C3(4, 6, 2), (2, 6, 16, 16)),
         (SPP(4, 6), (2, 6, 16, 16)),
         (SPPF(4, 6), (2, 6, 16, 16)),
+        (DWConvTranspose2d(4, 6, 4, 2, 1), (2, 6, 32, 32)),
+        (Focus(4, 6, 3), (2, 6, 8, 8)),
+        (Contract(2), (2, 16, 8, 8)),
+        (Contract(4), (2, 64, 4, 4)),
+        (Expand(2), (2, 1, 32, 32)),
+        (MixConv2d(4, 6, (1, 3, 5), 2), (2, 6, 8, 8)),
+        (MixConv2d(4, 6, (1, 3), equal_channels=False), (2, 6, 16, 16)),
+        (CrossConv(4, 6, 5, 2), (2, 6, 8, 8)),
+        (GhostConv(4, 6, 3, 2), (2, 6, 8, 8)),
+        (GhostBottleneck(4, 4), (2, 4, 16, 16)),
+        (GhostBottleneck(4, 8, 3, 2), (2, 8, 8, 8)),
+        (BottleneckCSP(4, 6, 2), (2, 6, 16, 16)),
+        (C3x(4, 6, 2), (2, 6, 16, 16)),
+        (C3Ghost(4, 8, 2), (2, 8, 16, 16)),
+        (C3TR(4, 8, 2), (2, 8, 16, 16)),
+        (C3SPP(4, 6, (5, 9)), (2, 6, 16, 16)),
+        (Proto(4, 8, 3), (2, 3, 32, 32)),
     ],
 )
 def test_output_shape(layer: nn.Module, shape: tuple[int, ...]) -> None:
@@ -50,6 +94,112 @@ def test_sppf_sees_what_spp_sees() -> None:
     fast.load_state_dict(slow.state_dict())
     x = torch.randn(1, 4, 20, 20)
     torch.testing.assert_close(slow(x), fast(x))
+
+
+# Names in the state dicts of YOLOv5's checkpoints, without what Conv and BatchNorm have inside.
+KEYS = {
+    Focus(4, 6): "conv",
+    GhostConv(4, 6): "cv1 cv2",
+    GhostBottleneck(4, 6, 3, 2): "conv.0.cv1 conv.0.cv2 conv.1 conv.2.cv1 conv.2.cv2 shortcut.0 shortcut.1",
+    GhostBottleneck(4, 4): "conv.0.cv1 conv.0.cv2 conv.2.cv1 conv.2.cv2",
+    CrossConv(4, 6): "cv1 cv2",
+    MixConv2d(4, 6): "m.0.weight m.1.weight bn",
+    BottleneckCSP(4, 6): "cv1 cv2.weight cv3.weight cv4 bn m.0.cv1 m.0.cv2",
+    C3x(4, 6): "cv1 cv2 cv3 m.0.cv1 m.0.cv2",
+    C3Ghost(4, 8): "cv1 cv2 cv3 m.0.conv.0.cv1 m.0.conv.0.cv2 m.0.conv.2.cv1 m.0.conv.2.cv2",
+    C3SPP(4, 6): "cv1 cv2 cv3 m.cv1 m.cv2",
+    C3TR(4, 8): "cv1 cv2 cv3 m.linear.weight m.linear.bias m.tr.0.q.weight m.tr.0.k.weight m.tr.0.v.weight "
+    "m.tr.0.ma.in_proj_weight m.tr.0.ma.in_proj_bias m.tr.0.ma.out_proj.weight m.tr.0.ma.out_proj.bias "
+    "m.tr.0.fc1.weight m.tr.0.fc2.weight",
+    Proto(4, 8, 3): "cv1 cv2 cv3",
+    DWConvTranspose2d(4, 6): "weight bias",
+}
+
+
+@pytest.mark.parametrize(("layer", "names"), KEYS.items())
+def test_names_of_tensors(layer: nn.Module, names: str) -> None:
+    found = [re.sub(r"\.conv\.weight$|(\bbn)\.\w+$|\.bn\.\w+$", r"\1", key) for key in layer.state_dict()]
+    assert list(dict.fromkeys(key.replace("conv.weight", "conv") for key in found)) == names.split()
+
+
+def test_focus_takes_pixels_apart_down_the_columns_first() -> None:
+    focus = Focus(1, 4).eval()
+    focus.conv = nn.Identity()
+    x = torch.arange(8.0).view(1, 1, 2, 4)  # rows 0 1 2 3 and 4 5 6 7
+    assert focus(x)[0, :, 0].tolist() == [[0, 2], [4, 6], [1, 3], [5, 7]]
+
+
+@torch.no_grad()
+def test_focus_is_a_convolution_of_twice_the_kernel_and_stride() -> None:
+    focus, whole = Focus(3, 5, 3).eval(), Conv(3, 5, 6, 2, 2).eval()
+    for part, (row, column) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1)]):
+        whole.conv.weight[..., row::2, column::2] = focus.conv.conv.weight[:, 3 * part : 3 * part + 3]
+    x = torch.randn(2, 3, 8, 12)
+    torch.testing.assert_close(focus(x), whole(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("gain", [2, 4])
+def test_expand_undoes_contract(gain: int) -> None:
+    x = torch.randn(2, 3, 8, 16)
+    torch.testing.assert_close(Expand(gain)(Contract(gain)(x)), x, rtol=0, atol=0)
+
+
+def test_contract_goes_by_pixel_then_by_channel() -> None:
+    x = torch.arange(8.0).view(1, 2, 2, 2)
+    assert Contract()(x).flatten().tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def test_ghost_convolutions_other_half_is_made_of_the_first() -> None:
+    ghost = GhostConv(4, 6, 3).eval()
+    x = torch.randn(2, 4, 8, 8)
+    first = ghost.cv1(x)
+    assert (first.shape[1], ghost.cv2.conv.groups, ghost.cv2.conv.kernel_size) == (3, 3, (5, 5))
+    torch.testing.assert_close(ghost(x), torch.cat((first, ghost.cv2(first)), 1), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("slope", [None, 0.1])
+def test_bottleneck_csp_normalises_both_halves_together(slope: float | None) -> None:
+    csp = BottleneckCSP(4, 6, 2, slope=slope).eval()
+    nn.init.uniform_(csp.bn.weight)
+    x = torch.randn(2, 4, 8, 8)
+    halves = csp.bn(torch.cat((csp.cv3(csp.m(csp.cv1(x))), csp.cv2(x)), 1))
+    active = halves * halves.sigmoid() if slope is None else torch.where(halves > 0, halves, halves * 0.1)
+    torch.testing.assert_close(csp(x), csp.cv4(active))
+
+
+@torch.no_grad()
+def test_transformer_by_hand() -> None:
+    """Two heads of two channels over 3 x 2 cells, one layer."""
+    block = Transformer(4, 2, 1).double()
+    x = torch.randn(1, 4, 3, 2, dtype=torch.double)
+    cells = x[0].flatten(1).T  # (6, 4)
+    cells = cells + cells @ block.linear.weight.T + block.linear.bias
+    layer = block.tr[0]
+    inside = zip(
+        (layer.q, layer.k, layer.v), layer.ma.in_proj_weight.chunk(3), layer.ma.in_proj_bias.chunk(3), strict=True
+    )
+    q, k, v = (cells @ first.weight.T @ second.T + bias for first, second, bias in inside)
+    heads = [
+        ((q[:, part] @ k[:, part].T) / math.sqrt(2)).softmax(1) @ v[:, part] for part in (slice(0, 2), slice(2, 4))
+    ]
+    seen = cells + torch.cat(heads, 1) @ layer.ma.out_proj.weight.T + layer.ma.out_proj.bias
+    expected = seen + seen @ layer.fc1.weight.T @ layer.fc2.weight.T
+    torch.testing.assert_close(block(x)[0].flatten(1).T, expected)
+
+
+@pytest.mark.parametrize(
+    ("channels", "kernels", "equal", "widths"),
+    [
+        (64, (1, 3), True, [32, 32]),
+        (7, (1, 3, 5), True, [3, 2, 2]),
+        (8, (1, 3, 5), True, [3, 2, 3]),  # floor(linspace(0, 3 - 1e-6, 8))
+        (64, (1, 3), False, [58, 6]),  # 64 x 9/10, 64 x 1/10
+        (128, (3, 5, 7), False, [83, 30, 15]),  # 128 x (1/9, 1/25, 1/49) / their sum: 82.9, 29.9, 15.2
+    ],
+)
+def test_channels_of_mixed_kernels(channels: int, kernels: tuple[int, ...], equal: bool, widths: list[int]) -> None:
+    layer = MixConv2d(8, channels, kernels, equal_channels=equal)
+    assert [convolve.out_channels for convolve in layer.m] == widths
 
 
 def test_concat() -> None:
@@ -126,6 +276,24 @@ def test_anchors_go_into_cells_small_ones_to_small_strides(anchors: list[list[in
     pixels = head.anchors * head.stride.view(-1, 1, 1)
     torch.testing.assert_close(pixels, torch.tensor(ANCHORS, dtype=torch.float32).view(2, 2, 2))
     assert "stride" not in head.state_dict()
+
+
+def test_segment_adds_mask_coefficients_and_prototypes() -> None:
+    head = Segment(3, ANCHORS, 5, 8, (4, 6))
+    maps = [torch.randn(2, 4, 8, 6), torch.randn(2, 6, 4, 3)]
+    raw, prototypes = head(maps)
+    assert [m.shape for m in raw] == [(2, 2, 8, 6, 13), (2, 2, 4, 3, 13)]
+    assert prototypes.shape == (2, 5, 16, 12)
+    torch.testing.assert_close(prototypes, head.proto(maps[0]), rtol=0, atol=0)
+
+
+def test_bias_initialisation_leaves_mask_coefficients_alone() -> None:
+    head = Segment(3, ANCHORS, 5, 8, (4, 6))
+    before = head.m[0].bias.detach().clone().view(2, 13)
+    head.set_strides([8.0, 32.0])
+    head.initialise_biases()
+    changed = head.m[0].bias.detach().view(2, 13) != before
+    assert changed.tolist() == [[False] * 4 + [True] * 4 + [False] * 5] * 2
 
 
 def test_anchors_to_be_found() -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import yaml
 from torch import Tensor, nn
 
-from models.layers import Conv
+from models import yolo
+from models.layers import Conv, Detect
+from models.tasks.detection import DetectionTask
 from models.weights import read_weights, transfer
-from models.yolo import build_model
+from models.yolo import LAYERS, add_layers, build_model
+from utils.config import Hyperparameters
 from utils.errors import UserError
+from utils.files import find_file
 
 REPOSITORY = Path(__file__).parents[2]
 SHARED = REPOSITORY.parent / "shared"
@@ -32,8 +37,23 @@ PARAMETERS = {
     "yolov5l6": 76_770_172,
     "yolov5x6": 140_794_780,
 }
-
-
+# Of those in models/hub.
+HUB = {
+    "yolov3": 61_949_149,
+    "yolov3-spp": 62_998_749,
+    "yolov3-tiny": 8_852_366,
+    "yolov5-bifpn": 46_825_853,
+    "yolov5-fpn": 41_117_565,
+    "yolov5-p2": 47_493_372,
+    "yolov5-p34": 5_331_518,
+    "yolov5-p6": 76_770_172,
+    "yolov5-p7": 144_281_723,
+    "yolov5-panet": 46_563_709,
+    "yolov5s-LeakyReLU": 7_235_389,
+    "yolov5s-ghost": 3_897_605,
+    "yolov5s-transformer": 7_235_645,
+}
+SEGMENTERS = {"n": 1_991_549, "s": 7_621_277, "m": 21_990_397, "l": 47_924_957, "x": 88_819_517}
 # Of classifiers, with 1000 classes.
 CLASSIFIERS = {
     "yolov5n-cls": 2_493_000,
@@ -73,6 +93,100 @@ def count(model: nn.Module) -> int:
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameter_count(name: str) -> None:
     assert count(on_meta(f"models/{name}.yaml")) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_parameter_count_of_the_hubs(name: str) -> None:
+    model = on_meta(f"{name}.yaml")
+    assert count(model) == HUB[name]
+    anchors = model.yaml["anchors"]
+    assert len(anchors) == model.detect.nl if isinstance(anchors, list) else anchors == 3
+
+
+def test_every_model_of_the_hub_is_counted() -> None:
+    assert sorted(path.stem for path in (REPOSITORY / "models" / "hub").iterdir()) == sorted(HUB)
+
+
+@pytest.mark.parametrize("name", ["yolov5-p2.yaml", "yolov5-p2", "hub/yolov5-p2.yaml", "models/hub/yolov5-p2.yaml"])
+def test_ways_to_name_a_model_of_the_hub(name: str) -> None:
+    assert find_file(name, "model", ["models", "models/hub"]).resolve() == REPOSITORY / "models/hub/yolov5-p2.yaml"
+
+
+def narrow(name: str) -> dict[str, Any]:
+    """A shipped model an eighth as wide, and no deeper than it must be."""
+    content = yaml.safe_load(find_file(name, "model", ["models", "models/hub"]).read_text())
+    return {**content, "width_multiple": 0.125, "depth_multiple": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("name", "strides"),
+    [
+        ("yolov3", [8, 16, 32]),
+        ("yolov3-spp", [8, 16, 32]),
+        ("yolov3-tiny", [16, 32]),
+        ("yolov5-fpn", [8, 16, 32]),
+        ("yolov5-bifpn", [8, 16, 32]),
+        ("yolov5-p2", [4, 8, 16, 32]),
+        ("yolov5-p34", [8, 16]),
+        ("yolov5-p7", [8, 16, 32, 64, 128]),
+        ("yolov5s-ghost", [8, 16, 32]),
+        ("yolov5s-transformer", [8, 16, 32]),
+    ],
+)
+@torch.no_grad()
+def test_maps_of_the_hubs(name: str, strides: list[int]) -> None:
+    model = build_model(narrow(name)).eval()
+    assert model.stride.tolist() == strides
+    maps = model(torch.rand(1, 3, 128, 256))
+    assert [m.shape for m in maps] == [(1, 3, 128 // s, 256 // s, 85) for s in strides]
+    assert all(m.isfinite().all() for m in maps)
+
+
+class Images(NamedTuple):
+    """Two images with an object in one of them."""
+
+    images: Tensor = torch.arange(2 * 3 * 64 * 64, dtype=torch.float32).remainder(251).byte().view(2, 3, 64, 64)
+    targets: Tensor = torch.tensor([[1, 2, 0.4, 0.6, 0.3, 0.2]])
+    infos: tuple[Any, ...] = ()
+
+
+@pytest.mark.parametrize("name", ["yolov5s-ghost", "yolov5s-transformer", "yolov5-p2", "yolov5-bifpn"])
+def test_a_training_step_reaches_every_parameter(name: str) -> None:
+    task, batch = DetectionTask({0: "a", 1: "b", 2: "c"}, Hyperparameters()), Images()
+    model = task.build_model(narrow(name), 64).train()
+    terms = task.losses(model(task.inputs(batch), *task.hints(batch)), batch)
+    loss = task.objective(terms.means(terms.counts), 2)
+    loss.backward()
+    assert loss.isfinite()
+    for name_of, parameter in model.named_parameters():
+        assert parameter.grad is not None, name_of
+        assert parameter.grad.isfinite().all(), name_of
+    assert sum(bool(parameter.grad.any()) for parameter in model.parameters()) > 0.9 * len(list(model.parameters()))
+
+
+def segmenter(size: str) -> dict[str, Any]:
+    """What YOLOv5 has as yolov5?-seg: the detector with another head."""
+    content = yaml.safe_load((REPOSITORY / "models" / f"yolov5{size}.yaml").read_text())
+    head = [[17, 20, 23], 1, "Segment", ["nc", "anchors", 32, 256]]
+    return {**content, "task": "segment", "head": [*content["head"][:-1], head]}
+
+
+@pytest.mark.parametrize("size", SEGMENTERS)
+def test_parameter_count_of_segmenters(size: str) -> None:
+    assert count(on_meta(segmenter(size))) == SEGMENTERS[size]
+
+
+def test_a_segmenters_maps_and_prototypes() -> None:
+    model = build_model(segmenter("n"), nc=2)
+    maps, prototypes = model(torch.rand(1, 3, 64, 96))
+    assert [m.shape for m in maps] == [(1, 3, 64 // s, 96 // s, 2 + 5 + 32) for s in (8, 16, 32)]
+    assert prototypes.shape == (1, 32, 16, 24)
+    assert model.model[-1].proto.cv1.conv.out_channels == 64  # a quarter of 256
+
+
+def test_a_detector_does_not_end_with_a_segmenters_head() -> None:
+    with pytest.raises(UserError, match="the last row of `head` is no detection head"):
+        build_model({**segmenter("n"), "task": "detect"})
 
 
 @pytest.mark.parametrize(("name", "strides"), [("yolov5n.yaml", [8, 16, 32]), ("yolov5n6", [8, 16, 32, 64])])
@@ -234,7 +348,20 @@ def key(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (row(1, [-1, 3, "C3x3", [64]]), r"row 1: unknown module 'C3x3' \(did you mean 'C3'\?\); known are Conv, "),
+        (
+            row(1, [-1, 3, "C3Gost", [64]]),
+            r"row 1: unknown module 'C3Gost' \(did you mean 'C3Ghost'\?\); known are Conv, .* goes to --layers$",
+        ),
+        (row(3, [-1, 1, "nn.Upsampel", [None, 2]]), r"row 3: .*torch.nn does not have \(did you mean 'Upsample'\?\)$"),
+        (row(3, [-1, 1, "nn.functional.relu", []]), r"row 3: unknown module 'nn.functional.relu'"),
+        (row(3, [-1, 1, "nn.init", []]), r"row 3: unknown module 'nn.init', which torch.nn does not have"),
+        (row(3, [-1, 1, "nn.Parameter", [1]]), r"row 3: unknown module 'nn.Parameter', which torch.nn does not have"),
+        (row(3, [-1, 1, "nn.MSELoss", []]), "row 3: nn.MSELoss cannot be a row, for it is a loss, a container"),
+        (row(3, [-1, 1, "nn.Sequential", []]), "row 3: nn.Sequential cannot be a row"),
+        (row(3, [-1, 1, "nn.Module", []]), "row 3: nn.Module cannot be a row"),
+        (row(3, [-1, 1, "nn.LazyConv2d", [4, 1]]), "row 3: nn.LazyConv2d cannot be a row"),
+        (row(3, [-1, 1, "nn.MaxPool2d", []]), "row 3: nn.MaxPool2d .*does not work .*mend that row"),
+        (row(3, [-1, 1, "nn.LSTM", [1, 1]]), "row 3: nn.LSTM .*does not work .*mend that row"),
         (row(1, [-1, 3, ["C3"], [64]]), r"row 1: unknown module '\['C3'\]'"),
         (row(1, [-1, "C3", [64]]), r"row 1: \[-1, 'C3', \[64\]\] is no row; write \[from, number, module, args\]"),
         (row(4, None), "row 4: None is no row"),
@@ -271,6 +398,204 @@ def test_yaml_that_describes_no_model(change: Callable[[dict[str, Any]], None], 
     change(description)
     with pytest.raises(UserError, match=f"(?s)^the model YAML.*{message}"):
         build_model(description)
+
+
+@pytest.mark.parametrize(
+    ("module", "args", "expected"),
+    [
+        ("nn.Identity", [], nn.Identity()),
+        ("torch.nn.Identity", [], nn.Identity()),
+        ("nn.Dropout2d", [0.3], nn.Dropout2d(0.3)),
+        ("nn.ZeroPad2d", [[0, 1, 0, 1]], nn.ZeroPad2d((0, 1, 0, 1))),
+        ("nn.MaxPool2d", [3, 1, 1], nn.MaxPool2d(3, 1, 1)),
+        ("nn.MaxPool2d", [3, 1, 1, 1, "False", "False"], nn.MaxPool2d(3, 1, 1)),
+        ("nn.BatchNorm2d", [], nn.BatchNorm2d(32, 1e-3, 0.03)),
+        ("nn.BatchNorm2d", [1e-5], nn.BatchNorm2d(32)),
+        ("nn.Conv2d", [64, 3, 1, 1], nn.Conv2d(32, 16, 3, 1, 1)),
+        ("nn.ConvTranspose2d", [64, 4, 2, 1], nn.ConvTranspose2d(32, 16, 4, 2, 1)),
+    ],
+)
+def test_layers_of_torch(module: str, args: list[Any], expected: nn.Module) -> None:
+    description = small()
+    description["head"] = [[-1, 1, module, args], [[-1], 1, "Detect", ["nc", "anchors"]]]
+    layer = on_meta(description).model[3]
+    assert (type(layer), repr(layer)) == (type(expected), repr(expected))
+
+
+@pytest.mark.parametrize("name", ["Flatten", "Embedding", "GRU", "MultiheadAttention"])
+@pytest.mark.parametrize("args", [[], [32], [32, 8]])
+def test_layers_of_torch_that_make_no_map(name: str, args: list[Any]) -> None:
+    description = {**small(), "head": [[-1, 1, f"nn.{name}", args], [[-1], 1, "Detect", ["nc", "anchors"]]]}
+    with pytest.raises(UserError, match=r"row [34]: .* does not work"):
+        on_meta(description)
+
+
+# Layers of the user's
+
+OWN = """
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import beside
+from models.layers import Conv, Detect
+
+
+@dataclass
+class Settings:
+    slope: "float" = 0.1
+
+
+class Gate(nn.Module):
+    def __init__(self, c1, c2, kernel=1):
+        super().__init__()
+        self.conv, self.act = Conv(c1, c2, kernel), nn.LeakyReLU(Settings().slope)
+
+    def forward(self, x):
+        return self.act(self.conv(x))
+
+
+class Deep(nn.Module):
+    def __init__(self, c1, c2, n, kernel=1):
+        super().__init__()
+        self.m = nn.Sequential(*(Gate(c1 if k == 0 else c2, c2, kernel) for k in range(n)))
+
+    def forward(self, x):
+        return self.m(x)
+
+
+class Squeeze(nn.Module):
+    def __init__(self, c1, part):
+        super().__init__()
+        self.down, self.up = nn.Linear(c1, c1 // part), nn.Linear(c1 // part, c1)
+
+    def forward(self, x):
+        return x * self.up(self.down(x.mean((2, 3)))).sigmoid()[..., None, None]
+
+
+class Sum(nn.Module):
+    def __init__(self, channels, factor=1):
+        super().__init__()
+        assert isinstance(channels, list)
+        self.weight = nn.Parameter(torch.ones(len(channels)) * factor)
+
+    def forward(self, maps):
+        return sum(weight * x for weight, x in zip(self.weight, maps))
+
+
+class Scale(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
+class Head(Detect):
+    pass
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a test puts its layers, which are forgotten afterwards."""
+    monkeypatch.setattr(yolo, "LAYERS", LAYERS.copy())
+    (tmp_path / "beside.py").write_text("")
+    return tmp_path / "mine.py"
+
+
+def test_layers_of_the_users(own: Path) -> None:
+    """Each is called by the names of its parameters; the model learns and is copied like any other."""
+    own.write_text(OWN)
+    before = list(sys.path)
+    names = ["Gate", "Deep", "Squeeze", "Sum", "Scale", "Head"]
+    assert add_layers(own) == add_layers(str(own)) == names
+    assert sys.path == before
+    assert sorted(path.name for path in own.parent.iterdir()) == ["beside.py", "mine.py"]  # no __pycache__
+    description = {
+        **small(),
+        "depth_multiple": 1.0,
+        "backbone": [[-1, 1, "Conv", [64, 3, 2]], [-1, 2, "Gate", [128]], [-1, 3, "Deep", [128, 3]]],
+        "head": [
+            [-1, 1, "Squeeze", [4]],
+            [[-1, 1], 1, "Sum", [2]],
+            [-1, 1, "Scale", [3]],
+            [[-1], 1, "Head", ["nc", "anchors"]],
+        ],
+    }
+    model = copy.deepcopy(build_model(description))
+    gates, deep, squeeze, together, scale, head = model.model[1:]
+    assert [(part.conv.conv.in_channels, part.conv.conv.out_channels) for part in gates] == [(16, 32), (32, 32)]
+    assert [part.conv.conv.kernel_size for part in deep.m] == [(3, 3)] * 3
+    assert (squeeze.down.in_features, squeeze.down.out_features) == (32, 8)
+    assert (together.weight.tolist(), scale.factor) == ([2, 2], 3)
+    assert isinstance(head, Detect)
+    assert model.stride.tolist() == [2]
+    sum(m.sum() for m in model(torch.rand(2, 3, 16, 16))).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_the_example_of_the_docs(own: Path) -> None:
+    text = (REPOSITORY / "docs" / "models.md").read_text()
+    python, description = (text.split(f"```{kind}\n")[1].split("```")[0] for kind in ("python", "yaml"))
+    own.write_text(python)
+    assert add_layers(own) == ["Squeeze", "Stack", "Weighted"]
+    model = build_model(yaml.safe_load(description))
+    assert len(model.model[2].m) == 1 + 2
+    assert [m.shape for m in model(torch.rand(1, 3, 32, 32))] == [(1, 3, 4, 4, 85)]
+
+
+def test_the_docs_name_every_layer_and_model() -> None:
+    text = (REPOSITORY / "docs" / "models.md").read_text()
+    assert [name for name in (*LAYERS, *HUB) if f"`{name}`" not in text.replace("`-p", "`yolov5-p")] == []
+    counts = [*PARAMETERS.values(), *CLASSIFIERS.values(), *HUB.values()]
+    assert [number for number in counts if f"{number:,}" not in text] == []
+
+
+def test_a_layer_of_the_users_that_does_not_work_is_named(own: Path) -> None:
+    own.write_text(
+        "from torch import nn\n\n\nclass Mine(nn.Module):\n    def __init__(self, c1, c2): super().__init__()\n"
+    )
+    add_layers(own)
+    description = small()
+    description["backbone"][1] = [-1, 1, "Mine", [64]]
+    with pytest.raises(UserError, match=r"row 1: Mine with the arguments \[64\].* does not work .*mend that row"):
+        build_model(description)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("class A:\n    x = = 1\n", "mine.py, line 2: invalid syntax; mend the Python there"),
+        ("\n\nimport nothing_of_that_name\n", "mine.py, line 3: ModuleNotFoundError: No module named .*; mend it"),
+        ("def f():\n    return 1 / 0\n\nf()\n", "mine.py, line 2: ZeroDivisionError: division by zero; mend it"),
+        ("import sys\nsys.exit('no')\n", "mine.py, line 2: SystemExit: no; mend it"),
+        ("x = 1\n", "mine.py defines no layer; write a class that extends torch.nn.Module"),
+        ("from torch.nn import Conv2d\n", "mine.py defines no layer"),
+        (
+            "from torch import nn\n\n\nclass New(nn.Module): ...\n\n\nclass C3(nn.Module): ...\n",
+            "mine.py defines a layer 'C3', but there is one of that name; give it another name",
+        ),
+        ("\0\1", "mine.py.*null bytes"),
+    ],
+)
+def test_files_that_bring_no_layers(content: str, message: str, own: Path) -> None:
+    own.write_text(content)
+    modules, path = set(sys.modules), list(sys.path)
+    for _ in range(2):
+        with pytest.raises(UserError, match=message):
+            add_layers(own)
+    assert (set(sys.modules), sys.path, yolo.LAYERS) == (modules, path, LAYERS)
+
+
+def test_files_with_layers_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--layers \S*mine.py is not a file; give the path of a Python file"):
+        add_layers(tmp_path / "mine.py")
+    (tmp_path / "mine.txt").write_text("x = 1\n")
+    with pytest.raises(UserError, match=r"mine.txt is no Python file; --layers takes one whose name ends with .py"):
+        add_layers(tmp_path / "mine.txt")
 
 
 def test_missing_key() -> None:
@@ -370,7 +695,7 @@ def test_a_classifiers_yaml_builds_it_again() -> None:
         ({"head": [[-1, 1, "Clasify", ["nc"]]]}, r"row 2: unknown module 'Clasify' \(did you mean 'Classify'\?\)"),
         ({"task": "detect", "anchors": 2}, "the last row of `head` is no detection head"),
         ({"task": "detect"}, "`anchors` is missing"),
-        ({"task": "segment"}, "`task` is 'segment'; give one of detect, classify$"),
+        ({"task": "pose"}, "`task` is 'pose'; give one of detect, classify, segment$"),
         ({"task": ["classify"]}, r"`task` is \['classify'\]; give one of"),
         ({"task": None}, "`task` is None; give one of"),
     ],

@@ -36,8 +36,13 @@ def test_what_drops_is_replaced() -> None:
     assert model.state_dict().keys() == state.keys()
     assert model[2] is inner
     replaced = [part for part in model.modules() if isinstance(part, GlobalDropout)]
-    assert [(part.p, part.rows) for part in replaced] == [(0.5, False), (0.25, False), (0.75, True)]
-    assert [type(part) for part in model[3:]] == [nn.Dropout, nn.Dropout2d, StochasticDepth]  # never, or not by row
+    assert [(part.p, part.rows, part.maps) for part in replaced] == [
+        (0.5, False, False),
+        (0.25, False, False),
+        (0.75, True, False),
+        (0.5, False, True),
+    ]
+    assert [type(part) for part in model[3:]] == [nn.Dropout, GlobalDropout, StochasticDepth]  # never, or not by row
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -76,6 +81,13 @@ def test_the_expectation_stays(rows: bool) -> None:
     assert alike == pytest.approx(1 if rows else 0.8**2 + 0.2**2, abs=0.02 if not rows else 0)
 
 
+def test_whole_maps_are_dropped() -> None:
+    torch.manual_seed(0)
+    dropped = GlobalDropout(0.5, rows=False, maps=True)(torch.ones(50, 8, 3, 4)) == 0
+    assert torch.equal(dropped.all((2, 3)), dropped.any(3).any(2))
+    assert 0 < dropped[0].float().mean() < 1
+
+
 @pytest.mark.parametrize("rows", [True, False])
 def test_gradients_are_dropped_alike(rows: bool) -> None:
     given = torch.ones(8, 5, requires_grad=True)
@@ -99,7 +111,9 @@ def run(images: Tensor, rank: int, processes: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     torch.manual_seed(7)
-    model = nn.Sequential(nn.Dropout(0.5), nn.Flatten(), nn.Dropout(0.25), StochasticDepth(0.5, "row"))
+    model = nn.Sequential(
+        nn.Dropout1d(0.2), nn.Dropout(0.5), nn.Flatten(), nn.Dropout(0.25), StochasticDepth(0.5, "row")
+    )
     draw_for_all(model)
     return model(images.tensor_split(processes)[rank]), torch.rand(1).item()
 
