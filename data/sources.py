@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from data.archives import archive_sources, fetch_dataset, is_filled
 from utils.config import is_number, suggestions
 from utils.errors import UserError, nearest
 from utils.files import read_yaml
@@ -19,7 +20,8 @@ IMAGE_SUFFIXES = frozenset([".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".pfm", ".p
 SPLITS = ("train", "val", "test")
 DRAWINGS = {"shapes": "data.shapes", "shapes-cls": "data.shapes_cls"}  # the built-in data sets, by what `draw:` names
 MOST_CLASSES = 4096  # that are counted by `nc` alone
-KEYS = ("path", *SPLITS, "split", "split_seed", "names", "nc", "draw", "download", "defaults")
+CONVERTED = ("voc", "visdrone")  # what `convert:` may name: functions of data/convert.py
+KEYS = ("path", *SPLITS, "split", "split_seed", "names", "nc", "draw", "download", "convert", "defaults")
 
 
 class Listing(NamedTuple):
@@ -33,8 +35,9 @@ class Listing(NamedTuple):
 class DataSpec:
     """A data set YAML, read and checked. `entries` holds each split's folders and list files as the YAML has them.
 
-    They are looked for when a split is asked for: one that nobody uses may be absent. `doubts`: sentences about what
-    may not be meant. `defaults`: what the YAML suggests for flags of train.py.
+    They are looked for when a split is asked for: one that nobody uses may be absent. Then, where the folder of the
+    data set is missing too, what `download` says is fetched. `doubts`: sentences about what may not be meant.
+    `defaults`: what the YAML suggests for flags of train.py.
     """
 
     file: Path
@@ -45,6 +48,9 @@ class DataSpec:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     split: float = 0.0  # the share of each class that is held out for validation, chosen by `split_seed`
     split_seed: int = 0
+    own_folder: bool = False  # is there a `path:`?
+    download: Any = None  # as the YAML has it: nothing in it is run
+    convert: str = ""  # what is to be made of what was fetched, one of CONVERTED
     # What was found below the folders of a split, by its name: a walk of a million images takes long.
     walked: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -70,18 +76,54 @@ class DataSpec:
         return Listing(list(map(Path, images)), problems)
 
     def root(self) -> Path:
-        """The folder that `path:` names. Raises `UserError` where it is not there."""
+        """The folder that `path:` names. Raises `UserError` where it is not there and cannot be fetched."""
+        why = "" if any(map(is_filled, self.roots)) else self._fetch()
         for root in self.roots:
             if os.path.isdir(root):
                 return Path(os.path.normpath(root))
         tried = " or ".join(dict.fromkeys(os.path.normpath(root) for root in self.roots))
-        raise UserError(f"{self.file}: `path:` does not exist; looked for {tried}")
+        raise UserError(f"{self.file}: `path:` does not exist; looked for {tried}{why}")
 
     def places(self, split: str) -> list[Path]:
-        """The folders and list files of a split. Raises `UserError` where the YAML has none, or one is not there."""
+        """The folders and list files of a split. Raises `UserError` where the YAML has none, or one is not there and
+        cannot be fetched."""
         if split not in self.entries:
             raise UserError(f"{self.file} has no `{split}:`; add a folder of images or a .txt list of them")
-        return [_resolve(self.file, split, entry, self.roots) for entry in self.entries[split]]
+        found = [_find(entry, self.roots) for entry in self.entries[split]]
+        why = ""
+        if None in found and self.download:
+            why = self._fetch()
+            found = [_find(entry, self.roots) for entry in self.entries[split]]
+        for entry, place in zip(self.entries[split], found, strict=True):
+            if place is None:
+                tried = " or ".join(dict.fromkeys(map(str, _candidates(entry, self.roots))))
+                raise UserError(f"{self.file}: `{split}: {entry}` does not exist; looked for {tried}{why}")
+        return [place for place in found if place is not None]
+
+    def _fetch(self) -> str:
+        """Fetch the data set where `download` has addresses and its folder is not there; else, why not."""
+        if not self.download:
+            return ""
+        sources = archive_sources(self.download)
+        if not sources:
+            return (
+                f"; the `download:` of {self.file} is no address but a script, which is not run: run it yourself, "
+                "or see docs/data.md for data sets by address and for converters"
+            )
+        if not self.own_folder:
+            return f"; give {self.file} a `path:`, the folder that its `download:` is to be unpacked to"
+        for root in self.roots:
+            if is_filled(root):
+                return f"; `download:` is followed only where {os.path.normpath(root)} is missing or empty"
+        wanted = [entry for entries in self.entries.values() for entry in entries]
+        root = Path(os.path.normpath(self.roots[0]))
+        fetch_dataset(sources, root, wanted, self._convert)
+        return f"; it is not in what was downloaded to {root}"
+
+    def _convert(self, folder: Path) -> None:
+        if self.convert:
+            # Imported here, for `python -m data.convert` must not find itself imported.
+            importlib.import_module("data.convert").CONVERTERS[self.convert](folder, list(self.names.values()))
 
 
 def overlap(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
@@ -121,7 +163,13 @@ def read_spec(file: Path) -> DataSpec:
     if not _is_seed(seed):
         raise UserError(f"{file}: `split_seed` must be a whole number from 0, not {seed!r}")
     defaults = suggestions(content.get("defaults") or {}, file)
-    return DataSpec(file, names, roots, entries, tuple(doubts), defaults, share, seed)
+    convert = content.get("convert") or ""
+    if convert not in ("", *CONVERTED):
+        raise UserError(f"{file}: `convert` must be one of {', '.join(CONVERTED)}, not {convert!r}")
+    own = content.get("path") is not None
+    return DataSpec(
+        file, names, roots, entries, tuple(doubts), defaults, share, seed, own, content.get("download"), convert
+    )
 
 
 def _is_seed(value: Any) -> bool:
@@ -157,13 +205,13 @@ def _entries(file: Path, split: str, value: Any) -> tuple[str, ...]:
     return entries
 
 
-def _resolve(file: Path, split: str, entry: str, roots: Sequence[Path]) -> Path:
-    candidates = [Path(os.path.normpath(root / os.path.expanduser(entry))) for root in roots]
-    for candidate in candidates:
-        if os.path.exists(candidate):  # unlike Path's, false for a name that no file can have
-            return candidate
-    tried = " or ".join(dict.fromkeys(map(str, candidates)))
-    raise UserError(f"{file}: `{split}: {entry}` does not exist; looked for {tried}")
+def _find(entry: str, roots: Sequence[Path]) -> Path | None:
+    # Unlike Path's, `exists` is false for a name that no file can have.
+    return next((candidate for candidate in _candidates(entry, roots) if os.path.exists(candidate)), None)
+
+
+def _candidates(entry: str, roots: Sequence[Path]) -> list[Path]:
+    return [Path(os.path.normpath(root / os.path.expanduser(entry))) for root in roots]
 
 
 def _names(file: Path, content: dict[str, Any]) -> dict[int, str]:

@@ -2,55 +2,87 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import subprocess
+import zipfile
+import zlib
 from collections.abc import Mapping
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import torch
-from tqdm import tqdm
 
 from models.classifiers import architecture, default_weights
 from utils.background import own_python
+from utils.download import download
 from utils.errors import UserError
-from utils.files import ROOT, cache_folder, one_at_a_time, replacing
-from utils.place import speaks
+from utils.files import ROOT, cache_folder, one_at_a_time
 
 DEFAULT, WANDB = "DEFAULT", "wandb:"
-PATIENCE = 20.0  # seconds that a server may be silent
 CHECKSUM = re.compile(r"-([0-9a-f]{8,})\.pth$")  # in torchvision's file names: the first digits of the SHA-256
-OFFICIAL = re.compile(r"yolov5[nsmlx]6?\.pt")
+OFFICIAL = re.compile(r"yolov5[nsmlx](6|-cls)?\.pt")
+SEGMENTATION = re.compile(r"yolov5[nsmlx]-seg\.pt")
 RELEASE = "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
+SHA256 = {"yolov5n.pt": "4f180cf23ba0717ada0badd6c685026d73d48f184d00fc159c2641284b2ac0a3"}  # of RELEASE, as known
 
 
 def find_weights(name: str, yaml: Mapping[str, Any] | None = None, source: str = "the model YAML") -> Path:
-    """The weight file of that name, as given or in the repository's folder; DEFAULT is what torchvision recommends for
-    the architecture of the model's `yaml`, downloaded where it is missing; wandb:entity/project/name:alias an artifact.
+    """The weight file of that name, as given or in the repository's folder; else an official YOLOv5 one from the cache,
+    downloaded where it is missing. DEFAULT is what torchvision recommends for the architecture of the model's `yaml`;
+    wandb:entity/project/name:alias an artifact.
 
-    Raises `UserError`; for an official YOLOv5 name it tells the address.
+    Raises `UserError`; for an official name it tells the address and where the file may lie.
     """
     if name == DEFAULT:
         if not yaml or "architecture" not in yaml:
             raise UserError(f"--weights {DEFAULT} goes with a --cfg that names an `architecture` of torchvision")
-        address = default_weights(architecture(yaml, source))
-        return download(address, Path(torch.hub.get_dir()) / "checkpoints" / Path(address).name)
+        return torchvision_weights(default_weights(architecture(yaml, source)))
     if name.startswith(WANDB):
         return from_wandb(name.removeprefix(WANDB))
     for candidate in (Path(name), ROOT / name):
         if os.path.isfile(candidate):
             return candidate
-    if OFFICIAL.fullmatch(Path(name).name):
-        raise UserError(
-            f"weights {name} are not here; download {RELEASE}{Path(name).name} and put it at {Path(name).absolute()}, "
-            "or start from scratch with --weights '' --cfg and a model YAML"
-        )
+    file = Path(name).name
+    if OFFICIAL.fullmatch(file):
+        return official_weights(name, file)
+    if SEGMENTATION.fullmatch(file):
+        raise UserError(f"weights {name} are for segmentation, which is no task here; take {file.replace('-seg', '')}")
     raise UserError(f"weights {name} are not a file; check the path, or start from scratch with --weights ''")
+
+
+def official_weights(name: str, file: str) -> Path:
+    """YOLOv5's release file for `--weights name`, in the cache. LOCKSTEP_RELEASES: the address of a mirror's folder.
+
+    Raises `UserError`.
+    """
+    folder = (os.environ.get("LOCKSTEP_RELEASES") or RELEASE).rstrip("/")
+    cached = cache_folder() / "weights" / file
+    return download(
+        f"{folder}/{file}",
+        cached,
+        sha256=SHA256.get(file, ""),
+        usable=is_whole,
+        advice=f"fetch it by other means and put it at {Path(name).absolute()} or {cached}, or start from scratch with "
+        "--weights '' --cfg and a model YAML",
+    )
+
+
+def torchvision_weights(address: str) -> Path:
+    """A weight file of torchvision's, where torch itself keeps it. Raises `UserError`."""
+    file = Path(address).name
+    known = CHECKSUM.search(file)
+    return download(address, Path(torch.hub.get_dir()) / "checkpoints" / file, sha256=known[1] if known else "")
+
+
+def is_whole(path: Path) -> bool:
+    """Is it a zip archive, as torch writes, that agrees with its own checksums?"""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, NotImplementedError, zlib.error):
+        return False
 
 
 def from_wandb(name: str) -> Path:
@@ -80,48 +112,3 @@ def from_wandb(name: str) -> Path:
     if len(chosen) != 1:
         raise UserError(f"--weights {WANDB}{name} holds {len(chosen)} .pt files, and must hold one, or a best.pt")
     return chosen[0]
-
-
-def download(address: str, path: Path) -> Path:
-    """The file at `address`, kept at `path`; of the processes of a machine one fetches it, and the others wait.
-
-    Raises `UserError` with the address and the place where it belongs.
-    """
-    with one_at_a_time(path.with_suffix(".lock")):
-        if not path.is_file():
-            try:
-                _fetch(address, path)
-            except (OSError, ValueError, HTTPException) as error:  # URLError and all that sockets raise are OSErrors
-                reason = getattr(error, "reason", error)
-                raise UserError(
-                    f"{address} cannot be downloaded ({reason}); fetch it by other means and put it at {path}"
-                ) from None
-    return path
-
-
-def _fetch(address: str, path: Path) -> None:
-    """Raises OSError, HTTPException, or ValueError where the content is not what the name says."""
-    hidden = None if speaks() else True  # None: tqdm asks whether it writes to a terminal
-    digest, done = hashlib.sha256(), 0
-    with (
-        urlopen(address, timeout=PATIENCE) as answer,
-        replacing(path) as file,
-        tqdm(
-            total=int(answer.headers.get("Content-Length") or 0) or None,
-            desc=path.name,
-            unit="B",
-            unit_scale=True,
-            disable=hidden,
-            leave=False,
-        ) as bar,
-    ):
-        while part := answer.read(2**20):
-            file.write(part)
-            digest.update(part)
-            done += len(part)
-            bar.update(len(part))
-        if bar.total is not None and done != bar.total:
-            raise ValueError(f"the connection ended after {done} of {bar.total} bytes")
-        wanted = CHECKSUM.search(path.name)
-        if wanted and not digest.hexdigest().startswith(wanted[1]):
-            raise ValueError("its checksum is another than its name says")

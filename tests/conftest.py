@@ -38,9 +38,10 @@ pytest.register_assert_rewrite("tests.curves")
 
 
 def pytest_sessionstart() -> None:
-    """A hard exit of a process that runs tests would look like the success of all of them. Runs are not tracked unless
-    a test wants it."""
+    """A hard exit of a process that runs tests would look like the success of all of them. Runs are not tracked, and
+    fetch no official weights, unless a test wants it."""
     os.environ["WANDB_MODE"] = "disabled"
+    os.environ["LOCKSTEP_RELEASES"] = "http://127.0.0.1:9/releases/download"  # where nobody answers
     tests, leave = os.getpid(), os._exit
 
     def refuse(code: int) -> NoReturn:

@@ -347,7 +347,7 @@ def test_its_defaults_are_taken(run_script: RunScript, tmp_path: Path) -> None:
         (("--freeze", "12"), "the model has layers 0 to 9, no 10"),
         (("--cfg", "resnet18.yaml", "--imgsz", "8192", "--weights", "DEFAULT"), "cannot be downloaded"),
         (("--batch-size", "7", "--processes", "2"), "take 6 or 8"),
-        (("--weights", "yolov5n-cls.pt"), "weights yolov5n-cls.pt are not a file"),
+        (("--weights", "yolov5n-cls.pt"), "yolov5n-cls.pt cannot be downloaded"),
     ],
 )
 def test_bad_input(flags: tuple[str, ...], said: str, train: Train, tmp_path: Path) -> None:

@@ -1,15 +1,11 @@
-"""Where weights are looked for, what is said where they are not, and how they are downloaded."""
+"""Where weights are looked for, what is said where they are not, and which files are downloaded."""
 
 from __future__ import annotations
 
 import hashlib
-import socket
+import io
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,21 +13,39 @@ import torch
 
 from models import hub
 from models.classifiers import architectures, default_weights
-from models.hub import CHECKSUM, download, find_weights
+from models.hub import CHECKSUM, SHA256, find_weights
+from tests.web import Server, sending, serving
 from utils.errors import UserError
 
-CONTENT = bytes(range(256)) * 5000  # more than is read at once
-# Bugs that were found by these tests.
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A mirror of the releases."""
+    monkeypatch.setenv("no_proxy", "*")
+    with serving() as server:
+        monkeypatch.setenv("LOCKSTEP_RELEASES", f"{server.address}/v7.0")
+        yield server
+
+
+def weights() -> bytes:
+    """A file as torch writes it."""
+    file = io.BytesIO()
+    torch.save({"model": torch.zeros(5000)}, file)
+    return file.getvalue()
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder, another folder as the repository, and one where torch keeps what it downloads."""
+    """A working folder, another folder as the repository, one where torch keeps what it downloads, and a cache. Nobody
+    answers."""
     (tmp_path / "work").mkdir()
     (tmp_path / "repository").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setattr(hub, "ROOT", tmp_path / "repository")
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("LOCKSTEP_RELEASES", "http://127.0.0.1:9/v7.0/")
+    monkeypatch.setenv("no_proxy", "*")
     return tmp_path
 
 
@@ -43,14 +57,64 @@ def test_as_given_first_then_in_the_repository(elsewhere: Path) -> None:
     assert find_weights(str(elsewhere / "work" / "a.pt")) == elsewhere / "work" / "a.pt"
 
 
-@pytest.mark.parametrize("name", ["yolov5n.pt", "yolov5x6.pt", "weights/yolov5s.pt"])
-def test_official_weights_have_an_address(name: str, elsewhere: Path) -> None:
+@pytest.mark.parametrize("name", ["yolov5n.pt", "yolov5x6.pt", "yolov5s-cls.pt", "weights/yolov5s.pt"])
+def test_official_weights_have_an_address(name: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network one sentence says where from and where to."""
+    monkeypatch.setattr(hub, "RELEASE", "http://127.0.0.1:9/release/")
+    monkeypatch.setenv("LOCKSTEP_RELEASES", "")
     with pytest.raises(UserError) as caught:
         find_weights(name)
     file = name.rpartition("/")[2]
-    assert f"https://github.com/ultralytics/yolov5/releases/download/v7.0/{file} " in str(caught.value)
-    assert f"put it at {elsewhere / 'work' / name}" in str(caught.value)
-    assert "--weights ''" in str(caught.value)
+    said = str(caught.value)
+    assert said.startswith(f"http://127.0.0.1:9/release/{file} cannot be downloaded (")
+    assert f"put it at {elsewhere / 'work' / name} or {elsewhere / 'cache/lockstep/weights' / file}" in said
+    assert "--weights ''" in said
+    for place in (elsewhere / "cache/lockstep/weights" / file, elsewhere / "work" / name):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.touch()
+        assert find_weights(name).absolute() == place
+
+
+def test_the_address_of_the_releases() -> None:
+    assert hub.RELEASE == "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
+
+
+def test_official_weights_are_downloaded_once(server: Server, elsewhere: Path) -> None:
+    content = weights()
+    server.give("v7.0/yolov5s.pt", sending(content))
+    found = find_weights("yolov5s.pt")
+    assert found == elsewhere / "cache/lockstep/weights/yolov5s.pt"
+    assert found.read_bytes() == content
+    assert find_weights("yolov5s.pt") == found
+    assert server.asked == [("/v7.0/yolov5s.pt", 0)]
+
+
+def test_official_weights_must_be_those(server: Server, elsewhere: Path) -> None:
+    """Known by SHA-256, or at least whole: a page to log in is not taken for weights, nor are others of that name."""
+    damaged = bytearray(weights())
+    damaged[len(damaged) // 2] ^= 1
+    for name, content, why in (
+        ("yolov5n.pt", weights(), "its SHA-256 is not the one"),
+        ("yolov5s.pt", b"<html>", "what came is not such a file"),
+        ("yolov5s.pt", weights()[:-9], "what came is not such a file"),
+        ("yolov5s.pt", bytes(damaged), "what came is not such a file"),
+    ):
+        server.give(f"v7.0/{name}", sending(content))
+        with pytest.raises(UserError, match=why):
+            find_weights(name)
+    assert list((elsewhere / "cache/lockstep/weights").iterdir()) == []
+
+
+def test_the_known_checksum(shared: Path, server: Server) -> None:
+    content = (shared / "weights" / "yolov5n.pt").read_bytes()
+    assert hashlib.sha256(content).hexdigest() == SHA256["yolov5n.pt"]
+    server.give("v7.0/yolov5n.pt", sending(content))
+    assert find_weights("yolov5n.pt").read_bytes() == content
+
+
+def test_segmentation_is_no_task_here() -> None:
+    with pytest.raises(UserError, match=r"^weights yolov5s-seg\.pt are for segmentation.*; take yolov5s\.pt$"):
+        find_weights("yolov5s-seg.pt")
 
 
 @pytest.mark.parametrize("name", ["mine.pt", "yolov5q.pt", "yolov5n.pt.old", "xyolov5n.pt"])
@@ -66,143 +130,7 @@ def test_a_folder_is_no_weight_file(elsewhere: Path) -> None:
         find_weights("runs")
 
 
-# Downloads: a server on this machine
-
-
-class Server:
-    """Answers each path as `answers` says, and counts."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.answers: dict[str, Callable[[BaseHTTPRequestHandler], None]] = {}
-        self.asked: list[str] = []
-
-    def give(self, name: str, answer: Callable[[BaseHTTPRequestHandler], None]) -> str:
-        """Have `name` answered so; its address."""
-        self.answers[f"/{name}"] = answer
-        return f"{self.address}/{name}"
-
-
-def sending(content: bytes, length: int | None = None) -> Callable[[BaseHTTPRequestHandler], None]:
-    """An answer of this content, that tells its length or another one; -1: that tells none."""
-
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(200)
-        if length != -1:
-            handler.send_header("Content-Length", str(len(content) if length is None else length))
-        handler.end_headers()
-        handler.wfile.write(content)
-
-    return answer
-
-
-def in_chunks(handler: BaseHTTPRequestHandler) -> None:
-    """An answer of two chunks, of which the second is not whole."""
-    handler.protocol_version = "HTTP/1.1"
-    handler.send_response(200)
-    handler.send_header("Transfer-Encoding", "chunked")
-    handler.end_headers()
-    handler.wfile.write(b"4\r\nabcd\r\n8\r\nab")
-    handler.close_connection = True
-
-
-def nonsense(handler: BaseHTTPRequestHandler) -> None:
-    handler.wfile.write(b"who is there?\r\n\r\n")
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setenv("no_proxy", "*")
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            known.asked.append(self.path)
-            if self.path in known.answers:
-                known.answers[self.path](self)
-            else:
-                self.send_error(404)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-        known = Server(f"http://127.0.0.1:{listening.server_port}")
-        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield known
-        listening.shutdown()
-        thread.join()
-
-
-@pytest.fixture
-def kept(elsewhere: Path) -> Path:
-    """The folder of downloads, not made yet."""
-    return elsewhere / "kept" / "checkpoints"
-
-
-@pytest.mark.parametrize("length", [None, -1])
-def test_a_download(server: Server, kept: Path, length: int | None) -> None:
-    address = server.give("a.pth", sending(CONTENT, length))
-    assert download(address, kept / "a.pth") == kept / "a.pth"
-    assert (kept / "a.pth").read_bytes() == CONTENT
-    assert list(kept.iterdir()) == [kept / "a.pth"]  # no lock, no part
-
-
-def test_what_is_there_is_not_fetched_again(server: Server, kept: Path) -> None:
-    address = server.give("a.pth", sending(CONTENT))
-    kept.mkdir(parents=True)
-    (kept / "a.pth").write_bytes(b"mine")
-    download(address, kept / "a.pth")
-    assert (kept / "a.pth").read_bytes() == b"mine"
-    assert server.asked == []
-
-
-def test_one_fetches_and_the_others_wait(server: Server, kept: Path) -> None:
-    def slowly(handler: BaseHTTPRequestHandler) -> None:
-        time.sleep(0.3)
-        sending(CONTENT)(handler)
-
-    address = server.give("a.pth", slowly)
-    with ThreadPoolExecutor(3) as threads:
-        found = list(threads.map(lambda _: download(address, kept / "a.pth").read_bytes(), range(3)))
-    assert found == [CONTENT] * 3
-    assert server.asked == ["/a.pth"]
-
-
-def refused(address: str, path: Path) -> str:
-    """What is said of a download that fails: where from and where to. Nothing may be left."""
-    with pytest.raises(UserError) as caught:
-        download(address, path)
-    said = str(caught.value)
-    assert said.startswith(f"{address} cannot be downloaded (")
-    assert said.endswith(f"); fetch it by other means and put it at {path}")
-    assert list(path.parent.iterdir()) == []
-    return said
-
-
-def test_a_connection_that_is_cut(server: Server, kept: Path) -> None:
-    address = server.give("a.pth", sending(CONTENT[:999], length=1000))
-    assert "(the connection ended after 999 of 1000 bytes)" in refused(address, kept / "a.pth")
-    server.give("a.pth", sending(CONTENT))
-    assert download(address, kept / "a.pth").read_bytes() == CONTENT  # the next attempt begins anew
-
-
-@pytest.mark.parametrize("answer", [in_chunks, nonsense])
-def test_an_answer_that_is_none(answer: Callable[[BaseHTTPRequestHandler], None], server: Server, kept: Path) -> None:
-    refused(server.give("a.pth", answer), kept / "a.pth")
-
-
-def test_checksums(server: Server, kept: Path) -> None:
-    """The first digits of SHA-256 stand at the end of torchvision's names."""
-    digits = hashlib.sha256(CONTENT).hexdigest()[:8]
-    right, wrong = f"resnet0-{digits}.pth", "x-0123abcd.pth"
-    assert not digits.startswith("0123abcd")
-    assert download(server.give(right, sending(CONTENT)), kept / right).read_bytes() == CONTENT
-    (kept / right).unlink()
-    for length in (None, -1):
-        assert "(its checksum is another than its name says)" in refused(
-            server.give(wrong, sending(CONTENT, length)), kept / wrong
-        )
+# torchvision's
 
 
 def test_torchvisions_files_have_checksums() -> None:
@@ -212,52 +140,26 @@ def test_torchvisions_files_have_checksums() -> None:
         assert CHECKSUM.search(address), address
 
 
-def test_what_the_server_does_not_have(server: Server, kept: Path) -> None:
-    assert "(Not Found)" in refused(f"{server.address}/b.pth", kept / "b.pth")
-
-
-def test_nobody_there(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("no_proxy", "*")
-    with socket.socket() as taken:  # bound, but not listening
-        taken.bind(("127.0.0.1", 0))
-        said = refused(f"http://127.0.0.1:{taken.getsockname()[1]}/a.pth", kept / "a.pth")
-    assert "Connection refused" in said
-
-
-def test_a_server_that_says_nothing(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setattr(hub, "PATIENCE", 0.1)
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        said = refused(f"http://127.0.0.1:{silent.getsockname()[1]}/a.pth", kept / "a.pth")
-    assert "timed out" in said
-
-
-def test_a_place_that_cannot_be_written(server: Server, kept: Path) -> None:
-    kept.parent.mkdir()
-    kept.write_text("not a folder")
-    address = server.give("a.pth", sending(b"x"))
-    with pytest.raises(UserError, match=rf"^{address} cannot be downloaded .*put it at {kept}/a\.pth$"):
-        download(address, kept / "a.pth")
-
-
-# --weights DEFAULT
-
-
 def test_torchvisions_default_weights(server: Server, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    """The first digits of SHA-256 stand at the end of their names."""
+    content, asked = weights(), []
+    digits = hashlib.sha256(content).hexdigest()[:8]
+    assert digits != "0123abcd"
 
     def address(name: str) -> str:
         asked.append(name)
-        return server.give("small.pth", sending(CONTENT))
+        return f"{server.address}/small-{digits if name == 'resnet34' else '0123abcd'}.pth"
 
     monkeypatch.setattr(hub, "default_weights", address)
     (elsewhere / "work" / "DEFAULT").touch()  # a file of that name is not meant
+    for file in (digits, "0123abcd"):
+        server.give(f"small-{file}.pth", sending(content))
     found = find_weights("DEFAULT", {"task": "classify", "architecture": "resnet34"}, "mine.yaml")
-    assert found == elsewhere / "hub" / "checkpoints" / "small.pth"  # where torch itself looks for it
-    assert found.read_bytes() == CONTENT
+    assert found == elsewhere / "hub" / "checkpoints" / f"small-{digits}.pth"  # where torch itself looks for it
+    assert found.read_bytes() == content
     assert asked == ["resnet34"]
+    with pytest.raises(UserError, match="its SHA-256 is not the one"):
+        find_weights("DEFAULT", {"task": "classify", "architecture": "resnet18"}, "mine.yaml")
 
 
 @pytest.mark.parametrize("yaml", [None, {}, {"nc": 3, "backbone": [], "head": []}])

@@ -1,0 +1,90 @@
+"""Processes that prepare in their own time: those that are done wait for the others, and not for the dead."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch import distributed
+
+from utils import meeting
+from utils.errors import UserError
+from utils.meeting import in_own_time
+from utils.place import Place
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], object]], list]:
+    """Threads that take themselves for three processes: each is given its rank; what they return, or raise."""
+    store, own = distributed.HashStore(), threading.local()
+    monkeypatch.setattr(meeting, "run_store", lambda: store)
+    monkeypatch.setattr(meeting, "place", lambda: Place(own.rank, 3, own.rank, 3))
+    monkeypatch.setattr(meeting, "_numbers", itertools.repeat(0))
+    here: set[int] = set()
+    monkeypatch.setattr(meeting, "tell", lambda what, word: here.add(own.rank))
+    monkeypatch.setattr(meeting, "told", lambda what: dict.fromkeys(here, ""))
+    monkeypatch.setattr(meeting, "BEAT", 0.02)
+
+    def run(work: Callable[[int], object]) -> list:
+        def one(rank: int) -> object:
+            own.rank = rank
+            try:
+                return work(rank)
+            except (UserError, KeyError) as error:
+                return error
+
+        with ThreadPoolExecutor(3) as threads:
+            return list(threads.map(one, range(3)))
+
+    return run
+
+
+def test_all_go_on_together_however_long_one_takes(three: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than a silence that would end them: who works gives signs of life."""
+    monkeypatch.setattr(meeting, "SILENCE", 0.2)
+
+    def work(rank: int) -> tuple[float, float]:
+        with in_own_time():
+            time.sleep(0.6 * (rank == 1))
+            done = time.monotonic()
+        return done, time.monotonic()
+
+    times = three(work)
+    assert min(after for _, after in times) >= max(done for done, _ in times)
+
+
+def test_who_has_died_is_named(three: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "SILENCE", 0.2)
+
+    def work(rank: int) -> None:
+        if rank != 1:
+            with in_own_time():
+                time.sleep(0.3 * rank)
+
+    first, dead, last = three(work)
+    assert dead is None
+    for error in (first, last):
+        assert str(error).startswith("process 1 ended without a word, or cannot be reached: no sign of life for 0.2 s")
+
+
+def test_an_error_is_not_waited_with(three: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes its way at once; the others are ended by it, which is the business of failures."""
+    monkeypatch.setattr(meeting, "SILENCE", 0.2)
+
+    def work(rank: int) -> None:
+        with in_own_time():
+            if rank == 0:
+                raise KeyError
+
+    failed, *others = three(work)
+    assert isinstance(failed, KeyError)
+    assert all(str(error).startswith("process 0 ended") for error in others)
+
+
+def test_one_process_waits_for_nobody() -> None:
+    with in_own_time():
+        pass
