@@ -20,10 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from data import DATASETS
+from data.sampler import Sampling
 from data.sources import DataSpec, overlap, read_spec
 from models.hub import find_weights
 from models.tasks import TASKS, task_of
 from models.weights import Weights, read_weights, transfer
+from models.yolo import add_layers
 from utils.batchnorm import average_statistics, exact
 from utils.checkpoint import STATE_FORMAT
 from utils.compression import compress
@@ -58,6 +60,7 @@ from utils.launch import (
     start,
 )
 from utils.layout import layout
+from utils.meeting import in_own_time
 from utils.memory import ON_CPU, explained, fitting_workers, largest_batch
 from utils.meter import Meter, Point, memory
 from utils.optim import Schedule, build_optimizer, freeze, start_momentum, step_if
@@ -289,12 +292,14 @@ class Job(NamedTuple):
 def read_job(settled: Settled, argv: Sequence[str]) -> Job:
     """Read and check the files. Raises `UserError`."""
     options, begun = settled.options, settled.begun
+    if options.layers:
+        add_layers(options.layers)
     spec = read_spec(find_file(options.data, "data set", ["data"]))
     weights = None
     if begun:
         yaml = begun["model"]
     elif options.cfg:
-        yaml = read_yaml(find_file(options.cfg, "model", ["models"]))
+        yaml = read_yaml(find_file(options.cfg, "model", ["models", "models/hub"]))
     else:
         weights = read_weights(find_weights(options.weights)) if options.weights else None
         if weights is None or weights.model is None:
@@ -326,17 +331,21 @@ def main() -> None:
         check_batch_size(options.batch_size)
         return examine(options, lambda: inputs(settled, argv))
     accelerator = start(options.device, options.mixed_precision, options.dist_timeout, options.comm_hook)
-    seed_everything(options.seed)
-    job = read_job(settled, argv)
+    with in_own_time():  # one machine may have more to download than another
+        job = read_job(settled, argv)
     options, spec, task, hyp = job.options, job.spec, job.task, job.hyp
     check_batch_size(options.batch_size)
+    sampling = select(Sampling, options)
     accelerator.gradient_accumulation_steps = hyp.accumulation(max(options.batch_size, 1))
+    if options.multi_scale:  # a model for one size only says so here
+        task.build_model(job.yaml, sampling.largest(options.imgsz), job.source)
+    seed_everything(options.seed)
     model = task.build_model(job.yaml, options.imgsz, job.source)
     facts = start_from(model, job)
     facts += rounding(options.imgsz, task.imgsz)
     workers, warnings = fitting_workers(
         loader_workers(options.workers),
-        max(options.batch_size // accelerator.num_processes, VALIDATION_BATCH) * 3 * task.imgsz**2,
+        max(options.batch_size // accelerator.num_processes, VALIDATION_BATCH) * 3 * sampling.largest(task.imgsz) ** 2,
     )
     data = DATASETS[job.kind](
         spec,
@@ -347,7 +356,8 @@ def main() -> None:
         cache=options.cache,
         strict=options.strict,
     )
-    train_split, val_split = data.split("train"), data.split("val")
+    with in_own_time():
+        train_split, val_split = data.split("train", hyp), data.split("val")
 
     run = Run(accelerator, options.project, options.name, options.exist_ok)  # now that nothing of the input is wrong
     run.quiet = options.quiet
@@ -364,7 +374,7 @@ def main() -> None:
     if state is None and not options.noautoanchor:
         run.say(*task.adapt(model, train_split))
     if options.batch_size == -1:
-        options = replace(options, batch_size=auto_batch(run, task, model, data, train_split, hyp))
+        options = replace(options, batch_size=auto_batch(run, task, model, data, train_split, hyp, sampling))
         accelerator.gradient_accumulation_steps = hyp.accumulation(options.batch_size)
     options = with_wandb_id(options, run, state)
     run.write_problems([*train_split.problems, *val_split.problems])
@@ -385,13 +395,13 @@ def main() -> None:
         batch_size=options.batch_size,
         hyp=hyp,
         seed=options.seed,
-        rect=options.rect,
-        near=options.partners == "near",
+        sampling=sampling,
     )
-    run.say(*loader.dataset.images.said, *plan(options, accelerator, len(loader)), f"results go to {run.folder}")
     validation_batch = min(2 * options.batch_size, VALIDATION_BATCH)
     batches = data.evaluation_batches(val_split, batch_size=validation_batch, square=False)
     val_loader = data.evaluation_loader(val_split, run.share(batches))
+    said = [*(loader.dataset.images.said or val_loader.dataset.images.said), *loader.batch_sampler.said]
+    run.say(*said, *plan(options, accelerator, len(loader)), f"results go to {run.folder}")
     with explained(options.batch_size, task.imgsz):
         trainer = prepare(run, task, model, loader, options, hyp, identity, state)
         del state
@@ -426,7 +436,7 @@ def inputs(settled: Settled, argv: Sequence[str]) -> Inputs:
     return {**vars(job.hyp), "model": job.yaml, "class names": job.task.names}, files
 
 
-def auto_batch(run: Run, task: Any, model: nn.Module, data: Any, split: Any, hyp: Recipe) -> int:
+def auto_batch(run: Run, task: Any, model: nn.Module, data: Any, split: Any, hyp: Recipe, sampling: Sampling) -> int:
     """--batch-size -1: what the memory of the smallest GPU holds, on each process; on a CPU a fixed number.
 
     Measured by training steps on the first images; the model is left as it was.
@@ -443,8 +453,8 @@ def auto_batch(run: Run, task: Any, model: nn.Module, data: Any, split: Any, hyp
     kept = 3 * sum(value.numel() * value.element_size() for value in before.values())
 
     def peak(size: int) -> int:
-        loader = data.train_loader(split, batch_size=size, hyp=hyp, seed=0, rect=False)
-        items = [loader.dataset[draw] for draw in next(iter(loader.batch_sampler))]
+        loader = data.train_loader(split, batch_size=size, hyp=hyp, seed=0, sampling=sampling)
+        items = [loader.dataset[draw] for draw in loader.batch_sampler.largest()]
         batch = loader.collate_fn(items).to(device)
         torch.cuda.reset_peak_memory_stats(device)
         with run.accelerator.autocast():

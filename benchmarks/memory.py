@@ -49,7 +49,7 @@ def measure(given: argparse.Namespace, cache: str) -> None:
         )
         split = data.split("train")
     hyp = Hyperparameters(mosaic=0.0)
-    loader = data.train_loader(split, batch_size=8, hyp=hyp, seed=0, rect=False)
+    loader = data.train_loader(split, batch_size=8, hyp=hyp, seed=0)
     for _ in loader:
         pass
     here = psutil.Process()

@@ -67,13 +67,15 @@ FLAGS = ["train.py", "--data", FOLDER + "/data.yaml", "--weights", "", "--cfg", 
 OURS = """
 from pathlib import Path
 from data.detection import DetectionData
+from data.sampler import Sampling
 from data.sources import read_spec
 from utils.config import Hyperparameters
 spec = read_spec(Path(FOLDER) / "data.yaml")
 def loader(cache="", near=True):
     data = DetectionData(spec, imgsz=640, stride=32, single_class=False, workers=0, cache=cache)
     split = data.split("train")
-    made = data.train_loader(split, batch_size=16, hyp=Hyperparameters(), seed=0, rect=False, near=near)
+    sampling = Sampling(partners="near" if near else "any")
+    made = data.train_loader(split, batch_size=16, hyp=Hyperparameters(), seed=0, sampling=sampling)
     if cache:
         for index in range(len(split.images)):
             made.dataset.images.read(index)
@@ -176,7 +178,8 @@ with torch.inference_mode():
         model(task.inputs(batch))
     begin()
     done = [(model.detect(maps), batch) for maps, batch in zip(features[:], batches)]
-    task.summarise([record for maps, batch in done for record in task.score(task.predict(maps, batch), batch)])
+    found = [(task.predict([task.look(maps)], batch), batch) for maps, batch in done]
+    task.summarise([record for predictions, batch in found for record in task.score(predictions, batch)])
     end(len(chosen) * 16)
 """
 THEIR_VALIDATION = """

@@ -8,21 +8,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
 import cv2
 import numpy as np
 
 GREY = 114  # what is outside every image
+PARTNERS = 3  # other images of a mosaic
 LEAST_SIDE, LEAST_AREA, MOST_ASPECT = 2, 0.1, 100  # what a warped box must keep: pixels, share, long side over short
+MOST_COVERED = 0.3  # of a box there is, by a pasted one
 
 
 class Sample(NamedTuple):
-    """An image uint8 (h, w, 3) BGR, its boxes float32 (k, 4) xyxy in pixels, and their classes float32 (k,)."""
+    """An image uint8 (h, w, 3) BGR, its boxes float32 (k, 4) xyxy in pixels, and their classes float32 (k,).
+
+    polygons: the outline of each of the k, (p, 2) x and y in pixels, of no point where none is known; or of none at
+    all, where they are not asked for. They last until objects are pasted along them.
+    """
 
     image: np.ndarray
     boxes: np.ndarray
     classes: np.ndarray
+    polygons: tuple[np.ndarray, ...] = ()
 
 
 class Placement(NamedTuple):
@@ -48,6 +56,7 @@ class AugmentSettings:
     fliplr: float = 0.0
     mosaic: float = 0.0
     mixup: float = 0.0
+    copy_paste: float = 0.0  # probability for an object
 
 
 def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool) -> tuple[Sample, Placement]:
@@ -99,7 +108,7 @@ def warp_mosaic(
     """
     upright = not matrix[[0, 1, 2, 2], [1, 0, 0, 1]].any()
     result = np.full((*shape, 3), GREY, np.uint8)
-    before, after, classes = [], [], []
+    before, after, classes, polygons = [], [], [], []
     for number, place in enumerate(places):
         seen = (max(place[0], 0), max(place[1], 0), min(place[2], canvas), min(place[3], canvas))
         window = _window(seen, matrix, shape, upright) if seen[0] < seen[2] and seen[1] < seen[3] else None
@@ -110,8 +119,11 @@ def warp_mosaic(
         if upright:
             onto = _put_upright(result, piece, matrix)
             after.append((sample.boxes * onto[0] + onto[1]).clip(window[:2] * 2, window[2:] * 2))
+            polygons += [(one * onto[0][:2] + onto[1][:2]).clip(window[:2], window[2:]) for one in sample.polygons]
         else:
             _put_tilted(result, piece, matrix)
+            on_canvas = ((one * piece.ratio + place[:2]).clip(0, canvas) for one in sample.polygons)
+            polygons += [warp_points(one, matrix).clip(0, shape[::-1]) for one in on_canvas]
         before.append((sample.boxes * (piece.ratio * 2) + place[:2] * 2).clip(0, canvas))
         classes.append(sample.classes)
     if not classes:
@@ -119,7 +131,8 @@ def warp_mosaic(
     old = np.concatenate(before)
     new = np.concatenate(after) if upright else warp_boxes(old, matrix, shape)
     kept = worth_keeping(old * scale, new)
-    return Sample(result, new[kept].astype(np.float32), np.concatenate(classes)[kept])
+    outlines = tuple(compress(polygons, kept))  # cut at edges point by point, which leaves what is inside as it is
+    return Sample(result, new[kept].astype(np.float32), np.concatenate(classes)[kept], outlines)
 
 
 def _window(seen: Box, matrix: np.ndarray, shape: tuple[int, int], upright: bool) -> tuple[int, int, int, int] | None:
@@ -198,20 +211,26 @@ def _put_tilted(result: np.ndarray, piece: _Piece, matrix: np.ndarray) -> None:
 
 
 def random_matrix(
-    settings: AugmentSettings, source: tuple[int, int], target: tuple[int, int], rng: np.random.Generator
+    settings: AugmentSettings,
+    source: tuple[int, int],
+    target: tuple[int, int],
+    rng: np.random.Generator,
+    zoom: float = 1.0,
+    unit: float = 1.0,
 ) -> tuple[np.ndarray, float]:
     """A 3x3 matrix from pixels of `source` (height, width) to those of `target`, and its change of scale.
 
-    Centre, perspective, rotation with scale, shear, translation, in that order.
+    Centre, perspective, rotation with scale, shear, translation, in that order. zoom: how much larger everything is in
+    the target beside that; unit: pixels of the source that perspective counts as one.
     """
     perspective = rng.uniform(-settings.perspective, settings.perspective, 2)
     angle = rng.uniform(-settings.degrees, settings.degrees)
-    scale = rng.uniform(1 - settings.scale, 1 + settings.scale)
+    scale = rng.uniform(1 - settings.scale, 1 + settings.scale) * zoom
     shear = np.tan(np.radians(rng.uniform(-settings.shear, settings.shear, 2)))
     shift = rng.uniform(0.5 - settings.translate, 0.5 + settings.translate, 2) * (target[1], target[0])
     centred, tilted, sheared, shifted = (np.eye(3) for _ in range(4))
     centred[:2, 2] = -source[1] / 2, -source[0] / 2
-    tilted[2, :2] = perspective
+    tilted[2, :2] = perspective / unit
     sheared[0, 1], sheared[1, 0] = shear
     shifted[:2, 2] = shift
     cos, sin = scale * math.cos(math.radians(angle)), scale * math.sin(math.radians(angle))
@@ -219,9 +238,14 @@ def random_matrix(
     return shifted @ sheared @ turned @ tilted @ centred, scale
 
 
-def random_warp(sample: Sample, settings: AugmentSettings, shape: tuple[int, int], rng: np.random.Generator) -> Sample:
-    """Warp the image by a random matrix into `shape` (height, width) and drop the boxes of which too little is left."""
-    matrix, scale = random_matrix(settings, sample.image.shape[:2], shape, rng)
+def random_warp(
+    sample: Sample, settings: AugmentSettings, shape: tuple[int, int], rng: np.random.Generator, unit: float = 1.0
+) -> Sample:
+    """Warp the image by a random matrix into `shape` (height, width) and drop the boxes of which too little is left.
+
+    unit: pixels that perspective counts as one.
+    """
+    matrix, scale = random_matrix(settings, sample.image.shape[:2], shape, rng, 1.0, unit)
     if sample.image.shape[:2] != shape or not np.array_equal(matrix, np.eye(3)):
         image = _warp_image(sample.image, matrix, shape, settings.perspective != 0)
     else:
@@ -240,13 +264,18 @@ def _warp_image(image: np.ndarray, matrix: np.ndarray, shape: tuple[int, int], t
 
 def warp_boxes(boxes: np.ndarray, matrix: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     """The upright boxes around the warped corners of `boxes` (k, 4), cut at the edges of `shape` (height, width)."""
-    corners = np.ones((len(boxes), 4, 3))
-    corners[..., :2] = boxes[:, [0, 1, 2, 3, 0, 3, 2, 1]].reshape(-1, 4, 2)
-    warped = corners @ matrix.T
-    points = warped[..., :2] / warped[..., 2:]
+    points = warp_points(boxes[:, [0, 1, 2, 3, 0, 3, 2, 1]].reshape(-1, 4, 2), matrix)
     around = np.concatenate((points.min(1), points.max(1)), 1)
     height, width = shape
     return around.clip(0, (width, height, width, height)).astype(np.float32)
+
+
+def warp_points(points: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    """Where `matrix` takes `points` (..., 2), x and y."""
+    corners = np.ones((*points.shape[:-1], 3))
+    corners[..., :2] = points
+    warped = corners @ matrix.T
+    return warped[..., :2] / warped[..., 2:]
 
 
 def worth_keeping(before: np.ndarray, after: np.ndarray) -> np.ndarray:
@@ -263,6 +292,48 @@ def mixup(a: Sample, b: Sample, rng: np.random.Generator) -> Sample:
     weight = rng.beta(32.0, 32.0)
     image = cv2.addWeighted(a.image, weight, b.image, 1 - weight, 0)
     return Sample(image, np.concatenate((a.boxes, b.boxes)), np.concatenate((a.classes, b.classes)))
+
+
+def copy_paste(sample: Sample, chance: float, rng: np.random.Generator) -> Sample:
+    """Objects with a polygon, each with this chance, mirrored to the other side of the image with their boxes.
+
+    One is left out where it would cover 0.3 of a box there is. After Ghiasi et al. 2021, as YOLOv5 has it. The image is
+    written to.
+    """
+    if not chance or not any(map(len, sample.polygons)):
+        return sample
+    chosen = rng.random(len(sample.polygons)) < chance
+    image, boxes, classes = sample.image, sample.boxes, sample.classes
+    mirrored = None
+    for number in np.flatnonzero(chosen).tolist():
+        polygon = sample.polygons[number]
+        if len(polygon) < 3:
+            continue
+        box = np.concatenate((polygon.min(0), polygon.max(0)))
+        box[[0, 2]] = image.shape[1] - box[[2, 0]]
+        if (box[2:] - box[:2]).min() <= LEAST_SIDE or covered(boxes, box).max() >= MOST_COVERED:
+            continue
+        mirrored = cv2.flip(image, 1) if mirrored is None else mirrored  # before anything is pasted
+        _paste(image, mirrored, polygon, box)
+        boxes = np.concatenate((boxes, box[None].astype(np.float32)))
+        classes = np.append(classes, classes[number])
+    return Sample(image, boxes, classes)
+
+
+def covered(boxes: np.ndarray, box: np.ndarray) -> np.ndarray:
+    """The share of each of `boxes` (k, 4) that `box` (4,) covers, (k,)."""
+    shared = (np.minimum(boxes[:, 2:], box[2:]) - np.maximum(boxes[:, :2], box[:2])).clip(0).prod(1)
+    return shared / (boxes[:, 2:] - boxes[:, :2]).prod(1)
+
+
+def _paste(image: np.ndarray, mirrored: np.ndarray, polygon: np.ndarray, box: np.ndarray) -> None:
+    """Fill `image` with `mirrored` where the mirrored `polygon` is, which `box` is about."""
+    left, top = np.floor(box[:2]).astype(int).tolist()
+    right, bottom = np.ceil(box[2:]).astype(int).tolist()
+    corners = np.stack((image.shape[1] - polygon[:, 0] - left, polygon[:, 1] - top), 1) - 0.5  # to centres of pixels
+    mask = np.zeros((bottom - top, right - left), np.uint8)
+    cv2.fillPoly(mask, [corners.round().astype(np.int32)], 1)
+    cv2.copyTo(mirrored[top:bottom, left:right], mask, image[top:bottom, left:right])
 
 
 def random_hsv(sample: Sample, settings: AugmentSettings, rng: np.random.Generator) -> Sample:
@@ -302,7 +373,7 @@ class Augmenter:
 
     `load(index)` returns an image's `Sample` with its longer side at `imgsz`, `size(index)` the width and height that
     it has then; `count` is how many images partners are drawn from (all of them, so that no process's mosaics differ
-    from another's).
+    from another's). An item whose longer side is not `imgsz` is the same picture at another scale.
     """
 
     settings: AugmentSettings
@@ -316,16 +387,18 @@ class Augmenter:
     ) -> Sample:
         """The item for image `index` in `shape` (height, width). Every choice comes from `rng`, in a fixed order.
 
-        `partners`: the three other images of its mosaic; none: they are drawn from all.
+        `partners`: the three other images of its mosaic, and the four of another one to be mixed with it; those that
+        are not given are drawn from all.
         """
         settings = self.settings
         if rng.random() < settings.mosaic:
-            sample = self._mosaic([index, *partners], shape, rng)
+            sample = self._mosaic([index, *partners[:PARTNERS]], shape, rng)
             if rng.random() < settings.mixup:
-                sample = mixup(sample, self._mosaic([int(rng.integers(self.count))], shape, rng), rng)
+                others = partners[PARTNERS:] or [int(rng.integers(self.count))]
+                sample = mixup(sample, self._mosaic(others, shape, rng), rng)
         else:
             fitted, _ = letterbox(self.load(index), shape, enlarge=True)
-            sample = random_warp(fitted, settings, shape, rng)
+            sample = random_warp(fitted, settings, shape, rng, unit=max(shape) / self.imgsz)
         if settings.hsv_h or settings.hsv_s or settings.hsv_v:
             sample = random_hsv(sample, settings, rng)
         if rng.random() < settings.flipud:
@@ -340,5 +413,6 @@ class Augmenter:
         rng.shuffle(chosen)
         places = mosaic_places([self.size(int(number)) for number in chosen], self.imgsz, rng)
         canvas = 2 * self.imgsz
-        matrix, scale = random_matrix(self.settings, (canvas, canvas), shape, rng)
-        return warp_mosaic(places, lambda number: self.load(int(chosen[number])), canvas, matrix, scale, shape)
+        matrix, scale = random_matrix(self.settings, (canvas, canvas), shape, rng, max(shape) / self.imgsz)
+        sample = warp_mosaic(places, lambda number: self.load(int(chosen[number])), canvas, matrix, scale, shape)
+        return copy_paste(sample, self.settings.copy_paste, rng)

@@ -75,8 +75,9 @@ class ImagesInMemory(Images):
     and height of each file's image, so that its place is known before.
     """
 
-    def __init__(self, files: Sequence[Path], imgsz: int, smooth: bool, sizes: np.ndarray) -> None:
+    def __init__(self, files: Sequence[Path], imgsz: int, smooth: bool, sizes: np.ndarray, cache: str = "ram") -> None:
         super().__init__(files, imgsz, smooth)
+        self.cache = cache
         self.shapes = kept_shapes(sizes, imgsz)
         ends = len(files) + np.cumsum(self.shapes.prod(1, dtype=np.int64) * 3)  # a byte for each says if it is there
         self.starts = np.concatenate(([len(files)], ends[:-1]))
@@ -85,9 +86,11 @@ class ImagesInMemory(Images):
 
     @property
     def said(self) -> list[str]:
+        when = "validation" if self.cache == "val" else "epoch"
         return [
-            f"--cache ram: room for {self.fitting} of {len(self.files)} images, {len(self.memory) / 2**30:.2f} GiB for "
-            f"all processes of a machine (at most {MEMORY_SHARE:.0%} of what is free), filled in the first epoch"
+            f"--cache {self.cache}: room for {self.fitting} of {len(self.files)} images, "
+            f"{len(self.memory) / 2**30:.2f} GiB for all processes of a machine (at most {MEMORY_SHARE:.0%} of what is "
+            f"free), filled in the first {when}"
         ]
 
     def read(self, index: int) -> np.ndarray:
@@ -239,9 +242,12 @@ def kept_shapes(sizes: np.ndarray, imgsz: int) -> np.ndarray:
 
 
 def open_images(files: Sequence[Path], imgsz: int, smooth: bool, cache: str, sizes: np.ndarray) -> Images:
-    """The images by the way that `--cache` names: '' (files), 'ram' or 'disk'. `sizes` (n, 2): width and height."""
-    if cache == "ram":
-        return ImagesInMemory(files, imgsz, smooth, sizes)
+    """The images by the way that `--cache` names: '' (files), 'disk', or 'ram', which 'val' is too where it is meant.
+
+    `sizes` (n, 2): width and height.
+    """
+    if cache in ("ram", "val"):
+        return ImagesInMemory(files, imgsz, smooth, sizes, cache)
     if cache == "disk":
         return ImagesOnDisk(files, imgsz, smooth, sizes)
     return Images(files, imgsz, smooth)

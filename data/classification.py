@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,12 +23,14 @@ from data.dataset import DataSet, identity, labels_text
 from data.images import read_image
 from data.labels import load_labels
 from data.problems import told
-from data.sampler import Draw, GlobalBatches, evaluation_batches, item_generator
+from data.sampler import PLAIN, Draw, Instances, Sampling, evaluation_batches, item_generator, training_batches
 from data.sources import DataSpec, images_below
 from data.transforms import Augmenter, TransformSettings, centre_crop
 from utils.config import Recipe, select
 from utils.errors import UserError
 from utils.files import csv_text
+
+STEP = 32  # pixels between the sizes of batches with --multi-scale, where --imgsz is a multiple: most models' stride
 
 
 class ImageInfo(NamedTuple):
@@ -56,14 +59,22 @@ class TrainingItems(_Items):
     """Augmented items. Indexed by a `Draw`; the same draw gives the same pixels anywhere."""
 
     def __init__(
-        self, images: Images, labels: np.ndarray, classes: int, settings: TransformSettings, side: int, seed: int
+        self,
+        images: Images,
+        labels: np.ndarray,
+        classes: int,
+        settings: TransformSettings,
+        seed: int,
+        sampling: Sampling = PLAIN,
     ) -> None:
         super().__init__(images, labels, classes)
-        self.seed = seed
-        self.augmenter = Augmenter(settings, side, self.load, len(labels), classes)
+        self.seed, self.sampling = seed, sampling
+        self.augmenter = Augmenter(settings, self.load, len(labels), classes)
+        self.unmixed = Augmenter(replace(settings, mixup=0.0, cutmix=0.0), self.load, len(labels), classes)
 
     def __getitem__(self, draw: Draw) -> tuple[Tensor, Tensor, ImageInfo]:
-        pixels, target = self.augmenter(draw.image, item_generator(self.seed, draw), draw.partners)
+        augmenter = self.augmenter if self.sampling.mixes(draw.epoch) else self.unmixed
+        pixels, target = augmenter(draw.image, draw.shape[0], item_generator(self.seed, draw), draw.partners)
         return pixels, target, self.info(draw.image)
 
 
@@ -109,6 +120,10 @@ class Split:
         )
         return [found, *told(self.problems, title)]
 
+    def instances(self) -> Instances:
+        """Each image and its class."""
+        return Instances(np.arange(len(self.images)), self.labels)
+
     def shown(self, index: int, side: int) -> np.ndarray:
         """An image as the model is shown it in a validation, uint8 (side, side, 3) BGR."""
         pixels = centre_crop(to_tensor(read_image(self.images[index])), side)
@@ -144,9 +159,9 @@ class ClassificationData(DataSet):
         """All that training reads, by what it is."""
         return {name: [path for paths in _chosen(spec, name).values() for path in paths] for name in ("train", "val")}
 
-    def split(self, name: str) -> Split:
+    def split(self, name: str, hyp: Recipe | None = None) -> Split:
         """A split, scanned. Raises `UserError` where nothing of it is usable, or a folder is of no class; `strict`:
-        where anything is to be left out."""
+        where anything is to be left out. `hyp`: of a training on it, which asks for nothing more."""
         found = _chosen(self.spec, name)
         numbers = {text: number for number, text in self.names.items()}
         if unknown := [text for text in found if text not in numbers]:
@@ -186,15 +201,17 @@ class ClassificationData(DataSet):
         }
 
     def train_loader(
-        self, split: Split, *, batch_size: int, hyp: Recipe, seed: int, rect: bool, near: bool = False
+        self, split: Split, *, batch_size: int, hyp: Recipe, seed: int, sampling: Sampling = PLAIN
     ) -> DataLoader:
-        """Global batches of augmented items. `near`: an image is mixed with the next in the epoch's order. Raises
-        `UserError` for `rect`."""
-        if rect:
+        """Global batches of augmented items. Raises `UserError` for `sampling.rect`."""
+        if sampling.rect:
             raise UserError("--rect is for detectors, and a classifier's images are cut to squares; leave it out")
-        settings = select(TransformSettings, hyp)
-        batches = GlobalBatches(len(split.images), batch_size, seed, (self.imgsz, self.imgsz), 1 if near else 0)
-        items = TrainingItems(self._open(split), split.labels, len(self.names), settings, self.imgsz, seed)
+        step = math.gcd(self.imgsz, STEP)
+        batches = training_batches(
+            sampling, split.instances(), split.sizes, batch_size, seed, self.imgsz, step, near=1, mixed=1
+        )
+        settings, images = select(TransformSettings, hyp), self._open(split, self.train_cache)
+        items = TrainingItems(images, split.labels, len(self.names), settings, seed, sampling)
         return loader(items, batches, collate, self.workers)
 
     def evaluation_batches(self, split: Split, *, batch_size: int, square: bool) -> list[list[Draw]]:
@@ -203,11 +220,11 @@ class ClassificationData(DataSet):
 
     def evaluation_loader(self, split: Split, batches: list[list[Draw]]) -> DataLoader:
         """A loader over some of the evaluation's batches: a process's share."""
-        items = EvaluationItems(self._open(split), split.labels, len(self.names))
+        items = EvaluationItems(self._open(split, self.cache), split.labels, len(self.names))
         return loader(items, batches, collate, self.workers)
 
-    def _open(self, split: Split) -> Images:
-        return open_images(split.images, 0, False, self.cache, split.sizes)
+    def _open(self, split: Split, cache: str) -> Images:
+        return open_images(split.images, 0, False, cache, split.sizes)
 
 
 Classes = dict[str, list[Path]]  # the images of each class, by its name, in order

@@ -28,6 +28,11 @@ class DataSet:
     cache: str
     strict: bool = False
 
+    @property
+    def train_cache(self) -> str:
+        """How the images of a training are kept: `cache`, unless it means those of the validation alone."""
+        return "" if self.cache == "val" else self.cache
+
     def usable(self, name: str, sizes: np.ndarray, problems: Sequence[str]) -> np.ndarray:
         """Which images (n,) of a split can be used, of `sizes` (n, 2) as they were found.
 

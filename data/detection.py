@@ -14,21 +14,28 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from data.augment import Augmenter, AugmentSettings, Placement, Sample, letterbox
+from data.augment import PARTNERS, Augmenter, AugmentSettings, Placement, Sample, letterbox
 from data.batches import Batch, loader, room, stacked
 from data.cache import Images, open_images
 from data.dataset import DataSet, identity, labels_text
 from data.images import read_image, resize_long_side, scaled_shape
 from data.labels import Labels, check_classes, load_labels
 from data.problems import told
-from data.sampler import Draw, GlobalBatches, RectangularBatches, evaluation_batches, item_generator
+from data.sampler import (
+    PLAIN,
+    Draw,
+    Instances,
+    Sampling,
+    evaluation_batches,
+    item_generator,
+    training_batches,
+)
 from data.sources import DataSpec, label_file
-from utils.config import Hyperparameters, select
+from utils.config import Hyperparameters, Recipe, select
 from utils.errors import UserError
 from utils.files import csv_text
 from utils.summary import evenly
 
-PARTNERS = 3  # other images of a mosaic
 MOST_BOXES = 5000  # of the training labels that boxes.csv has
 NOWHERE = Placement((0.0, 0.0), (0, 0))  # the placement of a training item: a mosaic has no way back into one file
 
@@ -56,7 +63,11 @@ class _Items(Dataset[tuple[Tensor, Tensor, ImageInfo]]):
         rows = self.labels.of(index)
         half = rows[:, 3:5] / 2
         boxes = np.concatenate((rows[:, 1:3] - half, rows[:, 1:3] + half), 1)
-        return Sample(image, boxes * np.array([width, height, width, height], np.float32), rows[:, 0])
+        sample = Sample(image, boxes * np.array([width, height, width, height], np.float32), rows[:, 0])
+        if not self.labels.polygons or not len(rows):
+            return sample
+        points, starts = self.labels.polygons.of(*self.labels.offsets[index : index + 2].tolist())
+        return sample._replace(polygons=tuple(np.split(points * np.array([width, height], np.float32), starts)))
 
     def item(self, draw: Draw, pixels: Tensor) -> tuple[Tensor, Tensor, ImageInfo]:
         """Pixels written into `pixels`, uint8 (3, h, w); targets (k, 5); and where they came from."""
@@ -93,12 +104,15 @@ class Recent:
 class TrainingItems(_Items):
     """Augmented items. Indexed by a `Draw`; the same draw gives the same pixels anywhere."""
 
-    def __init__(self, images: Images, labels: Labels, augment: AugmentSettings, seed: int) -> None:
+    def __init__(
+        self, images: Images, labels: Labels, augment: AugmentSettings, seed: int, sampling: Sampling = PLAIN
+    ) -> None:
         super().__init__(images, labels)
-        self.seed = seed
+        self.seed, self.sampling = seed, sampling
         # Neighbours share their mosaics' images, and a process loads neighbours one after another.
         load = Recent(self.load, 2 * (PARTNERS + 1))
         self.augmenter = Augmenter(augment, images.imgsz, len(images.files), load, self.size)
+        self.unmixed = replace(self.augmenter, settings=replace(augment, mosaic=0.0))
 
     def size(self, index: int) -> tuple[int, int]:
         """Width and height of an image as `load` gives it."""
@@ -106,7 +120,8 @@ class TrainingItems(_Items):
         return scaled_shape(width, height, self.images.imgsz)
 
     def item(self, draw: Draw, pixels: Tensor) -> tuple[Tensor, Tensor, ImageInfo]:
-        sample = self.augmenter(draw.image, draw.shape, item_generator(self.seed, draw), draw.partners)
+        augmenter = self.augmenter if self.sampling.mixes(draw.epoch) else self.unmixed
+        sample = augmenter(draw.image, draw.shape, item_generator(self.seed, draw), draw.partners)
         return *to_tensors(sample, pixels), self.info(draw.image, NOWHERE)
 
 
@@ -167,10 +182,14 @@ class Split:
 
     def counts(self, classes: int) -> tuple[np.ndarray, np.ndarray]:
         """In how many images each class is, and how often, (classes,) each."""
-        labels = self.labels.rows[:, 0].astype(np.int64)
-        image = np.repeat(np.arange(len(self.images)), self.labels.counts)
+        image, labels = self.instances()
         present = np.unique(image * classes + labels) % classes
         return np.bincount(present, minlength=classes), np.bincount(labels, minlength=classes)
+
+    def instances(self) -> Instances:
+        """Image and class of every box."""
+        images = np.repeat(np.arange(len(self.images)), self.labels.counts)
+        return Instances(images, self.labels.rows[:, 0].astype(np.int64))
 
 
 class DetectionData(DataSet):
@@ -189,11 +208,15 @@ class DetectionData(DataSet):
         images = {split: spec.images(split) for split in ("train", "val")}
         return images | {f"labels of {split}": list(map(label_file, found)) for split, found in images.items()}
 
-    def split(self, name: str) -> Split:
+    def split(self, name: str, hyp: Recipe | None = None) -> Split:
         """A split, scanned. Raises `UserError` where nothing of it is usable, or a class is unknown; `strict`: where
-        anything is to be left out."""
+        anything is to be left out.
+
+        `hyp`: of a training on it, for which polygons are kept where it pastes along them.
+        """
         images, unlisted = self.spec.listing(name)
-        labels = load_labels(images, f"{name} labels", self.workers)
+        pastes = isinstance(hyp, Hyperparameters) and hyp.copy_paste > 0
+        labels = load_labels(images, f"{name} labels", self.workers, polygons=pastes)
         problems = (*unlisted, *labels.problems)
         readable = self.usable(name, labels.sizes, problems)
         images, labels = list(compress(images, readable)), labels.keep(readable)
@@ -228,19 +251,18 @@ class DetectionData(DataSet):
         }
 
     def train_loader(
-        self, split: Split, *, batch_size: int, hyp: Hyperparameters, seed: int, rect: bool, near: bool = False
+        self, split: Split, *, batch_size: int, hyp: Hyperparameters, seed: int, sampling: Sampling = PLAIN
     ) -> DataLoader:
-        """Global batches of augmented items. `rect` goes without mosaic: its batches are not square. `near`: a mosaic's
-        images are neighbours in the epoch's order."""
+        """Global batches of augmented items. With `sampling.rect` there is no mosaic: its batches are not square."""
         augment = select(AugmentSettings, hyp)
-        batches: GlobalBatches
-        if rect:
+        if sampling.rect:
             augment = replace(augment, mosaic=0.0)
-            batches = RectangularBatches(split.labels.sizes, batch_size, seed, self.imgsz, self.stride)
-        else:
-            shape = (self.imgsz, self.imgsz)
-            batches = GlobalBatches(len(split.images), batch_size, seed, shape, PARTNERS if near else 0)
-        items = TrainingItems(self._open(split, smooth=False), split.labels, augment, seed)
+        mixed = PARTNERS + (PARTNERS + 1) * (augment.mixup > 0)
+        batches = training_batches(
+            sampling, split.instances(), split.labels.sizes, batch_size, seed, self.imgsz, self.stride, PARTNERS, mixed
+        )
+        images = self._open(split, self.train_cache, smooth=False)
+        items = TrainingItems(images, split.labels, augment, seed, sampling)
         return loader(items, batches, collate, self.workers)
 
     def evaluation_batches(self, split: Split, *, batch_size: int, square: bool) -> list[list[Draw]]:
@@ -249,7 +271,8 @@ class DetectionData(DataSet):
 
     def evaluation_loader(self, split: Split, batches: list[list[Draw]]) -> DataLoader:
         """A loader over some of the evaluation's batches: a process's share."""
-        return loader(EvaluationItems(self._open(split, smooth=True), split.labels), batches, collate, self.workers)
+        items = EvaluationItems(self._open(split, self.cache, smooth=True), split.labels)
+        return loader(items, batches, collate, self.workers)
 
-    def _open(self, split: Split, smooth: bool) -> Images:
-        return open_images(split.images, self.imgsz, smooth, self.cache, split.labels.sizes)
+    def _open(self, split: Split, cache: str, smooth: bool) -> Images:
+        return open_images(split.images, self.imgsz, smooth, cache, split.labels.sizes)

@@ -37,18 +37,47 @@ ENDS = {"JPEG": JPEG_END, "PNG": PNG_END}  # what a whole file ends with
 
 
 @dataclass(frozen=True)
+class Polygons:
+    """The outlines of a list of rows, in two flat arrays.
+
+    points: float32 (p, 2), normalised x and y; offsets: int64 (m + 1), row j has points offsets[j] to offsets[j + 1],
+    none where it is a box.
+    """
+
+    points: np.ndarray
+    offsets: np.ndarray
+
+    @classmethod
+    def joined(cls, outlines: Sequence[np.ndarray]) -> Polygons:
+        """From an array (k, 2) of each row."""
+        points = np.concatenate([np.zeros((0, 2), np.float32), *outlines])
+        return cls(points, np.cumsum([0, *map(len, outlines)], dtype=np.int64))
+
+    def of(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """The points of rows `first` up to `end`, and where those of each but the first begin among them."""
+        offsets = self.offsets[first : end + 1]
+        return self.points[offsets[0] : offsets[-1]], offsets[1:-1] - offsets[0]
+
+    def keep(self, chosen: np.ndarray) -> Polygons:
+        """Those of the rows where `chosen` (m,) is true."""
+        counts = np.diff(self.offsets)
+        return Polygons(self.points[np.repeat(chosen, counts)], np.concatenate(([0], np.cumsum(counts[chosen]))))
+
+
+@dataclass(frozen=True)
 class Labels:
     """The labels of a list of images, in a few flat arrays (a worker shares them instead of copying objects).
 
     rows: float32 (m, 5), class and normalised xywh; offsets: int64 (n + 1), image i has rows offsets[i] to
     offsets[i + 1]; sizes: int32 (n, 2), width and height in pixels as displayed, (0, 0) where the image was left out;
-    problems: sentences.
+    problems: sentences. polygons: the outlines of the rows, where they were asked for.
     """
 
     rows: np.ndarray
     offsets: np.ndarray
     sizes: np.ndarray
     problems: tuple[str, ...]
+    polygons: Polygons | None = None
 
     def of(self, index: int) -> np.ndarray:
         """Rows of one image, (k, 5)."""
@@ -61,9 +90,10 @@ class Labels:
 
     def keep(self, chosen: np.ndarray) -> Labels:
         """The labels of the images where `chosen` (n,) is true."""
-        rows = self.rows[np.repeat(chosen, self.counts)]
+        of_rows = np.repeat(chosen, self.counts)
         offsets = np.concatenate(([0], np.cumsum(self.counts[chosen])))
-        return replace(self, rows=rows, offsets=offsets, sizes=self.sizes[chosen])
+        polygons = self.polygons and self.polygons.keep(of_rows)
+        return replace(self, rows=self.rows[of_rows], offsets=offsets, sizes=self.sizes[chosen], polygons=polygons)
 
     def as_single_class(self) -> Labels:
         """The same boxes, all of class 0."""
@@ -83,21 +113,25 @@ class Scanned(NamedTuple):
     size: tuple[int, int]
     rows: np.ndarray
     problems: list[str]
+    outlines: Sequence[np.ndarray] = ()  # of each row (k, 2), where they were asked for
 
 
 Scan = Callable[[Path], Scanned]
 
 
-def load_labels(images: Sequence[Path], title: str, workers: int, boxes: bool = True) -> Labels:
+def load_labels(images: Sequence[Path], title: str, workers: int, boxes: bool = True, polygons: bool = False) -> Labels:
     """The labels of `images`, from the cache where nothing changed since, else scanned with a progress bar.
 
-    `boxes` false looks at the images alone: there are no rows, whatever files lie beside them.
+    `boxes` false looks at the images alone: there are no rows, whatever files lie beside them. `polygons` keeps the
+    outlines too.
     """
-    cached = cache_folder() / "labels" / f"{_key(images, boxes)}.npz"
+    what = "polygons" if polygons else "labels" if boxes else "images"
+    cached = cache_folder() / "labels" / f"{_key(images, what)}.npz"
     with one_at_a_time(cached.with_suffix(".lock")):  # of many processes one scans and the others read the cache
         found = _read_cache(cached)
         if found is None:
-            found = _scan(images, title, workers, scan_image if boxes else scan_pixels)
+            scans = {"labels": scan_image, "images": scan_pixels, "polygons": scan_outlines}
+            found = _scan(images, title, workers, scans[what])
             _write_cache(cached, found)
     return found
 
@@ -114,13 +148,13 @@ def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: 
         )
 
 
-def _key(images: Sequence[Path], boxes: bool) -> str:
-    """Changes with the list, and with the size and time of change of any image or label file."""
+def _key(images: Sequence[Path], what: str) -> str:
+    """Changes with the list, and with the size and time of change of any image or label file; `what` is looked for."""
     names = list(map(os.fspath, images))
-    digest = hashlib.sha256(f"{'labels' if boxes else 'images'} {CACHE_VERSION} {len(names)}\0".encode())
+    digest = hashlib.sha256(f"{what} {CACHE_VERSION} {len(names)}\0".encode())
     digest.update(os.fsencode("\0".join(names)))
     digest.update(_stamps(names))
-    if boxes:
+    if what != "images":
         digest.update(_stamps(map(label_name, names)))
     return digest.hexdigest()[:32]
 
@@ -142,7 +176,8 @@ def _read_cache(path: Path) -> Labels | None:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             problems = tuple(str(text) for text in arrays["problems"])
-            return Labels(arrays["rows"], arrays["offsets"], arrays["sizes"], problems)
+            polygons = Polygons(arrays["points"], arrays["ends"]) if "points" in arrays else None
+            return Labels(arrays["rows"], arrays["offsets"], arrays["sizes"], problems, polygons)
     except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile):
         return None  # absent, or not one of ours: scan again
 
@@ -151,7 +186,11 @@ def _write_cache(path: Path, labels: Labels) -> None:
     try:
         with replacing(path) as file:
             problems = np.array(labels.problems, dtype=np.str_)
-            np.savez(file, rows=labels.rows, offsets=labels.offsets, sizes=labels.sizes, problems=problems)
+            outlines = labels.polygons
+            arrays = {"rows": labels.rows, "offsets": labels.offsets, "sizes": labels.sizes, "problems": problems}
+            if outlines:
+                arrays |= {"points": outlines.points, "ends": outlines.offsets}
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stubs take it for `allow_pickle`
     except OSError as error:
         warnings.warn(
             f"the label cache {path} cannot be written ({error.strerror}); the next start scans again", stacklevel=2
@@ -166,12 +205,19 @@ def _scan(images: Sequence[Path], title: str, workers: int, scan: Scan) -> Label
             parts.append(part)
             bar.update(len(part.sizes))
     counts = np.concatenate([part.counts for part in parts])
+    outlines = [part.polygons for part in parts if part.polygons]
     return Labels(
         np.concatenate([part.rows for part in parts]),
         np.concatenate(([0], np.cumsum(counts))),
         np.concatenate([part.sizes for part in parts]),
         tuple(problem for part in parts for problem in part.problems),
+        _joined(outlines) if outlines else None,
     )
+
+
+def _joined(parts: Sequence[Polygons]) -> Polygons:
+    counts = np.concatenate([np.diff(part.offsets) for part in parts])
+    return Polygons(np.concatenate([part.points for part in parts]), np.concatenate(([0], np.cumsum(counts))))
 
 
 def _map_chunks(
@@ -196,6 +242,7 @@ def _scan_chunk(scan: Scan, images: Sequence[Path]) -> Labels:
         np.concatenate(([0], np.cumsum([len(result.rows) for result in results]))),
         np.array([result.size for result in results], np.int32),
         tuple(problem for result in results for problem in result.problems),
+        Polygons.joined([one for result in results for one in result.outlines]) if scan is scan_outlines else None,
     )
 
 
@@ -211,10 +258,15 @@ def scan_pixels(image: Path) -> Scanned:
     return Scanned(size, nothing, [])
 
 
-def scan_image(image: Path) -> Scanned:
+def scan_outlines(image: Path) -> Scanned:
+    """`scan_image`, with the outlines of the rows."""
+    return scan_image(image, outlined=True)
+
+
+def scan_image(image: Path, outlined: bool = False) -> Scanned:
     """Check one image and its label file. A bad image is left out whole, a bad row alone; `problems` tells."""
     scanned = scan_pixels(image)
-    size, nothing, _ = scanned
+    size, nothing, *_ = scanned
     if scanned.problems:
         return scanned
     file = label_name(os.fspath(image))
@@ -224,8 +276,9 @@ def scan_image(image: Path) -> Scanned:
         return Scanned(size, nothing, [])  # background
     except (OSError, UnicodeDecodeError) as error:
         return Scanned(size, nothing, [f"{file}: cannot be read as text ({error}); taken as having no rows"])
-    rows, problems = parse_rows(text, file)
-    return Scanned(size, rows, problems)
+    found, problems = _parse(text, file)
+    outlines = [_outline(words) for words in found.values()] if outlined else ()
+    return Scanned(size, _as_rows(found), problems, outlines)
 
 
 def _read_ascii(file: str) -> str | None:
@@ -289,7 +342,26 @@ def parse_rows(text: str, file: Path | str) -> tuple[np.ndarray, list[str]]:
 
     A row that cannot be meant as either is left out and named in the second result.
     """
-    rows: dict[tuple[float, ...], None] = {}
+    found, problems = _parse(text, file)
+    return _as_rows(found), problems
+
+
+Rows = dict[tuple[float, ...], list[str]]  # class and xywh, each once, and the words that it was written as
+
+
+def _as_rows(found: Rows) -> np.ndarray:
+    return np.array(list(found), np.float32).reshape(-1, 5)
+
+
+def _outline(words: Sequence[str]) -> np.ndarray:
+    """The points of a row's polygon, (k, 2); none of a box."""
+    points = words[1:] if len(words) > 5 else ()
+    return np.array(list(map(float, points)), np.float32).reshape(-1, 2)
+
+
+def _parse(text: str, file: Path | str) -> tuple[Rows, list[str]]:
+    """What `parse_rows` does."""
+    rows: Rows = {}
     problems = []
     for number, line in enumerate(text.splitlines(), 1):
         if words := line.split():
@@ -300,8 +372,8 @@ def parse_rows(text: str, file: Path | str) -> tuple[np.ndarray, list[str]]:
                 continue
             if row in rows:
                 problems.append(f"{file}, line {number}: the same box again; row left out")
-            rows[row] = None
-    return np.array(list(rows), np.float32).reshape(-1, 5), problems
+            rows.setdefault(row, words)
+    return rows, problems
 
 
 def _plain_box(words: Sequence[str]) -> tuple[float, ...] | None:

@@ -61,16 +61,15 @@ class Augmenter:
     def __init__(
         self,
         settings: TransformSettings,
-        side: int,
         load: Callable[[int], tuple[Tensor, int]],
         count: int,
         classes: int,
     ) -> None:
         self.settings, self.load, self.count, self.classes = settings, load, count, classes
-        self.transform = torch.nn.Sequential(*_steps(settings, side))
+        self.transforms: dict[int, torch.nn.Module] = {}  # by side
 
     def __call__(
-        self, image: int, generator: np.random.Generator, partners: Sequence[int] = ()
+        self, image: int, side: int, generator: np.random.Generator, partners: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor]:
         """The image, uint8 (3, side, side), and the share of each class, float32 (classes,).
 
@@ -81,23 +80,26 @@ class Augmenter:
         settings = self.settings
         chance, partner = generator.random(), int(generator.integers(self.count))
         partner = partners[0] if partners else partner
+        if side not in self.transforms:
+            self.transforms[side] = torch.nn.Sequential(*_steps(settings, side))
+        transform = self.transforms[side]
         with drawing_from(generator):
-            pixels, label = self._one(image)
+            pixels, label = self._one(image, transform)
             if chance < settings.mixup:
                 mix = v2.MixUp(alpha=settings.mixup_alpha, num_classes=self.classes)
             elif chance < settings.mixup + settings.cutmix:
                 mix = v2.CutMix(alpha=settings.cutmix_alpha, num_classes=self.classes)
             else:
                 return pixels, one_hot(torch.tensor(label), self.classes).float()
-            other, other_label = self._one(partner)
+            other, other_label = self._one(partner, transform)
             # A batch of two, of which the first is mixed with the second: partners in the batch that is trained on
             # would depend on the number of processes.
             mixed, shares = mix(torch.stack((pixels, other)).float(), torch.tensor([label, other_label]))
             return mixed[0].round().to(torch.uint8), shares[0]
 
-    def _one(self, image: int) -> tuple[Tensor, int]:
+    def _one(self, image: int, transform: torch.nn.Module) -> tuple[Tensor, int]:
         pixels, label = self.load(image)
-        return self.transform(pixels), label
+        return transform(pixels), label
 
 
 def _steps(settings: TransformSettings, side: int) -> list[torch.nn.Module]:

@@ -1,12 +1,16 @@
-"""docs/migrating.md against the parsers: every flag of YOLOv5 is there, and is what the page says."""
+"""What a YOLOv5 user brings: every flag is on docs/migrating.md, and is what the page says; a run with many of them."""
 
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tests.conftest import RunScript
+from tests.curves import same_curve
 from utils.config import REFUSED, TrainOptions, ValOptions, flags_of, parse_options
 from utils.files import ROOT
 
@@ -115,3 +119,76 @@ def test_the_commands_name_what_is_there() -> None:
     for path in re.findall(r"`[^`]*?((?:data|models)/[\w/.-]+\.yaml)", PAGE.read_text(encoding="utf-8")):
         theirs = Path(path).name.startswith("hyp.")
         assert theirs or (ROOT / path).is_file(), path
+
+
+# A run with a habit
+
+LAYER = """
+import torch
+from torch import nn
+
+
+class Gate(nn.Module):
+    def __init__(self, c1, c2):
+        super().__init__()
+        self.cv = nn.Conv2d(c1, c2, 1)
+
+    def forward(self, x):
+        return x * torch.sigmoid(self.cv(x))
+"""
+MODEL = {
+    "nc": 80,
+    "depth_multiple": 0.33,
+    "width_multiple": 0.25,
+    "anchors": [[10, 13, 16, 30, 33, 23], [30, 61, 62, 45, 59, 119]],
+    "backbone": [
+        *([-1, 1, "Conv", [channels, 3, 2]] for channels in (64, 128, 256)),
+        [-1, 1, "nn.Dropout2d", [0.1]],
+        [-1, 1, "Gate", [256]],
+        [-1, 1, "Conv", [512, 3, 2]],
+    ],
+    "head": [[-1, 1, "nn.Identity", []], [[4, 6], 1, "Detect", ["nc", "anchors"]]],
+}
+
+
+@pytest.fixture
+def habit(small_data: Path, tmp_path: Path) -> tuple[str, ...]:
+    """Flags of a job with the user's own model, layer and recipe, on labels that are polygons."""
+    content = yaml.safe_load(small_data.read_text())
+    shutil.copytree(content["path"], tmp_path / "set")
+    for file in (tmp_path / "set" / "labels").rglob("*.txt"):
+        rows = [list(map(float, line.split())) for line in file.read_text().splitlines()]
+        corners = [
+            (label, x - w / 2, y - h / 2, x + w / 2, y - h / 2, x + w / 2, y + h / 2, x - w / 2, y + h / 2)
+            for label, x, y, w, h in rows
+        ]
+        file.write_text("".join(f"{' '.join(f'{min(max(v, 0), v):g}' for v in row)}\n" for row in corners))
+    (tmp_path / "set.yaml").write_text(yaml.safe_dump({**content, "path": str(tmp_path / "set")}))
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(MODEL))
+    (tmp_path / "mine.py").write_text(LAYER)
+    (tmp_path / "hyp.yaml").write_text("copy_paste: 0.5\nwarmup_epochs: 1\nnbs: 8\n")
+    files = {"cfg": "mine.yaml", "layers": "mine.py", "data": "set.yaml", "hyp": "hyp.yaml"}
+    return tuple(word for flag, name in files.items() for word in (f"--{flag}", str(tmp_path / name)))
+
+
+def test_the_curve_with_them_all(habit: tuple[str, ...], run_script: RunScript, tmp_path: Path) -> None:
+    """On one process and on two; the layers are named again where the weights are used."""
+    flags = (
+        *habit,
+        "--weights=",
+        "--img_size=64",
+        "--batch=4",
+        "--epochs=2",
+        "--workers=0",
+        "--device=cpu",
+        "--sync_bn",
+    )
+    more = ("--multi-scale", "--image_weights", "--close_mosaic=1", "--cache=val", "--project", str(tmp_path))
+    printed = run_script("train.py", *flags, *more, "--name=one")
+    for said in ("--image-weights: ", "--multi-scale: each batch at one of ", "--close-mosaic 1: ", "--cache "):
+        assert said in printed
+    run_script("train.py", *flags, *more, "--name=two", "--processes=2", OMP_NUM_THREADS="1")
+    same_curve(tmp_path / "two", tmp_path / "one")
+    best = ("--weights", str(tmp_path / "one" / "weights" / "best.pt"), "--imgsz=64", "--device=cpu", "--workers=0")
+    assert "--layers" in run_script("val.py", *habit[4:6], *best, fails=True)
+    assert "mAP50" in run_script("val.py", *habit[2:6], *best, "--project", str(tmp_path / "val"))

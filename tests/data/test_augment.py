@@ -16,6 +16,8 @@ from data.augment import (
     AugmentSettings,
     Placement,
     Sample,
+    copy_paste,
+    covered,
     flip_left_right,
     flip_up_down,
     letterbox,
@@ -710,3 +712,151 @@ def test_any_colour_strength_alone_is_enough() -> None:
         augmenter = store.augmenter(**{name: 0.5})
         item = augmenter(1, (16, 16), np.random.default_rng(0))
         assert np.abs(item.image.astype(int) - store.samples[1].image).max() > 20
+
+
+# another scale
+
+
+@pytest.mark.parametrize("size", [48, 72, 144])
+@pytest.mark.parametrize(
+    ("settings", "close"),
+    [
+        pytest.param({"scale": 0.5, "translate": 0.2, "mosaic": 1.0}, 1.5, id="upright"),
+        pytest.param({"degrees": 20.0, "shear": 5.0, "perspective": 0.001, "mosaic": 1.0}, 0.01, id="tilted"),
+        pytest.param({"degrees": 20.0, "scale": 0.5, "perspective": 0.001, "fliplr": 0.5}, 0.01, id="one image"),
+        pytest.param({"mosaic": 1.0, "mixup": 1.0, "flipud": 0.5}, 1.5, id="mixed"),
+    ],
+)
+def test_at_another_size_the_picture_is_the_same(size: int, settings: dict[str, float], close: float) -> None:
+    """Boxes in proportion (upright ones to the pixel that an image's edge comes to lie on), and so the pixels."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for _ in range(4):
+        soft = cv2.resize(rng.integers(0, 256, (5, 5, 3), np.uint8), (96, 96), interpolation=cv2.INTER_CUBIC)
+        samples.append(sample(soft, [8, 8, 88, 80], [0, 40, 60, 96]))
+    augmenter = Augmenter(AugmentSettings(**settings), 96, 4, samples.__getitem__, lambda _: (96, 96))
+    for seed in range(5):
+        usual, other = (augmenter(0, (side, side), np.random.default_rng(seed)) for side in (96, size))
+        assert other.classes.tolist() == usual.classes.tolist()
+        assert other.boxes == pytest.approx(usual.boxes * size / 96, abs=close * max(size / 96, 1))
+        shrunk = [cv2.resize(one.image, (24, 24), interpolation=cv2.INTER_AREA).astype(int) for one in (usual, other)]
+        assert np.abs(shrunk[0] - shrunk[1]).mean() < 8
+
+
+# objects along polygons
+
+
+def outlined(image: np.ndarray, *polygons: list[list[float]]) -> Sample:
+    """An image with an object of each polygon, its box about it; one without points has the box 1, 1, 4, 4."""
+    outlines = tuple(np.array(points, np.float32).reshape(-1, 2) for points in polygons)
+    boxes = [[*points.min(0), *points.max(0)] if len(points) else [1, 1, 4, 4] for points in outlines]
+    return sample(image, *boxes)._replace(polygons=outlines)
+
+
+SQUARE, TRIANGLE = [[2, 4], [8, 4], [8, 10], [2, 10]], [[2, 2], [12, 2], [2, 12]]
+
+
+def test_a_pasted_object_is_the_mirrored_one() -> None:
+    before = outlined(noise(20, 40), SQUARE)
+    image = before.image.copy()
+    after = copy_paste(before, 1.0, np.random.default_rng(0))
+    assert after.boxes.tolist() == [[2, 4, 8, 10], [32, 4, 38, 10]]
+    assert (after.classes.tolist(), after.boxes.dtype, after.polygons) == ([0, 0], np.float32, ())
+    wanted = image.copy()
+    wanted[4:10, 32:38] = image[4:10, 2:8][:, ::-1]
+    assert np.array_equal(after.image, wanted)
+
+
+def test_an_object_is_cut_out_along_its_polygon() -> None:
+    image = noise(20, 40)
+    after = copy_paste(outlined(image.copy(), TRIANGLE), 1.0, np.random.default_rng(0))
+    changed = (after.image != image).any(2)
+    assert np.array_equal(after.image[changed], image[:, ::-1][changed])
+    assert changed[2:12, 28:38].sum() == pytest.approx(55, abs=6)  # half of the square, and its diagonal
+    assert changed.sum() == changed[2:12, 28:38].sum()
+    assert not changed[9:12, 28:31].any()
+    assert after.boxes[1].tolist() == [28, 2, 38, 12]
+
+
+@pytest.mark.parametrize(("right", "pasted"), [(34.9, True), (35.1, False)])
+def test_an_object_is_not_pasted_where_it_hides_another(right: float, pasted: bool) -> None:
+    """The box of ten pixels ends where 29 or 31 hundredths of it are covered by the pasted one, from 32 to 38."""
+    other = [[right - 10, 4], [right, 4], [right, 10], [right - 10, 10]]
+    before = outlined(noise(20, 40), SQUARE, other)._replace(
+        polygons=(np.float32(SQUARE), np.zeros((0, 2), np.float32))
+    )
+    assert covered(before.boxes, np.array([32, 4, 38, 10]))[1] == pytest.approx((right - 32) / 10, abs=1e-6)
+    assert len(copy_paste(before, 1.0, np.random.default_rng(0)).boxes) == 2 + pasted
+
+
+def test_pasted_objects_count_for_the_next() -> None:
+    before = outlined(noise(20, 40), SQUARE, SQUARE)
+    assert len(copy_paste(before, 1.0, np.random.default_rng(0)).boxes) == 3
+
+
+def test_an_object_in_the_middle_would_hide_itself() -> None:
+    middle = [[15, 4], [25, 4], [25, 10], [15, 10]]
+    before = outlined(noise(20, 40), middle)
+    image = before.image.copy()
+    after = copy_paste(before, 1.0, np.random.default_rng(0))
+    assert np.array_equal(after.image, image)
+    assert len(after.boxes) == 1
+
+
+def test_boxes_are_not_pasted_and_ask_for_no_chance() -> None:
+    before, rng = outlined(noise(20, 40), []), np.random.default_rng(0)
+    assert same(copy_paste(before, 1.0, rng), before)
+    assert same(copy_paste(sample(noise(20, 40), [1, 1, 4, 4]), 1.0, rng), sample(noise(20, 40), [1, 1, 4, 4]))
+    assert rng.random() == np.random.default_rng(0).random()
+    both = outlined(noise(20, 40), [], SQUARE)
+    assert copy_paste(both, 1.0, rng).classes.tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.3])
+def test_each_object_is_pasted_with_a_chance_of_its_own(chance: float) -> None:
+    polygons = [[[2, top], [8, top], [8, top + 6], [2, top + 6]] for top in (0, 10, 20)]
+    image, rng = noise(30, 40), np.random.default_rng(0)
+    counts = [len(copy_paste(outlined(image.copy(), *polygons), chance, rng).boxes) - 3 for _ in range(300)]
+    assert sum(counts) == pytest.approx(900 * chance, abs=6 * 15 if chance else 0)
+    assert len(set(counts)) == (4 if chance else 1)
+
+
+@pytest.mark.parametrize("settings", [{"scale": 0.5, "translate": 0.2}, {"degrees": 30.0, "perspective": 0.001}])
+def test_polygons_go_where_the_mosaic_takes_their_pixels(settings: dict[str, float]) -> None:
+    """White discs on black: what is white in the result is what lies in the polygons, also where an edge cuts them."""
+    angles = np.linspace(0, 2 * np.pi, 40, endpoint=False)
+    samples = []
+    for centre in ((30, 30), (70, 20), (20, 80), (60, 60)):
+        image = plain(96, 96)
+        cv2.circle(image, centre, 15, (255, 255, 255), -1)
+        points = np.array(centre, np.float32) + 0.5 + 15.5 * np.stack((np.cos(angles), np.sin(angles)), 1)
+        samples.append(outlined(image, points.tolist()))
+    augmenter = Augmenter(AugmentSettings(**settings, mosaic=1.0), 96, 4, samples.__getitem__, lambda _: (96, 96))
+    discs = 0
+    for seed in range(20):
+        mosaic = augmenter(0, (96, 96), np.random.default_rng(seed))
+        assert len(mosaic.polygons) == len(mosaic.boxes)
+        mask, kept = np.zeros((96, 96), np.uint8), np.zeros((96, 96), bool)  # objects may be too small to be kept
+        for polygon, box in zip(mosaic.polygons, mosaic.boxes, strict=True):
+            left, top, right, bottom = box.round().astype(int)
+            kept[top:bottom, left:right] = True
+            assert np.all((polygon > -1e-3) & (polygon < 96 + 1e-3))
+            assert np.all(polygon.min(0) >= box[:2] - 0.51)
+            assert np.all(polygon.max(0) <= box[2:] + 0.51)
+            cv2.fillPoly(mask, [(polygon - 0.5).round().astype(np.int32)], 255)
+        white = (mosaic.image == 255).all(2) & kept
+        assert (mask[white] > 0).sum() >= 0.97 * white.sum()
+        inner = cv2.erode(mask, np.ones((7, 7)), borderValue=0) > 0
+        assert mosaic.image[inner].min(initial=255) > 200
+        discs += len(mosaic.polygons)
+    assert discs > 30
+
+
+def test_a_mosaic_and_the_one_mixed_with_it_have_the_partners_given() -> None:
+    store = Store()
+    augmenter = store.augmenter(mosaic=1.0, mixup=1.0, scale=0.5)
+    given = np.random.default_rng(1).integers(5, size=(20, 7)).tolist()
+    for seed, partners in enumerate(given):
+        store.loaded.clear()
+        augmenter(2, (16, 16), np.random.default_rng(seed), partners)
+        assert set(store.loaded) <= {2, *partners}

@@ -491,3 +491,10 @@ def test_paths_in_one_piece(tmp_path: Path) -> None:
     assert (len(files), files[2], files[1:]) == (3, paths[2], paths[1:])
     with pytest.raises(IndexError):
         files[3]
+
+
+def test_memory_is_called_by_the_flag_that_asked_for_it(files: list[Path]) -> None:
+    for way, when in (("ram", "epoch"), ("val", "validation")):
+        (said,) = opened(files, 32, True, way).said
+        assert said.startswith(f"--cache {way}: room for 4 of 4 images")
+        assert said.endswith(f"filled in the first {when}")

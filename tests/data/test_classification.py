@@ -18,10 +18,10 @@ from torch import Tensor
 
 from data import DATASETS, labels
 from data.batches import Batch
-from data.cache import ImagesInMemory, ImagesOnDisk
+from data.cache import Images, ImagesInMemory, ImagesOnDisk
 from data.classification import ClassificationData, EvaluationItems, ImageInfo, Split, TrainingItems, collate
 from data.labels import EXIF_ORIENTATION
-from data.sampler import Draw
+from data.sampler import Draw, Sampling
 from data.sources import read_spec
 from data.transforms import TransformSettings
 from models.tasks.classification import ClassificationRecipe
@@ -438,9 +438,11 @@ def test_documents_count_the_images_of_each_class(folder: Path) -> None:
 # training items
 
 
-def epochs(data: ClassificationData, split: Split, hyp: ClassificationRecipe, batch_size: int = 4) -> list[list[Batch]]:
+def epochs(
+    data: ClassificationData, split: Split, hyp: ClassificationRecipe, batch_size: int = 4, **more: Any
+) -> list[list[Batch]]:
     """Two epochs of a loader, its processes kept between them."""
-    loader = data.train_loader(split, batch_size=batch_size, hyp=hyp, seed=3, rect=False)
+    loader = data.train_loader(split, batch_size=batch_size, hyp=hyp, seed=3, sampling=Sampling(**more))
     found = []
     for epoch in range(2):
         loader.batch_sampler.set_epoch(epoch)
@@ -459,7 +461,7 @@ def check_same(first: list[list[Batch]], second: list[list[Batch]]) -> None:
 
 def items_of(folder: Path, seed: int = 3) -> TrainingItems:
     data = data_of(folder)
-    items = data.train_loader(data.split("train"), batch_size=4, hyp=EVERYTHING, seed=seed, rect=False).dataset
+    items = data.train_loader(data.split("train"), batch_size=4, hyp=EVERYTHING, seed=seed).dataset
     assert isinstance(items, TrainingItems)
     return items
 
@@ -532,6 +534,66 @@ def test_without_augmentation_a_square_image_is_that_of_its_file(tmp_path: Path)
             assert np.array_equal(image.permute(1, 2, 0), np.asarray(Image.open(info.path)))
             assert target.tolist() == [info.label == 0, info.label == 1]
             assert info.label == ("dog" in info.path)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_other_ways_to_draw_do_not_depend_on_the_number_of_workers(folder: Path) -> None:
+    for way in ({"image_weights": True}, {"repeat_factor": 0.35, "multi_scale": True}):
+        alone = data_of(folder, imgsz=64)
+        split = alone.split("train")
+        wanted = epochs(alone, split, EVERYTHING, **way)
+        check_same(epochs(data_of(folder, imgsz=64, workers=2), split, EVERYTHING, **way), wanted)
+
+
+def test_batches_of_many_sizes_show_the_same(folder: Path) -> None:
+    data = data_of(folder, imgsz=64)
+    split = data.split("train")
+    hyp = replace(EVERYTHING, randaugment=0, erasing=0.0, cutmix=0.0, mixup=0.0)  # which count in pixels
+    sizes = set()
+    for usual, scaled in zip(epochs(data, split, hyp), epochs(data, split, hyp, multi_scale=True), strict=True):
+        for a, b in zip(usual, scaled, strict=True):
+            sizes.add(tuple(b.images.shape[2:]))
+            assert torch.equal(a.targets, b.targets)
+            means = [batch.images.float().mean((2, 3)) for batch in (a, b)]
+            assert means[1].numpy() == pytest.approx(means[0].numpy(), abs=6)
+    assert sizes == {(64, 64), (96, 96)}
+
+
+def test_classes_of_few_images_are_drawn_as_often(tmp_path: Path) -> None:
+    write_classes(tmp_path / "train", cat=9, dog=3)
+    write_classes(tmp_path / "val", cat=1)
+    data = data_of(tmp_path)
+    sampling = Sampling(image_weights=True)
+    batches = data.train_loader(
+        data.split("train"), batch_size=1, hyp=EVERYTHING, seed=0, sampling=sampling
+    ).batch_sampler
+    drawn = []
+    for epoch in range(100):
+        batches.set_epoch(epoch)
+        drawn += [number >= 9 for batch in batches for number in (batch[0].image, *batch[0].partners)]
+    assert len(drawn) == 2400
+    assert np.mean(drawn) == pytest.approx(0.5, abs=0.07)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_the_last_epochs_show_single_images_only(folder: Path) -> None:
+    data = data_of(folder, workers=1)
+    hyp = replace(NOTHING, mixup=0.5, cutmix=0.5)
+    sampling = Sampling(close_mosaic=1, epochs=2)
+    loader = data.train_loader(data.split("train"), batch_size=13, hyp=hyp, seed=3, sampling=sampling)
+    for epoch in range(2):
+        loader.batch_sampler.set_epoch(epoch)
+        (batch,) = loader
+        labels = torch.tensor([info.label for info in batch.infos])
+        assert torch.equal(batch.targets, torch.nn.functional.one_hot(labels, 3).float()) == (epoch == 1)
+
+
+def test_only_the_validation_is_cached(folder: Path) -> None:
+    data = data_of(folder, cache="val")
+    split = data.split("val")
+    assert type(data.train_loader(split, batch_size=3, hyp=NOTHING, seed=3).dataset.images) is Images
+    batches = data.evaluation_batches(split, batch_size=3, square=False)
+    assert type(data.evaluation_loader(split, batches).dataset.images) is ImagesInMemory
 
 
 def test_collate_stacks_items_in_their_order() -> None:

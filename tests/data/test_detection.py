@@ -16,9 +16,10 @@ from PIL import Image
 from data import DATASETS, detection
 from data.augment import AugmentSettings, Placement, Sample
 from data.batches import room
+from data.cache import Images, ImagesInMemory
 from data.detection import Batch, DetectionData, EvaluationItems, ImageInfo, Split, TrainingItems, collate, to_tensors
 from data.labels import EXIF_ORIENTATION
-from data.sampler import Draw
+from data.sampler import Draw, Sampling
 from data.sources import DataSpec, label_file, read_spec
 from utils.config import Hyperparameters
 from utils.errors import UserError
@@ -85,7 +86,7 @@ def epochs(
     data: DetectionData, split: Split, hyp: Hyperparameters, batch_size: int = 4, **more: Any
 ) -> list[list[Batch]]:
     """Two epochs of a loader, its processes kept between them."""
-    loader = data.train_loader(split, batch_size=batch_size, hyp=hyp, seed=3, **{"rect": False, **more})
+    loader = data.train_loader(split, batch_size=batch_size, hyp=hyp, seed=3, sampling=Sampling(**more))
     found = []
     for epoch in range(2):
         loader.batch_sampler.set_epoch(epoch)
@@ -133,7 +134,11 @@ def test_a_process_reads_neighbours_once(folder: Path, near: bool, most: int, mo
     """A slice of four positions: seven images where partners are neighbours."""
     data = data_of(folder)
     loader = data.train_loader(
-        data.split("train"), batch_size=4, hyp=replace(NOTHING, mosaic=1.0), seed=3, rect=False, near=near
+        data.split("train"),
+        batch_size=4,
+        hyp=replace(NOTHING, mosaic=1.0),
+        seed=3,
+        sampling=Sampling(partners="near" if near else "any"),
     )
     images, loads = loader.dataset.images, []
     read = images.read
@@ -146,7 +151,7 @@ def test_a_process_reads_neighbours_once(folder: Path, near: bool, most: int, mo
 def test_the_images_of_a_batch_are_written_once(folder: Path) -> None:
     """Straight into the batch: a batch of items made one by one holds the same."""
     data = data_of(folder)
-    loader = data.train_loader(data.split("train"), batch_size=4, hyp=EVERYTHING, seed=3, rect=False)
+    loader = data.train_loader(data.split("train"), batch_size=4, hyp=EVERYTHING, seed=3)
     drawn = next(iter(loader.batch_sampler))
     items = loader.dataset.__getitems__(drawn)
     batch = collate(items)
@@ -157,10 +162,10 @@ def test_the_images_of_a_batch_are_written_once(folder: Path) -> None:
 def test_epochs_positions_and_seeds_each_give_other_pixels(folder: Path) -> None:
     data = data_of(folder)
     split = data.split("train")
-    loader = data.train_loader(split, batch_size=4, hyp=EVERYTHING, seed=3, rect=False)
+    loader = data.train_loader(split, batch_size=4, hyp=EVERYTHING, seed=3)
     draws = [Draw(0, 0, 5, (64, 64)), Draw(1, 0, 5, (64, 64)), Draw(0, 1, 5, (64, 64))]
     items = [loader.dataset[draw][0] for draw in draws]
-    other = data.train_loader(split, batch_size=4, hyp=EVERYTHING, seed=4, rect=False).dataset[draws[0]][0]
+    other = data.train_loader(split, batch_size=4, hyp=EVERYTHING, seed=4).dataset[draws[0]][0]
     assert torch.equal(loader.dataset[draws[0]][0], items[0])
     for a, b in ((items[0], items[1]), (items[0], items[2]), (items[1], items[2]), (items[0], other)):
         assert not torch.equal(a, b)
@@ -271,13 +276,155 @@ def test_rectangular_training_batches_have_their_own_shapes_and_no_mosaic(tmp_pa
 
 def test_hyperparameters_reach_the_augmentation(folder: Path) -> None:
     data = data_of(folder)
-    items = data.train_loader(data.split("train"), batch_size=4, hyp=EVERYTHING, seed=3, rect=False).dataset
+    items = data.train_loader(data.split("train"), batch_size=4, hyp=EVERYTHING, seed=3).dataset
     assert isinstance(items, TrainingItems)
     assert items.augmenter.settings == AugmentSettings(
         hsv_h=0.015, hsv_s=0.7, hsv_v=0.4, degrees=10.0, translate=0.1, scale=0.5, shear=2.0, perspective=0.0005,
         flipud=0.5, fliplr=0.5, mosaic=1.0, mixup=0.5,
     )  # fmt: skip
     assert items.augmenter.count == 12
+
+
+def test_an_epoch_is_what_it_was_when_first_released(folder: Path) -> None:
+    """Numbers written down before there were other ways to draw: with all of them off no curve may change."""
+    data = data_of(folder)
+    found = epochs(data, data.split("train"), EVERYTHING)[1]
+    assert [info.image for batch in found for info in batch.infos] == [3, 5, 10, 11, 9, 7, 2, 0, 8, 6, 4, 1]
+    assert [len(batch.targets) for batch in found] == [30, 26, 26]
+    assert [batch.images.float().mean().item() for batch in found] == pytest.approx([114.69, 117.25, 110.41], abs=0.2)
+    wanted = [[0, 2, 0.7122, 0.2504, 0.5756, 0.5008], [0, 1, 0.5985, 0.4641, 0.4314, 0.7385]]
+    assert found[0].targets[:2].numpy() == pytest.approx(np.array(wanted), abs=2e-4)
+
+
+# other ways to draw
+
+WAYS = (
+    {"multi_scale": True},
+    {"multi_scale": True, "rect": True},
+    {"image_weights": True},
+    {"repeat_factor": 0.9, "multi_scale": True},
+    {"image_weights": True, "partners": "near"},
+)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_other_ways_to_draw_do_not_depend_on_the_number_of_workers(folder: Path) -> None:
+    hyp = replace(EVERYTHING, copy_paste=0.5)
+    outline(folder)
+    for way in WAYS[2:4]:
+        alone, two = data_of(folder), data_of(folder, workers=2)
+        wanted, found = (epochs(data, data.split("train", hyp), hyp, **way) for data in (alone, two))
+        for epoch in range(2):
+            check_same(found[epoch], wanted[epoch])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_goes_on_sees_what_it_would_have(folder: Path, way: dict[str, Any]) -> None:
+    data = data_of(folder)
+    split = data.split("train")
+    whole = epochs(data, split, EVERYTHING, **way)[1]
+    loader = data.train_loader(split, batch_size=4, hyp=EVERYTHING, seed=3, sampling=Sampling(**way))
+    loader.batch_sampler.set_epoch(1)
+    loader.batch_sampler.skip(1)
+    check_same(list(loader), whole[1:])
+
+
+def test_batches_of_many_sizes_have_the_targets_of_the_usual_one(folder: Path) -> None:
+    data = data_of(folder, imgsz=96)
+    split = data.split("train")
+    hyp = replace(EVERYTHING, mixup=0.0, scale=0.1)
+    sizes, kept = set(), 0
+    for usual, scaled in zip(epochs(data, split, hyp, 2), epochs(data, split, hyp, 2, multi_scale=True), strict=True):
+        for a, b in zip(usual, scaled, strict=True):
+            sizes.add(b.images.shape[2:])
+            assert a.infos[0].path == b.infos[0].path
+            if len(a.targets) == len(b.targets):  # else one is too small to be kept at one of the sizes
+                assert b.targets.numpy() == pytest.approx(a.targets.numpy(), abs=2e-3)
+                kept += 1
+    assert sizes == {(64, 64), (96, 96), (128, 128)}
+    assert kept > 8
+
+
+def test_images_are_drawn_by_their_rarest_classes(tmp_path: Path) -> None:
+    """Class 1 is in one of eight images; images without labels weigh nothing."""
+    for number in range(9):
+        rows = [f"{int(number == 0)} .5 .5 .5 .5"] if number < 8 else []
+        write_image(tmp_path / f"images/{number}.png", np.full((20, 20, 3), 10 * number, np.uint8), *rows)
+    data = data_of(tmp_path)
+    split = data.split("train")
+    counts = {}
+    for name, sampling in (("weights", Sampling(image_weights=True)), ("repeats", Sampling(repeat_factor=0.9))):
+        batches = data.train_loader(split, batch_size=1, hyp=NOTHING, seed=0, sampling=sampling).batch_sampler
+        drawn = []
+        for epoch in range(60):
+            batches.set_epoch(epoch)
+            drawn += [draw.image for batch in batches for draw in batch]
+        counts[name] = np.bincount(drawn, minlength=9) / 60
+    assert counts["weights"].tolist()[8] == 0
+    assert counts["weights"][0] == pytest.approx(4.5, abs=1.2)
+    assert counts["repeats"][1:8] == pytest.approx(np.full(7, (0.9 / (7 / 9)) ** 0.5), abs=0.2)
+    assert counts["repeats"][8] == 1
+    assert counts["repeats"][0] == pytest.approx((0.9 * 9) ** 0.5, abs=0.4)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_last_epochs_show_single_images_only(tmp_path: Path, workers: int) -> None:
+    """Each image is of one colour, so that a mixed one is not; the loader's processes are kept."""
+    for number in range(4):
+        write_image(tmp_path / f"images/{number}.png", np.full((64, 64, 3), 60 * number, np.uint8), "0 .5 .5 .9 .9")
+    data = data_of(tmp_path, workers=workers)
+    hyp = replace(NOTHING, mosaic=1.0, mixup=1.0)
+    sampling = Sampling(close_mosaic=2, epochs=4)
+    loader = data.train_loader(data.split("train"), batch_size=4, hyp=hyp, seed=3, sampling=sampling)
+    single = []
+    for epoch in range(4):
+        loader.batch_sampler.set_epoch(epoch)
+        (batch,) = loader
+        single.append([len(image.unique()) == 1 for image in batch.images])
+    assert not any(single[0] + single[1])
+    assert all(single[2] + single[3])
+
+
+def outline(folder: Path) -> None:
+    """Make a polygon of each box of a data set: what it is the box around."""
+    for file in (folder / "labels").iterdir():
+        rows = [list(map(float, line.split())) for line in file.read_text().splitlines()]
+        file.write_text(
+            "\n".join(
+                f"{int(label)} {x} {y - h / 2} {x + w / 2} {y} {x} {y + h / 2} {x - w / 2} {y}"
+                for label, x, y, w, h in rows
+            )
+        )
+
+
+def test_objects_are_pasted_where_labels_have_polygons(folder: Path) -> None:
+    data, hyp = data_of(folder), replace(EVERYTHING, copy_paste=1.0)
+    plain, boxes_alone = (epochs(data, data.split("train", one), one)[0] for one in (EVERYTHING, hyp))
+    check_same(boxes_alone, plain)
+    outline(folder)
+    split, bare = data.split("train", hyp), data.split("train", EVERYTHING)
+    assert split.labels.polygons is not None
+    assert bare.labels.polygons is None
+    assert split.identity() == bare.identity()
+    counts = [
+        sum(len(batch.targets) for batch in epochs(data, split, replace(hyp, copy_paste=chance, mosaic=mosaic))[0])
+        for chance, mosaic in ((0.0, 1.0), (1.0, 1.0), (0.0, 0.0), (1.0, 0.0))
+    ]
+    assert counts[1] > counts[0]
+    assert counts[2] == counts[3]  # mosaics only
+
+
+def test_only_the_validation_is_cached(folder: Path) -> None:
+    data = data_of(folder, cache="val")
+    split = data.split("val")
+    train = data.train_loader(split, batch_size=4, hyp=NOTHING, seed=3)
+    batches = data.evaluation_batches(split, batch_size=4, square=False)
+    found = data.evaluation_loader(split, batches)
+    assert type(train.dataset.images) is Images
+    assert type(found.dataset.images) is ImagesInMemory
+    for a, b in zip(found, data_of(folder).evaluation_loader(split, batches), strict=True):
+        assert torch.equal(a.images, b.images)
 
 
 # what an evaluation item is

@@ -8,6 +8,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from PIL import Image
 
 from data import labels
 from data.labels import Labels, check_classes, image_size, load_labels, parse_rows, scan_image
+from data.sources import label_file
 from tests.conftest import OnProcesses
 from utils.errors import UserError
 
@@ -259,20 +261,20 @@ def test_a_long_label_file_is_read_whole(images: list[Path]) -> None:
 
 
 def test_an_image_is_scanned_with_its_size_and_rows(images: list[Path]) -> None:
-    size, rows, problems = scan_image(images[1])
+    size, rows, problems, _ = scan_image(images[1])
     assert size == (16, 32)
     assert rows.tolist() == [[0, 0.25, 0.25, 0.5, 0.5], [2, 0.75, 0.75, 0.25, 0.5]]
     assert problems == []
 
 
 def test_an_image_without_a_label_file_is_background(images: list[Path]) -> None:
-    size, rows, problems = scan_image(images[2])
+    size, rows, problems, _ = scan_image(images[2])
     assert (size, rows.shape, problems) == ((40, 40), (0, 5), [])
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_read(images: list[Path]) -> None:
     labels.label_file(images[0]).write_bytes(b"\xef\xbb\xbf1 0.5 0.5 0.25 0.25\r\n2 0.5 0.5 0.5 0.5\r\n")
-    _, rows, problems = scan_image(images[0])
+    _, rows, problems, _ = scan_image(images[0])
     assert rows.tolist() == [[1, 0.5, 0.5, 0.25, 0.25], [2, 0.5, 0.5, 0.5, 0.5]]
     assert problems == []
 
@@ -281,14 +283,14 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read(images: list[Path]) ->
 def test_a_label_file_that_is_no_text_is_named_and_its_image_kept(images: list[Path], content: bytes) -> None:
     file = labels.label_file(images[0])
     file.write_bytes(content)
-    size, rows, problems = scan_image(images[0])
+    size, rows, problems, _ = scan_image(images[0])
     assert (size, len(rows), len(problems)) == ((20, 10), 0, 1)
     assert problems[0].startswith(f"{file}: cannot be read as text")
 
 
 def test_a_folder_in_place_of_a_label_file_is_named(images: list[Path]) -> None:
     labels.label_file(images[2]).mkdir()
-    size, rows, problems = scan_image(images[2])
+    size, rows, problems, _ = scan_image(images[2])
     assert (size, len(rows), len(problems)) == ((40, 40), 0, 1)
     assert problems[0].startswith(f"{labels.label_file(images[2])}: cannot be read as text")
 
@@ -298,7 +300,7 @@ def test_an_image_under_ten_pixels_is_left_out_with_a_sentence(
     tmp_path: Path, width: int, height: int, out: bool
 ) -> None:
     image = write_image(tmp_path / "images/a.png", width, height, "0 0.5 0.5 0.5 0.5")
-    size, rows, problems = scan_image(image)
+    size, rows, problems, _ = scan_image(image)
     if out:
         assert (size, len(rows)) == ((0, 0), 0)
         assert problems == [f"{image}: {width}x{height} pixels, smaller than 10; left out"]
@@ -310,14 +312,14 @@ def test_an_image_under_ten_pixels_is_left_out_with_a_sentence(
 def test_an_unreadable_image_is_left_out_with_a_sentence(tmp_path: Path, content: bytes) -> None:
     image = write_image(tmp_path / "images/a.png", label="0 0.5 0.5 0.5 0.5")
     image.write_bytes(content)
-    size, rows, problems = scan_image(image)
+    size, rows, problems, _ = scan_image(image)
     assert (size, len(rows), len(problems)) == ((0, 0), 0, 1)
     assert problems[0].startswith(f"{image}: not readable as an image (")
     assert problems[0].endswith("; left out")
 
 
 def test_an_absent_image_is_left_out_with_a_sentence(tmp_path: Path) -> None:
-    size, _, problems = scan_image(tmp_path / "images/a.png")
+    size, _, problems, _ = scan_image(tmp_path / "images/a.png")
     assert size == (0, 0)
     assert problems[0].startswith(f"{tmp_path}/images/a.png: not readable as an image (")
 
@@ -330,7 +332,7 @@ def test_the_size_is_that_of_the_upright_image(tmp_path: Path, orientation: int)
 
 def test_a_sideways_image_keeps_its_rows(tmp_path: Path) -> None:
     image = write_image(tmp_path / "images/a.jpg", 40, 24, "0 0.25 0.5 0.5 0.5", exif=oriented(6))
-    size, rows, problems = scan_image(image)
+    size, rows, problems, _ = scan_image(image)
     assert (size, rows.tolist(), problems) == ((24, 40), [[0, 0.25, 0.5, 0.5, 0.5]], [])
 
 
@@ -666,3 +668,58 @@ def test_the_file_of_an_unknown_class_is_found_behind_background_images() -> Non
     found = Labels(rows, np.array([0, 0, 1, 1, 2, 2]), np.full((5, 2), 20, np.int32), ())
     with pytest.raises(UserError, match=r"/set/labels/d\.txt has class 9"):
         check_classes(found, images, 1, Path("data.yaml"))
+
+
+# polygons
+
+OUTLINED = (
+    "0 0.5 0.5 0.5 0.5\n2 0.1 0.2 0.3 0.2 0.3 0.6\n1 0.5 0.5 0.7 0.5 0.7 0.9 0.5 0.9\n2 0.1 0.2 0.3 0.2 0.3 0.6\n"
+)
+
+
+@pytest.fixture
+def outlined(images: list[Path]) -> list[Path]:
+    """The first image has a box and two polygons, one of them twice, the last one no label, the other its own rows."""
+    for image, text in zip(images, (OUTLINED, "3 0.2 0.2 0.4 0.2 0.4 0.4\nx", ""), strict=True):
+        label_file(image).parent.mkdir(parents=True, exist_ok=True)
+        label_file(image).write_text(text)
+    return images
+
+
+def points_of(found: Labels, image: int) -> list[list[list[float]]]:
+    assert found.polygons is not None
+    points, starts = found.polygons.of(*found.offsets[image : image + 2].tolist())
+    assert points.dtype == np.float32
+    return [np.round(part, 6).tolist() for part in np.split(points, starts)][: len(found.of(image))]
+
+
+def test_polygons_are_kept_where_they_are_asked_for(outlined: list[Path]) -> None:
+    plain = load_labels(outlined, "labels", 0)
+    assert plain.polygons is None
+    for _ in ("scanned", "cached"):
+        found = load_labels(outlined, "labels", 0, polygons=True)
+        assert same(replace(found, polygons=None), plain)
+        assert [len(points) for points in points_of(found, 0)] == [0, 3, 4]
+        assert points_of(found, 0)[1] == pytest.approx(np.array([[0.1, 0.2], [0.3, 0.2], [0.3, 0.6]]), abs=1e-6)
+        assert np.shape(points_of(found, 1)) == (1, 3, 2)
+        assert points_of(found, 2) == []
+
+
+def test_polygons_go_with_their_images(outlined: list[Path]) -> None:
+    found = load_labels(outlined, "labels", 0, polygons=True)
+    kept = found.keep(np.array([False, True, True])).as_single_class()
+    assert points_of(kept, 0) == points_of(found, 1)
+    assert points_of(kept, 1) == []
+    assert points_of(found.keep(np.array([True, False, False])), 0) == points_of(found, 0)
+
+
+def test_polygons_of_many_images_are_put_together(
+    outlined: list[Path], monkeypatch: pytest.MonkeyPatch, cache_home: Path
+) -> None:
+    many = outlined * 50
+    serial = load_labels(many, "labels", 0, polygons=True)
+    monkeypatch.setattr(labels, "WORTH", 1e-9)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home / "other"))
+    for found in (serial, load_labels(many, "labels", 2, polygons=True)):
+        for k in range(150):
+            assert points_of(found, k) == points_of(serial, k % 3)

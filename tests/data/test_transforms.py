@@ -28,15 +28,15 @@ def noise(height: int, width: int, seed: int = 0) -> Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (3, height, width), np.uint8))
 
 
-def augmenter(images: Sequence[Tensor], settings: TransformSettings, side: int = SIDE) -> Augmenter:
+def augmenter(images: Sequence[Tensor], settings: TransformSettings) -> Augmenter:
     """Each image is of a class of its own."""
-    return Augmenter(settings, side, lambda number: (images[number], number), len(images), len(images))
+    return Augmenter(settings, lambda number: (images[number], number), len(images), len(images))
 
 
 def results(count: int, images: Sequence[Tensor], side: int = SIDE, **settings: float) -> list[tuple[Tensor, Tensor]]:
     """So many results for the first image, each with a generator of its own."""
-    augment = augmenter(images, TransformSettings(**settings), side)
-    return [augment(0, np.random.default_rng(seed)) for seed in range(count)]
+    augment = augmenter(images, TransformSettings(**settings))
+    return [augment(0, side, np.random.default_rng(seed)) for seed in range(count)]
 
 
 def pixels(count: int, image: Tensor, **settings: float) -> list[Tensor]:
@@ -200,8 +200,8 @@ def test_each_kind_of_mixing_draws_shares_by_its_own_alpha() -> None:
 
 def test_two_images_of_one_class_have_its_whole_share() -> None:
     images = [plain(0), plain(200)]
-    augment = Augmenter(TransformSettings(mixup=1.0, mixup_alpha=1.0), SIDE, lambda k: (images[k], 1), 2, 3)
-    found = [augment(0, np.random.default_rng(seed)) for seed in range(20)]
+    augment = Augmenter(TransformSettings(mixup=1.0, mixup_alpha=1.0), lambda k: (images[k], 1), 2, 3)
+    found = [augment(0, SIDE, np.random.default_rng(seed)) for seed in range(20)]
     assert all(shares.tolist() == pytest.approx([0, 1, 0]) for _, shares in found)
     assert len({int(image[0, 0, 0]) for image, _ in found}) > 4
 
@@ -213,7 +213,7 @@ def test_partners_are_drawn_from_all_images(setting: str) -> None:
     load = augment.load
     augment.load = lambda number: loaded.append(number) or load(number)
     for seed in range(60):
-        augment(3, np.random.default_rng(seed))
+        augment(3, SIDE, np.random.default_rng(seed))
     assert loaded[::2] == [3] * 60
     assert set(loaded[1::2]) == {0, 1, 2, 3, 4}
     assert max(map(loaded[1::2].count, range(5))) < 30
@@ -238,9 +238,9 @@ def test_mixup_and_cutmix_come_as_often_as_asked_for() -> None:
 
 def test_nothing_is_mixed_and_no_partner_read_unless_asked_for() -> None:
     images = {0: plain(10)}
-    augment = Augmenter(TransformSettings(fliplr=0.5), SIDE, lambda number: (images[number], 1), 100, 2)
+    augment = Augmenter(TransformSettings(fliplr=0.5), lambda number: (images[number], 1), 100, 2)
     for seed in range(10):
-        assert augment(0, np.random.default_rng(seed))[1].tolist() == [0, 1]
+        assert augment(0, SIDE, np.random.default_rng(seed))[1].tolist() == [0, 1]
 
 
 # whose random numbers
@@ -250,7 +250,7 @@ def test_nothing_is_mixed_and_no_partner_read_unless_asked_for() -> None:
 def everything() -> Callable[[int], tuple[Tensor, Tensor]]:
     """Every augmentation of one of six images, by a seed."""
     augment = augmenter([noise(40, 50, seed) for seed in range(6)], EVERYTHING)
-    return lambda seed: augment(2, np.random.default_rng(seed))
+    return lambda seed: augment(2, SIDE, np.random.default_rng(seed))
 
 
 def test_the_result_depends_on_the_generator_alone(everything: Callable[[int], tuple[Tensor, Tensor]]) -> None:
