@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,12 @@ import torch
 from torch import nn
 
 from data import DATASETS
-from data.sources import read_spec
+from data.sources import DataSpec, read_spec
 from models.hub import find_weights
 from models.tasks import TASKS, task_of
 from models.weights import Weights, read_weights, transfer
+from models.yolo import add_layers
+from utils import coco
 from utils.config import ValOptions, parse_options, with_defaults
 from utils.errors import UserError
 from utils.failures import run_main
@@ -24,10 +28,17 @@ from utils.launch import describe, loader_workers, processes_to_start, start
 from utils.layout import layout
 from utils.processes import spread
 from utils.run import Run
+from utils.stages import AFTER, INFERENCE, PREPARING, Stages, counted, per_image, sentence
 from utils.stopping import Asked
 from utils.summary import SHOWN, Summary, evenly
 
 MANY_CLASSES = 50  # from here on a row per class is shown on demand only
+SPEED = {
+    "conf_thres": 0.25,
+    "iou_thres": 0.45,
+    "square": True,
+}  # what flags are with --task speed, unless they are given
+SPLIT_OF = {"speed": "val"}  # of a --task that is no split
 
 
 @torch.inference_mode()
@@ -39,13 +50,21 @@ def evaluate(
     images: int,
     keep: Callable[[Any, Any], object] = lambda batch, predictions: None,
     asked: Callable[[], str] = str,
+    *,
+    others: Sequence[tuple[Any, nn.Module]] = (),
+    half: bool = False,
+    stages: Stages | None = None,
 ) -> Summary:
     """Metrics of `model` over `loader`, which holds this process's share of the batches; the same on every process.
 
     `keep` is shown each batch with its predictions. The losses are means over the batches, weighed by the task. `asked`
-    tells whether the run is asked to end: where it is, on any process, `Asked` is raised on all.
+    tells whether the run is asked to end: where it is, on any process, `Asked` is raised on all. `others`: more models,
+    each with the task that built it, whose predictions are joined with those of `model`; the losses are its alone.
+    half: the models' weights are, and so are the images to be. `stages`: takes the time.
     """
-    model.eval()
+    members, stages = ((task, model), *others), stages or Stages()
+    for _, member in members:
+        member.eval()
     device = run.accelerator.device
     records, losses = [], []
     bar = run.bar("validating", images)
@@ -53,12 +72,20 @@ def evaluate(
         run.beat()
         if asked():
             break
+        stages.begin(len(batch.infos))
         batch = batch.to(device)
+        inputs = task.inputs(batch)
+        if half:
+            inputs = inputs.half()
+        stages.done(PREPARING)
         with run.accelerator.autocast():
-            outputs = model(task.inputs(batch))
-        terms = task.losses(outputs, batch)
+            looks = [look for own, member in members for look in own.looks(member, inputs)]
+        stages.done(INFERENCE)
+        terms = task.losses(looks[0].outputs, batch)
         losses.append((batch.infos[0].image, task.weight(batch), terms.means(terms.counts).tolist()))
-        predictions = task.predict(outputs, batch)
+        stages.done("losses")
+        predictions = task.predict(looks, batch)
+        stages.done(AFTER)
         keep(batch, predictions)
         records += task.score(predictions, batch)
     if word := next(filter(None, run.gather([asked()])), ""):
@@ -87,79 +114,236 @@ def main() -> None:
     options = parse_options(ValOptions, argv)
     if spread(main, processes_to_start(options.device, options.processes)):
         return
-    accelerator = start(options.device, options.mixed_precision, options.dist_timeout)
+    accelerator = start(options.device, "no" if options.half else options.mixed_precision, options.dist_timeout)
+    device = accelerator.device
     spec = read_spec(find_file(options.data, "data set", ["data"]))
-    weights = read_weights(find_weights(options.weights))
-    if weights.model is None:
-        raise UserError(
-            f"{options.weights} holds bare tensors without a model; give weights that train.py or YOLOv5 wrote"
-        )
-    task_name = task_of({"task": weights.task}, options.weights)
+    if options.layers:
+        add_layers(options.layers)
+    files = weight_files(options.weights)
+    weights = {name: read_weights(file) for name, file in files.items()}
+    task_name = common_task(weights)
     kind, task_kind = DATASETS[task_name], TASKS[task_name]
+    check_flags(options, task_kind.refused)
     sizes = ({"imgsz": values["imgsz"]} for values in (task_kind.defaults, spec.defaults) if "imgsz" in values)
-    options = with_defaults(options, argv, *sizes)
-    task = task_kind(kind.class_names(spec, options.single_cls), task_kind.recipe())
-    model = load_model(task, weights, options).to(accelerator.device, memory_format=layout(accelerator.device))
+    options = with_defaults(options, argv, *sizes, SPEED if options.task == "speed" else {})
+    names = kind.class_names(spec, options.single_cls)
+    members = load_models([task_kind(names, task_kind.recipe()) for _ in weights], weights, options)
+    half = options.half and device.type == "cuda"
+    for own, model in members:
+        own.augment = options.augment
+        (halve(model) if half else model).to(device, memory_format=layout(device))
+    (task, model), *others = members
     task.set_thresholds(options.conf_thres, options.iou_thres, options.max_det)
 
+    stride = math.lcm(*(own.stride for own, _ in members))
     data = kind(
         spec,
         imgsz=task.imgsz,
-        stride=task.stride,
+        stride=stride,
         single_class=options.single_cls,
         workers=loader_workers(options.workers),
         cache="",
         strict=options.strict,
     )
-    split = data.split(options.task)
+    chosen = SPLIT_OF.get(options.task, options.task)
+    split = data.split(chosen)
 
     run = Run(accelerator, options.project, options.name, options.exist_ok)
     run.quiet = options.quiet
     if not options.noplots:
         run.paint()
         task.shown = frozenset(evenly(len(split.images), SHOWN))
-    run.say(describe(accelerator), *spec.doubts, *split.report(options.task), *rounding(options.imgsz, task.imgsz))
+    run.say(describe(accelerator), *spec.doubts, *split.report(chosen), *rounding(options.imgsz, task.imgsz))
+    run.say(*precision(options.half, half), *panel(options, list(weights)))
     run.write_problems(split.problems)
     run.write_settings({**vars(options), "imgsz": task.imgsz})
     batches = run.share(data.evaluation_batches(split, batch_size=options.batch_size, square=options.square))
     if options.show_processes:
         run.say(*run.processes(batches))
-    keep = TextFiles(run.folder / "labels", task, options.save_conf) if options.save_txt else lambda batch, found: None
+    results = Results(task)
+    keepers: list[Callable[[Any, Any], object]] = [results] if options.save_json else []
+    if options.save_txt or options.save_hybrid:
+        keepers.append(TextFiles(run.folder / "labels", task, options.save_conf, options.save_hybrid))
+
+    def keep(batch: Any, predictions: Any) -> None:
+        for keeper in keepers:
+            keeper(batch, predictions)
+
+    exact = options.task == "speed" or device.type == "cpu"  # elsewhere it costs time to know when a stage is over
+    stages = Stages(torch.accelerator.synchronize if exact and device.type != "cpu" else lambda: None)
+    loader, images = data.evaluation_loader(split, batches), len(split.images)
     with run.watch(options.dist_timeout):
-        summary = evaluate(run, task, model, data.evaluation_loader(split, batches), len(split.images), keep)
+        summary = evaluate(run, task, model, loader, images, keep, others=others, half=half, stages=stages)
     run.write_documents(task.documents(summary))
     run.plots(lambda: task.pictures(summary, split))
     run.charts()
     run.finish_writing()
     brief = options.quiet or (len(task.names) > MANY_CLASSES and not options.verbose)
     run.say(*table(summary, brief), f"{summary.rate:.1f} images/s; results in {run.folder}", always=True)
+    laps = run.gather(counted(stages.laps))
+    if exact:
+        run.say(speed(per_image(laps), options), always=options.task == "speed")
+    found = run.gather(results.found)
     run.finish()
+    if options.save_json:
+        stem = next(iter(files.values())).stem
+        run.alone(lambda: write_results(run, options, spec, found, task.names, split.images, stem))
 
 
-def load_model(task: Any, weights: Weights, options: ValOptions) -> Any:
+def weight_files(names: Sequence[str]) -> dict[str, Path]:
+    """The weight files by what the command line calls them."""
+    if not all(names) or not names:
+        raise UserError("--weights names no file; give one to validate, or several as an ensemble")
+    return {name: find_weights(name) for name in names}
+
+
+def common_task(weights: Mapping[str, Weights]) -> str:
+    """The task of all weight files. Raises `UserError` where one has no model, or two do not go together."""
+    for name, content in weights.items():
+        if content.model is None:
+            raise UserError(f"{name} holds bare tensors without a model; give weights that train.py or YOLOv5 wrote")
+    first, *others = ((name, content, task_of({"task": content.task}, name)) for name, content in weights.items())
+    for other in others:
+        _compare(first, other)
+    return first[2]
+
+
+def _compare(one: tuple[str, Weights, str], other: tuple[str, Weights, str]) -> None:
+    """Raises `UserError` where two weight files, each with its name and task, cannot be one ensemble."""
+    together = f"{one[0]} and {other[0]} cannot be one ensemble"
+    if one[2] != other[2]:
+        raise UserError(f"{together}: their tasks are '{one[2]}' and '{other[2]}'")
+    for number in sorted({*one[1].names, *other[1].names}):
+        pair = [f"'{known[number]}'" if number in known else "absent" for known in (one[1].names, other[1].names)]
+        if pair[0] != pair[1]:
+            raise UserError(f"{together}: class {number} is {pair[0]} in the first and {pair[1]} in the second")
+
+
+def check_flags(options: ValOptions, refused: Mapping[str, str]) -> None:
+    """Raises `UserError` for a flag that means nothing to the task, and for annotations that are not there."""
+    for flag, reason in refused.items():
+        if getattr(options, flag):
+            raise UserError(f"--{flag.replace('_', '-')} {reason}")
+    if options.annotations and not Path(options.annotations).is_file():
+        raise UserError(f"--annotations {options.annotations} is not a file; check the path")
+
+
+def load_models(tasks: Sequence[Any], weights: Mapping[str, Weights], options: ValOptions) -> list[tuple[Any, Any]]:
+    """The model inside each weight file, with its task, all for images of one size: whole strides of each of them."""
+
+    def load(imgsz: int) -> list[tuple[Any, Any]]:
+        each = zip(tasks, weights.items(), strict=True)
+        return [(task, load_model(task, content, imgsz, name, options.data)) for task, (name, content) in each]
+
+    members = load(options.imgsz)
+    stride = math.lcm(*(task.stride for task in tasks))
+    imgsz = math.ceil(max(task.imgsz for task in tasks) / stride) * stride
+    return members if all(task.imgsz == imgsz for task in tasks) else load(imgsz)
+
+
+def load_model(task: Any, weights: Weights, imgsz: int, name: str, data: str) -> Any:
     """The model inside a weight file. Raises `UserError` where it was made for other classes than the data set's."""
     assert weights.model is not None
-    model = task.build_model(weights.model, options.imgsz, options.weights)
+    model = task.build_model(weights.model, imgsz, name)
     found = transfer(model, weights.state)
     if found.loaded < found.total:
         raise UserError(
-            f"{options.weights} knows {weights.model.get('nc')} classes and {options.data} has {len(task.names)}; "
+            f"{name} knows {weights.model.get('nc')} classes and {data} has {len(task.names)}; "
             "give the data set that the weights were trained for"
         )
     return model
 
 
-class TextFiles:
-    """Keeps what was found in an image as rows of a text file named like it."""
+def halve(model: Any) -> Any:
+    """The model with weights in half precision. What belongs to no weights stays as it is: it says where things are."""
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            module.half()
+    return model
 
-    def __init__(self, folder: Path, task: Any, with_confidence: bool) -> None:
-        self.folder, self.task, self.with_confidence = folder, task, with_confidence
+
+def precision(asked: bool, half: bool) -> list[str]:
+    """What becomes of --half."""
+    if asked and not half:
+        return ["warning: --half is for CUDA; taking full precision"]
+    return ["weights and images in half precision"] if half else []
+
+
+def speed(times: Mapping[str, float], options: ValOptions) -> str:
+    """What is told of the milliseconds that the stages take for an image."""
+    if options.task != "speed":
+        return sentence(times)
+    rate = 1000 / max(sum(times.values()), 1e-9)
+    return f"{sentence(times)}; {rate:.1f} images/s in batches of {options.batch_size}, loading left out"
+
+
+def panel(options: ValOptions, names: Sequence[str]) -> list[str]:
+    """What is told of an ensemble of these weights, and of looking more than once."""
+    told = [f"an ensemble of {len(names)} models; the losses are those of {names[0]}"] if len(names) > 1 else []
+    return told + ["--augment: each image is looked at several times"] * options.augment
+
+
+def write_results(
+    run: Run,
+    options: ValOptions,
+    spec: DataSpec,
+    found: Sequence[coco.Found],
+    names: Mapping[int, str],
+    images: Sequence[Path],
+    stem: str,
+) -> None:
+    """What was found in all `images` as COCO's results, and COCO's own numbers where there are annotations.
+
+    Raises `UserError` for annotations that do not fit, where --annotations named them, when the results are written.
+    """
+    file, missing = Path(options.annotations) if options.annotations else None, ""
+    if file is None:
+        file, missing = coco.find_annotations(spec.roots, SPLIT_OF.get(options.task, options.task), images)
+    ids, annotations, problem = coco.own_ids(names, images), None, None
+    if file:
+        try:
+            annotations = coco.read_annotations(file, names, images)
+            ids = annotations.ids
+        except UserError as error:
+            problem = error
+    rows = coco.results(found, ids)
+    run.write_documents({f"{stem}_predictions.json": json.dumps(rows)})
+    run.say(f"{len(rows)} results in {run.folder / f'{stem}_predictions.json'}; {ids.told}", *filter(None, [missing]))
+    try:
+        if problem:
+            raise problem
+        if annotations:
+            scores = coco.score(annotations, rows)
+            run.write_documents({"coco.csv": coco.text(scores)})
+            run.say(*annotations.doubts(), *coco.table(scores))
+    except UserError as error:
+        if options.annotations:
+            raise
+        run.say(f"warning: {error}")
+
+
+class TextFiles:
+    """Keeps what was found in an image as rows of a text file named like it; `hybrid`: beside its labels."""
+
+    def __init__(self, folder: Path, task: Any, with_confidence: bool, hybrid: bool = False) -> None:
+        self.folder, self.task, self.with_confidence, self.hybrid = folder, task, with_confidence, hybrid
         folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, batch: Any, predictions: Any) -> None:
-        rows = self.task.text_rows(predictions, batch, self.with_confidence)
+        rows = self.task.text_rows(predictions, batch, self.with_confidence, self.hybrid)
         for info, lines in zip(batch.infos, rows, strict=True):
             (self.folder / f"{Path(info.path).stem}.txt").write_text("".join(f"{line}\n" for line in lines))
+
+
+class Results:
+    """Keeps what was found in the images of this process, for COCO's results."""
+
+    def __init__(self, task: Any) -> None:
+        self.task = task
+        self.found: list[Any] = []
+
+    def __call__(self, batch: Any, predictions: Any) -> None:
+        self.found += self.task.results(predictions, batch)
 
 
 if __name__ == "__main__":

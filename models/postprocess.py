@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -29,20 +30,38 @@ class Suppression(NamedTuple):
     max_det: int = 300
 
 
+class Look(NamedTuple):
+    """What a model made of a batch's images, which it may have been shown in another size and mirrored."""
+
+    outputs: list[Tensor]  # raw maps by level, (b, anchors, h, w, 5 + classes)
+    anchors: Tensor  # (levels, anchors, 2) in cells
+    strides: Tensor  # (levels,) pixels per cell
+    scale: tuple[float, float] = (1.0, 1.0)  # width and height of what it was shown, as shares of the batch's
+    mirrored: int = 0  # the width of the batch, pixels, where left and right were swapped
+    left_out: int | None = None  # a level whose boxes are not taken
+
+    def levels(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The raw map and the cells of each level whose boxes are taken."""
+        for number, level in enumerate(zip(self.outputs, self.anchors, self.strides, strict=True)):
+            if number != self.left_out:
+                yield level[0], _cells(*level, self.scale, self.mirrored)
+
+
 @torch.no_grad()
-def detect(outputs: list[Tensor], anchors: Tensor, strides: Tensor, limits: Suppression) -> list[Tensor]:
-    """Raw maps (b, anchors, h, w, 5 + classes) by level to detections, (k, 6) per image: xyxy in pixels, confidence,
-    class, in falling confidence. anchors: (levels, anchors, 2) in cells.
+def detect(looks: Sequence[Look], limits: Suppression) -> list[Tensor]:
+    """What was seen in a batch, in one look or several, to detections, (k, 6) per image: xyxy in pixels of the batch,
+    confidence, class, in falling confidence.
 
     A box counts for every class whose objectness x score exceeds `conf_thres`; of boxes of one class that overlap by
-    more than `iou_thres` the most confident stays. There is no time limit: every image is finished. What is found in
-    an image does not depend on the others.
+    more than `iou_thres` the most confident stays, whichever look it is of. There is no time limit: every image is
+    finished. What is found in an image does not depend on the others.
     """
+    outputs, places = zip(*(level for look in looks for level in look.levels()), strict=True)
     levels = [raw.flatten(1, 3) for raw in outputs]  # (b, n, 5 + classes)
     likely = [level[..., 4].float() > _least_logit(limits.conf_thres) for level in levels]
     counts = torch.stack([level.sum(1) for level in likely], 1)  # (b, levels)
     boxes = torch.cat(likely, 1).nonzero()[:, 1].split(counts.flatten().tolist())  # of an image level by level
-    cells = torch.cat([_cells(*level) for level in zip(outputs, anchors, strides, strict=True)])
+    cells = torch.cat(places)
     starts = [0, *accumulate(level.shape[1] for level in levels[:-1])]
     found = []
     for image in range(len(levels[0])):
@@ -75,22 +94,31 @@ def _scores(parts: list[Tensor]) -> Tensor:
     return rows[: -len(spare)]
 
 
-def _cells(raw: Tensor, anchors: Tensor, stride: Tensor) -> Tensor:
-    """What the boxes of a level are relative to, (anchors x h x w, 5): column, row, stride, width and height of the
-    anchor in pixels."""
+def _cells(
+    raw: Tensor, anchors: Tensor, stride: Tensor, scale: tuple[float, float] = (1.0, 1.0), mirrored: int = 0
+) -> Tensor:
+    """What the boxes of a level are relative to, (anchors x h x w, 6): column, row, their strides, width and height of
+    the anchor, in pixels of the batch.
+
+    Of a look at mirrored images the columns count from the right, by a negative stride.
+    """
     _, count, height, width, _ = raw.shape
-    cells = raw.new_empty((count, height, width, 5), dtype=torch.float32)
+    cells = raw.new_empty((count, height, width, 6), dtype=torch.float32)
     cells[..., 0] = torch.arange(width, device=raw.device)
     cells[..., 1] = torch.arange(height, device=raw.device)[:, None]
-    cells[..., 2] = stride
-    cells[..., 3:] = (anchors * stride)[:, None, None]
-    return cells.view(-1, 5)
+    pixels = torch.stack([stride / share for share in scale])
+    cells[..., 2:4] = pixels
+    cells[..., 4:] = (anchors * pixels)[:, None, None]
+    if mirrored:
+        cells[..., 0] -= mirrored / pixels[0]
+        cells[..., 2] *= -1
+    return cells.view(-1, 6)
 
 
 def _decode(scores: Tensor, cells: Tensor) -> Tensor:
     """Boxes (k, 4), xyxy in pixels: xy = (2 sigmoid - 0.5 + cell) stride; wh = (2 sigmoid)^2 anchor."""
-    centre = (scores[:, :2] * 2 - 0.5 + cells[:, :2]) * cells[:, 2:3]
-    return xywh_to_xyxy(torch.cat((centre, (scores[:, 2:4] * 2) ** 2 * cells[:, 3:]), 1))
+    centre = (scores[:, :2] * 2 - 0.5 + cells[:, :2]) * cells[:, 2:4]
+    return xywh_to_xyxy(torch.cat((centre, (scores[:, 2:4] * 2) ** 2 * cells[:, 4:]), 1))
 
 
 def _suppress(scores: Tensor, cells: Tensor, limits: Suppression) -> Tensor:

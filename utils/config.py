@@ -35,6 +35,8 @@ REFUSED = {
     **dict.fromkeys(("evolve", "evolve_population", "resume_evolve"), SWEEPS),
     "bucket": "is not built in: copy the run folder with your cloud's own command, such as gsutil rsync or aws s3 sync",
     "quad": "is not built in: train at a larger --imgsz, or with --multi-scale",
+    "update": "is not needed: official weights are read as they are",
+    "visualize": "is not built in: a forward hook of torch on a layer gives its maps",
     "dnn": "is not built in: OpenCV's DNN module runs ONNX files without the scripts",
     "task study": "is not built in: call val.py once for each --imgsz, and compare their tables",
     **dict.fromkeys(("mask_ratio", "no_overlap"), SEGMENTS),
@@ -303,6 +305,55 @@ class ValOptions:
     )
     show_processes: bool = flag(False, "list every process: host, rank, device and its part of the first batches")
     local_rank: int = flag(-1, "what old launchers give; the environment says the same")
+
+
+@dataclass(frozen=True)
+class DetectOptions:
+    """The flags of detect.py."""
+
+    weights: tuple[str, ...] = flag(
+        ("yolov5s.pt",), "weights to look with, ours, exported or an official YOLOv5 .pt; several are an ensemble"
+    )
+    source: str = flag(
+        "", "file, folder, glob, .txt list, address, video, camera's number, rtsp://..., .streams list, or screen"
+    )
+    data: str = flag("", "data set YAML whose names the classes have; '' takes those inside --weights")
+    imgsz: tuple[int, ...] = flag(
+        (640,),
+        "sides that images are fitted into, in pixels: one number, or height and width",
+        "img",
+        "img-size",
+        within=IMGSZ,
+    )
+    conf_thres: float = flag(0.25, "least confidence of a detection", within=SHARE)
+    iou_thres: float = flag(0.45, "overlap above which NMS drops the weaker of two boxes", within=SHARE)
+    max_det: int = flag(1000, "most detections per image", within=Range(1))
+    batch_size: int = flag(
+        1, "images looked at together, where they follow each other and are of one shape", "batch", within=Range(1)
+    )
+    device: str = flag("", "cpu, mps or the number of a CUDA device; '' takes the best there is")
+    layers: str = flag("", "Python file with layers of your own, which the model has; it is run")
+    view_img: bool = flag(False, "show the results in a window, where OpenCV and a display can")
+    save_txt: bool = flag(False, "write what was found as labels/*.txt into the run folder")
+    save_format: int = flag(0, "of --save-txt: 0 is normalised x y w h, 1 is pixels x1 y1 x2 y2", within=Range(0, 1))
+    save_csv: bool = flag(False, "write what was found into predictions.csv")
+    save_conf: bool = flag(False, "with --save-txt: add the confidence")
+    save_crop: bool = flag(False, "write what is in each box as crops/CLASS/*.jpg")
+    nosave: bool = flag(False, "write no pictures and videos")
+    classes: tuple[int, ...] = flag((), "the numbers of the classes to look for; none: all", within=NOT_NEGATIVE)
+    agnostic_nms: bool = flag(False, "boxes of different classes suppress each other too")
+    augment: bool = flag(
+        False, "look at each image at several sizes and mirrored, and join what is found: slower, better"
+    )
+    project: str = flag("runs/detect", "folder of the run folders")
+    name: str = flag("exp", "name of the run folder; a number is added where it is taken")
+    exist_ok: bool = flag(False, "write into project/name although it exists")
+    line_thickness: int = flag(3, "of boxes, in pixels", within=Range(1, 100))
+    hide_labels: bool = flag(False, "draw boxes without names")
+    hide_conf: bool = flag(False, "draw names without confidences")
+    half: bool = flag(False, "weights and images in half precision on CUDA; elsewhere in full")
+    vid_stride: int = flag(1, "of a video or stream, look at one frame in so many", within=Range(1))
+    quiet: bool = flag(False, "say no more than warnings and the last line")
 
 
 # What `python train.py` does when none of --data, --cfg, --weights and --hyp is given.

@@ -84,6 +84,11 @@ class Run:
         for name, text in documents.items():
             self._write_now(name, text.encode(errors="surrogateescape"))  # names of files may be any bytes
 
+    def alone(self, work: Callable[[], object]) -> None:
+        """Do what is for files and for people alone, once; the other processes go on."""
+        if self.main:
+            work()
+
     def log(self, row: Mapping[str, float | int | None]) -> None:
         """Add a row to results.csv: 9 significant digits, empty where nothing was measured.
 

@@ -66,6 +66,12 @@ class Split(Protocol):
     def shown(self, index: int, side: int) -> np.ndarray: ...
 
 
+class Look(NamedTuple):
+    """What a model made of a batch's images."""
+
+    outputs: Tensor  # logits (b, classes)
+
+
 class ImageRecord(NamedTuple):
     """What one image adds to the metrics."""
 
@@ -87,6 +93,11 @@ class ClassificationTask:
         "epochs": 30,
         "batch_size": 32,
     }
+    # Flags that mean nothing to this task, and why.
+    refused: Mapping[str, str] = {
+        "save_hybrid": "is for detectors: an image has one class here, and its label says which",
+        "save_json": "is for detectors: COCO's results are boxes; --save-txt writes the classes that were found",
+    }
     loss_names = ("loss",)
     metric_names = ("accuracy_top1", "accuracy_top5")
     stride = 1  # images of any size will do
@@ -103,6 +114,7 @@ class ClassificationTask:
             )
         self.names, self.label_smoothing = dict(names), label_smoothing
         self.shown: frozenset[int] = frozenset()  # images whose boxes the evidence keeps: here there are none
+        self.augment = False  # show the images mirrored too
 
     def describe(self, yaml: Mapping[str, Any]) -> dict[str, Any]:
         """A model's YAML with what the recipe asks for: nothing."""
@@ -152,20 +164,31 @@ class ClassificationTask:
         """The weight of a batch's losses in those of a validation: its images, so that the mean is over all images."""
         return len(batch.infos)
 
-    def predict(self, outputs: Tensor, batch: Batch[ImageInfo]) -> Tensor:
-        """The probability of each class, (b, classes)."""
-        return outputs.float().softmax(1).cpu()
+    def looks(self, model: nn.Module, inputs: Tensor) -> list[Look]:
+        """What the model makes of `inputs`, and with `augment` of their mirror images."""
+        shown = (inputs, inputs.flip(3)) if self.augment else (inputs,)
+        return [Look(model(images)) for images in shown]
+
+    def predict(self, looks: Sequence[Look], batch: Batch[ImageInfo]) -> Tensor:
+        """The probability of each class, (b, classes): the mean over the looks, which may be of several models."""
+        return torch.stack([look.outputs.float().softmax(1) for look in looks]).mean(0).cpu()
 
     def set_thresholds(self, conf_thres: float, iou_thres: float, max_det: int) -> None:
         """Thresholds of a detector; they change nothing here."""
 
-    def text_rows(self, predictions: Tensor, batch: Batch[ImageInfo], with_confidence: bool) -> list[list[str]]:
-        """Each image's five likeliest classes by name, behind the probability if it is wanted."""
+    def text_rows(
+        self, predictions: Tensor, batch: Batch[ImageInfo], with_confidence: bool, hybrid: bool = False
+    ) -> list[list[str]]:
+        """Each image's five likeliest classes by name, behind the probability if it is wanted; `hybrid` is refused."""
         rows = []
         for probabilities in predictions:
             best = _best(probabilities)
             rows.append([f"{probabilities[k]:.6g} " * with_confidence + self.names[k] for k in best])
         return rows
+
+    def results(self, predictions: Tensor, batch: Batch[ImageInfo]) -> list[Any]:
+        """What was found in each image, for COCO's results: no boxes."""
+        return []
 
     def picture(self, batch: Batch[ImageInfo]) -> np.ndarray:
         """The batch's images with their classes, uint8 (h, w, 3) BGR."""

@@ -15,10 +15,12 @@ from models.anchors import ENOUGH, find_anchors, fit
 from models.layers import Detect
 from models.losses import DetectionLoss, LossSettings, LossTerms
 from models.matching import Level, near_cells
-from models.postprocess import Suppression, detect
+from models.postprocess import Look, Suppression, detect
 from models.tasks.batch import Batch
+from models.views import VIEWS
 from models.yolo import Model, build_model
 from utils.boxes import xywh_to_xyxy, xyxy_to_xywh
+from utils.coco import Found
 from utils.config import Hyperparameters, select
 from utils.files import csv_text
 from utils.layout import layout
@@ -82,6 +84,7 @@ class DetectionTask:
 
     recipe = Hyperparameters
     defaults: Mapping[str, Any] = {}  # what flags are where the command line says nothing: what config.py says
+    refused: Mapping[str, str] = {}  # flags that mean nothing to this task, and why
     # columns of results.csv, after train/ or val/, and after metrics/
     loss_names = ("box_loss", "obj_loss", "cls_loss")
     metric_names = ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95")
@@ -91,6 +94,7 @@ class DetectionTask:
         self.loss_settings = select(LossSettings, hyp, label_smoothing=label_smoothing)
         self.suppression = Suppression()
         self.shown: frozenset[int] = frozenset()  # images, by their index in the split, whose boxes the evidence keeps
+        self.augment = False  # show the images in several sizes and mirrored: `VIEWS`
 
     def describe(self, yaml: Mapping[str, Any]) -> dict[str, Any]:
         """A model's YAML with what the recipe asks for: another number of anchors, that are yet to be found."""
@@ -170,22 +174,59 @@ class DetectionTask:
         """The weight of a batch's losses in those of a validation: all alike, as in YOLOv5."""
         return 1
 
-    def predict(self, outputs: list[Tensor], batch: Batch[ImageInfo]) -> list[Tensor]:
-        """Detections per image, (k, 6): xyxy in pixels of the image's file, cut at its edges, confidence, class."""
+    def looks(self, model: Model, inputs: Tensor) -> list[Look]:
+        """What the model that this task has built makes of `inputs`: the first look is at these as they are, others
+        follow with `augment`.
+
+        Of the first look the boxes of the coarsest level are not taken, of the last those of the finest: such objects
+        are of better size in the other.
+        """
+        if not self.augment:
+            return [self.look(model(inputs))]
+        looks = []
+        for view in VIEWS:
+            images, scale = view.of(inputs, self.stride)
+            mirrored = inputs.shape[3] if view.mirrored else 0
+            looks.append(self.look(model(images))._replace(scale=scale, mirrored=mirrored))
+        if len(self.strides) > 1:
+            coarsest, finest = (self.strides.index(choose(self.strides)) for choose in (max, min))
+            looks[0], looks[-1] = looks[0]._replace(left_out=coarsest), looks[-1]._replace(left_out=finest)
+        return looks
+
+    def look(self, outputs: list[Tensor]) -> Look:
+        """Raw maps of the model that this task has built, with what their boxes are relative to."""
         device = outputs[0].device
-        found = detect(outputs, self.head.anchors.to(device), self.head.stride.to(device), self.suppression)
-        return _to_file(found, batch.infos)
+        return Look(outputs, self.head.anchors.to(device), self.head.stride.to(device))
+
+    def predict(self, looks: Sequence[Look], batch: Batch[ImageInfo]) -> list[Tensor]:
+        """Detections per image, (k, 6): xyxy in pixels of the image's file, cut at its edges, confidence, class. The
+        boxes of all looks, which may be of several models, suppress each other."""
+        return _to_file(detect(looks, self.suppression), batch.infos)
 
     def set_thresholds(self, conf_thres: float, iou_thres: float, max_det: int) -> None:
         """What `predict` takes for a detection: least confidence, overlap that suppresses, most per image."""
         self.suppression = Suppression(conf_thres, iou_thres, max_det)
 
     def text_rows(
-        self, predictions: Sequence[Tensor], batch: Batch[ImageInfo], with_confidence: bool
+        self, predictions: Sequence[Tensor], batch: Batch[ImageInfo], with_confidence: bool, hybrid: bool = False
     ) -> list[list[str]]:
-        """Each image's detections as label rows: class, normalised xywh, and the confidence if it is wanted."""
+        """Each image's detections as label rows: class, normalised xywh, and the confidence if it is wanted.
+
+        hybrid: its labels, of confidence 1, and the detections that no label of their class overlaps by more than the
+        threshold of the suppression.
+        """
+        if hybrid:
+            most = self.suppression.iou_thres
+            images = zip(predictions, batch.infos, strict=True)
+            predictions = [_with_labels(found, info, most) for found, info in images]
         return [
             _text_rows(found, info.size, with_confidence) for found, info in zip(predictions, batch.infos, strict=True)
+        ]
+
+    def results(self, predictions: Sequence[Tensor], batch: Batch[ImageInfo]) -> list[Found]:
+        """What was found in each image, for COCO's results."""
+        return [
+            Found(info.image, info.path, found.numpy()) for found, info in zip(predictions, batch.infos, strict=True)
         ]
 
     def picture(self, batch: Batch[ImageInfo]) -> np.ndarray:
@@ -270,6 +311,18 @@ def _text_rows(found: Tensor, size: tuple[int, int], with_confidence: bool) -> l
         f"{int(c)} {' '.join(f'{value:.6g}' for value in row)}"
         for c, row in zip(found[:, 5], rows.tolist(), strict=True)
     ]
+
+
+def _with_labels(found: Tensor, info: ImageInfo, most: float) -> Tensor:
+    """An image's labels and, behind them, its detections (k, 6) that no label of their class overlaps by more than
+    `most`."""
+    label = torch.from_numpy(info.rows).double()
+    truth = xywh_to_xyxy(label[:, 1:5]) * torch.tensor(info.size * 2)
+    matched = match_detections(
+        found[:, :4].numpy(), found[:, 5].long().numpy(), truth.numpy(), label[:, 0].long().numpy()
+    )
+    labels = torch.cat((truth, torch.ones(len(label), 1), label[:, :1]), 1)
+    return torch.cat((labels, found[torch.from_numpy(matched.overlap <= most)]))
 
 
 def _shown(found: Tensor, info: ImageInfo) -> Shown:

@@ -15,9 +15,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from models.tasks import TASKS, classification, task_of
-from models.tasks.classification import ClassificationRecipe, ClassificationTask, ImageRecord, precision_and_recall
+from models.tasks.classification import (
+    ClassificationRecipe,
+    ClassificationTask,
+    ImageRecord,
+    Look,
+    precision_and_recall,
+)
 from models.yolo import Model
-from utils.config import TrainOptions, from_mapping
+from utils.config import TrainOptions, ValOptions, flags_of, from_mapping
 from utils.errors import UserError
 from utils.files import ROOT
 from utils.summary import Summary
@@ -235,7 +241,7 @@ def test_arithmetic_is_in_fp32(task: ClassificationTask, precision: torch.dtype)
     terms.sums.sum().backward()
     assert logits.grad is not None
     assert logits.grad.dtype == precision
-    assert torch.equal(task.predict(logits, given), logits.detach().float().softmax(1))
+    assert torch.equal(task.predict([Look(logits)], given), logits.detach().float().softmax(1))
 
 
 def test_the_objective_is_the_mean_over_images(task: ClassificationTask) -> None:
@@ -253,10 +259,30 @@ def test_losses_of_a_validation_are_weighed_by_images(task: ClassificationTask) 
 
 
 def test_predictions_are_probabilities(task: ClassificationTask) -> None:
-    found = task.predict(LOGITS, of_classes(0, 1))
+    found = task.predict([Look(LOGITS)], of_classes(0, 1))
     torch.testing.assert_close(found, torch.tensor([[1 / 3, 1 / 3, 1 / 3], [0.5, 0.25, 0.25]]))
     task.set_thresholds(0.9, 0.9, 1)
-    assert torch.equal(task.predict(LOGITS, of_classes(0, 1)), found)  # thresholds are a detector's
+    assert torch.equal(task.predict([Look(LOGITS)], of_classes(0, 1)), found)  # thresholds are a detector's
+
+
+def test_looks_are_averaged(task: ClassificationTask) -> None:
+    """The mean of the probabilities, as [1/3, 1/3, 1/3] and [1/2, 1/4, 1/4]."""
+    found = task.predict([Look(LOGITS), Look(LOGITS.flip(0))], of_classes(0, 1))
+    torch.testing.assert_close(found, torch.tensor([[5 / 12, 7 / 24, 7 / 24]] * 2))
+
+
+def test_augmented_looks_see_the_mirror_image(task: ClassificationTask) -> None:
+    images = torch.rand(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    assert [look.outputs is images for look in task.looks(nn.Identity(), images)] == [True]
+    task.augment = True
+    plain, mirrored = task.looks(nn.Identity(), images)
+    assert plain.outputs is images
+    assert torch.equal(mirrored.outputs[..., 0], images[..., -1])
+
+
+def test_flags_of_detectors_are_refused() -> None:
+    assert set(ClassificationTask.refused) == {"save_hybrid", "save_json"}
+    assert set(ClassificationTask.refused) < {option.name for option in flags_of(ValOptions)}
 
 
 def test_score(task: ClassificationTask) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from models.losses import LossSettings
 from models.tasks import TASKS
 from models.tasks.detection import DetectionTask, _to_file
+from models.views import GREY
 from utils.config import Hyperparameters
 from utils.metrics import POINTS, ImageRecord
 from utils.summary import Box, Example, Summary
@@ -114,7 +115,7 @@ def test_predictions_are_in_the_files_pixels(task: DetectionTask, tiny_yaml: dic
     # Image 1, anchor 16 x 16, cell (column 3, row 5) of stride 8: centre (28, 44), so 20, 36, 36, 52
     outputs[1][1, 0, 5, 3] = torch.tensor([0, 0, 0, 0, 0, -20, 20, -20])
     info = Info(size=(100, 70), placement=Place((0.5, 0.8), (4, 12)))
-    nothing, found = task.predict(outputs, batch(Info(), info))
+    nothing, found = task.predict([task.look(outputs)], batch(Info(), info))
     assert nothing.shape == (0, 6)
     expected = torch.tensor([[32, 30, 64, 50, 0.5, 1.0]])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4, check_dtype=False)
@@ -127,7 +128,7 @@ def test_thresholds(task: DetectionTask, tiny_yaml: dict[str, Any]) -> None:
         outputs[1][0, 0, 4, 2 * column + 1] = torch.tensor([0, 0, 0, 0, objectness, 20, -20, -20])
 
     def confidences() -> list[float]:
-        (found,) = task.predict(outputs, batch(Info()))
+        (found,) = task.predict([task.look(outputs)], batch(Info()))
         return found[:, 4].tolist()
 
     assert confidences() == pytest.approx([0.7311, 0.5, 0.2689], abs=1e-4)
@@ -163,6 +164,87 @@ def test_text_rows(task: DetectionTask) -> None:
         [],
     ]
     assert task.text_rows(found, given, True)[0] == ["2 0.2 0.2 0.2 0.2 0.5", "0 0.5 0.5 1 1 0.25"]
+
+
+def test_text_rows_beside_labels(task: DetectionTask) -> None:
+    """A detection goes where a label of its class overlaps it by more than the threshold; the label is 20, 20 to 60,
+    60."""
+    given = batch(Info(size=(100, 200), rows=labels((1, 0.4, 0.2, 0.4, 0.2))), Info())
+    found = torch.tensor(
+        [
+            [20, 20, 60, 60, 0.9, 1],
+            [20, 20, 60, 60, 0.8, 0],  # another class
+            [20, 20, 60, 44, 0.7, 1],  # IoU 0.6
+            [20, 20, 60, 48, 0.6, 1],  # IoU 0.7
+            [0, 0, 10, 20, 0.5, 1],
+        ]
+    ).double()
+    first, second = task.text_rows([found, found[-1:]], given, True, hybrid=True)
+    assert first == [
+        "1 0.4 0.2 0.4 0.2 1",
+        "0 0.4 0.2 0.4 0.2 0.8",
+        "1 0.4 0.16 0.4 0.12 0.7",
+        "1 0.05 0.05 0.1 0.1 0.5",
+    ]
+    assert second == ["1 0.05 0.05 0.1 0.1 0.5"]
+    assert task.text_rows([found[:0]] * 2, given, False, hybrid=True) == [["1 0.4 0.2 0.4 0.2"], []]
+    assert len(task.score([found, found[-1:]], given)[0].confidence) == 5  # metrics are those of what was found
+
+
+def test_results_are_in_pixels_of_the_file(task: DetectionTask) -> None:
+    found = [torch.tensor([[1, 2, 3, 4, 0.5, 2.0]]), torch.zeros(0, 6)]
+    first, second = task.results(found, batch(Info(image=3, path="/data/b.jpg"), Info(image=1)))
+    assert (first.image, first.path, first.rows.tolist()) == (3, "/data/b.jpg", [[1, 2, 3, 4, 0.5, 2]])
+    assert (second.image, second.rows.shape) == (1, (0, 6))
+
+
+# Looking more than once
+
+
+def shapes(model: Any, seen: list[Tensor]) -> Any:
+    """A model that keeps what it is shown."""
+
+    def forward(images: Tensor) -> Any:
+        seen.append(images)
+        return model(images)
+
+    return forward
+
+
+def test_one_look_is_the_model_at_the_images(task: DetectionTask, tiny_yaml: dict[str, Any]) -> None:
+    model = task.build_model(tiny_yaml, 64).eval()
+    images = torch.rand(1, 3, 48, 64)
+    (look,) = task.looks(model, images)
+    assert all(torch.equal(*pair) for pair in zip(look.outputs, model(images), strict=True))
+    assert (look.scale, look.mirrored, look.left_out) == ((1, 1), 0, None)
+
+
+def test_augmented_looks(task: DetectionTask, tiny_yaml: dict[str, Any]) -> None:
+    """Three sizes, the second mirrored; of the first the coarse level is left out, of the last the fine one."""
+    model = task.build_model(tiny_yaml, 64).eval()  # strides 4 and 8
+    task.augment, seen = True, []
+    images = torch.rand(1, 3, 48, 64)
+    looks = task.looks(shapes(model, seen), images)
+    assert seen[0] is images
+    assert [tuple(one.shape[2:]) for one in seen] == [(48, 64), (40, 56), (32, 48)]
+    assert [look.mirrored for look in looks] == [0, 64, 0]
+    assert [look.left_out for look in looks] == [1, None, 0]
+    # 0.83 and 0.67 of 64 and 48 are 53, 39 and 42, 32 whole pixels; what fills them up is grey
+    assert [look.scale for look in looks] == [(1, 1), (53 / 64, 39 / 48), (42 / 64, 32 / 48)]
+    for one, height, width in ((seen[1], 39, 53), (seen[2], 32, 42)):
+        assert (one[..., width:] == GREY).all()
+        assert (one[..., height:, :] == GREY).all()
+        assert (one[..., :height, :width] != GREY).all()
+    mean = images.flip(3)[..., :24].mean()
+    torch.testing.assert_close(seen[1][..., :39, :20].mean(), mean, atol=0.03, rtol=0)
+    assert len(task.predict(looks, batch(Info()))) == 1
+
+
+def test_a_model_of_one_level_keeps_it(task: DetectionTask, tiny_yaml: dict[str, Any]) -> None:
+    head = [[[1], 1, "Detect", ["nc", "anchors"]]]
+    model = task.build_model({**tiny_yaml, "anchors": tiny_yaml["anchors"][:1], "head": head}, 64).eval()
+    task.augment = True
+    assert [look.left_out for look in task.looks(model, torch.rand(1, 3, 32, 32))] == [None] * 3
 
 
 def test_picture_shows_the_batch(task: DetectionTask) -> None:

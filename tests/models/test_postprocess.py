@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models import postprocess
-from models.postprocess import Suppression, _cells, _decode, _least_logit, _scores, _suppress, detect
+from models.postprocess import Look, Suppression, _cells, _decode, _least_logit, _scores, _suppress, detect
 
 THREE = math.log(3)  # the logit of 3/4; of 1/4 with a minus
 
@@ -46,10 +46,15 @@ def test_decode_levels_follow_each_other() -> None:
 
 def test_detections_are_in_fp32() -> None:
     raw = torch.randn(1, 1, 64, 64, 6).to(torch.bfloat16)
-    args = torch.ones(1, 1, 2), torch.tensor([8.0]), Suppression()
-    (found,) = detect([raw], *args)
+    args = torch.ones(1, 1, 2), torch.tensor([8.0])
+    (found,) = detect([Look([raw], *args)], Suppression())
     assert found.dtype == torch.float32
-    assert torch.equal(found, detect([raw.float()], *args)[0])
+    assert torch.equal(found, detect([Look([raw.float()], *args)], Suppression())[0])
+
+
+def look(raw: Tensor) -> Look:
+    """One level of one anchor, a cell large, of stride 1."""
+    return Look([raw], torch.ones(1, 1, 2), torch.ones(1))
 
 
 def predictions(*rows: tuple[float, ...]) -> Tensor:
@@ -60,7 +65,7 @@ def predictions(*rows: tuple[float, ...]) -> Tensor:
 def run(given: Tensor, conf_thres: float = 0.1, iou_thres: float = 0.5, max_det: int = 300) -> Tensor:
     """The detections of the image: of scores of one half, in cells and with anchors that make the boxes of it."""
     scores = torch.cat((torch.full((len(given), 4), 0.5), given[:, 4:]), 1)
-    cells = torch.cat((given[:, :2] - 0.5, torch.ones(len(given), 1), given[:, 2:4]), 1)
+    cells = torch.cat((given[:, :2] - 0.5, torch.ones(len(given), 2), given[:, 2:4]), 1)
     return _suppress(scores, cells, Suppression(conf_thres, iou_thres, max_det))
 
 
@@ -116,19 +121,19 @@ def test_most_candidates_are_the_most_confident(monkeypatch: pytest.MonkeyPatch)
 def test_nothing_found() -> None:
     assert run(predictions((10, 10, 4, 4, 0.9, 0.05))).shape == (0, 6)
     assert run(torch.zeros(0, 7)).shape == (0, 6)
-    assert detect([torch.zeros(0, 1, 2, 2, 7)], torch.ones(1, 1, 2), torch.ones(1), Suppression()) == []
+    assert detect([look(torch.zeros(0, 1, 2, 2, 7))], Suppression()) == []
 
 
 def test_the_given_maps_stay_as_they_were() -> None:
     given = torch.randn(2, 1, 4, 4, 7)
     copy = given.clone()
-    detect([given], torch.ones(1, 1, 2), torch.ones(1), Suppression())
+    detect([look(given)], Suppression())
     assert torch.equal(given, copy)
 
 
 def test_maps_that_a_gradient_flows_to() -> None:
     given = torch.randn(2, 1, 4, 4, 7, requires_grad=True)
-    assert not detect([given * 1], torch.ones(1, 1, 2), torch.ones(1), Suppression())[0].requires_grad
+    assert not detect([look(given * 1)], Suppression())[0].requires_grad
 
 
 def test_no_image_is_dropped_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +144,7 @@ def test_no_image_is_dropped_however_long_it_takes(monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as clock:
         for name in ("time", "perf_counter", "monotonic"):
             clock.setattr(time, name, lambda: float(next(ticks)))
-        found = detect([given], torch.ones(1, 1, 2), torch.ones(1), Suppression())
+        found = detect([look(given)], Suppression())
     assert torch.equal(torch.cat(found), torch.tensor([[0, 0, 1, 1, 0.25, 0]]).expand(count, 6))
 
 
@@ -186,7 +191,7 @@ def test_as_plainly(classes: int, few: bool, max_det: int, conf_thres: float, mo
     for seed, most in enumerate((30_000, 150)):
         monkeypatch.setattr(postprocess, "MOST_CANDIDATES", most)
         given, limits = random_maps(seed, classes, few), Suppression(conf_thres, 0.45, max_det)
-        found = detect(*given, limits)
+        found = detect([Look(*given)], limits)
         for own, expected in zip(found, plainly(*given, limits, most), strict=True):
             assert torch.equal(own, expected)
         assert not len(found[1])
@@ -198,12 +203,12 @@ def test_an_image_does_not_depend_on_the_others(threads: int) -> None:
     before = torch.get_num_threads()
     generator = torch.Generator().manual_seed(0)
     outputs = [torch.randn(3, 2, side, side, 85, generator=generator) for side in (20, 11)]
-    more = torch.ones(2, 2, 2) * 2, torch.tensor([8.0, 16]), Suppression()
+    more = torch.ones(2, 2, 2) * 2, torch.tensor([8.0, 16])
     try:
         torch.set_num_threads(threads)
-        together = detect(outputs, *more)
-        apart = [detect([raw[k : k + 1] for raw in outputs], *more)[0] for k in range(3)]
-        backwards = detect([raw.flip(0) for raw in outputs], *more)[::-1]
+        together = detect([Look(outputs, *more)], Suppression())
+        apart = [detect([Look([raw[k : k + 1] for raw in outputs], *more)], Suppression())[0] for k in range(3)]
+        backwards = detect([Look([raw.flip(0) for raw in outputs], *more)], Suppression())[::-1]
     finally:
         torch.set_num_threads(before)
     for found in (apart, backwards):
@@ -224,3 +229,58 @@ def test_least_logit(probability: float) -> None:
     assert (taken | ~exceed).all()
     if 0 < probability < 0.99:  # near 1 a sigmoid hardly rises
         assert (taken & ~exceed).sum() < 20
+
+
+# Several looks
+
+
+def one_box(columns: int, column: int, confidence: float, x: float = 0.0) -> Tensor:
+    """A map of 4 rows of stride 8 without anything but a box in the second row, `x` the logit of its place."""
+    raw = torch.full((1, 1, 4, columns, 6), -20.0)
+    raw[0, 0, 1, column] = torch.tensor([x, 0, 0, 0, math.log(confidence / (1 - confidence)), 20])
+    return raw
+
+
+ANCHOR, EIGHT = torch.tensor([[[1.0, 2.0]]]), torch.tensor([8.0])
+
+
+def test_a_look_at_mirrored_images() -> None:
+    """48 pixels wide: from the right the third cell is from 16 to 24, and the box is right of its middle, mirrored left
+    of it: 8 (0.75 x 2 - 0.5 + 2) = 24 from the right."""
+    (found,) = detect([Look([one_box(6, 2, 0.5, THREE)], ANCHOR, EIGHT, mirrored=48)], Suppression())
+    torch.testing.assert_close(found, torch.tensor([[20.0, 4, 28, 20, 0.5, 0]]))
+
+
+def test_a_look_at_smaller_images() -> None:
+    """Boxes grow back, each side by its own share; the images are 60 wide, 30 were looked at, in 32 columns."""
+    raw = one_box(4, 2, 0.5, THREE)  # around 24, 12; 8 wide and 16 high
+    (found,) = detect([Look([raw], ANCHOR, EIGHT, (0.5, 0.8))], Suppression())
+    torch.testing.assert_close(found, torch.tensor([[40.0, 5, 56, 25, 0.5, 0]]))
+    (found,) = detect([Look([raw], ANCHOR, EIGHT, (0.5, 0.8), mirrored=60)], Suppression())
+    torch.testing.assert_close(found, torch.tensor([[4.0, 5, 20, 25, 0.5, 0]]))
+
+
+def test_looks_are_joined_before_the_suppression() -> None:
+    """Of two models: other sizes of maps, anchors, and numbers of levels. The stronger box of one suppresses that of
+    the other; what only one of them sees stays."""
+    one = Look([one_box(6, 2, 0.5)], ANCHOR, EIGHT)
+    nothing = torch.full((1, 3, 2, 3, 6), -20.0)
+    same = torch.full((1, 3, 4, 6, 6), -20.0)
+    same[0, 1, 1, 2] = torch.tensor([0, 0, 0, 0, THREE, 20.0])
+    same[0, 1, 3, 5] = torch.tensor([0, 0, 0, 0, -THREE, 20.0])
+    anchors = torch.tensor([[[9.0, 9.0], [1.0, 2.0], [9.0, 9.0]]]).repeat(2, 1, 1)
+    two = Look([same, nothing], anchors, torch.tensor([8.0, 16.0]))
+    expected = torch.tensor([[16.0, 4, 24, 20, 0.75, 0], [40, 20, 48, 36, 0.25, 0]])
+    for looks in ([one, two], [two, one]):
+        torch.testing.assert_close(detect(looks, Suppression())[0], expected)
+    found = detect([one, two], Suppression(iou_thres=1.0))[0]
+    assert found[:, 4].tolist() == pytest.approx([0.75, 0.5, 0.25])
+
+
+def test_a_level_that_is_left_out() -> None:
+    maps, anchors, strides = [one_box(6, 2, 0.5), one_box(6, 4, 0.75)], ANCHOR.repeat(2, 1, 1), EIGHT.repeat(2)
+    confidences = {
+        level: detect([Look(maps, anchors, strides, left_out=level)], Suppression())[0][:, 4].tolist()
+        for level in (None, 0, 1)
+    }
+    assert confidences == {None: pytest.approx([0.75, 0.5]), 0: pytest.approx([0.75]), 1: pytest.approx([0.5])}
