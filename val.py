@@ -15,9 +15,9 @@ from torch import nn
 
 from data import DATASETS
 from data.sources import DataSpec, read_spec
-from models.hub import find_weights
-from models.tasks import TASKS, task_of
-from models.weights import Weights, read_weights, transfer
+from models.panel import common_task, halve, load_models, weight_files
+from models.tasks import TASKS
+from models.weights import read_weights
 from models.yolo import add_layers
 from utils import coco
 from utils.config import ValOptions, parse_options, with_defaults
@@ -26,6 +26,7 @@ from utils.failures import run_main
 from utils.files import find_file
 from utils.launch import describe, loader_workers, processes_to_start, start
 from utils.layout import layout
+from utils.meeting import in_own_time
 from utils.processes import spread
 from utils.run import Run
 from utils.stages import AFTER, INFERENCE, PREPARING, Stages, counted, per_image, sentence
@@ -33,11 +34,7 @@ from utils.stopping import Asked
 from utils.summary import SHOWN, Summary, evenly
 
 MANY_CLASSES = 50  # from here on a row per class is shown on demand only
-SPEED = {
-    "conf_thres": 0.25,
-    "iou_thres": 0.45,
-    "square": True,
-}  # what flags are with --task speed, unless they are given
+SPEED = {"conf_thres": 0.25, "iou_thres": 0.45, "square": True}  # what flags are with --task speed, unless given
 SPLIT_OF = {"speed": "val"}  # of a --task that is no split
 
 
@@ -119,15 +116,18 @@ def main() -> None:
     spec = read_spec(find_file(options.data, "data set", ["data"]))
     if options.layers:
         add_layers(options.layers)
-    files = weight_files(options.weights)
+    with in_own_time():  # one machine may have more to download than another
+        files = weight_files(options.weights)
     weights = {name: read_weights(file) for name, file in files.items()}
     task_name = common_task(weights)
     kind, task_kind = DATASETS[task_name], TASKS[task_name]
     check_flags(options, task_kind.refused)
     sizes = ({"imgsz": values["imgsz"]} for values in (task_kind.defaults, spec.defaults) if "imgsz" in values)
     options = with_defaults(options, argv, *sizes, SPEED if options.task == "speed" else {})
-    names = kind.class_names(spec, options.single_cls)
-    members = load_models([task_kind(names, task_kind.recipe()) for _ in weights], weights, options)
+    with in_own_time():
+        names = kind.class_names(spec, options.single_cls)
+    tasks = [task_kind(names, task_kind.recipe()) for _ in weights]
+    members = load_models(tasks, weights, options.imgsz, options.data)
     half = options.half and device.type == "cuda"
     for own, model in members:
         own.augment = options.augment
@@ -146,7 +146,8 @@ def main() -> None:
         strict=options.strict,
     )
     chosen = SPLIT_OF.get(options.task, options.task)
-    split = data.split(chosen)
+    with in_own_time():
+        split = data.split(chosen)
 
     run = Run(accelerator, options.project, options.name, options.exist_ok)
     run.quiet = options.quiet
@@ -190,35 +191,6 @@ def main() -> None:
         run.alone(lambda: write_results(run, options, spec, found, task.names, split.images, stem))
 
 
-def weight_files(names: Sequence[str]) -> dict[str, Path]:
-    """The weight files by what the command line calls them."""
-    if not all(names) or not names:
-        raise UserError("--weights names no file; give one to validate, or several as an ensemble")
-    return {name: find_weights(name) for name in names}
-
-
-def common_task(weights: Mapping[str, Weights]) -> str:
-    """The task of all weight files. Raises `UserError` where one has no model, or two do not go together."""
-    for name, content in weights.items():
-        if content.model is None:
-            raise UserError(f"{name} holds bare tensors without a model; give weights that train.py or YOLOv5 wrote")
-    first, *others = ((name, content, task_of({"task": content.task}, name)) for name, content in weights.items())
-    for other in others:
-        _compare(first, other)
-    return first[2]
-
-
-def _compare(one: tuple[str, Weights, str], other: tuple[str, Weights, str]) -> None:
-    """Raises `UserError` where two weight files, each with its name and task, cannot be one ensemble."""
-    together = f"{one[0]} and {other[0]} cannot be one ensemble"
-    if one[2] != other[2]:
-        raise UserError(f"{together}: their tasks are '{one[2]}' and '{other[2]}'")
-    for number in sorted({*one[1].names, *other[1].names}):
-        pair = [f"'{known[number]}'" if number in known else "absent" for known in (one[1].names, other[1].names)]
-        if pair[0] != pair[1]:
-            raise UserError(f"{together}: class {number} is {pair[0]} in the first and {pair[1]} in the second")
-
-
 def check_flags(options: ValOptions, refused: Mapping[str, str]) -> None:
     """Raises `UserError` for a flag that means nothing to the task, and for annotations that are not there."""
     for flag, reason in refused.items():
@@ -226,40 +198,6 @@ def check_flags(options: ValOptions, refused: Mapping[str, str]) -> None:
             raise UserError(f"--{flag.replace('_', '-')} {reason}")
     if options.annotations and not Path(options.annotations).is_file():
         raise UserError(f"--annotations {options.annotations} is not a file; check the path")
-
-
-def load_models(tasks: Sequence[Any], weights: Mapping[str, Weights], options: ValOptions) -> list[tuple[Any, Any]]:
-    """The model inside each weight file, with its task, all for images of one size: whole strides of each of them."""
-
-    def load(imgsz: int) -> list[tuple[Any, Any]]:
-        each = zip(tasks, weights.items(), strict=True)
-        return [(task, load_model(task, content, imgsz, name, options.data)) for task, (name, content) in each]
-
-    members = load(options.imgsz)
-    stride = math.lcm(*(task.stride for task in tasks))
-    imgsz = math.ceil(max(task.imgsz for task in tasks) / stride) * stride
-    return members if all(task.imgsz == imgsz for task in tasks) else load(imgsz)
-
-
-def load_model(task: Any, weights: Weights, imgsz: int, name: str, data: str) -> Any:
-    """The model inside a weight file. Raises `UserError` where it was made for other classes than the data set's."""
-    assert weights.model is not None
-    model = task.build_model(weights.model, imgsz, name)
-    found = transfer(model, weights.state)
-    if found.loaded < found.total:
-        raise UserError(
-            f"{name} knows {weights.model.get('nc')} classes and {data} has {len(task.names)}; "
-            "give the data set that the weights were trained for"
-        )
-    return model
-
-
-def halve(model: Any) -> Any:
-    """The model with weights in half precision. What belongs to no weights stays as it is: it says where things are."""
-    for module in model.modules():
-        if any(True for _ in module.parameters(recurse=False)):
-            module.half()
-    return model
 
 
 def precision(asked: bool, half: bool) -> list[str]:

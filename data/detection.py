@@ -131,9 +131,10 @@ class EvaluationItems(_Items):
     def item(self, draw: Draw, pixels: Tensor) -> tuple[Tensor, Tensor, ImageInfo]:
         sample = self.load(draw.image)
         fitted, (scale, offset) = letterbox(sample, draw.shape, enlarge=False)
-        height, width = sample.image.shape[:2]
-        native = self.labels.sizes[draw.image]
-        placement = Placement((scale[0] * width / native[0], scale[1] * height / native[1]), offset)
+        # One gain for both axes, as in YOLOv5, so that COCO's numbers are those of its users: of the two sides of the
+        # image as it was loaded the shorter one is rounded up, by less than a pixel.
+        gain = scale[0] * max(sample.image.shape[:2]) / max(self.labels.sizes[draw.image])
+        placement = Placement((gain, gain), offset)
         return *to_tensors(fitted, pixels), self.info(draw.image, placement)
 
 

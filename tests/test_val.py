@@ -21,14 +21,13 @@ from data.shapes import NAMES
 from data.sources import read_spec
 from models.tasks.classification import ClassificationTask
 from models.tasks.detection import DetectionTask
-from models.weights import Weights, read_weights
 from tests.conftest import RunScript
 from utils.checkpoint import serialised, weights_content
 from utils.coco import Found
 from utils.config import Hyperparameters, ValOptions, parse_options
 from utils.errors import UserError
 from utils.files import read_yaml
-from val import check_flags, common_task, halve, load_models, precision, weight_files, write_results
+from val import check_flags, precision, write_results
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -75,15 +74,10 @@ def test_official_weights(
 
 
 def check_numbers(run: Path) -> None:
-    """What pycocotools says of what YOLOv5's val.py finds.
-
-    Our boxes lie up to half a pixel better, where the grey around an image has an odd number of pixels: at IoU 0.75 one
-    sees it. With boxes as far off as YOLOv5's the third number is 0.363.
-    """
+    """What pycocotools says of what YOLOv5's val.py finds."""
     numbers = [float(row["value"]) for row in read_csv(run / "coco.csv")]
     assert len(numbers) == 12
-    assert numbers[:2] == pytest.approx([0.365, 0.567], abs=0.003)
-    assert numbers[2] == pytest.approx(0.363, abs=0.004)
+    assert numbers[:3] == pytest.approx([0.365, 0.567, 0.363], abs=0.003)
     rows = json.loads((run / "yolov5n_predictions.json").read_text())
     assert len(rows) == sum(len(text.read_text().splitlines()) for text in (run / "labels").glob("*.txt"))
     assert {type(row["image_id"]) for row in rows} == {int}
@@ -212,16 +206,6 @@ def test_half_on_cuda(shared: Path, photos: Path, tmp_path: Path, run_script: Ru
     assert means[1] == pytest.approx(means[0], abs=0.01)
 
 
-def test_halved_weights_keep_the_places(tiny_yaml: dict[str, Any]) -> None:
-    """A head's anchors and strides are no weights: in half precision boxes would be elsewhere."""
-    model = DetectionTask({0: "a", 1: "b", 2: "c"}, Hyperparameters()).build_model(tiny_yaml, 64)
-    kept = {"model.3.anchors", "model.3.stride"}
-    tensors = {**dict(halve(model).named_parameters()), **dict(model.named_buffers())}
-    kinds = {name: tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point()}
-    assert {name for name, kind in kinds.items() if kind == torch.float32} == kept
-    assert torch.float16 in kinds.values()
-
-
 def test_precision_is_told() -> None:
     assert precision(asked=False, half=False) == []
     assert precision(asked=True, half=True) == ["weights and images in half precision"]
@@ -229,40 +213,6 @@ def test_precision_is_told() -> None:
 
 
 # What does not go together
-
-
-def content(names: Mapping[int, str] | None = None, task: str = "detect") -> Weights:
-    return Weights({}, {"nc": 2}, dict(names or {}), task, {}, "lockstep")
-
-
-def test_models_that_go_together() -> None:
-    assert common_task({"a.pt": content({0: "cat"}), "b.pt": content({0: "cat"})}) == "detect"
-    assert common_task({"a.pt": content(task="classify")}) == "classify"
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (content({0: "cat", 1: "cow"}), "class 1 is 'dog' in the first and 'cow' in the second"),
-        (content({0: "cat"}), "class 1 is 'dog' in the first and absent in the second"),
-        (content({0: "cat", 1: "dog", 2: "cow"}), "class 2 is absent in the first and 'cow' in the second"),
-        (content({0: "cat", 1: "dog"}, "classify"), "their tasks are 'detect' and 'classify'"),
-    ],
-)
-def test_models_that_do_not_go_together(other: Weights, message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(f"a.pt and b.pt cannot be one ensemble: {message}")):
-        common_task({"a.pt": content({0: "cat", 1: "dog"}), "b.pt": other})
-
-
-def test_tensors_without_a_model() -> None:
-    with pytest.raises(UserError, match=r"b\.pt holds bare tensors"):
-        common_task({"a.pt": content(), "b.pt": Weights({}, None, {}, "", {}, "tensors")})
-
-
-@pytest.mark.parametrize("names", [(), ("",)])
-def test_no_weights(names: tuple[str, ...]) -> None:
-    with pytest.raises(UserError, match="--weights names no file"):
-        weight_files(names)
 
 
 @pytest.mark.parametrize(
@@ -276,16 +226,6 @@ def test_no_weights(names: tuple[str, ...]) -> None:
 def test_flags_that_a_classifier_has_no_use_for(flags: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_flags(parse_options(ValOptions, flags), ClassificationTask.refused)
-
-
-def test_an_ensemble_has_one_size(two_models: tuple[str, str]) -> None:
-    """Strides 8 and 16: 72 pixels would do for the first one."""
-    names = dict(enumerate(NAMES))
-    tasks = [DetectionTask(names, Hyperparameters()) for _ in two_models]
-    options = parse_options(ValOptions, ["--imgsz", "72"])
-    members = load_models(tasks, {name: read_weights(name) for name in two_models}, options)
-    assert [task.imgsz for task in tasks] == [80, 80]
-    assert [(task.stride, task.head is model.detect) for task, model in members] == [(8, True), (16, True)]
 
 
 # COCO's results

@@ -471,11 +471,11 @@ def test_a_rectangular_batch_has_half_a_stride_more_and_never_enlarges_into_it(t
     assert batch.targets[0].tolist() == pytest.approx([0, 0, 0.5, 0.5, 64 / 96, 32 / 64])
 
 
-def test_the_two_scales_of_a_placement_are_those_of_the_rounded_size(tmp_path: Path) -> None:
+def test_a_placement_has_one_gain(tmp_path: Path) -> None:
     write_image(tmp_path / "images/a.png", np.zeros((33, 100, 3), np.uint8), "0 0.5 0.5 1 1")
     batch = evaluation_batch(data_of(tmp_path))
     scale, offset = batch.infos[0].placement
-    assert scale == pytest.approx((64 / 100, 22 / 33))  # 21.12 rows are rounded up
+    assert scale == pytest.approx((0.64, 0.64))  # though 21.12 rows are rounded up
     assert offset == (0, 21)
     assert (batch.images[0, 0, :, 5] == 0).nonzero().ravel().tolist() == list(range(21, 43))
     assert batch.targets[0].tolist() == pytest.approx([0, 0, 0.5, 0.5, 1, 22 / 64])
