@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 setup: $(STAMP)
 
 # The stamp is written last: an interrupted installation is done again.
-$(STAMP): requirements.txt requirements-dev.txt requirements-deepspeed.txt
+$(STAMP): requirements.txt requirements-dev.txt requirements-deepspeed.txt requirements-export.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "error: Python 3.10 or newer is needed; name one with make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
@@ -37,6 +37,7 @@ lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	@test ! -x $(VENV)/bin/hadolint || $(VENV)/bin/hadolint Dockerfile
 
 bench: setup
 	$(RUN) -m benchmarks.accuracy

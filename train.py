@@ -27,6 +27,7 @@ from models.tasks import TASKS, task_of
 from models.weights import Weights, read_weights, transfer
 from models.yolo import add_layers
 from utils.batchnorm import average_statistics, exact
+from utils.calls import call, hand_over
 from utils.checkpoint import STATE_FORMAT
 from utils.compression import compress
 from utils.config import (
@@ -319,12 +320,12 @@ def read_job(settled: Settled, argv: Sequence[str]) -> Job:
     return Job(options, spec, task, kind, yaml if begun else task.describe(yaml), weights, hyp)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Train as the flags say."""
-    argv = sys.argv[1:]
+    argv = sys.argv[1:] if argv is None else argv
     settled = settle(parse_options(TrainOptions, argv, BUILT_IN_JOB), argv, recipe_of)
     options, begun, _ = settled
-    if spread(main, processes_to_start(options.device, options.processes)):
+    if spread(partial(main, argv), processes_to_start(options.device, options.processes)):
         return
     refuse_comm_hook(options.comm_hook)
     if options.doctor:
@@ -418,7 +419,18 @@ def main() -> None:
     run.finish_writing()
     dashboard.upload_last(trainer.progress)
     run.say(*result(trainer.progress, best, options.quiet), f"results in {run.folder}", always=True)
+    run.alone(lambda: hand_over(best, run.folder))
     run.finish()
+
+
+def run(**flags: Any) -> dict[str, Any]:
+    """Train from Python: `train.run(data="my.yaml", weights="yolov5n.pt", imgsz=320)`. The flags are those of the
+    command, by their names with underscores.
+
+    Returns what the best epoch reached, by the names of results.csv, its `fitness` and the run's `folder`. Raises
+    `UserError` where the command would end with an error.
+    """
+    return call(main, TrainOptions, flags)
 
 
 def recipe_of(yaml: Mapping[str, Any]) -> type[Recipe]:

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,20 @@ from torch import nn
 
 from data import DATASETS
 from data.sources import DataSpec, read_spec
-from models.panel import common_task, halve, load_models, weight_files
+from models.exported import read_model
+from models.panel import (
+    check_programs,
+    common_task,
+    fixed_size,
+    halve,
+    load_models,
+    refuse_flags,
+    weight_files,
+)
 from models.tasks import TASKS
-from models.weights import read_weights
 from models.yolo import add_layers
 from utils import coco
+from utils.calls import call, hand_over
 from utils.config import ValOptions, parse_options, with_defaults
 from utils.errors import UserError
 from utils.failures import run_main
@@ -78,8 +88,9 @@ def evaluate(
         with run.accelerator.autocast():
             looks = [look for own, member in members for look in own.looks(member, inputs)]
         stages.done(INFERENCE)
-        terms = task.losses(looks[0].outputs, batch)
-        losses.append((batch.infos[0].image, task.weight(batch), terms.means(terms.counts).tolist()))
+        if looks[0].outputs is not None:  # an exported model may give none that losses could be computed of
+            terms = task.losses(looks[0].outputs, batch)
+            losses.append((batch.infos[0].image, task.weight(batch), terms.means(terms.counts).tolist()))
         stages.done("losses")
         predictions = task.predict(looks, batch)
         stages.done(AFTER)
@@ -91,7 +102,8 @@ def evaluate(
     # Sorted, so that the sum's rounding does not depend on which process had which batch.
     per_batch = [(weight, [weight * value for value in values]) for _, weight, values in sorted(run.gather(losses))]
     total = sum(weight for weight, _ in per_batch)
-    means = (sum(column) / total for column in zip(*(values for _, values in per_batch), strict=True))
+    means = [sum(column) / total for column in zip(*(values for _, values in per_batch), strict=True)]
+    means = means or [math.nan] * len(task.loss_names)
     return run.agree(replace(summary, losses=dict(zip(task.loss_names, means, strict=True)), rate=bar.rate))
 
 
@@ -105,11 +117,11 @@ def rounding(asked: int, taken: int) -> list[str]:
     return [] if asked == taken else [f"--imgsz {asked} is not a multiple of the model's stride; taking {taken}"]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Validate as the flags say."""
-    argv = sys.argv[1:]
+    argv = sys.argv[1:] if argv is None else argv
     options = parse_options(ValOptions, argv)
-    if spread(main, processes_to_start(options.device, options.processes)):
+    if spread(partial(main, argv), processes_to_start(options.device, options.processes)):
         return
     accelerator = start(options.device, "no" if options.half else options.mixed_precision, options.dist_timeout)
     device = accelerator.device
@@ -118,12 +130,15 @@ def main() -> None:
         add_layers(options.layers)
     with in_own_time():  # one machine may have more to download than another
         files = weight_files(options.weights)
-    weights = {name: read_weights(file) for name, file in files.items()}
+    weights = {name: read_model(file) for name, file in files.items()}
     task_name = common_task(weights)
+    check_programs(weights, options.augment)
     kind, task_kind = DATASETS[task_name], TASKS[task_name]
     check_flags(options, task_kind.refused)
     sizes = ({"imgsz": values["imgsz"]} for values in (task_kind.defaults, spec.defaults) if "imgsz" in values)
     options = with_defaults(options, argv, *sizes, SPEED if options.task == "speed" else {})
+    size = fixed_size(weights)
+    options = fitted(options, size)
     with in_own_time():
         names = kind.class_names(spec, options.single_cls)
     tasks = [task_kind(names, task_kind.recipe()) for _ in weights]
@@ -155,7 +170,7 @@ def main() -> None:
         run.paint()
         task.shown = frozenset(evenly(len(split.images), SHOWN))
     run.say(describe(accelerator), *spec.doubts, *split.report(chosen), *rounding(options.imgsz, task.imgsz))
-    run.say(*precision(options.half, half), *panel(options, list(weights)))
+    run.say(*precision(options.half, half), *panel(options, list(weights), size))
     run.write_problems(split.problems)
     run.write_settings({**vars(options), "imgsz": task.imgsz})
     batches = run.share(data.evaluation_batches(split, batch_size=options.batch_size, square=options.square))
@@ -185,17 +200,38 @@ def main() -> None:
     if exact:
         run.say(speed(per_image(laps), options), always=options.task == "speed")
     found = run.gather(results.found)
+    run.alone(lambda: hand_over(summary, run.folder))
     run.finish()
     if options.save_json:
         stem = next(iter(files.values())).stem
         run.alone(lambda: write_results(run, options, spec, found, task.names, split.images, stem))
 
 
+def fitted(options: ValOptions, size: tuple[int, int] | None) -> ValOptions:
+    """The flags for a file that takes images of one size alone: height and width. Raises `UserError` for an oblong."""
+    if size is None:
+        return options
+    if size[0] != size[1]:
+        raise UserError(
+            f"--weights takes images of {size[0]}x{size[1]} alone, and val.py makes square ones; "
+            "export it with --dynamic, or with one number for --imgsz"
+        )
+    return replace(options, imgsz=size[0], square=True)
+
+
+def run(**flags: Any) -> dict[str, Any]:
+    """Validate from Python: `val.run(weights="best.pt", data="my.yaml")`. The flags are those of the command, by their
+    names with underscores.
+
+    Returns the metrics and losses by the names of results.csv, `fitness`, and the run's `folder`. Raises `UserError`
+    where the command would end with an error.
+    """
+    return call(main, ValOptions, flags)
+
+
 def check_flags(options: ValOptions, refused: Mapping[str, str]) -> None:
     """Raises `UserError` for a flag that means nothing to the task, and for annotations that are not there."""
-    for flag, reason in refused.items():
-        if getattr(options, flag):
-            raise UserError(f"--{flag.replace('_', '-')} {reason}")
+    refuse_flags(options, refused)
     if options.annotations and not Path(options.annotations).is_file():
         raise UserError(f"--annotations {options.annotations} is not a file; check the path")
 
@@ -215,9 +251,11 @@ def speed(times: Mapping[str, float], options: ValOptions) -> str:
     return f"{sentence(times)}; {rate:.1f} images/s in batches of {options.batch_size}, loading left out"
 
 
-def panel(options: ValOptions, names: Sequence[str]) -> list[str]:
-    """What is told of an ensemble of these weights, and of looking more than once."""
+def panel(options: ValOptions, names: Sequence[str], size: tuple[int, int] | None) -> list[str]:
+    """What is told of an ensemble of these weights, of images of one `size`, and of looking more than once."""
     told = [f"an ensemble of {len(names)} models; the losses are those of {names[0]}"] if len(names) > 1 else []
+    if size:
+        told.append(f"exported for images of {size[0]}x{size[1]} alone: square batches of that size")
     return told + ["--augment: each image is looked at several times"] * options.augment
 
 

@@ -200,6 +200,15 @@ class ClassificationData(DataSet):
             "labels.csv": labels_text(self.names, counts),
         }
 
+    @staticmethod
+    def item(
+        image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False
+    ) -> tuple[Tensor, Tensor, ImageInfo]:
+        """An image, uint8 (h, w, 3) BGR, as an item for `collate`: its middle, a square of the shorter of `sides`."""
+        return centre_crop(to_tensor(image), min(sides)), torch.zeros(0), ImageInfo(0, name, 0)
+
+    collate = staticmethod(collate)
+
     def train_loader(
         self, split: Split, *, batch_size: int, hyp: Recipe, seed: int, sampling: Sampling = PLAIN
     ) -> DataLoader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -250,6 +251,23 @@ class DetectionData(DataSet):
             "labels.csv": labels_text(names, counts),
             "boxes.csv": csv_text(("class", "x", "y", "width", "height"), boxes),
         }
+
+    @staticmethod
+    def item(
+        image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False
+    ) -> tuple[Tensor, Tensor, ImageInfo]:
+        """An image, uint8 (h, w, 3) BGR, as an item for `collate`: fitted into `sides` (height, width), enlarged where
+        it is smaller, on the least grey that makes whole strides of its sides; `full`: on all of `sides`."""
+        height, width = image.shape[:2]
+        ratio = min(sides[0] / height, sides[1] / width)
+        least = (math.ceil(max(round(side * ratio), 1) / stride) * stride for side in (height, width))
+        shape = sides if full else (next(least), next(least))
+        none = Sample(image, np.zeros((0, 4), np.float32), np.zeros(0, np.float32))
+        fitted, placement = letterbox(none, shape, enlarge=True)
+        info = ImageInfo(0, name, (width, height), placement, np.zeros((0, 5), np.float32))
+        return *to_tensors(fitted, room(3, *shape)), info
+
+    collate = staticmethod(collate)
 
     def train_loader(
         self, split: Split, *, batch_size: int, hyp: Hyperparameters, seed: int, sampling: Sampling = PLAIN

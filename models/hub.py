@@ -20,7 +20,7 @@ from utils.download import download
 from utils.errors import UserError
 from utils.files import ROOT, cache_folder, one_at_a_time
 
-DEFAULT, WANDB = "DEFAULT", "wandb:"
+DEFAULT, WANDB, OPENVINO = "DEFAULT", "wandb:", "_openvino_model"  # the last ends the name of an exported folder
 CHECKSUM = re.compile(r"-([0-9a-f]{8,})\.pth$")  # in torchvision's file names: the first digits of the SHA-256
 OFFICIAL = re.compile(r"yolov5[nsmlx](6|-cls)?\.pt")
 SEGMENTATION = re.compile(r"yolov5[nsmlx]-seg\.pt")
@@ -42,7 +42,7 @@ def find_weights(name: str, yaml: Mapping[str, Any] | None = None, source: str =
     if name.startswith(WANDB):
         return from_wandb(name.removeprefix(WANDB))
     for candidate in (Path(name), ROOT / name):
-        if os.path.isfile(candidate):
+        if os.path.isfile(candidate) or (candidate.name.endswith(OPENVINO) and os.path.isdir(candidate)):
             return candidate
     file = Path(name).name
     if OFFICIAL.fullmatch(file):

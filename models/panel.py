@@ -20,6 +20,13 @@ def weight_files(names: Sequence[str]) -> dict[str, Path]:
     return {name: find_weights(name) for name in names}
 
 
+def refuse_flags(options: Any, refused: Mapping[str, str]) -> None:
+    """Raises `UserError` for a flag that means nothing to the task, which says why."""
+    for flag, reason in refused.items():
+        if getattr(options, flag, False):
+            raise UserError(f"--{flag.replace('_', '-')} {reason}")
+
+
 def common_task(weights: Mapping[str, Weights]) -> str:
     """The task of all weight files. Raises `UserError` where one has no model, or two do not go together."""
     for name, content in weights.items():
@@ -42,6 +49,28 @@ def _compare(one: tuple[str, Weights, str], other: tuple[str, Weights, str]) -> 
             raise UserError(f"{together}: class {number} is {pair[0]} in the first and {pair[1]} in the second")
 
 
+def check_programs(weights: Mapping[str, Weights], augment: bool) -> None:
+    """Raises `UserError` where exported files are to do what they cannot. `augment`: to look in several sizes."""
+    for name, content in weights.items():
+        if content.program and augment:
+            raise UserError(f"--augment needs maps of all sizes, which the exported {name} does not give; take its .pt")
+        if content.program and content.program.metadata.suppression and len(weights) > 1:
+            raise UserError(f"{name} was exported with --nms and cannot be in an ensemble; export it without")
+
+
+def fixed_size(weights: Mapping[str, Weights]) -> tuple[int, int] | None:
+    """Height and width that images must have, where an exported file is for one size; None where any will do.
+
+    Raises `UserError` where two files differ.
+    """
+    told = {name: content.program.metadata for name, content in weights.items() if content.program}
+    sizes = {name: metadata.imgsz for name, metadata in told.items() if not metadata.dynamic}
+    if len(set(sizes.values())) > 1:
+        each = ", ".join(f"{name} {height}x{width}" for name, (height, width) in sizes.items())
+        raise UserError(f"these files take images of different sizes ({each}); export them with --dynamic")
+    return next(iter(sizes.values()), None)
+
+
 def load_models(tasks: Sequence[Any], weights: Mapping[str, Weights], imgsz: int, data: str) -> list[tuple[Any, Any]]:
     """The model inside each weight file, with its task, all for images of one size: whole strides of each of them.
 
@@ -61,6 +90,9 @@ def load_models(tasks: Sequence[Any], weights: Mapping[str, Weights], imgsz: int
 def load_model(task: Any, weights: Weights, imgsz: int, name: str, data: str) -> Any:
     """The model inside a weight file. Raises `UserError` where it was made for other classes than the data set's."""
     assert weights.model is not None
+    if weights.program and len(weights.names) == len(task.names):
+        task.adopt(weights.program.metadata.stride, imgsz)
+        return weights.program
     model = task.build_model(weights.model, imgsz, name)
     found = transfer(model, weights.state)
     if found.loaded < found.total:

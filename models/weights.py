@@ -62,19 +62,21 @@ WRAPPERS = {
 }
 CONVOLUTIONS = ("Conv", "DWConv")  # YOLOv5's layers that have the model's activation, and may be fused
 EPSILON = 1e-3  # of their BatchNorm
+EXPORTED = (".onnx", ".torchscript", ".pt2", "_openvino_model")  # how the names of export.py's files end
 DEEPEST = 10  # wrappers around wrappers; a hostile file may have one that contains itself
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What a weight file holds. `source`: ours, a network pickled by YOLOv5, or a bare dict of tensors."""
+    """What a weight file holds. `source`: ours, a network pickled by YOLOv5, a bare dict of tensors, or export.py's."""
 
     state: dict[str, Tensor]  # on the CPU; float32 where it is a floating type
     model: dict[str, Any] | None  # the model YAML's content
     names: dict[int, str]
     task: str  # '' where nothing tells
     settings: dict[str, Any]
-    source: Literal["lockstep", "yolov5", "tensors"]
+    source: Literal["lockstep", "yolov5", "tensors", "exported"]
+    program: Any = None  # `models.exported.Exported`, which runs what was exported; it has no tensors of its own
 
 
 def read_weights(path: str | Path) -> Weights:
@@ -83,6 +85,8 @@ def read_weights(path: str | Path) -> Weights:
     Raises `UserError` for anything else, before anything that it names is called.
     """
     path = Path(path)
+    if path.name.endswith(EXPORTED):
+        raise UserError(f"{path} is an exported file, which has no weights to take; give the .pt that it was made from")
     data = _read_bytes(path)
     try:
         _refuse_torchscript(data)

@@ -38,6 +38,24 @@ REFUSED = {
     "update": "is not needed: official weights are read as they are",
     "visualize": "is not built in: a forward hook of torch on a layer gives its maps",
     "dnn": "is not built in: OpenCV's DNN module runs ONNX files without the scripts",
+    # of export.py
+    "optimize": "is not built in, for torch has given up its mobile interpreter: ExecuTorch takes the .pt2 of "
+    "--include exported",
+    "int8": "is not built in: quantise the ONNX file, as with onnxruntime.quantization or trtexec --int8",
+    **dict.fromkeys(("keras", "per_tensor"), "is not built in: onnx2tf makes TensorFlow's files of best.onnx"),
+    "workspace": "is not built in: trtexec --memPoolSize=workspace:4096 --onnx=best.onnx takes it",
+    "mlmodel": "is not built in: coremltools makes Core ML's files of best.torchscript",
+    "cache": "is for train.py; TensorRT's is trtexec --timingCacheFile=FILE --onnx=best.onnx",
+    "include engine": "is made of ONNX: --include onnx, then trtexec --onnx=best.onnx --saveEngine=best.engine",
+    "include coreml": "is made by coremltools, on macOS: ct.convert of best.torchscript, from --include torchscript",
+    **dict.fromkeys(
+        ("include saved_model", "include pb", "include tflite"),
+        "is made of ONNX: --include onnx, then onnx2tf -i best.onnx, which writes a SavedModel and .tflite files",
+    ),
+    "include edgetpu": "is made of ONNX: --include onnx, onnx2tf -i best.onnx -oiqt, then edgetpu_compiler best.tflite",
+    "include tfjs": "is made of ONNX: --include onnx, onnx2tf -i best.onnx, then tensorflowjs_converter; or run "
+    "best.onnx in the browser with onnxruntime-web",
+    "include paddle": "is made of ONNX: --include onnx, then x2paddle --framework=onnx --model=best.onnx",
     "task study": "is not built in: call val.py once for each --imgsz, and compare their tables",
     **dict.fromkeys(("mask_ratio", "no_overlap"), SEGMENTS),
     # of classify/train.py
@@ -356,6 +374,41 @@ class DetectOptions:
     quiet: bool = flag(False, "say no more than warnings and the last line")
 
 
+@dataclass(frozen=True)
+class ExportOptions:
+    """The flags of export.py."""
+
+    weights: tuple[str, ...] = flag(("yolov5s.pt",), "weights to export, ours or an official YOLOv5 .pt")
+    data: str = flag("", "data set YAML whose names the classes have; '' takes those inside --weights")
+    layers: str = flag("", "Python file with layers of your own, which the model has; it is run")
+    imgsz: tuple[int, ...] = flag(
+        (640, 640),
+        "size of the images, in pixels: one number, or height and width",
+        "img",
+        "img-size",
+        within=IMGSZ,
+    )
+    batch_size: int = flag(1, "images that the file takes at a time", "batch", within=Range(1, 4096))
+    device: str = flag("cpu", "cpu or the number of a CUDA device: where .torchscript and .pt2 will run")
+    include: tuple[str, ...] = flag(
+        ("torchscript",),
+        "formats; exported is torch.export's .pt2",
+        choices=("torchscript", "onnx", "openvino", "exported"),
+    )
+    dynamic: bool = flag(False, "ONNX, OpenVINO, .pt2: any number of images, of any whole strides high and wide")
+    half: bool = flag(False, "half precision; on CUDA")
+    opset: int = flag(18, "of ONNX", within=Range(1, 100))
+    nms: bool = flag(False, "suppress inside the file, which then gives detections instead of all boxes")
+    agnostic_nms: bool = flag(False, "with --nms: boxes of different classes suppress each other too")
+    topk_per_class: int = flag(100, "with --nms: most detections of a class in an image", within=Range(1))
+    topk_all: int = flag(100, "with --nms: most detections of an image", within=Range(1, 10_000))
+    iou_thres: float = flag(0.45, "with --nms: overlap above which the weaker of two boxes is dropped", within=SHARE)
+    conf_thres: float = flag(0.25, "with --nms: least confidence of a detection", within=SHARE)
+    simplify: bool = flag(False, "changes nothing: ONNX files are simplified as they are written")
+    inplace: bool = flag(False, "changes nothing: boxes are decoded without writing in place")
+    verbose: bool = flag(False, "let the exporters speak")
+
+
 # What `python train.py` does when none of --data, --cfg, --weights and --hyp is given.
 BUILT_IN_JOB: Mapping[str, Any] = types.MappingProxyType(
     {
@@ -513,6 +566,8 @@ def _action(hint: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
     if typing.get_origin(hint) is tuple:
         kind = typing.get_args(hint)[0]
         action: dict[str, Any] = {} if kind is str else {"type": _within(kind, metadata["within"])}
+        if metadata["choices"]:
+            action["choices"] = metadata["choices"]
         return {**action, "nargs": "+", "action": _Words if metadata["parted"] else _Tuple}
     action = {"type": hint if hint is str else _within(hint, metadata["within"])}
     if metadata["choices"]:

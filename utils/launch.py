@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DynamoBackend, set_seed
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
@@ -95,6 +96,27 @@ def device_numbers(device: str) -> list[int]:
     if len(numbers) < len(words) or len(set(numbers)) < len(numbers):
         raise UserError(f"--device {device}: give cpu, mps, or the numbers of CUDA devices such as 0 or 0,1")
     return numbers
+
+
+def forget() -> None:
+    """Let the next run of this process begin as a new process would: Accelerate keeps what it was first told."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def one_device(device: str) -> torch.device:
+    """The device that `--device` names, for a program of a single process; '' is the best there is."""
+    numbers = device_numbers(device)
+    if len(numbers) > 1:
+        raise UserError(f"--device {device}: one device is enough here; name one of them")
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise UserError("--device mps: this machine has no Apple GPU that torch can use; try --device cpu")
+    if numbers:
+        _check_devices_exist(device, numbers, torch.cuda.device_count())
+        return torch.device("cuda", numbers[0])
+    if device:
+        return torch.device(device)
+    return torch.device("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
 
 
 def processes_to_start(device: str, processes: int) -> int:

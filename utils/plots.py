@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -77,6 +78,35 @@ COLOURS = (
 )  # BGR
 
 
+class Style(NamedTuple):
+    """How what was found is drawn."""
+
+    thickness: int = 3  # of lines, pixels
+    names: bool = True
+    confidences: bool = True
+
+    def text(self, name: str, confidence: float) -> str:
+        """What is written beside a box, or for a class."""
+        return f"{name} {confidence:.2f}" if self.names and self.confidences else name * self.names
+
+
+def draw_found(
+    image: np.ndarray, boxes: np.ndarray, classes: Sequence[int], texts: Sequence[str], style: Style
+) -> np.ndarray:
+    """The image, uint8 (h, w, 3) BGR, with boxes (n, 4), xyxy in pixels, drawn on."""
+    image = image.copy()
+    _draw_boxes(image, boxes, classes, texts, style.thickness)
+    return image
+
+
+def draw_lines(image: np.ndarray, lines: Sequence[str]) -> np.ndarray:
+    """The image, uint8 (h, w, 3) BGR, with lines of text in its top left corner."""
+    image = image.copy()
+    for number, line in enumerate(lines):
+        _tag(image, 4, (LINE + 4) * (number + 1) + 4, line, (255, 255, 255))
+    return image
+
+
 def draw_targets(images: np.ndarray, targets: np.ndarray, names: Mapping[int, str]) -> np.ndarray:
     """A grid of up to 16 `images`, uint8 (b, 3, h, w) RGB, with `targets` (m, 6): image, class, normalised xywh.
 
@@ -133,15 +163,20 @@ def _resized(image: np.ndarray, share: float) -> np.ndarray:
     return cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if share < 1 else cv2.INTER_CUBIC)
 
 
-def _draw_boxes(image: np.ndarray, boxes: np.ndarray, classes: Sequence[int], texts: Sequence[str]) -> None:
-    """Draw boxes (n, 4), xyxy in pixels, in the colours of `classes`; then their texts, so that no line crosses one."""
+def _draw_boxes(
+    image: np.ndarray, boxes: np.ndarray, classes: Sequence[int], texts: Sequence[str], thickness: int = 0
+) -> None:
+    """Draw boxes (n, 4), xyxy in pixels, in the colours of `classes`; then their texts, so that no line crosses one.
+
+    thickness: of lines, pixels; 0 chooses by the size of the image. An empty text is left out.
+    """
     far = 2 * max(image.shape[:2])
     corners = np.clip(boxes, -far, far).astype(int).tolist()
     small = min(image.shape[:2]) < NARROW
     thick, letters = (1, SMALL_LETTERS) if small else (2, LETTERS)
     for (left, top, right, bottom), k in zip(corners, classes, strict=True):
-        cv2.rectangle(image, (left, top), (right, bottom), COLOURS[k % len(COLOURS)], thick, cv2.LINE_AA)
-    for (left, top, *_), k, text in zip(corners, classes, texts, strict=True):
+        cv2.rectangle(image, (left, top), (right, bottom), COLOURS[k % len(COLOURS)], thickness or thick, cv2.LINE_AA)
+    for (left, top, *_), k, text in filter(itemgetter(2), zip(corners, classes, texts, strict=True)):
         _tag(image, left, top, text, COLOURS[k % len(COLOURS)], letters)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from models.classifiers import build_classifier
+from models.fuse import fuse
 from models.losses import LossTerms
 from models.tasks.batch import Batch
 from models.yolo import build_model
@@ -19,7 +20,7 @@ from utils.config import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, Recipe
 from utils.errors import UserError
 from utils.files import csv_text
 from utils.layout import layout
-from utils.plots import draw_captioned
+from utils.plots import Style, draw_captioned, draw_lines
 from utils.summary import Example, Summary, cells, confusion_text, dense
 
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, RGB, of values in 0 to 1
@@ -96,6 +97,7 @@ class ClassificationTask:
     # Flags that mean nothing to this task, and why.
     refused: Mapping[str, str] = {
         "save_hybrid": "is for detectors: an image has one class here, and its label says which",
+        "nms": "is for detectors: a classifier has no boxes; export it without",
         "save_json": "is for detectors: COCO's results are boxes; --save-txt writes the classes that were found",
     }
     loss_names = ("loss",)
@@ -135,6 +137,15 @@ class ClassificationTask:
         model.names = self.names  # type: ignore[assignment]
         return model
 
+    def adopt(self, stride: int, imgsz: int) -> None:
+        """Take on a model that this task has not built, an exported one, for images of `imgsz` pixels."""
+        self.imgsz = imgsz
+
+    def exportable(self, model: nn.Module, options: Any) -> tuple[nn.Module, None]:
+        """What an exported file computes, of images normalised as `inputs` does: logits (b, classes). `options`: none
+        of them matters."""
+        return fuse(model), None
+
     def adapt(self, model: nn.Module, split: Any) -> list[str]:
         """Fit the model to the training images: there is nothing to fit."""
         return []
@@ -173,13 +184,48 @@ class ClassificationTask:
         """The probability of each class, (b, classes): the mean over the looks, which may be of several models."""
         return torch.stack([look.outputs.float().softmax(1) for look in looks]).mean(0).cpu()
 
-    def set_thresholds(self, conf_thres: float, iou_thres: float, max_det: int) -> None:
+    def set_thresholds(
+        self,
+        conf_thres: float,
+        iou_thres: float,
+        max_det: int,
+        classes: Collection[int] = (),
+        agnostic: bool = False,
+        one_class: bool = False,
+    ) -> None:
         """Thresholds of a detector; they change nothing here."""
 
+    def plain(self, prediction: Tensor) -> np.ndarray:
+        """The probability of each class, float32 (classes,)."""
+        return prediction.numpy().astype(np.float32)
+
+    def findings(self, prediction: Tensor) -> list[tuple[str, float]]:
+        """The five likeliest classes of an image and their probabilities."""
+        return [(self.names[k], float(prediction[k])) for k in _best(prediction)]
+
+    def told(self, prediction: Tensor) -> str:
+        """The five likeliest classes of an image, in words."""
+        return ", ".join(f"{name} {share:.2f}" for name, share in self.findings(prediction))
+
+    def drawn(self, image: np.ndarray, prediction: Tensor, style: Style) -> np.ndarray:
+        """An image, uint8 (h, w, 3) BGR, with its five likeliest classes."""
+        texts = [style.text(name, share) for name, share in self.findings(prediction)]
+        return draw_lines(image, list(filter(None, texts)))
+
+    def crops(self, image: np.ndarray, prediction: Tensor) -> list[tuple[str, np.ndarray]]:
+        """The whole image, with the name of its likeliest class."""
+        return [(self.findings(prediction)[0][0], image)]
+
     def text_rows(
-        self, predictions: Tensor, batch: Batch[ImageInfo], with_confidence: bool, hybrid: bool = False
+        self,
+        predictions: Tensor,
+        batch: Batch[ImageInfo],
+        with_confidence: bool,
+        hybrid: bool = False,
+        corners: bool = False,
     ) -> list[list[str]]:
-        """Each image's five likeliest classes by name, behind the probability if it is wanted; `hybrid` is refused."""
+        """Each image's five likeliest classes by name, behind the probability if it is wanted; `hybrid` is refused, and
+        there are no `corners`."""
         rows = []
         for probabilities in predictions:
             best = _best(probabilities)

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.anchors import ENOUGH, find_anchors, fit
+from models.exportable import Decoding, InGraph, Suppressing
+from models.fuse import fuse
 from models.layers import Detect
 from models.losses import DetectionLoss, LossSettings, LossTerms
 from models.matching import Level, near_cells
-from models.postprocess import Look, Suppression, detect
+from models.postprocess import Decoded, Look, Suppressed, Suppression, cut, detect
 from models.tasks.batch import Batch
 from models.views import VIEWS
 from models.yolo import Model, build_model
 from utils.boxes import xywh_to_xyxy, xyxy_to_xywh
 from utils.coco import Found
 from utils.config import Hyperparameters, select
+from utils.errors import UserError
 from utils.files import csv_text
 from utils.layout import layout
 from utils.metrics import (
@@ -38,7 +42,7 @@ from utils.metrics import (
     score_classes,
     score_sizes,
 )
-from utils.plots import draw_targets
+from utils.plots import Style, draw_found, draw_targets
 from utils.summary import Box, Example, Summary, cells, confusion_text, dense
 
 
@@ -121,6 +125,23 @@ class DetectionTask:
         self.criterion = DetectionLoss(settings, self.head.nc)
         return model
 
+    def adopt(self, stride: int, imgsz: int) -> None:
+        """Take on a model that this task has not built, an exported one, for images of about `imgsz` pixels. It gives
+        boxes, no maps: there are no losses."""
+        self.strides, self.stride = [stride], stride
+        self.imgsz = max(math.ceil(imgsz / stride), 2) * stride
+
+    def exportable(self, model: Model, options: Any) -> tuple[nn.Module, dict[str, Any] | None]:
+        """What an exported file computes of images (b, 3, h, w) in 0 to 1, with fewer layers: boxes (b, n, 5 + classes)
+        as in `Decoded`, or with `nms` among the options detections as in `Suppressed`; and the settings of these."""
+        decoding = Decoding(fuse(model)).eval()
+        if not options.nms:
+            return decoding, None
+        per_class = min(options.topk_per_class, options.topk_all)
+        thresholds = (options.conf_thres, options.iou_thres)
+        limits = InGraph(*thresholds, options.topk_all, per_class, options.agnostic_nms)
+        return Suppressing(decoding, limits).eval(), limits._asdict()
+
     def adapt(self, model: Model, split: Split) -> list[str]:
         """AutoAnchor: new anchors where the model's suit too few boxes of the training images.
 
@@ -174,7 +195,7 @@ class DetectionTask:
         """The weight of a batch's losses in those of a validation: all alike, as in YOLOv5."""
         return 1
 
-    def looks(self, model: Model, inputs: Tensor) -> list[Look]:
+    def looks(self, model: Model, inputs: Tensor) -> list[Any]:
         """What the model that this task has built makes of `inputs`: the first look is at these as they are, others
         follow with `augment`.
 
@@ -187,30 +208,91 @@ class DetectionTask:
         for view in VIEWS:
             images, scale = view.of(inputs, self.stride)
             mirrored = inputs.shape[3] if view.mirrored else 0
-            looks.append(self.look(model(images))._replace(scale=scale, mirrored=mirrored))
+            looks.append(self._raw(model(images))._replace(scale=scale, mirrored=mirrored))
         if len(self.strides) > 1:
             coarsest, finest = (self.strides.index(choose(self.strides)) for choose in (max, min))
             looks[0], looks[-1] = looks[0]._replace(left_out=coarsest), looks[-1]._replace(left_out=finest)
         return looks
 
-    def look(self, outputs: list[Tensor]) -> Look:
-        """Raw maps of the model that this task has built, with what their boxes are relative to."""
+    def look(self, outputs: list[Tensor] | Tensor | tuple[Tensor, Tensor]) -> Look | Decoded | Suppressed:
+        """Raw maps of the model that this task has built, with what their boxes are relative to; or what a model says
+        that was exported."""
+        if isinstance(outputs, Tensor):
+            return Decoded(outputs)
+        if isinstance(outputs, tuple):
+            return Suppressed(*outputs)
+        return self._raw(outputs)
+
+    def _raw(self, outputs: list[Tensor]) -> Look:
         device = outputs[0].device
         return Look(outputs, self.head.anchors.to(device), self.head.stride.to(device))
 
-    def predict(self, looks: Sequence[Look], batch: Batch[ImageInfo]) -> list[Tensor]:
+    def predict(self, looks: Sequence[Any], batch: Batch[ImageInfo]) -> list[Tensor]:
         """Detections per image, (k, 6): xyxy in pixels of the image's file, cut at its edges, confidence, class. The
         boxes of all looks, which may be of several models, suppress each other."""
+        if isinstance(looks[0], Suppressed):
+            return _to_file(cut(looks[0], self.suppression), batch.infos)
         return _to_file(detect(looks, self.suppression), batch.infos)
 
-    def set_thresholds(self, conf_thres: float, iou_thres: float, max_det: int) -> None:
-        """What `predict` takes for a detection: least confidence, overlap that suppresses, most per image."""
-        self.suppression = Suppression(conf_thres, iou_thres, max_det)
+    def set_thresholds(
+        self,
+        conf_thres: float,
+        iou_thres: float,
+        max_det: int,
+        classes: Collection[int] = (),
+        agnostic: bool = False,
+        one_class: bool = False,
+    ) -> None:
+        """What `predict` takes for a detection: least confidence, overlap that suppresses, most per image; of these
+        `classes` alone, if any are given. `agnostic`: boxes of different classes suppress each other too; `one_class`:
+        of a box its likeliest class alone counts.
+
+        Raises `UserError` for a class that there is not.
+        """
+        if unknown := sorted(set(classes) - set(self.names)):
+            raise UserError(f"--classes {unknown[0]}: the model has classes 0 to {len(self.names) - 1}")
+        self.suppression = Suppression(conf_thres, iou_thres, max_det, tuple(classes), agnostic, one_class)
+
+    def plain(self, prediction: Tensor) -> np.ndarray:
+        """An image's detections as float32 (k, 6): x1, y1, x2, y2 in its pixels, confidence, class."""
+        return prediction.numpy().astype(np.float32)
+
+    def findings(self, prediction: Tensor) -> list[tuple[str, float]]:
+        """Class and confidence of each detection of an image, the most confident first."""
+        return [(self.names[int(label)], confidence) for *_, confidence, label in prediction.tolist()]
+
+    def told(self, prediction: Tensor) -> str:
+        """What was found in an image, in words: how many of each class."""
+        counts = Counter(int(label) for label in prediction[:, 5].tolist())
+        found = [f"{count} {self.names[label]}{'s' * (count > 1)}" for label, count in sorted(counts.items())]
+        return ", ".join(found) or "nothing"
+
+    def drawn(self, image: np.ndarray, prediction: Tensor, style: Style) -> np.ndarray:
+        """An image, uint8 (h, w, 3) BGR, with its detections, the most confident on top."""
+        rows = prediction.flip(0)
+        classes = [int(label) for label in rows[:, 5].tolist()]
+        texts = [style.text(self.names[k], value) for k, value in zip(classes, rows[:, 4].tolist(), strict=True)]
+        return draw_found(image, rows[:, :4].numpy(), classes, texts, style)
+
+    def crops(self, image: np.ndarray, prediction: Tensor) -> list[tuple[str, np.ndarray]]:
+        """What each box of an image holds, with the name of its class; none is empty."""
+        found = []
+        for left, top, right, bottom, _, label in prediction.tolist():
+            part = image[math.floor(top) : math.ceil(bottom), math.floor(left) : math.ceil(right)]
+            if part.size:
+                found.append((self.names[int(label)], part))
+        return found
 
     def text_rows(
-        self, predictions: Sequence[Tensor], batch: Batch[ImageInfo], with_confidence: bool, hybrid: bool = False
+        self,
+        predictions: Sequence[Tensor],
+        batch: Batch[ImageInfo],
+        with_confidence: bool,
+        hybrid: bool = False,
+        corners: bool = False,
     ) -> list[list[str]]:
-        """Each image's detections as label rows: class, normalised xywh, and the confidence if it is wanted.
+        """Each image's detections as label rows: class, normalised xywh, and the confidence if it is wanted; with
+        `corners` xyxy in pixels instead of xywh.
 
         hybrid: its labels, of confidence 1, and the detections that no label of their class overlaps by more than the
         threshold of the suppression.
@@ -220,7 +302,8 @@ class DetectionTask:
             images = zip(predictions, batch.infos, strict=True)
             predictions = [_with_labels(found, info, most) for found, info in images]
         return [
-            _text_rows(found, info.size, with_confidence) for found, info in zip(predictions, batch.infos, strict=True)
+            _text_rows(found, info.size, with_confidence, corners)
+            for found, info in zip(predictions, batch.infos, strict=True)
         ]
 
     def results(self, predictions: Sequence[Tensor], batch: Batch[ImageInfo]) -> list[Found]:
@@ -304,8 +387,8 @@ def _to_file(found: Sequence[Tensor], infos: Sequence[ImageInfo]) -> list[Tensor
     return list(torch.cat((corners, detections[:, 4:]), 1).split(counts))
 
 
-def _text_rows(found: Tensor, size: tuple[int, int], with_confidence: bool) -> list[str]:
-    boxes = xyxy_to_xywh(found[:, :4]) / torch.tensor(size * 2)
+def _text_rows(found: Tensor, size: tuple[int, int], with_confidence: bool, corners: bool = False) -> list[str]:
+    boxes = found[:, :4] if corners else xyxy_to_xywh(found[:, :4]) / torch.tensor(size * 2)
     rows = torch.cat((boxes, found[:, 4:5]) if with_confidence else (boxes,), 1)
     return [
         f"{int(c)} {' '.join(f'{value:.6g}' for value in row)}"

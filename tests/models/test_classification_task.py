@@ -23,7 +23,7 @@ from models.tasks.classification import (
     precision_and_recall,
 )
 from models.yolo import Model
-from utils.config import TrainOptions, ValOptions, flags_of, from_mapping
+from utils.config import ExportOptions, TrainOptions, ValOptions, flags_of, from_mapping
 from utils.errors import UserError
 from utils.files import ROOT
 from utils.summary import Summary
@@ -281,8 +281,9 @@ def test_augmented_looks_see_the_mirror_image(task: ClassificationTask) -> None:
 
 
 def test_flags_of_detectors_are_refused() -> None:
-    assert set(ClassificationTask.refused) == {"save_hybrid", "save_json"}
-    assert set(ClassificationTask.refused) < {option.name for option in flags_of(ValOptions)}
+    assert set(ClassificationTask.refused) == {"nms", "save_hybrid", "save_json"}
+    known = {option.name for kind in (ValOptions, ExportOptions) for option in flags_of(kind)}
+    assert set(ClassificationTask.refused) < known
 
 
 def test_score(task: ClassificationTask) -> None:

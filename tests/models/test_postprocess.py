@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,19 @@ import torch
 from torch import Tensor
 
 from models import postprocess
-from models.postprocess import Look, Suppression, _cells, _decode, _least_logit, _scores, _suppress, detect
+from models.postprocess import (
+    Decoded,
+    Look,
+    Suppressed,
+    Suppression,
+    _cells,
+    _decode,
+    _least_logit,
+    _scores,
+    _suppress,
+    cut,
+    detect,
+)
 
 THREE = math.log(3)  # the logit of 3/4; of 1/4 with a minus
 
@@ -62,11 +75,24 @@ def predictions(*rows: tuple[float, ...]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float)
 
 
-def run(given: Tensor, conf_thres: float = 0.1, iou_thres: float = 0.5, max_det: int = 300) -> Tensor:
+def run(given: Tensor, conf_thres: float = 0.1, iou_thres: float = 0.5, max_det: int = 300, **more: Any) -> Tensor:
     """The detections of the image: of scores of one half, in cells and with anchors that make the boxes of it."""
     scores = torch.cat((torch.full((len(given), 4), 0.5), given[:, 4:]), 1)
     cells = torch.cat((given[:, :2] - 0.5, torch.ones(len(given), 2), given[:, 2:4]), 1)
-    return _suppress(scores, cells, Suppression(conf_thres, iou_thres, max_det))
+    return _suppress(scores, cells, Suppression(conf_thres, iou_thres, max_det, **more))
+
+
+def test_a_box_of_its_likeliest_class_alone() -> None:
+    given = predictions((10, 20, 4, 6, 0.5, 0.5, 0.1, 0.75))
+    assert run(given, one_class=True)[:, 4:].tolist() == [[0.375, 2]]
+    assert run(given, classes=(0, 1))[:, 4:].tolist() == [[0.25, 0]]
+    assert not len(run(given, classes=(0, 1), one_class=True))  # the likeliest one is not asked for
+
+
+def test_classes_suppress_each_other_where_they_are_to() -> None:
+    given = predictions((50, 50, 20, 20, 1, 0.8, 0), (51, 50, 20, 20, 1, 0, 0.75))
+    assert len(run(given)) == 2
+    assert run(given, agnostic=True)[:, 5].tolist() == [0]
 
 
 def test_a_box_counts_for_every_class() -> None:
@@ -284,3 +310,34 @@ def test_a_level_that_is_left_out() -> None:
         for level in (None, 0, 1)
     }
     assert confidences == {None: pytest.approx([0.75, 0.5]), 0: pytest.approx([0.75]), 1: pytest.approx([0.5])}
+
+
+def seen(seed: int) -> Look:
+    """Two levels of two anchors, of two images of 32x32."""
+    torch.manual_seed(seed)
+    maps = [torch.randn(2, 2, side, side, 8) * 2 for side in (4, 2)]
+    return Look(maps, torch.rand(2, 2, 2) * 3 + 1, torch.tensor([8.0, 16]))
+
+
+def test_decoded_boxes_are_suppressed_like_raw_maps() -> None:
+    limits = Suppression(0.1, 0.5, 30)
+    expected = detect([seen(0)], limits)
+    assert min(map(len, expected)) > 10
+    for found, one in zip(detect([Decoded(postprocess.decode(seen(0)))], limits), expected, strict=True):
+        torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-4)
+
+
+def test_decoded_boxes_join_raw_maps() -> None:
+    limits = Suppression(0.1, 0.5, 30)
+    expected = detect([seen(0), seen(1)], limits)
+    for looks in ([seen(0), Decoded(postprocess.decode(seen(1)))], [Decoded(postprocess.decode(seen(0))), seen(1)]):
+        for found, one in zip(detect(looks, limits), expected, strict=True):
+            torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-4)
+
+
+def test_what_a_model_has_suppressed_is_cut() -> None:
+    rows = torch.zeros(2, 4, 6)
+    rows[0, :3, 4] = torch.tensor([0.9, 0.5, 0.3])
+    rows[1, :1, 4] = 0.2
+    found = cut(Suppressed(rows, torch.tensor([3, 1])), Suppression(conf_thres=0.25, max_det=2))
+    assert [image[:, 4].tolist() for image in found] == [pytest.approx([0.9, 0.5]), []]

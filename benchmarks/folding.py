@@ -1,0 +1,108 @@
+"""What folding BatchNorm into the convolutions changes, and half precision: agreement on photos, and time.
+
+    python -m benchmarks.folding --weights yolov5n.pt --photos ../datasets/coco128/images/train2017 [--count 32]
+
+Raw maps are compared, and the detections at confidence 0.25. Half precision is computed on CUDA where there is one,
+else on the CPU, whose kernels for it are slow: then only its agreement is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from data.images import read_image
+from data.media import find_media
+from detect import Predictor
+from models.fuse import fuse
+from models.panel import halve, load_models
+from models.tasks import TASKS
+from models.weights import read_weights
+from utils.launch import one_device
+from utils.layout import layout
+
+ROUNDS = 5
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(model: nn.Module, inputs: list[Tensor]) -> float:
+    synchronise(inputs[0].device)
+    since = time.perf_counter()
+    for images in inputs:
+        model(images)
+    synchronise(inputs[0].device)
+    return time.perf_counter() - since
+
+
+def gap(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Largest difference of raw maps over the largest number in them."""
+    return max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
+
+
+def paired(found: np.ndarray, expected: np.ndarray) -> tuple[int, float, float]:
+    """How many detections have no partner of their class within 3 pixels; largest difference of the others'
+    confidences, and of their corners, in pixels."""
+    left, alone, confidences, corners = list(range(len(expected))), 0, [0.0], [0.0]
+    for row in found:
+        near = [k for k in left if expected[k, 5] == row[5] and np.abs(expected[k, :4] - row[:4]).max() < 3]
+        if not near:
+            alone += 1
+            continue
+        best = min(near, key=lambda k: np.abs(expected[k, :5] - row[:5]).max())
+        left.remove(best)
+        confidences.append(abs(float(expected[best, 4] - row[4])))
+        corners.append(float(np.abs(expected[best, :4] - row[:4]).max()))
+    return alone + len(left), max(confidences), max(corners)
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--weights", default="yolov5n.pt")
+    parser.add_argument("--photos", required=True)
+    parser.add_argument("--count", type=int, default=32)
+    parser.add_argument("--device", default="")
+    given = parser.parse_args()
+    device = one_device(given.device)
+    predictor = Predictor(given.weights, device=given.device)
+    content = read_weights(Path(given.weights))
+    task: Any = TASKS["detect"](predictor.names, TASKS["detect"].recipe())
+    task.set_thresholds(0.25, 0.45, 1000, one_class=True)
+    ((_, plain),) = load_models([task], {given.weights: content}, 640, given.weights)
+    plain = plain.to(device, memory_format=layout(device)).eval()
+    forms = {"folded": fuse(plain), "folded, half": halve(fuse(plain))}
+    paths = [Path(item.name) for item in find_media(given.photos)][: given.count]
+    batches = [predictor.kind.collate([predictor.item(read_image(path), str(path))]).to(device) for path in paths]
+    inputs = [task.inputs(batch) for batch in batches]
+    expected = [plain(images) for images in inputs]
+    found = {"plain": [task.predict([task.look(e)], b)[0].numpy() for e, b in zip(expected, batches, strict=True)]}
+    for name, model in forms.items():
+        own = [images.half() if "half" in name else images for images in inputs]
+        outputs = [model(images) for images in own]
+        largest = max(gap(o, e) for o, e in zip(outputs, expected, strict=True))
+        found[name] = [task.predict([task.look(o)], b)[0].numpy() for o, b in zip(outputs, batches, strict=True)]
+        alone, confidence, corner = zip(*map(paired, found[name], found["plain"]), strict=True)
+        print(
+            f"{name}: raw maps within {largest:.1e} of the largest number; {sum(map(len, found[name]))} detections of "
+            f"{len(paths)} photos, {sum(alone)} without a partner, confidences within {max(confidence):.1e}, corners "
+            f"within {max(corner):.2g} pixels"
+        )
+        if "half" in name and device.type != "cuda":
+            continue
+        ratios = [seconds(plain, inputs) / seconds(model, own) for _ in range(ROUNDS)]
+        print(f"{name}: {statistics.median(ratios):.2f} times as fast as plain (median of {ROUNDS} turns)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Export a model into files that other programs run: `python export.py --weights best.pt --include onnx`."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from data import DATASETS
+from data.sources import read_spec
+from models.export_formats import Job, write
+from models.exported import Metadata
+from models.panel import common_task, halve, load_model, refuse_flags, weight_files
+from models.tasks import TASKS
+from models.weights import Weights, read_weights
+from models.yolo import add_layers
+from utils.config import ExportOptions, parse_options, with_defaults
+from utils.console import show
+from utils.errors import UserError
+from utils.failures import run_main
+from utils.files import find_file
+from utils.launch import device_kind
+
+NEEDLESS = {
+    "simplify": "ONNX files are simplified as they are written",
+    "inplace": "boxes are decoded without writing in place",
+}
+
+
+def main() -> None:
+    """Export as the flags say."""
+    argv = sys.argv[1:]
+    options = parse_options(ExportOptions, argv)
+    if options.device == "mps":
+        raise UserError("--device mps: Apple GPUs export nothing; give cpu")
+    device = torch.device(device_kind(options.device))
+    if options.layers:
+        add_layers(options.layers)
+    for name, file in weight_files(options.weights).items():
+        content = read_weights(file)
+        task_kind = TASKS[common_task({name: content})]
+        refuse_flags(options, task_kind.refused)
+        size = task_kind.defaults.get("imgsz")
+        job = prepare(name, content, with_defaults(options, argv, {"imgsz": (size,)} if size else {}), device)
+        show(*remarks(options, job))
+        for format_name in dict.fromkeys(options.include):
+            began = time.perf_counter()
+            path = write(job, format_name, file.with_suffix(""))
+            show(f"{format_name}: {path}, {megabytes(path):.1f} MB, {time.perf_counter() - began:.1f} s")
+
+
+def prepare(name: str, content: Weights, options: ExportOptions, device: torch.device) -> Job:
+    """What is to be written of a weight file. Raises `UserError`."""
+    assert content.model is not None
+    kind = content.task or "detect"
+    names = content.names or {number: str(number) for number in range(int(content.model.get("nc", 0)))}
+    if options.data:
+        names = DATASETS[kind].class_names(read_spec(find_file(options.data, "data set", ["data"])), False)
+    task = TASKS[kind](names, TASKS[kind].recipe())
+    model = load_model(task, content, max(options.imgsz), name, options.data or "its list of names")
+    module, suppression = task.exportable(model, options)
+    half = options.half and device.type == "cuda"
+    (halve(module) if half else module).to(device).requires_grad_(False)
+    metadata = Metadata(
+        task=kind,
+        names=names,
+        stride=task.stride,
+        model=dict(content.model),
+        imgsz=whole_strides(options.imgsz, task.stride),
+        batch=options.batch_size,
+        dynamic=options.dynamic,
+        half=half,
+        device=device.type,
+        suppression=suppression,
+        settings=dict(content.settings),
+    )
+    return Job(module, metadata, options.opset, options.verbose)
+
+
+def whole_strides(sides: Sequence[int], stride: int) -> tuple[int, int]:
+    """Height and width of images, from one number or both, rounded up to whole strides, of a detector at least two.
+
+    Raises `UserError` for more numbers.
+    """
+    if len(sides) > 2:
+        raise UserError(f"--imgsz {' '.join(map(str, sides))} has {len(sides)} numbers; give one, or height and width")
+    least = 2 if stride > 1 else 1
+    height, width = (max(math.ceil(side / stride), least) * stride for side in (sides[0], sides[-1]))
+    return height, width
+
+
+def remarks(options: ExportOptions, job: Job) -> list[str]:
+    """What is told before the work."""
+    told, metadata = [], job.metadata
+    height, width = metadata.imgsz
+    asked = (options.imgsz[0], options.imgsz[-1])
+    if asked != metadata.imgsz and len(asked) == 2:
+        told.append(
+            f"--imgsz {' '.join(map(str, options.imgsz))} is no multiple of the stride {metadata.stride}; "
+            f"taking {height} {width}"
+        )
+    if options.half and not metadata.half:
+        told.append("warning: --half is for CUDA, named by --device; taking full precision")
+    for flag, why in NEEDLESS.items():
+        if getattr(options, flag):
+            told.append(f"--{flag} changes nothing: {why}")
+    count = "any number" if metadata.dynamic else metadata.batch
+    free = ", or other whole strides" if metadata.dynamic else ""
+    return [
+        *told,
+        f"{metadata.task}, {len(metadata.names)} classes; images of {height}x{width}{free}, {count} at a time",
+    ]
+
+
+def megabytes(path: Path) -> float:
+    """The size of a file, or of the files in a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file()) / 1e6
+
+
+if __name__ == "__main__":
+    run_main(main)

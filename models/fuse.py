@@ -1,0 +1,46 @@
+"""A model for use alone: BatchNorm folded into the convolution before it."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from models.layers import Conv
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@torch.no_grad()
+def fuse(model: M) -> M:
+    """A copy of the model in evaluation mode, that computes the same with fewer layers, up to rounding.
+
+    BatchNorm(w x) = (g w / d) x + (b - g mean / d), with d = sqrt(variance + eps), so that the convolution does it all.
+    Folded where it stands behind its convolution in a `Conv` or an nn.Sequential. The copy has other state-dict keys.
+    """
+    fused = copy.deepcopy(model).eval()
+    for module in list(fused.modules()):
+        if isinstance(module, Conv):
+            _fold(module, "conv", "bn")
+        elif isinstance(module, nn.Sequential):
+            for first, second in pairwise(list(module._modules)):
+                _fold(module, first, second)
+    return fused
+
+
+def _fold(parent: nn.Module, first: str, second: str) -> None:
+    """Fold what `second` of a module's parts does into `first`, where it is a BatchNorm with statistics that stand.
+
+    The weights are found in double precision, and lie in memory as before.
+    """
+    convolution, norm = getattr(parent, first), getattr(parent, second)
+    if type(convolution) is not nn.Conv2d or not isinstance(norm, nn.BatchNorm2d) or norm.running_var is None:
+        return
+    kind, usual = convolution.weight.dtype, convolution.weight.is_contiguous()
+    folded = fuse_conv_bn_eval(convolution.double(), norm.double()).to(kind)
+    setattr(parent, first, folded.to(memory_format=torch.contiguous_format if usual else torch.channels_last))
+    setattr(parent, second, nn.Identity())

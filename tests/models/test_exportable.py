@@ -1,0 +1,86 @@
+"""What an exported detector computes, against what validation finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models.exportable import Decoding, InGraph, Suppressing
+from models.postprocess import Look, Suppression, detect
+from models.yolo import Model, build_model
+
+
+@pytest.fixture
+def model(tiny_yaml: dict[str, Any]) -> Model:
+    """A detector that sees many things of different confidence."""
+    torch.manual_seed(0)
+    model = build_model(tiny_yaml).eval()
+    for level in model.detect.m:
+        nn.init.normal_(level.weight, std=2)
+        nn.init.normal_(level.bias, std=0.5)
+    return model.requires_grad_(False)
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.rand(3, 3, 32, 48, generator=torch.Generator().manual_seed(1))
+
+
+def found(model: Model, images: Tensor, limits: Suppression) -> list[Tensor]:
+    return detect([Look(model(images), model.detect.anchors, model.detect.stride)], limits)
+
+
+def test_boxes_are_those_of_a_head(model: Model, images: Tensor) -> None:
+    """Written out by YOLOv5's formula."""
+    decoded = Decoding(model)(images)
+    assert decoded.shape == (3, 2 * (8 * 12 + 4 * 6), 8)
+    raw = model(images)[1].sigmoid()  # of stride 8: behind the two anchors of stride 4
+    anchor, row, column = 1, 2, 3
+    given, one = raw[2, anchor, row, column], decoded[2, 2 * 8 * 12 + (anchor * 4 + row) * 6 + column]
+    x, y = (2 * given[0] - 0.5 + column) * 8, (2 * given[1] - 0.5 + row) * 8
+    width, height = (2 * given[2]) ** 2 * 32, (2 * given[3]) ** 2 * 24
+    torch.testing.assert_close(one[:4], torch.stack((x, y, width, height)))
+    assert torch.equal(one[4:], given[4:])
+
+
+@pytest.mark.parametrize("most", [5, 40])
+def test_suppression_in_the_graph_finds_what_validation_finds(model: Model, images: Tensor, most: int) -> None:
+    limits = InGraph(0.3, 0.45, most, most)
+    detections, counts = Suppressing(Decoding(model), limits)(images)
+    expected = found(model, images, Suppression(0.3, 0.45, most))
+    assert detections.shape == (3, most, 6)
+    assert counts.tolist() == [len(one) for one in expected]
+    assert counts.min() > 3
+    for image, one in zip(detections, expected, strict=True):
+        torch.testing.assert_close(image[: len(one)], one, rtol=1e-4, atol=1e-3)
+        assert not image[len(one) :].any()
+
+
+def test_nothing_found_is_zeros(model: Model, images: Tensor) -> None:
+    detections, counts = Suppressing(Decoding(model), InGraph(conf_thres=1.0))(images)
+    assert (int(counts.sum()), float(detections.abs().sum())) == (0, 0.0)
+
+
+def test_a_class_gets_its_share_alone(model: Model, images: Tensor) -> None:
+    everything = Suppressing(Decoding(model), InGraph(0.3, 0.45, 60, 60))(images)[0]
+    few = Suppressing(Decoding(model), InGraph(0.3, 0.45, 60, 2))(images)[0]
+    for whole, part in zip(everything, few, strict=True):
+        of_class = [whole[(whole[:, 5] == k) & (whole[:, 4] > 0)][:2] for k in range(3)]
+        expected = torch.cat(of_class)
+        expected = expected[expected[:, 4].argsort(descending=True)]
+        torch.testing.assert_close(part[part[:, 4] > 0], expected)
+
+
+def test_classes_suppress_each_other_where_it_is_asked(model: Model, images: Tensor) -> None:
+    def overlaps(agnostic: bool) -> int:
+        (image, *_), _ = Suppressing(Decoding(model), InGraph(0.3, 0.45, 60, 60, agnostic))(images)
+        from torchvision.ops import box_iou
+
+        boxes = image[image[:, 4] > 0, :4]
+        return int((box_iou(boxes, boxes).triu(1) > 0.45).sum())
+
+    assert overlaps(False) > 0
+    assert overlaps(True) == 0

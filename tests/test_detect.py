@@ -1,0 +1,270 @@
+"""detect.py and use from Python, on real photos and on drawn ones."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.ops import nms
+
+from data.images import read_image
+from data.media import Frame, Item
+from detect import Labels, Predictor, as_pixels, groups
+from models.tasks.classification import ClassificationRecipe, ClassificationTask
+from models.weights import read_weights, transfer
+from models.yolo import build_model
+from tests.conftest import RunScript
+from utils.checkpoint import serialised, weights_content
+from utils.errors import UserError
+from utils.files import ROOT, read_yaml
+
+CONFIDENCE, OVERLAP = 0.25, 0.45
+
+
+@pytest.fixture(scope="module")
+def predictor(shared: Path) -> Predictor:
+    return Predictor(shared / "weights" / "yolov5n.pt", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def photo(shared: Path) -> Path:
+    """A bus and three persons."""
+    return shared / "data" / "coco128" / "images" / "train" / "000000000641.jpg"
+
+
+@pytest.fixture
+def classifier(tmp_path: Path) -> str:
+    """Random weights of a small classifier."""
+    names = {0: "cat", 1: "dog", 2: "cow"}
+    task = ClassificationTask(names, ClassificationRecipe())
+    yaml = {**read_yaml(ROOT / "models" / "resnet18.yaml"), "nc": 3}
+    model = task.build_model(task.describe(yaml), 64)
+    path = tmp_path / "kinds.pt"
+    path.write_bytes(serialised(weights_content(model, {**yaml, "task": "classify"}, names, {})))
+    return str(path)
+
+
+# What is found
+
+
+def test_against_a_plain_computation(shared: Path, photo: Path, predictor: Predictor) -> None:
+    """The forward pass that is held against YOLOv5's (tests/models/test_yolo.py), on a photo that is shrunk and padded
+    by hand, decoded by the formulas and suppressed plainly: of each box its likeliest class alone."""
+    content = read_weights(shared / "weights" / "yolov5n.pt")
+    assert content.model
+    model = build_model(content.model)
+    transfer(model, content.state)
+    image = read_image(photo)
+    height, width = image.shape[:2]
+    gain = 640 / max(height, width)
+    small = cv2.resize(image, (round(width * gain), round(height * gain)))
+    spare = [-side % 32 for side in small.shape[:2]]
+    around = [(side // 2, side - side // 2) for side in spare]
+    padded = np.pad(small, (*around, (0, 0)), constant_values=114)
+    inputs = torch.from_numpy(padded[..., ::-1].transpose(2, 0, 1).copy())[None] / 255
+    rows = []
+    with torch.inference_mode():
+        for raw, anchors, stride in zip(model.eval()(inputs), model.detect.anchors, model.stride, strict=True):
+            s, (h, w) = raw[0].sigmoid(), raw.shape[2:4]
+            cells = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1)
+            xy = (s[..., :2] * 2 - 0.5 + cells) * stride
+            wh = (s[..., 2:4] * 2) ** 2 * (anchors * stride)[:, None, None]
+            rows.append(torch.cat((xy - wh / 2, xy + wh / 2, s[..., 4:]), -1).flatten(0, 2))
+    boxes, scores = torch.cat(rows)[:, :4], torch.cat(rows)[:, 5:] * torch.cat(rows)[:, 4:5]
+    confidence, label = scores.max(1)
+    sure = confidence > CONFIDENCE
+    boxes, confidence, label = boxes[sure], confidence[sure], label[sure]
+    kept = nms(boxes + 7680 * label[:, None], confidence, OVERLAP)
+    corners = (boxes - torch.tensor([around[1][0], around[0][0]] * 2)) / gain
+    corners = corners.clamp(min=torch.zeros(4), max=torch.tensor([width, height] * 2))
+    expected = torch.cat((corners, confidence[:, None], label[:, None]), 1)[kept].numpy()
+    assert len(expected) >= 4
+    np.testing.assert_allclose(predictor(photo), expected, rtol=1e-4, atol=1e-2)
+
+
+def test_every_form_of_an_image_gives_the_same(predictor: Predictor, photo: Path) -> None:
+    expected = predictor(photo)
+    assert expected.dtype == np.float32
+    assert [predictor.names[int(row[5])] for row in expected].count("bus") == 1
+    assert (np.diff(expected[:, 4]) <= 0).all()
+    rgb = np.ascontiguousarray(read_image(photo)[..., ::-1])
+    tensor = torch.from_numpy(rgb).permute(2, 0, 1)
+    for form in (str(photo), rgb, Image.fromarray(rgb), tensor, tensor / 255):
+        np.testing.assert_array_equal(predictor(form), expected)
+    both = predictor([photo, np.zeros((50, 80, 3), np.uint8)])
+    np.testing.assert_array_equal(both[0], expected)
+    assert both[1].shape == (0, 6)
+    np.testing.assert_array_equal(predictor(tensor[None])[0], expected)
+
+
+def test_some_classes_alone(shared: Path, photo: Path, predictor: Predictor) -> None:
+    buses = Predictor(shared / "weights" / "yolov5n.pt", classes=[5], device="cpu")(photo)
+    expected = predictor(photo)
+    np.testing.assert_array_equal(buses, expected[expected[:, 5] == 5])
+    with pytest.raises(UserError, match="--classes 80: the model has classes 0 to 79"):
+        Predictor(shared / "weights" / "yolov5n.pt", classes=[80], device="cpu")
+
+
+def test_a_classifiers_probabilities(classifier: str) -> None:
+    looker = Predictor(classifier, imgsz=64, device="cpu")
+    found = looker(np.full((70, 90, 3), 90, np.uint8))
+    assert found.shape == (3,)
+    assert found.sum() == pytest.approx(1, abs=1e-5)
+    assert looker.names == {0: "cat", 1: "dog", 2: "cow"}
+
+
+@pytest.mark.parametrize(
+    ("image", "says"),
+    [
+        (np.zeros((4, 4, 3), np.float32), "a uint8 array"),
+        (np.zeros((4, 4, 4), np.uint8), "3 channels, RGB, not 4"),
+        (np.zeros((0, 4, 3), np.uint8), "a uint8 array"),
+        (3, "not int"),
+        ("nowhere.jpg", "nowhere.jpg cannot be read"),
+    ],
+)
+def test_what_is_no_image(image: object, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        as_pixels(image)
+
+
+def test_grey_images_and_pictures_that_lie_on_their_side() -> None:
+    grey = np.arange(12, dtype=np.uint8).reshape(3, 4)
+    assert as_pixels(grey).shape == (3, 4, 3)
+    picture = Image.fromarray(np.zeros((3, 4, 3), np.uint8))
+    picture.getexif()[0x0112] = 6
+    assert as_pixels(picture).shape == (4, 3, 3)
+
+
+# Batches and names
+
+
+def test_frames_of_one_shape_go_together() -> None:
+    def frame(number: int, side: int, kind: str = "picture") -> tuple[Frame, object]:
+        return Frame(Item(kind, str(number)), np.zeros((1, 1, 3), np.uint8)), (torch.zeros(3, side, side),)
+
+    frames = [frame(number, side) for number, side in enumerate((32, 32, 32, 64, 32))]
+    assert [[one.item.name for one, _ in group] for group in groups(frames, 2)] == [["0", "1"], ["2"], ["3"], ["4"]]
+    live = (frame(number, 32, "live") for number in range(10**9))
+    assert len(next(groups(live, 2))) == 2
+
+
+def test_names_are_given_once() -> None:
+    items = [
+        Item("picture", "a/x.jpg"),
+        Item("picture", "b/x.png"),
+        Item("video", "x.mp4"),
+        Item("live", "rtsp://h/s?a=1"),
+    ]
+    labels = Labels(items)
+    assert list(labels.stems.values()) == ["x", "x-2", "x-3", "s"]
+    assert labels.of(Frame(items[2], np.zeros((1, 1, 3), np.uint8), number=7)) == "x-3_7"
+    assert labels.of(Frame(items[0], np.zeros((1, 1, 3), np.uint8))) == "x"
+
+
+# Whole runs
+
+
+def test_a_folder_with_everything(shared: Path, photo: Path, run_script: RunScript, tmp_path: Path) -> None:
+    """A photo, a video and a broken file: what can be read is looked at, and the exit code says that not all was."""
+    folder, image = tmp_path / "in", cv2.resize(cv2.imread(str(photo)), (320, 214))
+    folder.mkdir()
+    cv2.imwrite(str(folder / "bus.png"), image)
+    (folder / "cut.jpg").write_bytes(b"nothing")
+    video = cv2.VideoWriter(str(folder / "clip.avi"), cv2.VideoWriter.fourcc(*"MJPG"), 10.0, (320, 214))
+    for _ in range(5):
+        video.write(image)
+    video.release()
+    printed = run_script(
+        "detect.py", "--weights", str(shared / "weights" / "yolov5n.pt"), "--source", str(folder), "--imgsz", "320",
+        "--device", "cpu", "--project", str(tmp_path), "--save-txt", "--save-conf", "--save-csv", "--save-crop",
+        "--save_format", "1", "--vid-stride", "2", "--batch-size", "2", code=1,
+    )  # fmt: skip
+    assert f"warning: {folder / 'cut.jpg'} cannot be read" in printed
+    assert "4 images looked at; per image: " in printed
+    line = next(line for line in printed.splitlines() if line.startswith(str(folder / "bus.png")))
+    assert "1 bus" in line
+    assert line.endswith(" ms")
+    assert f"{folder / 'clip.avi'} (5/5): " in printed
+    out = tmp_path / "exp"
+    assert cv2.imread(str(out / "bus.png")).shape == image.shape
+    clip = cv2.VideoCapture(str(out / "clip.mp4"))
+    assert (clip.get(cv2.CAP_PROP_FRAME_COUNT), clip.get(cv2.CAP_PROP_FPS)) == (3, 5)
+    names = sorted(path.name for path in (out / "labels").iterdir())
+    assert names == ["bus.txt", "clip_0.txt", "clip_2.txt", "clip_4.txt"]
+    rows = np.loadtxt(out / "labels" / "bus.txt", ndmin=2)
+    bus = rows[rows[:, 0] == 5][0]
+    assert (bus[1:5] >= 0).all()
+    assert bus[3] <= 320
+    assert bus[3] - bus[1] > 60  # pixels
+    assert bus[5] > CONFIDENCE
+    with (out / "predictions.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [row["Prediction"] for row in table if row["Image Name"] == "bus.png"].count("bus") == 1
+    crop = cv2.imread(str(out / "crops" / "bus" / "bus.jpg"))
+    assert abs(crop.shape[1] - (bus[3] - bus[1])) < 2
+
+
+def test_a_classifiers_weights(classifier: str, run_script: RunScript, tmp_path: Path) -> None:
+    cv2.imwrite(str(tmp_path / "a.jpg"), np.full((70, 90, 3), 90, np.uint8))
+    how = ("--imgsz", "64", "--device", "cpu", "--project", str(tmp_path), "--save-txt", "--save-conf")
+    printed = run_script("detect.py", "--weights", classifier, "--source", str(tmp_path / "*.jpg"), *how)
+    text = (tmp_path / "exp" / "labels" / "a.txt").read_text().split()
+    assert sorted(text[1::2]) == ["cat", "cow", "dog"]
+    assert sum(map(float, text[::2])) == pytest.approx(1, abs=1e-4)
+    assert f"{text[1]} {float(text[0]):.2f}" in printed
+
+
+def test_bad_input(run_script: RunScript) -> None:
+    assert run_script("detect.py", "--source", "nowhere", fails=True).startswith(
+        "error: --source nowhere does not exist"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"imgsz": (1, 2, 3)}, "--imgsz 1 2 3: give one number of pixels, or height and width"),
+        ({"imgsz": 0}, "--imgsz 0: give one"),
+        ({"device": "0,1"}, "one device is enough here"),
+        ({"weights": []}, "--weights names no file"),
+    ],
+)
+def test_what_a_predictor_refuses(flags: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        Predictor(**flags)
+
+
+# From Python
+
+
+PROGRAM = """
+import train, val
+from utils.errors import UserError
+
+if __name__ == "__main__":
+    common = dict(data={data!r}, imgsz=64, device="cpu", workers=0, project={project!r}, noplots=True)
+    trained = train.run(weights="", cfg={cfg!r}, epochs=1, batch=4, processes=2, **common)
+    checked = val.run(weights=trained["folder"] + "/weights/best.pt", **common)
+    assert trained["metrics/mAP_0.5"] == checked["metrics/mAP_0.5"], (trained, checked)
+    assert trained["fitness"] == checked["fitness"]
+    try:
+        val.run(weights="nowhere.pt", **common)
+    except UserError as error:
+        print("refused:", error)
+"""
+
+
+def test_train_and_validate_from_python(small_data: Path, run_script: RunScript, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    names = {"data": str(small_data), "project": str(tmp_path / "runs"), "cfg": "yolov5n.yaml"}
+    program.write_text(PROGRAM.format(**names))
+    printed = run_script(str(program), PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    assert "refused: weights nowhere.pt" in printed
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["exp", "exp2"]

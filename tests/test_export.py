@@ -1,0 +1,254 @@
+"""export.py as a user calls it, what val.py makes of its files, and the code of docs/export.md."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from torch import Tensor, nn
+
+from data.shapes import NAMES
+from export import prepare, whole_strides
+from models.export_formats import write
+from models.exportable import Decoding
+from models.exported import read_exported
+from models.panel import check_programs, fixed_size, load_model
+from models.tasks.detection import DetectionTask
+from models.weights import Weights, read_weights, transfer
+from models.yolo import build_model
+from tests.conftest import ROOT, RunScript
+from utils.checkpoint import serialised, weights_content
+from utils.config import REFUSED, ExportOptions, Hyperparameters, ValOptions, parse_options
+from utils.errors import UserError
+from val import fitted
+
+FILES = ("best.onnx", "best.torchscript", "best.pt2", "best_openvino_model")
+YAML = {
+    "task": "detect",
+    "nc": len(NAMES),
+    "anchors": [[4, 4, 8, 4], [16, 16, 32, 24]],
+    "backbone": [[-1, 1, "Conv", [8, 3, 2]], [-1, 1, "Conv", [8, 3, 2]], [-1, 1, "Conv", [8, 3, 2]]],
+    "head": [[[1, 2], 1, "Detect", ["nc", "anchors"]]],
+}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A detector's file as train.py writes it; it sees things of all confidences."""
+    torch.manual_seed(0)
+    model = build_model(dict(YAML))
+    for level in model.detect.m:
+        nn.init.normal_(level.weight, std=4)
+        nn.init.normal_(level.bias)
+    file = tmp_path_factory.mktemp("weights") / "best.pt"
+    file.write_bytes(serialised(weights_content(model, model.yaml, dict(enumerate(NAMES)), {"imgsz": 64})))
+    return file
+
+
+@pytest.fixture(scope="module")
+def exported(weights: Path, run_script: RunScript) -> str:
+    """What export.py printed, having written all formats beside the weights."""
+    flags = ("--include", "onnx", "torchscript", "exported", "openvino", "--imgsz", "60", "--dynamic", "--simplify")
+    return run_script("export.py", "--weights", str(weights), *flags)
+
+
+def test_what_is_written_and_said(weights: Path, exported: str) -> None:
+    assert sorted(path.name for path in weights.parent.iterdir()) == sorted(["best.pt", *FILES])
+    lines = exported.splitlines()
+    assert lines[:3] == [
+        "--imgsz 60 is no multiple of the stride 8; taking 64 64",
+        "--simplify changes nothing: ONNX files are simplified as they are written",
+        f"detect, {len(NAMES)} classes; images of 64x64, or other whole strides, any number at a time",
+    ]
+    assert re.fullmatch(rf"onnx: {re.escape(str(weights.parent))}/best.onnx, 0.\d MB, [\d.]+ s", lines[3])
+    assert len(lines) == 7
+
+
+def rows(run: Path) -> dict[str, np.ndarray]:
+    """What --save-txt wrote of each image."""
+    return {file.name: np.loadtxt(file, ndmin=2) for file in sorted((run / "labels").iterdir())}
+
+
+def test_val_finds_the_same(
+    weights: Path, exported: str, small_data: Path, tmp_path: Path, run_script: RunScript
+) -> None:
+    flags = ("--data", str(small_data), "--imgsz", "64", "--device", "cpu", "--workers", "0", "--conf-thres", "0.3")
+    for name in ("best.pt", "best.onnx"):
+        given = ("--weights", str(weights.parent / name), "--project", str(tmp_path), "--name", name)
+        run_script("val.py", *flags, *given, "--save-txt", "--save-conf")
+    one, other = rows(tmp_path / "best.pt"), rows(tmp_path / "best.onnx")
+    assert list(one) == list(other)
+    assert sum(map(len, one.values())) > 50
+    for name in one:
+        np.testing.assert_allclose(one[name], other[name], rtol=1e-3, atol=1e-4)
+
+
+# What scripts make of such files
+
+
+def program(weights: Path, name: str = "best.torchscript", **flags: Any) -> Weights:
+    """The weights as a file of one size, and read again."""
+    options = ExportOptions(**{"imgsz": (64, 64), **flags})
+    job = prepare("best.pt", read_weights(weights), options, torch.device("cpu"))
+    content = read_exported(write(job, "torchscript", weights.parent / "fixed" / name))
+    content.metadata = type(content.metadata)(**{**vars(content.metadata), "dynamic": False})
+    return Weights({}, job.metadata.model, job.metadata.names, "detect", {}, "exported", content)
+
+
+def test_files_of_one_size(weights: Path) -> None:
+    own, square, oblong = read_weights(weights), program(weights), program(weights, imgsz=(32, 64))
+    assert fixed_size({"a": own}) is None
+    assert fixed_size({"a": own, "b": square}) == (64, 64)
+    with pytest.raises(UserError, match=r"take images of different sizes \(a 64x64, b 32x64\); export them with --dyn"):
+        fixed_size({"a": square, "b": oblong})
+    options = fitted(ValOptions(imgsz=320), (64, 64))
+    assert (options.imgsz, options.square) == (64, True)
+    assert fitted(ValOptions(imgsz=320), None) == ValOptions(imgsz=320)
+    with pytest.raises(UserError, match=r"takes images of 32x64 alone, and val.py makes square ones"):
+        fitted(ValOptions(), (32, 64))
+
+
+def test_what_exported_files_cannot(weights: Path) -> None:
+    plain, suppressing = program(weights), program(weights, nms=True)
+    check_programs({"a": suppressing}, False)
+    check_programs({"a": plain, "b": read_weights(weights)}, False)
+    with pytest.raises(UserError, match="a was exported with --nms and cannot be in an ensemble"):
+        check_programs({"a": suppressing, "b": plain}, False)
+    with pytest.raises(UserError, match=r"--augment needs maps of all sizes, which the exported a does not give"):
+        check_programs({"a": plain}, True)
+    task = DetectionTask({0: "one", 1: "two"}, Hyperparameters())
+    with pytest.raises(UserError, match=f"a knows {len(NAMES)} classes and d.yaml has 2; give the data set"):
+        load_model(task, plain, 64, "a", "d.yaml")
+
+
+def test_sizes() -> None:
+    assert whole_strides([640], 32) == (640, 640)
+    assert whole_strides([330, 640], 32) == (352, 640)
+    assert whole_strides([20], 32) == (64, 64)
+    assert whole_strides([225], 1) == (225, 225)
+    with pytest.raises(UserError, match="--imgsz 1 2 3 has 3 numbers; give one, or height and width"):
+        whole_strides([1, 2, 3], 32)
+
+
+def test_names_of_a_data_set(weights: Path, tmp_path: Path) -> None:
+    file = tmp_path / "d.yaml"
+    names = [f"thing {k}" for k in range(len(NAMES))]
+    file.write_text(yaml.safe_dump({"path": ".", "train": "a", "val": "a", "names": names}))
+    job = prepare("best.pt", read_weights(weights), ExportOptions(data=str(file)), torch.device("cpu"))
+    assert job.metadata.names == dict(enumerate(names))
+    file.write_text(yaml.safe_dump({"path": ".", "train": "a", "val": "a", "names": ["one"]}))
+    with pytest.raises(UserError, match=r"best.pt knows"):
+        prepare("best.pt", read_weights(weights), ExportOptions(data=str(file)), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", [key for key in REFUSED if key.startswith("include ")])
+def test_formats_that_others_make(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_options(ExportOptions, ["--include", "onnx", name.removeprefix("include ")])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"error: --{name} {REFUSED[name]}\n"
+
+
+def test_flags() -> None:
+    options = parse_options(ExportOptions, ["--include", "onnx", "openvino", "--img", "320", "640", "--batch", "4"])
+    assert (options.include, options.imgsz, options.batch_size) == (("onnx", "openvino"), (320, 640), 4)
+
+
+def test_a_classifier_gives_logits(tmp_path: Path) -> None:
+    yaml_ = {"task": "classify", "nc": 3, "backbone": [[-1, 1, "Conv", [8, 3, 2]]], "head": [[-1, 1, "Classify", [3]]]}
+    model = build_model(dict(yaml_)).eval()
+    content = Weights(model.state_dict(), model.yaml, {0: "a", 1: "b", 2: "c"}, "classify", {}, "lockstep")
+    job = prepare("best.pt", content, ExportOptions(imgsz=(32,)), torch.device("cpu"))
+    found = read_exported(write(job, "exported", tmp_path / "best"))
+    images = torch.randn(3, 3, 32, 32)
+    torch.testing.assert_close(found(images), model(images), rtol=1e-5, atol=1e-6)
+    assert (found.metadata.task, found.metadata.stride) == ("classify", 1)
+
+
+# The page
+
+
+def block(language: str, containing: str) -> str:
+    """The only code block of docs/export.md in which that stands."""
+    page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+    (found,) = [code for code in re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL) if containing in code]
+    return found
+
+
+def test_the_code_of_the_page_runs_without_us(
+    weights: Path, exported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "photo.png")
+    shutil.copy(weights.parent / "best.onnx", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    code = block("python", "onnxruntime")
+    assert "models" not in code
+    assert len(code.splitlines()) <= 10
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    content = read_weights(weights)
+    model = build_model(dict(YAML)).eval()
+    transfer(model, content.state)
+    with torch.no_grad():
+        expected = Decoding(model)(torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255)
+    np.testing.assert_allclose(scope["boxes"], expected[0].numpy(), rtol=1e-3, atol=1e-3)
+
+
+# On photos
+
+
+@pytest.fixture(scope="module")
+def official(shared: Path, run_script: RunScript, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The official nano, exported for any size."""
+    file = tmp_path_factory.mktemp("official") / "yolov5n.pt"
+    shutil.copy(shared / "weights" / "yolov5n.pt", file)
+    formats = ("--include", "onnx", "torchscript", "exported", "openvino")
+    run_script("export.py", "--weights", str(file), *formats, "--dynamic")
+    return file
+
+
+def photos_of(shared: Path, count: int, height: int, width: int) -> Tensor:
+    files = sorted((shared / "data" / "coco128").rglob("*.jpg"))[:count]
+    pixels = np.stack([np.asarray(Image.open(file).convert("RGB").resize((width, height))) for file in files])
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
+
+
+@pytest.mark.long
+@torch.no_grad()
+def test_agreement_on_photos(official: Path, shared: Path) -> None:
+    """Boxes relative to their numbers, of a pixel at least; confidences as they are."""
+    content = read_weights(official)
+    assert content.model is not None
+    model = build_model(content.model, nc=80).eval()
+    transfer(model, content.state)
+    for name in FILES:
+        run = read_exported(official.parent / name.replace("best", "yolov5n"))
+        for size in ((1, 640, 640), (3, 320, 416)):
+            images = photos_of(shared, *size)
+            given, expected = run(images), Decoding(model)(images)
+            assert isinstance(given, Tensor)
+            off = (given - expected).abs()
+            assert float((off[..., :4] / expected[..., :4].abs().clamp(min=1)).max()) < 1e-4, (name, size)
+            assert float(off[..., 4:].max()) < 1e-4, (name, size)
+
+
+@pytest.mark.long
+def test_map_of_photos(official: Path, shared: Path, tmp_path: Path, run_script: RunScript) -> None:
+    names = yaml.safe_load((ROOT / "data" / "coco128.yaml").read_text())["names"]
+    data = {"path": str(shared / "data" / "coco128"), "train": "images/train", "val": "images/train", "names": names}
+    (tmp_path / "photos.yaml").write_text(yaml.safe_dump(data))
+    scores = {}
+    for name in ("yolov5n.pt", *(name.replace("best", "yolov5n") for name in FILES)):
+        given = ("--data", str(tmp_path / "photos.yaml"), "--weights", str(official.parent / name), "--device", "cpu")
+        printed = run_script("val.py", *given, "--imgsz", "320", "--project", str(tmp_path), "--quiet")
+        scores[name] = [float(word) for word in re.findall(r"all +128.*", printed)[0].split()[5:]]
+    for name, found in scores.items():
+        assert found == pytest.approx(scores["yolov5n.pt"], abs=0.001), name

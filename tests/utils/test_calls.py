@@ -1,0 +1,83 @@
+"""Calling the scripts from Python."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from utils.calls import RESULT, as_arguments, call, hand_over
+from utils.config import TrainOptions, ValOptions, parse_options
+from utils.errors import UserError
+from utils.failures import Stopped
+from utils.summary import Summary
+
+SUMMARY = Summary({"mAP_0.5": 0.5}, 0.25, ["head", "all"], [], losses={"box_loss": 2.0})
+
+
+def test_flags_as_words() -> None:
+    flags = {"imgsz": 320, "weights": "", "rect": True, "cos_lr": False, "freeze": (0, 2), "name": None, "seed": 0}
+    words = as_arguments(TrainOptions, flags)
+    assert words == ["--imgsz=320", "--weights=", "--rect", "--freeze", "0", "2", "--seed=0"]
+    options = parse_options(TrainOptions, words)
+    assert (options.imgsz, options.weights, options.rect, options.freeze) == (320, "", True, (0, 2))
+
+
+def test_other_names_and_hyperparameters() -> None:
+    words = as_arguments(TrainOptions, {"img": 64, "img_size": 96, "hyp.lr0": 0.1, "patience": -1})
+    assert words == ["--imgsz=64", "--imgsz=96", "--hyp.lr0=0.1", "--patience=-1"]
+
+
+def test_several_weights() -> None:
+    assert parse_options(ValOptions, as_arguments(ValOptions, {"weights": ["a.pt", "b.pt"]})).weights == (
+        "a.pt",
+        "b.pt",
+    )
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(UserError, match=r"unknown argument epoch \(did you mean 'epochs'\?\)"):
+        as_arguments(TrainOptions, {"epoch": 1})
+
+
+def test_what_is_handed_over(tmp_path: Path) -> None:
+    def main(argv: Sequence[str]) -> None:
+        assert argv == ["--epochs=1"]
+        hand_over(SUMMARY, tmp_path)
+
+    found = call(main, TrainOptions, {"epochs": 1})
+    assert found == {"metrics/mAP_0.5": 0.5, "val/box_loss": 2.0, "fitness": 0.25, "folder": str(tmp_path)}
+    assert RESULT not in os.environ
+
+
+def test_nobody_has_called(tmp_path: Path) -> None:
+    hand_over(SUMMARY, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_ends_early_leaves_the_signals_as_they_were() -> None:
+    before = signal.getsignal(signal.SIGINT)
+
+    def main(argv: Sequence[str]) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise Stopped(130)
+
+    with pytest.raises(UserError, match="ended early, with the exit code 130"):
+        call(main, TrainOptions, {})
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_finished_run_is_no_error() -> None:
+    def main(argv: Sequence[str]) -> None:
+        raise Stopped(0)
+
+    assert call(main, TrainOptions, {}) == {}
+
+
+def test_processes_that_have_failed() -> None:
+    with pytest.raises(UserError, match="with the exit code 3; what it said stands above"):
+        call(lambda argv: sys.exit(3), TrainOptions, {})
