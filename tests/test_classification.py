@@ -93,6 +93,7 @@ def test_four_processes_by_accelerate(train: Train, alone: Path, tmp_path: Path)
     same_curve(tmp_path / "exp", alone)
 
 
+@pytest.mark.long
 def test_two_machines(hosts: tuple[str, str], train: Train, alone: Path, tmp_path: Path) -> None:
     def machine(rank: int) -> str:
         return train(tmp_path / str(rank), "--sync-bn", launcher=on_machine(hosts[rank], rank))
@@ -133,6 +134,7 @@ def test_a_resnet_in_float64(on_processes: OnProcesses, flowers: Path, tmp_path:
                 assert (state[name] - value).norm() <= 1e-9 * value.norm(), name
 
 
+@pytest.mark.long
 def test_dropout_does_not_depend_on_the_processes(train: Train, tmp_path: Path) -> None:
     """yolov5n-cls with dropout, mixed images and accumulated batches; another seed drops others."""
     model = yaml.safe_load((ROOT / "models" / "yolov5n-cls.yaml").read_text())
@@ -150,6 +152,7 @@ def test_dropout_does_not_depend_on_the_processes(train: Train, tmp_path: Path) 
     assert rows(tmp_path / "whole")[0]["train/loss"] != rows(tmp_path / "one")[0]["train/loss"]
 
 
+@pytest.mark.long
 def test_statistics_are_averaged_without_sync_bn(
     train: Train, run_script: RunScript, flowers: Path, tmp_path: Path
 ) -> None:
@@ -174,7 +177,7 @@ def test_statistics_are_averaged_without_sync_bn(
 # Resumed
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_killed_and_resumed(processes: int, train: Train, run_script: RunScript, alone: Path, tmp_path: Path) -> None:
     """In an epoch, then in a validation."""
     here = ("--processes", "2") if processes > 1 else ()
@@ -238,6 +241,7 @@ def test_a_detectors_backbone(train: Train, shared: Path, tmp_path: Path) -> Non
     assert "taken from" in printed
 
 
+@pytest.mark.long
 def test_the_learning_rate_is_scaled_where_asked(train: Train, alone: Path, tmp_path: Path) -> None:
     """The total batch is what counts: nothing changes silently with the number of processes."""
     train(tmp_path, "--processes", "2", "--name", "same", "--epochs", "1", "--noval")
@@ -326,6 +330,7 @@ def test_the_built_in_job_learns(run_script: RunScript, tmp_path: Path) -> None:
     assert rows(tmp_path / "exp")[-1]["metrics/accuracy_top1"] > 0.8
 
 
+@pytest.mark.long
 def test_its_defaults_are_taken(run_script: RunScript, tmp_path: Path) -> None:
     """The data YAML's, and where it says nothing the task's; the command line goes before both."""
     what = ("--cfg", "resnet18", "--data", "data/shapes-cls.yaml", "--batch-size", "256", "--epochs", "1")
@@ -340,7 +345,7 @@ def test_its_defaults_are_taken(run_script: RunScript, tmp_path: Path) -> None:
     ("flags", "said"),
     [
         (("--cfg", "resnet43.yaml"), "model 'resnet43.yaml' is not a file"),
-        (("--data", "data/shapes.yaml"), "has no folders of images"),
+        pytest.param(("--data", "data/shapes.yaml"), "has no folders of images", marks=pytest.mark.long),
         (("--single-cls",), "--single-cls leaves a classifier nothing to tell apart"),
         (("--rect",), "--rect is for detectors"),
         (("--hyp", "low.yaml"), "low.yaml: unknown key 'box'"),

@@ -30,7 +30,7 @@ def by(name: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("name", "stage"),
     [
-        ("zero1", 1),
+        pytest.param("zero1", 1, marks=pytest.mark.long),
         ("zero2", 2),
         ("zero3", 3),
         pytest.param("zero3_offload", 3, marks=pytest.mark.long),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +142,18 @@ def test_grey_images_and_pictures_that_lie_on_their_side() -> None:
     picture = Image.fromarray(np.zeros((3, 4, 3), np.uint8))
     picture.getexif()[0x0112] = 6
     assert as_pixels(picture).shape == (4, 3, 3)
+
+
+def test_the_example_of_the_page(
+    shared: Path, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "detect.md").read_text(encoding="utf-8")
+    example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    shutil.copy(photo, tmp_path / "photo.jpg")
+    shutil.copy(shared / "weights" / "yolov5n.pt", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    exec(example, {})
+    assert "bus 0." in capsys.readouterr().out
 
 
 # Batches and names

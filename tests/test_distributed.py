@@ -68,6 +68,7 @@ def test_two_processes_by_a_flag(single: Path, fine_tune: Callable[..., str], tm
     quiet_except_for_the_main_process(printed)
 
 
+@pytest.mark.long
 def test_four_processes_by_accelerate(single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"), "--num_processes", "4")
     printed = fine_tune(tmp_path, "--sync-bn", launcher=launcher)
@@ -80,6 +81,7 @@ def quiet_except_for_the_main_process(printed: str) -> None:
     assert "warn" not in printed.lower()
 
 
+@pytest.mark.long
 def test_the_old_launcher(single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
     """It gives each process a --local-rank."""
     launcher = (sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node", "2", "--master_port", free_port())
@@ -93,6 +95,7 @@ SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@" & wait -n && wait -n
 """
 
 
+@pytest.mark.long
 def test_slurm(single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
     """The batch file with two nodes that are this machine: SLURM's own commands are played by two lines of shell."""
     for name, text in {"srun": SRUN, "scontrol": "#!/bin/bash\necho 127.0.0.1; echo other\n"}.items():
@@ -106,6 +109,7 @@ def test_slurm(single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> N
     same_curve(tmp_path / f"job{job['SLURM_JOB_ID']}", single)
 
 
+@pytest.mark.long
 def test_nodes_of_unequal_size_by_torchrun(fine_tune: Callable[..., str], tmp_path: Path) -> None:
     """1 + 2 processes, batch 12: shares of 4."""
     fine_tune(tmp_path, "--batch-size", "12", "--name", "one")
@@ -310,6 +314,7 @@ def validated(flags: Sequence[str]) -> tuple[list[int], int, dict[str, float], d
     return seen, sum(forwarded), summary.metrics, summary.losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("hook", "gap"), [("bf16", 0.01), ("powersgd", 0.05)])
 def test_compressed_gradients(hook: str, gap: float, run_script: RunScript, flags: list[str], tmp_path: Path) -> None:
     """Another curve, but not far from it."""
@@ -390,6 +395,7 @@ def test_one_sentence_from_two_processes(
     refused(run_script("train.py", *flags, flag, value, "--name", "run", launcher=launcher, fails=True), said)
 
 
+@pytest.mark.long
 def test_a_process_that_never_comes(run_script: RunScript, flags: list[str]) -> None:
     port = free_port()
     for rank, said in ((0, "only 1 of 2 processes came to 127.0.0.1"), (1, "cannot be reached within 3 s")):

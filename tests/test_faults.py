@@ -79,7 +79,9 @@ def test_a_loader_process_is_killed(train: Train, tmp_path: Path) -> None:
 # Gradients that are not finite
 
 
-@pytest.mark.parametrize("processes", [(), HERE], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "processes", [pytest.param((), id="one"), pytest.param(HERE, id="two", marks=pytest.mark.long)]
+)
 def test_too_many_steps_are_not_finite(processes: tuple[str, ...], train: Train, recipe: Path, tmp_path: Path) -> None:
     """A learning rate without measure: the step, images, the cause, and the state before."""
     wild = tmp_path / "wild.yaml"
@@ -129,6 +131,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.long
 def test_a_full_disk(train: Train, run_script: RunScript, small_disk: Path) -> None:
     """Training goes on; what could not be written is said at the end, and the state before is whole."""
     printed = train(small_disk, fails=True)

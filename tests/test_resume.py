@@ -175,6 +175,7 @@ def test_on_other_processes(train: Train, straight: Path, tmp_path: Path) -> Non
     same_curve(tmp_path / "exp", straight)
 
 
+@pytest.mark.long
 def test_two_machines_without_a_shared_disk(
     hosts: tuple[str, str], train: Train, straight_on_two: Path, tmp_path: Path
 ) -> None:
@@ -194,7 +195,8 @@ def test_two_machines_without_a_shared_disk(
     identical(tmp_path / "0" / "exp", straight_on_two)
 
 
-@pytest.mark.parametrize("stage", [pytest.param("1", marks=pytest.mark.long), "3"])
+@pytest.mark.long
+@pytest.mark.parametrize("stage", ["1", "3"])
 def test_under_another_stage_of_zero(stage: str, train: Train, straight: Path, tmp_path: Path) -> None:
     """ZeRO-2 stops, another stage goes on, and then one process without DeepSpeed."""
     pytest.importorskip("deepspeed")

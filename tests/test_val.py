@@ -43,7 +43,11 @@ def coco128(shared: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("flags", "map50", "map50_95"), [((), 0.5597, 0.3608), (("--square",), 0.5515, 0.3557)], ids=["rect", "square"]
+    ("flags", "map50", "map50_95"),
+    [
+        pytest.param((), 0.5597, 0.3608, id="rect"),
+        pytest.param(("--square",), 0.5515, 0.3557, id="square", marks=pytest.mark.long),
+    ],
 )
 def test_official_weights(
     flags: tuple[str, ...],

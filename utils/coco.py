@@ -104,7 +104,7 @@ def read_annotations(file: Path, names: Mapping[int, str], paths: Sequence[Path]
     except ValueError:
         raise UserError(f"{file} is not JSON; give a file of COCO annotations") from None
     try:
-        categories = {str(one["name"]): int(one["id"]) for one in content["categories"]}
+        categories = {str(one["name"]).strip(): int(one["id"]) for one in content["categories"]}
         images = {str(one["file_name"]): one["id"] for one in content["images"]}
         content["annotations"]
     except (KeyError, TypeError, ValueError):

@@ -175,6 +175,21 @@ def served(folder: Path) -> Iterator[str]:
         server.server_close()
 
 
+def test_addresses_are_downloaded(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into the cache: the second time nobody is asked."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with served(folder) as address:
+        items = [
+            *find_media(f"{address}/b.png?size=2"),
+            *find_media(f"{address}/v.avi"),
+            *find_media(f"{address}/no.png"),
+        ]
+        media = Media(items)
+        assert len(list(media)) == 1 + 7
+        assert [problem.split(" cannot be downloaded")[0] for problem in media.problems] == [f"{address}/no.png"]
+    assert len(list(Media(items[:2]))) == 1 + 7
+
+
 def test_streams_in_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gives its newest frame; one that ends is opened anew, then named; one that cannot be opened is named."""
     monkeypatch.setattr(media, "TRIES", 2)
