@@ -47,7 +47,11 @@ OWN_FLAGS = (
     *("weights", "cfg", "data", "hyp", "device", "processes", "dist_timeout", "workers", "cache", "project", "name"),
     *("exist_ok", "nosave", "noplots", "show_processes", "local_rank", "doctor"),
 )
-CODE = ("train.py", "val.py", *(f"{part}/**/*.{kind}" for part in ("models", "data", "utils") for kind in ("py", "yaml")))
+CODE = (
+    "train.py",
+    "val.py",
+    *(f"{part}/**/*.{kind}" for part in ("models", "data", "utils") for kind in ("py", "yaml")),
+)
 OWN_FILES = ("accelerate_configs/*.yaml", "data/*.yaml")  # they may hold a machine's own rank, or its path to the data
 # What read() gives: settings, by name, and the files that the job reads, by what they are for.
 Inputs = tuple[Mapping[str, Any], Mapping[str, Sequence[Path]]]
