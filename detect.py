@@ -110,8 +110,8 @@ class Predictor:
         An image: a path or address, a PIL image, an array (h, w, 3) or (h, w) of uint8 in RGB, or a tensor (3, h, w) of
         uint8, or of floats in 0 to 1. A tensor (b, 3, h, w) is a list.
 
-        A detector gives float32 (k, 6): x1, y1, x2, y2 in pixels of the image, confidence, class; the surest first.
-        A classifier gives the probability of each class, float32 (classes,).
+        Of boxes float32 (k, 6): x1, y1, x2, y2 in pixels of the image, confidence, class; the surest first. Of models
+        for whole images the probability of each class, float32 (classes,).
         """
         if isinstance(images, (list, tuple)) or (isinstance(images, Tensor) and images.ndim == 4):
             return [self(image) for image in images]

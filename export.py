@@ -42,9 +42,9 @@ def main() -> None:
         add_layers(options.layers)
     for name, file in weight_files(options.weights).items():
         content = read_weights(file)
-        task_kind = TASKS[common_task({name: content})]
-        refuse_flags(options, task_kind.refused)
-        size = task_kind.defaults.get("imgsz")
+        kind = TASKS[common_task({name: content})]
+        refuse_flags(options, kind.refused)
+        size = kind.defaults.get("imgsz")
         job = prepare(name, content, with_defaults(options, argv, {"imgsz": (size,)} if size else {}), device)
         show(*remarks(options, job))
         for format_name in dict.fromkeys(options.include):
@@ -55,8 +55,8 @@ def main() -> None:
 
 def prepare(name: str, content: Weights, options: ExportOptions, device: torch.device) -> Job:
     """What is to be written of a weight file. Raises `UserError`."""
+    kind = common_task({name: content})
     assert content.model is not None
-    kind = content.task or "detect"
     names = content.names or {number: str(number) for number in range(int(content.model.get("nc", 0)))}
     if options.data:
         names = DATASETS[kind].class_names(read_spec(find_file(options.data, "data set", ["data"])), False)
@@ -82,7 +82,7 @@ def prepare(name: str, content: Weights, options: ExportOptions, device: torch.d
 
 
 def whole_strides(sides: Sequence[int], stride: int) -> tuple[int, int]:
-    """Height and width of images, from one number or both, rounded up to whole strides, of a detector at least two.
+    """Height and width of images, from one number or both, rounded up to whole strides: at least two, if they matter.
 
     Raises `UserError` for more numbers.
     """

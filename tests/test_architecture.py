@@ -91,6 +91,14 @@ def test_the_loop_knows_no_task(name: str) -> None:
         assert not found, f"{name}:{number} names a task: {line.strip()}"
 
 
+@pytest.mark.parametrize("name", ["detect.py", "export.py"])
+def test_no_script_is_for_one_task(name: str) -> None:
+    source = (ROOT / name).read_text(encoding="utf-8")
+    named = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    assert not set(named) & set(TASKS)
+    assert not re.search(r"classif|detector|DetectionTask", source, re.IGNORECASE)
+
+
 def test_tasks_have_data() -> None:
     assert set(TASKS) == set(DATASETS)
 
