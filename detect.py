@@ -196,7 +196,7 @@ def main() -> None:
     rate = f"; {sentence(per_image(counted(stages.laps)))}" if looked else ""
     show(f"{looked} images looked at{rate}; results in {folder}")
     if media.problems:
-        show(f"warning: {len(media.problems)} sources could not be read, or not to their end; see above")
+        show(f"warning: not all could be read, or to its end: {len(media.problems)} of the sources, see above")
         raise Stopped(1)
 
 

@@ -12,7 +12,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any, NamedTuple
@@ -79,6 +79,9 @@ def fetch_dataset(
                     f"the data set cannot be made at {root} ({error.strerror or error}: {error.filename or work}); "
                     "free the space or the permission that it needs, or change `path:`"
                 ) from None
+            finally:
+                with suppress(OSError):
+                    os.rmdir(work)  # where nothing came
 
 
 def is_filled(folder: Path) -> bool:

@@ -229,6 +229,13 @@ def test_many_at_once_fetch_once(server: Server, tmp_path: Path, root: Path) -> 
     assert len(server.asked) == 1
 
 
+def test_nothing_is_left_where_nothing_came(server: Server, tmp_path: Path, root: Path) -> None:
+    spec = read_spec(write_spec(tmp_path, download=f"{server.address}/none.zip"))
+    with pytest.raises(UserError, match="cannot be downloaded"):
+        spec.images("train")
+    assert not list(root.parent.iterdir())
+
+
 def test_what_was_done_before_a_failure_is_not_done_again(server: Server, tmp_path: Path, root: Path) -> None:
     """Nothing half is seen."""
     first = server.give("1.zip", sending(zipped({"images/train/a.jpg": b"a"})))
