@@ -80,8 +80,7 @@ class Predictor:
         kind = common_task(content)
         check_programs(content, augment)
         self.kind = DATASETS[kind]
-        first = next(iter(content.values()))
-        names = first.names or {number: str(number) for number in range((first.model or {})["nc"])}
+        names = next(iter(content.values())).class_names
         if data:
             names = self.kind.class_names(read_spec(find_file(data, "data set", ["data"])), False)
         tasks = [TASKS[kind](names, TASKS[kind].recipe()) for _ in content]

@@ -57,7 +57,7 @@ def prepare(name: str, content: Weights, options: ExportOptions, device: torch.d
     """What is to be written of a weight file. Raises `UserError`."""
     kind = common_task({name: content})
     assert content.model is not None
-    names = content.names or {number: str(number) for number in range(int(content.model.get("nc", 0)))}
+    names = content.class_names
     if options.data:
         names = DATASETS[kind].class_names(read_spec(find_file(options.data, "data set", ["data"])), False)
     task = TASKS[kind](names, TASKS[kind].recipe())

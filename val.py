@@ -199,10 +199,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     laps = run.gather(counted(stages.laps))
     if exact:
         run.say(speed(per_image(laps), options), always=options.task == "speed")
-    found = run.gather(results.found)
     run.alone(lambda: hand_over(summary, run.folder))
     run.finish()
     if options.save_json:
+        found = run.gather(results.found)
         stem = next(iter(files.values())).stem
         run.alone(lambda: write_results(run, options, spec, found, task.names, split.images, stem))
 

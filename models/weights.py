@@ -78,6 +78,11 @@ class Weights:
     source: Literal["lockstep", "yolov5", "tensors", "exported"]
     program: Any = None  # `models.exported.Exported`, which runs what was exported; it has no tensors of its own
 
+    @property
+    def class_names(self) -> dict[int, str]:
+        """Those of the file, or where it has none the numbers of its model's classes."""
+        return self.names or {number: str(number) for number in range(int((self.model or {}).get("nc", 0)))}
+
 
 def read_weights(path: str | Path) -> Weights:
     """The weights in a file of ours, an official YOLOv5 `.pt`, or a saved dict of tensors.

@@ -109,8 +109,7 @@ def one_device(device: str) -> torch.device:
     numbers = device_numbers(device)
     if len(numbers) > 1:
         raise UserError(f"--device {device}: one device is enough here; name one of them")
-    if device == "mps" and not torch.backends.mps.is_available():
-        raise UserError("--device mps: this machine has no Apple GPU that torch can use; try --device cpu")
+    _check_mps_exists(device)
     if numbers:
         _check_devices_exist(device, numbers, torch.cuda.device_count())
         return torch.device("cuda", numbers[0])
@@ -159,8 +158,7 @@ def _choose_devices(device: str) -> bool:
 
     Nothing here may make torch look for devices before the environment says which.
     """
-    if device == "mps" and not torch.backends.mps.is_available():
-        raise UserError("--device mps: this machine has no Apple GPU that torch can use; try --device cpu")
+    _check_mps_exists(device)
     if device in ("cpu", "mps"):
         return device == "cpu"
     numbers, here = device_numbers(device), place().local_processes
@@ -183,6 +181,11 @@ def _choose_devices(device: str) -> bool:
     else:
         return place().processes > 1 or not torch.backends.mps.is_available()
     return False
+
+
+def _check_mps_exists(device: str) -> None:
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise UserError("--device mps: this machine has no Apple GPU that torch can use; try --device cpu")
 
 
 def _check_devices_exist(device: str, numbers: list[int], there: int) -> None:

@@ -140,10 +140,11 @@ def find_run(options: TrainOptions) -> Path | None:
     path = Path(options.resume)
     if not os.path.exists(path):
         raise UserError(f"--resume {path}: there is no such file or folder; name a run folder, or a weight file in one")
-    for folder in (path, *path.absolute().parents[:2]):  # itself, or checkpoint/, or weights/last.pt in it
+    folders = (path, *path.absolute().parents[:2])  # itself, or checkpoint/, or weights/last.pt in it
+    for folder in folders:
         if (folder / SETTINGS).is_file():
             return folder
-    for folder in (path, *path.absolute().parents[:2]):
+    for folder in folders:
         if (folder / THEIRS).is_file():
             raise UserError(
                 f"--resume {path}: {folder} is a run of YOLOv5, whose optimizer and order are not ours to go on with; "
