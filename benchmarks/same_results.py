@@ -1,0 +1,194 @@
+"""Do two checkouts train alike? Compare results.csv to the byte, and each tensor of the weights to the bit.
+
+    python -m benchmarks.same_results --before ../old-checkout [--after .] [--shared ../shared] [--keep FOLDER]
+        [--only builtin photos processes killed resumed zero classify]
+
+Runs these jobs in both checkouts, with this Python, on one thread per process, and prints a line for each:
+
+    builtin     the built-in job, 2 epochs
+    photos      yolov5n.pt on data/bccd of --shared at 160 px, 2 epochs, one process
+    processes   the same on two processes, with --sync-bn
+    killed      the same on one process, killed by SIGKILL in the second epoch and resumed
+    resumed     that which `before` has begun and been killed in, resumed by `after`
+    zero        the same on two processes under ZeRO-2
+    classify    resnet18 on the drawn classification set, 2 epochs
+
+--keep: a folder for the runs; those of `before` that are there are not run again. Exits with 1 if anything differs.
+Jobs that need --shared are left out if it is not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+CLASSES = ["WBC", "RBC", "Platelets"]  # of data/bccd
+KILL_AT = 8  # saved states, two optimizer steps apart: in the second epoch of `killed`
+START_SECONDS = 300.0  # in which a job that is to be killed must come so far
+ACCELERATE = ("-m", "accelerate.commands.launch", "--config_file")
+
+
+class Jobs:
+    """The jobs of one checkout, whose runs go to `project`."""
+
+    def __init__(self, checkout: Path, project: Path, shared: Path) -> None:
+        self.checkout, self.project, self.shared = checkout.resolve(), project.resolve(), shared.resolve()
+
+    def builtin(self) -> Path:
+        return self.run("builtin", "--epochs", "2")
+
+    def photos(self) -> Path:
+        return self.run("photos", *self._photos())
+
+    def processes(self) -> Path:
+        return self.run("processes", *self._photos(), "--processes", "2", "--sync-bn")
+
+    def killed(self) -> Path:
+        folder = self.begin_and_kill("killed")
+        self.python("train.py", "--resume", str(folder))
+        return folder
+
+    def resumed(self) -> Path:
+        """Resumes what the other checkout has begun: see `main`."""
+        folder = self.project / "resumed"
+        self.python("train.py", "--resume", str(folder))
+        return folder
+
+    def zero(self) -> Path:
+        launcher = (*ACCELERATE, "accelerate_configs/deepspeed_zero2.yaml", "train.py")
+        return self.run("zero", *self._photos(), "--sync-bn", launcher=launcher)
+
+    def classify(self) -> Path:
+        return self.run("classify", "--cfg", "resnet18.yaml", "--data", "data/shapes-cls.yaml", "--epochs", "2")
+
+    def begin_and_kill(self, name: str) -> Path:
+        """Begin the job `photos` under a name and kill its processes once enough states are saved."""
+        folder = self.project / name
+        flags = (*self._photos(), *self._common(name), "--save-steps", "2")
+        process = self._start("train.py", *flags)
+        deadline = time.monotonic() + START_SECONDS
+        while not any(int(file.name[:8]) >= KILL_AT for file in folder.glob("checkpoint/[0-9]*.pt")):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"{folder} was not begun: {process.stdout and process.stdout.read()}")
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return folder
+
+    def run(self, name: str, *flags: str, launcher: Sequence[str] = ("train.py",)) -> Path:
+        self.python(*launcher, *flags, *self._common(name))
+        return self.project / name
+
+    def python(self, *words: str) -> None:
+        process = self._start(*words)
+        printed = process.communicate()[0]
+        if process.returncode:
+            raise SystemExit(f"{' '.join(words)} failed in {self.checkout}:\n{printed}")
+
+    def _start(self, *words: str) -> subprocess.Popen[str]:
+        quiet = {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        return subprocess.Popen(
+            [sys.executable, *words],
+            cwd=self.checkout,
+            env={**os.environ, **quiet},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def _common(self, name: str) -> tuple[str, ...]:
+        here = ("--project", str(self.project), "--name", name, "--device", "cpu")
+        return (*here, "--workers", "1", "--noplots", "--partners", "any")
+
+    def _photos(self) -> tuple[str, ...]:
+        file = self.project / "bccd.yaml"
+        content = {"path": str(self.shared / "data" / "bccd"), "train": "images/train", "val": "images/val"}
+        self.project.mkdir(parents=True, exist_ok=True)
+        file.write_text(yaml.safe_dump({**content, "names": CLASSES}))
+        weights = str(self.shared / "weights" / "yolov5n.pt")
+        return ("--data", str(file), "--weights", weights, "--imgsz", "160", "--epochs", "2")
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    """Return a hash of results.csv and of each tensor in weights/last.pt."""
+    state = torch.load(folder / "weights" / "last.pt", map_location="cpu", weights_only=True)["state"]
+    hashes = {"results.csv": hashlib.sha256((folder / "results.csv").read_bytes()).hexdigest()}
+    for name, tensor in state.items():
+        content = f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + tensor.contiguous().numpy().tobytes()
+        hashes[name] = hashlib.sha256(content).hexdigest()
+    return hashes
+
+
+def differences(before: Path, after: Path) -> list[str]:
+    """Name what differs between two run folders."""
+    one, two = fingerprint(before), fingerprint(after)
+    return [name for name in {**one, **two} if one.get(name) != two.get(name)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ["builtin", "photos", "processes", "killed", "resumed", "zero", "classify"]
+    parser.add_argument("--before", type=Path, required=True)
+    parser.add_argument("--after", type=Path, default=ROOT)
+    parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared")
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.keep or Path(temporary)
+        before = Jobs(options.before, folder / "before", options.shared)
+        after = Jobs(options.after, folder / "after", options.shared)
+        wrong = 0
+        for name in options.only:
+            if name not in ("builtin", "classify") and not options.shared.is_dir():
+                print(f"{name:<10} left out: {options.shared} is not there", flush=True)
+                continue
+            began = time.monotonic()
+            different = differences(*_both(name, before, after))
+            wrong += bool(different)
+            result = f"differs in {', '.join(different[:5])}" if different else "identical"
+            print(f"{name:<10} {result} ({time.monotonic() - began:.0f} s)", flush=True)
+    sys.exit(bool(wrong))
+
+
+def _both(name: str, before: Jobs, after: Jobs) -> tuple[Path, Path]:
+    """Run a job in both checkouts and return their run folders."""
+    shutil.rmtree(after.project / name, ignore_errors=True)
+    if name == "resumed":
+        begun = before.project / "begun"
+        if not begun.is_dir():
+            before.begin_and_kill("begun")
+        after.project.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(begun, after.project / name)
+        after.resumed()
+        return _run_once(before, "killed", before.killed), after.project / name
+    job: Callable[[], Path] = getattr(before, name)
+    return _run_once(before, name, job), getattr(after, name)()
+
+
+def _run_once(jobs: Jobs, name: str, job: Callable[[], Path]) -> Path:
+    folder = jobs.project / name
+    return folder if (folder / "done").is_file() else _mark(job())
+
+
+def _mark(folder: Path) -> Path:
+    (folder / "done").touch()
+    return folder
+
+
+if __name__ == "__main__":
+    main()
