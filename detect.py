@@ -33,7 +33,7 @@ from models.fuse import fuse
 from models.panel import check_programs, common_task, fixed_size, halve, load_models, weight_files
 from models.tasks import TASKS
 from models.yolo import add_layers
-from utils.config import IMGSZ, DetectOptions, parse_options
+from utils.config.options import IMGSZ, DetectOptions, parse_options
 from utils.console import Bar, show
 from utils.errors import UserError
 from utils.failures import Stopped, run_main

@@ -18,7 +18,7 @@ from models.panel import common_task, halve, load_model, refuse_flags, weight_fi
 from models.tasks import TASKS
 from models.weights import Weights, read_weights
 from models.yolo import add_layers
-from utils.config import ExportOptions, parse_options, with_defaults
+from utils.config.options import ExportOptions, parse_options, with_defaults
 from utils.console import show
 from utils.errors import UserError
 from utils.failures import run_main

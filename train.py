@@ -30,7 +30,7 @@ from utils.batchnorm import average_statistics, exact
 from utils.calls import call, hand_over
 from utils.checkpoint import STATE_FORMAT
 from utils.compression import compress
-from utils.config import (
+from utils.config.options import (
     BUILT_IN_JOB,
     Recipe,
     TrainOptions,

@@ -30,7 +30,7 @@ from models.tasks import TASKS
 from models.yolo import add_layers
 from utils import coco
 from utils.calls import call, hand_over
-from utils.config import ValOptions, parse_options, with_defaults
+from utils.config.options import ValOptions, parse_options, with_defaults
 from utils.errors import UserError
 from utils.failures import run_main
 from utils.files import find_file

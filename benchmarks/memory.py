@@ -19,7 +19,7 @@ import yaml
 from data.detection import DetectionData
 from data.sources import read_spec
 from utils import launch
-from utils.config import Hyperparameters
+from utils.config.options import Hyperparameters
 from utils.place import place, run_store
 from utils.processes import spread
 

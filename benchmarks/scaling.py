@@ -20,7 +20,7 @@ from benchmarks.gpus import COCO, PUBLISHED, clock
 from models.yolo import build_model
 from train import VALIDATION_BATCH
 from utils.compression import BUCKET, RANK
-from utils.config import Hyperparameters
+from utils.config.options import Hyperparameters
 
 SIZES = "nsmlx"
 IMGSZ, PER_GPU, GPUS = 640, 16, 8  # pixels, images of a GPU's part of a batch, GPUs of a machine

@@ -32,7 +32,7 @@ from data.sampler import (
     training_batches,
 )
 from data.sources import DataSpec, label_file
-from utils.config import Hyperparameters, Recipe, select
+from utils.config.options import Hyperparameters, Recipe, select
 from utils.errors import UserError
 from utils.files import csv_text
 from utils.summary import evenly

@@ -16,7 +16,7 @@ from data.sources import KEYS as DATA_KEYS
 from models.classifiers import KEYS as CLASSIFIER_KEYS
 from models.tasks import TASKS
 from models.yolo import KEYS as MODEL_KEYS
-from utils.config import TrainOptions, flags_of
+from utils.config.options import TrainOptions, flags_of
 from utils.files import read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]

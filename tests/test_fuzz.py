@@ -22,7 +22,7 @@ from data.sources import read_spec
 from models.classifiers import build_classifier
 from models.tasks import TASKS
 from models.yolo import build_model
-from utils.config import SUGGESTED, read_hyperparameters
+from utils.config.options import SUGGESTED, read_hyperparameters
 from utils.errors import UserError
 
 # In time: a hang is an error too.

@@ -11,7 +11,7 @@ import yaml
 
 from tests.conftest import RunScript
 from tests.curves import same_curve
-from utils.config import (
+from utils.config.options import (
     REFUSED,
     DetectOptions,
     ExportOptions,

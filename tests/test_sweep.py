@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import RunScript
 from tests.curves import rows
 from tests.machines import CONFIGS
-from utils.config import OVERRIDE, Hyperparameters, Range, TrainOptions, overriding, parse_options
+from utils.config.options import OVERRIDE, Hyperparameters, Range, TrainOptions, overriding, parse_options
 from utils.files import ROOT, read_yaml
 
 PREFIX = OVERRIDE.removeprefix("--")

@@ -24,7 +24,7 @@ from models.tasks.detection import DetectionTask
 from tests.conftest import RunScript
 from utils.checkpoint import serialised, weights_content
 from utils.coco import Found
-from utils.config import Hyperparameters, ValOptions, parse_options
+from utils.config.options import Hyperparameters, ValOptions, parse_options
 from utils.errors import UserError
 from utils.files import read_yaml
 from val import check_flags, precision, write_results

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from utils.config import flags_of
+from utils.config.options import flags_of
 from utils.errors import UserError, nearest
 from utils.failures import Stopped
 from utils.launch import forget

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from utils.config import TrainOptions
+from utils.config.options import TrainOptions
 from utils.progress import Progress
 from utils.run import Run
 from utils.summary import Summary, evenly

@@ -27,7 +27,7 @@ import torch
 from torch import distributed
 
 from utils.board import SLACK, Board
-from utils.config import TrainOptions
+from utils.config.options import TrainOptions
 from utils.errors import UserError
 from utils.failures import give_up
 from utils.files import ROOT

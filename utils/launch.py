@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from utils import zero
 from utils.compression import bucket_size
-from utils.config import TrainOptions
+from utils.config.options import TrainOptions
 from utils.errors import UserError
 from utils.failures import give_up, sign_in
 from utils.files import read_yaml

@@ -13,7 +13,7 @@ import yaml
 
 from utils.board import Board
 from utils.checkpoint import States
-from utils.config import (
+from utils.config.options import (
     AUTO,
     NEWEST,
     OVERRIDE,

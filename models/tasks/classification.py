@@ -16,7 +16,7 @@ from models.fuse import fuse
 from models.losses import LossTerms
 from models.tasks.batch import Batch
 from models.yolo import build_model
-from utils.config import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, Recipe, number
+from utils.config.options import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, Recipe, number
 from utils.errors import UserError
 from utils.files import csv_text
 from utils.layout import layout

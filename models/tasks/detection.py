@@ -24,7 +24,7 @@ from models.views import VIEWS
 from models.yolo import Model, build_model
 from utils.boxes import xywh_to_xyxy, xyxy_to_xywh
 from utils.coco import Found
-from utils.config import Hyperparameters, select
+from utils.config.options import Hyperparameters, select
 from utils.errors import UserError
 from utils.files import csv_text
 from utils.layout import layout

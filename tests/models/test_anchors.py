@@ -14,7 +14,7 @@ from models import anchors
 from models.anchors import ENOUGH, LEAST_SIDE, find_anchors, fit
 from models.tasks.detection import DetectionTask
 from models.yolo import Model, build_model
-from utils.config import Hyperparameters
+from utils.config.options import Hyperparameters
 
 YOLOV5 = np.array([[10, 13], [16, 30], [33, 23], [30, 61], [62, 45], [59, 119], [116, 90], [156, 198], [373, 326.0]])
 

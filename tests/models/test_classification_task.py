@@ -23,7 +23,7 @@ from models.tasks.classification import (
     precision_and_recall,
 )
 from models.yolo import Model
-from utils.config import ExportOptions, TrainOptions, ValOptions, flags_of, from_mapping
+from utils.config.options import ExportOptions, TrainOptions, ValOptions, flags_of, from_mapping
 from utils.errors import UserError
 from utils.files import ROOT
 from utils.summary import Summary

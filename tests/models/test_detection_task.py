@@ -17,7 +17,7 @@ from models.losses import LossSettings
 from models.tasks import TASKS
 from models.tasks.detection import DetectionTask, _to_file
 from models.views import GREY
-from utils.config import Hyperparameters
+from utils.config.options import Hyperparameters
 from utils.metrics import POINTS, ImageRecord
 from utils.summary import Box, Example, Summary
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from utils.calls import RESULT, as_arguments, call, hand_over
-from utils.config import TrainOptions, ValOptions, parse_options
+from utils.config.options import TrainOptions, ValOptions, parse_options
 from utils.errors import UserError
 from utils.failures import Stopped
 from utils.summary import Summary

@@ -14,7 +14,7 @@ import torch
 from models.weights import read_weights, transfer
 from models.yolo import Model, build_model
 from utils.checkpoint import STATE_FORMAT, States, serialised, weights_content
-from utils.config import TrainOptions
+from utils.config.options import TrainOptions
 from utils.errors import UserError
 
 NAMES = {0: "disc", 1: "ring", 2: "bar"}

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.conftest import OnProcesses
 from utils.compression import BUCKETS, HOOKS, compress
-from utils.config import TrainOptions
+from utils.config.options import TrainOptions
 from utils.place import place
 
 STEPS = 6

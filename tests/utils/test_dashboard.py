@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from utils.config import TrainOptions
+from utils.config.options import TrainOptions
 from utils.dashboard import Dashboard, wandb_arguments
 from utils.progress import Progress
 from utils.summary import Box, Example, Summary

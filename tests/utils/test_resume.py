@@ -15,7 +15,16 @@ from torch import distributed
 
 from tests.conftest import OnProcesses
 from utils.checkpoint import STATE_FORMAT, States, serialised
-from utils.config import Hyperparameters, Range, Recipe, TrainOptions, flags_of, number, overriding, parse_options
+from utils.config.options import (
+    Hyperparameters,
+    Range,
+    Recipe,
+    TrainOptions,
+    flags_of,
+    number,
+    overriding,
+    parse_options,
+)
 from utils.errors import UserError
 from utils.failures import Stopped
 from utils.files import ROOT, read_yaml

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from models.tasks.classification import ClassificationRecipe
-from utils.config import (
+from utils.config.options import (
     BUILT_IN_JOB,
     REFUSED,
     SUGGESTED,
