@@ -36,7 +36,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 CLASSES = ["WBC", "RBC", "Platelets"]  # of data/bccd
-KILL_AT = 8  # saved states, two optimizer steps apart: in the second epoch of `killed`
+KILL_AT = 6  # saved states, one for each optimizer step: in the second epoch, which begins after the fourth
 START_SECONDS = 300.0  # in which a job that is to be killed must come so far
 ACCELERATE = ("-m", "accelerate.commands.launch", "--config_file")
 
@@ -77,7 +77,7 @@ class Jobs:
     def begin_and_kill(self, name: str) -> Path:
         """Begin the job `photos` under a name and kill its processes once enough states are saved."""
         folder = self.project / name
-        flags = (*self._photos(), *self._common(name), "--save-steps", "2")
+        flags = (*self._photos(), *self._common(name), "--save-steps", "1")
         process = self._start("train.py", *flags)
         deadline = time.monotonic() + START_SECONDS
         while not any(int(file.name[:8]) >= KILL_AT for file in folder.glob("checkpoint/[0-9]*.pt")):
