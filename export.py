@@ -20,10 +20,10 @@ from models.weights import Weights, read_weights
 from models.yolo import add_layers
 from utils.config.options import ExportOptions, parse_options, with_defaults
 from utils.console import show
+from utils.distributed.accelerator import device_kind
+from utils.distributed.exit import run_main
 from utils.errors import UserError
-from utils.failures import run_main
 from utils.files import find_file
-from utils.launch import device_kind
 
 NEEDLESS = {
     "simplify": "ONNX files are simplified as they are written",

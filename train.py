@@ -26,10 +26,8 @@ from models.hub import find_weights
 from models.tasks import TASKS, task_of
 from models.weights import Weights, read_weights, transfer
 from models.yolo import add_layers
-from utils.batchnorm import average_statistics, exact
 from utils.calls import call, hand_over
 from utils.checkpoint import STATE_FORMAT
-from utils.compression import compress
 from utils.config.options import (
     BUILT_IN_JOB,
     Recipe,
@@ -41,15 +39,7 @@ from utils.config.options import (
 )
 from utils.console import Bar, Remaining, duration
 from utils.dashboard import Dashboard, with_wandb_id
-from utils.doctor import Inputs, examine
-from utils.dropout import draw_for_all
-from utils.ema import ModelEMA
-from utils.errors import UserError
-from utils.failures import Stopped, run_main
-from utils.files import find_file, read_yaml
-from utils.finite import Guard, Later, Window, explain, statistics
-from utils.flops import gflops
-from utils.launch import (
+from utils.distributed.accelerator import (
     check_batch_size,
     describe,
     device_name,
@@ -60,18 +50,28 @@ from utils.launch import (
     seed_everything,
     start,
 )
+from utils.distributed.barrier import in_own_time
+from utils.distributed.comm_hooks import compress
+from utils.distributed.deepspeed import configure, load_optimizer_state, optimizer_state, refuse_comm_hook, whole
+from utils.distributed.exit import Stopped, run_main
+from utils.distributed.graceful_stop import TIME, Asked, Stop, exit_code
+from utils.distributed.preflight import Inputs, examine
+from utils.distributed.spawn import spread
+from utils.distributed.sync_batchnorm import average_statistics, exact
+from utils.distributed.sync_dropout import draw_for_all
+from utils.ema import ModelEMA
+from utils.errors import UserError
+from utils.files import find_file, read_yaml
+from utils.finite import Guard, Later, Window, explain, statistics
+from utils.flops import gflops
 from utils.layout import layout
-from utils.meeting import in_own_time
 from utils.memory import ON_CPU, explained, fitting_workers, largest_batch
 from utils.meter import Meter, Point, memory
 from utils.optim import Schedule, build_optimizer, freeze, start_momentum, step_if
-from utils.processes import spread
 from utils.progress import Progress
 from utils.resume import Settled, changes, check_same, settle
 from utils.run import Run
-from utils.stopping import TIME, Asked, Stop, exit_code
 from utils.summary import SHOWN, Summary, evenly
-from utils.zero import configure, load_optimizer_state, optimizer_state, refuse_comm_hook, whole
 from val import evaluate, rounding, table
 
 CLIP = 10.0  # largest norm of the gradient of an optimizer step

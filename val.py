@@ -31,16 +31,16 @@ from models.yolo import add_layers
 from utils import coco
 from utils.calls import call, hand_over
 from utils.config.options import ValOptions, parse_options, with_defaults
+from utils.distributed.accelerator import describe, loader_workers, processes_to_start, start
+from utils.distributed.barrier import in_own_time
+from utils.distributed.exit import run_main
+from utils.distributed.graceful_stop import Asked
+from utils.distributed.spawn import spread
 from utils.errors import UserError
-from utils.failures import run_main
 from utils.files import find_file
-from utils.launch import describe, loader_workers, processes_to_start, start
 from utils.layout import layout
-from utils.meeting import in_own_time
-from utils.processes import spread
 from utils.run import Run
 from utils.stages import AFTER, INFERENCE, PREPARING, Stages, counted, per_image, sentence
-from utils.stopping import Asked
 from utils.summary import SHOWN, Summary, evenly
 
 MANY_CLASSES = 50  # from here on a row per class is shown on demand only

@@ -25,7 +25,7 @@ from models.fuse import fuse
 from models.panel import halve, load_models
 from models.tasks import TASKS
 from models.weights import read_weights
-from utils.launch import one_device
+from utils.distributed.accelerator import one_device
 from utils.layout import layout
 
 ROUNDS = 5

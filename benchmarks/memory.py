@@ -18,10 +18,10 @@ import yaml
 
 from data.detection import DetectionData
 from data.sources import read_spec
-from utils import launch
 from utils.config.options import Hyperparameters
-from utils.place import place, run_store
-from utils.processes import spread
+from utils.distributed import accelerator as launch
+from utils.distributed.ranks import place, run_store
+from utils.distributed.spawn import spread
 
 MIB = 2**20
 

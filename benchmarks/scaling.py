@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from benchmarks.gpus import COCO, PUBLISHED, clock
 from models.yolo import build_model
 from train import VALIDATION_BATCH
-from utils.compression import BUCKET, RANK
 from utils.config.options import Hyperparameters
+from utils.distributed.comm_hooks import BUCKET, RANK
 
 SIZES = "nsmlx"
 IMGSZ, PER_GPU, GPUS = 640, 16, 8  # pixels, images of a GPU's part of a batch, GPUs of a machine

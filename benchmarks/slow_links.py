@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from models.yolo import build_model
 from tests.machines import ip, machines
-from utils.compression import BUCKETS, HOOKS, compress
+from utils.distributed.comm_hooks import BUCKETS, HOOKS, compress
 from utils.files import ROOT, read_yaml
 
 HOSTS = ("lockstepslow0", "lockstepslow1")

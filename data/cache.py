@@ -20,9 +20,9 @@ import numpy as np
 import psutil
 
 from data.images import read_image, resize_long_side, scaled_shape
+from utils.distributed.ranks import key, place, run_store
 from utils.errors import UserError
 from utils.files import cache_folder, replacing
-from utils.place import key, place, run_store
 
 MEMORY_SHARE = 0.8  # of what is free now; the rest stays for training itself
 DISK_SHARE = 0.8  # of what would be free without the cache, for all runs together; the rest stays free

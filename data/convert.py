@@ -19,8 +19,8 @@ from PIL import Image
 from tqdm import tqdm
 
 from data.sources import IMAGE_SUFFIXES, read_spec
+from utils.distributed.exit import run_main
 from utils.errors import UserError, nearest
-from utils.failures import run_main
 from utils.files import replacing
 
 SETS = ("train", "val", "test")  # of VOC's ImageSets/Main; trainval is the first two

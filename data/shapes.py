@@ -22,8 +22,8 @@ import cv2
 import numpy as np
 from tqdm import tqdm
 
+from utils.distributed.exit import run_main
 from utils.errors import UserError
-from utils.failures import run_main
 
 DRAWING = 1  # raise it with every change that alters a pixel or a label: it tells folders of older drawings apart
 SIDE = 160  # pixels, height and width of every image

@@ -24,9 +24,9 @@ from torch.multiprocessing.spawn import start_processes
 
 from data.shapes import NAMES, draw_dataset
 from tests.machines import machines
+from utils.distributed.ranks import place
+from utils.distributed.spawn import spread
 from utils.files import read_yaml
-from utils.place import place
-from utils.processes import spread
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"

@@ -71,11 +71,21 @@ def test_imports_point_one_way(part: str, strangers: set[str]) -> None:
 
 def test_accelerate_is_known_to_those_whose_business_it_is() -> None:
     knowing = {relative(path) for path in OWN if "accelerate" in imported(path.read_text(encoding="utf-8"))}
-    assert knowing <= {*(f"{name}.py" for name in SCRIPTS), "utils/run.py", "utils/launch.py", "utils/tracking.py"}
+    assert knowing <= {
+        *(f"{name}.py" for name in SCRIPTS),
+        "utils/run.py",
+        "utils/distributed/accelerator.py",
+        "utils/tracking.py",
+    }
 
 
 def test_nobody_asks_which_process_it_is() -> None:
-    allowed = {"utils/run.py", "utils/launch.py", "utils/place.py", "utils/processes.py"}
+    allowed = {
+        "utils/run.py",
+        "utils/distributed/accelerator.py",
+        "utils/distributed/ranks.py",
+        "utils/distributed/spawn.py",
+    }
     question = re.compile(r"\b(is_(local_)?main_process|(local_)?process_index|on_main_process|get_rank|LOCAL_RANK)\b")
     for path in OWN:
         if relative(path) not in allowed:

@@ -27,7 +27,7 @@ from models.yolo import build_model
 from tests.conftest import RunScript
 from tests.curves import untouched
 from utils.checkpoint import weights_content
-from utils.failures import Stopped, run_main
+from utils.distributed.exit import Stopped, run_main
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
 ROW = "0 0.5 0.5 0.25 0.25\n"

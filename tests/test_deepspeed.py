@@ -13,7 +13,7 @@ from tests.conftest import RunScript
 from tests.curves import SCORES, refused, rows, same_curve
 from tests.machines import ACCELERATE, CONFIGS
 from tests.wandb_files import one_run
-from utils import zero
+from utils.distributed import deepspeed as zero
 from utils.errors import UserError
 
 needs_deepspeed = pytest.mark.skipif(

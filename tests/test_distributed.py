@@ -26,7 +26,7 @@ from tests.conftest import ROOT, VAL, OnProcesses, RunScript, free_port
 from tests.curves import LOSSES, SCORES, floats, refused, rows, same_curve
 from tests.machines import ACCELERATE, CONFIGS, by_hand, ip, on_machine
 from tests.wandb_files import one_run
-from utils.place import place
+from utils.distributed.ranks import place
 from val import evaluate
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")

@@ -196,7 +196,13 @@ def plain(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_killed_run_goes_on_in_the_same_run(train: Train, run_script: RunScript, plain: Path, tmp_path: Path) -> None:
     """Killed after its sixth step with a state of its fourth, and then in its last validation."""
     more = ("--log-with", "all")
-    train(tmp_path, *more, fault="SIGKILL:utils.stopping:Stop.after:6", code=-signal.SIGKILL, WANDB_MODE="offline")
+    train(
+        tmp_path,
+        *more,
+        fault="SIGKILL:utils.distributed.graceful_stop:Stop.after:6",
+        code=-signal.SIGKILL,
+        WANDB_MODE="offline",
+    )
     fault = {"FAULT": "SIGKILL:utils.metrics:join:1", "PYTHONPATH": str(ROOT / "tests" / "faults")}
     again = ("--resume", "--project", str(tmp_path))
     run_script("train.py", *again, WANDB_MODE="offline", OMP_NUM_THREADS="1", code=-signal.SIGKILL, **fault)
@@ -243,7 +249,9 @@ def test_online_and_killed_and_online_again(train: Train, run_script: RunScript,
     """Against a server on loopback: one run, in which every step and every epoch is once."""
     with serve() as server:
         online = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": server.address, "WANDB_MODE": "online"}
-        killed = train(tmp_path, fault="SIGKILL:utils.stopping:Stop.after:6", code=-signal.SIGKILL, **online)
+        killed = train(
+            tmp_path, fault="SIGKILL:utils.distributed.graceful_stop:Stop.after:6", code=-signal.SIGKILL, **online
+        )
         again = ("--resume", "--project", str(tmp_path))
         printed = run_script("train.py", *again, OMP_NUM_THREADS="1", **online)
     identical(tmp_path / "exp", plain)
@@ -271,7 +279,9 @@ def test_wandb_that_breaks_or_is_killed(train: Train, plain: Path, tmp_path: Pat
 
 def test_a_run_that_is_asked_to_end_closes_its_run(train: Train, tmp_path: Path) -> None:
     """By SIGTERM, after its third step: what was logged is there, and training says how to go on."""
-    printed = train(tmp_path, fault="SIGTERM:utils.stopping:Stop.after:3", code=143, WANDB_MODE="offline")
+    printed = train(
+        tmp_path, fault="SIGTERM:utils.distributed.graceful_stop:Stop.after:3", code=143, WANDB_MODE="offline"
+    )
     assert "go on with --resume" in printed
     run = only(tmp_path / "exp")
     assert run.code == 0

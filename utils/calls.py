@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.options import flags_of
+from utils.distributed.accelerator import forget
+from utils.distributed.exit import Stopped
+from utils.distributed.graceful_stop import SIGNALS
 from utils.errors import UserError, nearest
-from utils.failures import Stopped
-from utils.launch import forget
-from utils.stopping import SIGNALS
 from utils.summary import Summary
 
 RESULT = "LOCKSTEP_RESULT"  # in the environment: the file that the main process leaves its result in

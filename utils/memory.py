@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from utils.distributed.ranks import place
 from utils.errors import UserError
-from utils.place import place
 
 SHARED = "/dev/shm"
 IN_FLIGHT = 3  # batches that a loader process holds: two fetched ahead, one that is being trained on

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from utils.board import Board
 from utils.checkpoint import States
 from utils.config.options import (
     AUTO,
@@ -24,11 +23,12 @@ from utils.config.options import (
     overriding,
     read_hyperparameters,
 )
+from utils.distributed.accelerator import meet
+from utils.distributed.exit import Stopped
+from utils.distributed.ranks import launched, place
+from utils.distributed.store import Board
 from utils.errors import UserError
-from utils.failures import Stopped
 from utils.files import read_yaml
-from utils.launch import meet
-from utils.place import launched, place
 from utils.progress import Progress
 
 SETTINGS, STATES = "settings.yaml", "checkpoint"  # in a run folder

@@ -17,10 +17,10 @@ from torch import nn
 
 from utils.checkpoint import States, serialised, weights_content
 from utils.console import Bar, show
+from utils.distributed.watchdog import Watch
 from utils.files import PART, claimed, numbered_folder
 from utils.painter import PATIENCE, Painter
 from utils.tracking import Tracker
-from utils.watch import Watch
 from utils.writer import Writer
 
 T = TypeVar("T")

@@ -24,9 +24,9 @@ from PIL import Image
 from data import cache
 from data.cache import Images, open_images
 from tests.conftest import OnProcesses
-from utils import launch
+from utils.distributed import accelerator as launch
+from utils.distributed.ranks import place, run_store
 from utils.errors import UserError
-from utils.place import place, run_store
 
 
 def write_image(file: Path, width: int, height: int, seed: int) -> Path:

@@ -14,7 +14,7 @@ from torchvision.ops import StochasticDepth
 
 from models.classifiers import architecture, architectures, build_classifier
 from models.weights import transfer
-from utils.dropout import draw_for_all
+from utils.distributed.sync_dropout import draw_for_all
 from utils.ema import ModelEMA
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml

@@ -25,10 +25,10 @@ from utils.config.options import (
     overriding,
     parse_options,
 )
+from utils.distributed.exit import Stopped
+from utils.distributed.ranks import place
 from utils.errors import UserError
-from utils.failures import Stopped
 from utils.files import ROOT, read_yaml
-from utils.place import place
 from utils.progress import Progress
 from utils.resume import Settled, changes, check_same, find_run, settle
 from utils.summary import Summary

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from utils.distributed.ranks import speaks
 from utils.errors import UserError, nearest
 from utils.files import find_file, read_yaml
-from utils.place import speaks
 
 T = TypeVar("T")
 

@@ -23,14 +23,14 @@ from accelerate.utils import DynamoBackend, set_seed
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-from utils import zero
-from utils.compression import bucket_size
 from utils.config.options import TrainOptions
+from utils.distributed import deepspeed as zero
+from utils.distributed.comm_hooks import bucket_size
+from utils.distributed.exit import give_up, sign_in
+from utils.distributed.ranks import attempt, key, place
+from utils.distributed.spawn import fair_threads
 from utils.errors import UserError
-from utils.failures import give_up, sign_in
 from utils.files import read_yaml
-from utils.place import attempt, key, place
-from utils.processes import fair_threads
 
 LAUNCHER_PRECISION = "ACCELERATE_MIXED_PRECISION"  # what `accelerate launch` leaves for the processes that it starts
 VISIBLE = "CUDA_VISIBLE_DEVICES"

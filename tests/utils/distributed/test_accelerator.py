@@ -13,10 +13,10 @@ from accelerate.state import AcceleratorState
 from torch import distributed
 
 from tests.conftest import OnProcesses
-from utils import launch
+from utils.distributed import accelerator as launch
+from utils.distributed.accelerator import check_batch_size, device_numbers, loader_workers, processes_to_start
+from utils.distributed.ranks import place
 from utils.errors import UserError
-from utils.launch import check_batch_size, device_numbers, loader_workers, processes_to_start
-from utils.place import place
 
 
 @pytest.fixture(autouse=True)

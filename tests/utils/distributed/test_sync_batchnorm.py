@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from tests.conftest import OnProcesses
-from utils.batchnorm import ExactBatchNorm, average_statistics, exact
-from utils.place import place
+from utils.distributed.ranks import place
+from utils.distributed.sync_batchnorm import ExactBatchNorm, average_statistics, exact
 
 PARTS = {2: (3, 5), 3: (4, 1, 2)}  # images of each process: unequal on purpose
 SHAPE = (6, 9, 7)  # channels, height, width

@@ -18,9 +18,9 @@ import torch
 from torch import distributed
 
 from tests.conftest import ROOT, OnProcesses
-from utils import stopping
-from utils.place import place
-from utils.stopping import SIGNALS, TIME, Asked, Stop, exit_code
+from utils.distributed import graceful_stop as stopping
+from utils.distributed.graceful_stop import SIGNALS, TIME, Asked, Stop, exit_code
+from utils.distributed.ranks import place
 
 
 def until(true: Callable[[], Any]) -> Any:
@@ -102,7 +102,7 @@ def test_an_error_leaves_it_on_for_there_is_something_to_say(handled: list[int])
 
 TWO_CTRL_C = """
 import os, signal, sys, time
-from utils.stopping import Stop
+from utils.distributed.graceful_stop import Stop
 with Stop() as stop:
     os.kill(os.getpid(), signal.SIGINT)
     while not stop.asked():

@@ -10,8 +10,8 @@ from types import TracebackType
 
 import psutil
 
-from utils.failures import give_up
-from utils.place import key, place, run_store, speaks
+from utils.distributed.exit import give_up
+from utils.distributed.ranks import key, place, run_store, speaks
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TIME = "time"

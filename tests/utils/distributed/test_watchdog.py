@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import distributed
 
-from utils import watch
-from utils.failures import run_main, sign_in
-from utils.place import place
-from utils.processes import spread
-from utils.watch import Watch, blamed, is_waiting
+from utils.distributed import watchdog as watch
+from utils.distributed.exit import run_main, sign_in
+from utils.distributed.ranks import place
+from utils.distributed.spawn import spread
+from utils.distributed.watchdog import Watch, blamed, is_waiting
 
 
 def word(waits: bool, beats: int) -> dict[str, Any]:
@@ -65,7 +65,7 @@ SITE = "/x/site-packages"
         (["/repository/train.py", f"{SITE}/torch/distributed/distributed_c10d.py"], True),
         (["/repository/train.py", f"{SITE}/torch/autograd/graph.py"], True),
         (["/repository/train.py", f"{SITE}/deepspeed/comm/comm.py"], True),
-        ([f"{SITE}/torch/distributed/distributed_c10d.py", "/repository/utils/compression.py"], True),
+        ([f"{SITE}/torch/distributed/distributed_c10d.py", "/repository/utils/distributed/comm_hooks.py"], True),
         (["C:\\Lib\\site-packages\\torch\\distributed\\distributed_c10d.py"], True),
         (["/repository/train.py", f"{SITE}/torch/nn/modules/module.py"], False),
         (["/repository/train.py", f"{SITE}/torch/utils/data/dataloader.py", "/python/queue.py"], False),

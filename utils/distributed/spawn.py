@@ -16,10 +16,10 @@ from types import FrameType
 
 from torch import distributed
 
+from utils.distributed.exit import run_main
+from utils.distributed.graceful_stop import SIGNALS
+from utils.distributed.ranks import SPREAD, key, place
 from utils.errors import UserError
-from utils.failures import run_main
-from utils.place import SPREAD, key, place
-from utils.stopping import SIGNALS
 
 GRACE = 10.0  # seconds that the others have when one process has failed: to say why, to see it, to end
 

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from utils.failures import PATIENCE, alarm, give_up, is_first, names, tell, told
-from utils.place import place
+from utils.distributed.exit import PATIENCE, alarm, give_up, is_first, names, tell, told
+from utils.distributed.ranks import place
 
 GRACE = 3.0  # seconds in which the others say where they stand
 # Where a process waits for others: in a collective, or in backward, which ends in one.

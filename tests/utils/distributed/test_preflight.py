@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from utils import doctor
-from utils.doctor import (
+from utils.distributed import preflight as doctor
+from utils.distributed.preflight import (
     GIB,
     MIB,
     OWN_FLAGS,
@@ -169,7 +169,13 @@ def test_a_hash_of_files_knows_content_and_names(tmp_path: Path) -> None:
 
 def test_the_whole_repository_is_hashed() -> None:
     names = set(hash_files(doctor.ROOT, doctor.CODE, doctor.OWN_FILES))
-    assert {"train.py", "val.py", "utils/doctor.py", "models/tasks/detection.py", "models/yolov5n.yaml"} <= names
+    assert {
+        "train.py",
+        "val.py",
+        "utils/distributed/preflight.py",
+        "models/tasks/detection.py",
+        "models/yolov5n.yaml",
+    } <= names
     assert {name.split("/")[0] for name in names} <= {"train.py", "val.py", "models", "data", "utils"}
     assert "data/coco128.yaml" in hash_files(doctor.ROOT, doctor.OWN_FILES)
 

@@ -26,14 +26,14 @@ import psutil
 import torch
 from torch import distributed
 
-from utils.board import SLACK, Board
 from utils.config.options import TrainOptions
+from utils.distributed.accelerator import GRACE, attend, device_kind, loader_workers, main_address, meet
+from utils.distributed.deepspeed import absent_packages, wanted
+from utils.distributed.exit import give_up
+from utils.distributed.ranks import key, place
+from utils.distributed.store import SLACK, Board
 from utils.errors import UserError
-from utils.failures import give_up
 from utils.files import ROOT
-from utils.launch import GRACE, attend, device_kind, loader_workers, main_address, meet
-from utils.place import key, place
-from utils.zero import absent_packages, wanted
 
 GIB, MIB = 2**30, 2**20
 NOTICE = 15.0  # seconds until the main process says for whom it waits

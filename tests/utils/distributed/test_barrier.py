@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch import distributed
 
-from utils import meeting
+from utils.distributed import barrier as meeting
+from utils.distributed.barrier import in_own_time
+from utils.distributed.ranks import Place
 from utils.errors import UserError
-from utils.meeting import in_own_time
-from utils.place import Place
 
 
 @pytest.fixture

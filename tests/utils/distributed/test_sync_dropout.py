@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchvision.models import convnext_tiny, mobilenet_v3_small
 from torchvision.ops import StochasticDepth
 
-from utils.dropout import GlobalDropout, draw_for_all
+from utils.distributed.sync_dropout import GlobalDropout, draw_for_all
 
 
 @pytest.fixture(autouse=True)

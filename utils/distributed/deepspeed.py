@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from utils.distributed.ranks import place
 from utils.errors import UserError
 from utils.optim import parameter_groups
-from utils.place import place
 
 PACKAGES = ("deepspeed", "transformers")
 

@@ -7,7 +7,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from utils.place import place
+from utils.distributed.ranks import place
 
 
 def draw_for_all(model: nn.Module) -> None:

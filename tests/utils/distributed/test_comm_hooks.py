@@ -8,9 +8,9 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.conftest import OnProcesses
-from utils.compression import BUCKETS, HOOKS, compress
 from utils.config.options import TrainOptions
-from utils.place import place
+from utils.distributed.comm_hooks import BUCKETS, HOOKS, compress
+from utils.distributed.ranks import place
 
 STEPS = 6
 

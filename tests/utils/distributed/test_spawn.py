@@ -12,10 +12,10 @@ import torch
 from torch import distributed
 
 from tests.conftest import OnProcesses
+from utils.distributed.exit import lost_contact, run_main, sign_in
+from utils.distributed.ranks import Place, place, speaks
+from utils.distributed.spawn import spread
 from utils.errors import UserError
-from utils.failures import lost_contact, run_main, sign_in
-from utils.place import Place, place, speaks
-from utils.processes import spread
 
 
 def test_place(monkeypatch: pytest.MonkeyPatch) -> None:

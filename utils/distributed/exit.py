@@ -18,8 +18,8 @@ from typing import NoReturn, TypeVar
 
 from torch import distributed
 
+from utils.distributed.ranks import key, place, run_store, speaks
 from utils.errors import UserError
-from utils.place import key, place, run_store, speaks
 
 T = TypeVar("T")
 PATIENCE = 5.0  # seconds that a failing process leaves another one to say why

@@ -10,9 +10,9 @@ from contextlib import contextmanager, suppress
 
 from torch import distributed
 
+from utils.distributed.exit import names, tell, told
+from utils.distributed.ranks import key, place, run_store
 from utils.errors import UserError
-from utils.failures import names, tell, told
-from utils.place import key, place, run_store
 
 BEAT = 1.0  # seconds between two signs of life
 SILENCE = 60.0  # seconds without any, after which those that wait give up

@@ -1,6 +1,6 @@
 """What is made of errors, and loader processes that end with the process that they work for, not before and not after.
 
-How whole runs end is in tests/utils/test_processes.py.
+How whole runs end is in tests/utils/distributed/test_spawn.py.
 """
 
 from __future__ import annotations
@@ -19,9 +19,19 @@ import psutil
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from utils import failures
-from utils.failures import Stopped, ask_store, is_first, loader_died, names, run_main, shield_worker, sign_in, told
-from utils.stopping import SIGNALS, Stop
+from utils.distributed import exit as failures
+from utils.distributed.exit import (
+    Stopped,
+    ask_store,
+    is_first,
+    loader_died,
+    names,
+    run_main,
+    shield_worker,
+    sign_in,
+    told,
+)
+from utils.distributed.graceful_stop import SIGNALS, Stop
 
 # What went wrong
 

@@ -1,4 +1,4 @@
-"""What processes write for each other at a store; more of it is in tests/utils/test_doctor.py."""
+"""What processes write for each other at a store; more of it is in tests/utils/distributed/test_preflight.py."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from utils import board
-from utils.board import Board
+from utils.distributed import store as board
+from utils.distributed.ranks import Place
+from utils.distributed.store import Board
 from utils.errors import UserError
-from utils.place import Place
 
 
 def boards(processes: int, about: str = "start", store: distributed.Store | None = None) -> list[Board]:

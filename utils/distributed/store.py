@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import distributed
 
+from utils.distributed.ranks import key, place
 from utils.errors import UserError
-from utils.place import key, place
 
 SLACK = 5.0  # seconds for what should take none
 STEP = 0.05  # seconds between two looks at what others have written
