@@ -27,7 +27,9 @@ from models.tasks import TASKS, task_of
 from models.weights import Weights, read_weights, transfer
 from models.yolo import add_layers
 from utils.calls import call, hand_over
-from utils.checkpoint import STATE_FORMAT
+from utils.checkpoint.progress import Progress
+from utils.checkpoint.resume import Settled, changes, check_same, settle
+from utils.checkpoint.state_files import STATE_FORMAT
 from utils.config.options import (
     BUILT_IN_JOB,
     Recipe,
@@ -68,8 +70,6 @@ from utils.layout import layout
 from utils.memory import ON_CPU, explained, fitting_workers, largest_batch
 from utils.meter import Meter, Point, memory
 from utils.optim import Schedule, build_optimizer, freeze, start_momentum, step_if
-from utils.progress import Progress
-from utils.resume import Settled, changes, check_same, settle
 from utils.run import Run
 from utils.summary import SHOWN, Summary, evenly
 from val import evaluate, rounding, table

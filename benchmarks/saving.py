@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from models.yolo import build_model
-from utils.checkpoint import STATE_FORMAT, States, serialised
+from utils.checkpoint.state_files import STATE_FORMAT, States, serialised
 from utils.ema import ModelEMA
 from utils.files import ROOT, read_yaml
 

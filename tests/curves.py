@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from models.weights import read_weights
-from utils.checkpoint import States
+from utils.checkpoint.state_files import States
 
 LOSSES = [f"{split}/{term}_loss" for split in ("train", "val") for term in ("box", "obj", "cls")]
 CLASSIFIED = ["train/loss", "metrics/accuracy_top1", "metrics/accuracy_top5", "val/loss"]

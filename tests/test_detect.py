@@ -22,7 +22,7 @@ from models.tasks.classification import ClassificationRecipe, ClassificationTask
 from models.weights import read_weights, transfer
 from models.yolo import build_model
 from tests.conftest import RunScript
-from utils.checkpoint import serialised, weights_content
+from utils.checkpoint.state_files import serialised, weights_content
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 

@@ -16,7 +16,7 @@ import yaml
 from tests.conftest import ROOT, RunScript
 from tests.curves import refused, rows
 from tests.machines import ACCELERATE, CONFIGS
-from utils.checkpoint import States
+from utils.checkpoint.state_files import States
 
 HERE = ("--processes", "2")
 LOSSES = "models.tasks.detection:DetectionTask.losses"

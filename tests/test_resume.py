@@ -20,7 +20,7 @@ import yaml
 from tests.conftest import RECIPE, ROOT, RunScript, left_behind
 from tests.curves import identical, refused, rows, same_curve, untouched
 from tests.machines import ACCELERATE, CONFIGS, on_machine
-from utils.checkpoint import States
+from utils.checkpoint.state_files import States
 from utils.files import claimed
 
 HERE = ("--processes", "2")
@@ -86,7 +86,9 @@ def test_killed_in_an_epoch_in_validation_and_in_a_save(
     printed = train(tmp_path, *flags, fault=f"SIGKILL:utils.distributed.graceful_stop:Stop.after:3:{rank}", code=code)
     assert ("ended by SIGKILL" in printed) == (processes > 1)
     resume(tmp_path, fault="SIGKILL:models.tasks.detection:DetectionTask.score:1:0", code=code)
-    resume(tmp_path, fault="SIGKILL:utils.writer:replacing:1:0", code=code)  # results.csv as it was then
+    resume(
+        tmp_path, fault="SIGKILL:utils.checkpoint.background_writer:replacing:1:0", code=code
+    )  # results.csv as it was then
     resume(tmp_path, fault="SIGKILL:os:fsync:3:0", code=code)
     assert list(tmp_path.rglob("*.part"))
     assert "going on with" in resume(tmp_path)

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from utils.checkpoint.progress import Progress
 from utils.config.options import TrainOptions
-from utils.progress import Progress
 from utils.run import Run
 from utils.summary import Summary, evenly
 from utils.tracking import FINISH, TENSORBOARD, UPLOAD, WANDB, TensorBoard, Tracker, WandB, git_commit, new_id, wanted

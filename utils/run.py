@@ -15,13 +15,13 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, broadcast_object_list, gather_object
 from torch import nn
 
-from utils.checkpoint import States, serialised, weights_content
+from utils.checkpoint.background_writer import Writer
+from utils.checkpoint.state_files import States, serialised, weights_content
 from utils.console import Bar, show
 from utils.distributed.watchdog import Watch
 from utils.files import PART, claimed, numbered_folder
 from utils.painter import PATIENCE, Painter
 from utils.tracking import Tracker
-from utils.writer import Writer
 
 T = TypeVar("T")
 BATCHES = 2  # how many of its first batches a process is listed with

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from utils.checkpoint.progress import Progress
 from utils.config.options import TrainOptions
 from utils.dashboard import Dashboard, wandb_arguments
-from utils.progress import Progress
 from utils.summary import Box, Example, Summary
 
 

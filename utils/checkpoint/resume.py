@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from utils.checkpoint import States
+from utils.checkpoint.progress import Progress
+from utils.checkpoint.state_files import States
 from utils.config.options import (
     AUTO,
     NEWEST,
@@ -29,7 +30,6 @@ from utils.distributed.ranks import launched, place
 from utils.distributed.store import Board
 from utils.errors import UserError
 from utils.files import read_yaml
-from utils.progress import Progress
 
 SETTINGS, STATES = "settings.yaml", "checkpoint"  # in a run folder
 THEIRS = "opt.yaml"  # in one of YOLOv5

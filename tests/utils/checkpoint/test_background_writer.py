@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from utils.checkpoint.background_writer import Writer
 from utils.errors import UserError
-from utils.writer import Writer
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 
 from models.weights import read_weights, transfer
 from models.yolo import Model, build_model
-from utils.checkpoint import STATE_FORMAT, States, serialised, weights_content
+from utils.checkpoint.state_files import STATE_FORMAT, States, serialised, weights_content
 from utils.config.options import TrainOptions
 from utils.errors import UserError
 

@@ -14,7 +14,9 @@ import yaml
 from torch import distributed
 
 from tests.conftest import OnProcesses
-from utils.checkpoint import STATE_FORMAT, States, serialised
+from utils.checkpoint.progress import Progress
+from utils.checkpoint.resume import Settled, changes, check_same, find_run, settle
+from utils.checkpoint.state_files import STATE_FORMAT, States, serialised
 from utils.config.options import (
     Hyperparameters,
     Range,
@@ -29,8 +31,6 @@ from utils.distributed.exit import Stopped
 from utils.distributed.ranks import place
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
-from utils.progress import Progress
-from utils.resume import Settled, changes, check_same, find_run, settle
 from utils.summary import Summary
 
 LOW = str(ROOT / "data" / "hyps" / "low.yaml")
@@ -220,7 +220,7 @@ def test_a_launcher_decides_on_devices_and_processes(tmp_path: Path, monkeypatch
     run = begin(tmp_path / "exp", Progress(epoch=1), device="0,1", processes=2)
     options = resumed("--resume", str(run)).options
     assert (options.device, options.processes) == ("0,1", 2)
-    monkeypatch.setattr("utils.resume.launched", lambda: True)
+    monkeypatch.setattr("utils.checkpoint.resume.launched", lambda: True)
     options = resumed("--resume", str(run)).options
     assert (options.device, options.processes) == ("", 0)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from utils.progress import Progress
+from utils.checkpoint.progress import Progress
 from utils.summary import Summary
 
 
