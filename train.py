@@ -61,17 +61,17 @@ from utils.distributed.preflight import Inputs, examine
 from utils.distributed.spawn import spread
 from utils.distributed.sync_batchnorm import average_statistics, exact
 from utils.distributed.sync_dropout import draw_for_all
-from utils.ema import ModelEMA
 from utils.errors import UserError
 from utils.files import find_file, read_yaml
-from utils.finite import Guard, Later, Window, explain, statistics
 from utils.flops import gflops
 from utils.layout import layout
-from utils.memory import ON_CPU, explained, fitting_workers, largest_batch
-from utils.meter import Meter, Point, memory
-from utils.optim import Schedule, build_optimizer, freeze, start_momentum, step_if
 from utils.run import Run
 from utils.summary import SHOWN, Summary, evenly
+from utils.training.ema import ModelEMA
+from utils.training.memory import ON_CPU, explained, fitting_workers, largest_batch
+from utils.training.nonfinite_steps import Guard, Later, Window, explain, statistics
+from utils.training.optimizer import Schedule, build_optimizer, freeze, start_momentum, step_if
+from utils.training.step_log import Meter, Point, memory
 from val import evaluate, rounding, table
 
 CLIP = 10.0  # largest norm of the gradient of an optimizer step

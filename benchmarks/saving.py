@@ -20,8 +20,8 @@ import torch
 
 from models.yolo import build_model
 from utils.checkpoint.state_files import STATE_FORMAT, States, serialised
-from utils.ema import ModelEMA
 from utils.files import ROOT, read_yaml
+from utils.training.ema import ModelEMA
 
 TIMES = 5
 MIB = 2**20

@@ -155,7 +155,12 @@ def test_what_differs_between_machines_is_named(
     assert len(found) == 4, printed
     for error, what in zip(
         found,
-        ["the code in utils/ema.py differs", "the data (train) differs", "the data (labels of train)", "--epochs"],
+        [
+            "the code in utils/training/ema.py differs",
+            "the data (train) differs",
+            "the data (labels of train)",
+            "--epochs",
+        ],
         strict=True,
     ):
         assert what in error

@@ -15,9 +15,9 @@ from torchvision.ops import StochasticDepth
 from models.classifiers import architecture, architectures, build_classifier
 from models.weights import transfer
 from utils.distributed.sync_dropout import draw_for_all
-from utils.ema import ModelEMA
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
+from utils.training.ema import ModelEMA
 
 # Too many parameters to be made on a small machine.
 LARGE = ("regnet_y_128gf", "vit_h_14", "vit_l_16", "vit_l_32", "convnext_large", "efficientnet_v2_l", "vgg")

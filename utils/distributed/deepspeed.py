@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from utils.distributed.ranks import place
 from utils.errors import UserError
-from utils.optim import parameter_groups
+from utils.training.optimizer import parameter_groups
 
 PACKAGES = ("deepspeed", "transformers")
 

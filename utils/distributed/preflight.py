@@ -334,7 +334,7 @@ def _names(mappings: Iterable[Mapping[str, str]]) -> list[str]:
 
 
 def _in_files(facts: Sequence[Facts]) -> str:
-    """` in utils/ema.py`: the files that differ, or some of them."""
+    """` in utils/training/ema.py`: the files that differ, or some of them."""
     names = sorted({name for one in facts for name in one.code})
     wrong = [name for name in names if len({one.code.get(name) for one in facts}) > 1]
     more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""

@@ -34,7 +34,7 @@ A = Facts(
     memory=(8 * GIB, 16 * GIB),
     reached=0.4,
     versions={"Python": "3.11.7", "torch": "2.9", "accelerate": "1.2", "deepspeed": "-", "NCCL": "-"},
-    code={"train.py": "1111", "utils/ema.py": "91cc"},
+    code={"train.py": "1111", "utils/training/ema.py": "91cc"},
     own_files={"accelerate_configs/2node.yaml": "aaaa"},
     data={"train": "28 files 3f2a91bc", "val": "8 files 00000000"},
     settings={"WORLD_SIZE": "2", "--epochs": "3"},
@@ -58,15 +58,15 @@ def test_equal_processes() -> None:
     ("changed", "serious", "said"),
     [
         (
-            {"code": {**A.code, "utils/ema.py": "3f2a"}},
+            {"code": {**A.code, "utils/training/ema.py": "3f2a"}},
             True,
             [
-                "the code in utils/ema.py differs: host a rank 0 has ",
+                "the code in utils/training/ema.py differs: host a rank 0 has ",
                 ", host b rank 1 has ",
                 "check out the same commit",
             ],
         ),
-        ({"code": {"train.py": "1111"}}, True, ["the code in utils/ema.py differs"]),
+        ({"code": {"train.py": "1111"}}, True, ["the code in utils/training/ema.py differs"]),
         ({"own_files": {}}, False, ["accelerate_configs/2node.yaml differs", "host b rank 1 has none"]),
         (
             {"data": {**A.data, "train": "27 files 77777777"}},
@@ -145,7 +145,7 @@ def test_facts_of_another_state_of_the_code() -> None:
     (facts,) = doctor._all_facts(board, 1.0)
     assert facts == Facts(host="b", rank=0, code={"train.py": "2222"})
     assert table([facts])
-    assert "the code in train.py, utils/ema.py differs" in compare([A, facts])[0].text
+    assert "the code in train.py, utils/training/ema.py differs" in compare([A, facts])[0].text
 
 
 def test_own_flags_exist() -> None:

@@ -15,7 +15,7 @@ from torchvision.models import resnet18, vit_b_32
 
 from models.yolo import Model, build_model
 from utils.errors import UserError
-from utils.optim import Schedule, build_optimizer, freeze, parameter_groups, start_momentum, step_if
+from utils.training.optimizer import Schedule, build_optimizer, freeze, parameter_groups, start_momentum, step_if
 
 # Groups
 

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 from tests.conftest import OnProcesses
 from utils.console import Bar
-from utils.meter import Meter, memory, peak_memory
+from utils.training.step_log import Meter, memory, peak_memory
 
 
 def meter(interval: int = 0, steps: int = 8, read: bool = True) -> Meter:
@@ -57,7 +57,7 @@ def test_means_since_the_last_point() -> None:
 
 def test_speed_and_the_share_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("utils.meter.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("utils.training.step_log.time.monotonic", lambda: now[0])
     found, bar = meter(), Bar("", 0, False)
     bar.waited = 3.0
     found.follow(bar)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from utils.errors import UserError
-from utils.memory import MIB, explained, fitting_workers, is_out_of_memory, largest_batch
+from utils.training.memory import MIB, explained, fitting_workers, is_out_of_memory, largest_batch
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, processes: int, here: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from utils.finite import Guard, Later, explain, statistics
+from utils.training.nonfinite_steps import Guard, Later, explain, statistics
 
 TERMS = ("box", "obj", "cls")
 INF, NAN = float("inf"), float("nan")

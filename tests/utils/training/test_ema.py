@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from utils.ema import ModelEMA
+from utils.training.ema import ModelEMA
 
 
 def decay(update: int) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from utils.console import Bar
-from utils.finite import Later
+from utils.training.nonfinite_steps import Later
 
 PER_EPOCH, FARTHEST = 20, 50  # points of an epoch where no interval is given, and the most steps between two
 GIB = 2**30
