@@ -40,7 +40,6 @@ from utils.config.options import (
     with_defaults,
 )
 from utils.console import Bar, Remaining, duration
-from utils.dashboard import Dashboard, with_wandb_id
 from utils.distributed.accelerator import (
     check_batch_size,
     describe,
@@ -67,6 +66,7 @@ from utils.flops import gflops
 from utils.layout import layout
 from utils.run import Run
 from utils.summary import SHOWN, Summary, evenly
+from utils.tracking.run_log import Dashboard, with_wandb_id
 from utils.training.ema import ModelEMA
 from utils.training.memory import ON_CPU, explained, fitting_workers, largest_batch
 from utils.training.nonfinite_steps import Guard, Later, Window, explain, statistics

@@ -94,7 +94,7 @@ def from_wandb(name: str) -> Path:
     folder = cache_folder() / "wandb" / re.sub(r"[^\w.-]", "-", name)
     with one_at_a_time(folder.with_suffix(".lock")):
         told = subprocess.run(
-            [*own_python("utils.wandb_process", "fetch"), name, str(folder)],
+            [*own_python("utils.tracking.wandb_process", "fetch"), name, str(folder)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -75,7 +75,7 @@ def test_accelerate_is_known_to_those_whose_business_it_is() -> None:
         *(f"{name}.py" for name in SCRIPTS),
         "utils/run.py",
         "utils/distributed/accelerator.py",
-        "utils/tracking.py",
+        "utils/tracking/tracker.py",
     }
 
 

@@ -269,8 +269,8 @@ def test_online_and_killed_and_online_again(train: Train, run_script: RunScript,
 
 def test_wandb_that_breaks_or_is_killed(train: Train, plain: Path, tmp_path: Path) -> None:
     for name, fault in (
-        ("breaks", "raise:utils.wandb_process:Session.log:3"),
-        ("dies", "SIGKILL:utils.wandb_process:Session.log:3"),
+        ("breaks", "raise:utils.tracking.wandb_process:Session.log:3"),
+        ("dies", "SIGKILL:utils.tracking.wandb_process:Session.log:3"),
     ):
         printed = train(tmp_path, "--name", name, fault=fault, WANDB_MODE="offline")
         identical(tmp_path / name, plain)

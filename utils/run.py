@@ -21,7 +21,7 @@ from utils.console import Bar, show
 from utils.distributed.watchdog import Watch
 from utils.files import PART, claimed, numbered_folder
 from utils.painter import PATIENCE, Painter
-from utils.tracking import Tracker
+from utils.tracking.tracker import Tracker
 
 T = TypeVar("T")
 BATCHES = 2  # how many of its first batches a process is listed with

@@ -1,4 +1,4 @@
-"""The process that talks to Weights & Biases; utils/tracking.py starts it.
+"""The process that talks to Weights & Biases; utils/tracking/tracker.py starts it.
 
 It reads a JSON object per line, calls the method of `Session` that the object names, and answers with JSON lines. The
 training process never waits for it and never imports wandb; whatever hangs or breaks here can be ended. When its input
@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from filelock import FileLock, Timeout
 
 from utils.background import kill_children
-from utils.kept import Kept
+from utils.tracking.log_position import Kept
 
 KEPT = ".wandb.json"  # in a run folder
 START = 30.0  # seconds to reach the server in; the variable WANDB_INIT_TIMEOUT says otherwise

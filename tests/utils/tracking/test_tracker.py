@@ -18,10 +18,11 @@ import pytest
 from tests.conftest import ROOT
 from tests.wandb_files import read, runs
 from tests.wandb_server import serve
-from utils import tracking, wandb_process
 from utils.background import own_python
-from utils.tracking import TENSORBOARD, WANDB, TensorBoard, WandB, git_commit, new_id, wanted
-from utils.wandb_process import has_key
+from utils.tracking import tracker as tracking
+from utils.tracking import wandb_process
+from utils.tracking.tracker import TENSORBOARD, WANDB, TensorBoard, WandB, git_commit, new_id, wanted
+from utils.tracking.wandb_process import has_key
 
 
 @pytest.fixture(autouse=True)
@@ -215,7 +216,7 @@ def test_a_half_line_is_the_end_and_the_run_is_closed(tmp_path: Path) -> None:
     ]
     lines = "".join(f"{json.dumps(call)}\n" for call in calls)
     ended = subprocess.run(
-        [*own_python("utils.wandb_process"), "train.py"],
+        [*own_python("utils.tracking.wandb_process"), "train.py"],
         input=lines[:-20],
         capture_output=True,
         text=True,

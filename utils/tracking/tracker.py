@@ -25,7 +25,7 @@ from accelerate.tracking import GeneralTracker
 
 from utils.background import Background, kill_children, own_python
 from utils.files import ROOT
-from utils.kept import Kept
+from utils.tracking.log_position import Kept
 
 STEP, EPOCH = "step", "epoch"  # the two axes: optimizer steps since the start of the run, and its epochs
 AXES = (
@@ -72,7 +72,7 @@ class Tracker(GeneralTracker):
 
 
 class WandB(Tracker):
-    """A W&B run in a process of its own: see utils/wandb_process.py.
+    """A W&B run in a process of its own: see utils/tracking/wandb_process.py.
 
     folder: of the run. arguments: of `wandb.init`: project, entity, group, tags, name, id. say: prints a line.
     patience: seconds to send the rest in, at the end.
@@ -96,7 +96,7 @@ class WandB(Tracker):
         """Start the process, and in it the run, with its settings."""
         try:
             self.process = subprocess.Popen(
-                [*own_python("utils.wandb_process"), *sys.argv],
+                [*own_python("utils.tracking.wandb_process"), *sys.argv],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

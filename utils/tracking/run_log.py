@@ -15,7 +15,18 @@ from utils.checkpoint.progress import Progress
 from utils.config.options import TrainOptions
 from utils.run import Run
 from utils.summary import Summary, evenly
-from utils.tracking import FINISH, TENSORBOARD, UPLOAD, WANDB, TensorBoard, Tracker, WandB, git_commit, new_id, wanted
+from utils.tracking.tracker import (
+    FINISH,
+    TENSORBOARD,
+    UPLOAD,
+    WANDB,
+    TensorBoard,
+    Tracker,
+    WandB,
+    git_commit,
+    new_id,
+    wanted,
+)
 
 EXAMPLES = "examples/validation"  # the key of the photos with boxes
 TIMES = 10  # a run that they are logged where no interval is given

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from utils.kept import Kept
+from utils.tracking.log_position import Kept
 
 
 def test_what_an_earlier_process_has_logged(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from utils.checkpoint.progress import Progress
 from utils.config.options import TrainOptions
-from utils.dashboard import Dashboard, wandb_arguments
 from utils.summary import Box, Example, Summary
+from utils.tracking.run_log import Dashboard, wandb_arguments
 
 
 class Recorder:
