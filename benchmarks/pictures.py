@@ -23,9 +23,9 @@ import cv2
 import numpy as np
 import yaml
 
-from utils.charts import style
 from utils.files import ROOT, csv_text
-from utils.plots import PHOTOS, PICTURES, Documents, write_picture
+from utils.plots.charts import style
+from utils.plots.run_pictures import PHOTOS, PICTURES, Documents, write_picture
 
 EPOCHS, POINTS, BOXES = 100, 200, 5000
 TERMS = ("box_loss", "obj_loss", "cls_loss")

@@ -20,7 +20,7 @@ from utils.checkpoint.state_files import States, serialised, weights_content
 from utils.console import Bar, show
 from utils.distributed.watchdog import Watch
 from utils.files import PART, claimed, numbered_folder
-from utils.painter import PATIENCE, Painter
+from utils.plots.plotter import PATIENCE, Painter
 from utils.tracking.tracker import Tracker
 
 T = TypeVar("T")

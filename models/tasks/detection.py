@@ -42,7 +42,7 @@ from utils.metrics import (
     score_classes,
     score_sizes,
 )
-from utils.plots import Style, draw_found, draw_targets
+from utils.plots.run_pictures import Style, draw_found, draw_targets
 from utils.summary import Box, Example, Summary, cells, confusion_text, dense
 
 

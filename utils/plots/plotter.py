@@ -51,7 +51,7 @@ class Painter:
         began = time.time()
         only = ["--only", *names] if names else []
         told = subprocess.run(
-            [*own_python("utils.plots"), str(self.folder), "--background", *only],
+            [*own_python("utils.plots.run_pictures"), str(self.folder), "--background", *only],
             env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from utils import charts, plots
 from utils.files import ROOT, csv_text
-from utils.plots import (
+from utils.plots import charts
+from utils.plots import run_pictures as plots
+from utils.plots.run_pictures import (
     CAPTION_WIDTH,
     COLOURS,
     GAP,
@@ -737,7 +738,7 @@ def test_training_can_start_it_cheaply(tmp_path: Path) -> None:
     """Neither torch nor pyplot is imported, and matplotlib not before a chart is drawn."""
     exp = folder_of(tmp_path / "exp")
     code = (
-        "import sys; sys.path[0] = sys.argv[2]; from utils.plots import run;"
+        "import sys; sys.path[0] = sys.argv[2]; from utils.plots.run_pictures import run;"
         "print('torch' in sys.modules, 'matplotlib' in sys.modules);"
         "run([sys.argv[1], '--background', '--only', 'results.png', 'labels.jpg']);"
         "print('torch' in sys.modules, 'matplotlib' in sys.modules, 'matplotlib.pyplot' in sys.modules)"

@@ -11,8 +11,8 @@ import cv2
 import numpy as np
 import pytest
 
-from utils import painter
-from utils.painter import Painter
+from utils.plots import plotter as painter
+from utils.plots.plotter import Painter
 
 RESULTS = "epoch,train/loss,val/loss\n0,1.5,1.25\n1,1,0.75\n"
 
@@ -58,7 +58,7 @@ def test_what_cannot_be_drawn_is_one_warning(tmp_path: Path) -> None:
 
 def test_results_are_drawn_once_a_minute_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, asked = [0.0], []
-    monkeypatch.setattr("utils.painter.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("utils.plots.plotter.time.monotonic", lambda: now[0])
     monkeypatch.setattr(Painter, "charts", lambda self, *names: asked.append((now[0], names)))
     mine, _, _ = paint(tmp_path)
     for second in range(0, 200, 7):

@@ -23,7 +23,9 @@ from typing import NamedTuple, NoReturn
 import cv2
 import numpy as np
 
-from utils.charts import (
+from utils.errors import UserError, nearest
+from utils.files import replacing
+from utils.plots.charts import (
     Columns,
     Curves,
     Labels,
@@ -38,8 +40,6 @@ from utils.charts import (
     recall_figure,
     results_figure,
 )
-from utils.errors import UserError, nearest
-from utils.files import replacing
 
 MOST_IMAGES = 16
 MOST_PIXELS = 1920  # side of a grid of training images

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from utils import charts
-from utils.charts import (
+from utils.plots import charts
+from utils.plots.charts import (
     Curves,
     Labels,
     arrange,
