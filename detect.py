@@ -39,9 +39,9 @@ from utils.distributed.accelerator import one_device
 from utils.distributed.exit import Stopped, run_main
 from utils.errors import UserError
 from utils.files import claimed, csv_text, find_file, numbered_folder, replacing
-from utils.layout import layout
+from utils.memory_format import layout
 from utils.plots.run_pictures import Style
-from utils.stages import AFTER, INFERENCE, PREPARING, Stages, counted, per_image, sentence
+from utils.stage_times import AFTER, INFERENCE, PREPARING, Stages, counted, per_image, sentence
 
 QUALITY = 95  # of JPEG files
 

@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader
 from data import DATASETS
 from data.sampler import Sampling
 from data.sources import DataSpec, overlap, read_spec
+from models.flops import gflops
 from models.hub import find_weights
 from models.tasks import TASKS, task_of
 from models.weights import Weights, read_weights, transfer
 from models.yolo import add_layers
-from utils.calls import call, hand_over
 from utils.checkpoint.progress import Progress
 from utils.checkpoint.resume import Settled, changes, check_same, settle
 from utils.checkpoint.state_files import STATE_FORMAT
@@ -62,8 +62,8 @@ from utils.distributed.sync_batchnorm import average_statistics, exact
 from utils.distributed.sync_dropout import draw_for_all
 from utils.errors import UserError
 from utils.files import find_file, read_yaml
-from utils.flops import gflops
-from utils.layout import layout
+from utils.memory_format import layout
+from utils.python_api import call, hand_over
 from utils.run import Run
 from utils.summary import SHOWN, Summary, evenly
 from utils.tracking.run_log import Dashboard, with_wandb_id

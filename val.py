@@ -29,7 +29,6 @@ from models.panel import (
 from models.tasks import TASKS
 from models.yolo import add_layers
 from utils import coco
-from utils.calls import call, hand_over
 from utils.config.options import ValOptions, parse_options, with_defaults
 from utils.distributed.accelerator import describe, loader_workers, processes_to_start, start
 from utils.distributed.barrier import in_own_time
@@ -38,9 +37,10 @@ from utils.distributed.graceful_stop import Asked
 from utils.distributed.spawn import spread
 from utils.errors import UserError
 from utils.files import find_file
-from utils.layout import layout
+from utils.memory_format import layout
+from utils.python_api import call, hand_over
 from utils.run import Run
-from utils.stages import AFTER, INFERENCE, PREPARING, Stages, counted, per_image, sentence
+from utils.stage_times import AFTER, INFERENCE, PREPARING, Stages, counted, per_image, sentence
 from utils.summary import SHOWN, Summary, evenly
 
 MANY_CLASSES = 50  # from here on a row per class is shown on demand only

@@ -26,7 +26,7 @@ from models.panel import halve, load_models
 from models.tasks import TASKS
 from models.weights import read_weights
 from utils.distributed.accelerator import one_device
-from utils.layout import layout
+from utils.memory_format import layout
 
 ROUNDS = 5
 

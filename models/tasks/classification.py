@@ -19,7 +19,7 @@ from models.yolo import build_model
 from utils.config.options import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, Recipe, number
 from utils.errors import UserError
 from utils.files import csv_text
-from utils.layout import layout
+from utils.memory_format import layout
 from utils.plots.run_pictures import Style, draw_captioned, draw_lines
 from utils.summary import Example, Summary, cells, confusion_text, dense
 

@@ -27,7 +27,7 @@ from utils.coco import Found
 from utils.config.options import Hyperparameters, select
 from utils.errors import UserError
 from utils.files import csv_text
-from utils.layout import layout
+from utils.memory_format import layout
 from utils.metrics import (
     CONFIDENT,
     POINTS,

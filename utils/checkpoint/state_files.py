@@ -15,7 +15,7 @@ from torch import nn
 
 from utils.errors import UserError
 from utils.files import replacing
-from utils.layout import plain
+from utils.memory_format import plain
 
 FORMAT = "lockstep-1"
 STATE_FORMAT = "lockstep-state-1"

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from models.flops import gflops
 from models.yolo import build_model
 from tests.conftest import ROOT
 from utils.files import read_yaml
-from utils.flops import gflops
 
 
 def test_a_convolution_by_hand() -> None:

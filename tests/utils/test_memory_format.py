@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from utils.layout import layout, plain
+from utils.memory_format import layout, plain
 
 
 def test_layout() -> None:

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from utils import stages
-from utils.stages import AFTER, INFERENCE, PREPARING, Lap, Stages, counted, per_image, sentence
+from utils import stage_times as stages
+from utils.stage_times import AFTER, INFERENCE, PREPARING, Lap, Stages, counted, per_image, sentence
 
 
 def test_stages_are_measured_from_the_last_reading(monkeypatch: pytest.MonkeyPatch) -> None:

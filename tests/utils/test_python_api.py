@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from utils.calls import RESULT, as_arguments, call, hand_over
 from utils.config.options import TrainOptions, ValOptions, parse_options
 from utils.distributed.exit import Stopped
 from utils.errors import UserError
+from utils.python_api import RESULT, as_arguments, call, hand_over
 from utils.summary import Summary
 
 SUMMARY = Summary({"mAP_0.5": 0.5}, 0.25, ["head", "all"], [], losses={"box_loss": 2.0})
