@@ -28,9 +28,9 @@ from data import DATASETS
 from data.images import read_image
 from data.media import Frame, Item, Media, ahead, find_media, local
 from data.sources import read_spec
-from models.exported import Exported, read_model
+from models.ensemble import check_programs, common_task, fixed_size, halve, load_models, weight_files
+from models.export.runtime import Exported, read_model
 from models.fuse import fuse
-from models.panel import check_programs, common_task, fixed_size, halve, load_models, weight_files
 from models.tasks import TASKS
 from models.yolo import add_layers
 from utils.config.options import IMGSZ, DetectOptions, parse_options

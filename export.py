@@ -12,11 +12,11 @@ import torch
 
 from data import DATASETS
 from data.sources import read_spec
-from models.export_formats import Job, write
-from models.exported import Metadata
-from models.panel import common_task, halve, load_model, refuse_flags, weight_files
+from models.ensemble import common_task, halve, load_model, refuse_flags, weight_files
+from models.export.formats import Job, write
+from models.export.runtime import Metadata
 from models.tasks import TASKS
-from models.weights import Weights, read_weights
+from models.weights.reader import Weights, read_weights
 from models.yolo import add_layers
 from utils.config.options import ExportOptions, parse_options, with_defaults
 from utils.console import show

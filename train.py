@@ -23,9 +23,9 @@ from data import DATASETS
 from data.sampler import Sampling
 from data.sources import DataSpec, overlap, read_spec
 from models.flops import gflops
-from models.hub import find_weights
 from models.tasks import TASKS, task_of
-from models.weights import Weights, read_weights, transfer
+from models.weights.reader import Weights, read_weights, transfer
+from models.weights.releases import find_weights
 from models.yolo import add_layers
 from utils.checkpoint.progress import Progress
 from utils.checkpoint.resume import Settled, changes, check_same, settle

@@ -16,8 +16,7 @@ from torch import nn
 
 from data import DATASETS
 from data.sources import DataSpec, read_spec
-from models.exported import read_model
-from models.panel import (
+from models.ensemble import (
     check_programs,
     common_task,
     fixed_size,
@@ -26,6 +25,7 @@ from models.panel import (
     refuse_flags,
     weight_files,
 )
+from models.export.runtime import read_model
 from models.tasks import TASKS
 from models.yolo import add_layers
 from utils import coco

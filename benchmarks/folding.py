@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from data.images import read_image
 from data.media import find_media
 from detect import Predictor
+from models.ensemble import halve, load_models
 from models.fuse import fuse
-from models.panel import halve, load_models
 from models.tasks import TASKS
-from models.weights import read_weights
+from models.weights.reader import read_weights
 from utils.distributed.accelerator import one_device
 from utils.memory_format import layout
 

@@ -129,7 +129,7 @@ OUR_START = """
 import sys, torchvision
 begin()
 import train
-from models.tasks.detection import DetectionTask
+from models.tasks.detection.task import DetectionTask
 DetectionTask.losses = first
 """
 THEIR_START = """
@@ -161,8 +161,8 @@ end(len(LoadImagesAndLabels(FOLDER + "/images/train", 640, 16)))
 # What a validation does from the head on: YOLOv5's decodes all of its maps there, ours later and only what is strong.
 # The hook is called again when the head is timed: hence the copies of `features`.
 OUR_VALIDATION = """
-from models.tasks.detection import DetectionTask
-from models.weights import read_weights, transfer
+from models.tasks.detection.task import DetectionTask
+from models.weights.reader import read_weights, transfer
 weights = read_weights(WEIGHTS)
 task = DetectionTask({k: str(k) for k in range(80)}, Hyperparameters())
 model = task.build_model(weights.model, 640)

@@ -18,8 +18,8 @@ from torchvision.ops import nms
 from data.images import read_image
 from data.media import Frame, Item
 from detect import Labels, Predictor, as_pixels, groups
-from models.tasks.classification import ClassificationRecipe, ClassificationTask
-from models.weights import read_weights, transfer
+from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
+from models.weights.reader import read_weights, transfer
 from models.yolo import build_model
 from tests.conftest import RunScript
 from utils.checkpoint.state_files import serialised, weights_content

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from data.shapes import NAMES
 from export import prepare, whole_strides
-from models.export_formats import write
-from models.exportable import Decoding
-from models.exported import read_exported
-from models.panel import check_programs, fixed_size, load_model
-from models.tasks.detection import DetectionTask
-from models.weights import Weights, read_weights, transfer
+from models.ensemble import check_programs, fixed_size, load_model
+from models.export.formats import write
+from models.export.runtime import read_exported
+from models.tasks.detection.export_module import Decoding
+from models.tasks.detection.task import DetectionTask
+from models.weights.reader import Weights, read_weights, transfer
 from models.yolo import build_model
 from tests.conftest import ROOT, RunScript
 from utils.checkpoint.state_files import serialised, weights_content

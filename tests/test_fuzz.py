@@ -19,8 +19,8 @@ from PIL import Image
 from data import DATASETS
 from data.labels import SLACK, scan_image
 from data.sources import read_spec
-from models.classifiers import build_classifier
 from models.tasks import TASKS
+from models.tasks.classification.torchvision_models import build_classifier
 from models.yolo import build_model
 from utils.config.options import SUGGESTED, read_hyperparameters
 from utils.errors import UserError

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from models.weights import read_weights
+from models.weights.reader import read_weights
 from tests.conftest import RunScript
 
 COLUMNS = [

@@ -19,8 +19,8 @@ import yaml
 
 from data.shapes import NAMES
 from data.sources import read_spec
-from models.tasks.classification import ClassificationTask
-from models.tasks.detection import DetectionTask
+from models.tasks.classification.task import ClassificationTask
+from models.tasks.detection.task import DetectionTask
 from tests.conftest import RunScript
 from utils.checkpoint.state_files import serialised, weights_content
 from utils.coco import Found

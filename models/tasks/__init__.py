@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.tasks.classification import ClassificationTask
-from models.tasks.detection import DetectionTask
+from models.tasks.classification.task import ClassificationTask
+from models.tasks.detection.task import DetectionTask
 from utils.errors import UserError
 
 TASKS: dict[str, Any] = {"detect": DetectionTask, "classify": ClassificationTask}

@@ -24,7 +24,7 @@ from data.labels import EXIF_ORIENTATION
 from data.sampler import Draw, Sampling
 from data.sources import read_spec
 from data.transforms import TransformSettings
-from models.tasks.classification import ClassificationRecipe
+from models.tasks.classification.task import ClassificationRecipe
 from utils.errors import UserError
 
 NOTHING = ClassificationRecipe(crop_scale=1.0, fliplr=0.0, brightness=0.0, contrast=0.0, saturation=0.0)

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from models.fuse import fuse
-from models.weights import read_weights, transfer
+from models.weights.reader import read_weights, transfer
 from models.yolo import Model, build_model
 
 

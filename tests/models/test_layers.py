@@ -36,7 +36,7 @@ from models.layers import (
     Segment,
     Transformer,
 )
-from models.matching import read
+from models.tasks.detection.matching import read
 
 
 @pytest.mark.parametrize(

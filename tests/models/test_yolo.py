@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from models import yolo
 from models.layers import Conv, Detect
-from models.tasks.detection import DetectionTask
-from models.weights import read_weights, transfer
+from models.tasks.detection.task import DetectionTask
+from models.weights.reader import read_weights, transfer
 from models.yolo import LAYERS, add_layers, build_model
 from utils.config.options import Hyperparameters
 from utils.errors import UserError

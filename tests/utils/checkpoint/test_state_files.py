@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.weights import read_weights, transfer
+from models.weights.reader import read_weights, transfer
 from models.yolo import Model, build_model
 from utils.checkpoint.state_files import STATE_FORMAT, States, serialised, weights_content
 from utils.config.options import TrainOptions

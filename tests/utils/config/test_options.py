@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from models.tasks.classification import ClassificationRecipe
+from models.tasks.classification.task import ClassificationRecipe
 from utils.config.options import (
     BUILT_IN_JOB,
     REFUSED,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from models.classifiers import architecture, default_weights
+from models.tasks.classification.torchvision_models import architecture, default_weights
 from utils.background import own_python
 from utils.download import download
 from utils.errors import UserError

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.export_formats import Job, write
-from models.exportable import Decoding, InGraph, Suppressing
-from models.exported import EXPORTED, Exported, Metadata, read_exported, read_metadata, read_model
-from models.weights import read_weights
+from models.export.formats import Job, write
+from models.export.runtime import EXPORTED, Exported, Metadata, read_exported, read_metadata, read_model
+from models.tasks.detection.export_module import Decoding, InGraph, Suppressing
+from models.weights.reader import read_weights
 from models.yolo import build_model
 from utils.errors import UserError
 
@@ -163,7 +163,7 @@ def test_onnx_tells_what_it_takes(free: dict[str, Path], fixed: dict[str, Path])
     suppressed = onnx.load(fixed["onnx"])
     assert [(x.name, shape(x)) for x in suppressed.graph.output] == [("output0", [2, 20, 6]), ("count", [2])]
     onnx.checker.check_model(model)
-    assert str(Path(__file__).resolve().parents[2]).encode() not in free["onnx"].read_bytes()
+    assert str(ROOT).encode() not in free["onnx"].read_bytes()
 
 
 def test_torchscript_has_yolov5s_config(free: dict[str, Path]) -> None:

@@ -18,12 +18,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import layers, weights
-from models.weights import FORMAT, Weights, read_weights, transfer
+from models import layers
+from models.weights import reader as weights
+from models.weights.reader import FORMAT, Weights, read_weights, transfer
 from models.yolo import build_model
 from utils.errors import UserError
 
-SHARED = Path(__file__).parents[2].parent / "shared"
+SHARED = ROOT.parent / "shared"
 
 
 def content(**changes: Any) -> dict[str, Any]:

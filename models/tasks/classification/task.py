@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models.classifiers import build_classifier
 from models.fuse import fuse
-from models.losses import LossTerms
-from models.tasks.batch import Batch
+from models.tasks.classification.torchvision_models import build_classifier
+from models.tasks.contract import Batch
+from models.tasks.detection.loss import LossTerms
 from models.yolo import build_model
 from utils.config.options import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, Recipe, number
 from utils.errors import UserError

@@ -76,7 +76,7 @@ class Weights:
     task: str  # '' where nothing tells
     settings: dict[str, Any]
     source: Literal["lockstep", "yolov5", "tensors", "exported"]
-    program: Any = None  # `models.exported.Exported`, which runs what was exported; it has no tensors of its own
+    program: Any = None  # `models.export.runtime.Exported`, which runs what was exported; it has no tensors of its own
 
     @property
     def class_names(self) -> dict[int, str]:

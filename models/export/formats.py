@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.exported import FOLDER_FILE, KEY, PROGRAM_FILE, SUFFIXES, TORCHSCRIPT_FILE, Metadata
+from models.export.runtime import FOLDER_FILE, KEY, PROGRAM_FILE, SUFFIXES, TORCHSCRIPT_FILE, Metadata
 from utils.errors import UserError
 from utils.files import replacing
 

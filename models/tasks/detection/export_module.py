@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from models.postprocess import CLASS_OFFSET, Look, decode
+from models.tasks.detection.postprocess import CLASS_OFFSET, Look, decode
 from models.yolo import Model
 from utils.boxes import xywh_to_xyxy
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.losses import LossSettings
 from models.tasks import TASKS
-from models.tasks.detection import DetectionTask, _to_file
-from models.views import GREY
+from models.tasks.detection.loss import LossSettings
+from models.tasks.detection.metrics import POINTS, ImageRecord
+from models.tasks.detection.task import DetectionTask, _to_file
+from models.tasks.detection.tta import GREY
 from utils.config.options import Hyperparameters
-from utils.metrics import POINTS, ImageRecord
 from utils.summary import Box, Example, Summary
 
 NAMES = {0: "disc", 1: "traffic light", 2: "bar"}

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.weights import EXPORTED, Weights, read_weights
+from models.weights.reader import EXPORTED, Weights, read_weights
 from utils.errors import UserError
 
 FORMAT = "lockstep-export-1"

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from models.tasks import TASKS, classification, task_of
-from models.tasks.classification import (
+from models.tasks import TASKS, task_of
+from models.tasks.classification import task as classification
+from models.tasks.classification.task import (
     ClassificationRecipe,
     ClassificationTask,
     ImageRecord,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.exportable import Decoding, InGraph, Suppressing
-from models.postprocess import Look, Suppression, detect
+from models.tasks.detection.export_module import Decoding, InGraph, Suppressing
+from models.tasks.detection.postprocess import Look, Suppression, detect
 from models.yolo import Model, build_model
 
 

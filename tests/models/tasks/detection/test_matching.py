@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from models.matching import match, near_cells, read
+from models.tasks.detection.matching import match, near_cells, read
 
 
 class Found(NamedTuple):

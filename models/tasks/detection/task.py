@@ -12,23 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models.anchors import ENOUGH, find_anchors, fit
-from models.exportable import Decoding, InGraph, Suppressing
 from models.fuse import fuse
 from models.layers import Detect
-from models.losses import DetectionLoss, LossSettings, LossTerms
-from models.matching import Level, near_cells
-from models.postprocess import Decoded, Look, Suppressed, Suppression, cut, detect
-from models.tasks.batch import Batch
-from models.views import VIEWS
-from models.yolo import Model, build_model
-from utils.boxes import xywh_to_xyxy, xyxy_to_xywh
-from utils.coco import Found
-from utils.config.options import Hyperparameters, select
-from utils.errors import UserError
-from utils.files import csv_text
-from utils.memory_format import layout
-from utils.metrics import (
+from models.tasks.contract import Batch
+from models.tasks.detection.anchors import ENOUGH, find_anchors, fit
+from models.tasks.detection.export_module import Decoding, InGraph, Suppressing
+from models.tasks.detection.loss import DetectionLoss, LossSettings, LossTerms
+from models.tasks.detection.matching import Level, near_cells
+from models.tasks.detection.metrics import (
     CONFIDENT,
     POINTS,
     ClassScores,
@@ -42,6 +33,15 @@ from utils.metrics import (
     score_classes,
     score_sizes,
 )
+from models.tasks.detection.postprocess import Decoded, Look, Suppressed, Suppression, cut, detect
+from models.tasks.detection.tta import VIEWS
+from models.yolo import Model, build_model
+from utils.boxes import xywh_to_xyxy, xyxy_to_xywh
+from utils.coco import Found
+from utils.config.options import Hyperparameters, select
+from utils.errors import UserError
+from utils.files import csv_text
+from utils.memory_format import layout
 from utils.plots.run_pictures import Style, draw_found, draw_targets
 from utils.summary import Box, Example, Summary, cells, confusion_text, dense
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from models.hub import find_weights
 from models.tasks import task_of
-from models.weights import Weights, transfer
+from models.weights.reader import Weights, transfer
+from models.weights.releases import find_weights
 from utils.errors import UserError
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from models import anchors
-from models.anchors import ENOUGH, LEAST_SIDE, find_anchors, fit
-from models.tasks.detection import DetectionTask
+from models.tasks.detection import anchors
+from models.tasks.detection.anchors import ENOUGH, LEAST_SIDE, find_anchors, fit
+from models.tasks.detection.task import DetectionTask
 from models.yolo import Model, build_model
 from utils.config.options import Hyperparameters
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import postprocess
-from models.postprocess import (
+from models.tasks.detection import postprocess
+from models.tasks.detection.postprocess import (
     Decoded,
     Look,
     Suppressed,

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from models import hub
-from models.classifiers import architectures, default_weights
-from models.hub import CHECKSUM, SHA256, find_weights
+from models.tasks.classification.torchvision_models import architectures, default_weights
+from models.weights import releases as hub
+from models.weights.releases import CHECKSUM, SHA256, find_weights
 from tests.web import Server, sending, serving
 from utils.errors import UserError
 

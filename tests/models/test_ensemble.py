@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from models.panel import common_task, halve, load_models, weight_files
-from models.tasks.detection import DetectionTask
-from models.weights import Weights
+from models.ensemble import common_task, halve, load_models, weight_files
+from models.tasks.detection.task import DetectionTask
+from models.weights.reader import Weights
 from utils.config.options import Hyperparameters
 from utils.errors import UserError
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.matching import NEIGHBOURS, Level, constant, match, near_cells, read, sizes_of
+from models.tasks.detection.matching import NEIGHBOURS, Level, constant, match, near_cells, read, sizes_of
 from utils.boxes import complete_iou
 
 # Weight of each level's objectness, finest level first (YOLOv5's for 3 levels and for more).

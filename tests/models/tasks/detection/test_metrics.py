@@ -10,8 +10,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from utils import metrics
-from utils.metrics import (
+from models.tasks.detection import metrics
+from models.tasks.detection.metrics import (
     CONFIDENT,
     IOU_THRESHOLDS,
     PAIRED,
