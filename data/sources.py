@@ -18,7 +18,8 @@ from utils.files import read_yaml
 
 IMAGE_SUFFIXES = frozenset([".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".pfm", ".png", ".tif", ".tiff", ".webp"])
 SPLITS = ("train", "val", "test")
-DRAWINGS = {"shapes": "data.shapes", "shapes-cls": "data.shapes_cls"}  # the built-in data sets, by what `draw:` names
+# The modules of the built-in data sets, by what `draw:` names.
+DRAWINGS = {"shapes": "data.builtin.shapes", "shapes-cls": "data.builtin.shapes_cls"}
 MOST_CLASSES = 4096  # that are counted by `nc` alone
 CONVERTED = ("voc", "visdrone")  # what `convert:` may name: functions of data/convert.py
 KEYS = ("path", *SPLITS, "split", "split_seed", "names", "nc", "draw", "download", "convert", "defaults")

@@ -22,7 +22,7 @@ import torch
 import yaml
 from torch.multiprocessing.spawn import start_processes
 
-from data.shapes import NAMES, draw_dataset
+from data.builtin.shapes import NAMES, draw_dataset
 from tests.machines import machines
 from utils.distributed.ranks import place
 from utils.distributed.spawn import spread

@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 from torch import Tensor, nn
 
-from data.shapes import NAMES
+from data.builtin.shapes import NAMES
 from export import prepare, whole_strides
 from models.ensemble import check_programs, fixed_size, load_model
 from models.export.formats import write

@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 
-from data.shapes import NAMES
+from data.builtin.shapes import NAMES
 from data.sources import read_spec
 from models.tasks.classification.task import ClassificationTask
 from models.tasks.detection.task import DetectionTask

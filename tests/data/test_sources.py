@@ -10,7 +10,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import shapes, shapes_cls, sources
+from data import sources
+from data.builtin import shapes, shapes_cls
 from data.sources import DataSpec, images_below, label_file, overlap, read_spec
 from utils.errors import UserError
 

@@ -24,7 +24,7 @@ from models.weights.reader import FORMAT, Weights, read_weights, transfer
 from models.yolo import build_model
 from utils.errors import UserError
 
-SHARED = ROOT.parent / "shared"
+SHARED = Path(__file__).resolve().parents[4] / "shared"
 
 
 def content(**changes: Any) -> dict[str, Any]:

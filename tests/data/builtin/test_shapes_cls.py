@@ -11,8 +11,8 @@ import cv2
 import numpy as np
 import pytest
 
-from data import shapes, shapes_cls
-from tests.data.test_shapes import contents
+from data.builtin import shapes, shapes_cls
+from tests.data.builtin.test_shapes import contents
 from utils.errors import UserError
 
 

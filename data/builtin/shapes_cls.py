@@ -1,6 +1,6 @@
 """The built-in data set "shapes-cls": one shape to an image, in a folder per class, for classification.
 
-Shapes, backgrounds and colours are those of `data.shapes`. Every image has its own generator,
+Shapes, backgrounds and colours are those of `data.builtin.shapes`. Every image has its own generator,
 `numpy.random.default_rng([seed, 2, split, index])`, so that any image can be drawn again without the others. Image
 `index` of a split shows the class `NAMES[index % 6]` and is the file `<split>/<class>/<index>.jpg`.
 """
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shapes import NAMES, SPLITS, Kind, background, draw_kind, draw_stencil, encode, paint, photograph
+from data.builtin.shapes import NAMES, SPLITS, Kind, background, draw_kind, draw_stencil, encode, paint, photograph
 
-DRAWING = 1  # raise it with every change, here or in data/shapes.py, that alters a pixel
+DRAWING = 1  # raise it with every change, here or in data/builtin/shapes.py, that alters a pixel
 SIDE = 64  # pixels, height and width of every image
 MARKER = "shapes-cls.json"  # in the data set's folder: which drawing this is
 
-_STREAM = 2  # where data.shapes has a split, 0 or 1: with the same seed no generator is shared
+_STREAM = 2  # where data.builtin.shapes has a split, 0 or 1: with the same seed no generator is shared
 _SIZES = (22.0, 56.0)  # pixels, a shape's longer side, drawn log-uniformly
 
 
@@ -42,5 +42,5 @@ _KIND = Kind("shapes-cls", DRAWING, MARKER, tuple(f"{{}}/{name}" for name in NAM
 
 
 def draw_dataset(folder: Path, seed: int = 0, train: int = 1200, val: int = 300) -> Path:
-    """Draw the data set into `folder` unless it is there already, and return `folder`; see `data.shapes.draw_kind`."""
+    """Draw the data set into `folder` unless it is there already, and return `folder`; see `draw_kind`."""
     return draw_kind(_KIND, folder, seed, (train, val))

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import yaml
 
-from data import shapes
+from data.builtin import shapes
 from utils.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
