@@ -40,7 +40,7 @@ from utils.distributed.exit import Stopped, run_main
 from utils.errors import UserError
 from utils.files import claimed, csv_text, find_file, numbered_folder, replacing
 from utils.memory_format import layout
-from utils.plots.run_pictures import Style
+from utils.plots.drawing import Style
 from utils.stage_times import AFTER, INFERENCE, PREPARING, Stages, counted, per_image, sentence
 
 QUALITY = 95  # of JPEG files

@@ -20,7 +20,7 @@ from utils.config.options import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
 from utils.errors import UserError
 from utils.files import csv_text
 from utils.memory_format import layout
-from utils.plots.run_pictures import Style, draw_captioned, draw_lines
+from utils.plots.drawing import Style, draw_captioned, draw_lines
 from utils.summary import Example, Summary, cells, confusion_text, dense
 
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, RGB, of values in 0 to 1

@@ -42,7 +42,7 @@ from utils.config.options import Hyperparameters, select
 from utils.errors import UserError
 from utils.files import csv_text
 from utils.memory_format import layout
-from utils.plots.run_pictures import Style, draw_found, draw_targets
+from utils.plots.drawing import Style, draw_found, draw_targets
 from utils.summary import Box, Example, Summary, cells, confusion_text, dense
 
 

@@ -17,20 +17,14 @@ from PIL import Image
 from utils.files import ROOT, csv_text
 from utils.plots import charts
 from utils.plots import run_pictures as plots
+from utils.plots.drawing import CAPTION_WIDTH, COLOURS, GAP, LINE, MOST_IMAGES, draw_captioned, draw_targets
 from utils.plots.run_pictures import (
-    CAPTION_WIDTH,
-    COLOURS,
-    GAP,
-    LINE,
-    MOST_IMAGES,
     PICTURES,
     Documents,
     Malformed,
     Table,
     best_epochs,
-    draw_captioned,
     draw_photos,
-    draw_targets,
     main,
     read_confusion,
     read_curves,
@@ -765,4 +759,4 @@ def test_a_class_has_the_colour_that_it_has_in_training(tmp_path: Path) -> None:
     table = written(tmp_path / "b.csv", BOXES, f"{tmp_path}/a.png,label,ring,,10,50,100,100")
     (found,) = read_photos(table, 0, ["disc", "square", "ring"])
     assert found.marks["label"].classes == [2]
-    assert (draw_photos([found], "label") == plots.COLOURS[2]).all(2).any()
+    assert (draw_photos([found], "label") == COLOURS[2]).all(2).any()
