@@ -35,7 +35,7 @@ from models.tasks import TASKS
 from models.yolo import add_layers
 from utils.config.options import IMGSZ, DetectOptions, parse_options
 from utils.console import Bar, show
-from utils.distributed.accelerator import one_device
+from utils.distributed.devices import one_device
 from utils.distributed.exit import Stopped, run_main
 from utils.errors import UserError
 from utils.files import claimed, csv_text, find_file, numbered_folder, replacing

@@ -20,7 +20,7 @@ from models.weights.reader import Weights, read_weights
 from models.yolo import add_layers
 from utils.config.options import ExportOptions, parse_options, with_defaults
 from utils.console import show
-from utils.distributed.accelerator import device_kind
+from utils.distributed.devices import device_kind
 from utils.distributed.exit import run_main
 from utils.errors import UserError
 from utils.files import find_file

@@ -40,26 +40,23 @@ from utils.config.options import (
     with_defaults,
 )
 from utils.console import Bar, Remaining, duration
-from utils.distributed.accelerator import (
-    check_batch_size,
-    describe,
-    device_name,
-    device_table,
-    loader_workers,
-    plan,
-    processes_to_start,
-    seed_everything,
-    start,
+from utils.distributed.accelerator import describe, plan, seed_everything, start
+from utils.distributed.barrier import untimed_barrier
+from utils.distributed.comm_hooks import register_comm_hook
+from utils.distributed.deepspeed import (
+    configure,
+    gathered_parameters,
+    load_optimizer_state,
+    optimizer_state,
+    refuse_comm_hook,
 )
-from utils.distributed.barrier import in_own_time
-from utils.distributed.comm_hooks import compress
-from utils.distributed.deepspeed import configure, load_optimizer_state, optimizer_state, refuse_comm_hook, whole
+from utils.distributed.devices import check_batch_size, device_name, device_table, loader_workers, processes_to_start
 from utils.distributed.exit import Stopped, run_main
-from utils.distributed.graceful_stop import TIME, Asked, Stop, exit_code
-from utils.distributed.preflight import Inputs, examine
-from utils.distributed.spawn import spread
-from utils.distributed.sync_batchnorm import average_statistics, exact
-from utils.distributed.sync_dropout import draw_for_all
+from utils.distributed.graceful_stop import TIME_LIMIT, GracefulStop, StopRequested, exit_code
+from utils.distributed.preflight import Inputs, PreflightSettings, examine
+from utils.distributed.spawn import spawn
+from utils.distributed.sync_batchnorm import average_statistics, synchronise_batchnorm
+from utils.distributed.sync_dropout import synchronise_dropout
 from utils.errors import UserError
 from utils.files import find_file, read_yaml
 from utils.memory_format import layout
@@ -70,7 +67,7 @@ from utils.tracking.run_log import Dashboard, with_wandb_id
 from utils.training.ema import ModelEMA
 from utils.training.memory import ON_CPU, explained, fitting_workers, largest_batch
 from utils.training.nonfinite_steps import Guard, Later, Window, explain, statistics
-from utils.training.optimizer import Schedule, build_optimizer, freeze, start_momentum, step_if
+from utils.training.optimizer import Schedule, build_optimizer, freeze, numbered_parameters, start_momentum, step_if
 from utils.training.step_log import Meter, Point, memory
 from val import evaluate, rounding, table
 
@@ -108,7 +105,7 @@ class Trainer:
     progress: Progress
     totals: Tensor  # sums of the loss terms over this epoch's batches: this process's share
     guard: Guard
-    stop: Stop
+    stop: GracefulStop
     identity: Mapping[str, Any]  # of classes and images: what a state must be resumed with
     options: TrainOptions
     saved: dict[str, Any] | None = None  # the progress that was saved last
@@ -122,7 +119,7 @@ class Trainer:
 
     def train_one_epoch(self) -> tuple[dict[str, float], Bar]:
         """The rest of an epoch: one pass over the training images. Returns the mean of each loss term over its batches,
-        the same on every process, and how fast it went. Raises `Asked` where the run is asked to end."""
+        the same on every process, and how fast it went. Raises `StopRequested` where the run is asked to end."""
         run, progress, size = self.run, self.progress, self.options.batch_size
         epochs, batches = self.options.epochs, len(self.loader)
         self.model.train()
@@ -204,7 +201,7 @@ class Trainer:
         progress = self.progress
         batches, progress.batch, progress.step = number + 1 - progress.batch, number + 1, progress.step + 1
         window = self.guard.close(taken)
-        with whole(self.model):
+        with gathered_parameters(self.model):
             self.ema.update(self.bare, taken)
         self.ended.append(Ended(Later(taken), batches, progress.step, window))
         if self.meter.due(progress.step, last=progress.batch == len(self.loader)):
@@ -212,7 +209,7 @@ class Trainer:
             self.points.append(self.meter.point(progress.step, epoch, self.optimizer, self.options.batch_size))
         self.count_steps(keep=self.behind)
         if word := self.stop.after(progress.step):
-            raise Asked(word)
+            raise StopRequested(word)
         if self.options.save_steps and progress.step % self.options.save_steps == 0:
             self.save_state()
 
@@ -236,7 +233,7 @@ class Trainer:
         suspects = run.gather(guard.suspects(ended.window, self.task.loss_names))
         images = sum(run.gather([sum(len(images) for _, images in ended.window)]))
         precision, lr0 = run.accelerator.mixed_precision, self.schedule.lr0
-        with whole(self.model):
+        with gathered_parameters(self.model):
             known = explain(ended.step, guard.row, suspects, images, self.bare, precision, lr0)
         run.writer.wait()
         raise UserError(f"{known}; the last good state is in {run.folder}")
@@ -254,7 +251,7 @@ class Trainer:
             return
         self.saved = here
         share = {"totals": self.totals, "model": statistics(self.bare), "ema": statistics(self.ema.model)}
-        with whole(self.model):
+        with gathered_parameters(self.model):
             run.save_state(
                 {
                     "format": STATE_FORMAT,
@@ -263,7 +260,7 @@ class Trainer:
                     "model": self.bare.state_dict(),
                     "ema": self.ema.model.state_dict(),
                     "updates": int(self.ema.updates),
-                    "optimizer": optimizer_state(self.optimizer, self.bare),
+                    "optimizer": optimizer_state(self.optimizer, numbered_parameters(self.bare)),
                     "rates": [group["lr"] for group in self.optimizer.param_groups],
                     "scaler": scaler and scaler.state_dict(),
                     "shares": run.gather([send_to_device(share, "cpu")]),
@@ -325,14 +322,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     settled = settle(parse_options(TrainOptions, argv, BUILT_IN_JOB), argv, recipe_of)
     options, begun, _ = settled
-    if spread(partial(main, argv), processes_to_start(options.device, options.processes)):
+    if spawn(partial(main, argv), processes_to_start(options.device, options.processes)):
         return
     refuse_comm_hook(options.comm_hook)
     if options.doctor:
         check_batch_size(options.batch_size)
-        return examine(options, lambda: inputs(settled, argv))
+        return examine(select(PreflightSettings, options), vars(options), lambda: inputs(settled, argv))
     accelerator = start(options.device, options.mixed_precision, options.dist_timeout, options.comm_hook)
-    with in_own_time():  # one machine may have more to download than another
+    with untimed_barrier():  # one machine may have more to download than another
         job = read_job(settled, argv)
     options, spec, task, hyp = job.options, job.spec, job.task, job.hyp
     check_batch_size(options.batch_size)
@@ -357,12 +354,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         cache=options.cache,
         strict=options.strict,
     )
-    with in_own_time():
+    with untimed_barrier():
         train_split, val_split = data.split("train", hyp), data.split("val")
 
     run = Run(accelerator, options.project, options.name, options.exist_ok)  # now that nothing of the input is wrong
     run.quiet = options.quiet
-    devices = run.gather([device_name(accelerator)])
+    devices = run.gather([device_name(accelerator.device)])
     run.say(describe(accelerator), *device_table(devices, options.verbose), *facts, *warnings, *spec.doubts)
     run.say(*train_split.report("train"), *val_split.report("val"), *overlap(train_split.images, val_split.images))
     state = run.read_state() if begun else None
@@ -402,7 +399,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     batches = data.evaluation_batches(val_split, batch_size=validation_batch, square=False)
     val_loader = data.evaluation_loader(val_split, run.share(batches))
     said = [*(loader.dataset.images.said or val_loader.dataset.images.said), *loader.batch_sampler.said]
-    run.say(*said, *plan(options, accelerator, len(loader)), f"results go to {run.folder}")
+    run.say(*said, *plan(accelerator, options.batch_size, len(loader), options.epochs), f"results go to {run.folder}")
     with explained(options.batch_size, task.imgsz):
         trainer = prepare(run, task, model, loader, options, hyp, identity, state)
         del state
@@ -412,8 +409,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         with trainer.stop, run.watch(options.dist_timeout):
             try:
                 best = fit(trainer, validate, dashboard)
-            except Asked as asked:
-                leave(trainer, validate, asked.word)
+            except StopRequested as asked:
+                leave(trainer, validate, asked.reason)
     run.plots(lambda: task.pictures(best, val_split))
     run.charts()
     run.finish_writing()
@@ -530,7 +527,7 @@ def prepare(
     """The optimizer, schedule and EMA, and what Accelerate makes of model and loader; from `state` where there is one,
     whose weights the model has."""
     accelerator = run.accelerator
-    draw_for_all(model)
+    synchronise_dropout(model)
     plugin = accelerator.state.deepspeed_plugin
     # DeepSpeed takes weights in torch's usual layout only; the maps, which are more, follow the images in any case.
     form = torch.contiguous_format if plugin else layout(accelerator.device)
@@ -547,7 +544,7 @@ def prepare(
         progress.finished = False  # where it was, there are more epochs now
         ema.model.load_state_dict(state["ema"])
         ema.updates.fill_(state["updates"])
-    model = exact(model, options.sync_bn)
+    model = synchronise_batchnorm(model, options.sync_bn)
     if plugin:
         own_batch = options.batch_size // accelerator.num_processes
         configure(plugin, own_batch, accelerator.gradient_accumulation_steps, CLIP)
@@ -557,12 +554,12 @@ def prepare(
     if isinstance(model, DistributedDataParallel):
         model.broadcast_buffers = False  # not with every batch: --sync-bn or an average makes the statistics equal
         if options.comm_hook:
-            compress(model, options.comm_hook, schedule.warmup // accelerator.gradient_accumulation_steps)
+            register_comm_hook(model, options.comm_hook, schedule.warmup // accelerator.gradient_accumulation_steps)
     if not plugin:
         start_momentum(optimizer)
     if state:
         restore_shares(run, state["shares"], totals, bare, ema.model)  # now that DDP has made all processes equal
-        load_optimizer_state(optimizer, bare, state["optimizer"])
+        load_optimizer_state(optimizer, numbered_parameters(bare), state["optimizer"])
         for group, rate in zip(optimizer.param_groups, state["rates"], strict=True):
             group["lr"] = rate
         if accelerator.scaler is not None and state["scaler"]:
@@ -571,7 +568,7 @@ def prepare(
     meter = Meter(task.loss_names, accelerator, options.log_interval, steps, run.tracked)
     remaining = Remaining(len(loader) * (options.epochs - progress.epoch) - progress.batch)
     guard = Guard([totals, *statistics(bare).values()], options.max_skips)
-    stop = Stop(options.time_limit)
+    stop = GracefulStop(options.time_limit)
     return Trainer(
         run,
         task,
@@ -612,7 +609,7 @@ def restore_shares(run: Run, shares: Sequence[Mapping[str, Any]], totals: Tensor
 
 
 def fit(trainer: Trainer, validate: Callable[..., Summary], dashboard: Dashboard) -> Summary:
-    """The loop over epochs; what the best of them reached. Raises `Asked` where the run is asked to end.
+    """The loop over epochs; what the best of them reached. Raises `StopRequested` where the run is asked to end.
 
     validate: evaluates the EMA; may be given what tells whether to end.
     """
@@ -624,7 +621,7 @@ def fit(trainer: Trainer, validate: Callable[..., Summary], dashboard: Dashboard
         if not options.nosave:
             trainer.save_state()  # written while the epoch is validated; nothing else is missing then
         since = time.monotonic()
-        summary = validate(asked=trainer.stop.asked) if final or not options.noval else None
+        summary = validate(asked=trainer.stop.requested) if final or not options.noval else None
         row = results_row(epoch, losses, summary, task, trainer.optimizer)
         run.log(row)
         run.say(epoch_line(epoch, options.epochs, losses, summary, bar.rate, progress.skipped))
@@ -661,12 +658,12 @@ def leave(trainer: Trainer, validate: Callable[..., Summary], word: str) -> NoRe
     run, progress, options = trainer.run, trainer.progress, trainer.options
     trainer.save_state()
     run.finish_writing()
-    if word == TIME:
+    if word == TIME_LIMIT:
         average_statistics(trainer.ema.model)
         run.say(*table(validate()))
         run.save(["last.pt"], trainer.ema.model, **trainer.described())
         run.finish_writing()
-    reason = f"the time limit of {options.time_limit:g} hours" if word == TIME else word
+    reason = f"the time limit of {options.time_limit:g} hours" if word == TIME_LIMIT else word
     run.say(f"stopped by {reason} {progress}; all is saved: go on with --resume {run.folder}")
     run.finish(LAST_WORDS)
     run.agree(None)  # nobody is ended while another one still writes

@@ -30,11 +30,12 @@ from models.tasks import TASKS
 from models.yolo import add_layers
 from utils import coco
 from utils.config.options import ValOptions, parse_options, with_defaults
-from utils.distributed.accelerator import describe, loader_workers, processes_to_start, start
-from utils.distributed.barrier import in_own_time
+from utils.distributed.accelerator import describe, start
+from utils.distributed.barrier import untimed_barrier
+from utils.distributed.devices import loader_workers, processes_to_start
 from utils.distributed.exit import run_main
-from utils.distributed.graceful_stop import Asked
-from utils.distributed.spawn import spread
+from utils.distributed.graceful_stop import StopRequested
+from utils.distributed.spawn import spawn
 from utils.errors import UserError
 from utils.files import find_file
 from utils.memory_format import layout
@@ -65,8 +66,8 @@ def evaluate(
     """Metrics of `model` over `loader`, which holds this process's share of the batches; the same on every process.
 
     `keep` is shown each batch with its predictions. The losses are means over the batches, weighed by the task. `asked`
-    tells whether the run is asked to end: where it is, on any process, `Asked` is raised on all. `others`: more models,
-    each with the task that built it, whose predictions are joined with those of `model`; the losses are its alone.
+    tells whether the run is asked to end: where it is, on any process, `StopRequested` is raised on all. `others`: more
+    models, each with the task that built it, whose predictions are joined with those of `model`; the losses are its.
     half: the models' weights are, and so are the images to be. `stages`: takes the time.
     """
     members, stages = ((task, model), *others), stages or Stages()
@@ -97,7 +98,7 @@ def evaluate(
         keep(batch, predictions)
         records += task.score(predictions, batch)
     if word := next(filter(None, run.gather([asked()])), ""):
-        raise Asked(word)
+        raise StopRequested(word)
     summary = task.summarise(run.gather(records))
     # Sorted, so that the sum's rounding does not depend on which process had which batch.
     per_batch = [(weight, [weight * value for value in values]) for _, weight, values in sorted(run.gather(losses))]
@@ -121,14 +122,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Validate as the flags say."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse_options(ValOptions, argv)
-    if spread(partial(main, argv), processes_to_start(options.device, options.processes)):
+    if spawn(partial(main, argv), processes_to_start(options.device, options.processes)):
         return
     accelerator = start(options.device, "no" if options.half else options.mixed_precision, options.dist_timeout)
     device = accelerator.device
     spec = read_spec(find_file(options.data, "data set", ["data"]))
     if options.layers:
         add_layers(options.layers)
-    with in_own_time():  # one machine may have more to download than another
+    with untimed_barrier():  # one machine may have more to download than another
         files = weight_files(options.weights)
     weights = {name: read_model(file) for name, file in files.items()}
     task_name = common_task(weights)
@@ -139,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = with_defaults(options, argv, *sizes, SPEED if options.task == "speed" else {})
     size = fixed_size(weights)
     options = fitted(options, size)
-    with in_own_time():
+    with untimed_barrier():
         names = kind.class_names(spec, options.single_cls)
     tasks = [task_kind(names, task_kind.recipe()) for _ in weights]
     members = load_models(tasks, weights, options.imgsz, options.data)
@@ -161,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         strict=options.strict,
     )
     chosen = SPLIT_OF.get(options.task, options.task)
-    with in_own_time():
+    with untimed_barrier():
         split = data.split(chosen)
 
     run = Run(accelerator, options.project, options.name, options.exist_ok)

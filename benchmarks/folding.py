@@ -25,7 +25,7 @@ from models.ensemble import halve, load_models
 from models.fuse import fuse
 from models.tasks import TASKS
 from models.weights.reader import read_weights
-from utils.distributed.accelerator import one_device
+from utils.distributed.devices import one_device
 from utils.memory_format import layout
 
 ROUNDS = 5

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from data.sampler import Draw
-from utils.distributed.exit import shield_worker
+from utils.distributed.loader_processes import shield_worker
 
 
 @dataclass(frozen=True)

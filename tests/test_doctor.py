@@ -62,7 +62,7 @@ def test_a_job_that_would_fail(doctor: Callable[..., str]) -> None:
     assert heads(printed) == 1
     (error,) = errors(printed)
     assert "rank 0: data set 'nowhere.yaml' is not a file" in error
-    assert printed.splitlines()[-1] == "the job would fail: 1 error to mend first"
+    assert printed.splitlines()[-1] == "the job would fail: 1 error to fix first"
 
 
 def test_two_processes(doctor: Callable[..., str]) -> None:

@@ -83,7 +83,9 @@ def test_killed_in_an_epoch_in_validation_and_in_a_save(
     folder = request.getfixturevalue("straight" if processes == 1 else "straight_on_two")
     rank, code = str(processes - 1), -signal.SIGKILL if processes == 1 else 1
     flags = ("--save-steps", "1", *(HERE if processes > 1 else ()))
-    printed = train(tmp_path, *flags, fault=f"SIGKILL:utils.distributed.graceful_stop:Stop.after:3:{rank}", code=code)
+    printed = train(
+        tmp_path, *flags, fault=f"SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:3:{rank}", code=code
+    )
     assert ("ended by SIGKILL" in printed) == (processes > 1)
     resume(tmp_path, fault="SIGKILL:models.tasks.detection.task:DetectionTask.score:1:0", code=code)
     resume(
@@ -125,7 +127,7 @@ def test_killed_at_twenty_random_moments(
 def test_a_launcher_starts_it_again(train: Train, straight_on_two: Path, tmp_path: Path) -> None:
     """--max_restarts and --resume auto: the killed process is back, and so is the run."""
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"), "--max_restarts", "1")
-    fault = "SIGKILL:utils.distributed.graceful_stop:Stop.after:6:1"
+    fault = "SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:6:1"
     printed = train(tmp_path, "--resume", "auto", launcher=launcher, fault=fault)
     assert "going on with" in printed
     identical(tmp_path / "exp", straight_on_two)
@@ -134,7 +136,7 @@ def test_a_launcher_starts_it_again(train: Train, straight_on_two: Path, tmp_pat
 @pytest.mark.parametrize("damage", ["cut", pytest.param("flip", marks=pytest.mark.long)])
 def test_a_damaged_state(damage: str, train: Train, resume: Train, straight: Path, tmp_path: Path) -> None:
     """The one before is taken, and the end is the same."""
-    train(tmp_path, fault="SIGKILL:utils.distributed.graceful_stop:Stop.after:10", code=-signal.SIGKILL)
+    train(tmp_path, fault="SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:10", code=-signal.SIGKILL)
     newest = States(tmp_path / "exp" / "checkpoint").files()[0]
     content = newest.read_bytes()
     newest.write_bytes(
@@ -263,14 +265,14 @@ def test_on_a_gpu(precision: str, train: Train, tmp_path: Path) -> None:
     """The same bytes and bits there, the scaler's included."""
     flags = ("--device", "0", "--mixed-precision", precision)
     train(tmp_path / "straight", *flags)
-    train(tmp_path, *flags, fault="SIGKILL:utils.distributed.graceful_stop:Stop.after:6", code=-signal.SIGKILL)
+    train(tmp_path, *flags, fault="SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:6", code=-signal.SIGKILL)
     train(tmp_path, *flags, "--resume", "auto")
     identical(tmp_path / "exp", tmp_path / "straight" / "exp")
 
 
 def test_killed_before_there_was_a_state(train: Train, straight: Path, tmp_path: Path) -> None:
     """It begins again, in the same folder."""
-    train(tmp_path, fault="SIGKILL:utils.distributed.graceful_stop:Stop.after:1", code=-signal.SIGKILL)
+    train(tmp_path, fault="SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:1", code=-signal.SIGKILL)
     train(tmp_path, "--resume", "auto")
     assert [folder.name for folder in tmp_path.iterdir()] == ["exp"]
     identical(tmp_path / "exp", straight)

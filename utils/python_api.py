@@ -13,7 +13,7 @@ from typing import Any
 from utils.config.options import flags_of
 from utils.distributed.accelerator import forget
 from utils.distributed.exit import Stopped
-from utils.distributed.graceful_stop import SIGNALS
+from utils.distributed.graceful_stop import STOP_SIGNALS
 from utils.errors import UserError, nearest
 from utils.summary import Summary
 
@@ -26,7 +26,7 @@ def call(main: Callable[[Sequence[str]], object], kind: type, flags: Mapping[str
     arguments = as_arguments(kind, flags)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
-        handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         os.environ[RESULT] = str(file)
         try:
             main(arguments)

@@ -18,7 +18,7 @@ from torch import nn
 from utils.checkpoint.background_writer import Writer
 from utils.checkpoint.state_files import States, serialised, weights_content
 from utils.console import Bar, show
-from utils.distributed.watchdog import Watch
+from utils.distributed.watchdog import Watchdog
 from utils.files import PART, claimed, numbered_folder
 from utils.plots.plotter import PATIENCE, Painter
 from utils.tracking.tracker import Tracker
@@ -44,7 +44,7 @@ class Run:
         self.quiet = False
         self.step = 0  # the optimizer step that pictures are logged at
         self.rows: list[str] = []  # of results.csv
-        self._watch = Watch(float("inf"), self.folder)
+        self._watch = Watchdog(float("inf"), self.folder)
 
     def say(self, *lines: str, always: bool = False) -> None:
         """Print lines, once; where the run is to be quiet, warnings and what is `always` said."""
@@ -60,9 +60,9 @@ class Run:
         """A progress bar that only the main process draws; `done` images are over."""
         return Bar(title, images, self.main and not self.quiet, done)
 
-    def watch(self, timeout: float) -> Watch:
+    def watch(self, timeout: float) -> Watchdog:
         """Within a `with`, a process that has not moved for so many seconds is found out: it moves by `beat`."""
-        self._watch = Watch(timeout, self.folder)
+        self._watch = Watchdog(timeout, self.folder)
         return self._watch
 
     def beat(self) -> None:

@@ -24,8 +24,10 @@ from PIL import Image
 from data import cache
 from data.cache import Images, open_images
 from tests.conftest import OnProcesses
-from utils.distributed import accelerator as launch
-from utils.distributed.ranks import place, run_store
+from utils.distributed import shared_memory
+from utils.distributed.accelerator import start
+from utils.distributed.ranks import ranks
+from utils.distributed.store import run_store
 from utils.errors import UserError
 
 
@@ -162,7 +164,7 @@ def test_what_does_not_fit_into_memory_is_read_from_its_file(tmp_path: Path, mon
     wanted = pixels(opened(files, 12, True, ""))
     read, seen = cache.read_image, []
     monkeypatch.setattr(cache, "read_image", lambda file: seen.append(file) or read(file))
-    monkeypatch.setattr(cache, "_promised", [])
+    monkeypatch.setattr(shared_memory, "_promised", [])
     free_memory(monkeypatch, round((100 * 12 * 12 * 3 + 200) / cache.MEMORY_SHARE) + 1)
     images = opened(files, 12, True, "ram")
     assert "room for 100 of 200 images" in images.said[0]
@@ -177,30 +179,21 @@ def test_a_file_that_has_changed_its_size_since_it_was_looked_at(files: list[Pat
         assert same(pixels(images), pixels(opened(files, 32, True, "")))
 
 
-def test_memory_is_not_promised_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_promised", [])
-    free_memory(monkeypatch, 1000)
-    asked: list[int] = []
-    for _ in range(2):
-        cache.shared_memory(lambda free: asked.append(free) or 600)
-    assert asked == [1000, 400]
-
-
 def kept_by_all(files: list[Path]) -> tuple[int, list[int]]:
     """Of two processes the second reads what the first has put there; with which sizes they made the memory."""
     images = opened(files, 32, True, "ram")
     store = run_store()
     assert store is not None
-    if place().rank == 0:
+    if ranks().rank == 0:
         pixels(images)
-        store.set("filled", "yes")
-    store.wait(["filled"])
+        store.write_once("filled", True)
+    store.wait_for_value("filled")
     with patch.object(cache, "read_image", side_effect=AssertionError("read")):
         return len(images.memory), [int(image.sum()) for image in pixels(images)]
 
 
 def start_and_keep(files: list[Path]) -> tuple[int, list[int]]:
-    launch.start("cpu", "no", 60.0)
+    start("cpu", "no", 60.0)
     return kept_by_all(files)
 
 

@@ -24,10 +24,9 @@ from utils.config.options import (
     overriding,
     read_hyperparameters,
 )
-from utils.distributed.accelerator import meet
 from utils.distributed.exit import Stopped
-from utils.distributed.ranks import launched, place
-from utils.distributed.store import Board
+from utils.distributed.ranks import launched, print_on_main
+from utils.distributed.rendezvous import decide_on_main
 from utils.errors import UserError
 from utils.files import read_yaml
 
@@ -56,35 +55,17 @@ def settle(
     """
     if not options.resume:
         return Settled(options)
-    answer = _agreed(lambda: _decide(options, argv, recipe_of), options.dist_timeout)
-    if "error" in answer:
-        raise UserError(answer["error"])
+    answer = decide_on_main(
+        "resume",
+        lambda: _decide(options, argv, recipe_of),
+        options.dist_timeout,
+        ends=lambda answer: "finished" in answer,
+    )
     if "finished" in answer:
-        if place().rank == 0:
-            print(answer["finished"], flush=True)
+        print_on_main(answer["finished"])
         raise Stopped(0)
     saved = answer["saved"]
     return Settled(_options(answer["options"]), None if saved is None else yaml.safe_load(saved), answer["fixed"])
-
-
-def _agreed(decide: Callable[[], dict[str, Any]], timeout: float) -> dict[str, Any]:
-    """The main process's answer on all of them: folders that others see later, or not at all, must not matter."""
-    if place().processes == 1:
-        return decide()
-    board = Board(meet(timeout), "resume")
-    if place().rank == 0:
-        try:
-            answer = decide()
-        except UserError as error:
-            answer = {"error": str(error)}
-        board.put("answer", answer)
-        if "options" not in answer:  # it ends here, and the store may be its own
-            board.put("heard", True)
-            board.read("heard", timeout)
-        return answer
-    answer = board.of_main("answer", timeout)
-    board.put("heard", True)
-    return answer
 
 
 def _decide(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from utils.distributed.ranks import speaks
+from utils.distributed.ranks import speaks_for_machine
 from utils.errors import UserError, nearest
 from utils.files import find_file, read_yaml
 
@@ -621,7 +621,7 @@ class _Parser(argparse.ArgumentParser):
     """One sentence and exit code 2 for a wrong flag, naming the nearest known one, instead of the whole usage."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        if speaks():
+        if speaks_for_machine():
             super()._print_message(message, file)
 
     def error(self, message: str) -> typing.NoReturn:

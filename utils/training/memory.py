@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from utils.distributed.ranks import place
+from utils.distributed.ranks import local_world_size, world_size
 from utils.errors import UserError
 
 SHARED = "/dev/shm"
@@ -30,7 +30,7 @@ def fitting_workers(workers: int, batch: int) -> tuple[int, list[str]]:
     except (OSError, AttributeError):
         return workers, []
     free = disk.f_bavail * disk.f_frsize
-    fit = free // place().local_processes // (IN_FLIGHT * batch)
+    fit = free // local_world_size() // (IN_FLIGHT * batch)
     if fit >= workers:
         return workers, []
     return fit, [
@@ -47,7 +47,7 @@ def explained(batch_size: int, imgsz: int) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        processes = place().processes
+        processes = world_size()
         half = batch_size // processes // 2 * processes
         instead = f"--batch-size {half}" if half else f"a smaller --imgsz than {imgsz}, or a smaller model"
         where = "the machine" if isinstance(error, MemoryError) or FULL[0] in str(error) else "a GPU"

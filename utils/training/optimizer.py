@@ -28,6 +28,11 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     return [{"params": params, "weight_decay": decay} for params, decay in zip(groups, decays, strict=True)]
 
 
+def numbered_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters in the order of the groups, by which torch numbers them in an optimizer's state."""
+    return [parameter for group in parameter_groups(model, 0.0) for parameter in group["params"]]
+
+
 def build_optimizer(
     model: nn.Module, name: str, lr: float, momentum: float, weight_decay: float
 ) -> torch.optim.Optimizer:

@@ -28,7 +28,7 @@ from utils.config.options import (
     parse_options,
 )
 from utils.distributed.exit import Stopped
-from utils.distributed.ranks import place
+from utils.distributed.ranks import ranks
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 from utils.summary import Summary
@@ -522,7 +522,7 @@ def test_other_classes_sizes_and_images_are_refused(changed: dict[str, Any], sai
 
 def settled(project: str, *flags: str) -> str:
     """What a process is told; those that are not the main one find another project, as on another machine."""
-    own = project if place().rank == 0 else "nowhere"
+    own = project if ranks().rank == 0 else "nowhere"
     try:
         options, begun, fixed = resumed("--project", own, *flags)
         said = f"{options.project} {options.epochs} {begun is not None} {fixed}"
