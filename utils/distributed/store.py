@@ -50,9 +50,9 @@ class RunStore:
 
     def write(self, name: str, value: Any) -> None:
         """Write this process's value, and count that it is written."""
-        own = f"{name}/{self._ranks.rank}"
-        self.count(f"{own}/times")
-        self._store.set(self._key(own), json.dumps(value))  # last: who reads it may take the store away
+        entry = f"{name}/{self._ranks.rank}"
+        self.count(f"{entry}/times")
+        self._store.set(self._key(entry), json.dumps(value))  # last: who reads it may take the store away
 
     def times_written(self, name: str, rank: int) -> int:
         """Return how often a rank's value was written."""

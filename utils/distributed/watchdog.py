@@ -65,8 +65,8 @@ class Watchdog:
 
     def _end(self) -> None:
         waits = is_waiting(sys._current_frames()[threading.main_thread().ident or 0])
-        own = Position(self.batches, waits)
-        ask_run_store(lambda store: store.write("positions", own), None)
+        position = Position(self.batches, waits)
+        ask_run_store(lambda store: store.write("positions", position), None)
         with suppress(OSError):  # a full disk must not keep it from ending
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("w") as file:
@@ -78,7 +78,7 @@ class Watchdog:
             give_up("", 1)
         written: dict[int, list] = ask_run_store(lambda store: store.values("positions"), {})
         positions = {rank: Position(*values) for rank, values in written.items()}
-        positions[ranks().rank] = own  # the store may be beyond reach
+        positions[ranks().rank] = position  # the store may be beyond reach
         late = blamed(world_size(), positions)
         what = "did not move" if late <= set(positions) else "did not move, or could not be reached,"
         who = f"{process_names(sorted(late))} {what}" if late else "no process moved"
