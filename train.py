@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 import time
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -28,8 +26,8 @@ from models.weights.reader import Weights, read_weights, transfer
 from models.weights.releases import find_weights
 from models.yolo import add_layers
 from utils.checkpoint.progress import Progress
-from utils.checkpoint.resume import Settled, changes, check_same, settle
-from utils.checkpoint.state_files import STATE_FORMAT
+from utils.checkpoint.resume import Settled, changes, settle
+from utils.checkpoint.training_state import Identity, TrainingState, load_weights
 from utils.config.options import (
     BUILT_IN_JOB,
     Recipe,
@@ -53,7 +51,7 @@ from utils.distributed.accelerator import (
 )
 from utils.distributed.barrier import in_own_time
 from utils.distributed.comm_hooks import compress
-from utils.distributed.deepspeed import configure, load_optimizer_state, optimizer_state, refuse_comm_hook, whole
+from utils.distributed.deepspeed import configure, refuse_comm_hook, whole
 from utils.distributed.exit import Stopped, run_main
 from utils.distributed.graceful_stop import TIME, Asked, Stop, exit_code
 from utils.distributed.preflight import Inputs, examine
@@ -68,10 +66,10 @@ from utils.run import Run
 from utils.summary import SHOWN, Summary, evenly
 from utils.tracking.run_log import Dashboard, with_wandb_id
 from utils.training.ema import ModelEMA
-from utils.training.memory import ON_CPU, explained, fitting_workers, largest_batch
-from utils.training.nonfinite_steps import Guard, Later, Window, explain, statistics
+from utils.training.memory import auto_batch_size, explain_out_of_memory, fitting_workers
+from utils.training.nonfinite_steps import DeviceValue, NonFiniteGuard, Window, explain_skipped_steps, floating_buffers
 from utils.training.optimizer import Schedule, build_optimizer, freeze, start_momentum, step_if
-from utils.training.step_log import Meter, Point, memory
+from utils.training.step_log import Point, StepLog, used_memory
 from val import evaluate, rounding, table
 
 CLIP = 10.0  # largest norm of the gradient of an optimizer step
@@ -84,7 +82,7 @@ VALIDATION_BATCH = 32  # images that a process validates at a time, at most: wha
 class Ended(NamedTuple):
     """A window of batches, which ended with an optimizer step."""
 
-    taken: Later  # was the step?
+    taken: DeviceValue  # was the step?
     batches: int
     step: int
     window: Window
@@ -101,17 +99,16 @@ class Trainer:
     ema: ModelEMA
     optimizer: torch.optim.Optimizer
     schedule: Schedule
-    meter: Meter
+    step_log: StepLog
     remaining: Remaining
     loader: DataLoader
     draws: Any  # the loader's batches of the whole run
     progress: Progress
     totals: Tensor  # sums of the loss terms over this epoch's batches: this process's share
-    guard: Guard
+    guard: NonFiniteGuard
     stop: Stop
-    identity: Mapping[str, Any]  # of classes and images: what a state must be resumed with
+    state: TrainingState
     options: TrainOptions
-    saved: dict[str, Any] | None = None  # the progress that was saved last
     ended: deque[Ended] = field(default_factory=deque)  # windows that are yet to be counted
     points: deque[Point] = field(default_factory=deque)  # of the step curves, that are yet to be logged
 
@@ -129,7 +126,7 @@ class Trainer:
         self.loader.set_epoch(progress.epoch)  # type: ignore[attr-defined]  # Accelerate hands it on to the sampler
         self.draws.skip(progress.batch)
         bar = run.bar(f"epoch {progress.epoch + 1}/{epochs}", batches * size, progress.batch * size)
-        self.meter.follow(bar)
+        self.step_log.start_epoch(bar)
         todo = self.loader if progress.batch < batches else ()  # nothing where the validation alone is missing
         for number, batch in enumerate(bar.over(todo, lambda _: size), progress.batch):
             run.beat()
@@ -138,7 +135,7 @@ class Trainer:
             if bar.due():
                 bar.show(self.shown(number + 1, bar))
             if progress.epoch == 0 and number < PICTURES:
-                run.plots(partial(self.picture, batch, number))
+                run.plot(partial(self.picture, batch, number))
         self.count_steps()
         average_statistics(self.model)
         average_statistics(self.ema.model)
@@ -158,7 +155,7 @@ class Trainer:
         }
         if best := self.progress.summary:
             values[f"best {self.task.metric_names[-1]}"] = f"{best.metrics[self.task.metric_names[-1]]:.3f}"
-        values |= {"wait": f"{bar.waiting:.0%}", "memory": f"{memory(self.totals.device):.1f} GiB"}
+        values |= {"wait": f"{bar.waiting:.0%}", "memory": f"{used_memory(self.totals.device):.1f} GiB"}
         return values | {"left": duration(self.remaining.seconds())}
 
     def train_on(self, batch: Any, number: int) -> None:
@@ -177,8 +174,8 @@ class Trainer:
             taken = self.step_optimizer() if accelerator.sync_gradients else None
             optimizer.zero_grad()
         self.totals += means.detach()
-        self.meter.saw(means.detach())
-        self.guard.saw(means.detach(), (info.path for info in batch.infos))
+        self.step_log.add_batch(means.detach())
+        self.guard.add_batch(means.detach(), (info.path for info in batch.infos))
         if taken is not None:
             self.end_window(number, taken)
 
@@ -189,7 +186,7 @@ class Trainer:
         for it, but for a scaler and for DeepSpeed's engine, which read it themselves.
         """
         accelerator, optimizer = self.run.accelerator, self.optimizer
-        norm = self.meter.norm = accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+        norm = self.step_log.norm = accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
         if accelerator.scaler is None and isinstance(norm, Tensor) and norm.device.type in ("cpu", "cuda"):
             return step_if(optimizer, norm.isfinite())
         finite = norm is None or math.isfinite(norm)
@@ -203,13 +200,13 @@ class Trainer:
         save."""
         progress = self.progress
         batches, progress.batch, progress.step = number + 1 - progress.batch, number + 1, progress.step + 1
-        window = self.guard.close(taken)
+        window = self.guard.end_window(taken)
         with whole(self.model):
             self.ema.update(self.bare, taken)
-        self.ended.append(Ended(Later(taken), batches, progress.step, window))
-        if self.meter.due(progress.step, last=progress.batch == len(self.loader)):
+        self.ended.append(Ended(DeviceValue(taken), batches, progress.step, window))
+        if self.step_log.is_due(progress.step, last=progress.batch == len(self.loader)):
             epoch = progress.epoch + progress.batch / len(self.loader)
-            self.points.append(self.meter.point(progress.step, epoch, self.optimizer, self.options.batch_size))
+            self.points.append(self.step_log.point(progress.step, epoch, self.optimizer, self.options.batch_size))
         self.count_steps(keep=self.behind)
         if word := self.stop.after(progress.step):
             raise Asked(word)
@@ -228,18 +225,19 @@ class Trainer:
                 self.explain_skips(ended)
         while self.points and self.points[0].step <= self.progress.step - keep:
             point = self.points.popleft()
-            self.run.point(self.meter.values(point), point.step)
+            self.run.log_point(self.step_log.values(point), point.step)
 
     def explain_skips(self, ended: Ended) -> NoReturn:
         """Too many steps in a row were skipped: say what is known, on every process alike."""
         run, guard = self.run, self.guard
-        suspects = run.gather(guard.suspects(ended.window, self.task.loss_names))
-        images = sum(run.gather([sum(len(images) for _, images in ended.window)]))
+        suspects = run.collectives.gather(guard.suspects(ended.window, self.task.loss_names))
+        images = sum(run.collectives.gather([sum(len(images) for _, images in ended.window)]))
         precision, lr0 = run.accelerator.mixed_precision, self.schedule.lr0
         with whole(self.model):
-            known = explain(ended.step, guard.row, suspects, images, self.bare, precision, lr0)
-        run.writer.wait()
-        raise UserError(f"{known}; the last good state is in {run.folder}")
+            skipped = guard.skipped_in_a_row
+            known = explain_skipped_steps(ended.step, skipped, suspects, images, self.bare, precision, lr0)
+        run.files.wait_for_writing()
+        raise UserError(f"{known}; the last good state is in {run.path}")
 
     def described(self) -> dict[str, Any]:
         """What goes with the weights into a file."""
@@ -248,28 +246,7 @@ class Trainer:
     def save_state(self) -> None:
         """Everything that --resume needs to go on from here. All processes must come together."""
         self.count_steps()
-        run, scaler, progress = self.run, self.run.accelerator.scaler, self.progress.plain()
-        here = {**progress, "summary": None}  # which is of tensors too, and changes with the best epoch only
-        if here == self.saved:
-            return
-        self.saved = here
-        share = {"totals": self.totals, "model": statistics(self.bare), "ema": statistics(self.ema.model)}
-        with whole(self.model):
-            run.save_state(
-                {
-                    "format": STATE_FORMAT,
-                    **self.identity,
-                    "progress": progress,
-                    "model": self.bare.state_dict(),
-                    "ema": self.ema.model.state_dict(),
-                    "updates": int(self.ema.updates),
-                    "optimizer": optimizer_state(self.optimizer, self.bare),
-                    "rates": [group["lr"] for group in self.optimizer.param_groups],
-                    "scaler": scaler and scaler.state_dict(),
-                    "shares": run.gather([send_to_device(share, "cpu")]),
-                    "wandb_id": self.options.wandb_id,
-                },
-            )
+        self.state.save(self.run.files)
 
 
 class Job(NamedTuple):
@@ -360,34 +337,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     with in_own_time():
         train_split, val_split = data.split("train", hyp), data.split("val")
 
-    run = Run(accelerator, options.project, options.name, options.exist_ok)  # now that nothing of the input is wrong
-    run.quiet = options.quiet
-    devices = run.gather([device_name(accelerator)])
-    run.say(describe(accelerator), *device_table(devices, options.verbose), *facts, *warnings, *spec.doubts)
-    run.say(*train_split.report("train"), *val_split.report("val"), *overlap(train_split.images, val_split.images))
-    state = run.read_state() if begun else None
-    identity = {"names": task.names, "imgsz": task.imgsz, "images": train_split.identity()}
+    run = Run(
+        accelerator, options.project, options.name, options.exist_ok, options.quiet
+    )  # now that nothing of the input is wrong
+    devices = run.collectives.gather([device_name(accelerator)])
+    run.print(describe(accelerator), *device_table(devices, options.verbose), *facts, *warnings, *spec.doubts)
+    run.print(*train_split.report("train"), *val_split.report("val"), *overlap(train_split.images, val_split.images))
+    state = run.files.read_state() if begun else None
+    identity = Identity(task.names, task.imgsz, train_split.identity())
     if begun and state:
-        run.say(*check_same(state, identity), *changes(begun, options))
-        run.say(f"going on with {run.folder} {Progress.of(state['progress'])}")
-        model.load_state_dict(state["model"])
-    run.take_up(state)
+        run.print(*identity.check(state), *changes(begun, options))
+        run.print(f"going on with {run.path} {Progress.from_state(state['progress'])}")
+    run.files.rewind(state)
     if state is None and not options.noautoanchor:
-        run.say(*task.adapt(model, train_split))
+        run.print(*task.adapt(model, train_split))
     if options.batch_size == -1:
         options = replace(options, batch_size=auto_batch(run, task, model, data, train_split, hyp, sampling))
         accelerator.gradient_accumulation_steps = hyp.accumulation(options.batch_size)
     options = with_wandb_id(options, run, state)
-    run.write_problems([*train_split.problems, *val_split.problems])
+    run.files.write_problems([*train_split.problems, *val_split.problems])
     settings = {**vars(options), "imgsz": task.imgsz, "hyperparameters": vars(hyp), "model": model.yaml}
-    run.write_settings(settings)
-    run.write_documents(data.documents(train_split, val_split))
+    run.files.write_settings(settings)
+    run.files.write_documents(data.documents(train_split, val_split))
     dashboard = Dashboard(run, task, options, val_split.images)
-    dataset = {"yaml": str(spec.file), "train": identity["images"], "val": val_split.identity()}
-    dashboard.begin(settings, devices, dataset, Progress.of(state["progress"]).step if state else 0)
+    dataset = {"yaml": str(spec.file), "train": identity.images, "val": val_split.identity()}
+    dashboard.begin(settings, devices, dataset, Progress.from_state(state["progress"]).step if state else 0)
     dashboard.upload_dataset(spec.file, lambda: DATASETS[job.kind].files(spec), dataset)
     if not options.noplots:
-        run.paint()
+        run.enable_plots()
         run.charts("labels.jpg")
     task.shown = frozenset(evenly(len(val_split.images), max(options.max_images, SHOWN)))
 
@@ -400,26 +377,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     validation_batch = min(2 * options.batch_size, VALIDATION_BATCH)
     batches = data.evaluation_batches(val_split, batch_size=validation_batch, square=False)
-    val_loader = data.evaluation_loader(val_split, run.share(batches))
+    val_loader = data.evaluation_loader(val_split, run.collectives.shard(batches))
     said = [*(loader.dataset.images.said or val_loader.dataset.images.said), *loader.batch_sampler.said]
-    run.say(*said, *plan(options, accelerator, len(loader)), f"results go to {run.folder}")
-    with explained(options.batch_size, task.imgsz):
+    run.print(*said, *plan(options, accelerator, len(loader)), f"results go to {run.path}")
+    with explain_out_of_memory(options.batch_size, task.imgsz):
         trainer = prepare(run, task, model, loader, options, hyp, identity, state)
         del state
         if options.show_processes:
-            run.say(*run.processes(trainer.loader.batch_sampler))
+            run.print(*run.process_table(trainer.loader.batch_sampler))
         validate = partial(evaluate, run, task, trainer.ema.model, val_loader, len(val_split.images))
-        with trainer.stop, run.watch(options.dist_timeout):
+        with trainer.stop, run.watchdog(options.dist_timeout):
             try:
                 best = fit(trainer, validate, dashboard)
             except Asked as asked:
                 leave(trainer, validate, asked.word)
-    run.plots(lambda: task.pictures(best, val_split))
+    run.plot(lambda: task.pictures(best, val_split))
     run.charts()
-    run.finish_writing()
+    run.files.finish_writing()
     dashboard.upload_last(trainer.progress)
-    run.say(*result(trainer.progress, best, options.quiet), f"results in {run.folder}", always=True)
-    run.alone(lambda: hand_over(best, run.folder))
+    run.print(*result(trainer.progress, best, options.quiet), f"results in {run.path}", always=True)
+    run.on_main(lambda: hand_over(best, run.path))
     run.finish()
 
 
@@ -453,36 +430,21 @@ def auto_batch(run: Run, task: Any, model: nn.Module, data: Any, split: Any, hyp
 
     Measured by training steps on the first images; the model is left as it was.
     """
-    device, processes = run.accelerator.device, run.accelerator.num_processes
-    if device.type != "cuda":
-        size = max(ON_CPU // processes, 1) * processes
-        run.say(f"--batch-size -1 is measured on GPUs only; taking {size}")
-        return size
+    device = run.accelerator.device
     data = replace(data, cache="")  # what is tried here is not to take room in a cache
-    model.to(device, memory_format=layout(device)).train()  # type: ignore[call-overload]
-    before = copy.deepcopy(model.state_dict())
-    # Beside a step's own: momentum (two for Adam) and EMA, as large as the weights each.
-    kept = 3 * sum(value.numel() * value.element_size() for value in before.values())
 
-    def peak(size: int) -> int:
+    def train_step(size: int) -> None:
         loader = data.train_loader(split, batch_size=size, hyp=hyp, seed=0, sampling=sampling)
         items = [loader.dataset[draw] for draw in loader.batch_sampler.largest()]
         batch = loader.collate_fn(items).to(device)
-        torch.cuda.reset_peak_memory_stats(device)
         with run.accelerator.autocast():
             outputs = model(task.inputs(batch), *task.hints(batch))
         terms = task.losses(outputs, batch)
         task.objective(terms.means(terms.counts), size).backward()
         model.zero_grad()
-        return torch.cuda.max_memory_allocated(device) + kept
 
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
-    with explained(processes, task.imgsz):
-        own = largest_batch(peak, free, len(split.images))
-    model.load_state_dict(before)
-    torch.cuda.empty_cache()
-    size = min(run.gather([own])) * processes
-    run.say(f"--batch-size -1: taking {size}, by measurement")
+    size, message = auto_batch_size(train_step, model, device, len(split.images), task.imgsz, run.collectives)
+    run.print(message)
     return size
 
 
@@ -524,29 +486,26 @@ def prepare(
     loader: DataLoader,
     options: TrainOptions,
     hyp: Recipe,
-    identity: Mapping[str, Any],
-    state: Mapping[str, Any] | None,
+    identity: Identity,
+    saved: Mapping[str, Any] | None,
 ) -> Trainer:
-    """The optimizer, schedule and EMA, and what Accelerate makes of model and loader; from `state` where there is one,
-    whose weights the model has."""
+    """The optimizer, schedule and EMA, and what Accelerate makes of model and loader; from `saved` if there
+    is one."""
     accelerator = run.accelerator
     draw_for_all(model)
     plugin = accelerator.state.deepspeed_plugin
     # DeepSpeed takes weights in torch's usual layout only; the maps, which are more, follow the images in any case.
     form = torch.contiguous_format if plugin else layout(accelerator.device)
     model.to(accelerator.device, memory_format=form)  # type: ignore[call-overload]
-    run.align(model)
+    run.collectives.align(model)
     if options.scale_lr:
         hyp = replace(hyp, lr0=hyp.lr0 * accelerator.num_processes)
     optimizer = build_optimizer(model, options.optimizer, hyp.lr0, hyp.momentum, hyp.decay(options.batch_size))
     schedule = select(Schedule, hyp, epochs=options.epochs, batches=len(loader), cosine=options.cos_lr)
     ema, progress = ModelEMA(model), Progress()
     totals = torch.zeros(len(task.loss_names), device=accelerator.device)
-    if state:
-        progress = Progress.of(state["progress"])
-        progress.finished = False  # where it was, there are more epochs now
-        ema.model.load_state_dict(state["ema"])
-        ema.updates.fill_(state["updates"])
+    if saved:
+        load_weights(saved, model, ema)
     model = exact(model, options.sync_bn)
     if plugin:
         own_batch = options.batch_size // accelerator.num_processes
@@ -560,17 +519,31 @@ def prepare(
             compress(model, options.comm_hook, schedule.warmup // accelerator.gradient_accumulation_steps)
     if not plugin:
         start_momentum(optimizer)
-    if state:
-        restore_shares(run, state["shares"], totals, bare, ema.model)  # now that DDP has made all processes equal
-        load_optimizer_state(optimizer, bare, state["optimizer"])
-        for group, rate in zip(optimizer.param_groups, state["rates"], strict=True):
-            group["lr"] = rate
-        if accelerator.scaler is not None and state["scaler"]:
-            accelerator.scaler.load_state_dict(state["scaler"])
-    steps = math.ceil(len(loader) / accelerator.gradient_accumulation_steps)
-    meter = Meter(task.loss_names, accelerator, options.log_interval, steps, run.tracked)
+    state = TrainingState(
+        identity=identity,
+        progress=progress,
+        model=bare,
+        ema=ema,
+        optimizer=optimizer,
+        scaler=accelerator.scaler,
+        loss_sums=totals,
+        collectives=run.collectives,
+        wandb_id=options.wandb_id,
+    )
+    if saved:
+        state.load_state(saved)
+    step_log = StepLog(
+        task.loss_names,
+        accelerator.gather,
+        accelerator.device,
+        accelerator.num_processes,
+        options.log_interval,
+        math.ceil(len(loader) / accelerator.gradient_accumulation_steps),
+        enabled=run.is_tracked,
+        scaler=accelerator.scaler,
+    )
     remaining = Remaining(len(loader) * (options.epochs - progress.epoch) - progress.batch)
-    guard = Guard([totals, *statistics(bare).values()], options.max_skips)
+    guard = NonFiniteGuard([totals, *floating_buffers(bare).values()], options.max_skips)
     stop = Stop(options.time_limit)
     return Trainer(
         run,
@@ -580,7 +553,7 @@ def prepare(
         ema,
         optimizer,
         schedule,
-        meter,
+        step_log,
         remaining,
         loader,
         draws,
@@ -588,27 +561,9 @@ def prepare(
         totals,
         guard,
         stop,
-        identity,
+        state,
         options,
     )
-
-
-def restore_shares(run: Run, shares: Sequence[Mapping[str, Any]], totals: Tensor, *models: nn.Module) -> None:
-    """What each process had of its own: loss sums and BatchNorm's statistics, of the model and of its EMA.
-
-    Other processes than those that saved it share the sums, and take the mean of the statistics.
-    """
-    own = run.own(shares)
-    if own is None:
-        sums = sum(share["totals"] for share in shares) / run.accelerator.num_processes
-        own = {"totals": sums, "model": {}, "ema": {}}
-        for name in ("model", "ema"):
-            for key in shares[0][name]:
-                own[name][key] = torch.stack([share[name][key].double() for share in shares]).mean(0)
-    totals.copy_(own["totals"])
-    for model, name in zip(models, ("model", "ema"), strict=True):
-        for key, buffer in statistics(model).items():
-            buffer.copy_(own[name][key])
 
 
 def fit(trainer: Trainer, validate: Callable[..., Summary], dashboard: Dashboard) -> Summary:
@@ -626,14 +581,14 @@ def fit(trainer: Trainer, validate: Callable[..., Summary], dashboard: Dashboard
         since = time.monotonic()
         summary = validate(asked=trainer.stop.asked) if final or not options.noval else None
         row = results_row(epoch, losses, summary, task, trainer.optimizer)
-        run.log(row)
-        run.say(epoch_line(epoch, options.epochs, losses, summary, bar.rate, progress.skipped))
+        run.files.add_row(row)
+        run.print(epoch_line(epoch, options.epochs, losses, summary, bar.rate, progress.skipped))
         if summary and options.verbose:
-            run.say(*table(summary))
+            run.print(*table(summary))
         improved = summary is not None and progress.record(epoch, summary.fitness)
         if summary and improved:
             progress.summary = summary
-            run.write_documents(task.documents(summary))
+            run.files.write_documents(task.documents(summary))
         dashboard.epoch(row, facts(bar, time.monotonic() - since, progress), summary, progress)
         dashboard.examples(summary, epoch)
         progress.finished = final or progress.stalled(options.patience)
@@ -642,14 +597,14 @@ def fit(trainer: Trainer, validate: Callable[..., Summary], dashboard: Dashboard
             names += ["last.pt"] + ["best.pt"] * improved
         kept = [f"epoch{epoch}.pt"] * (options.save_period > 0 and epoch % options.save_period == 0)
         upload = partial(dashboard.upload, kept, "latest", f"epoch-{epoch}", *["best"] * improved)
-        run.save([*names, *kept], ema.model, upload, **trainer.described())
+        run.files.save_weights([*names, *kept], ema.model, upload, **trainer.described())
         progress.next_epoch()
         trainer.totals.zero_()
-        trainer.guard.keep()
-    run.finish_writing()
+        trainer.guard.snapshot()
+    run.files.finish_writing()
     trainer.save_state()  # finished: no weights are missing
     if progress.epoch < options.epochs:
-        run.say(
+        run.print(
             f"stopped: no better fitness for {options.patience} epochs; the best was epoch {progress.best_epoch + 1}"
         )
     assert progress.summary is not None
@@ -660,16 +615,16 @@ def leave(trainer: Trainer, validate: Callable[..., Summary], word: str) -> NoRe
     """Save all, and end with the exit code that `word` stands for; at the time limit the EMA is validated too."""
     run, progress, options = trainer.run, trainer.progress, trainer.options
     trainer.save_state()
-    run.finish_writing()
+    run.files.finish_writing()
     if word == TIME:
         average_statistics(trainer.ema.model)
-        run.say(*table(validate()))
-        run.save(["last.pt"], trainer.ema.model, **trainer.described())
-        run.finish_writing()
+        run.print(*table(validate()))
+        run.files.save_weights(["last.pt"], trainer.ema.model, **trainer.described())
+        run.files.finish_writing()
     reason = f"the time limit of {options.time_limit:g} hours" if word == TIME else word
-    run.say(f"stopped by {reason} {progress}; all is saved: go on with --resume {run.folder}")
+    run.print(f"stopped by {reason} {progress}; all is saved: go on with --resume {run.path}")
     run.finish(LAST_WORDS)
-    run.agree(None)  # nobody is ended while another one still writes
+    run.collectives.broadcast(None)  # nobody is ended while another one still writes
     raise Stopped(exit_code(word))
 
 

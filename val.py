@@ -96,15 +96,19 @@ def evaluate(
         stages.done(AFTER)
         keep(batch, predictions)
         records += task.score(predictions, batch)
-    if word := next(filter(None, run.gather([asked()])), ""):
+    if word := next(filter(None, run.collectives.gather([asked()])), ""):
         raise Asked(word)
-    summary = task.summarise(run.gather(records))
+    summary = task.summarise(run.collectives.gather(records))
     # Sorted, so that the sum's rounding does not depend on which process had which batch.
-    per_batch = [(weight, [weight * value for value in values]) for _, weight, values in sorted(run.gather(losses))]
+    per_batch = [
+        (weight, [weight * value for value in values]) for _, weight, values in sorted(run.collectives.gather(losses))
+    ]
     total = sum(weight for weight, _ in per_batch)
     means = [sum(column) / total for column in zip(*(values for _, values in per_batch), strict=True)]
     means = means or [math.nan] * len(task.loss_names)
-    return run.agree(replace(summary, losses=dict(zip(task.loss_names, means, strict=True)), rate=bar.rate))
+    return run.collectives.broadcast(
+        replace(summary, losses=dict(zip(task.loss_names, means, strict=True)), rate=bar.rate)
+    )
 
 
 def table(summary: Summary, brief: bool = False) -> list[str]:
@@ -164,22 +168,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     with in_own_time():
         split = data.split(chosen)
 
-    run = Run(accelerator, options.project, options.name, options.exist_ok)
-    run.quiet = options.quiet
+    run = Run(accelerator, options.project, options.name, options.exist_ok, options.quiet)
     if not options.noplots:
-        run.paint()
+        run.enable_plots()
         task.shown = frozenset(evenly(len(split.images), SHOWN))
-    run.say(describe(accelerator), *spec.doubts, *split.report(chosen), *rounding(options.imgsz, task.imgsz))
-    run.say(*precision(options.half, half), *panel(options, list(weights), size))
-    run.write_problems(split.problems)
-    run.write_settings({**vars(options), "imgsz": task.imgsz})
-    batches = run.share(data.evaluation_batches(split, batch_size=options.batch_size, square=options.square))
+    run.print(describe(accelerator), *spec.doubts, *split.report(chosen), *rounding(options.imgsz, task.imgsz))
+    run.print(*precision(options.half, half), *panel(options, list(weights), size))
+    run.files.write_problems(split.problems)
+    run.files.write_settings({**vars(options), "imgsz": task.imgsz})
+    batches = run.collectives.shard(
+        data.evaluation_batches(split, batch_size=options.batch_size, square=options.square)
+    )
     if options.show_processes:
-        run.say(*run.processes(batches))
+        run.print(*run.process_table(batches))
     results = Results(task)
     keepers: list[Callable[[Any, Any], object]] = [results] if options.save_json else []
     if options.save_txt or options.save_hybrid:
-        keepers.append(TextFiles(run.folder / "labels", task, options.save_conf, options.save_hybrid))
+        keepers.append(TextFiles(run.path / "labels", task, options.save_conf, options.save_hybrid))
 
     def keep(batch: Any, predictions: Any) -> None:
         for keeper in keepers:
@@ -188,23 +193,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     exact = options.task == "speed" or device.type == "cpu"  # elsewhere it costs time to know when a stage is over
     stages = Stages(torch.accelerator.synchronize if exact and device.type != "cpu" else lambda: None)
     loader, images = data.evaluation_loader(split, batches), len(split.images)
-    with run.watch(options.dist_timeout):
+    with run.watchdog(options.dist_timeout):
         summary = evaluate(run, task, model, loader, images, keep, others=others, half=half, stages=stages)
-    run.write_documents(task.documents(summary))
-    run.plots(lambda: task.pictures(summary, split))
+    run.files.write_documents(task.documents(summary))
+    run.plot(lambda: task.pictures(summary, split))
     run.charts()
-    run.finish_writing()
+    run.files.finish_writing()
     brief = options.quiet or (len(task.names) > MANY_CLASSES and not options.verbose)
-    run.say(*table(summary, brief), f"{summary.rate:.1f} images/s; results in {run.folder}", always=True)
-    laps = run.gather(counted(stages.laps))
+    run.print(*table(summary, brief), f"{summary.rate:.1f} images/s; results in {run.path}", always=True)
+    laps = run.collectives.gather(counted(stages.laps))
     if exact:
-        run.say(speed(per_image(laps), options), always=options.task == "speed")
-    run.alone(lambda: hand_over(summary, run.folder))
+        run.print(speed(per_image(laps), options), always=options.task == "speed")
+    run.on_main(lambda: hand_over(summary, run.path))
     run.finish()
     if options.save_json:
-        found = run.gather(results.found)
+        found = run.collectives.gather(results.found)
         stem = next(iter(files.values())).stem
-        run.alone(lambda: write_results(run, options, spec, found, task.names, split.images, stem))
+        run.on_main(lambda: write_results(run, options, spec, found, task.names, split.images, stem))
 
 
 def fitted(options: ValOptions, size: tuple[int, int] | None) -> ValOptions:
@@ -283,19 +288,19 @@ def write_results(
         except UserError as error:
             problem = error
     rows = coco.results(found, ids)
-    run.write_documents({f"{stem}_predictions.json": json.dumps(rows)})
-    run.say(f"{len(rows)} results in {run.folder / f'{stem}_predictions.json'}; {ids.told}", *filter(None, [missing]))
+    run.files.write_documents({f"{stem}_predictions.json": json.dumps(rows)})
+    run.print(f"{len(rows)} results in {run.path / f'{stem}_predictions.json'}; {ids.told}", *filter(None, [missing]))
     try:
         if problem:
             raise problem
         if annotations:
             scores = coco.score(annotations, rows)
-            run.write_documents({"coco.csv": coco.text(scores)})
-            run.say(*annotations.doubts(), *coco.table(scores))
+            run.files.write_documents({"coco.csv": coco.text(scores)})
+            run.print(*annotations.doubts(), *coco.table(scores))
     except UserError as error:
         if options.annotations:
             raise
-        run.say(f"warning: {error}")
+        run.print(f"warning: {error}")
 
 
 class TextFiles:

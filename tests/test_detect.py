@@ -22,7 +22,7 @@ from models.tasks.classification.task import ClassificationRecipe, Classificatio
 from models.weights.reader import read_weights, transfer
 from models.yolo import build_model
 from tests.conftest import RunScript
-from utils.checkpoint.state_files import serialised, weights_content
+from utils.checkpoint.weight_files import serialised, weights_content
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 

@@ -24,7 +24,7 @@ from models.tasks.detection.task import DetectionTask
 from models.weights.reader import Weights, read_weights, transfer
 from models.yolo import build_model
 from tests.conftest import ROOT, RunScript
-from utils.checkpoint.state_files import serialised, weights_content
+from utils.checkpoint.weight_files import serialised, weights_content
 from utils.config.options import REFUSED, ExportOptions, Hyperparameters, ValOptions, parse_options
 from utils.errors import UserError
 from val import fitted

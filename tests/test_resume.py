@@ -20,7 +20,7 @@ import yaml
 from tests.conftest import RECIPE, ROOT, RunScript, left_behind
 from tests.curves import identical, refused, rows, same_curve, untouched
 from tests.machines import ACCELERATE, CONFIGS, on_machine
-from utils.checkpoint.state_files import States
+from utils.checkpoint.state_files import StateFiles
 from utils.files import claimed
 
 HERE = ("--processes", "2")
@@ -135,7 +135,7 @@ def test_a_launcher_starts_it_again(train: Train, straight_on_two: Path, tmp_pat
 def test_a_damaged_state(damage: str, train: Train, resume: Train, straight: Path, tmp_path: Path) -> None:
     """The one before is taken, and the end is the same."""
     train(tmp_path, fault="SIGKILL:utils.distributed.graceful_stop:Stop.after:10", code=-signal.SIGKILL)
-    newest = States(tmp_path / "exp" / "checkpoint").files()[0]
+    newest = StateFiles(tmp_path / "exp" / "checkpoint").files()[0]
     content = newest.read_bytes()
     newest.write_bytes(
         content[: len(content) // 2] + (b"" if damage == "cut" else b"?" + content[len(content) // 2 + 1 :])
@@ -335,7 +335,7 @@ def test_ctrl_c_twice(processes: Sequence[str], flags: tuple[str, ...], tmp_path
         text=True,
     )
     try:
-        while not States(tmp_path / "exp" / "checkpoint").files():  # the first step is over
+        while not StateFiles(tmp_path / "exp" / "checkpoint").files():  # the first step is over
             assert run.poll() is None
             time.sleep(0.1)
         time.sleep(1)

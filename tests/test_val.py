@@ -22,7 +22,7 @@ from data.sources import read_spec
 from models.tasks.classification.task import ClassificationTask
 from models.tasks.detection.task import DetectionTask
 from tests.conftest import RunScript
-from utils.checkpoint.state_files import serialised, weights_content
+from utils.checkpoint.weight_files import serialised, weights_content
 from utils.coco import Found
 from utils.config.options import Hyperparameters, ValOptions, parse_options
 from utils.errors import UserError

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from models.yolo import KEYS
-from utils.checkpoint.state_files import FORMAT
+from utils.checkpoint.weight_files import FORMAT
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from utils.checkpoint.progress import Progress
-from utils.checkpoint.state_files import States
+from utils.checkpoint.state_files import StateFiles
 from utils.config.options import (
     AUTO,
     NEWEST,
@@ -107,10 +107,10 @@ def _decide(
     where = {"project": str(run.parent), "name": run.name, "exist_ok": True, "resume": str(run)}
     batch_size = {"batch_size": settings["batch_size"]}  # where it was found by -1, it stays
     merged = _options({**saved, **given, **batch_size, **where})
-    state = States(run / STATES).peek()
+    state = StateFiles(run / STATES).peek()
     if state is None:  # it ended before there was one, and begins again
         return {"options": vars(merged), "saved": None, "fixed": True}
-    progress = Progress.of(state["progress"])
+    progress = Progress.from_state(state["progress"])
     if progress.finished and merged.epochs <= settings["epochs"]:
         return {"finished": f"{run} is finished: nothing to resume; --epochs with a larger number makes it longer"}
     if progress.epoch >= merged.epochs:

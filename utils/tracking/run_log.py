@@ -50,18 +50,18 @@ class Dashboard:
             "devices": list(devices),
             "dataset": dict(dataset),
         }
-        self.run.track(self._trackers, {**settings, **facts}, step)
+        self.run.start_trackers(self._trackers, {**settings, **facts}, step)
 
     def _trackers(self) -> list[Tracker]:
         options, run = self.options, self.run
         names, warnings = wanted(options.log_with, options.no_wandb)
-        run.say(*warnings)
+        run.print(*warnings)
         made: list[Tracker] = []
         if WANDB in names:
             patience = UPLOAD if options.upload_model or options.upload_dataset else FINISH
-            made.append(WandB(run.folder, wandb_arguments(options, run.folder), run.say, patience))
+            made.append(WandB(run.path, wandb_arguments(options, run.path), run.print, patience))
         if TENSORBOARD in names:
-            made.append(TensorBoard(run.folder, options.wandb_id, run.say))
+            made.append(TensorBoard(run.path, options.wandb_id, run.print))
         return made
 
     def epoch(
@@ -74,7 +74,7 @@ class Dashboard:
         if best := progress.summary:
             values |= {"best/epoch": progress.best_epoch, "best/fitness": progress.best}
             values |= {f"best/{name}": value for name, value in best.metrics.items()}
-        self.run.point(values, progress.step)
+        self.run.log_point(values, progress.step)
 
     def examples(self, summary: Summary | None, epoch: int) -> None:
         """Log validation photos with their boxes, when it is time."""
@@ -101,7 +101,7 @@ class Dashboard:
 
     def upload(self, names: Sequence[str], *aliases: str) -> None:
         """Upload files in weights/ of the run, with --upload-model."""
-        files = [self.run.folder / "weights" / name for name in names]
+        files = [self.run.path / "weights" / name for name in names]
         if self.options.upload_model and files:
             for tracker in self.run.trackers:
                 tracker.artifact(f"run_{self.options.wandb_id}_model", "model", aliases, files=files)
@@ -136,7 +136,9 @@ class Dashboard:
 
 def with_wandb_id(options: TrainOptions, run: Run, state: Mapping[str, Any] | None) -> TrainOptions:
     """The options with the name of the W&B run: one that a flag or the run to go on with has, or a new one."""
-    return replace(options, wandb_id=run.agree(options.wandb_id or (state or {}).get("wandb_id") or new_id()))
+    return replace(
+        options, wandb_id=run.collectives.broadcast(options.wandb_id or (state or {}).get("wandb_id") or new_id())
+    )
 
 
 def wandb_arguments(options: TrainOptions, folder: Path) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from torch import distributed
 from tests.conftest import OnProcesses
 from utils.checkpoint.progress import Progress
 from utils.checkpoint.resume import Settled, changes, check_same, find_run, settle
-from utils.checkpoint.state_files import STATE_FORMAT, States, serialised
+from utils.checkpoint.state_files import STATE_FORMAT, StateFiles
+from utils.checkpoint.weight_files import serialised
 from utils.config.options import (
     Hyperparameters,
     Range,
@@ -47,7 +48,7 @@ def begin(run: Path, progress: Progress | None = None, written: float = 0.0, **s
     saved |= {"hyperparameters": vars(Hyperparameters()), "model": {"task": "detect", "nc": 3}}
     (run / "settings.yaml").write_text(yaml.safe_dump(saved, sort_keys=False))
     if progress:
-        States(run / "checkpoint").write(serialised({"format": STATE_FORMAT, "progress": progress.plain()}))
+        StateFiles(run / "checkpoint").write(serialised({"format": STATE_FORMAT, "progress": progress.state()}))
     for file in (run / "settings.yaml", *(run / "checkpoint").glob("*.pt")):
         os.utime(file, (written, written))
     return run
@@ -245,7 +246,7 @@ def test_a_run_without_a_state_begins_anew_where_it_was(tmp_path: Path) -> None:
 
 def test_a_run_whose_only_state_cannot_be_read(run: Path) -> None:
     """It is not looked into here: the one who reads it says what is wrong."""
-    (state,) = States(run / "checkpoint").files()
+    (state,) = StateFiles(run / "checkpoint").files()
     state.write_bytes(state.read_bytes()[:100])
     assert resumed("--resume", str(run)).options.resume == str(run)
 

@@ -50,9 +50,9 @@ def dashboard(recorder: Recorder | None, folder: Path = Path("runs/exp"), **opti
     trackers = [recorder] if recorder else []
     run = SimpleNamespace(
         trackers=trackers,
-        folder=folder,
+        path=folder,
         step=7,
-        point=lambda values, step: points.append((values, step)),
+        log_point=lambda values, step: points.append((values, step)),
         points=points,
     )
     images = [folder / f"{k}.jpg" for k in range(8)]
