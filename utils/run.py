@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +69,10 @@ class Run:
         if self._is_main:
             work()
 
-    def process_table(self, batches: Iterable[Sequence[Any]]) -> list[str]:
+    def process_table(self, batches: Any) -> list[str]:
         """Return a line for each process: host, rank, device, and the images of its first batches, by number.
 
-        batches: of this process, lists of sample indices.
+        batches: an iterable of this process's batches, lists of sample indices.
         """
         first = itertools.islice(batches, LISTED_BATCHES)
         images = "; ".join(" ".join(str(sample.image) for sample in batch) for batch in first)
