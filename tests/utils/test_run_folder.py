@@ -73,11 +73,13 @@ def test_no_problems_no_file(folder: MainRunFolder, tmp_path: Path) -> None:
     assert not (tmp_path / "problems.txt").exists()
 
 
-def test_each_new_row_is_told(tmp_path: Path) -> None:
+def test_row_added_is_called_once_the_row_is_in_the_file(tmp_path: Path) -> None:
     rows: list[str] = []
-    results = tmp_path / "results.csv"
-    added = lambda: rows.append(results.read_text().splitlines()[-1])  # noqa: E731
-    folder = MainRunFolder(tmp_path, Collectives(Accelerator(cpu=True)), print, added)
+
+    def row_added() -> None:
+        rows.append((tmp_path / "results.csv").read_text().splitlines()[-1])
+
+    folder = MainRunFolder(tmp_path, Collectives(Accelerator(cpu=True)), print, row_added)
     for epoch in range(2):
         folder.add_row({"epoch": epoch})
     assert rows == ["0", "1"]
