@@ -1,23 +1,60 @@
-"""What differs between tasks, by the name that a model YAML's `task:` gives."""
+"""The tasks: one line each, imported when it is used. Called by the scripts and models/; imports utils."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from models.tasks.classification.task import ClassificationTask
-from models.tasks.detection.task import DetectionTask
 from utils.errors import UserError
 
-TASKS: dict[str, Any] = {"detect": DetectionTask, "classify": ClassificationTask}
+if TYPE_CHECKING:
+    from models.tasks.contract import Task
+
+
+@dataclass(frozen=True)
+class TaskEntry:
+    """Where a task is, and how its models are recognised."""
+
+    task: str  # module:class, see contract.py
+    data: str  # module:class of its data set, for the scripts (data/dataset.py)
+    head: str  # the module of the last row of its model YAMLs
+    yolov5_class: str  # of the network that YOLOv5 pickles into its files
+
+    def load(self) -> type[Task]:
+        """Import the task's class."""
+        module, _, name = self.task.partition(":")
+        kind: type[Task] = getattr(importlib.import_module(module), name)
+        return kind
+
+
+TASKS: dict[str, TaskEntry] = {
+    "detect": TaskEntry(
+        task="models.tasks.detection.task:DetectionTask",
+        data="data.detection:DetectionData",
+        head="Detect",
+        yolov5_class="DetectionModel",
+    ),
+    "classify": TaskEntry(
+        task="models.tasks.classification.task:ClassificationTask",
+        data="data.classification:ClassificationData",
+        head="Classify",
+        yolov5_class="ClassificationModel",
+    ),
+}
 
 
 def task_of(yaml: Mapping[str, Any], source: str) -> str:
-    """The task that a model's YAML names, which is of `source`; YOLOv5's detectors name none.
+    """Return the name of the task that a model YAML is for: its `task:`, else the one whose head is its last row.
 
-    Raises `UserError` for an unknown one.
+    source: what errors call the YAML. Raises `UserError` if there is no such task.
     """
-    task = str(yaml.get("task", "detect"))
+    rows = yaml.get("head")
+    last = rows[-1] if isinstance(rows, list) and rows else None
+    head = last[2] if isinstance(last, list) and len(last) > 2 else None
+    # A YAML without a known head is taken for a detector's, as YOLOv5 does; building it then says what is wrong.
+    task = str(yaml.get("task") or next((name for name, entry in TASKS.items() if entry.head == head), "detect"))
     if task not in TASKS:
         raise UserError(f"{source} is a model for the task '{task}'; give one for {' or '.join(TASKS)}")
     return task
