@@ -263,7 +263,7 @@ def write_results(
     run: Run,
     options: ValOptions,
     spec: DataSpec,
-    found: Sequence[coco.Found],
+    found: Sequence[coco.CocoImage],
     names: Mapping[int, str],
     images: Sequence[Path],
     stem: str,

@@ -31,7 +31,7 @@ NUMBERS = (
 )
 
 
-class Found(NamedTuple):
+class CocoImage(NamedTuple):
     """What was found in an image."""
 
     image: int  # its index in the split
@@ -139,7 +139,7 @@ def _called(images: Mapping[str, Any], paths: Sequence[Path]) -> Iterator[Any]:
         yield number if number is not None or len(same) != 1 else same[0]
 
 
-def results(found: Sequence[Found], ids: Ids) -> list[dict[str, Any]]:
+def results(found: Sequence[CocoImage], ids: Ids) -> list[dict[str, Any]]:
     """COCO's results, image by image, the most confident first: boxes x, y, w, h in pixels of the file."""
     rows = []
     for one in sorted(found, key=lambda one: one.image):

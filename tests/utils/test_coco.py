@@ -12,7 +12,7 @@ import pytest
 
 from utils.coco import (
     NUMBERS,
-    Found,
+    CocoImage,
     Ids,
     find_annotations,
     own_ids,
@@ -59,8 +59,8 @@ def written(folder: Path, content: Any, name: str = "instances_val.json") -> Pat
     return file
 
 
-def found(image: int, *rows: tuple[float, ...]) -> Found:
-    return Found(image, str(PATHS[image]), np.array(rows, np.float64).reshape(-1, 6))
+def found(image: int, *rows: tuple[float, ...]) -> CocoImage:
+    return CocoImage(image, str(PATHS[image]), np.array(rows, np.float64).reshape(-1, 6))
 
 
 # Results

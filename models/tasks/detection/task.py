@@ -37,7 +37,7 @@ from models.tasks.detection.postprocess import Decoded, Look, Suppressed, Suppre
 from models.tasks.detection.tta import VIEWS
 from models.yolo import Model, build_model
 from utils.boxes import xywh_to_xyxy, xyxy_to_xywh
-from utils.coco import Found
+from utils.coco import CocoImage
 from utils.config.options import Hyperparameters, select
 from utils.errors import UserError
 from utils.files import csv_text
@@ -306,10 +306,10 @@ class DetectionTask:
             for found, info in zip(predictions, batch.infos, strict=True)
         ]
 
-    def results(self, predictions: Sequence[Tensor], batch: Batch[ImageInfo]) -> list[Found]:
+    def results(self, predictions: Sequence[Tensor], batch: Batch[ImageInfo]) -> list[CocoImage]:
         """What was found in each image, for COCO's results."""
         return [
-            Found(info.image, info.path, found.numpy()) for found, info in zip(predictions, batch.infos, strict=True)
+            CocoImage(info.image, info.path, found.numpy()) for found, info in zip(predictions, batch.infos, strict=True)
         ]
 
     def picture(self, batch: Batch[ImageInfo]) -> np.ndarray:
