@@ -13,8 +13,8 @@ import torch
 from data import DATASETS
 from data.sources import read_spec
 from models.ensemble import common_task, halve, load_model, refuse_flags, weight_files
-from models.export.formats import Job, write
-from models.export.runtime import Metadata
+from models.export.formats import ExportJob, write
+from models.export.runtime import ExportMetadata
 from models.tasks import TASKS
 from models.weights.reader import Weights, read_weights
 from models.yolo import add_layers
@@ -53,7 +53,7 @@ def main() -> None:
             show(f"{format_name}: {path}, {megabytes(path):.1f} MB, {time.perf_counter() - began:.1f} s")
 
 
-def prepare(name: str, content: Weights, options: ExportOptions, device: torch.device) -> Job:
+def prepare(name: str, content: Weights, options: ExportOptions, device: torch.device) -> ExportJob:
     """What is to be written of a weight file. Raises `UserError`."""
     kind = common_task({name: content})
     assert content.model is not None
@@ -65,7 +65,7 @@ def prepare(name: str, content: Weights, options: ExportOptions, device: torch.d
     module, suppression = task.exportable(model, options)
     half = options.half and device.type == "cuda"
     (halve(module) if half else module).to(device).requires_grad_(False)
-    metadata = Metadata(
+    metadata = ExportMetadata(
         task=kind,
         names=names,
         stride=task.stride,
@@ -78,7 +78,7 @@ def prepare(name: str, content: Weights, options: ExportOptions, device: torch.d
         suppression=suppression,
         settings=dict(content.settings),
     )
-    return Job(module, metadata, options.opset, options.verbose)
+    return ExportJob(module, metadata, options.opset, options.verbose)
 
 
 def whole_strides(sides: Sequence[int], stride: int) -> tuple[int, int]:
@@ -93,7 +93,7 @@ def whole_strides(sides: Sequence[int], stride: int) -> tuple[int, int]:
     return height, width
 
 
-def remarks(options: ExportOptions, job: Job) -> list[str]:
+def remarks(options: ExportOptions, job: ExportJob) -> list[str]:
     """What is told before the work."""
     told, metadata = [], job.metadata
     height, width = metadata.imgsz

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from models.tasks.contract import Model
 from utils.errors import UserError, nearest
 
-KEYS = ("task", "architecture", "nc", "args")
+CLASSIFIER_KEYS = ("task", "architecture", "nc", "args")
 # Two have auxiliary heads, for training alone, that would need a loss of their own; and their pretrained weights expect
 # images normalised in another way, which `transform_input` does.
 AUXILIARY_ARGUMENTS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
@@ -64,8 +64,11 @@ def build_classifier(yaml: Mapping[str, Any], nc: int, imgsz: int, source: str =
 
     name = architecture(yaml, source)
     for key in yaml:
-        if key not in KEYS:
-            raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), KEYS)}; known are {', '.join(KEYS)}")
+        if key not in CLASSIFIER_KEYS:
+            known_keys = ", ".join(CLASSIFIER_KEYS)
+            raise UserError(
+                f"{source}: unknown key '{key}'{nearest(str(key), CLASSIFIER_KEYS)}; known are {known_keys}"
+            )
     args = yaml.get("args") or {}
     if not isinstance(args, dict) or "weights" in args or "num_classes" in args:
         raise UserError(f"{source}: `args` is {args!r}; write lines such as `dropout: 0.3` (weights are for --weights)")

@@ -123,6 +123,7 @@ class DetectionTask:
         self.imgsz = max(math.ceil(imgsz / self.stride), 2) * self.stride
         settings = self.loss_settings.scaled(self.head.nl, self.head.nc, self.imgsz)
         self.criterion = DetectionLoss(settings, self.head.nc)
+        model.stride, model.imgsz = self.stride, self.imgsz
         return model
 
     def adopt(self, stride: int, imgsz: int) -> None:
@@ -309,7 +310,8 @@ class DetectionTask:
     def results(self, predictions: Sequence[Tensor], batch: Batch[ImageInfo]) -> list[CocoImage]:
         """What was found in each image, for COCO's results."""
         return [
-            CocoImage(info.image, info.path, found.numpy()) for found, info in zip(predictions, batch.infos, strict=True)
+            CocoImage(info.image, info.path, found.numpy())
+            for found, info in zip(predictions, batch.infos, strict=True)
         ]
 
     def picture(self, batch: Batch[ImageInfo]) -> np.ndarray:
