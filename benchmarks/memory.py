@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import yaml
 
+from data.dataset import DataOptions
 from data.detection import DetectionData
 from data.sources import read_spec
 from utils.config.options import Hyperparameters
@@ -44,9 +45,8 @@ def measure(given: argparse.Namespace, cache: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "data.yaml"
         file.write_text(yaml.safe_dump({"path": str(given.data.resolve()), "train": "images", "nc": 80}))
-        data = DetectionData(
-            read_spec(file), imgsz=given.imgsz, stride=32, single_class=False, workers=given.workers, cache=cache
-        )
+        options = DataOptions(workers=given.workers, cache=cache)
+        data = DetectionData(read_spec(file), imgsz=given.imgsz, stride=32, options=options)
         split = data.split("train")
     hyp = Hyperparameters(mosaic=0.0)
     loader = data.train_loader(split, batch_size=8, hyp=hyp, seed=0)

@@ -66,16 +66,16 @@ FLAGS = ["train.py", "--data", FOLDER + "/data.yaml", "--weights", "", "--cfg", 
 """
 OURS = """
 from pathlib import Path
+from data.dataset import DataOptions
 from data.detection import DetectionData
-from data.sampler import Sampling
 from data.sources import read_spec
 from utils.config.options import Hyperparameters
 spec = read_spec(Path(FOLDER) / "data.yaml")
 def loader(cache="", near=True):
-    data = DetectionData(spec, imgsz=640, stride=32, single_class=False, workers=0, cache=cache)
+    options = DataOptions(cache=cache, partners="near" if near else "any")
+    data = DetectionData(spec, imgsz=640, stride=32, options=options)
     split = data.split("train")
-    sampling = Sampling(partners="near" if near else "any")
-    made = data.train_loader(split, batch_size=16, hyp=Hyperparameters(), seed=0, sampling=sampling)
+    made = data.train_loader(split, batch_size=16, hyp=Hyperparameters(), seed=0)
     if cache:
         for index in range(len(split.images)):
             made.dataset.images.read(index)
@@ -167,7 +167,7 @@ weights = read_weights(WEIGHTS)
 task = DetectionTask({k: str(k) for k in range(80)}, Hyperparameters())
 model = task.build_model(weights.model, 640)
 transfer(model, weights.state)
-data = DetectionData(spec, imgsz=640, stride=32, single_class=False, workers=0, cache="")
+data = DetectionData(spec, imgsz=640, stride=32, options=DataOptions())
 split = data.split("train")
 chosen = data.evaluation_batches(split, batch_size=16, square=True)[::4]
 features = []
