@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from data import DATASETS
+from data.dataset import dataset_class
 from data.labels import SLACK, scan_image
 from data.sources import read_spec
 from models.tasks import TASKS
@@ -129,7 +129,7 @@ def test_data_sets(content: Any, listed: str) -> None:
         found = spec and sentence_or(lambda: spec.listing("train"))
         if spec:
             assert spec.names or content.get("names") is None
-            for kind in DATASETS.values():
+            for kind in (dataset_class(entry.data) for entry in TASKS.values()):
                 sentence_or(lambda kind=kind: kind.class_names(spec, False))
                 sentence_or(lambda kind=kind: kind.files(spec))
             assert all(isinstance(name, str) for name in spec.names.values())
@@ -139,7 +139,7 @@ def test_data_sets(content: Any, listed: str) -> None:
 
 # Hyperparameters
 
-RECIPES = [task.recipe for task in TASKS.values()]
+RECIPES = [entry.load().recipe for entry in TASKS.values()]
 
 
 @many
