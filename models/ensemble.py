@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from models.tasks import task_of
-from models.weights.reader import Weights, transfer
+from models.weights.reader import Weights
 from models.weights.releases import find_weights
+from models.weights.transfer import transfer
 from utils.errors import UserError
 
 

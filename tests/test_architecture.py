@@ -15,7 +15,7 @@ from data import DATASETS
 from data.sources import KEYS as DATA_KEYS
 from models.tasks import TASKS
 from models.tasks.classification.torchvision_models import KEYS as CLASSIFIER_KEYS
-from models.yolo import KEYS as MODEL_KEYS
+from models.yolo import MODEL_KEYS
 from utils.config.options import TrainOptions, flags_of
 from utils.files import read_yaml
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from models.fuse import fuse
+from models.layers import Classify
 from models.tasks.classification.torchvision_models import build_classifier
 from models.tasks.contract import Batch
 from models.tasks.detection.loss import LossTerms
@@ -102,6 +103,7 @@ class ClassificationTask:
     }
     loss_names = ("loss",)
     metric_names = ("accuracy_top1", "accuracy_top5")
+    official_weights = r"yolov5[nsmlx]-cls\.pt"
     stride = 1  # images of any size will do
 
     def __init__(self, names: Mapping[int, str], hyp: ClassificationRecipe, label_smoothing: float = 0.0) -> None:
@@ -133,7 +135,7 @@ class ClassificationTask:
         if "architecture" in yaml or "backbone" not in yaml:
             model = build_classifier(yaml, classes, imgsz, source)
         else:
-            model = build_model(dict(yaml), nc=classes, source=source)
+            model = build_model(dict(yaml), nc=classes, source=source, head=Classify, imgsz=imgsz)
         model.names = self.names  # type: ignore[assignment]
         return model
 

@@ -23,7 +23,7 @@ from models.tasks.classification.task import (
     Look,
     precision_and_recall,
 )
-from models.yolo import Model
+from models.yolo import YoloModel
 from utils.config.options import ExportOptions, TrainOptions, ValOptions, flags_of, from_mapping
 from utils.errors import UserError
 from utils.files import ROOT
@@ -143,7 +143,7 @@ ROWS = {
 @pytest.mark.parametrize("yaml", [ROWS, {"architecture": "squeezenet1_1", "nc": 1000}])
 def test_the_model_has_the_tasks_classes(task: ClassificationTask, yaml: dict[str, Any]) -> None:
     model: Any = task.build_model(yaml, 50)
-    assert isinstance(model, Model) == ("backbone" in yaml)
+    assert isinstance(model, YoloModel) == ("backbone" in yaml)
     assert (task.imgsz, task.stride) == (50, 1)  # images of any size will do
     assert model.names == NAMES
     assert (model.yaml["task"], model.yaml["nc"], yaml["nc"]) == ("classify", 3, 1000)
