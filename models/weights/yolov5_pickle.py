@@ -211,10 +211,9 @@ def model_yaml(network: Stub, state: Mapping[str, Tensor], classes: int) -> dict
     values.
     """
     yaml = network.state.get("yaml")
-    if isinstance(yaml, dict):  # other programs add keys of their own
-        return plain_values(
-            _with_activations(plain_values({key: yaml[key] for key in MODEL_KEYS if key in yaml}), network)
-        )
+    if isinstance(yaml, dict):
+        known = plain_values({key: yaml[key] for key in MODEL_KEYS if key in yaml})  # other programs add their own keys
+        return plain_values(_with_activations(known, network))
     layers = network.state["_modules"].get("model")
     last = next(reversed(layers.state["_modules"].values()), None) if is_module(layers) else None
     first = state.get("model.0.conv.weight")
