@@ -31,8 +31,8 @@ from data.sources import read_spec
 from models.ensemble import check_programs, common_task, fixed_size, halve, load_models, weight_files
 from models.export.runtime import Exported, read_model
 from models.fuse import fuse
+from models.layer_registry import add_layers
 from models.tasks import TASKS
-from models.yolo import add_layers
 from utils.config.options import IMGSZ, DetectOptions, parse_options
 from utils.console import Bar, show
 from utils.distributed.accelerator import one_device

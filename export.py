@@ -15,9 +15,9 @@ from data.sources import read_spec
 from models.ensemble import common_task, halve, load_model, refuse_flags, weight_files
 from models.export.formats import ExportJob, write
 from models.export.runtime import ExportMetadata
+from models.layer_registry import add_layers
 from models.tasks import TASKS
 from models.weights.reader import Weights, read_weights
-from models.yolo import add_layers
 from utils.config.options import ExportOptions, parse_options, with_defaults
 from utils.console import show
 from utils.distributed.accelerator import device_kind

@@ -23,10 +23,11 @@ from data import DATASETS
 from data.sampler import Sampling
 from data.sources import DataSpec, overlap, read_spec
 from models.flops import gflops
+from models.layer_registry import add_layers
 from models.tasks import TASKS, task_of
-from models.weights.reader import Weights, read_weights, transfer
+from models.weights.reader import Weights, read_weights
 from models.weights.releases import find_weights
-from models.yolo import add_layers
+from models.weights.transfer import transfer
 from utils.checkpoint.progress import Progress
 from utils.checkpoint.resume import Settled, changes, check_same, settle
 from utils.checkpoint.state_files import STATE_FORMAT

@@ -26,8 +26,8 @@ from models.ensemble import (
     weight_files,
 )
 from models.export.runtime import read_model
+from models.layer_registry import add_layers
 from models.tasks import TASKS
-from models.yolo import add_layers
 from utils import coco
 from utils.config.options import ValOptions, parse_options, with_defaults
 from utils.distributed.accelerator import describe, loader_workers, processes_to_start, start

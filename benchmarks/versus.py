@@ -162,7 +162,8 @@ end(len(LoadImagesAndLabels(FOLDER + "/images/train", 640, 16)))
 # The hook is called again when the head is timed: hence the copies of `features`.
 OUR_VALIDATION = """
 from models.tasks.detection.task import DetectionTask
-from models.weights.reader import read_weights, transfer
+from models.weights.reader import read_weights
+from models.weights.transfer import transfer
 weights = read_weights(WEIGHTS)
 task = DetectionTask({k: str(k) for k in range(80)}, Hyperparameters())
 model = task.build_model(weights.model, 640)

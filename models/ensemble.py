@@ -14,8 +14,9 @@ from torch import nn
 
 from models.tasks import task_of
 from models.tasks.contract import Model, Task
-from models.weights.reader import Weights, transfer
+from models.weights.reader import Weights
 from models.weights.releases import find_weights
+from models.weights.transfer import transfer
 from utils.errors import UserError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from data.dataset import dataset_class
 from data.sources import KEYS as DATA_KEYS
 from models.tasks import TASKS
 from models.tasks.classification.torchvision_models import CLASSIFIER_KEYS
-from models.yolo import KEYS as MODEL_KEYS
+from models.yolo import MODEL_KEYS
 from utils.config.options import TrainOptions, flags_of
 from utils.files import read_yaml
 

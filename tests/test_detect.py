@@ -19,7 +19,8 @@ from data.images import read_image
 from data.media import Frame, Item
 from detect import Labels, Predictor, as_pixels, groups
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
-from models.weights.reader import read_weights, transfer
+from models.weights.reader import read_weights
+from models.weights.transfer import transfer
 from models.yolo import build_model
 from tests.conftest import RunScript
 from utils.checkpoint.state_files import serialised, weights_content
@@ -72,7 +73,7 @@ def test_against_a_plain_computation(shared: Path, photo: Path, predictor: Predi
     inputs = torch.from_numpy(padded[..., ::-1].transpose(2, 0, 1).copy())[None] / 255
     rows = []
     with torch.inference_mode():
-        for raw, anchors, stride in zip(model.eval()(inputs), model.detect.anchors, model.stride, strict=True):
+        for raw, anchors, stride in zip(model.eval()(inputs), model.detect.anchors, model.detect.stride, strict=True):
             s, (h, w) = raw[0].sigmoid(), raw.shape[2:4]
             cells = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1)
             xy = (s[..., :2] * 2 - 0.5 + cells) * stride

@@ -21,7 +21,8 @@ from models.export.formats import write
 from models.export.runtime import read_exported
 from models.tasks.detection.export_module import Decoding
 from models.tasks.detection.task import DetectionTask
-from models.weights.reader import Weights, read_weights, transfer
+from models.weights.reader import Weights, read_weights
+from models.weights.transfer import transfer
 from models.yolo import build_model
 from tests.conftest import ROOT, RunScript
 from utils.checkpoint.state_files import serialised, weights_content

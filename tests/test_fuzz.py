@@ -19,6 +19,7 @@ from PIL import Image
 from data.dataset import dataset_class
 from data.labels import SLACK, scan_image
 from data.sources import read_spec
+from models.layers import Classify, Detect
 from models.tasks import TASKS
 from models.tasks.classification.torchvision_models import build_classifier
 from models.yolo import build_model
@@ -195,13 +196,14 @@ def test_models(changed: dict[tuple[str, int], Any], more: dict[Any, Any]) -> No
     description = copy.deepcopy(SOUND)
     for (part, number), row in changed.items():
         description[part][number % len(description[part])] = row
-    model = sentence_or(lambda: build_model({**description, **more}))
+    head = Classify if more.get("task") == "classify" else Detect
+    model = sentence_or(lambda: build_model({**description, **more}, head=head))
     if model is not None:
         maps = model(torch.zeros(1, int(model.yaml["ch"]), 64, 64))
         if model.yaml["task"] == "classify":
             assert maps.shape == (1, model.yaml["nc"])
         else:
-            assert len(maps) == len(model.stride)
+            assert len(maps) == len(model.detect.stride)
 
 
 @few

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from models.fuse import fuse
+from models.layers import Classify
 from models.tasks.classification.loss import ClassificationCriterion
 from models.tasks.classification.metrics import METRIC_NAMES, ClassificationMetrics
 from models.tasks.classification.prediction import ClassificationPostprocess, most_probable
@@ -90,7 +91,7 @@ class ClassificationTask(Task):
         if "architecture" in yaml or "backbone" not in yaml:
             model = build_classifier(yaml, classes, imgsz, source)
         else:
-            model = build_model(dict(yaml), nc=classes, source=source)
+            model = build_model(dict(yaml), nc=classes, source=source, head=Classify, imgsz=imgsz)
         model.names, model.stride, model.imgsz = self.names, 1, imgsz
         return model
 

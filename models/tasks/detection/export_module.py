@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from models.tasks.detection.postprocess import CLASS_OFFSET, Look, decode
-from models.yolo import Model
+from models.yolo import YoloModel
 from utils.boxes import xywh_to_xyxy
 
 CANDIDATES = 10  # times as many boxes and classes of an image as it may have detections take part in the suppression
@@ -27,7 +27,7 @@ class InGraph(NamedTuple):
 class Decoding(nn.Module):
     """A detector with its decoding, in fp32: images (b, 3, h, w) in 0 to 1 to (b, n, 5 + classes), as in `Decoded`."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: YoloModel) -> None:
         super().__init__()
         self.model = model
 

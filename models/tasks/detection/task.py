@@ -35,7 +35,7 @@ from models.tasks.detection.metrics import (
 )
 from models.tasks.detection.postprocess import Decoded, Look, Suppressed, Suppression, cut, detect
 from models.tasks.detection.tta import VIEWS
-from models.yolo import Model, build_model
+from models.yolo import YoloModel, build_model
 from utils.boxes import xywh_to_xyxy, xyxy_to_xywh
 from utils.coco import CocoImage
 from utils.config.options import Hyperparameters, select
@@ -92,6 +92,7 @@ class DetectionTask:
     # columns of results.csv, after train/ or val/, and after metrics/
     loss_names = ("box_loss", "obj_loss", "cls_loss")
     metric_names = ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95")
+    official_weights = r"yolov5[nsmlx]6?\.pt"
 
     def __init__(self, names: Mapping[int, str], hyp: Hyperparameters, label_smoothing: float = 0.0) -> None:
         self.names, self.anchors = dict(names), round(hyp.anchors)
@@ -109,13 +110,13 @@ class DetectionTask:
         for others."""
         return ("anchors",) if from_yaml or self.anchors else ()
 
-    def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> Model:
+    def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> YoloModel:
         """The model of a YAML for this task's classes and images of about `imgsz` pixels. `source`: where it is from.
 
         The task keeps hold of its head, for the anchors, of `self.imgsz`, rounded up to whole strides, at least 2, and
         of `self.stride`, the largest.
         """
-        model = build_model(dict(yaml), nc=len(self.names), source=source)
+        model = build_model(dict(yaml), nc=len(self.names), source=source, head=Detect, imgsz=imgsz)
         model.names = self.names
         self.head: Detect = model.detect
         self.strides = [int(stride) for stride in self.head.stride]
@@ -132,7 +133,7 @@ class DetectionTask:
         self.strides, self.stride = [stride], stride
         self.imgsz = max(math.ceil(imgsz / stride), 2) * stride
 
-    def exportable(self, model: Model, options: Any) -> tuple[nn.Module, dict[str, Any] | None]:
+    def exportable(self, model: YoloModel, options: Any) -> tuple[nn.Module, dict[str, Any] | None]:
         """What an exported file computes of images (b, 3, h, w) in 0 to 1, with fewer layers: boxes (b, n, 5 + classes)
         as in `Decoded`, or with `nms` among the options detections as in `Suppressed`; and the settings of these."""
         decoding = Decoding(fuse(model)).eval()
@@ -143,14 +144,14 @@ class DetectionTask:
         limits = InGraph(*thresholds, options.topk_all, per_class, options.agnostic_nms)
         return Suppressing(decoding, limits).eval(), limits._asdict()
 
-    def adapt(self, model: Model, split: Split) -> list[str]:
+    def adapt(self, model: YoloModel, split: Split) -> list[str]:
         """AutoAnchor: new anchors where the model's suit too few boxes of the training images.
 
         Returns a sentence that says what was found and done.
         """
         return [self._fit_anchors(model, split)]
 
-    def _fit_anchors(self, model: Model, split: Split) -> str:
+    def _fit_anchors(self, model: YoloModel, split: Split) -> str:
         sides = split.labels.side_lengths(self.imgsz)
         if not len(sides):
             return "AutoAnchor: the training images have no boxes, so the anchors stay"
@@ -196,7 +197,7 @@ class DetectionTask:
         """The weight of a batch's losses in those of a validation: all alike, as in YOLOv5."""
         return 1
 
-    def looks(self, model: Model, inputs: Tensor) -> list[Any]:
+    def looks(self, model: YoloModel, inputs: Tensor) -> list[Any]:
         """What the model that this task has built makes of `inputs`: the first look is at these as they are, others
         follow with `augment`.
 

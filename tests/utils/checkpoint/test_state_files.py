@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from models.weights.reader import read_weights, transfer
-from models.yolo import Model, build_model
+from models.weights.reader import read_weights
+from models.weights.transfer import transfer
+from models.yolo import YoloModel, build_model
 from utils.checkpoint.state_files import STATE_FORMAT, States, serialised, weights_content
 from utils.config.options import TrainOptions
 from utils.errors import UserError
@@ -21,7 +22,7 @@ NAMES = {0: "disc", 1: "ring", 2: "bar"}
 
 
 @pytest.fixture
-def written(tiny_yaml: dict[str, Any], tmp_path: Path) -> tuple[Path, Model]:
+def written(tiny_yaml: dict[str, Any], tmp_path: Path) -> tuple[Path, YoloModel]:
     """A file, and the model that was written into it."""
     model = build_model(tiny_yaml)
     path = tmp_path / "weights" / "last.pt"
@@ -30,7 +31,7 @@ def written(tiny_yaml: dict[str, Any], tmp_path: Path) -> tuple[Path, Model]:
     return path, model
 
 
-def test_round_trip(written: tuple[Path, Model]) -> None:
+def test_round_trip(written: tuple[Path, YoloModel]) -> None:
     path, model = written
     weights = read_weights(path)
     assert (weights.source, weights.task) == ("lockstep", "detect")
@@ -42,7 +43,7 @@ def test_round_trip(written: tuple[Path, Model]) -> None:
     assert all(torch.equal(weights.state[name], value) for name, value in state.items())
 
 
-def test_the_file_is_enough_to_build_the_model(written: tuple[Path, Model]) -> None:
+def test_the_file_is_enough_to_build_the_model(written: tuple[Path, YoloModel]) -> None:
     path, model = written
     weights = read_weights(path)
     assert weights.model is not None
@@ -56,7 +57,7 @@ def test_the_file_is_enough_to_build_the_model(written: tuple[Path, Model]) -> N
         assert torch.equal(one, other)
 
 
-def test_torch_loads_it_without_running_code(written: tuple[Path, Model]) -> None:
+def test_torch_loads_it_without_running_code(written: tuple[Path, YoloModel]) -> None:
     content = torch.load(written[0], weights_only=True)
     assert content["format"].startswith("lockstep-")
     assert not any(value.requires_grad for value in content["state"].values())

@@ -16,7 +16,7 @@ from models.tasks import TASKS, task_of
 from models.tasks.classification import task as module
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
 from models.tasks.contract import ExportSettings
-from models.yolo import Model
+from models.yolo import YoloModel
 from tests.models.tasks.classification.toy_batches import NAMES, Identity, Images, Info, batch, make, of_classes
 from utils.config.options import ExportOptions, TrainOptions, ValOptions, flags_of, from_mapping
 from utils.errors import UserError
@@ -108,7 +108,7 @@ ROWS = {
 @pytest.mark.parametrize("yaml", [ROWS, {"architecture": "squeezenet1_1", "nc": 1000}])
 def test_the_model_has_the_tasks_classes(task: ClassificationTask, yaml: dict[str, Any]) -> None:
     model: Any = task.build_model(yaml, 50)
-    assert isinstance(model, Model) == ("backbone" in yaml)
+    assert isinstance(model, YoloModel) == ("backbone" in yaml)
     assert (model.imgsz, model.stride) == (50, 1)  # images of any size will do
     assert model.names == NAMES
     assert (model.yaml["task"], model.yaml["nc"], yaml["nc"]) == ("classify", 3, 1000)

@@ -13,7 +13,7 @@ from torchvision import models as zoo
 from torchvision.ops import StochasticDepth
 
 from models.tasks.classification.torchvision_models import architecture, architectures, build_classifier
-from models.weights.reader import transfer
+from models.weights.transfer import transfer
 from utils.distributed.sync_dropout import draw_for_all
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml

@@ -13,7 +13,7 @@ import torch
 from models.tasks.detection import anchors
 from models.tasks.detection.anchors import ENOUGH, LEAST_SIDE, find_anchors, fit
 from models.tasks.detection.task import DetectionTask
-from models.yolo import Model, build_model
+from models.yolo import YoloModel, build_model
 from utils.config.options import Hyperparameters
 
 YOLOV5 = np.array([[10, 13], [16, 30], [33, 23], [30, 61], [62, 45], [59, 119], [116, 90], [156, 198], [373, 326.0]])
@@ -103,13 +103,13 @@ def split(sides: np.ndarray) -> Any:
     return SimpleNamespace(labels=SimpleNamespace(side_lengths=lambda imgsz: sides))
 
 
-def task_and_model(yaml: dict[str, Any]) -> tuple[DetectionTask, Model]:
+def task_and_model(yaml: dict[str, Any]) -> tuple[DetectionTask, YoloModel]:
     task = DetectionTask({0: "a", 1: "b", 2: "c"}, Hyperparameters())
     return task, task.build_model(yaml, 64)
 
 
-def pixels(model: Model) -> np.ndarray:
-    return (model.detect.anchors * model.stride.view(-1, 1, 1)).numpy()
+def pixels(model: YoloModel) -> np.ndarray:
+    return (model.detect.anchors * model.detect.stride.view(-1, 1, 1)).numpy()
 
 
 def test_anchors_that_fit_stay(tiny_yaml: dict[str, Any]) -> None:
@@ -140,14 +140,14 @@ def test_a_model_rebuilt_from_its_yaml_has_the_new_anchors(tiny_yaml: dict[str, 
     task.adapt(model, split(tall_boxes()))
     again = build_model(model.yaml)
     assert torch.equal(again.detect.anchors, model.detect.anchors)
-    assert torch.equal(again.stride, model.stride)
+    assert torch.equal(again.detect.stride, model.detect.stride)
 
 
 def test_levels_in_falling_order_of_stride(tiny_yaml: dict[str, Any]) -> None:
     """A YAML may name the coarse level first; small anchors still belong to small strides, then and when rebuilt."""
     backwards = {**tiny_yaml, "head": [[[2, 1], 1, "Detect", ["nc", "anchors"]]]}
     task, model = task_and_model(backwards)
-    assert model.stride.tolist() == [8, 4]
+    assert model.detect.stride.tolist() == [8, 4]
     (said,) = task.adapt(model, split(np.random.default_rng(0).uniform([1, 20], [3, 200], (300, 2))))
     assert "new anchors" in said
     areas = pixels(model).prod(2).mean(1)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from models.tasks.detection.export_module import Decoding, InGraph, Suppressing
 from models.tasks.detection.postprocess import Look, Suppression, detect
-from models.yolo import Model, build_model
+from models.yolo import YoloModel, build_model
 
 
 @pytest.fixture
-def model(tiny_yaml: dict[str, Any]) -> Model:
+def model(tiny_yaml: dict[str, Any]) -> YoloModel:
     """A detector that sees many things of different confidence."""
     torch.manual_seed(0)
     model = build_model(tiny_yaml).eval()
@@ -29,11 +29,11 @@ def images() -> Tensor:
     return torch.rand(3, 3, 32, 48, generator=torch.Generator().manual_seed(1))
 
 
-def found(model: Model, images: Tensor, limits: Suppression) -> list[Tensor]:
+def found(model: YoloModel, images: Tensor, limits: Suppression) -> list[Tensor]:
     return detect([Look(model(images), model.detect.anchors, model.detect.stride)], limits)
 
 
-def test_boxes_are_those_of_a_head(model: Model, images: Tensor) -> None:
+def test_boxes_are_those_of_a_head(model: YoloModel, images: Tensor) -> None:
     """Written out by YOLOv5's formula."""
     decoded = Decoding(model)(images)
     assert decoded.shape == (3, 2 * (8 * 12 + 4 * 6), 8)
@@ -47,7 +47,7 @@ def test_boxes_are_those_of_a_head(model: Model, images: Tensor) -> None:
 
 
 @pytest.mark.parametrize("most", [5, 40])
-def test_suppression_in_the_graph_finds_what_validation_finds(model: Model, images: Tensor, most: int) -> None:
+def test_suppression_in_the_graph_finds_what_validation_finds(model: YoloModel, images: Tensor, most: int) -> None:
     limits = InGraph(0.3, 0.45, most, most)
     detections, counts = Suppressing(Decoding(model), limits)(images)
     expected = found(model, images, Suppression(0.3, 0.45, most))
@@ -59,12 +59,12 @@ def test_suppression_in_the_graph_finds_what_validation_finds(model: Model, imag
         assert not image[len(one) :].any()
 
 
-def test_nothing_found_is_zeros(model: Model, images: Tensor) -> None:
+def test_nothing_found_is_zeros(model: YoloModel, images: Tensor) -> None:
     detections, counts = Suppressing(Decoding(model), InGraph(conf_thres=1.0))(images)
     assert (int(counts.sum()), float(detections.abs().sum())) == (0, 0.0)
 
 
-def test_a_class_gets_its_share_alone(model: Model, images: Tensor) -> None:
+def test_a_class_gets_its_share_alone(model: YoloModel, images: Tensor) -> None:
     everything = Suppressing(Decoding(model), InGraph(0.3, 0.45, 60, 60))(images)[0]
     few = Suppressing(Decoding(model), InGraph(0.3, 0.45, 60, 2))(images)[0]
     for whole, part in zip(everything, few, strict=True):
@@ -74,7 +74,7 @@ def test_a_class_gets_its_share_alone(model: Model, images: Tensor) -> None:
         torch.testing.assert_close(part[part[:, 4] > 0], expected)
 
 
-def test_classes_suppress_each_other_where_it_is_asked(model: Model, images: Tensor) -> None:
+def test_classes_suppress_each_other_where_it_is_asked(model: YoloModel, images: Tensor) -> None:
     def overlaps(agnostic: bool) -> int:
         (image, *_), _ = Suppressing(Decoding(model), InGraph(0.3, 0.45, 60, 60, agnostic))(images)
         from torchvision.ops import box_iou

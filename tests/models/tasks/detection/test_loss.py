@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from models.tasks.detection.loss import DetectionLoss, LossSettings, LossTerms
-from models.weights.reader import read_weights, transfer
+from models.weights.reader import read_weights
+from models.weights.transfer import transfer
 from models.yolo import build_model
 
 FINEST = 4.0  # weight of the finest of up to 5 levels in the objectness term
