@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
@@ -18,9 +18,6 @@ from models.weights.reader import Weights
 from models.weights.releases import find_weights
 from models.weights.transfer import transfer
 from utils.errors import UserError
-
-if TYPE_CHECKING:
-    from models.export.runtime import Exported
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -111,7 +108,7 @@ def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -
     name, data: what errors call the file and the data set.
     """
     assert weights.model is not None
-    program: Exported | None = weights.program
+    program = weights.program
     if program and len(weights.names) == len(task.names):
         program.resize(imgsz)
         program.names = dict(task.names)
