@@ -33,7 +33,9 @@ from models.export.runtime import Exported, read_model
 from models.fuse import fuse
 from models.tasks import TASKS
 from models.yolo import add_layers
-from utils.config.options import IMGSZ, DetectOptions, parse_options
+from utils.config.options import DetectOptions
+from utils.config.parser import parse_options
+from utils.config.ranges import IMGSZ
 from utils.console import Bar, show
 from utils.distributed.accelerator import one_device
 from utils.distributed.exit import Stopped, run_main

@@ -18,7 +18,8 @@ from models.export.runtime import Metadata
 from models.tasks import TASKS
 from models.weights.reader import Weights, read_weights
 from models.yolo import add_layers
-from utils.config.options import ExportOptions, parse_options, with_defaults
+from utils.config.options import ExportOptions
+from utils.config.parser import parse_options, with_defaults
 from utils.console import show
 from utils.distributed.accelerator import device_kind
 from utils.distributed.exit import run_main

@@ -30,15 +30,10 @@ from models.yolo import add_layers
 from utils.checkpoint.progress import Progress
 from utils.checkpoint.resume import Settled, changes, check_same, settle
 from utils.checkpoint.state_files import STATE_FORMAT
-from utils.config.options import (
-    BUILT_IN_JOB,
-    Recipe,
-    TrainOptions,
-    parse_options,
-    read_hyperparameters,
-    select,
-    with_defaults,
-)
+from utils.config.hyperparameters import Recipe, read_hyperparameters
+from utils.config.options import BUILT_IN_JOB, TrainOptions
+from utils.config.parser import parse_options, with_defaults
+from utils.config.select import select
 from utils.console import Bar, Remaining, duration
 from utils.distributed.accelerator import (
     check_batch_size,

@@ -29,7 +29,8 @@ from models.export.runtime import read_model
 from models.tasks import TASKS
 from models.yolo import add_layers
 from utils import coco
-from utils.config.options import ValOptions, parse_options, with_defaults
+from utils.config.options import ValOptions
+from utils.config.parser import parse_options, with_defaults
 from utils.distributed.accelerator import describe, loader_workers, processes_to_start, start
 from utils.distributed.barrier import in_own_time
 from utils.distributed.exit import run_main

@@ -69,7 +69,7 @@ from pathlib import Path
 from data.detection import DetectionData
 from data.sampler import Sampling
 from data.sources import read_spec
-from utils.config.options import Hyperparameters
+from utils.config.hyperparameters import Hyperparameters
 spec = read_spec(Path(FOLDER) / "data.yaml")
 def loader(cache="", near=True):
     data = DetectionData(spec, imgsz=640, stride=32, single_class=False, workers=0, cache=cache)

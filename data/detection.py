@@ -32,7 +32,8 @@ from data.sampler import (
     training_batches,
 )
 from data.sources import DataSpec, label_file
-from utils.config.options import Hyperparameters, Recipe, select
+from utils.config.hyperparameters import Hyperparameters, Recipe
+from utils.config.select import select
 from utils.errors import UserError
 from utils.files import csv_text
 from utils.summary import evenly

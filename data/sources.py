@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from data.archives import archive_sources, fetch_dataset, is_filled
-from utils.config.options import is_number, suggestions
+from utils.config.parser import suggestions
+from utils.config.ranges import is_number
 from utils.errors import UserError, nearest
 from utils.files import read_yaml
 

@@ -53,7 +53,7 @@ from models.layers import (
     Segment,
     batch_norm,
 )
-from utils.config.options import is_number
+from utils.config.ranges import is_number
 from utils.errors import UserError, nearest
 from utils.files import ROOT, find_file, read_yaml
 

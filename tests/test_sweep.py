@@ -15,7 +15,10 @@ import pytest
 from tests.conftest import RunScript
 from tests.curves import rows
 from tests.machines import CONFIGS
-from utils.config.options import OVERRIDE, Hyperparameters, Range, TrainOptions, overriding, parse_options
+from utils.config.hyperparameters import OVERRIDE, Hyperparameters, overriding
+from utils.config.options import TrainOptions
+from utils.config.parser import parse_options
+from utils.config.ranges import Range
 from utils.files import ROOT, read_yaml
 
 PREFIX = OVERRIDE.removeprefix("--")

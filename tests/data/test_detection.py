@@ -21,7 +21,7 @@ from data.detection import Batch, DetectionData, EvaluationItems, ImageInfo, Spl
 from data.labels import EXIF_ORIENTATION
 from data.sampler import Draw, Sampling
 from data.sources import DataSpec, label_file, read_spec
-from utils.config.options import Hyperparameters
+from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
 
 NOTHING = Hyperparameters(

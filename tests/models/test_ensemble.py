@@ -12,7 +12,7 @@ import torch
 from models.ensemble import common_task, halve, load_models, weight_files
 from models.tasks.detection.task import DetectionTask
 from models.weights.reader import Weights
-from utils.config.options import Hyperparameters
+from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
 
 NAMES = {0: "a", 1: "b", 2: "c"}

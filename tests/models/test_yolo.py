@@ -18,7 +18,7 @@ from models.layers import Conv, Detect
 from models.tasks.detection.task import DetectionTask
 from models.weights.reader import read_weights, transfer
 from models.yolo import LAYERS, add_layers, build_model
-from utils.config.options import Hyperparameters
+from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
 from utils.files import find_file
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from utils.config.options import TrainOptions, ValOptions, parse_options
+from utils.config.options import TrainOptions, ValOptions
+from utils.config.parser import parse_options
 from utils.distributed.exit import Stopped
 from utils.errors import UserError
 from utils.python_api import RESULT, as_arguments, call, hand_over

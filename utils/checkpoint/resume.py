@@ -13,17 +13,9 @@ import yaml
 
 from utils.checkpoint.progress import Progress
 from utils.checkpoint.state_files import States
-from utils.config.options import (
-    AUTO,
-    NEWEST,
-    OVERRIDE,
-    Recipe,
-    TrainOptions,
-    flags_of,
-    given_flags,
-    overriding,
-    read_hyperparameters,
-)
+from utils.config.hyperparameters import OVERRIDE, Recipe, overriding, read_hyperparameters
+from utils.config.options import AUTO, NEWEST, TrainOptions, flags_of
+from utils.config.parser import given_flags
 from utils.distributed.accelerator import meet
 from utils.distributed.exit import Stopped
 from utils.distributed.ranks import launched, place

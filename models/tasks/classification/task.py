@@ -16,7 +16,8 @@ from models.tasks.classification.torchvision_models import build_classifier
 from models.tasks.contract import Batch
 from models.tasks.detection.loss import LossTerms
 from models.yolo import build_model
-from utils.config.options import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, Recipe, number
+from utils.config.hyperparameters import Recipe, number
+from utils.config.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
 from utils.errors import UserError
 from utils.files import csv_text
 from utils.memory_format import layout

@@ -17,16 +17,10 @@ from tests.conftest import OnProcesses
 from utils.checkpoint.progress import Progress
 from utils.checkpoint.resume import Settled, changes, check_same, find_run, settle
 from utils.checkpoint.state_files import STATE_FORMAT, States, serialised
-from utils.config.options import (
-    Hyperparameters,
-    Range,
-    Recipe,
-    TrainOptions,
-    flags_of,
-    number,
-    overriding,
-    parse_options,
-)
+from utils.config.hyperparameters import Hyperparameters, Recipe, number, overriding
+from utils.config.options import TrainOptions, flags_of
+from utils.config.parser import parse_options
+from utils.config.ranges import Range
 from utils.distributed.exit import Stopped
 from utils.distributed.ranks import place
 from utils.errors import UserError

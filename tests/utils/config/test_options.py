@@ -12,23 +12,11 @@ import pytest
 import yaml
 
 from models.tasks.classification.task import ClassificationRecipe
-from utils.config.options import (
-    BUILT_IN_JOB,
-    REFUSED,
-    SUGGESTED,
-    Hyperparameters,
-    Recipe,
-    TrainOptions,
-    ValOptions,
-    flags_of,
-    from_mapping,
-    given_flags,
-    parse_options,
-    read_hyperparameters,
-    select,
-    suggestions,
-    with_defaults,
-)
+from utils.config.hyperparameters import Hyperparameters, Recipe, from_mapping, read_hyperparameters
+from utils.config.options import BUILT_IN_JOB, TrainOptions, ValOptions, flags_of
+from utils.config.parser import SUGGESTED, given_flags, parse_options, suggestions, with_defaults
+from utils.config.select import select
+from utils.config.yolov5_flags import REFUSED
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 

@@ -24,7 +24,8 @@ from models.tasks.classification.task import (
     precision_and_recall,
 )
 from models.yolo import Model
-from utils.config.options import ExportOptions, TrainOptions, ValOptions, flags_of, from_mapping
+from utils.config.hyperparameters import from_mapping
+from utils.config.options import ExportOptions, TrainOptions, ValOptions, flags_of
 from utils.errors import UserError
 from utils.files import ROOT
 from utils.summary import Summary
