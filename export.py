@@ -23,6 +23,7 @@ from utils.config.parser import parse_options, with_defaults
 from utils.console import show
 from utils.distributed.accelerator import device_kind
 from utils.distributed.exit import run_main
+from utils.distributed.ranks import speaks
 from utils.errors import UserError
 from utils.files import find_file
 
@@ -35,7 +36,7 @@ NEEDLESS = {
 def main() -> None:
     """Export as the flags say."""
     argv = sys.argv[1:]
-    options = parse_options(ExportOptions, argv)
+    options = parse_options(ExportOptions, argv, prints=speaks())
     if options.device == "mps":
         raise UserError("--device mps: Apple GPUs export nothing; give cpu")
     device = torch.device(device_kind(options.device))

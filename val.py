@@ -35,6 +35,7 @@ from utils.distributed.accelerator import describe, loader_workers, processes_to
 from utils.distributed.barrier import in_own_time
 from utils.distributed.exit import run_main
 from utils.distributed.graceful_stop import Asked
+from utils.distributed.ranks import speaks
 from utils.distributed.spawn import spread
 from utils.errors import UserError
 from utils.files import find_file
@@ -121,7 +122,7 @@ def rounding(asked: int, taken: int) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Validate as the flags say."""
     argv = sys.argv[1:] if argv is None else argv
-    options = parse_options(ValOptions, argv)
+    options = parse_options(ValOptions, argv, prints=speaks())
     if spread(partial(main, argv), processes_to_start(options.device, options.processes)):
         return
     accelerator = start(options.device, "no" if options.half else options.mixed_precision, options.dist_timeout)

@@ -1,4 +1,7 @@
-"""Hyperparameter YAML files and the flags `--hyp.KEY` that go before them."""
+"""Hyperparameter YAML files, and the flags `--hyp.KEY` that override them.
+
+A task's recipe extends `Recipe`; train.py and utils/config/resumed.py read the files.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,21 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from utils.config.ranges import BELOW_ONE, FINITE, NOT_NEGATIVE, POSITIVE, SHARE, Range, is_number
 from utils.errors import UserError, nearest
 from utils.files import find_file, read_yaml
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
-OVERRIDE = "--hyp."  # begins the flag of a single hyperparameter
+T = TypeVar("T", bound="DataclassInstance")
+R = TypeVar("R", bound="Recipe")
+
+OVERRIDE_PREFIX = "--hyp."  # of the flag of a single hyperparameter
 NO_OVERRIDES: Mapping[str, str] = types.MappingProxyType({})
-# YOLOv5's file names for the recipes that come with us under shorter ones.
+# YOLOv5's names of the hyperparameter files that have shorter names in data/hyps.
 YOLOV5_HYPS = {
     "hyp.scratch-low.yaml": "low.yaml",
     "hyp.scratch-med.yaml": "med.yaml",
@@ -30,8 +37,8 @@ YOLOV5_HYPS = {
 }
 
 
-def number(default: Any, within: Range) -> Any:
-    """A hyperparameter: its default and its range."""
+def number(default: float, within: Range) -> Any:
+    """Return a dataclass field that is a hyperparameter, with its default and its range."""
     return dataclasses.field(default=default, metadata={"within": within})
 
 
@@ -50,28 +57,28 @@ class Recipe:
     warmup_bias_lr: float = number(0.1, NOT_NEGATIVE)
 
     def accumulation(self, batch_size: int) -> int:
-        """Batches per optimizer step: as many as come nearest to `nbs` images."""
+        """Return the number of batches per optimizer step that comes nearest to `nbs` images."""
         return max(round(self.nbs / batch_size), 1)
 
     def decay(self, batch_size: int) -> float:
-        """The weight decay, in proportion to the images of a step: YOLOv5's rule."""
+        """Return the weight decay in proportion to the images per optimizer step, YOLOv5's rule."""
         images = batch_size * self.accumulation(batch_size)
         return self.weight_decay * images / self.nbs if self.nbs else self.weight_decay
 
 
 @dataclass(frozen=True)
 class Hyperparameters(Recipe):
-    """The keys of a hyperparameter YAML for a detector. Defaults are the recipe `low`."""
+    """The keys of a hyperparameter YAML for a detector. The defaults are those of data/hyps/low.yaml."""
 
     box: float = number(0.05, NOT_NEGATIVE)  # gains of the loss terms
     cls: float = number(0.5, NOT_NEGATIVE)
     cls_pw: float = number(1.0, POSITIVE)  # weight of positives in the class term
     obj: float = number(1.0, NOT_NEGATIVE)
     obj_pw: float = number(1.0, POSITIVE)
-    iou_t: float = number(0.2, SHARE)  # in every YOLOv5 file, used by nothing
-    # A target fits an anchor when width and height differ by less than this factor.
-    anchor_t: float = number(4.0, Range(1, above=True))
-    # Anchors per level when the model's are to be found anew; 0 keeps the model's.
+    iou_t: float = number(0.2, SHARE)  # in every YOLOv5 file; not used
+    # A target matches an anchor if width and height differ by less than this factor.
+    anchor_t: float = number(4.0, Range(1, exclusive_minimum=True))
+    # Anchors per level if they are to be computed from the data; 0 keeps the model's.
     anchors: float = number(0.0, NOT_NEGATIVE)
     fl_gamma: float = number(0.0, NOT_NEGATIVE)  # focal loss; 0 is off
     hsv_h: float = number(0.015, SHARE)
@@ -80,7 +87,7 @@ class Hyperparameters(Recipe):
     degrees: float = number(0.0, Range(0, 180))
     translate: float = number(0.1, SHARE)
     scale: float = number(0.5, BELOW_ONE)
-    shear: float = number(0.0, Range(0, 90, below=True))
+    shear: float = number(0.0, Range(0, 90, exclusive_maximum=True))
     perspective: float = number(0.0, Range(0, 0.001))
     flipud: float = number(0.0, SHARE)
     fliplr: float = number(0.5, SHARE)
@@ -89,47 +96,46 @@ class Hyperparameters(Recipe):
     copy_paste: float = number(0.0, SHARE)
 
 
-R = TypeVar("R", bound=Recipe)
-
-
 def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] = NO_OVERRIDES) -> R:
-    """The hyperparameter YAML of that name as a task's kind of recipe, checked. Keys left out have its defaults.
+    """Read and check a hyperparameter YAML as a task's kind of recipe. Absent keys get the defaults of `kind`.
 
-    overrides: what goes before the YAML, as flags such as --hyp.lr0 give it.
+    name: a path, or a file name of data/hyps or YOLOv5. overrides: values that replace those of the file, as text by
+    key, from flags such as --hyp.lr0. Raises `UserError`.
     """
-    known = name if os.path.isfile(name) else YOLOV5_HYPS.get(Path(name).name, name)
-    path = find_file(known, "hyperparameter file", ["data/hyps"])
-    return dataclasses.replace(from_mapping(kind, read_yaml(path), path), **overriding(kind, overrides))
+    alias = name if os.path.isfile(name) else YOLOV5_HYPS.get(Path(name).name, name)
+    path = find_file(alias, "hyperparameter file", ["data/hyps"])
+    return dataclasses.replace(from_mapping(kind, read_yaml(path), path), **parse_overrides(kind, overrides))
 
 
-def overriding(kind: type[Recipe], overrides: Mapping[str, str]) -> dict[str, Any]:
-    """The numbers that flags such as --hyp.lr0 give, by key. Raises `UserError` that names the flag."""
-    hints, ranges = _known(kind)
+def parse_overrides(kind: type[Recipe], overrides: Mapping[str, str]) -> dict[str, Any]:
+    """Return the numbers of flags such as --hyp.lr0, by key. Raises `UserError` that names the flag."""
+    hints, ranges = _types_and_ranges(kind)
     for key in overrides:
-        if key not in hints:  # most of a flag is what all have: likeness begins later
-            likely = nearest(OVERRIDE + key, [OVERRIDE + name for name in hints], likeness=0.82)
-            raise UserError(f"unknown flag {OVERRIDE}{key}{likely}")
-    return {key: _checked(text, hints[key], ranges[key], OVERRIDE + key) for key, text in overrides.items()}
+        if key not in hints:
+            # All flags share the prefix, so that similarity starts higher than for other words.
+            hint = nearest(OVERRIDE_PREFIX + key, [OVERRIDE_PREFIX + name for name in hints], likeness=0.82)
+            raise UserError(f"unknown flag {OVERRIDE_PREFIX}{key}{hint}")
+    return {key: _number(text, hints[key], ranges[key], OVERRIDE_PREFIX + key) for key, text in overrides.items()}
 
 
 def from_mapping(kind: type[T], values: Mapping[str, Any], source: Path) -> T:
-    """A `kind` from a YAML's keys. Raises `UserError` that names an unknown key (and the nearest) or a wrong type."""
-    hints, ranges = _known(kind)
+    """Return a `kind` from the keys of a YAML. Raises `UserError` that names an unknown key or a wrong value."""
+    hints, ranges = _types_and_ranges(kind)
     for key in values:
         if key not in hints:
             raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), hints)}")
-    return kind(**{key: _checked(value, hints[key], ranges[key], f"{source}: {key}") for key, value in values.items()})
+    return kind(**{key: _number(value, hints[key], ranges[key], f"{source}: {key}") for key, value in values.items()})
 
 
-def _known(kind: type) -> tuple[dict[str, Any], dict[str, Range]]:
-    """Types and ranges of a dataclass's fields, by name."""
+def _types_and_ranges(kind: type[DataclassInstance]) -> tuple[dict[str, Any], dict[str, Range]]:
+    """Return the types and the ranges of a dataclass's fields, by name."""
     ranges = {field.name: field.metadata.get("within", FINITE) for field in dataclasses.fields(kind)}
     return typing.get_type_hints(kind), ranges
 
 
-def _checked(value: Any, kind: Any, allowed: Range, name: str) -> Any:
-    """A value as a field's type. `name`: what an error is to call it."""
-    if isinstance(value, str) and kind in (int, float):  # YAML 1.1 reads 1e-3 as text
+def _number(value: object, kind: type[float], allowed: Range, name: str) -> float:
+    """Return a value as int or float. `name`: what an error message calls it."""
+    if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
         try:
             value = float(value)
         except ValueError:

@@ -1,14 +1,14 @@
-"""Ranges of numbers, for flags, hyperparameters and the keys of YAML files."""
+"""Ranges of numbers, for flags, hyperparameters and keys of YAML files. It imports nothing of the repository."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeGuard
 
 
-def is_number(value: Any) -> bool:
-    """Is this a finite number, such as a float can hold? True and False are none."""
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether this is a finite int or float that fits into a float; True and False do not count."""
     try:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
@@ -17,26 +17,26 @@ def is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a setting may have. `above`, `below`: the ends themselves are no such numbers."""
+    """The finite numbers from `minimum` to `maximum`; an exclusive bound is not in the range itself."""
 
-    least: float = -math.inf
-    most: float = math.inf
-    above: bool = False
-    below: bool = False
+    minimum: float = -math.inf
+    maximum: float = math.inf
+    exclusive_minimum: bool = False
+    exclusive_maximum: bool = False
 
     def __contains__(self, value: float) -> bool:
-        low = self.least < value if self.above else self.least <= value
-        high = value < self.most if self.below else value <= self.most
-        return low and high and is_number(value)
+        above = self.minimum < value if self.exclusive_minimum else self.minimum <= value
+        below = value < self.maximum if self.exclusive_maximum else value <= self.maximum
+        return above and below and is_number(value)
 
     def __str__(self) -> str:
-        least, most = f"{self.least:.10g}", f"{self.most:.10g}"
-        low = f"more than {least}" if self.above else f"{least} or more"
-        if self.most == math.inf:
+        minimum, maximum = f"{self.minimum:.10g}", f"{self.maximum:.10g}"
+        low = f"more than {minimum}" if self.exclusive_minimum else f"{minimum} or more"
+        if self.maximum == math.inf:
             return low
-        return f"{low} and less than {most}" if self.below else f"{least} to {most}"
+        return f"{low} and less than {maximum}" if self.exclusive_maximum else f"{minimum} to {maximum}"
 
 
-FINITE, NOT_NEGATIVE, POSITIVE = Range(), Range(0), Range(0, above=True)
-IMGSZ = Range(1, 2**14)
-SHARE, BELOW_ONE = Range(0, 1), Range(0, 1, below=True)
+FINITE, NOT_NEGATIVE, POSITIVE = Range(), Range(0), Range(0, exclusive_minimum=True)
+SHARE, BELOW_ONE = Range(0, 1), Range(0, 1, exclusive_maximum=True)
+IMGSZ = Range(1, 2**14)  # the side of an image, in pixels

@@ -37,7 +37,7 @@ class ClassificationRecipe(Recipe):
     weight_decay: float = number(0.0001, NOT_NEGATIVE)
     nbs: int = number(0, NOT_NEGATIVE)  # every batch is a step
     warmup_epochs: float = number(0.0, NOT_NEGATIVE)
-    crop_scale: float = number(0.08, Range(0, 1, above=True))  # least share of the area that a random crop takes
+    crop_scale: float = number(0.08, Range(0, 1, exclusive_minimum=True))  # smallest share of the area of a random crop
     fliplr: float = number(0.5, SHARE)
     flipud: float = number(0.0, SHARE)
     brightness: float = number(0.4, NOT_NEGATIVE)
