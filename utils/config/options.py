@@ -250,7 +250,7 @@ class TrainOptions:
     doctor: bool = flag(
         False, "do not train: check all processes and hosts, and report what would go wrong", "processes"
     )
-    local_rank: int = flag(-1, "set by old launchers; the environment variable LOCAL_RANK is what counts", "processes")
+    local_rank: int = flag(-1, "set by old launchers and ignored: the environment has the same number", "processes")
     # The values of flags such as --hyp.lr0, as text by key; the model's task knows which keys there are.
     overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -326,7 +326,7 @@ class ValOptions:
     show_processes: bool = flag(
         False, "list every process: host, rank, device and its part of the first batches", "processes"
     )
-    local_rank: int = flag(-1, "set by old launchers; the environment variable LOCAL_RANK is what counts", "processes")
+    local_rank: int = flag(-1, "set by old launchers and ignored: the environment has the same number", "processes")
 
 
 @dataclass(frozen=True)
