@@ -145,7 +145,9 @@ def check_same(state: Mapping[str, Any], identity: Mapping[str, Any]) -> list[st
             "weights/last.pt"
         )
     if state["imgsz"] != identity["imgsz"]:
-        raise UserError(f"--imgsz is {identity['imgsz']}, but the run was started with {state['imgsz']}; leave it out")
+        raise UserError(
+            f"--imgsz is {identity['imgsz']} now, and the run was started with {state['imgsz']}; leave it out"
+        )
     images, before = identity["images"], state["images"]
     changed = [name for name in images if images[name] != before.get(name)]
     if "files" in changed:

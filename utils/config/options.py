@@ -121,7 +121,7 @@ class TrainOptions:
     )
     partners: str = flag(
         "any",
-        "images that mosaic and a classifier's mixup combine: any, or neighbours in the epoch's order, which is faster",
+        "images that mosaic and a classifier's mixup combine: any, or near ones in the epoch's order, which is faster",
         "data",
         choices=("any", "near"),
         fixed=True,

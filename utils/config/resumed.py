@@ -98,7 +98,7 @@ def _refuse_hyperparameters(
 
 def _changed(run: Path, flag: str, now: object, saved: object) -> UserError:
     return UserError(
-        f"{flag} is {now!r}, but {run} was started with {saved!r} and its curve depends on it; {_advice(run)}"
+        f"{flag} is {now!r} now, and {run} was started with {saved!r}, which its curve depends on; {_advice(run)}"
     )
 
 

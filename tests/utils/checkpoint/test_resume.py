@@ -195,7 +195,7 @@ def test_flags_and_settings_are_merged(run: Path, monkeypatch: pytest.MonkeyPatc
     assert (options.workers, options.epochs, options.device, options.name) == (3, 20, "cpu", "exp")
     monkeypatch.setattr("utils.checkpoint.resume.launched", lambda: True)
     assert resumed("--resume", str(run)).options.device == ""
-    with pytest.raises(UserError, match=rf"^--seed is 1, but {run} was started with 0 and its curve depends on it; "):
+    with pytest.raises(UserError, match=rf"^--seed is 1 now, and {run} was started with 0, which"):
         resumed("--resume", str(run), "--seed", "1")
 
 
@@ -303,7 +303,7 @@ def test_other_labels_are_a_warning() -> None:
         ),
         ({"names": {0: "disc", 1: "bar", 2: "ring"}}, r"\(3 then, 3 now: class 1 was ring and is bar\)"),
         ({"names": {**IDENTITY["names"], 3: "dot"}}, r"\(3 then, 4 now: class 3 was none and is dot\)"),  # type: ignore[dict-item]
-        ({"imgsz": 128}, "--imgsz is 128, but the run was started with 96; leave it out"),
+        ({"imgsz": 128}, "--imgsz is 128 now, and the run was started with 96; leave it out"),
         (
             {"images": {"count": "27", "files": "dddd", "labels": "eeee"}},
             r"the training images have changed since the run began \(28 then, 27 now\); restore them",
@@ -340,7 +340,7 @@ def test_all_processes_do_what_the_main_one_decides(run: Path, on_processes: OnP
 
 def test_all_processes_refuse_alike(run: Path, on_processes: OnProcesses) -> None:
     one, other = on_processes(2, settled, str(run.parent), "--resume", "--seed", "1")
-    assert one.startswith(f"error: --seed is 1, but {run} was started with 0")
+    assert one.startswith(f"error: --seed is 1 now, and {run} was started with 0")
     assert other == one
 
 

@@ -133,7 +133,8 @@ def test_the_table_has_every_fixed_flag() -> None:
 def test_a_flag_that_the_curve_depends_on(name: str) -> None:
     now, then = FIXED[name]
     assert refused(saved(), *flags(name, now)) == (
-        f"{flags(name, now)[0]} is {now!r}, but {RUN} was started with {then!r} and its curve depends on it; {ADVICE}"
+        f"{flags(name, now)[0]} is {now!r} now, and {RUN} was started with {then!r}, which its curve depends on; "
+        f"{ADVICE}"
     )
     if then not in (False, True):
         assert resumed(saved(), *flags(name, then)) == resumed(saved())  # the same value is no change
@@ -200,7 +201,7 @@ def test_an_override_that_is_the_same(faster: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("key", "now", "then"), [("lr0", 0.03, 0.02), ("box", 7.0, 0.05)])
 def test_an_override_that_has_changed(faster: dict[str, Any], key: str, now: float, then: float) -> None:
     assert refused(faster, f"--hyp.{key}", str(now), "--hyp", LOW) == (
-        f"--hyp.{key} is {now}, but {RUN} was started with {then} and its curve depends on it; {ADVICE}"
+        f"--hyp.{key} is {now} now, and {RUN} was started with {then}, which its curve depends on; {ADVICE}"
     )
 
 
