@@ -33,10 +33,13 @@ from models.export.runtime import Exported, read_model
 from models.fuse import fuse
 from models.layer_registry import add_layers
 from models.tasks import TASKS
-from utils.config.options import IMGSZ, DetectOptions, parse_options
+from utils.config.options import DetectOptions
+from utils.config.parser import parse_options
+from utils.config.ranges import IMGSZ
 from utils.console import Bar, show
 from utils.distributed.accelerator import one_device
 from utils.distributed.exit import Stopped, run_main
+from utils.distributed.ranks import speaks
 from utils.errors import UserError
 from utils.files import claimed, csv_text, find_file, numbered_folder, replacing
 from utils.memory_format import layout
@@ -162,7 +165,7 @@ def as_pixels(image: Any) -> np.ndarray:
 
 def main() -> None:
     """Look as the flags say."""
-    options = parse_options(DetectOptions, sys.argv[1:])
+    options = parse_options(DetectOptions, sys.argv[1:], prints=speaks())
     media = Media(find_media(options.source), options.vid_stride)
     names = {field.name for field in fields(DetectOptions)} & set(Predictor.__init__.__annotations__)
     predictor = Predictor(**{name: getattr(options, name) for name in names})

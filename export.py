@@ -18,10 +18,12 @@ from models.export.runtime import ExportMetadata
 from models.layer_registry import add_layers
 from models.tasks import TASKS
 from models.weights.reader import Weights, read_weights
-from utils.config.options import ExportOptions, parse_options, with_defaults
+from utils.config.options import ExportOptions
+from utils.config.parser import parse_options, with_defaults
 from utils.console import show
 from utils.distributed.accelerator import device_kind
 from utils.distributed.exit import run_main
+from utils.distributed.ranks import speaks
 from utils.errors import UserError
 from utils.files import find_file
 
@@ -34,7 +36,7 @@ NEEDLESS = {
 def main() -> None:
     """Export as the flags say."""
     argv = sys.argv[1:]
-    options = parse_options(ExportOptions, argv)
+    options = parse_options(ExportOptions, argv, prints=speaks())
     if options.device == "mps":
         raise UserError("--device mps: Apple GPUs export nothing; give cpu")
     device = torch.device(device_kind(options.device))

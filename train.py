@@ -29,17 +29,13 @@ from models.weights.reader import Weights, read_weights
 from models.weights.releases import find_weights
 from models.weights.transfer import transfer
 from utils.checkpoint.progress import Progress
-from utils.checkpoint.resume import Settled, changes, check_same, settle
+from utils.checkpoint.resume import Settled, check_same, settle
 from utils.checkpoint.state_files import STATE_FORMAT
-from utils.config.options import (
-    BUILT_IN_JOB,
-    Recipe,
-    TrainOptions,
-    parse_options,
-    read_hyperparameters,
-    select,
-    with_defaults,
-)
+from utils.config.hyperparameters import Recipe, read_hyperparameters
+from utils.config.options import BUILT_IN_JOB, TrainOptions
+from utils.config.parser import parse_options, with_defaults
+from utils.config.resumed import changes
+from utils.config.select import select
 from utils.console import Bar, Remaining, duration
 from utils.distributed.accelerator import (
     check_batch_size,
@@ -58,6 +54,7 @@ from utils.distributed.deepspeed import configure, load_optimizer_state, optimiz
 from utils.distributed.exit import Stopped, run_main
 from utils.distributed.graceful_stop import TIME, Asked, Stop, exit_code
 from utils.distributed.preflight import Inputs, examine
+from utils.distributed.ranks import speaks
 from utils.distributed.spawn import spread
 from utils.distributed.sync_batchnorm import average_statistics, exact
 from utils.distributed.sync_dropout import draw_for_all
@@ -324,7 +321,7 @@ def read_job(settled: Settled, argv: Sequence[str]) -> Job:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train as the flags say."""
     argv = sys.argv[1:] if argv is None else argv
-    settled = settle(parse_options(TrainOptions, argv, BUILT_IN_JOB), argv, recipe_of)
+    settled = settle(parse_options(TrainOptions, argv, BUILT_IN_JOB, prints=speaks()), argv, recipe_of)
     options, begun, _ = settled
     if spread(partial(main, argv), processes_to_start(options.device, options.processes)):
         return

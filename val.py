@@ -29,11 +29,13 @@ from models.export.runtime import read_model
 from models.layer_registry import add_layers
 from models.tasks import TASKS
 from utils import coco
-from utils.config.options import ValOptions, parse_options, with_defaults
+from utils.config.options import ValOptions
+from utils.config.parser import parse_options, with_defaults
 from utils.distributed.accelerator import describe, loader_workers, processes_to_start, start
 from utils.distributed.barrier import in_own_time
 from utils.distributed.exit import run_main
 from utils.distributed.graceful_stop import Asked
+from utils.distributed.ranks import speaks
 from utils.distributed.spawn import spread
 from utils.errors import UserError
 from utils.files import find_file
@@ -120,7 +122,7 @@ def rounding(asked: int, taken: int) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Validate as the flags say."""
     argv = sys.argv[1:] if argv is None else argv
-    options = parse_options(ValOptions, argv)
+    options = parse_options(ValOptions, argv, prints=speaks())
     if spread(partial(main, argv), processes_to_start(options.device, options.processes)):
         return
     accelerator = start(options.device, "no" if options.half else options.mixed_precision, options.dist_timeout)

@@ -19,7 +19,7 @@ import yaml
 from data.dataset import DataOptions
 from data.detection import DetectionData
 from data.sources import read_spec
-from utils.config.options import Hyperparameters
+from utils.config.hyperparameters import Hyperparameters
 from utils.distributed import accelerator as launch
 from utils.distributed.ranks import place, run_store
 from utils.distributed.spawn import spread

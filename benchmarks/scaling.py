@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from benchmarks.gpus import COCO, PUBLISHED, clock
 from models.yolo import build_model
 from train import VALIDATION_BATCH
-from utils.config.options import Hyperparameters
+from utils.config.hyperparameters import Hyperparameters
 from utils.distributed.comm_hooks import BUCKET, RANK
 
 SIZES = "nsmlx"

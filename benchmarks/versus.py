@@ -69,7 +69,7 @@ from pathlib import Path
 from data.dataset import DataOptions
 from data.detection import DetectionData
 from data.sources import read_spec
-from utils.config.options import Hyperparameters
+from utils.config.hyperparameters import Hyperparameters
 spec = read_spec(Path(FOLDER) / "data.yaml")
 def loader(cache="", near=True):
     options = DataOptions(cache=cache, partners="near" if near else "any")

@@ -26,7 +26,8 @@ from data.problems import problem_warnings
 from data.sampler import Instances, SampleIndex, Sampling, evaluation_batches, item_generator, training_batches
 from data.sources import DataSpec, images_below
 from data.transforms import Augmenter, TransformSettings, centre_crop
-from utils.config.options import Recipe, select
+from utils.config.hyperparameters import Recipe
+from utils.config.select import select
 from utils.errors import UserError
 from utils.files import csv_text
 

@@ -22,7 +22,7 @@ from data.batches import Batch
 from data.problems import refuse
 from data.sampler import Instances, SampleIndex, Sampling
 from data.sources import DataSpec, overlap, read_spec
-from utils.config.options import Recipe
+from utils.config.hyperparameters import Recipe
 from utils.errors import UserError
 from utils.files import csv_text, find_file
 

@@ -24,7 +24,8 @@ from data.labels import Labels, check_classes, load_labels
 from data.problems import problem_warnings
 from data.sampler import Instances, SampleIndex, Sampling, evaluation_batches, item_generator, training_batches
 from data.sources import DataSpec, label_file
-from utils.config.options import Hyperparameters, Recipe, select
+from utils.config.hyperparameters import Hyperparameters, Recipe
+from utils.config.select import select
 from utils.errors import UserError
 from utils.files import csv_text
 from utils.summary import evenly

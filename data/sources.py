@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, NoReturn
 from data.archives import archive_sources, fetch_dataset, is_filled
 from data.converters import CONVERTERS
 from data.images import IMAGE_SUFFIXES
-from utils.config.options import is_number, suggestions
+from utils.config.parser import check_suggested_defaults
+from utils.config.ranges import is_number
 from utils.errors import UserError, nearest
 from utils.files import read_yaml
 
@@ -162,7 +163,7 @@ def read_spec(file: Path) -> DataSpec:
         raise UserError(f"{file}: `split` must be the share that is held out for validation, 0 to 1, not {share!r}")
     if not _is_seed(seed):
         raise UserError(f"{file}: `split_seed` must be a whole number from 0, not {seed!r}")
-    defaults = suggestions(content.get("defaults") or {}, file)
+    defaults = check_suggested_defaults(content.get("defaults") or {}, file)
     convert = content.get("convert") or ""
     if convert not in ("", *CONVERTERS):
         raise UserError(f"{file}: `convert` must be one of {', '.join(CONVERTERS)}, not {convert!r}")

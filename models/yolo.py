@@ -22,7 +22,7 @@ from models.layer_registry import MAX_COUNT, LayerPlacement, Scaling, is_count, 
 from models.layers import Conv, Detect, Head
 from models.tasks import TASKS, task_of
 from models.tasks.contract import Model
-from utils.config.options import is_number
+from utils.config.ranges import is_number
 from utils.errors import UserError, nearest
 from utils.files import find_file, read_yaml
 

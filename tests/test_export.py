@@ -26,7 +26,10 @@ from models.weights.transfer import transfer
 from models.yolo import build_model
 from tests.conftest import ROOT, RunScript
 from utils.checkpoint.state_files import serialised, weights_content
-from utils.config.options import REFUSED, ExportOptions, Hyperparameters, ValOptions, parse_options
+from utils.config.hyperparameters import Hyperparameters
+from utils.config.options import ExportOptions, ValOptions
+from utils.config.parser import parse_options
+from utils.config.yolov5_flags import REFUSED
 from utils.errors import UserError
 from val import fitted
 

@@ -23,7 +23,8 @@ from models.layers import Classify, Detect
 from models.tasks import TASKS
 from models.tasks.classification.torchvision_models import build_classifier
 from models.yolo import build_model
-from utils.config.options import SUGGESTED, read_hyperparameters
+from utils.config.hyperparameters import read_hyperparameters
+from utils.config.parser import SUGGESTED
 from utils.errors import UserError
 
 # In time: a hang is an error too.

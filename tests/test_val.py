@@ -24,7 +24,9 @@ from models.tasks.detection.task import DetectionTask
 from tests.conftest import RunScript
 from utils.checkpoint.state_files import serialised, weights_content
 from utils.coco import CocoImage
-from utils.config.options import Hyperparameters, ValOptions, parse_options
+from utils.config.hyperparameters import Hyperparameters
+from utils.config.options import ValOptions
+from utils.config.parser import parse_options
 from utils.errors import UserError
 from utils.files import read_yaml
 from val import check_flags, precision, write_results

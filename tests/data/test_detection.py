@@ -31,7 +31,7 @@ from data.detection import (
 from data.labels import EXIF_ORIENTATION
 from data.sampler import SampleIndex
 from data.sources import DataSpec, label_file, read_spec
-from utils.config.options import Hyperparameters
+from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
 
 NOTHING = Hyperparameters(

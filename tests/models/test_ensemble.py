@@ -13,7 +13,7 @@ from models.ensemble import check_programs, common_task, fixed_size, halve, load
 from models.export.runtime import Exported, ExportMetadata
 from models.tasks.detection.task import DetectionTask
 from models.weights.reader import Weights
-from utils.config.options import Hyperparameters
+from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
 
 NAMES = {0: "a", 1: "b", 2: "c"}

@@ -19,7 +19,7 @@ from models.tasks.detection.task import DetectionTask
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import build_model
-from utils.config.options import Hyperparameters
+from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
 from utils.files import find_file
 

@@ -18,7 +18,8 @@ from models.tasks.classification.prediction import ClassificationPostprocess, mo
 from models.tasks.classification.torchvision_models import build_classifier
 from models.tasks.contract import Batch, ExportModule, ExportSettings, Image, Model, Task, Thresholds
 from models.yolo import build_model
-from utils.config.options import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, Recipe, number
+from utils.config.hyperparameters import Recipe, number
+from utils.config.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
 from utils.errors import UserError
 from utils.memory_format import layout
 from utils.plots.drawing import draw_captioned
@@ -35,7 +36,7 @@ class ClassificationRecipe(Recipe):
     weight_decay: float = number(0.0001, NOT_NEGATIVE)
     nbs: int = number(0, NOT_NEGATIVE)  # every batch is a step
     warmup_epochs: float = number(0.0, NOT_NEGATIVE)
-    crop_scale: float = number(0.08, Range(0, 1, above=True))  # least share of the area that a random crop takes
+    crop_scale: float = number(0.08, Range(0, 1, exclusive_minimum=True))  # smallest share of the area of a random crop
     fliplr: float = number(0.5, SHARE)
     flipud: float = number(0.0, SHARE)
     brightness: float = number(0.4, NOT_NEGATIVE)

@@ -38,7 +38,8 @@ from models.tasks.detection.tta import VIEWS
 from models.yolo import YoloModel, build_model
 from utils.boxes import xywh_to_xyxy, xyxy_to_xywh
 from utils.coco import CocoImage
-from utils.config.options import Hyperparameters, select
+from utils.config.hyperparameters import Hyperparameters
+from utils.config.select import select
 from utils.errors import UserError
 from utils.files import csv_text
 from utils.memory_format import layout

@@ -22,7 +22,7 @@ from data.labels import load_labels
 from data.problems import problem_warnings
 from data.sampler import Instances, SampleIndex, evaluation_batches, item_generator, training_batches
 from data.sources import DataSpec, label_file
-from utils.config.options import Recipe
+from utils.config.hyperparameters import Recipe
 from utils.errors import UserError
 
 

@@ -18,7 +18,8 @@ from models.tasks.classification.task import ClassificationRecipe, Classificatio
 from models.tasks.contract import ExportSettings
 from models.yolo import YoloModel
 from tests.models.tasks.classification.toy_batches import NAMES, Identity, Images, Info, batch, make, of_classes
-from utils.config.options import ExportOptions, TrainOptions, ValOptions, flags_of, from_mapping
+from utils.config.hyperparameters import from_mapping
+from utils.config.options import ExportOptions, TrainOptions, ValOptions, flags_of
 from utils.errors import UserError
 from utils.files import ROOT
 

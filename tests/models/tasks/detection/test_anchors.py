@@ -14,7 +14,7 @@ from models.tasks.detection import anchors
 from models.tasks.detection.anchors import ENOUGH, LEAST_SIDE, find_anchors, fit
 from models.tasks.detection.task import DetectionTask
 from models.yolo import YoloModel, build_model
-from utils.config.options import Hyperparameters
+from utils.config.hyperparameters import Hyperparameters
 
 YOLOV5 = np.array([[10, 13], [16, 30], [33, 23], [30, 61], [62, 45], [59, 119], [116, 90], [156, 198], [373, 326.0]])
 

@@ -18,7 +18,7 @@ from models.tasks.detection.loss import LossSettings
 from models.tasks.detection.metrics import POINTS, ImageRecord
 from models.tasks.detection.task import DetectionTask, _to_file
 from models.tasks.detection.tta import GREY
-from utils.config.options import Hyperparameters
+from utils.config.hyperparameters import Hyperparameters
 from utils.summary import Box, Example, Summary
 
 NAMES = {0: "disc", 1: "traffic light", 2: "bar"}

@@ -18,7 +18,8 @@ from models.tasks.heatmap.loss import HeatmapCriterion
 from models.tasks.heatmap.metrics import METRIC_NAMES, HeatmapMetrics
 from models.tasks.heatmap.prediction import HeatmapPostprocess
 from models.yolo import build_model
-from utils.config.options import SHARE, Recipe, number
+from utils.config.hyperparameters import Recipe, number
+from utils.config.ranges import SHARE
 from utils.plots.drawing import draw_captioned
 
 STRIDE = 4  # of models/heatmap.yaml
