@@ -47,7 +47,7 @@ def classifier(tmp_path: Path) -> str:
     names = {0: "cat", 1: "dog", 2: "cow"}
     task = ClassificationTask(names, ClassificationRecipe())
     yaml = {**read_yaml(ROOT / "models" / "resnet18.yaml"), "nc": 3}
-    model = task.build_model(task.describe(yaml), 64)
+    model = task.build_model(task.model_yaml(yaml), 64)
     path = tmp_path / "kinds.pt"
     path.write_bytes(serialised(weights_content(model, {**yaml, "task": "classify"}, names, {})))
     return str(path)
