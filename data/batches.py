@@ -69,10 +69,3 @@ def loader(
         persistent_workers=workers > 0,
         worker_init_fn=shield_worker,
     )
-
-
-def loader_messages(train: DataLoader[Any], val: DataLoader[Any]) -> list[str]:
-    """Return lines for the console about the caches and the sampling of a training's loaders, if there are any."""
-    caches = (getattr(loader.dataset, "images", None) for loader in (train, val))
-    about_caches: list[list[str]] = [getattr(images, "said", []) for images in caches]
-    return [*(about_caches[0] or about_caches[1]), *getattr(train.batch_sampler, "messages", ())]

@@ -158,6 +158,12 @@ class DataSet(ABC, Generic[S]):
         reports = [*train.report("train"), *val.report("val")]
         return [*self.spec.doubts, *reports, *overlap(train.images, val.images)]
 
+    @staticmethod
+    def cache_messages(loader: DataLoader[Any]) -> list[str]:
+        """Return lines for the console about the cache of a loader's images, if it has one."""
+        messages: list[str] = getattr(getattr(loader.dataset, "images", None), "said", [])
+        return messages
+
     def identity(self, train: S, val: S) -> dict[str, Any]:
         """Return what tells this data set from others: its YAML's path and the identity of its splits."""
         return {"yaml": str(self.spec.file), "train": train.identity(), "val": val.identity()}

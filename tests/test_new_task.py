@@ -37,7 +37,6 @@ PARTS = """
 import sys
 from pathlib import Path
 import numpy as np, torch
-from data.batches import loader_messages
 from data.dataset import DataOptions, data_source
 from models.tasks import TASKS, task_of
 from models.tasks.contract import ExportSettings, Thresholds
@@ -78,7 +77,7 @@ assert task.draw_batch(batch).ndim == 3
 model.eval()
 batches = data.evaluation_batches(val, 4, False)
 val_loader = data.evaluation_loader(val, batches)
-assert len(loader_messages(loader, val_loader)) == 2
+assert len(data.cache_messages(loader)) == len(loader.batch_sampler.messages) == 1
 postprocess, metrics = task.postprocess(model, Thresholds()), task.metrics(frozenset([0, 2]))
 records, predictions = [], []
 with torch.inference_mode():

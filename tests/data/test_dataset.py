@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.batches import loader_messages
 from data.dataset import DataOptions, data_source, dataset_class
 from data.detection import DetectionData
 from models.tasks import TASKS
@@ -69,9 +68,12 @@ def test_loaders_say_what_is_cached_and_how_images_are_sampled(file: Path) -> No
     split = data.split("train")
     loader = data.train_loader(split, batch_size=2, hyp=DetectionTask.recipe(), seed=0)
     val_loader = data.evaluation_loader(split, data.evaluation_batches(split, batch_size=2, square=True))
-    sampling = "--close-mosaic 3: no images mixed of several from epoch 3 on"
-    cached = loader.dataset.images.said or val_loader.dataset.images.said
-    assert loader_messages(loader, val_loader) == [*cached, sampling]
+    assert loader.batch_sampler.messages == ("--close-mosaic 3: no images mixed of several from epoch 3 on",)
+    for each in (loader, val_loader):
+        (line,) = data.cache_messages(each)
+        assert line.startswith("--cache ram: room for 2 of 2 images")
+    uncached = data.uncached().train_loader(split, batch_size=2, hyp=DetectionTask.recipe(), seed=0)
+    assert data.cache_messages(uncached) == []
 
 
 def test_rectangles_are_for_detectors(file: Path) -> None:
