@@ -53,6 +53,7 @@ from models.layers import (
     Segment,
     batch_norm,
 )
+from models.tasks import contract
 from utils.config.options import is_number
 from utils.errors import UserError, nearest
 from utils.files import ROOT, find_file, read_yaml
@@ -316,7 +317,7 @@ def _by_parameters(layer: Callable[..., nn.Module]) -> Maker:
     return plain(layer)
 
 
-class Model(nn.Module):
+class Model(contract.Model):
     """A network of a YAML's rows. `yaml` builds it again; `names` are its classes."""
 
     def __init__(self, layers: Sequence[nn.Module], rows: Sequence[Row], yaml: dict[str, Any]) -> None:
@@ -335,7 +336,7 @@ class Model(nn.Module):
         return head
 
     @property
-    def stride(self) -> Tensor:
+    def strides(self) -> Tensor:
         """(levels,): pixels per cell of each level of a detector."""
         return self.detect.stride
 

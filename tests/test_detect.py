@@ -72,7 +72,7 @@ def test_against_a_plain_computation(shared: Path, photo: Path, predictor: Predi
     inputs = torch.from_numpy(padded[..., ::-1].transpose(2, 0, 1).copy())[None] / 255
     rows = []
     with torch.inference_mode():
-        for raw, anchors, stride in zip(model.eval()(inputs), model.detect.anchors, model.stride, strict=True):
+        for raw, anchors, stride in zip(model.eval()(inputs), model.detect.anchors, model.detect.stride, strict=True):
             s, (h, w) = raw[0].sigmoid(), raw.shape[2:4]
             cells = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1)
             xy = (s[..., :2] * 2 - 0.5 + cells) * stride

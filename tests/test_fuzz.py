@@ -201,7 +201,7 @@ def test_models(changed: dict[tuple[str, int], Any], more: dict[Any, Any]) -> No
         if model.yaml["task"] == "classify":
             assert maps.shape == (1, model.yaml["nc"])
         else:
-            assert len(maps) == len(model.stride)
+            assert len(maps) == len(model.detect.stride)
 
 
 @few

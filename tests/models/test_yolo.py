@@ -136,7 +136,7 @@ def narrow(name: str) -> dict[str, Any]:
 @torch.no_grad()
 def test_maps_of_the_hubs(name: str, strides: list[int]) -> None:
     model = build_model(narrow(name)).eval()
-    assert model.stride.tolist() == strides
+    assert model.detect.stride.tolist() == strides
     maps = model(torch.rand(1, 3, 128, 256))
     assert [m.shape for m in maps] == [(1, 3, 128 // s, 256 // s, 85) for s in strides]
     assert all(m.isfinite().all() for m in maps)
@@ -154,8 +154,9 @@ class Images(NamedTuple):
 def test_a_training_step_reaches_every_parameter(name: str) -> None:
     task, batch = DetectionTask({0: "a", 1: "b", 2: "c"}, Hyperparameters()), Images()
     model = task.build_model(narrow(name), 64).train()
-    terms = task.losses(model(task.inputs(batch), *task.hints(batch)), batch)
-    loss = task.objective(terms.means(terms.counts), 2)
+    criterion = task.criterion(model)
+    terms = criterion(model(task.inputs(batch), *criterion.hints(batch)), batch)
+    loss = criterion.objective(terms.means(terms.counts), 2)
     loss.backward()
     assert loss.isfinite()
     for name_of, parameter in model.named_parameters():
@@ -192,9 +193,9 @@ def test_a_detector_does_not_end_with_a_segmenters_head() -> None:
 @pytest.mark.parametrize(("name", "strides"), [("yolov5n.yaml", [8, 16, 32]), ("yolov5n6", [8, 16, 32, 64])])
 def test_strides_and_anchors(name: str, strides: list[int]) -> None:
     model = build_model(name)  # a shipped file, by its bare name
-    assert model.stride.tolist() == strides
+    assert model.detect.stride.tolist() == strides
     given = torch.tensor(yaml.safe_load((REPOSITORY / "models" / name).with_suffix(".yaml").read_text())["anchors"])
-    pixels = model.detect.anchors * model.stride.view(-1, 1, 1)
+    pixels = model.detect.anchors * model.detect.stride.view(-1, 1, 1)
     torch.testing.assert_close(pixels.flatten(1), given.float())
     images = torch.rand(1, 3, 128, 192)
     assert [m.shape for m in model(images)] == [(1, 3, 128 // s, 192 // s, 85) for s in strides]
@@ -230,7 +231,7 @@ def test_official_weights_predict_what_yolov5_predicts(official: Any) -> None:
     reference = torch.load(path, weights_only=True)
     model = build_model("yolov5n.yaml").eval()
     transfer(model, official.state)
-    predictions = decode(model(reference["image"]), model.detect.anchors, model.stride)
+    predictions = decode(model(reference["image"]), model.detect.anchors, model.detect.stride)
     torch.testing.assert_close(predictions, reference["predictions"], rtol=0, atol=1e-3)
 
 
@@ -286,7 +287,7 @@ def test_a_row_as_wide_as_the_head_is_not_scaled() -> None:
 
 def test_anchors_by_number() -> None:
     model = build_model({**small(), "anchors": 2})
-    assert (model.detect.anchors * model.stride).tolist() == [[[1, 2], [3, 4]]]
+    assert (model.detect.anchors * model.detect.stride).tolist() == [[[1, 2], [3, 4]]]
 
 
 def test_only_later_inputs_stay_alive() -> None:
@@ -532,7 +533,7 @@ def test_layers_of_the_users(own: Path) -> None:
     assert (squeeze.down.in_features, squeeze.down.out_features) == (32, 8)
     assert (together.weight.tolist(), scale.factor) == ([2, 2], 3)
     assert isinstance(head, Detect)
-    assert model.stride.tolist() == [2]
+    assert model.detect.stride.tolist() == [2]
     sum(m.sum() for m in model(torch.rand(2, 3, 16, 16))).backward()
     assert all(p.grad is not None for p in model.parameters())
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from models.fuse import fuse
 from models.tasks.classification.torchvision_models import build_classifier
-from models.tasks.contract import Batch
-from models.tasks.detection.loss import LossTerms
+from models.tasks.contract import Batch, LossTerms
 from models.yolo import build_model
 from utils.config.options import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, Recipe, number
 from utils.errors import UserError
