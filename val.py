@@ -277,7 +277,7 @@ def write_results(
     file, missing = Path(options.annotations) if options.annotations else None, ""
     if file is None:
         file, missing = coco.find_annotations(spec.roots, SPLIT_OF.get(options.task, options.task), images)
-    ids, annotations, problem = coco.own_ids(names, images), None, None
+    ids, annotations, problem = coco.default_ids(names, images), None, None
     if file:
         try:
             annotations = coco.read_annotations(file, names, images)
@@ -286,14 +286,14 @@ def write_results(
             problem = error
     rows = coco.results(found, ids)
     run.write_documents({f"{stem}_predictions.json": json.dumps(rows)})
-    run.say(f"{len(rows)} results in {run.folder / f'{stem}_predictions.json'}; {ids.told}", *filter(None, [missing]))
+    run.say(f"{len(rows)} results in {run.folder / f'{stem}_predictions.json'}; {ids.origin}", *filter(None, [missing]))
     try:
         if problem:
             raise problem
         if annotations:
             scores = coco.score(annotations, rows)
-            run.write_documents({"coco.csv": coco.text(scores)})
-            run.say(*annotations.doubts(), *coco.table(scores))
+            run.write_documents({"coco.csv": coco.csv_document(scores)})
+            run.say(*annotations.warnings(), *coco.table(scores))
     except UserError as error:
         if options.annotations:
             raise

@@ -19,7 +19,7 @@ from tests.machines import ACCELERATE, CONFIGS
 from utils.checkpoint.state_files import States
 
 HERE = ("--processes", "2")
-LOSSES = "models.tasks.detection.task:DetectionTask.losses"
+LOSSES = "models.tasks.detection.loss:DetectionCriterion.__call__"
 Train = Callable[..., str]
 
 

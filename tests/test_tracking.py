@@ -203,7 +203,8 @@ def test_a_killed_run_goes_on_in_the_same_run(train: Train, run_script: RunScrip
         code=-signal.SIGKILL,
         WANDB_MODE="offline",
     )
-    fault = {"FAULT": "SIGKILL:models.tasks.detection.metrics:join:1", "PYTHONPATH": str(ROOT / "tests" / "faults")}
+    planted = "SIGKILL:models.tasks.detection.metrics:DetectionMetrics.summarise:1"
+    fault = {"FAULT": planted, "PYTHONPATH": str(ROOT / "tests" / "faults")}
     again = ("--resume", "--project", str(tmp_path))
     run_script("train.py", *again, WANDB_MODE="offline", OMP_NUM_THREADS="1", code=-signal.SIGKILL, **fault)
     run_script("train.py", *again, WANDB_MODE="offline", OMP_NUM_THREADS="1")

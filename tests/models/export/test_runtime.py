@@ -27,7 +27,7 @@ from models.export.runtime import (
     read_model,
     whole_strides,
 )
-from models.tasks.detection.export_module import Decoding, InGraph, Suppressing
+from models.tasks.detection.export_module import DecodedDetector, GraphSuppression, SuppressedDetector
 from models.weights.reader import read_weights
 from models.yolo import build_model
 from utils.errors import UserError
@@ -59,13 +59,13 @@ METADATA = ExportMetadata(
 Sizes = list[tuple[int, int, int]]
 
 
-def detector() -> Decoding:
+def detector() -> DecodedDetector:
     torch.manual_seed(0)
     model = build_model(dict(YAML)).eval()
     for level in model.detect.m:
         nn.init.normal_(level.weight, std=2)
         nn.init.normal_(level.bias, std=0.5)
-    return Decoding(model).eval().requires_grad_(False)
+    return DecodedDetector(model).eval().requires_grad_(False)
 
 
 def images(count: int, height: int, width: int) -> Tensor:
@@ -85,9 +85,9 @@ def free(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def fixed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """With suppression, for two images of 32x48."""
-    limits = InGraph(0.3, 0.45, 20, 20)
+    limits = GraphSuppression(0.3, 0.45, 20, 20)
     metadata = replace(METADATA, dynamic=False, imgsz=(32, 48), batch=2, suppression=limits._asdict())
-    return written(tmp_path_factory.mktemp("fixed"), ExportJob(Suppressing(detector(), limits), metadata))
+    return written(tmp_path_factory.mktemp("fixed"), ExportJob(SuppressedDetector(detector(), limits), metadata))
 
 
 def test_names(free: dict[str, Path]) -> None:
@@ -113,7 +113,7 @@ def test_free_sizes(name: str, free: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_batches_of_one_size_are_filled_up(name: str, fixed: dict[str, Path]) -> None:
-    model, exported = Suppressing(detector(), InGraph(0.3, 0.45, 20, 20)), read_exported(fixed[name])
+    model, exported = SuppressedDetector(detector(), GraphSuppression(0.3, 0.45, 20, 20)), read_exported(fixed[name])
     assert exported.metadata.dynamic == (name == "torchscript")  # a trace takes any size
     for count in (1, 2, 5):
         detections, counts = exported(images(count, 32, 48))
