@@ -30,7 +30,8 @@ LINE = (
 )
 COLOURS = {"red": (255, 40, 40), "blue": (40, 40, 255)}
 TRAIN_IMAGES, VAL_IMAGES = 37, 13  # primes, so that no batch size divides them
-PRECISION = 1e-3  # of what processes compute together, against one alone
+PRECISION = 1e-3  # of losses that processes compute together, against one alone
+CELL = 0.05  # change of a metric if one keypoint of 26 moves to the next cell
 
 # What a task is asked for, without the scripts: one step of a training, predictions, metrics and an exported module.
 PARTS = """
@@ -207,7 +208,10 @@ def test_training(trained: Path) -> None:
 def test_two_processes_train_alike(run: Callable[..., str], keypoints: Path, trained: Path, tmp_path: Path) -> None:
     run(*train_flags(keypoints, tmp_path, "--noplots", "--processes", "2", "--sync-bn"))
     for two, one in zip(rows(tmp_path / "exp"), rows(trained), strict=True):
-        assert two == pytest.approx(one, rel=PRECISION, abs=PRECISION)
+        assert list(two) == list(one)
+        for name, value in one.items():
+            scale = CELL if name.startswith("metrics/") else PRECISION * abs(value)
+            assert two[name] == pytest.approx(value, abs=scale), name
 
 
 @pytest.mark.parametrize("processes", [(), ("--processes", "2")], ids=["one", "two"])
@@ -251,7 +255,7 @@ def test_validation_on_one_and_two_processes(
 
 def test_detection(run: Callable[..., str], keypoints: Path, trained: Path, tmp_path: Path) -> None:
     source = keypoints.parent / "images/val"
-    how = ("--imgsz", "64", "--device", "cpu", "--project", str(tmp_path), "--conf-thres", "0.01")
+    how = ("--imgsz", "64", "--device", "cpu", "--project", str(tmp_path), "--conf-thres", "0.001")
     keep = ("--save-txt", "--save-csv", "--save-crop")
     printed = run("detect.py", "--weights", str(trained / "weights/best.pt"), "--source", str(source), *how, *keep)
     assert printed.count("1 blue, 1 red") == VAL_IMAGES
