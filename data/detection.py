@@ -35,7 +35,7 @@ from data.sources import DataSpec, label_file
 from utils.config.options import Hyperparameters, Recipe, select
 from utils.errors import UserError
 from utils.files import csv_text
-from utils.summary import evenly
+from utils.summary import evenly_spaced
 
 MOST_BOXES = 5000  # of the training labels that boxes.csv has
 NOWHERE = Placement((0.0, 0.0), (0, 0))  # the placement of a training item: a mosaic has no way back into one file
@@ -245,7 +245,7 @@ class DetectionData(DataSet):
         rows = train.labels.rows
         boxes = [
             (names[int(label)], *(f"{value:.5g}" for value in box))
-            for label, *box in rows[evenly(len(rows), MOST_BOXES)].tolist()
+            for label, *box in rows[evenly_spaced(len(rows), MOST_BOXES)].tolist()
         ]
         return {
             "labels.csv": labels_text(names, counts),

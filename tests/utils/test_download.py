@@ -209,7 +209,7 @@ def test_a_server_that_fails_for_a_while(server: Server, kept: Path) -> None:
 
 
 def test_a_silence_in_the_middle(server: Server, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(downloads, "PATIENCE", 0.1)
+    monkeypatch.setattr(downloads, "SERVER_TIMEOUT_SECONDS", 0.1)
     silent = threading.Event()
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
@@ -257,7 +257,9 @@ def test_an_answer_that_is_none(answer: Answer, server: Server, kept: Path) -> N
     refused(server.give("a.pth", answer), kept / "a.pth")
 
 
-@pytest.mark.parametrize(("code", "asked"), [(404, 1), (403, 1), (500, downloads.TRIES), (429, downloads.TRIES)])
+@pytest.mark.parametrize(
+    ("code", "asked"), [(404, 1), (403, 1), (500, downloads.MAX_FAILURES), (429, downloads.MAX_FAILURES)]
+)
 def test_an_error_of_the_server(code: int, asked: int, server: Server, kept: Path) -> None:
     """One that will not change is told at once."""
     address = server.give("b.pth", failing(code, 99, sending(b"")))
@@ -279,7 +281,7 @@ def test_nobody_there(kept: Path, quick: list[float]) -> None:
 
 
 def test_a_server_that_says_nothing(kept: Path, monkeypatch: pytest.MonkeyPatch, quick: list[float]) -> None:
-    monkeypatch.setattr(downloads, "PATIENCE", 0.1)
+    monkeypatch.setattr(downloads, "SERVER_TIMEOUT_SECONDS", 0.1)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -20,8 +20,8 @@ from utils.config.options import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
 from utils.errors import UserError
 from utils.files import csv_text
 from utils.memory_format import layout
-from utils.plots.drawing import Style, draw_captioned, draw_lines
-from utils.summary import Example, Summary, cells, confusion_text, dense
+from utils.plots.drawing import Style, draw_captioned, draw_text_lines
+from utils.summary import Example, Summary, confusion_text, dense_counts, sparse_counts
 
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, RGB, of values in 0 to 1
 TOP = 5
@@ -210,7 +210,7 @@ class ClassificationTask:
     def drawn(self, image: np.ndarray, prediction: Tensor, style: Style) -> np.ndarray:
         """An image, uint8 (h, w, 3) BGR, with its five likeliest classes."""
         texts = [style.text(name, share) for name, share in self.findings(prediction)]
-        return draw_lines(image, list(filter(None, texts)))
+        return draw_text_lines(image, list(filter(None, texts)))
 
     def crops(self, image: np.ndarray, prediction: Tensor) -> list[tuple[str, np.ndarray]]:
         """The whole image, with the name of its likeliest class."""
@@ -263,7 +263,7 @@ class ClassificationTask:
         mistakes = [record for record in records if record.label != record.best[0]]
         mistakes = sorted(mistakes, key=lambda record: (-record.confidence, record.image))[:MISTAKES]
         shown = [[record.image, record.label, record.best[0], record.confidence] for record in mistakes]
-        evidence = {"confusion": cells(confusion), "mistakes": shown}
+        evidence = {"confusion": sparse_counts(confusion), "mistakes": shown}
         overall, details = self._table(confusion, top1, top5)
         metrics = dict(zip(self.metric_names, (top1, top5), strict=True))
         return Summary(metrics, top1, overall, details, evidence, by_class=self._by_class(confusion))
@@ -291,7 +291,7 @@ class ClassificationTask:
 
     def documents(self, summary: Summary) -> dict[str, str]:
         """Text files for the run folder, by name: counts, precision and recall by class, and the confusion matrix."""
-        confusion = dense(summary.evidence["confusion"], len(self.names))
+        confusion = dense_counts(summary.evidence["confusion"], len(self.names))
         precision, recall = precision_and_recall(confusion)
         names = list(self.names.values())
         by_class = [

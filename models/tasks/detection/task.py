@@ -42,8 +42,8 @@ from utils.config.options import Hyperparameters, select
 from utils.errors import UserError
 from utils.files import csv_text
 from utils.memory_format import layout
-from utils.plots.drawing import Style, draw_found, draw_targets
-from utils.summary import Box, Example, Summary, cells, confusion_text, dense
+from utils.plots.drawing import Style, draw_predictions, draw_targets
+from utils.summary import Box, Example, Summary, confusion_text, dense_counts, sparse_counts
 
 
 class Placement(Protocol):
@@ -272,7 +272,7 @@ class DetectionTask:
         rows = prediction.flip(0)
         classes = [int(label) for label in rows[:, 5].tolist()]
         texts = [style.text(self.names[k], value) for k, value in zip(classes, rows[:, 4].tolist(), strict=True)]
-        return draw_found(image, rows[:, :4].numpy(), classes, texts, style)
+        return draw_predictions(image, rows[:, :4].numpy(), classes, texts, style)
 
     def crops(self, image: np.ndarray, prediction: Tensor) -> list[tuple[str, np.ndarray]]:
         """What each box of an image holds, with the name of its class; none is empty."""
@@ -341,7 +341,7 @@ class DetectionTask:
         if not evidence:  # that of a run which began before there was any
             return {}
         classes, curves = evidence["classes"], evidence["curves"]
-        confusion = dense(evidence["confusion"], len(names) + 1)
+        confusion = dense_counts(evidence["confusion"], len(names) + 1)
         by_confidence = _curve_rows(names, classes, curves["precision"], curves["recall"])
         head = ("class", "images", "instances", "precision", "recall", "AP50", "AP50-95")
         return {
@@ -425,7 +425,7 @@ def _evidence(records: Sequence[ImageRecord], scores: ClassScores, classes: int)
     shown = sorted(((record.image, record.shown) for record in records if record.shown), key=lambda pair: pair[0])
     return {
         "classes": [list(row) for row in zip(*(values.tolist() for values in (*counts, *columns)), strict=True)],
-        "confusion": cells(confusion_matrix(records, classes)),
+        "confusion": sparse_counts(confusion_matrix(records, classes)),
         "curves": {
             name: torch.from_numpy(values.astype(np.float32)) for name, values in scores.curves._asdict().items()
         },
