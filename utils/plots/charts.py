@@ -114,10 +114,8 @@ def text_inches(figure: Figure, names: Sequence[str], size: float) -> float:
 
     canvas: Any = figure.canvas
     renderer, font = canvas.get_renderer(), FontProperties(size=size)
-    return (
-        max((renderer.get_text_width_height_descent(name, font, False)[0] for name in names), default=0)
-        / PIXELS_PER_INCH
-    )
+    pixels = (renderer.get_text_width_height_descent(name, font, False)[0] for name in names)
+    return max(pixels, default=0) / PIXELS_PER_INCH
 
 
 # Results by epoch
@@ -194,11 +192,11 @@ def smoothing_width(epochs: Sequence[np.ndarray]) -> float:
 
     From one point to four, less if a run has ten or fewer, and one epoch if no run has two.
     """
-    several = [run for run in epochs if len(run) > 1]
-    step = max((np.ptp(run) / (len(run) - 1) for run in several), default=0.0)
+    lines = [run for run in epochs if len(run) > 1]  # of two points or more
+    step = max((np.ptp(run) / (len(run) - 1) for run in lines), default=0.0)
     if not step:
         return 1.0
-    span = min(map(np.ptp, several))
+    span = min(map(np.ptp, lines))
     return float(np.clip(span / SMOOTHING_SPAN_PART, min(step, span / 10), MAX_SMOOTHING_POINTS * step))
 
 
@@ -286,16 +284,16 @@ def confusion_figure(counts: np.ndarray, names: Sequence[str], by_share: bool) -
     axes = figure.add_axes((margin / width, margin / height, side / width, side / height))
     scale = figure.add_axes(((margin + side + 0.15) / width, margin / height, 0.2 / width, side / height))
     if by_share:
-        shown = axes.imshow(shares, "Blues", vmin=0, vmax=1)
+        image = axes.imshow(shares, "Blues", vmin=0, vmax=1)
     else:
-        shown = axes.imshow(counts, "Blues", norm=SymLogNorm(1, 0.3, vmin=0, vmax=max(int(counts.max(initial=0)), 1)))
-    figure.colorbar(shown, cax=scale, label="share of the true class" if by_share else "count")
+        image = axes.imshow(counts, "Blues", norm=SymLogNorm(1, 0.3, vmin=0, vmax=max(int(counts.max(initial=0)), 1)))
+    figure.colorbar(image, cax=scale, label="share of the true class" if by_share else "count")
     axes.set(xlabel="predicted", ylabel="true")
     if named:
         axes.set_xticks(range(size), labels, rotation=90, fontsize=font_size)
         axes.set_yticks(range(size), labels, fontsize=font_size)
         _draw_cell_borders(axes, size)
-        dark = np.asarray(shown.norm(shares if by_share else counts), float) > 0.55
+        dark = np.asarray(image.norm(shares if by_share else counts), float) > 0.55
         for true, predicted, text in cell_texts(counts, by_share, short=size > 12):
             colour = "white" if dark[true, predicted] else "black"
             font = 7 if size > 12 or len(text) > 4 else 9

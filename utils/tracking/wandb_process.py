@@ -109,7 +109,7 @@ class Session:
         """Return wandb's settings, without those that an older version does not have."""
         known = getattr(self.wandb.Settings, "model_fields", {})
         # wandb copies its settings; a bound method in place of the lambda would be copied with the whole session.
-        newer = {"x_stats_pid": pid, "finish_timeout": timeout, "stop_fn": lambda: self.stop()}
+        newer: dict[str, Any] = {"x_stats_pid": pid, "finish_timeout": timeout, "stop_fn": lambda: self.stop()}
         return self.wandb.Settings(
             silent=True,
             init_timeout=connect_timeout(),
