@@ -53,14 +53,14 @@ class TrackingOptions:
 class LoggedRun(Protocol):
     """The part of `utils.run.Run` that a log uses: the run folder, and the trackers of the main process."""
 
-    folder: Path
+    path: Path
     step: int  # the last optimizer step that something was logged at
 
     @property
     def trackers(self) -> list[Tracker]: ...
-    def say(self, *lines: str) -> None: ...
-    def track(self, make: Callable[[], list[Tracker]], config: Mapping[str, Any], step: int) -> None: ...
-    def point(self, values: Mapping[str, Any], step: int) -> None: ...
+    def print(self, *lines: str) -> None: ...
+    def start_trackers(self, make: Callable[[], list[Tracker]], config: Mapping[str, Any], step: int) -> None: ...
+    def log_point(self, values: Mapping[str, Any], step: int) -> None: ...
 
 
 class RunLog:
@@ -90,18 +90,18 @@ class RunLog:
             "devices": list(devices),
             "dataset": dict(dataset),
         }
-        self.run.track(self._make_trackers, config, step)
+        self.run.start_trackers(self._make_trackers, config, step)
 
     def _make_trackers(self) -> list[Tracker]:
         options, run = self.options, self.run
         names, warnings = requested_trackers(options.log_with, options.no_wandb)
-        run.say(*warnings)
+        run.print(*warnings)
         trackers: list[Tracker] = []
         if WANDB in names:
             timeout = UPLOAD_SECONDS if options.upload_model or options.upload_dataset else FINISH_SECONDS
-            trackers.append(WandbTracker(run.folder, wandb_arguments(options, run.folder), run.say, timeout))
+            trackers.append(WandbTracker(run.path, wandb_arguments(options, run.path), run.print, timeout))
         if TENSORBOARD in names:
-            trackers.append(TensorBoardTracker(run.folder, options.wandb_id, run.say))
+            trackers.append(TensorBoardTracker(run.path, options.wandb_id, run.print))
         return trackers
 
     def log_epoch(
@@ -114,7 +114,7 @@ class RunLog:
         if best := progress.summary:
             values |= {"best/epoch": progress.best_epoch, "best/fitness": progress.best}
             values |= {f"best/{name}": value for name, value in best.metrics.items()}
-        self.run.point(values, progress.step)
+        self.run.log_point(values, progress.step)
 
     def log_examples(self, examples: Callable[[], Sequence[Example]], epoch: int) -> None:
         """Log validation images with their boxes if that is due in this epoch, the same images each time.
@@ -144,7 +144,7 @@ class RunLog:
 
     def upload(self, names: Sequence[str], *aliases: str) -> None:
         """Upload files of the run's weights/ with --upload-model."""
-        files = [self.run.folder / "weights" / name for name in names]
+        files = [self.run.path / "weights" / name for name in names]
         if self.options.upload_model and files:
             for tracker in self.run.trackers:
                 tracker.log_artifact(f"run_{self.options.wandb_id}_model", "model", aliases, files=files)

@@ -47,9 +47,9 @@ def make_log(recorder: Recorder | None, folder: Path = Path("runs/exp"), **optio
     trackers = [recorder] if recorder else []
     run = SimpleNamespace(
         trackers=trackers,
-        folder=folder,
+        path=folder,
         step=7,
-        point=lambda values, step: points.append((values, step)),
+        log_point=lambda values, step: points.append((values, step)),
         points=points,
     )
     images = [folder / f"{k}.jpg" for k in range(8)]
@@ -176,16 +176,16 @@ class Run:
     """What `RunLog.start` calls of a run."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.step, self.trackers = folder, 0, []
+        self.path, self.step, self.trackers = folder, 0, []
         self.printed: list[str] = []
 
-    def say(self, *lines: str) -> None:
+    def print(self, *lines: str) -> None:
         self.printed += lines
 
-    def track(self, make: Any, config: dict[str, Any], step: int) -> None:
+    def start_trackers(self, make: Any, config: dict[str, Any], step: int) -> None:
         self.trackers, self.config, self.step = make(), config, step
 
-    def point(self, values: Any, step: int) -> None: ...
+    def log_point(self, values: Any, step: int) -> None: ...
 
 
 @pytest.mark.parametrize(("uploads", "seconds"), [(False, 60.0), (True, 900.0)])
