@@ -107,9 +107,9 @@ def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool]
 def _problem(transfer: _Transfer, sha256: str, usable: Callable[[Path], bool]) -> str:
     """Return what is wrong with the received file, '' if nothing is."""
     if sha256 and not _digest(transfer.part, "sha256").hex().startswith(sha256):
-        return "its SHA-256 is not the one that is known of it"
+        return "its SHA-256 is not the expected one"
     if transfer.content.md5 and _digest(transfer.part, "md5") != transfer.content.md5:
-        return "its MD5 is not the one that the server says"
+        return "its MD5 is not the one that the server gives"
     return "" if usable(transfer.part) else "what came is not such a file, or is damaged"
 
 

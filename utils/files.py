@@ -88,7 +88,8 @@ def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml
             return candidate
     shipped = sorted(p.name for folder in folders for p in (ROOT / folder).glob("*" + suffix))
     raise UserError(
-        f"{what} '{name}' is not a file; give the path of one, or one that comes with us: {', '.join(shipped)}"
+        f"{what} '{name}' is not a file; give the path of one, or one that comes with the repository: "
+        f"{', '.join(shipped)}"
     )
 
 

@@ -132,7 +132,7 @@ def test_a_cut_connection_is_gone_on_from(server: Server, kept: Path, quick: lis
 
 @pytest.mark.parametrize("answer", [{"ranges": False, "tag": '"1"'}, {"tag": ""}, {"tag": 'W/"1"'}])
 def test_a_server_that_knows_no_ranges_or_tags(answer: dict, server: Server, kept: Path) -> None:
-    """It begins anew, and what came is not put together."""
+    """It starts again, and the parts are not joined."""
     cuts = [3_000_000, 2_000_000, len(CONTENT)]
     address = server.give("a.bin", lambda handler: sending(CONTENT, **answer, cut=cuts.pop(0))(handler))
     assert download(address, kept / "a.bin").read_bytes() == CONTENT
@@ -328,7 +328,7 @@ def test_addresses() -> None:
 def test_a_checksum_that_is_known(server: Server, kept: Path) -> None:
     digits = hashlib.sha256(CONTENT).hexdigest()
     address = server.give("a.pth", sending(CONTENT, tag='"1"'))
-    assert "(its SHA-256 is not the one that is known of it, twice)" in refused(address, kept / "a.pth", sha256="0123")
+    assert "(its SHA-256 is not the expected one, twice)" in refused(address, kept / "a.pth", sha256="0123")
     assert left(kept) == []
     assert [start for _, start in server.asked] == [0, 0]
     assert download(address, kept / "a.pth", sha256=digits[:8]).read_bytes() == CONTENT
@@ -343,7 +343,7 @@ def test_a_checksum_that_the_server_tells(name: str, server: Server, kept: Path)
     address = server.give("a.bin", lambda handler: sending(contents.pop(0), tag='"1"', headers=headers)(handler))
     assert download(address, kept / "a.bin").read_bytes() == CONTENT
     server.give("b.bin", sending(CONTENT[::-1], headers=headers))
-    assert "its MD5 is not the one that the server says" in refused(f"{server.address}/b.bin", kept / "b.bin")
+    assert "its MD5 is not the one that the server gives" in refused(f"{server.address}/b.bin", kept / "b.bin")
     assert left(kept) == [kept / "a.bin"]
 
 

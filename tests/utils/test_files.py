@@ -203,7 +203,8 @@ def test_what_is_not_there(repository: Path, name: str) -> None:
     with pytest.raises(UserError) as caught:
         find_file(name, "recipe", ["data/hyps"])
     assert str(caught.value) == (
-        f"recipe '{name}' is not a file; give the path of one, or one that comes with us: high.yaml, low.yaml"
+        f"recipe '{name}' is not a file; give the path of one, or one that comes with the repository: "
+        "high.yaml, low.yaml"
     )
 
 

@@ -116,7 +116,7 @@ def read_confusion(table: Table) -> tuple[np.ndarray, list[str]]:
 def read_curves(table: Table, over: str, columns: Sequence[str]) -> list[Curves]:
     """Return for each of `columns` the curves of all classes over the column `over`, which ascends within a class."""
     classes, x = np.array(table.texts("class")), table.finite_numbers([over])[:, 0]
-    # Two classes of one name are told apart by `over`, which begins again.
+    # Two classes of one name differ in that `over` starts again.
     starts = np.flatnonzero(np.append(True, (classes[1:] != classes[:-1]) | (x[1:] < x[:-1])))
     length = len(x) // len(starts)
     shape = (len(starts), length)

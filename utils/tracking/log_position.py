@@ -26,7 +26,7 @@ class LogPosition:
         self._last_before = dict(self.last)  # what earlier processes logged
 
     def logged_before(self, axis: str, position: float) -> bool:
-        """Return whether an earlier process logged this position; this one may log more values at its own."""
+        """Return whether an earlier process logged this position; positions of this one never count."""
         return position <= self._last_before.get(axis, float("-inf"))
 
     def advance(self, axis: str, position: float) -> None:

@@ -122,7 +122,7 @@ class WandbTracker(Tracker):
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.print_line(
-                f"warning: W&B has not ended after {timeout:.0f} s; what it got is in {self.folder / 'wandb'}"
+                f"warning: W&B has not ended after {timeout:.0f} s; what it received is in {self.folder / 'wandb'}"
             )
             kill_children(self.process.pid)
             self.process.kill()

@@ -187,7 +187,7 @@ class Session:
         self.run.finish(exit_code=code)
         if time.monotonic() - started >= self.timeout:
             self.reply(
-                f"warning: W&B has not got all within {self.timeout:.0f} s; what it lacks is kept: "
+                f"warning: W&B has not received everything within {self.timeout:.0f} s; upload the rest with: "
                 f"wandb sync --include-online {Path(self.run.dir).parent}"
             )
 

@@ -55,7 +55,7 @@ def test_a_process_that_never_ends_is_killed(tmp_path: Path, monkeypatch: pytest
     assert process is not None
     assert process.wait(5) == -signal.SIGKILL
     assert len(printed) == 1
-    assert printed[0].startswith("warning: W&B has not ended after 0 s; what it got is in ")
+    assert printed[0].startswith("warning: W&B has not ended after 0 s; what it received is in ")
 
 
 @pytest.mark.parametrize(
@@ -132,6 +132,6 @@ def test_a_server_that_falls_silent_cannot_hold_up_the_end(tmp_path: Path, monke
         tracker.finish()
     assert process is not None
     assert process.returncode in (0, 1)  # by itself
-    assert [line.partition(";")[0] for line in printed[1:]] == ["warning: W&B has not got all within 2 s"]
+    assert [line.partition(";")[0] for line in printed[1:]] == ["warning: W&B has not received everything within 2 s"]
     (file,) = runs(tmp_path)
     assert [row["step/loss"] for row in read(file).rows] == [0.5]  # kept, for `wandb sync`
