@@ -41,12 +41,18 @@ from utils.distributed.accelerator import one_device
 from utils.distributed.exit import Stopped, run_main
 from utils.distributed.ranks import speaks
 from utils.errors import UserError
-from utils.files import claimed, csv_text, find_file, numbered_folder, replacing
+from utils.files import csv_text, find_file, lock_folder, numbered_folder, replacing
 from utils.memory_format import layout
-from utils.plots.drawing import Style
-from utils.stage_times import AFTER, INFERENCE, PREPARING, Stages, counted, per_image, sentence
-
-QUALITY = 95  # of JPEG files
+from utils.plots.drawing import Style, write_picture
+from utils.stage_times import (
+    INFERENCE,
+    POSTPROCESSING,
+    PREPARING,
+    StageTimer,
+    format_times,
+    milliseconds_per_image,
+    without_warmup,
+)
 
 
 class Predictor:
@@ -125,18 +131,18 @@ class Predictor:
         return self.kind.item(image, name, self.sides, self.stride, self.full)
 
     @torch.inference_mode()
-    def look(self, batch: Any, stages: Stages | None = None) -> Any:
+    def look(self, batch: Any, stages: StageTimer | None = None) -> Any:
         """What is found in each image of a batch, as the task has it."""
-        stages = stages or Stages()
-        stages.begin(len(batch.infos))
+        stages = stages or StageTimer()
+        stages.start_batch(len(batch.infos))
         batch = batch.to(self.device)
         inputs = self.task.inputs(batch)
         inputs = inputs.half() if self.half else inputs
-        stages.done(PREPARING)
+        stages.end_stage(PREPARING)
         looks = [look for task, model in self.members for look in task.looks(model, inputs)]
-        stages.done(INFERENCE)
+        stages.end_stage(INFERENCE)
         predictions = self.task.predict(looks, batch)
-        stages.done(AFTER)
+        stages.end_stage(POSTPROCESSING)
         return predictions
 
 
@@ -171,11 +177,11 @@ def main() -> None:
     predictor = Predictor(**{name: getattr(options, name) for name in names})
     task = predictor.task
     folder = numbered_folder(Path(options.project), options.name, options.exist_ok)
-    held = claimed(folder)
+    held = lock_folder(folder)
     if options.half and not predictor.half:
         show("warning: --half is for CUDA; taking full precision")
     live = any(item.kind == "live" for item in media.items)
-    stages, labels = Stages(synchronised(predictor.device)), Labels(media.items)
+    stages, labels = StageTimer(synchronised(predictor.device)), Labels(media.items)
     looked, told = 0, 0  # frames, problems
     with ExitStack() as opened:
         keepers = [opened.enter_context(keeper) for keeper in wanted(options, folder, task, labels)]
@@ -184,7 +190,9 @@ def main() -> None:
         for group in bar.over(groups(frames if live else ahead(frames), options.batch_size), len):
             batch = predictor.kind.collate([item for _, item in group])
             predictions = predictor.look(batch, stages)
-            milliseconds = 1000 * sum(stages.laps[-1].seconds[stage] for stage in (PREPARING, INFERENCE, AFTER))
+            milliseconds = 1000 * sum(
+                stages.batches[-1].seconds[stage] for stage in (PREPARING, INFERENCE, POSTPROCESSING)
+            )
             rows = task.text_rows(predictions, batch, options.save_conf, corners=options.save_format == 1)
             for (frame, _), prediction, lines in zip(group, predictions, rows, strict=True):
                 for keep in keepers:
@@ -195,7 +203,7 @@ def main() -> None:
             told = tell(media.problems, told)
     tell(media.problems, told)
     held.release()
-    rate = f"; {sentence(per_image(counted(stages.laps)))}" if looked else ""
+    rate = f"; {format_times(milliseconds_per_image(without_warmup(stages.batches)))}" if looked else ""
     show(f"{looked} images looked at{rate}; results in {folder}")
     if media.problems:
         show(f"warning: not all could be read, or to its end: {len(media.problems)} of the sources, see above")
@@ -313,7 +321,7 @@ class Drawn(Keeper):
             return
         if frame.item.kind == "picture":
             suffix = Path(frame.item.name.split("?")[0]).suffix.lower()
-            write_image(
+            write_picture(
                 self.folder / f"{self.labels.of(frame)}{suffix if suffix in ('.png', '.bmp') else '.jpg'}", picture
             )
         else:
@@ -388,18 +396,7 @@ class Crops(Keeper):
         for number, (label, crop) in enumerate(self.task.crops(seen.frame.image, seen.prediction), 1):
             safe = label.replace("/", "_").replace("\0", "_") or "_"
             more = "" if number == 1 else f"-{number}"
-            write_image(self.folder / safe / f"{self.labels.of(seen.frame)}{more}.jpg", crop)
-
-
-def write_image(path: Path, picture: np.ndarray) -> None:
-    """Write a picture, whole or not at all."""
-    fine, content = cv2.imencode(path.suffix, picture, [cv2.IMWRITE_JPEG_QUALITY, QUALITY] * (path.suffix == ".jpg"))
-    if not fine:
-        raise UserError(
-            f"{path} cannot be written: OpenCV cannot make a picture of {picture.shape[1]}x{picture.shape[0]}"
-        )
-    with replacing(path) as file:
-        file.write(content.tobytes())
+            write_picture(self.folder / safe / f"{self.labels.of(seen.frame)}{more}.jpg", crop)
 
 
 if __name__ == "__main__":

@@ -31,12 +31,17 @@ from models.weights.transfer import transfer
 from utils.checkpoint.progress import Progress
 from utils.checkpoint.resume import Settled, check_same, settle
 from utils.checkpoint.state_files import STATE_FORMAT
-from utils.config.hyperparameters import Recipe, read_hyperparameters
-from utils.config.options import BUILT_IN_JOB, TrainOptions
-from utils.config.parser import parse_options, with_defaults
+from utils.config.options import (
+    BUILT_IN_JOB,
+    Recipe,
+    TrainOptions,
+    parse_options,
+    read_hyperparameters,
+    select,
+    with_defaults,
+)
 from utils.config.resumed import changes
-from utils.config.select import select
-from utils.console import Bar, Remaining, duration
+from utils.console import Bar, RemainingTime, duration
 from utils.distributed.accelerator import (
     check_batch_size,
     describe,
@@ -63,8 +68,8 @@ from utils.files import find_file, read_yaml
 from utils.memory_format import layout
 from utils.python_api import call, hand_over
 from utils.run import Run
-from utils.summary import SHOWN, Summary, evenly
-from utils.tracking.run_log import Dashboard, with_wandb_id
+from utils.summary import DRAWN_IMAGES, Summary, evenly_spaced
+from utils.tracking.run_log import RunLog, TrackingOptions, wandb_run_id
 from utils.training.ema import ModelEMA
 from utils.training.memory import ON_CPU, explained, fitting_workers, largest_batch
 from utils.training.nonfinite_steps import Guard, Later, Window, explain, statistics
@@ -100,7 +105,7 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     meter: Meter
-    remaining: Remaining
+    remaining: RemainingTime
     loader: DataLoader
     draws: Any  # the loader's batches of the whole run
     progress: Progress
@@ -375,19 +380,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.batch_size == -1:
         options = replace(options, batch_size=auto_batch(run, task, model, data, train_split, hyp, sampling))
         accelerator.gradient_accumulation_steps = hyp.accumulation(options.batch_size)
-    options = with_wandb_id(options, run, state)
+    options = replace(options, wandb_id=run.agree(wandb_run_id(options.wandb_id, state)))
     run.write_problems([*train_split.problems, *val_split.problems])
     settings = {**vars(options), "imgsz": task.imgsz, "hyperparameters": vars(hyp), "model": model.yaml}
     run.write_settings(settings)
     run.write_documents(data.documents(train_split, val_split))
-    dashboard = Dashboard(run, task, options, val_split.images)
+    run_log = RunLog(run, select(TrackingOptions, options), val_split.images, list(task.names.values()))
     dataset = {"yaml": str(spec.file), "train": identity["images"], "val": val_split.identity()}
-    dashboard.begin(settings, devices, dataset, Progress.of(state["progress"]).step if state else 0)
-    dashboard.upload_dataset(spec.file, lambda: DATASETS[job.kind].files(spec), dataset)
+    run_log.start(settings, devices, dataset, Progress.of(state["progress"]).step if state else 0)
+    run_log.upload_dataset(spec.file, lambda: DATASETS[job.kind].files(spec), dataset)
     if not options.noplots:
         run.paint()
         run.charts("labels.jpg")
-    task.shown = frozenset(evenly(len(val_split.images), max(options.max_images, SHOWN)))
+    task.shown = frozenset(evenly_spaced(len(val_split.images), max(options.max_images, DRAWN_IMAGES)))
 
     loader = data.train_loader(
         train_split,
@@ -409,13 +414,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         validate = partial(evaluate, run, task, trainer.ema.model, val_loader, len(val_split.images))
         with trainer.stop, run.watch(options.dist_timeout):
             try:
-                best = fit(trainer, validate, dashboard)
+                best = fit(trainer, validate, run_log)
             except Asked as asked:
                 leave(trainer, validate, asked.word)
     run.plots(lambda: task.pictures(best, val_split))
     run.charts()
     run.finish_writing()
-    dashboard.upload_last(trainer.progress)
+    run_log.upload_last(trainer.progress)
     run.say(*result(trainer.progress, best, options.quiet), f"results in {run.folder}", always=True)
     run.alone(lambda: hand_over(best, run.folder))
     run.finish()
@@ -567,7 +572,7 @@ def prepare(
             accelerator.scaler.load_state_dict(state["scaler"])
     steps = math.ceil(len(loader) / accelerator.gradient_accumulation_steps)
     meter = Meter(task.loss_names, accelerator, options.log_interval, steps, run.tracked)
-    remaining = Remaining(len(loader) * (options.epochs - progress.epoch) - progress.batch)
+    remaining = RemainingTime(len(loader) * (options.epochs - progress.epoch) - progress.batch)
     guard = Guard([totals, *statistics(bare).values()], options.max_skips)
     stop = Stop(options.time_limit)
     return Trainer(
@@ -609,7 +614,7 @@ def restore_shares(run: Run, shares: Sequence[Mapping[str, Any]], totals: Tensor
             buffer.copy_(own[name][key])
 
 
-def fit(trainer: Trainer, validate: Callable[..., Summary], dashboard: Dashboard) -> Summary:
+def fit(trainer: Trainer, validate: Callable[..., Summary], run_log: RunLog) -> Summary:
     """The loop over epochs; what the best of them reached. Raises `Asked` where the run is asked to end.
 
     validate: evaluates the EMA; may be given what tells whether to end.
@@ -632,14 +637,15 @@ def fit(trainer: Trainer, validate: Callable[..., Summary], dashboard: Dashboard
         if summary and improved:
             progress.summary = summary
             run.write_documents(task.documents(summary))
-        dashboard.epoch(row, facts(bar, time.monotonic() - since, progress), summary, progress)
-        dashboard.examples(summary, epoch)
+        run_log.log_epoch(row, facts(bar, time.monotonic() - since, progress), summary, progress)
+        if summary:
+            run_log.log_examples(partial(task.examples, summary), epoch)
         progress.finished = final or progress.stalled(options.patience)
         names = []
         if progress.finished or not options.nosave:
             names += ["last.pt"] + ["best.pt"] * improved
         kept = [f"epoch{epoch}.pt"] * (options.save_period > 0 and epoch % options.save_period == 0)
-        upload = partial(dashboard.upload, kept, "latest", f"epoch-{epoch}", *["best"] * improved)
+        upload = partial(run_log.upload, kept, "latest", f"epoch-{epoch}", *["best"] * improved)
         run.save([*names, *kept], ema.model, upload, **trainer.described())
         progress.next_epoch()
         trainer.totals.zero_()

@@ -42,8 +42,16 @@ from utils.files import find_file
 from utils.memory_format import layout
 from utils.python_api import call, hand_over
 from utils.run import Run
-from utils.stage_times import AFTER, INFERENCE, PREPARING, Stages, counted, per_image, sentence
-from utils.summary import SHOWN, Summary, evenly
+from utils.stage_times import (
+    INFERENCE,
+    POSTPROCESSING,
+    PREPARING,
+    StageTimer,
+    format_times,
+    milliseconds_per_image,
+    without_warmup,
+)
+from utils.summary import DRAWN_IMAGES, Summary, evenly_spaced
 
 MANY_CLASSES = 50  # from here on a row per class is shown on demand only
 SPEED = {"conf_thres": 0.25, "iou_thres": 0.45, "square": True}  # what flags are with --task speed, unless given
@@ -62,7 +70,7 @@ def evaluate(
     *,
     others: Sequence[tuple[Any, nn.Module]] = (),
     half: bool = False,
-    stages: Stages | None = None,
+    stages: StageTimer | None = None,
 ) -> Summary:
     """Metrics of `model` over `loader`, which holds this process's share of the batches; the same on every process.
 
@@ -71,7 +79,7 @@ def evaluate(
     each with the task that built it, whose predictions are joined with those of `model`; the losses are its alone.
     half: the models' weights are, and so are the images to be. `stages`: takes the time.
     """
-    members, stages = ((task, model), *others), stages or Stages()
+    members, stages = ((task, model), *others), stages or StageTimer()
     for _, member in members:
         member.eval()
     device = run.accelerator.device
@@ -81,21 +89,21 @@ def evaluate(
         run.beat()
         if asked():
             break
-        stages.begin(len(batch.infos))
+        stages.start_batch(len(batch.infos))
         batch = batch.to(device)
         inputs = task.inputs(batch)
         if half:
             inputs = inputs.half()
-        stages.done(PREPARING)
+        stages.end_stage(PREPARING)
         with run.accelerator.autocast():
             looks = [look for own, member in members for look in own.looks(member, inputs)]
-        stages.done(INFERENCE)
+        stages.end_stage(INFERENCE)
         if looks[0].outputs is not None:  # an exported model may give none that losses could be computed of
             terms = task.losses(looks[0].outputs, batch)
             losses.append((batch.infos[0].image, task.weight(batch), terms.means(terms.counts).tolist()))
-        stages.done("losses")
+        stages.end_stage("losses")
         predictions = task.predict(looks, batch)
-        stages.done(AFTER)
+        stages.end_stage(POSTPROCESSING)
         keep(batch, predictions)
         records += task.score(predictions, batch)
     if word := next(filter(None, run.gather([asked()])), ""):
@@ -170,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run.quiet = options.quiet
     if not options.noplots:
         run.paint()
-        task.shown = frozenset(evenly(len(split.images), SHOWN))
+        task.shown = frozenset(evenly_spaced(len(split.images), DRAWN_IMAGES))
     run.say(describe(accelerator), *spec.doubts, *split.report(chosen), *rounding(options.imgsz, task.imgsz))
     run.say(*precision(options.half, half), *panel(options, list(weights), size))
     run.write_problems(split.problems)
@@ -188,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             keeper(batch, predictions)
 
     exact = options.task == "speed" or device.type == "cpu"  # elsewhere it costs time to know when a stage is over
-    stages = Stages(torch.accelerator.synchronize if exact and device.type != "cpu" else lambda: None)
+    stages = StageTimer(torch.accelerator.synchronize if exact and device.type != "cpu" else lambda: None)
     loader, images = data.evaluation_loader(split, batches), len(split.images)
     with run.watch(options.dist_timeout):
         summary = evaluate(run, task, model, loader, images, keep, others=others, half=half, stages=stages)
@@ -198,9 +206,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     run.finish_writing()
     brief = options.quiet or (len(task.names) > MANY_CLASSES and not options.verbose)
     run.say(*table(summary, brief), f"{summary.rate:.1f} images/s; results in {run.folder}", always=True)
-    laps = run.gather(counted(stages.laps))
+    laps = run.gather(without_warmup(stages.batches))
     if exact:
-        run.say(speed(per_image(laps), options), always=options.task == "speed")
+        run.say(speed(milliseconds_per_image(laps), options), always=options.task == "speed")
     run.alone(lambda: hand_over(summary, run.folder))
     run.finish()
     if options.save_json:
@@ -248,9 +256,9 @@ def precision(asked: bool, half: bool) -> list[str]:
 def speed(times: Mapping[str, float], options: ValOptions) -> str:
     """What is told of the milliseconds that the stages take for an image."""
     if options.task != "speed":
-        return sentence(times)
+        return format_times(times)
     rate = 1000 / max(sum(times.values()), 1e-9)
-    return f"{sentence(times)}; {rate:.1f} images/s in batches of {options.batch_size}, loading left out"
+    return f"{format_times(times)}; {rate:.1f} images/s in batches of {options.batch_size}, loading left out"
 
 
 def panel(options: ValOptions, names: Sequence[str], size: tuple[int, int] | None) -> list[str]:

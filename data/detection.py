@@ -28,7 +28,7 @@ from utils.config.hyperparameters import Hyperparameters, Recipe
 from utils.config.select import select
 from utils.errors import UserError
 from utils.files import csv_text
-from utils.summary import evenly
+from utils.summary import evenly_spaced
 
 LISTED_BOXES = 5000  # of the training labels that boxes.csv has, at most
 NO_PLACEMENT = Placement((0.0, 0.0), (0, 0))  # of a training item: a mosaic is no part of one file
@@ -240,7 +240,7 @@ class DetectionData(DataSet[DetectionSplit]):
         rows = train.labels.rows
         boxes = [
             (names[int(label)], *(f"{value:.5g}" for value in box))
-            for label, *box in rows[evenly(len(rows), LISTED_BOXES)].tolist()
+            for label, *box in rows[evenly_spaced(len(rows), LISTED_BOXES)].tolist()
         ]
         return {
             "labels.csv": labels_text(names, counts),

@@ -21,7 +21,7 @@ from tests.conftest import RECIPE, ROOT, RunScript, left_behind
 from tests.curves import identical, refused, rows, same_curve, untouched
 from tests.machines import ACCELERATE, CONFIGS, on_machine
 from utils.checkpoint.state_files import States
-from utils.files import claimed
+from utils.files import lock_folder
 
 HERE = ("--processes", "2")
 Train = Callable[..., str]
@@ -279,7 +279,7 @@ def test_killed_before_there_was_a_state(train: Train, straight: Path, tmp_path:
 
 def test_a_folder_that_a_live_run_is_writing(train: Train, tmp_path: Path) -> None:
     (tmp_path / "exp").mkdir()
-    held = claimed(tmp_path / "exp")
+    held = lock_folder(tmp_path / "exp")
     try:
         refused(train(tmp_path, "--exist-ok", fails=True), f"another run is writing into {tmp_path / 'exp'}")
     finally:

@@ -19,8 +19,8 @@ from utils.checkpoint.background_writer import Writer
 from utils.checkpoint.state_files import States, serialised, weights_content
 from utils.console import Bar, show
 from utils.distributed.watchdog import Watch
-from utils.files import PART, claimed, numbered_folder
-from utils.plots.plotter import PATIENCE, Painter
+from utils.files import PART, lock_folder, numbered_folder
+from utils.plots.plotter import FINISH_TIMEOUT_SECONDS, Plotter
 from utils.tracking.tracker import Tracker
 
 T = TypeVar("T")
@@ -37,10 +37,10 @@ class Run:
         self.folder = Path(project) / self.agree(
             numbered_folder(Path(project), name, exist_ok).name if self.main else ""
         )
-        self.held = claimed(self.folder) if self.main else None
+        self.held = lock_folder(self.folder) if self.main else None
         self.states = States(self.folder / "checkpoint")
         self.writer = Writer(self.say)
-        self.painter: Painter | None = None
+        self.plotter: Plotter | None = None
         self.quiet = False
         self.step = 0  # the optimizer step that pictures are logged at
         self.rows: list[str] = []  # of results.csv
@@ -54,7 +54,7 @@ class Run:
             if always or not self.quiet or line.startswith("warning: "):
                 show(line)
             for tracker in self.trackers:
-                tracker.line(line)
+                tracker.log_line(line)
 
     def bar(self, title: str, images: int, done: int = 0) -> Bar:
         """A progress bar that only the main process draws; `done` images are over."""
@@ -98,8 +98,8 @@ class Run:
             self.rows.append(",".join(row))
         self.rows.append(",".join("" if value is None else f"{value:.9g}" for value in row.values()))
         self._write_rows()
-        if self.painter:
-            self.painter.results()
+        if self.plotter:
+            self.plotter.results_changed()
 
     def _write_rows(self) -> None:
         self._write_now("results.csv", "".join(f"{line}\n" for line in self.rows).encode())
@@ -153,21 +153,21 @@ class Run:
     def paint(self) -> None:
         """From here on pictures are drawn."""
         if self.main:
-            self.painter = Painter(self.folder, self.say, self._drawn)
+            self.plotter = Plotter(self.folder, self.say, self._drawn)
 
     def plots(self, draw: Callable[[], Mapping[str, np.ndarray]]) -> None:
         """Write the pictures that `draw` makes, by name, uint8 (h, w, 3) BGR, into the run folder."""
-        if self.painter:
-            self.painter.photos(draw)
+        if self.plotter:
+            self.plotter.draw(draw)
 
     def charts(self, *names: str) -> None:
         """Draw these charts, or all, from the text files of the run folder."""
-        if self.painter:
-            self.painter.charts(*names)
+        if self.plotter:
+            self.plotter.draw_charts(*names)
 
     def _drawn(self, files: Mapping[str, Path]) -> None:
         for tracker in self.trackers:
-            tracker.pictures({f"pictures/{Path(name).stem}": path for name, path in files.items()}, self.step)
+            tracker.log_pictures({f"pictures/{Path(name).stem}": path for name, path in files.items()}, self.step)
 
     @property
     def trackers(self) -> list[Tracker]:
@@ -193,7 +193,7 @@ class Run:
 
     def finish(self, patience: float = math.inf) -> None:
         """Draw and send what is left; each may take so many seconds, and no longer than it may by its own measure."""
-        if self.painter and not self.painter.finish(min(patience, PATIENCE)):
+        if self.plotter and not self.plotter.finish(min(patience, FINISH_TIMEOUT_SECONDS)):
             self.say(f"warning: the pictures were not drawn in time; python -m utils.plots {self.folder} draws them")
         for tracker in self.trackers:
             tracker.finish(patience)

@@ -14,7 +14,7 @@ from models.tasks.classification.prediction import ClassificationPrediction, mos
 from models.tasks.contract import Batch, Image, Metrics, Prediction, Split
 from utils.files import csv_text
 from utils.plots.drawing import draw_captioned
-from utils.summary import Summary, cells, confusion_text, dense
+from utils.summary import Summary, confusion_text, dense_counts, sparse_counts
 
 METRIC_NAMES = ("accuracy_top1", "accuracy_top5")
 DRAWN_MISTAKES = 16
@@ -64,14 +64,14 @@ class ClassificationMetrics(Metrics):
         mistakes = [record for record in records if record.label != record.best[0]]
         mistakes = sorted(mistakes, key=lambda record: (-record.confidence, record.image))[:DRAWN_MISTAKES]
         drawn = [[record.image, record.label, record.best[0], record.confidence] for record in mistakes]
-        evidence = {"confusion": cells(confusion), "mistakes": drawn}
+        evidence = {"confusion": sparse_counts(confusion), "mistakes": drawn}
         overall, details = self._table(confusion, top1, top5)
         metrics = dict(zip(METRIC_NAMES, (top1, top5), strict=True))
         return Summary(metrics, top1, overall, details, evidence, by_class=self._by_class(confusion))
 
     def documents(self, summary: Summary) -> dict[str, str]:
         """Return classes.csv, with images, precision and recall of each class, and confusion_matrix.csv."""
-        confusion = dense(summary.evidence["confusion"], len(self.names))
+        confusion = dense_counts(summary.evidence["confusion"], len(self.names))
         precision, recall = precision_and_recall(confusion)
         names = list(self.names.values())
         by_class = [

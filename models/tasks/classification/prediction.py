@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models.tasks.contract import Batch, Image, Model, Postprocess, Prediction, View
 from utils.coco import CocoImage
-from utils.plots.drawing import draw_lines
+from utils.plots.drawing import draw_text_lines
 
 if TYPE_CHECKING:
     from utils.plots.drawing import Style
@@ -54,7 +54,7 @@ class ClassificationPrediction(Prediction):
     def draw(self, image: Image, style: Style) -> Image:
         """Return a copy of `image` with the five most probable classes in its corner."""
         texts = [style.text(name, probability) for name, probability in self.items]
-        return draw_lines(image, list(filter(None, texts)))
+        return draw_text_lines(image, list(filter(None, texts)))
 
     def crops(self, image: Image) -> list[tuple[str, Image]]:
         """Return the whole image, with the name of its most probable class."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from models.tasks.detection.records import ImageRecord
 from models.tasks.detection.scores import CURVE_POINTS, ClassScores, SizeScores, confusion_matrix
 from utils.files import csv_text
-from utils.summary import Box, Example, cells, confusion_text, dense
+from utils.summary import Box, Example, confusion_text, dense_counts, sparse_counts
 
 Row = Sequence[float]  # of a table of plain numbers
 
@@ -49,7 +49,7 @@ def evidence_of(records: Sequence[ImageRecord], scores: ClassScores, classes: in
     shown = sorted(((record.image, record.shown) for record in records if record.shown), key=lambda pair: pair[0])
     return {
         "classes": [list(row) for row in zip(*(values.tolist() for values in (*counts, *columns)), strict=True)],
-        "confusion": cells(confusion_matrix(records, classes)),
+        "confusion": sparse_counts(confusion_matrix(records, classes)),
         "curves": {
             name: torch.from_numpy(values.astype(np.float32)) for name, values in scores.curves._asdict().items()
         },
@@ -71,7 +71,7 @@ def documents(evidence: Mapping[str, Any], names: Sequence[str]) -> dict[str, st
     if not evidence:
         return {}
     classes, curves = evidence["classes"], evidence["curves"]
-    confusion = dense(evidence["confusion"], len(names) + 1)
+    confusion = dense_counts(evidence["confusion"], len(names) + 1)
     by_confidence = _curve_rows(names, classes, curves["precision"], curves["recall"])
     head = ("class", "images", "instances", "precision", "recall", "AP50", "AP50-95")
     return {

@@ -109,13 +109,13 @@ def test_the_crop_is_the_whole_image() -> None:
 )
 def test_drawn_classes(style: Style, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     image, lines = np.zeros((60, 160, 3), np.uint8), []
-    draw = module.draw_lines
+    draw = module.draw_text_lines
 
-    def draw_lines(image: np.ndarray, texts: list[str]) -> np.ndarray:
+    def draw_text_lines(image: np.ndarray, texts: list[str]) -> np.ndarray:
         lines.extend(texts)
         return draw(image, texts)
 
-    monkeypatch.setattr(module, "draw_lines", draw_lines)
+    monkeypatch.setattr(module, "draw_text_lines", draw_text_lines)
     picture = of(0.125, 0.5, 0.375).draw(image, style)
     assert lines == expected
     assert (image == 0).all()  # it is a copy that is drawn on

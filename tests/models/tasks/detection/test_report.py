@@ -103,12 +103,12 @@ def test_examples() -> None:
         [Box(0, 0.5, (0.375, 0.25, 0.625, 0.75)), Box(2, 0.5, (0.05, 0.2, 0.15, 0.4))],
     )
     assert missed[:3] == ("c.jpg", 7, IMAGE)
-    ((label, confidence, corners),) = missed.truth
+    ((label, confidence, corners),) = missed.labels
     assert (label, confidence) == (1, None)
     assert corners == pytest.approx((0.7, 0.375, 1, 0.625))
-    assert [(one.label, one.confidence) for one in missed.found] == [(2, 0.25)]
-    assert missed.found[0].xyxy == pytest.approx((0, 0, 1 / 3, 0.5))
-    assert {type(side) for one in missed.found for side in one.xyxy} == {float}
+    assert [(one.label, one.confidence) for one in missed.predictions] == [(2, 0.25)]
+    assert missed.predictions[0].xyxy == pytest.approx((0, 0, 1 / 3, 0.5))
+    assert {type(side) for one in missed.predictions for side in one.xyxy} == {float}
 
 
 def test_predictions_are_shown_in_falling_confidence() -> None:
@@ -116,7 +116,7 @@ def test_predictions_are_shown_in_falling_confidence() -> None:
     boxes = torch.tensor([box(1, 9, 0.5, 0), box(2, 9, 0.75, 1), box(3, 9, 0.5, 2), box(4, 9, 0.1, 0)])
     summary = summary_of(metrics, [boxes], Info(0, IMAGE))
     (example,) = metrics.examples(summary)
-    assert [(one.label, one.confidence) for one in example.found] == [(1, 0.75), (0, 0.5), (2, 0.5)]
+    assert [(one.label, one.confidence) for one in example.predictions] == [(1, 0.75), (0, 0.5), (2, 0.5)]
     rows = metrics.documents(summary)["val_boxes.csv"].splitlines()[1:]
     assert [row.split(",")[1:4] for row in rows] == [
         ["prediction", "traffic light", "0.75"],

@@ -15,7 +15,7 @@ from torch import Tensor
 from models.tasks.contract import Batch, Image, Model, Postprocess, Prediction, Thresholds, View
 from utils.coco import CocoImage
 from utils.errors import UserError
-from utils.plots.drawing import draw_lines
+from utils.plots.drawing import draw_text_lines
 
 if TYPE_CHECKING:
     from utils.plots.drawing import Style
@@ -47,7 +47,7 @@ class HeatmapPrediction(Prediction):
         return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "nothing"
 
     def draw(self, image: Image, style: Style) -> Image:
-        drawn = draw_lines(image, [style.text(*item) for item in self.items])
+        drawn = draw_text_lines(image, [style.text(*item) for item in self.items])
         for x, y, *_ in self.points.tolist():
             cv2.circle(drawn, (int(x), int(y)), 3, (255, 255, 255), style.thickness)
         return drawn
