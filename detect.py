@@ -1,22 +1,23 @@
-"""Look for what a model knows in pictures, videos and streams: `python detect.py --weights best.pt --source photos`.
+"""Detect in pictures, videos and streams: `python detect.py --weights best.pt --source photos`.
 
 From Python:
 
     from detect import Predictor
     predictor = Predictor("best.pt")
-    found = predictor("photo.jpg")      # an array; of a list of images, a list of arrays
+    predictions = predictor("photo.jpg")    # an array; of a list of images, a list of arrays
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import cv2
 import numpy as np
@@ -24,30 +25,34 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from data import DATASETS
+from data.dataset import Item as DataItem
+from data.dataset import data_source, dataset_class
 from data.images import read_image
 from data.media import Frame, Item, Media, ahead, find_media, local
-from data.sources import read_spec
-from models.ensemble import check_programs, common_task, fixed_size, halve, load_models, weight_files
-from models.export.runtime import Exported, read_model
-from models.fuse import fuse
-from models.tasks import TASKS
-from models.yolo import add_layers
-from utils.config.options import IMGSZ, DetectOptions, parse_options
+from models.ensemble import for_inference, read_members
+from models.tasks.contract import Batch, Prediction, Thresholds
+from utils.config.options import DetectOptions
+from utils.config.parser import parse_options
+from utils.config.ranges import IMGSZ
 from utils.console import Bar, show
-from utils.distributed.accelerator import one_device
+from utils.distributed.devices import one_device
 from utils.distributed.exit import Stopped, run_main
 from utils.errors import UserError
-from utils.files import claimed, csv_text, find_file, numbered_folder, replacing
-from utils.memory_format import layout
-from utils.plots.drawing import Style
-from utils.stage_times import AFTER, INFERENCE, PREPARING, Stages, counted, per_image, sentence
-
-QUALITY = 95  # of JPEG files
+from utils.files import csv_text, lock_folder, numbered_folder, replacing
+from utils.plots.drawing import Style, write_picture
+from utils.stage_times import (
+    INFERENCE,
+    POSTPROCESSING,
+    PREPARING,
+    StageTimer,
+    format_times,
+    milliseconds_per_image,
+    without_warmup,
+)
 
 
 class Predictor:
-    """A model, or several that look together, for images of any size.
+    """A model, or an ensemble of several, for images of any size.
 
     The arguments are the flags of detect.py: `weights` a name or several, `imgsz` a number or (height, width). Raises
     `UserError`, whose text says what to do.
@@ -72,31 +77,21 @@ class Predictor:
         sides = [imgsz] if isinstance(imgsz, int) else list(imgsz)
         if len(sides) not in (1, 2) or not all(side in IMGSZ for side in sides):
             raise UserError(f"--imgsz {' '.join(map(str, sides))}: give one number of pixels, or height and width")
-        if layers:
-            add_layers(layers)
         self.device = one_device(device)
-        files = weight_files([str(name) for name in ([weights] if isinstance(weights, str | Path) else weights)])
-        content = {name: read_model(file) for name, file in files.items()}
-        kind = common_task(content)
-        check_programs(content, augment)
-        self.kind = DATASETS[kind]
-        names = next(iter(content.values())).class_names
-        if data:
-            names = self.kind.class_names(read_spec(find_file(data, "data set", ["data"])), False)
-        tasks = [TASKS[kind](names, TASKS[kind].recipe()) for _ in content]
-        self.members = load_models(tasks, content, max(sides), data or "the names")
-        self.half = half and self.device.type == "cuda"
-        for number, (task, trained) in enumerate(self.members):
-            task.augment = augment
-            model: Any = trained if isinstance(trained, Exported) else fuse(trained)
-            model = (halve(model) if self.half else model).to(self.device, memory_format=layout(self.device))
-            self.members[number] = task, model.eval()
-        self.task = tasks[0]
-        self.task.set_thresholds(conf_thres, iou_thres, max_det, classes, agnostic_nms, one_class=True)
-        self.stride = math.lcm(*(task.stride for task in tasks))
+        files = [weights] if isinstance(weights, str | Path) else weights
+        members = read_members([str(name) for name in files], layers, augment)
+        source = data_source(data, members.entry.data) if data else None
+        kind = members.entry.load()
+        self.task = kind(source.names() if source else members.class_names, kind.recipe())
+        self.data = dataset_class(members.entry.data)
+        self.augment, self.half = augment, half and self.device.type == "cuda"
+        models = members.build(self.task, max(sides), data or "the names")
+        self.models = [for_inference(model, self.device, self.half, fold=True) for model in models]
+        thresholds = Thresholds(conf_thres, iou_thres, max_det, tuple(classes), agnostic_nms, one_class=True)
+        self.postprocess = self.task.postprocess(models[0], thresholds)
+        self.stride = math.lcm(*(model.stride for model in models))
         whole = [math.ceil(side / self.stride) * self.stride for side in sides]
-        fixed = fixed_size(content)
-        self.sides, self.full = fixed or (whole[0], whole[-1]), fixed is not None
+        self.sides, self.full = members.fixed_size or (whole[0], whole[-1]), members.fixed_size is not None
 
     @property
     def names(self) -> dict[int, str]:
@@ -104,41 +99,41 @@ class Predictor:
         return dict(self.task.names)
 
     def __call__(self, images: Any) -> Any:
-        """What is in an image, or of a list of images in each.
+        """Return what is in an image, or in each of a list of images.
 
         An image: a path or address, a PIL image, an array (h, w, 3) or (h, w) of uint8 in RGB, or a tensor (3, h, w) of
         uint8, or of floats in 0 to 1. A tensor (b, 3, h, w) is a list.
 
-        Of boxes float32 (k, 6): x1, y1, x2, y2 in pixels of the image, confidence, class; the surest first. Of models
-        for whole images the probability of each class, float32 (classes,).
+        Boxes are float32 (k, 6): xyxy in pixels of the image, confidence, class, the most confident first. Models for
+        whole images return the probability of each class, float32 (classes,).
         """
         if isinstance(images, (list, tuple)) or (isinstance(images, Tensor) and images.ndim == 4):
             return [self(image) for image in images]
         item = self.item(as_pixels(images), "image")
-        return self.task.plain(self.look(self.kind.collate([item]))[0])
+        return self.predict(self.data.collate([item]))[0].array
 
-    def item(self, image: np.ndarray, name: str) -> Any:
-        """An image, uint8 (h, w, 3) BGR, as an item of a batch."""
-        return self.kind.item(image, name, self.sides, self.stride, self.full)
+    def item(self, image: np.ndarray, name: str) -> DataItem:
+        """Return an image, uint8 (h, w, 3) BGR, as an item of a batch."""
+        return self.data.item(image, name, self.sides, self.stride, self.full)
 
     @torch.inference_mode()
-    def look(self, batch: Any, stages: Stages | None = None) -> Any:
-        """What is found in each image of a batch, as the task has it."""
-        stages = stages or Stages()
-        stages.begin(len(batch.infos))
+    def predict(self, batch: Batch, timer: StageTimer | None = None) -> Sequence[Prediction]:
+        """Return what is in each image of a batch."""
+        timer = timer or StageTimer()
+        timer.start_batch(len(batch.infos))
         batch = batch.to(self.device)
         inputs = self.task.inputs(batch)
         inputs = inputs.half() if self.half else inputs
-        stages.done(PREPARING)
-        looks = [look for task, model in self.members for look in task.looks(model, inputs)]
-        stages.done(INFERENCE)
-        predictions = self.task.predict(looks, batch)
-        stages.done(AFTER)
+        timer.end_stage(PREPARING)
+        views = [view for model in self.models for view in self.postprocess.views(model, inputs, self.augment)]
+        timer.end_stage(INFERENCE)
+        predictions = self.postprocess(views, batch)
+        timer.end_stage(POSTPROCESSING)
         return predictions
 
 
 def as_pixels(image: Any) -> np.ndarray:
-    """An image in any of the forms that `Predictor` takes, as uint8 (h, w, 3) BGR. Raises `UserError`."""
+    """Return an image in any of the forms that `Predictor` takes as uint8 (h, w, 3) BGR. Raises `UserError`."""
     if isinstance(image, str | Path):
         return read_image(local(Item("picture", str(image))))
     if isinstance(image, Image.Image):
@@ -161,66 +156,64 @@ def as_pixels(image: Any) -> np.ndarray:
 
 
 def main() -> None:
-    """Look as the flags say."""
+    """Detect as the flags say."""
     options = parse_options(DetectOptions, sys.argv[1:])
     media = Media(find_media(options.source), options.vid_stride)
     names = {field.name for field in fields(DetectOptions)} & set(Predictor.__init__.__annotations__)
     predictor = Predictor(**{name: getattr(options, name) for name in names})
-    task = predictor.task
     folder = numbered_folder(Path(options.project), options.name, options.exist_ok)
-    held = claimed(folder)
+    lock = lock_folder(folder)
     if options.half and not predictor.half:
         show("warning: --half is for CUDA; taking full precision")
-    live = any(item.kind == "live" for item in media.items)
-    stages, labels = Stages(synchronised(predictor.device)), Labels(media.items)
-    looked, told = 0, 0  # frames, problems
+    synchronise = torch.accelerator.synchronize if predictor.device.type != "cpu" else lambda: None
+    timer, file_names = StageTimer(synchronise), FileNames(media.items)
+    frames_done = warnings_shown = 0
     with ExitStack() as opened:
-        keepers = [opened.enter_context(keeper) for keeper in wanted(options, folder, task, labels)]
-        frames = ((frame, predictor.item(frame.image, frame.item.name)) for frame in media)
-        bar = Bar("looking", media.count(), shown=True)
-        for group in bar.over(groups(frames if live else ahead(frames), options.batch_size), len):
-            batch = predictor.kind.collate([item for _, item in group])
-            predictions = predictor.look(batch, stages)
-            milliseconds = 1000 * sum(stages.laps[-1].seconds[stage] for stage in (PREPARING, INFERENCE, AFTER))
-            rows = task.text_rows(predictions, batch, options.save_conf, corners=options.save_format == 1)
-            for (frame, _), prediction, lines in zip(group, predictions, rows, strict=True):
-                for keep in keepers:
-                    keep(Seen(frame, prediction, lines))
+        outputs = [opened.enter_context(output) for output in requested_outputs(options, folder, file_names)]
+        for group in batches(media, predictor, options.batch_size):
+            predictions = predictor.predict(predictor.data.collate([item for _, item in group]), timer)
+            seconds = sum(timer.batches[-1].seconds[stage] for stage in (PREPARING, INFERENCE, POSTPROCESSING))
+            for (frame, _), prediction in zip(group, predictions, strict=True):
+                for output in outputs:
+                    output(frame, prediction)
                 if not options.quiet:
-                    show(f"{called(frame)}: {task.told(prediction)}, {milliseconds / len(group):.1f} ms")
-            looked += len(group)
-            told = tell(media.problems, told)
-    tell(media.problems, told)
-    held.release()
-    rate = f"; {sentence(per_image(counted(stages.laps)))}" if looked else ""
-    show(f"{looked} images looked at{rate}; results in {folder}")
+                    show(f"{frame_name(frame)}: {prediction.describe()}, {1000 * seconds / len(group):.1f} ms")
+            frames_done += len(group)
+            warnings_shown = show_warnings(media.problems, warnings_shown)
+    show_warnings(media.problems, warnings_shown)
+    lock.release()
+    times = milliseconds_per_image(without_warmup(timer.batches))
+    show(f"{frames_done} images looked at{f'; {format_times(times)}' if frames_done else ''}; results in {folder}")
     if media.problems:
         show(f"warning: not all could be read, or to its end: {len(media.problems)} of the sources, see above")
         raise Stopped(1)
 
 
-def synchronised(device: torch.device) -> Callable[[], object]:
-    """What waits for a device, so that its work can be timed."""
-    return torch.accelerator.synchronize if device.type != "cpu" else lambda: None
+def batches(media: Media, predictor: Predictor, batch_size: int) -> Iterator[list[tuple[Frame, DataItem]]]:
+    """Iterate over the frames of all media with their items, in batches, with a progress bar."""
+    frames = ((frame, predictor.item(frame.image, frame.item.name)) for frame in media)
+    live = any(item.kind == "live" for item in media.items)
+    bar = Bar("looking", media.count(), shown=True)
+    return bar.over(groups(frames if live else ahead(frames), batch_size), len)
 
 
-def tell(problems: Sequence[str], told: int) -> int:
-    """Say the problems that are new; how many there are."""
-    for problem in problems[told:]:
+def show_warnings(problems: Sequence[str], shown: int) -> int:
+    """Print the problems that are new, after the `shown` first ones; return how many there are."""
+    for problem in problems[shown:]:
         show(f"warning: {problem}")
     return len(problems)
 
 
-def called(frame: Frame) -> str:
-    """A frame's name for people."""
+def frame_name(frame: Frame) -> str:
+    """Return a frame's name for people."""
     if frame.item.kind == "picture":
         return frame.item.name
     return f"{frame.item.name} ({frame.number + 1}{f'/{frame.frames}' if frame.frames else ''})"
 
 
-def groups(frames: Iterable[tuple[Frame, Any]], most: int) -> Iterator[list[tuple[Frame, Any]]]:
-    """Frames that follow each other and whose items are of one shape, at most so many."""
-    group: list[tuple[Frame, Any]] = []
+def groups(frames: Iterable[tuple[Frame, DataItem]], most: int) -> Iterator[list[tuple[Frame, DataItem]]]:
+    """Iterate over groups of at most `most` successive frames whose items have one shape."""
+    group: list[tuple[Frame, DataItem]] = []
     for frame, item in frames:
         if group and (len(group) == most or group[0][1][0].shape != item[0].shape):
             yield group
@@ -233,95 +226,86 @@ def groups(frames: Iterable[tuple[Frame, Any]], most: int) -> Iterator[list[tupl
         yield group
 
 
-# What is kept
+# Outputs
 
 
-class Seen(NamedTuple):
-    """A frame, what was found in it, and that as rows of text."""
-
-    frame: Frame
-    prediction: Tensor
-    rows: list[str]
-
-
-class Labels:
-    """What the files of each item are called: its own name, with a number where that is taken by another item."""
+class FileNames:
+    """Stems of the files of each item: its own name, with a number if another item has that already."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self.stems: dict[Item, str] = {}
         taken: set[str] = set()
         for item in items:
-            stem = (
-                "".join(c if c.isalnum() or c in "-_. ()" else "_" for c in Path(item.name.split("?")[0]).stem) or "_"
-            )
-            free = next(
-                name for name in chain([stem], (f"{stem}-{k}" for k in range(2, len(items) + 2))) if name not in taken
-            )
+            stem = Path(item.name.split("?")[0]).stem
+            stem = "".join(c if c.isalnum() or c in "-_. ()" else "_" for c in stem) or "_"
+            numbered = (f"{stem}-{number}" for number in range(2, len(items) + 2))
+            free = next(name for name in chain([stem], numbered) if name not in taken)
             taken.add(free)
             self.stems.setdefault(item, free)
 
     def of(self, frame: Frame) -> str:
-        """The stem of a frame's files: of a video with the frame's number."""
+        """Return the stem of a frame's files: of a video with the frame's number."""
         stem = self.stems[frame.item]
         return stem if frame.item.kind == "picture" else f"{stem}_{frame.number}"
 
 
-def wanted(options: DetectOptions, folder: Path, task: Any, labels: Labels) -> list[Any]:
-    """What keeps the results that the flags ask for: entered before, called with every frame, left after."""
-    style = Style(options.line_thickness, not options.hide_labels, not options.hide_conf)
-    keepers: list[Any] = []
-    if not options.nosave or options.view_img:
-        keepers.append(Drawn(task, style, folder, labels, options))
-    if options.save_txt:
-        keepers.append(Texts(folder / "labels", labels))
-    if options.save_csv:
-        keepers.append(Table(folder / "predictions.csv", task))
-    if options.save_crop:
-        keepers.append(Crops(folder / "crops", task, labels))
-    return keepers
+class Output(ABC):
+    """Writes something about every frame: entered before the first, called with each, left after the last."""
 
-
-class Keeper:
-    """Keeps something of every frame."""
-
-    def __enter__(self) -> Keeper:
+    def __enter__(self) -> Output:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """There are no more frames."""
+        """Close what is open."""
+        return
 
-    def __call__(self, seen: Seen) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, frame: Frame, prediction: Prediction) -> None:
+        """Write what is to be written of a frame."""
 
 
-class Drawn(Keeper):
-    """Pictures and videos with what was found drawn on, in files and, if asked for, a window."""
+def requested_outputs(options: DetectOptions, folder: Path, file_names: FileNames) -> list[Output]:
+    """Return the outputs that the flags ask for."""
+    outputs: list[Output] = []
+    if not options.nosave or options.view_img:
+        outputs.append(DrawnFrames(folder, file_names, options))
+    if options.save_txt:
+        outputs.append(LabelFiles(folder / "labels", file_names, options))
+    if options.save_csv:
+        outputs.append(PredictionTable(folder / "predictions.csv"))
+    if options.save_crop:
+        outputs.append(Crops(folder / "crops", file_names))
+    return outputs
 
-    def __init__(self, task: Any, style: Style, folder: Path, labels: Labels, options: DetectOptions) -> None:
-        self.task, self.style, self.folder, self.labels = task, style, folder, labels
-        self.files, self.window, self.stride = not options.nosave, options.view_img, options.vid_stride
-        self.videos: dict[Item, Any] = {}
 
-    def __call__(self, seen: Seen) -> None:
-        frame, picture = seen.frame, self.task.drawn(seen.frame.image, seen.prediction, self.style)
+class DrawnFrames(Output):
+    """Images and videos with the predictions drawn on them, in files and, if asked for, a window."""
+
+    def __init__(self, folder: Path, file_names: FileNames, options: DetectOptions) -> None:
+        self.folder, self.file_names = folder, file_names
+        self.style = Style(options.line_thickness, not options.hide_labels, not options.hide_conf)
+        self.writes_files, self.window, self.stride = not options.nosave, options.view_img, options.vid_stride
+        self.videos: dict[Item, cv2.VideoWriter] = {}
+
+    def __call__(self, frame: Frame, prediction: Prediction) -> None:
+        picture = prediction.draw(frame.image, self.style)
         if self.window:
             self._show(frame, picture)
-        if not self.files:
+        if not self.writes_files:
             return
         if frame.item.kind == "picture":
             suffix = Path(frame.item.name.split("?")[0]).suffix.lower()
-            write_image(
-                self.folder / f"{self.labels.of(frame)}{suffix if suffix in ('.png', '.bmp') else '.jpg'}", picture
-            )
+            suffix = suffix if suffix in (".png", ".bmp") else ".jpg"
+            write_picture(self.folder / f"{self.file_names.of(frame)}{suffix}", picture)
         else:
             self._video(frame, picture).write(picture)
 
-    def _video(self, frame: Frame, picture: np.ndarray) -> Any:
-        """What writes the video that the frame is of; one ends when the next one begins, but for streams."""
+    def _video(self, frame: Frame, picture: np.ndarray) -> cv2.VideoWriter:
+        """Return the writer of the frame's video; one is closed when the next one begins, but for streams."""
         if frame.item not in self.videos:
             if frame.item.kind == "video":
                 self._close()
-            path = self.folder / f"{self.labels.stems[frame.item]}.mp4"
+            path = self.folder / f"{self.file_names.stems[frame.item]}.mp4"
             size = picture.shape[1], picture.shape[0]
             self.videos[frame.item] = cv2.VideoWriter(
                 str(path), cv2.VideoWriter.fourcc(*"mp4v"), frame.fps / self.stride, size
@@ -345,58 +329,47 @@ class Drawn(Keeper):
         self._close()
 
 
-class Texts(Keeper):
-    """A text file for every image in which something was found."""
+class LabelFiles(Output):
+    """A label file for every image with predictions."""
 
-    def __init__(self, folder: Path, labels: Labels) -> None:
-        self.folder, self.labels = folder, labels
+    def __init__(self, folder: Path, file_names: FileNames, options: DetectOptions) -> None:
+        self.folder, self.file_names = folder, file_names
+        self.with_confidence, self.corners = options.save_conf, options.save_format == 1
         folder.mkdir(parents=True, exist_ok=True)
 
-    def __call__(self, seen: Seen) -> None:
-        if seen.rows:
-            path = self.folder / f"{self.labels.of(seen.frame)}.txt"
-            path.write_text("".join(f"{line}\n" for line in seen.rows), encoding="utf-8")
+    def __call__(self, frame: Frame, prediction: Prediction) -> None:
+        if rows := prediction.label_rows(self.with_confidence, self.corners):
+            path = self.folder / f"{self.file_names.of(frame)}.txt"
+            path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
 
 
-class Table(Keeper):
-    """predictions.csv: a row for everything that was found."""
+class PredictionTable(Output):
+    """predictions.csv: a row for every prediction."""
 
-    def __init__(self, path: Path, task: Any) -> None:
-        self.path, self.task = path, task
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.rows: list[tuple[str, str, str]] = []
 
-    def __call__(self, seen: Seen) -> None:
-        name = called(seen.frame) if seen.frame.item.kind != "picture" else Path(seen.frame.item.name).name
-        found = self.task.findings(seen.prediction)
-        self.rows += [(name, label, f"{confidence:.4f}") for label, confidence in found]
+    def __call__(self, frame: Frame, prediction: Prediction) -> None:
+        name = frame_name(frame) if frame.item.kind != "picture" else Path(frame.item.name).name
+        self.rows += [(name, label, f"{confidence:.4f}") for label, confidence in prediction.items]
 
     def __exit__(self, *_: object) -> None:
         with replacing(self.path) as file:
             file.write(csv_text(("Image Name", "Prediction", "Confidence"), self.rows).encode(errors="surrogateescape"))
 
 
-class Crops(Keeper):
-    """What each box holds, in a folder for each class."""
+class Crops(Output):
+    """The part of the image that each prediction covers, in a folder for each class."""
 
-    def __init__(self, folder: Path, task: Any, labels: Labels) -> None:
-        self.folder, self.task, self.labels = folder, task, labels
+    def __init__(self, folder: Path, file_names: FileNames) -> None:
+        self.folder, self.file_names = folder, file_names
 
-    def __call__(self, seen: Seen) -> None:
-        for number, (label, crop) in enumerate(self.task.crops(seen.frame.image, seen.prediction), 1):
+    def __call__(self, frame: Frame, prediction: Prediction) -> None:
+        for number, (label, crop) in enumerate(prediction.crops(frame.image), 1):
             safe = label.replace("/", "_").replace("\0", "_") or "_"
-            more = "" if number == 1 else f"-{number}"
-            write_image(self.folder / safe / f"{self.labels.of(seen.frame)}{more}.jpg", crop)
-
-
-def write_image(path: Path, picture: np.ndarray) -> None:
-    """Write a picture, whole or not at all."""
-    fine, content = cv2.imencode(path.suffix, picture, [cv2.IMWRITE_JPEG_QUALITY, QUALITY] * (path.suffix == ".jpg"))
-    if not fine:
-        raise UserError(
-            f"{path} cannot be written: OpenCV cannot make a picture of {picture.shape[1]}x{picture.shape[0]}"
-        )
-    with replacing(path) as file:
-        file.write(content.tobytes())
+            suffix = "" if number == 1 else f"-{number}"
+            write_picture(self.folder / safe / f"{self.file_names.of(frame)}{suffix}.jpg", crop)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Validate a model on a split of a data set: `python val.py --weights best.pt --data data/coco128.yaml`."""
+"""Validate a model on a split of a data set: `python val.py --weights best.pt --data data/coco128.yaml`.
+
+`main` reads the flags, `assemble` makes the parts of a validation, `validate` runs it. train.py uses `Evaluator` too.
+"""
 
 from __future__ import annotations
 
@@ -6,209 +9,262 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from data import DATASETS
-from data.sources import DataSpec, read_spec
-from models.ensemble import (
-    check_programs,
-    common_task,
-    fixed_size,
-    halve,
-    load_models,
-    refuse_flags,
-    weight_files,
-)
-from models.export.runtime import read_model
-from models.tasks import TASKS
-from models.yolo import add_layers
+from data.dataset import DataOptions, DataSet, Split, data_source
+from models.ensemble import Members, for_inference, read_members, refuse_flags
+from models.tasks.contract import Batch, Criterion, Metrics, Model, Postprocess, Prediction, Task, Thresholds
 from utils import coco
-from utils.config.options import ValOptions, parse_options, with_defaults
-from utils.distributed.accelerator import describe, loader_workers, processes_to_start, start
-from utils.distributed.barrier import in_own_time
+from utils.config.options import ValOptions
+from utils.config.parser import parse_options, with_defaults
+from utils.config.select import select
+from utils.distributed.accelerator import start
+from utils.distributed.devices import loader_workers
 from utils.distributed.exit import run_main
-from utils.distributed.graceful_stop import Asked
-from utils.distributed.spawn import spread
+from utils.distributed.spawn import spawn_for_devices
 from utils.errors import UserError
-from utils.files import find_file
-from utils.memory_format import layout
 from utils.python_api import call, hand_over
-from utils.run import Run
-from utils.stage_times import AFTER, INFERENCE, PREPARING, Stages, counted, per_image, sentence
-from utils.summary import SHOWN, Summary, evenly
+from utils.run import FolderOptions, Run
+from utils.stage_times import (
+    INFERENCE,
+    POSTPROCESSING,
+    PREPARING,
+    StageTimer,
+    format_times,
+    milliseconds_per_image,
+    without_warmup,
+)
+from utils.summary import DRAWN_IMAGES, Summary, evenly_spaced
 
-MANY_CLASSES = 50  # from here on a row per class is shown on demand only
-SPEED = {"conf_thres": 0.25, "iou_thres": 0.45, "square": True}  # what flags are with --task speed, unless given
-SPLIT_OF = {"speed": "val"}  # of a --task that is no split
+MANY_CLASSES = 50  # from here on a row per class is printed on demand only
+SPEED_DEFAULTS = {"conf_thres": 0.25, "iou_thres": 0.45, "square": True}  # of flags with --task speed
+SPLIT_OF_TASK = {"speed": "val"}  # the split of a --task that is none
 
 
-@torch.inference_mode()
-def evaluate(
-    run: Run,
-    task: Any,
-    model: nn.Module,
-    loader: Iterable[Any],
-    images: int,
-    keep: Callable[[Any, Any], object] = lambda batch, predictions: None,
-    asked: Callable[[], str] = str,
-    *,
-    others: Sequence[tuple[Any, nn.Module]] = (),
-    half: bool = False,
-    stages: Stages | None = None,
-) -> Summary:
-    """Metrics of `model` over `loader`, which holds this process's share of the batches; the same on every process.
+@dataclass
+class Evaluator:
+    """Validates models over this process's share of a split.
 
-    `keep` is shown each batch with its predictions. The losses are means over the batches, weighed by the task. `asked`
-    tells whether the run is asked to end: where it is, on any process, `Asked` is raised on all. `others`: more models,
-    each with the task that built it, whose predictions are joined with those of `model`; the losses are its alone.
-    half: the models' weights are, and so are the images to be. `stages`: takes the time.
+    loader: delivers that share. images: in the whole split, for the progress bar. augment: run the models on scaled and
+    mirrored images too. half: the models' weights are in half precision. timer: measures the stages. keepers: called
+    with each batch and its predictions.
     """
-    members, stages = ((task, model), *others), stages or Stages()
-    for _, member in members:
-        member.eval()
-    device = run.accelerator.device
-    records, losses = [], []
-    bar = run.bar("validating", images)
-    for batch in bar.over(loader, lambda batch: len(batch.infos) * run.accelerator.num_processes):
-        run.beat()
-        if asked():
-            break
-        stages.begin(len(batch.infos))
-        batch = batch.to(device)
-        inputs = task.inputs(batch)
-        if half:
-            inputs = inputs.half()
-        stages.done(PREPARING)
-        with run.accelerator.autocast():
-            looks = [look for own, member in members for look in own.looks(member, inputs)]
-        stages.done(INFERENCE)
-        if looks[0].outputs is not None:  # an exported model may give none that losses could be computed of
-            terms = task.losses(looks[0].outputs, batch)
-            losses.append((batch.infos[0].image, task.weight(batch), terms.means(terms.counts).tolist()))
-        stages.done("losses")
-        predictions = task.predict(looks, batch)
-        stages.done(AFTER)
-        keep(batch, predictions)
-        records += task.score(predictions, batch)
-    if word := next(filter(None, run.gather([asked()])), ""):
-        raise Asked(word)
-    summary = task.summarise(run.gather(records))
-    # Sorted, so that the sum's rounding does not depend on which process had which batch.
-    per_batch = [(weight, [weight * value for value in values]) for _, weight, values in sorted(run.gather(losses))]
-    total = sum(weight for weight, _ in per_batch)
-    means = [sum(column) / total for column in zip(*(values for _, values in per_batch), strict=True)]
-    means = means or [math.nan] * len(task.loss_names)
-    return run.agree(replace(summary, losses=dict(zip(task.loss_names, means, strict=True)), rate=bar.rate))
+
+    run: Run
+    task: Task
+    criterion: Criterion
+    postprocess: Postprocess
+    metrics: Metrics
+    loader: Iterable[Batch]
+    images: int
+    augment: bool = False
+    half: bool = False
+    timer: StageTimer = field(default_factory=StageTimer)
+    keepers: Sequence[Callable[[Batch, Sequence[Prediction]], object]] = ()
+
+    @torch.inference_mode()
+    def __call__(self, models: Sequence[Model], stop_requested: Callable[[], str] = str) -> Summary:
+        """Return the metrics of the models, an ensemble if there are several; the same on every process.
+
+        The losses are those of the first model. stop_requested: returns a reason to stop, or ''; if it does on any
+        process, `StopRequested` is raised on all.
+        """
+        run, timer, records, losses = self.run, self.timer, [], []
+        for model in models:
+            model.eval()
+        bar = run.bar("validating", self.images)
+        for batch in bar.over(self.loader, lambda batch: len(batch.infos) * run.accelerator.num_processes):
+            run.beat()
+            if stop_requested():
+                break
+            timer.start_batch(len(batch.infos))
+            batch = batch.to(run.accelerator.device)
+            inputs = self.task.inputs(batch)
+            inputs = inputs.half() if self.half else inputs
+            timer.end_stage(PREPARING)
+            with run.accelerator.autocast():
+                views = [view for model in models for view in self.postprocess.views(model, inputs, self.augment)]
+            timer.end_stage(INFERENCE)
+            if views[0].outputs is not None:  # an exported file may return nothing that losses could be computed of
+                terms = self.criterion(views[0].outputs, batch)
+                losses.append((batch.infos[0].image, self.criterion.weight(batch), terms.means(terms.counts).tolist()))
+            timer.end_stage("losses")
+            predictions = self.postprocess(views, batch)
+            timer.end_stage(POSTPROCESSING)
+            for keep in self.keepers:
+                keep(batch, predictions)
+            records += self.metrics.update(predictions, batch)
+        run.stop_together(stop_requested())
+        summary = self.metrics.summarise(run.collectives.gather(records))
+        means = self._mean_losses(run.collectives.gather(losses))
+        return run.collectives.broadcast(replace(summary, losses=means, rate=bar.rate))
+
+    def _mean_losses(self, losses: Sequence[tuple[int, float, list[float]]]) -> dict[str, float]:
+        """Return the mean of each loss term, weighted by the criterion; nan without losses.
+
+        losses: of each batch the index of its first image, its weight and its terms.
+        """
+        # Sorted, so that the sum's rounding does not depend on which process had which batch.
+        weighted = [(weight, [weight * value for value in values]) for _, weight, values in sorted(losses)]
+        total = sum(weight for weight, _ in weighted)
+        means = [sum(column) / total for column in zip(*(values for _, values in weighted), strict=True)]
+        return dict(zip(self.task.loss_names, means or [math.nan] * len(self.task.loss_names), strict=True))
 
 
-def table(summary: Summary, brief: bool = False) -> list[str]:
-    """The metrics as lines of text; `brief` is the row of all classes alone."""
-    return [*summary.overall, *([] if brief else summary.details)]
+def evaluator(
+    run: Run,
+    task: Task,
+    model: Model,
+    criterion: Criterion,
+    data: DataSet[Any],
+    split: Split,
+    batch_size: int,
+    shown: int,
+    thresholds: Thresholds | None = None,
+    square: bool = False,
+    draws: bool = True,
+) -> Evaluator:
+    """Make the evaluator of a split; `model` is one of those that it will be called with.
+
+    batch_size: of a process. shown: images whose predictions are kept for trackers; `draws`: those that are drawn too.
+    """
+    batches = run.collectives.shard(data.evaluation_batches(split, batch_size, square))
+    drawn = frozenset(evenly_spaced(len(split.images), max(shown, DRAWN_IMAGES if draws else 0)))
+    postprocess, metrics = task.postprocess(model, thresholds or Thresholds()), task.metrics(drawn)
+    loader = data.evaluation_loader(split, batches)
+    return Evaluator(run, task, criterion, postprocess, metrics, loader, len(split.images))
 
 
-def rounding(asked: int, taken: int) -> list[str]:
-    """A sentence where the image size had to be changed."""
-    return [] if asked == taken else [f"--imgsz {asked} is not a multiple of the model's stride; taking {taken}"]
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Validate as the flags say."""
-    argv = sys.argv[1:] if argv is None else argv
-    options = parse_options(ValOptions, argv)
-    if spread(partial(main, argv), processes_to_start(options.device, options.processes)):
-        return
-    accelerator = start(options.device, "no" if options.half else options.mixed_precision, options.dist_timeout)
-    device = accelerator.device
-    spec = read_spec(find_file(options.data, "data set", ["data"]))
-    if options.layers:
-        add_layers(options.layers)
-    with in_own_time():  # one machine may have more to download than another
-        files = weight_files(options.weights)
-    weights = {name: read_model(file) for name, file in files.items()}
-    task_name = common_task(weights)
-    check_programs(weights, options.augment)
-    kind, task_kind = DATASETS[task_name], TASKS[task_name]
-    check_flags(options, task_kind.refused)
-    sizes = ({"imgsz": values["imgsz"]} for values in (task_kind.defaults, spec.defaults) if "imgsz" in values)
-    options = with_defaults(options, argv, *sizes, SPEED if options.task == "speed" else {})
-    size = fixed_size(weights)
-    options = fitted(options, size)
-    with in_own_time():
-        names = kind.class_names(spec, options.single_cls)
-    tasks = [task_kind(names, task_kind.recipe()) for _ in weights]
-    members = load_models(tasks, weights, options.imgsz, options.data)
-    half = options.half and device.type == "cuda"
-    for own, model in members:
-        own.augment = options.augment
-        (halve(model) if half else model).to(device, memory_format=layout(device))
-    (task, model), *others = members
-    task.set_thresholds(options.conf_thres, options.iou_thres, options.max_det)
-
-    stride = math.lcm(*(own.stride for own, _ in members))
-    data = kind(
-        spec,
-        imgsz=task.imgsz,
-        stride=stride,
-        single_class=options.single_cls,
-        workers=loader_workers(options.workers),
-        cache="",
-        strict=options.strict,
+def rounding(requested: int, imgsz: int) -> list[str]:
+    """Return a message if the image size had to be changed."""
+    return (
+        [] if requested == imgsz else [f"--imgsz {requested} is not a multiple of the model's stride; taking {imgsz}"]
     )
-    chosen = SPLIT_OF.get(options.task, options.task)
-    with in_own_time():
-        split = data.split(chosen)
 
-    run = Run(accelerator, options.project, options.name, options.exist_ok)
+
+@dataclass
+class Validation:
+    """A validation: its parts, as `assemble` makes them."""
+
+    options: ValOptions
+    run: Run
+    members: Members
+    models: list[Model]
+    evaluate: Evaluator
+    split: Split
+    roots: Sequence[Path]  # folders of the data set
+    coco_images: list[coco.CocoImage]  # predictions of this process, with --save-json
+    times_stages: bool  # whether the stages can be timed without slowing them down
+
+
+def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validation:
+    """Make the parts of a validation from its flags. Nothing is written before all input is found good.
+
+    options: what the parser has made of `argv`, if it has. Raises `UserError`.
+    """
+    options = options or parse_options(ValOptions, argv)
+    run = Run(start(options.device, "no" if options.half else options.mixed_precision, options.dist_timeout))
+    device = run.accelerator.device
+    with run.untimed_barrier():  # one machine may have more to download than another
+        members = read_members(options.weights, options.layers, options.augment)
+        source = data_source(options.data, members.entry.data)
+    kind = members.entry.load()
+    check_flags(options, kind.refused)
+    sizes = ({"imgsz": values["imgsz"]} for values in (kind.defaults, source.spec.defaults) if "imgsz" in values)
+    options = with_defaults(options, argv, *sizes, SPEED_DEFAULTS if options.task == "speed" else {})
+    options = with_fixed_size(options, members.fixed_size)
+    with run.untimed_barrier():
+        names = source.names(options.single_cls)
+    task = kind(names, kind.recipe())
+    half = options.half and device.type == "cuda"
+    models = [for_inference(model, device, half) for model in members.build(task, options.imgsz, options.data)]
+    workers, stride = loader_workers(options.workers), math.lcm(*(model.stride for model in models))
+    data = source.open(models[0].imgsz, stride, select(DataOptions, options, workers=workers, cache=""))
+    split_name = SPLIT_OF_TASK.get(options.task, options.task)
+    with run.untimed_barrier():
+        split = data.split(split_name)
+
+    run.open_folder(select(FolderOptions, options))
     run.quiet = options.quiet
+    lines = [*run.device_lines(verbose=False)[:1], *source.spec.doubts, *split.report(split_name)]
+    run.print(*lines, *rounding(options.imgsz, models[0].imgsz), *messages(options, half, members))
+    run.files.write_problems(split.problems)
+    run.files.write_settings({**vars(options), "imgsz": models[0].imgsz})
     if not options.noplots:
-        run.paint()
-        task.shown = frozenset(evenly(len(split.images), SHOWN))
-    run.say(describe(accelerator), *spec.doubts, *split.report(chosen), *rounding(options.imgsz, task.imgsz))
-    run.say(*precision(options.half, half), *panel(options, list(weights), size))
-    run.write_problems(split.problems)
-    run.write_settings({**vars(options), "imgsz": task.imgsz})
-    batches = run.share(data.evaluation_batches(split, batch_size=options.batch_size, square=options.square))
+        run.enable_plots()
+    evaluate = evaluator(
+        run, task, models[0], task.criterion(models[0]), data, split, options.batch_size,
+        shown=0, thresholds=select(Thresholds, options), square=options.square, draws=not options.noplots,
+    )  # fmt: skip
     if options.show_processes:
-        run.say(*run.processes(batches))
-    results = Results(task)
-    keepers: list[Callable[[Any, Any], object]] = [results] if options.save_json else []
+        run.print(*run.process_table(evaluate.loader.batch_sampler))  # type: ignore[attr-defined]
+    validation = Validation(options, run, members, models, evaluate, split, source.spec.roots, [], False)
+    evaluate.augment, evaluate.half, evaluate.keepers = options.augment, half, keepers(validation)
+    # Elsewhere the device must be waited for, which takes time, to know when a stage is over.
+    validation.times_stages = options.task == "speed" or device.type == "cpu"
+    if validation.times_stages and device.type != "cpu":
+        evaluate.timer = StageTimer(torch.accelerator.synchronize)
+    return validation
+
+
+def keepers(validation: Validation) -> list[Callable[[Batch, Sequence[Prediction]], object]]:
+    """Return what keeps the predictions that the flags ask for."""
+    options, chosen = validation.options, []
+    if options.save_json:
+        chosen.append(lambda batch, predictions: validation.coco_images.extend(p.coco_rows() for p in predictions))
     if options.save_txt or options.save_hybrid:
-        keepers.append(TextFiles(run.folder / "labels", task, options.save_conf, options.save_hybrid))
+        folder = validation.run.path / "labels"
+        folder.mkdir(parents=True, exist_ok=True)
+        chosen.append(partial(write_labels, folder, options.save_conf, options.save_hybrid))
+    return chosen
 
-    def keep(batch: Any, predictions: Any) -> None:
-        for keeper in keepers:
-            keeper(batch, predictions)
 
-    exact = options.task == "speed" or device.type == "cpu"  # elsewhere it costs time to know when a stage is over
-    stages = Stages(torch.accelerator.synchronize if exact and device.type != "cpu" else lambda: None)
-    loader, images = data.evaluation_loader(split, batches), len(split.images)
-    with run.watch(options.dist_timeout):
-        summary = evaluate(run, task, model, loader, images, keep, others=others, half=half, stages=stages)
-    run.write_documents(task.documents(summary))
-    run.plots(lambda: task.pictures(summary, split))
+def write_labels(
+    folder: Path, with_confidence: bool, hybrid: bool, batch: Batch, predictions: Sequence[Prediction]
+) -> None:
+    """Write a label file for each image of the batch. hybrid: its labels, and the predictions that match none."""
+    for prediction in predictions:
+        rows = (prediction.with_labels() if hybrid else prediction).label_rows(with_confidence)
+        (folder / f"{Path(prediction.path).stem}.txt").write_text("".join(f"{row}\n" for row in rows))
+
+
+def validate(validation: Validation) -> None:
+    """Run a validation, write its results and print them."""
+    options, run, evaluate, split = validation.options, validation.run, validation.evaluate, validation.split
+    with run.watchdog(options.dist_timeout):
+        summary = evaluate(validation.models)
+    run.files.write_documents(evaluate.metrics.documents(summary))
+    run.plot(lambda: evaluate.metrics.pictures(summary, split, validation.models[0].imgsz))
     run.charts()
-    run.finish_writing()
-    brief = options.quiet or (len(task.names) > MANY_CLASSES and not options.verbose)
-    run.say(*table(summary, brief), f"{summary.rate:.1f} images/s; results in {run.folder}", always=True)
-    laps = run.gather(counted(stages.laps))
-    if exact:
-        run.say(speed(per_image(laps), options), always=options.task == "speed")
-    run.alone(lambda: hand_over(summary, run.folder))
+    run.files.finish_writing()
+    names = evaluate.task.names
+    brief = options.quiet or (len(names) > MANY_CLASSES and not options.verbose)
+    run.print(*summary.table(brief), f"{summary.rate:.1f} images/s; results in {run.path}", always=True)
+    batches = run.collectives.gather(without_warmup(evaluate.timer.batches))
+    if validation.times_stages:
+        run.print(speed(milliseconds_per_image(batches), options), always=options.task == "speed")
+    run.on_main(lambda: hand_over(summary, run.path))
     run.finish()
     if options.save_json:
-        found = run.gather(results.found)
-        stem = next(iter(files.values())).stem
-        run.alone(lambda: write_results(run, options, spec, found, task.names, split.images, stem))
+        images = run.collectives.gather(validation.coco_images)
+        stem = next(iter(validation.members.files.values())).stem
+        run.on_main(lambda: write_coco_results(run, options, validation.roots, images, names, split.images, stem))
 
 
-def fitted(options: ValOptions, size: tuple[int, int] | None) -> ValOptions:
-    """The flags for a file that takes images of one size alone: height and width. Raises `UserError` for an oblong."""
+def check_flags(options: ValOptions, refused: Mapping[str, str]) -> None:
+    """Raise `UserError` for a flag that does not apply to the task, and for annotations that do not exist."""
+    refuse_flags(options, refused)
+    if options.annotations and not Path(options.annotations).is_file():
+        raise UserError(f"--annotations {options.annotations} is not a file; check the path")
+
+
+def with_fixed_size(options: ValOptions, size: tuple[int, int] | None) -> ValOptions:
+    """Return the flags for a file that takes images of one size only. Raises `UserError` if they are not square."""
     if size is None:
         return options
     if size[0] != size[1]:
@@ -219,107 +275,82 @@ def fitted(options: ValOptions, size: tuple[int, int] | None) -> ValOptions:
     return replace(options, imgsz=size[0], square=True)
 
 
-def run(**flags: Any) -> dict[str, Any]:
-    """Validate from Python: `val.run(weights="best.pt", data="my.yaml")`. The flags are those of the command, by their
-    names with underscores.
-
-    Returns the metrics and losses by the names of results.csv, `fitness`, and the run's `folder`. Raises `UserError`
-    where the command would end with an error.
-    """
-    return call(main, ValOptions, flags)
-
-
-def check_flags(options: ValOptions, refused: Mapping[str, str]) -> None:
-    """Raises `UserError` for a flag that means nothing to the task, and for annotations that are not there."""
-    refuse_flags(options, refused)
-    if options.annotations and not Path(options.annotations).is_file():
-        raise UserError(f"--annotations {options.annotations} is not a file; check the path")
-
-
-def precision(asked: bool, half: bool) -> list[str]:
-    """What becomes of --half."""
-    if asked and not half:
-        return ["warning: --half is for CUDA; taking full precision"]
-    return ["weights and images in half precision"] if half else []
+def messages(options: ValOptions, half: bool, members: Members) -> list[str]:
+    """Return lines about precision, an ensemble, images of one size, and --augment."""
+    lines = ["weights and images in half precision"] if half else []
+    if options.half and not half:
+        lines.append("warning: --half is for CUDA; taking full precision")
+    first, *others = members.files
+    if others:
+        lines.append(f"an ensemble of {len(members.files)} models; the losses are those of {first}")
+    if size := members.fixed_size:
+        lines.append(f"exported for images of {size[0]}x{size[1]} alone: square batches of that size")
+    return lines + ["--augment: each image is looked at several times"] * options.augment
 
 
 def speed(times: Mapping[str, float], options: ValOptions) -> str:
-    """What is told of the milliseconds that the stages take for an image."""
+    """Format per-image stage times, in milliseconds, for the console; with --task speed the rate too."""
     if options.task != "speed":
-        return sentence(times)
+        return format_times(times)
     rate = 1000 / max(sum(times.values()), 1e-9)
-    return f"{sentence(times)}; {rate:.1f} images/s in batches of {options.batch_size}, loading left out"
+    return f"{format_times(times)}; {rate:.1f} images/s in batches of {options.batch_size}, loading left out"
 
 
-def panel(options: ValOptions, names: Sequence[str], size: tuple[int, int] | None) -> list[str]:
-    """What is told of an ensemble of these weights, of images of one `size`, and of looking more than once."""
-    told = [f"an ensemble of {len(names)} models; the losses are those of {names[0]}"] if len(names) > 1 else []
-    if size:
-        told.append(f"exported for images of {size[0]}x{size[1]} alone: square batches of that size")
-    return told + ["--augment: each image is looked at several times"] * options.augment
-
-
-def write_results(
+def write_coco_results(
     run: Run,
     options: ValOptions,
-    spec: DataSpec,
-    found: Sequence[coco.Found],
+    roots: Sequence[Path],
+    predictions: Sequence[coco.CocoImage],
     names: Mapping[int, str],
     images: Sequence[Path],
     stem: str,
 ) -> None:
-    """What was found in all `images` as COCO's results, and COCO's own numbers where there are annotations.
+    """Write the predictions for `images` as COCO's results, and COCO's metrics if there are annotations.
 
-    Raises `UserError` for annotations that do not fit, where --annotations named them, when the results are written.
+    Raises `UserError` for annotations that do not fit, if --annotations names them, after the results are written.
     """
     file, missing = Path(options.annotations) if options.annotations else None, ""
     if file is None:
-        file, missing = coco.find_annotations(spec.roots, SPLIT_OF.get(options.task, options.task), images)
-    ids, annotations, problem = coco.own_ids(names, images), None, None
+        file, missing = coco.find_annotations(roots, SPLIT_OF_TASK.get(options.task, options.task), images)
+    ids, annotations, problem = coco.default_ids(names, images), None, None
     if file:
         try:
             annotations = coco.read_annotations(file, names, images)
             ids = annotations.ids
         except UserError as error:
             problem = error
-    rows = coco.results(found, ids)
-    run.write_documents({f"{stem}_predictions.json": json.dumps(rows)})
-    run.say(f"{len(rows)} results in {run.folder / f'{stem}_predictions.json'}; {ids.told}", *filter(None, [missing]))
+    rows, name = coco.results(predictions, ids), f"{stem}_predictions.json"
+    run.files.write_documents({name: json.dumps(rows)})
+    run.print(f"{len(rows)} results in {run.path / name}; {ids.origin}", *filter(None, [missing]))
     try:
         if problem:
             raise problem
         if annotations:
             scores = coco.score(annotations, rows)
-            run.write_documents({"coco.csv": coco.text(scores)})
-            run.say(*annotations.doubts(), *coco.table(scores))
+            run.files.write_documents({"coco.csv": coco.csv_document(scores)})
+            run.print(*annotations.warnings(), *coco.table(scores))
     except UserError as error:
         if options.annotations:
             raise
-        run.say(f"warning: {error}")
+        run.print(f"warning: {error}")
 
 
-class TextFiles:
-    """Keeps what was found in an image as rows of a text file named like it; `hybrid`: beside its labels."""
-
-    def __init__(self, folder: Path, task: Any, with_confidence: bool, hybrid: bool = False) -> None:
-        self.folder, self.task, self.with_confidence, self.hybrid = folder, task, with_confidence, hybrid
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def __call__(self, batch: Any, predictions: Any) -> None:
-        rows = self.task.text_rows(predictions, batch, self.with_confidence, self.hybrid)
-        for info, lines in zip(batch.infos, rows, strict=True):
-            (self.folder / f"{Path(info.path).stem}.txt").write_text("".join(f"{line}\n" for line in lines))
+def main(argv: Sequence[str] | None = None) -> None:
+    """Validate as the flags say."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse_options(ValOptions, argv)
+    if not spawn_for_devices(partial(main, argv), options.device, options.processes):
+        validate(assemble(argv, options))
 
 
-class Results:
-    """Keeps what was found in the images of this process, for COCO's results."""
+def run(**flags: Any) -> dict[str, Any]:
+    """Validate from Python: `val.run(weights="best.pt", data="my.yaml")`. The flags are those of the command, by their
+    names with underscores.
 
-    def __init__(self, task: Any) -> None:
-        self.task = task
-        self.found: list[Any] = []
-
-    def __call__(self, batch: Any, predictions: Any) -> None:
-        self.found += self.task.results(predictions, batch)
+    Returns the metrics and losses by the names of results.csv, `fitness`, and the run's `folder`. Raises `UserError`
+    if the command would end with an error.
+    """
+    return call(main, "val", flags)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import argparse
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +23,9 @@ from detect import Predictor
 from models.ensemble import halve, load_models
 from models.fuse import fuse
 from models.tasks import TASKS
+from models.tasks.contract import Thresholds
 from models.weights.reader import read_weights
-from utils.distributed.accelerator import one_device
+from utils.distributed.devices import one_device
 from utils.memory_format import layout
 
 ROUNDS = 5
@@ -77,21 +77,24 @@ def main() -> None:
     device = one_device(given.device)
     predictor = Predictor(given.weights, device=given.device)
     content = read_weights(Path(given.weights))
-    task: Any = TASKS["detect"](predictor.names, TASKS["detect"].recipe())
-    task.set_thresholds(0.25, 0.45, 1000, one_class=True)
-    ((_, plain),) = load_models([task], {given.weights: content}, 640, given.weights)
+    kind = TASKS["detect"].load()
+    task = kind(predictor.names, kind.recipe())
+    (plain,) = load_models(task, {given.weights: content}, 640, given.weights)
+    postprocess = task.postprocess(plain, Thresholds(0.25, 0.45, 1000, one_class=True))
     plain = plain.to(device, memory_format=layout(device)).eval()
     forms = {"folded": fuse(plain), "folded, half": halve(fuse(plain))}
     paths = [Path(item.name) for item in find_media(given.photos)][: given.count]
     batches = [predictor.kind.collate([predictor.item(read_image(path), str(path))]).to(device) for path in paths]
     inputs = [task.inputs(batch) for batch in batches]
-    expected = [plain(images) for images in inputs]
-    found = {"plain": [task.predict([task.look(e)], b)[0].numpy() for e, b in zip(expected, batches, strict=True)]}
+    views = [postprocess.views(plain, images, False) for images in inputs]
+    expected = [view[0].outputs for view in views]
+    found = {"plain": [postprocess(view, batch)[0].array for view, batch in zip(views, batches, strict=True)]}
     for name, model in forms.items():
         own = [images.half() if "half" in name else images for images in inputs]
-        outputs = [model(images) for images in own]
+        views = [postprocess.views(model, images, False) for images in own]
+        outputs = [view[0].outputs for view in views]
         largest = max(gap(o, e) for o, e in zip(outputs, expected, strict=True))
-        found[name] = [task.predict([task.look(o)], b)[0].numpy() for o, b in zip(outputs, batches, strict=True)]
+        found[name] = [postprocess(view, batch)[0].array for view, batch in zip(views, batches, strict=True)]
         alone, confidence, corner = zip(*map(paired, found[name], found["plain"]), strict=True)
         print(
             f"{name}: raw maps within {largest:.1e} of the largest number; {sum(map(len, found[name]))} detections of "

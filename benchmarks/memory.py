@@ -16,12 +16,14 @@ from pathlib import Path
 import psutil
 import yaml
 
+from data.dataset import DataOptions
 from data.detection import DetectionData
 from data.sources import read_spec
-from utils.config.options import Hyperparameters
-from utils.distributed import accelerator as launch
-from utils.distributed.ranks import place, run_store
-from utils.distributed.spawn import spread
+from utils.config.hyperparameters import Hyperparameters
+from utils.distributed.accelerator import start
+from utils.distributed.collectives import Collectives
+from utils.distributed.ranks import print_on_main
+from utils.distributed.spawn import spawn
 
 MIB = 2**20
 
@@ -34,38 +36,28 @@ def main() -> None:
     parser.add_argument("--imgsz", type=int, default=640)
     given = parser.parse_args()
     for cache in ("", "ram"):
-        if not spread(functools.partial(measure, given, cache), given.processes):
+        if not spawn(functools.partial(measure, given, cache), given.processes):
             measure(given, cache)
 
 
 def measure(given: argparse.Namespace, cache: str) -> None:
     """Run on each process; the main one prints."""
-    launch.start("cpu", "no", 300.0)
+    collectives = Collectives(start("cpu", "no", 300.0))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "data.yaml"
         file.write_text(yaml.safe_dump({"path": str(given.data.resolve()), "train": "images", "nc": 80}))
-        data = DetectionData(
-            read_spec(file), imgsz=given.imgsz, stride=32, single_class=False, workers=given.workers, cache=cache
-        )
+        options = DataOptions(workers=given.workers, cache=cache)
+        data = DetectionData(read_spec(file), imgsz=given.imgsz, stride=32, options=options)
         split = data.split("train")
     hyp = Hyperparameters(mosaic=0.0)
     loader = data.train_loader(split, batch_size=8, hyp=hyp, seed=0)
     for _ in loader:
         pass
     here = psutil.Process()
-    own = sum(process.memory_full_info().pss for process in [here, *here.children(recursive=True)])
-    store, rank = run_store(), place().rank
-    if store is not None:
-        store.set(f"pss/{rank}", str(own))
-        total = sum(int(store.get(f"pss/{k}")) for k in range(given.processes))
-        store.add("read", 1)
-        while rank == 0 and store.add("read", 0) < given.processes:
-            pass
-    else:
-        total = own
-    if rank == 0:
-        images = sum(loader.dataset.images.read(k).nbytes for k in range(len(split.images)))
-        print(f"cache {cache or '-':4} {total / MIB:8.0f} MiB in all; the images decoded: {images / MIB:.0f} MiB")
+    process_bytes = sum(process.memory_full_info().pss for process in [here, *here.children(recursive=True)])
+    total = sum(collectives.gather([process_bytes]))
+    images = sum(loader.dataset.images.read(k).nbytes for k in range(len(split.images)))
+    print_on_main(f"cache {cache or '-':4} {total / MIB:8.0f} MiB in all; the images decoded: {images / MIB:.0f} MiB")
 
 
 if __name__ == "__main__":

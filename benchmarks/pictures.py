@@ -24,8 +24,11 @@ import numpy as np
 import yaml
 
 from utils.files import ROOT, csv_text
-from utils.plots.charts import style
-from utils.plots.run_pictures import PHOTOS, PICTURES, Documents, write_picture
+from utils.plots.charts import chart_style
+from utils.plots.documents import Documents
+from utils.plots.drawing import write_picture
+from utils.plots.run_pictures import JPEG_QUALITY, PICTURES
+from utils.summary import DRAWN_IMAGES
 
 EPOCHS, POINTS, BOXES = 100, 200, 5000
 TERMS = ("box_loss", "obj_loss", "cls_loss")
@@ -46,7 +49,7 @@ def main() -> None:
         folders = {count: (given.keep or Path(made_up)) / f"classes{count}" for count in given.classes}
         for count, folder in folders.items():
             write_documents(folder, count, given.data)
-        with style():  # imports matplotlib
+        with chart_style():  # imports matplotlib
             pass
         next(iter(PICTURES.values())).draw(Documents(folders[given.classes[0]]))
         rows = {name: [seconds(name, folder) for folder in folders.values()] for name in PICTURES}
@@ -64,7 +67,7 @@ def seconds(name: str, folder: Path) -> float:
     before = time.process_time()
     picture = PICTURES[name].draw(Documents(folder))
     if picture is not None:
-        write_picture(folder / name, picture)
+        write_picture(folder / name, picture, JPEG_QUALITY, compact_png=True)
     return time.process_time() - before
 
 
@@ -169,7 +172,7 @@ def boxes(rng: np.random.Generator, names: list[str]) -> Iterator[Row]:
 
 
 def val_boxes(rng: np.random.Generator, names: list[str], data: Path) -> Iterator[Row]:
-    for file in sorted((data / "images").rglob("*.jpg"))[:PHOTOS]:
+    for file in sorted((data / "images").rglob("*.jpg"))[:DRAWN_IMAGES]:
         rows = data / "labels" / file.relative_to(data / "images").with_suffix(".txt")
         found = [row for row in np.loadtxt(rows, ndmin=2) if row[0] < len(names)] if rows.is_file() else []
         if not found:

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from models.yolo import build_model
-from utils.checkpoint.state_files import STATE_FORMAT, States, serialised
+from utils.checkpoint.state_files import STATE_FORMAT, StateFiles
+from utils.checkpoint.weight_files import serialised
 from utils.files import ROOT, read_yaml
 from utils.training.ema import ModelEMA
 
@@ -51,7 +52,7 @@ def main() -> None:
             "optimizer": momentum,
         }
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            states = States(Path(folder))
+            states = StateFiles(Path(folder))
             waits, writes = [], []
             for _ in range(TIMES):
                 waits.append(seconds(partial(serialised, state)))

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from benchmarks.gpus import COCO, PUBLISHED, clock
 from models.yolo import build_model
 from train import VALIDATION_BATCH
-from utils.config.options import Hyperparameters
-from utils.distributed.comm_hooks import BUCKET, RANK
+from utils.config.hyperparameters import Hyperparameters
+from utils.distributed.comm_hooks import DDP_BUCKET_MB, POWERSGD_RANK
 
 SIZES = "nsmlx"
 IMGSZ, PER_GPU, GPUS = 640, 16, 8  # pixels, images of a GPU's part of a batch, GPUs of a machine
@@ -73,7 +73,7 @@ class Model:
 def thin(shape: torch.Size) -> int:
     """Bytes of a gradient under PowerSGD: torch's rule."""
     rows, columns = shape[0], shape.numel() // shape[0]
-    factors = RANK * (rows + columns)
+    factors = POWERSGD_RANK * (rows + columns)
     return 4 * (factors if 2 * factors < rows * columns else rows * columns)
 
 
@@ -157,7 +157,7 @@ class Job:
         for layer in reversed(self.model.layers):
             done += 2 * layer.work * self.per_gpu / self.rate
             bucket, sent = bucket + layer.bytes, sent + layer.bytes
-            if bucket >= BUCKET * 2**20 or sent == self.model.bytes:
+            if bucket >= DDP_BUCKET_MB * 2**20 or sent == self.model.bytes:
                 clock = max(clock, done) + cluster.seconds(bucket * self.share)
                 bucket = 0
         return max(clock - done, 0.0)

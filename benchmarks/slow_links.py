@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from models.yolo import build_model
 from tests.machines import ip, machines
-from utils.distributed.comm_hooks import BUCKETS, HOOKS, compress
+from utils.distributed.comm_hooks import BUCKET_MB, HOOKS, register_comm_hook
 from utils.files import ROOT, read_yaml
 
 HOSTS = ("lockstepslow0", "lockstepslow1")
@@ -64,10 +64,10 @@ def work(names: list[str], gbit: float) -> None:
         size = sum(parameter.numel() for parameter in bare.parameters()) * 4 / 1e6
         for hook in ("", *HOOKS):
             model = DistributedDataParallel(
-                Sum(bare), gradient_as_bucket_view=True, bucket_cap_mb=BUCKETS.get(hook, 25)
+                Sum(bare), gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MB.get(hook, 25)
             )
             if hook:
-                compress(model, hook, warmup=2)
+                register_comm_hook(model, hook, warmup=2)
             seconds(model, send=True)  # buckets are arranged, PowerSGD is past its warm-up
             sent, silent = seconds(model, send=True), seconds(model, send=False)
             if distributed.get_rank() == 0:

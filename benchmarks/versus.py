@@ -66,16 +66,16 @@ FLAGS = ["train.py", "--data", FOLDER + "/data.yaml", "--weights", "", "--cfg", 
 """
 OURS = """
 from pathlib import Path
+from data.dataset import DataOptions
 from data.detection import DetectionData
-from data.sampler import Sampling
 from data.sources import read_spec
-from utils.config.options import Hyperparameters
+from utils.config.hyperparameters import Hyperparameters
 spec = read_spec(Path(FOLDER) / "data.yaml")
 def loader(cache="", near=True):
-    data = DetectionData(spec, imgsz=640, stride=32, single_class=False, workers=0, cache=cache)
+    options = DataOptions(cache=cache, partners="near" if near else "any")
+    data = DetectionData(spec, imgsz=640, stride=32, options=options)
     split = data.split("train")
-    sampling = Sampling(partners="near" if near else "any")
-    made = data.train_loader(split, batch_size=16, hyp=Hyperparameters(), seed=0, sampling=sampling)
+    made = data.train_loader(split, batch_size=16, hyp=Hyperparameters(), seed=0)
     if cache:
         for index in range(len(split.images)):
             made.dataset.images.read(index)
@@ -129,8 +129,8 @@ OUR_START = """
 import sys, torchvision
 begin()
 import train
-from models.tasks.detection.task import DetectionTask
-DetectionTask.losses = first
+from models.tasks.detection.loss import DetectionCriterion
+DetectionCriterion.__call__ = first
 """
 THEIR_START = """
 import sys, torchvision
@@ -161,13 +161,17 @@ end(len(LoadImagesAndLabels(FOLDER + "/images/train", 640, 16)))
 # What a validation does from the head on: YOLOv5's decodes all of its maps there, ours later and only what is strong.
 # The hook is called again when the head is timed: hence the copies of `features`.
 OUR_VALIDATION = """
+from models.tasks.contract import Thresholds
 from models.tasks.detection.task import DetectionTask
-from models.weights.reader import read_weights, transfer
+from models.tasks.detection.views import RawView
+from models.weights.reader import read_weights
+from models.weights.transfer import transfer
 weights = read_weights(WEIGHTS)
 task = DetectionTask({k: str(k) for k in range(80)}, Hyperparameters())
 model = task.build_model(weights.model, 640)
 transfer(model, weights.state)
-data = DetectionData(spec, imgsz=640, stride=32, single_class=False, workers=0, cache="")
+postprocess, metrics = task.postprocess(model, Thresholds()), task.metrics()
+data = DetectionData(spec, imgsz=640, stride=32, options=DataOptions())
 split = data.split("train")
 chosen = data.evaluation_batches(split, batch_size=16, square=True)[::4]
 features = []
@@ -178,8 +182,9 @@ with torch.inference_mode():
         model(task.inputs(batch))
     begin()
     done = [(model.detect(maps), batch) for maps, batch in zip(features[:], batches)]
-    found = [(task.predict([task.look(maps)], batch), batch) for maps, batch in done]
-    task.summarise([record for predictions, batch in found for record in task.score(predictions, batch)])
+    views = [(RawView(maps, model.detect.anchors, model.detect.stride), batch) for maps, batch in done]
+    found = [(postprocess([view], batch), batch) for view, batch in views]
+    metrics.summarise([record for predictions, batch in found for record in metrics.update(predictions, batch)])
     end(len(chosen) * 16)
 """
 THEIR_VALIDATION = """

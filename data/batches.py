@@ -1,4 +1,4 @@
-"""What a loader delivers, whatever the task."""
+"""Batches and loaders of all data sets: pixels are written once, into memory that the training process shares."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from data.sampler import Draw
-from utils.distributed.exit import shield_worker
+from data.sampler import SampleIndex
+from utils.distributed.loader_processes import shield_worker
 
 
 @dataclass(frozen=True)
 class Batch:
-    """images: uint8 (b, 3, h, w), RGB; targets: float32, what is to be found in them; infos: b of them.
+    """images: uint8 (b, 3, h, w), RGB. targets: float32, in the form of the data set. infos: b of them.
 
     targets of a detector: (m, 6), image in the batch, class, normalised xywh; of a classifier: (b, classes), shares
-    that add up to 1.
+    that add up to 1. infos: what the task asks of an image beside its pixels; each has `image`, the index in the split,
+    and `path`.
     """
 
     images: Tensor
@@ -28,17 +29,17 @@ class Batch:
     infos: tuple[Any, ...]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch with its tensors on `device`."""
+        """Return the batch with its tensors on `device`."""
         images, targets = (t.to(device, non_blocking=non_blocking) for t in (self.images, self.targets))
         return replace(self, images=images, targets=targets)
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory; a loader calls this."""
+        """Return the batch in page-locked memory; the loader calls this."""
         return replace(self, images=self.images.pin_memory(), targets=self.targets.pin_memory())
 
 
-def room(*shape: int) -> Tensor:
-    """A tensor for pixels, uint8, to be written; in a loader process in memory that the training process sees."""
+def empty_pixels(*shape: int) -> Tensor:
+    """Return a tensor for pixels, uint8; in a loader process it is in memory that the training process shares."""
     pixels = torch.empty(0, dtype=torch.uint8)
     if get_worker_info() is None:
         return pixels.resize_(shape)
@@ -46,19 +47,19 @@ def room(*shape: int) -> Tensor:
 
 
 def stacked(images: Sequence[Tensor]) -> Tensor:
-    """Images of one shape, uint8, as one tensor (n, ...): that which they are the rows of, if they are, else a copy."""
+    """Return images of one shape, uint8, as one tensor (n, ...): the one that they are rows of, if any, else a copy."""
     whole, step = images[0]._base, images[0].numel()
     if whole is not None and whole.shape == (len(images), *images[0].shape):
         start = whole.data_ptr()
         if all(image.data_ptr() == start + k * step for k, image in enumerate(images)):
             return whole
-    return torch.stack(list(images), out=room(len(images), *images[0].shape))
+    return torch.stack(list(images), out=empty_pixels(len(images), *images[0].shape))
 
 
 def loader(
-    items: Dataset[Any], batches: Iterable[list[Draw]], collate: Callable[[Sequence[Any]], Batch], workers: int
-) -> DataLoader:
-    """Delivers `batches` of `items`, by so many processes, which end with this one."""
+    items: Dataset[Any], batches: Iterable[list[SampleIndex]], collate: Callable[[Sequence[Any]], Batch], workers: int
+) -> DataLoader[Any]:
+    """Return a loader of `batches` of `items`. workers: loader processes, which end with this one."""
     return DataLoader(
         items,
         batch_sampler=batches,

@@ -8,19 +8,17 @@ import io
 import mmap
 import os
 import shutil
-import socket
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
-import psutil
 
 from data.images import read_image, resize_long_side, scaled_shape
-from utils.distributed.ranks import key, place, run_store
+from utils.distributed.shared_memory import shared_memory
 from utils.errors import UserError
 from utils.files import cache_folder, replacing
 
@@ -58,7 +56,7 @@ class Images:
         self.files, self.imgsz, self.smooth = Files(files), imgsz, smooth
 
     @property
-    def said(self) -> list[str]:
+    def messages(self) -> list[str]:
         """Sentences about what is kept."""
         return []
 
@@ -85,7 +83,7 @@ class ImagesInMemory(Images):
         self.fitting = int((ends <= len(self.memory)).sum())
 
     @property
-    def said(self) -> list[str]:
+    def messages(self) -> list[str]:
         when = "validation" if self.cache == "val" else "epoch"
         return [
             f"--cache {self.cache}: room for {self.fitting} of {len(self.files)} images, "
@@ -109,33 +107,6 @@ class ImagesInMemory(Images):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Images, (self.files, self.imgsz, self.smooth)  # where processes are spawned they share no memory
-
-
-def shared_memory(wanted: Callable[[int], int]) -> np.ndarray:
-    """Zeroed bytes that all processes of this machine see, and those that they fork; gone with the last of them.
-
-    `wanted`: how many, of so many that are free. All processes must come together.
-    """
-    free = psutil.virtual_memory().available - sum(_promised)
-    store, here, name = run_store(), place(), key(f"memory/{socket.gethostname()}/{len(_promised)}")
-    if store is None or here.local_processes < 2 or not hasattr(os, "memfd_create"):
-        found: Any = mmap.mmap(-1, max(wanted(free), 1))
-    elif here.local_rank == 0:
-        handle = os.memfd_create("lockstep", 0)
-        os.ftruncate(handle, max(wanted(free), 1))
-        store.set(name, f"/proc/{os.getpid()}/fd/{handle}")
-        found = mmap.mmap(handle, 0)
-    else:
-        try:
-            with open(store.get(name).decode(), "r+b") as file:
-                found = mmap.mmap(file.fileno(), 0)
-        except OSError:  # another container under the same name
-            found = mmap.mmap(-1, max(wanted(free // here.local_processes), 1))
-    _promised.append(len(found))
-    return np.frombuffer(found, np.uint8)
-
-
-_promised: list[int] = []  # bytes that will be filled by and by: what is free does not show them
 
 
 class ImagesOnDisk(Images):
@@ -166,7 +137,7 @@ class ImagesOnDisk(Images):
         _on_disk.add(self)
 
     @property
-    def said(self) -> list[str]:
+    def messages(self) -> list[str]:
         return [
             f"--cache disk: room for {self.kept.sum()} of {len(self.files)} images, {self.found.sum()} found from "
             f"before, {self.sizes[self.kept].sum() / 2**30:.2f} GiB in {self.folder} (which takes at most "

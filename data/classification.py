@@ -1,4 +1,4 @@
-"""Classification data: a folder of images per class, as batches."""
+"""Classification data: a folder of images per class, as batches. Named by `TASKS`; see data/dataset.py."""
 
 from __future__ import annotations
 
@@ -19,36 +19,37 @@ from torch.utils.data import DataLoader, Dataset
 
 from data.batches import Batch, loader, stacked
 from data.cache import Images, open_images
-from data.dataset import DataSet, identity, labels_text
+from data.dataset import DataSet, Item, Split, labels_text, split_identity
 from data.images import read_image
 from data.labels import load_labels
-from data.problems import told
-from data.sampler import PLAIN, Draw, Instances, Sampling, evaluation_batches, item_generator, training_batches
+from data.problems import problem_warnings
+from data.sampler import Instances, SampleIndex, Sampling, evaluation_batches, item_generator, training_batches
 from data.sources import DataSpec, images_below
 from data.transforms import Augmenter, TransformSettings, centre_crop
-from utils.config.options import Recipe, select
+from utils.config.hyperparameters import Recipe
+from utils.config.select import select
 from utils.errors import UserError
 from utils.files import csv_text
 
-STEP = 32  # pixels between the sizes of batches with --multi-scale, where --imgsz is a multiple: most models' stride
+MULTI_SCALE_STEP_PIXELS = 32  # between the sizes of batches, if --imgsz is a multiple: most models' stride
 
 
 class ImageInfo(NamedTuple):
-    """Where an item came from."""
+    """What the task asks of an image beside its pixels."""
 
-    image: int  # its number in the split
+    image: int  # the index in the split
     path: str
-    label: int  # its class
+    label: int  # the class
 
 
 class _Items(Dataset[tuple[Tensor, Tensor, ImageInfo]]):
-    """What training and evaluation items share: pixels and classes."""
+    """Items of images and classes, by sample index."""
 
     def __init__(self, images: Images, labels: np.ndarray, classes: int) -> None:
         self.images, self.labels, self.classes = images, labels, classes
 
     def load(self, index: int) -> tuple[Tensor, int]:
-        """An image as its file has it, uint8 (3, h, w) RGB, and its class."""
+        """Return an image at its file's size, uint8 (3, h, w) RGB, and its class."""
         return to_tensor(self.images.read(index)), int(self.labels[index])
 
     def info(self, index: int) -> ImageInfo:
@@ -56,7 +57,7 @@ class _Items(Dataset[tuple[Tensor, Tensor, ImageInfo]]):
 
 
 class TrainingItems(_Items):
-    """Augmented items. Indexed by a `Draw`; the same draw gives the same pixels anywhere."""
+    """Augmented items; the same sample index gives the same pixels in any process."""
 
     def __init__(
         self,
@@ -65,125 +66,129 @@ class TrainingItems(_Items):
         classes: int,
         settings: TransformSettings,
         seed: int,
-        sampling: Sampling = PLAIN,
+        sampling: Sampling | None = None,
     ) -> None:
         super().__init__(images, labels, classes)
-        self.seed, self.sampling = seed, sampling
+        self.seed, self.sampling = seed, sampling or Sampling()
         self.augmenter = Augmenter(settings, self.load, len(labels), classes)
         self.unmixed = Augmenter(replace(settings, mixup=0.0, cutmix=0.0), self.load, len(labels), classes)
 
-    def __getitem__(self, draw: Draw) -> tuple[Tensor, Tensor, ImageInfo]:
-        augmenter = self.augmenter if self.sampling.mixes(draw.epoch) else self.unmixed
-        pixels, target = augmenter(draw.image, draw.shape[0], item_generator(self.seed, draw), draw.partners)
-        return pixels, target, self.info(draw.image)
+    def __getitem__(self, sample: SampleIndex) -> tuple[Tensor, Tensor, ImageInfo]:
+        augmenter = self.augmenter if self.sampling.mixes(sample.epoch) else self.unmixed
+        generator = item_generator(self.seed, sample)
+        pixels, target = augmenter(sample.image, sample.shape[0], generator, sample.partners)
+        return pixels, target, self.info(sample.image)
 
 
 class EvaluationItems(_Items):
     """The middle of each image, nothing random."""
 
-    def __getitem__(self, draw: Draw) -> tuple[Tensor, Tensor, ImageInfo]:
-        pixels, label = self.load(draw.image)
+    def __getitem__(self, sample: SampleIndex) -> tuple[Tensor, Tensor, ImageInfo]:
+        pixels, label = self.load(sample.image)
         target = one_hot(torch.tensor(label), self.classes).float()
-        return centre_crop(pixels, draw.shape[0]), target, self.info(draw.image)
+        return centre_crop(pixels, sample.shape[0]), target, self.info(sample.image)
 
 
 def to_tensor(image: np.ndarray) -> Tensor:
-    """Pixels (h, w, 3) BGR as uint8 (3, h, w) RGB."""
+    """Convert pixels (h, w, 3) BGR to uint8 (3, h, w) RGB."""
     return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)[::-1]))
 
 
 def collate(items: Sequence[tuple[Tensor, Tensor, ImageInfo]]) -> Batch:
-    """Items as a batch."""
+    """Join items of one shape."""
     images, targets, infos = zip(*items, strict=True)
     return Batch(stacked(images), torch.stack(targets), infos)
 
 
 @dataclass(frozen=True)
-class Split:
+class ClassificationSplit(Split):
     """The images of one split that can be read, the class of each, and sizes (n, 2), width and height in pixels."""
 
     images: list[Path]
     labels: np.ndarray  # int64 (n,)
     sizes: np.ndarray
     names: dict[int, str]
-    problems: tuple[str, ...] = ()  # sentences about what was left out
+    problems: tuple[str, ...] = ()
 
     def identity(self) -> dict[str, str]:
-        """What tells whether these are the same images of the same classes as at another time, wherever they lie."""
-        return identity(self.images, self.labels.tobytes())
+        """Return hashes of the files' names and the classes."""
+        return split_identity(self.images, self.labels.tobytes())
 
     def report(self, title: str) -> list[str]:
-        """What was found, for people: counts, and the first few problems."""
+        """Return lines for the console: counts, and the first few problems."""
         counts = np.bincount(self.labels, minlength=len(self.names))
-        found = (
+        summary = (
             f"{title}: {len(self.images)} images of {(counts > 0).sum()} classes, {counts.min()} to {counts.max()} each"
         )
-        return [found, *told(self.problems, title)]
+        return [summary, *problem_warnings(self.problems, title)]
 
     def instances(self) -> Instances:
-        """Each image and its class."""
+        """Return each image and its class."""
         return Instances(np.arange(len(self.images)), self.labels)
 
     def shown(self, index: int, side: int) -> np.ndarray:
-        """An image as the model is shown it in a validation, uint8 (side, side, 3) BGR."""
+        """Return an image as in a validation, its middle, uint8 (side, side, 3) BGR."""
         pixels = centre_crop(to_tensor(read_image(self.images[index])), side)
         return np.ascontiguousarray(pixels.numpy()[::-1].transpose(1, 2, 0))
 
 
 @dataclass
-class ClassificationData(DataSet):
+class ClassificationData(DataSet[ClassificationSplit]):
     """A classification data set at one image size: its splits, checked, and loaders over them.
 
     Its YAML has `train:` and `val:`, each a folder with a folder of images per class; or `split:`, the share of each
-    class of `train:` (else of `path:` itself) that is held out for validation. The classes are numbered as `names:`
-    says, else by the folders' names in order.
+    class of `train:` (else of `path:` itself) that is held out for validation. The numbers of the classes are those of
+    `names:`, else the order of the folders' names.
     """
 
     def __post_init__(self) -> None:
-        self.names = self.class_names(self.spec, self.single_class)
+        self.names = self.class_names(self.spec, self.options.single_cls)
 
     @staticmethod
-    def class_names(spec: DataSpec, single_class: bool) -> dict[int, str]:
-        """What the model is to tell apart. Raises `UserError` where there is nothing of that kind."""
-        if single_class:
+    def class_names(spec: DataSpec, single_cls: bool) -> dict[int, str]:
+        """Return the YAML's `names`, else those of the folders. Raises `UserError` for one class, or equal names."""
+        if single_cls:
             raise UserError("--single-cls leaves a classifier nothing to tell apart; leave it out")
         names = spec.names or dict(enumerate(_by_class(spec, "train")))
         if len(set(names.values())) < len(names):
             raise UserError(
-                f"{spec.file}: two classes under `names` have one name, so no folder is the second's; mend it"
+                f"{spec.file}: two classes under `names` have one name, so no folder is the second's; fix it"
             )
         return names
 
     @staticmethod
     def files(spec: DataSpec) -> dict[str, list[Path]]:
-        """All that training reads, by what it is."""
-        return {name: [path for paths in _chosen(spec, name).values() for path in paths] for name in ("train", "val")}
+        """Return the images of training and validation."""
+        return {
+            name: [path for paths in _classes_of_split(spec, name).values() for path in paths]
+            for name in ("train", "val")
+        }
 
-    def split(self, name: str, hyp: Recipe | None = None) -> Split:
-        """A split, scanned. Raises `UserError` where nothing of it is usable, or a folder is of no class; `strict`:
-        where anything is to be left out. `hyp`: of a training on it, which asks for nothing more."""
-        found = _chosen(self.spec, name)
+    def split(self, name: str, hyp: Recipe | None = None) -> ClassificationSplit:
+        """Read and check a split. Raises `UserError` if nothing of it can be used, or a folder is of no class."""
+        classes = _classes_of_split(self.spec, name)
         numbers = {text: number for number, text in self.names.items()}
-        if unknown := [text for text in found if text not in numbers]:
+        if unknown := [text for text in classes if text not in numbers]:
             raise UserError(
                 f"{self.spec.file}: `{name}:` has a folder '{unknown[0]}', which is none of the classes "
                 f"{', '.join(list(numbers)[:10])}; add it to `train:` and `names:`, or move it away"
             )
-        images = [path for paths in found.values() for path in paths]
-        labels = np.array([numbers[text] for text, paths in found.items() for _ in paths], np.int64)
-        scanned = load_labels(images, f"{name} images", self.workers, boxes=False)
+        images = [path for paths in classes.values() for path in paths]
+        labels = np.array([numbers[text] for text, paths in classes.items() for _ in paths], np.int64)
+        scanned = load_labels(images, f"{name} images", self.options.workers, boxes=False)
         problems = scanned.problems
         if name == "train":
-            seen = np.bincount(labels[scanned.sizes[:, 0] > 0], minlength=len(self.names))
+            counts = np.bincount(labels[scanned.sizes[:, 0] > 0], minlength=len(self.names))
             problems += tuple(
                 f"{self.spec.file}: `train:` has no images of the class '{self.names[int(k)]}'; it cannot be learned"
-                for k in np.flatnonzero(seen == 0)
+                for k in np.flatnonzero(counts == 0)
             )
         readable = self.usable(name, scanned.sizes, problems)
-        return Split(list(compress(images, readable)), labels[readable], scanned.sizes[readable], self.names, problems)
+        images = list(compress(images, readable))
+        return ClassificationSplit(images, labels[readable], scanned.sizes[readable], self.names, problems)
 
-    def documents(self, train: Split, val: Split) -> dict[str, str]:
-        """Text files for the run folder, by name: the number of each class, which image is in which split, counts."""
+    def documents(self, train: ClassificationSplit, val: ClassificationSplit) -> dict[str, str]:
+        """Return class_indices.json, the number of each class; split.csv, the images of both splits; and labels.csv."""
         table = [
             (name, self.names[int(k)], path)
             for name, split in (("train", train), ("val", val))
@@ -201,46 +206,49 @@ class ClassificationData(DataSet):
         }
 
     @staticmethod
-    def item(
-        image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False
-    ) -> tuple[Tensor, Tensor, ImageInfo]:
-        """An image, uint8 (h, w, 3) BGR, as an item for `collate`: its middle, a square of the shorter of `sides`."""
+    def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
+        """Return the middle of an image, a square of the shorter of `sides`."""
         return centre_crop(to_tensor(image), min(sides)), torch.zeros(0), ImageInfo(0, name, 0)
 
     collate = staticmethod(collate)
 
-    def train_loader(
-        self, split: Split, *, batch_size: int, hyp: Recipe, seed: int, sampling: Sampling = PLAIN
-    ) -> DataLoader:
-        """Global batches of augmented items. Raises `UserError` for `sampling.rect`."""
-        if sampling.rect:
+    def train_loader(self, split: ClassificationSplit, batch_size: int, hyp: Recipe, seed: int) -> DataLoader[Any]:
+        """Return a loader of augmented items. Raises `UserError` for --rect."""
+        if self.options.rect:
             raise UserError("--rect is for detectors, and a classifier's images are cut to squares; leave it out")
-        step = math.gcd(self.imgsz, STEP)
         batches = training_batches(
-            sampling, split.instances(), split.sizes, batch_size, seed, self.imgsz, step, near=1, mixed=1
+            self.options,
+            split.instances(),
+            split.sizes,
+            batch_size=batch_size,
+            seed=seed,
+            imgsz=self.imgsz,
+            stride=math.gcd(self.imgsz, MULTI_SCALE_STEP_PIXELS),
+            near=1,
+            mixed=1,
         )
         settings, images = select(TransformSettings, hyp), self._open(split, self.train_cache)
-        items = TrainingItems(images, split.labels, len(self.names), settings, seed, sampling)
-        return loader(items, batches, collate, self.workers)
+        items = TrainingItems(images, split.labels, len(self.names), settings, seed, self.options)
+        return loader(items, batches, collate, self.options.workers)
 
-    def evaluation_batches(self, split: Split, *, batch_size: int, square: bool) -> list[list[Draw]]:
-        """The batches of an evaluation, the same for any number of processes."""
+    def evaluation_batches(self, split: ClassificationSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:
+        """Return the batches of an evaluation, always square, the same for any number of processes."""
         return evaluation_batches(split.sizes, batch_size, self.imgsz, 1, square=True)
 
-    def evaluation_loader(self, split: Split, batches: list[list[Draw]]) -> DataLoader:
-        """A loader over some of the evaluation's batches: a process's share."""
-        items = EvaluationItems(self._open(split, self.cache), split.labels, len(self.names))
-        return loader(items, batches, collate, self.workers)
+    def evaluation_loader(self, split: ClassificationSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
+        """Return a loader over some of the evaluation's batches, of the middles of images."""
+        items = EvaluationItems(self._open(split, self.options.cache), split.labels, len(self.names))
+        return loader(items, batches, collate, self.options.workers)
 
-    def _open(self, split: Split, cache: str) -> Images:
+    def _open(self, split: ClassificationSplit, cache: str) -> Images:
         return open_images(split.images, 0, False, cache, split.sizes)
 
 
-Classes = dict[str, list[Path]]  # the images of each class, by its name, in order
+Classes = dict[str, list[Path]]  # the images of each class, sorted, by its name
 
 
-def _chosen(spec: DataSpec, name: str) -> Classes:
-    """The images of a split by class. Raises `UserError` where there are none."""
+def _classes_of_split(spec: DataSpec, name: str) -> Classes:
+    """Return the images of a split by class. Raises `UserError` if there are none."""
     if name == "val" and "val" not in spec.entries and not spec.split:
         raise UserError(
             f"{spec.file} has no `val:`; add a folder with a folder of images per class, or `split: 0.2` to hold out "
@@ -248,62 +256,63 @@ def _chosen(spec: DataSpec, name: str) -> Classes:
         )
     if not spec.split or name == "test" or (name == "val" and "val" in spec.entries):
         return _by_class(spec, name)
-    found = _by_class(spec, "train")
-    if all(len(paths) < 2 for paths in found.values()):
+    classes = _by_class(spec, "train")
+    if all(len(paths) < 2 for paths in classes.values()):
         raise UserError(
             f"{spec.file}: no class has two images, so `split: {spec.split:g}` leaves none to hold out; add images"
         )
-    held = {text: held_out(paths, spec.split, spec.split_seed) for text, paths in found.items()}
+    held = {text: held_out(paths, spec.split, spec.split_seed) for text, paths in classes.items()}
     if name == "val":
         return {text: sorted(paths) for text, paths in held.items()}
-    return {text: sorted(set(paths) - held[text]) for text, paths in found.items()}
+    return {text: sorted(set(paths) - held[text]) for text, paths in classes.items()}
 
 
 def _by_class(spec: DataSpec, name: str) -> Classes:
-    """The images below the class folders of `name:`, or of `path:` itself where there is a `split:`; walked once."""
+    """Return the images below the class folders of `name:`, or with `split:` of `path:` itself; walked once."""
     if name not in spec.walked:
         spec.walked[name] = _walk_classes(spec, name)
     return spec.walked[name]
 
 
 def _walk_classes(spec: DataSpec, name: str) -> Classes:
-    whole = spec.split and name == "train" and "train" not in spec.entries
-    places = [spec.root()] if whole else spec.places(name)
-    others = [place for other in spec.entries if whole for place in spec.places(other)]  # below `path:`, but no classes
-    found: dict[str, set[Path]] = {}
-    for place in places:
-        for folder in _folders(place):
-            if not any(other.is_relative_to(folder) for other in others):
-                found.setdefault(folder.name, set()).update(images_below(folder))
-    classes = {text: sorted(found[text]) for text in sorted(found) if found[text]}
+    split_path = spec.split and name == "train" and "train" not in spec.entries
+    parents = [spec.root()] if split_path else spec.places(name)
+    # Folders of other splits may be below `path:`, and are no classes.
+    excluded = [folder for other in spec.entries if split_path for folder in spec.places(other)]
+    images: dict[str, set[Path]] = {}
+    for parent in parents:
+        for folder in _folders(parent):
+            if not any(other.is_relative_to(folder) for other in excluded):
+                images.setdefault(folder.name, set()).update(images_below(folder))
+    classes = {text: sorted(images[text]) for text in sorted(images) if images[text]}
     if not classes:
-        looked = ", ".join(map(str, places))
+        searched = ", ".join(map(str, parents))
         raise UserError(
-            f"{spec.file}: `{name}:` has no folders of images in {looked}; put the images of each class into a folder "
-            "of its name there"
+            f"{spec.file}: `{name}:` has no folders of images in {searched}; put the images of each class into a "
+            "folder of its name there"
         )
     return classes
 
 
-def _folders(place: Path) -> list[Path]:
-    """The folders in a place, hidden ones apart, by name. Raises `UserError` where it cannot be read."""
+def _folders(parent: Path) -> list[Path]:
+    """Return the folders in a folder except hidden ones, by name. Raises `UserError` if it cannot be read."""
     try:
-        return sorted(one for one in place.iterdir() if one.is_dir() and not one.name.startswith("."))
+        return sorted(folder for folder in parent.iterdir() if folder.is_dir() and not folder.name.startswith("."))
     except NotADirectoryError:
         return []
     except OSError as error:
-        raise UserError(f"the folder {place} cannot be read: {error.strerror}; mend its permissions") from None
+        raise UserError(f"the folder {parent} cannot be read: {error.strerror}; fix its permissions") from None
 
 
 def held_out(images: Sequence[Path], share: float, seed: int) -> set[Path]:
-    """The images of a class that are kept for validation: at least one of several, and never all.
+    """Return the images of a class that are held out for validation: at least one of several, and never all.
 
-    They are chosen by a hash of folder, name and seed, so that more images change little, and the folder's place
-    nothing.
+    They are chosen by a hash of folder name, file name and seed, so that more images change little, and moving the
+    folder changes nothing.
     """
     count = min(max(round(len(images) * share), 1), len(images) - 1)
-    return set(sorted(images, key=lambda path: _rank(path, seed))[:count])
+    return set(sorted(images, key=lambda path: _hash(path, seed))[:count])
 
 
-def _rank(path: Path, seed: int) -> Any:
+def _hash(path: Path, seed: int) -> tuple[bytes, Path]:
     return hashlib.sha256(f"{seed}/{path.parent.name}/{path.name}".encode()).digest(), path

@@ -1,53 +1,211 @@
-"""What the data sets of all tasks have in common."""
+"""What a data set is: the abstract classes that a new task's data implements, and how the scripts open one.
+
+A data set is a module beside this one that `TASKS` (models/tasks/__init__.py) names as `module:class`. The scripts call
+the methods below and know no data set by name. May import utils; nothing of models/.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader
 
+from data.batches import Batch
 from data.problems import refuse
-from data.sources import DataSpec
+from data.sampler import Instances, SampleIndex, Sampling
+from data.sources import DataSpec, overlap, read_spec
+from utils.config.hyperparameters import Recipe
 from utils.errors import UserError
-from utils.files import csv_text
+from utils.files import csv_text, find_file
+
+# Pixels, uint8 (3, h, w) RGB; targets; and what the task is told of the image beside its pixels: see `Batch`.
+Item = tuple[Tensor, Tensor, Any]
+
+
+class Split(ABC):
+    """The images of one split that can be used, with their labels, and what was left out.
+
+    images: their files, in the order of their indices. problems: sentences `what is wrong; what follows`.
+    """
+
+    images: list[Path]
+    problems: tuple[str, ...]
+
+    @abstractmethod
+    def identity(self) -> dict[str, str]:
+        """Return what changes if the images or their labels do, but not if they are moved: see `split_identity`."""
+
+    @abstractmethod
+    def report(self, title: str) -> list[str]:
+        """Return lines for the console: counts, and the first few problems. title: what they call the split."""
+
+    @abstractmethod
+    def instances(self) -> Instances:
+        """Return image and class of everything labelled: what --image-weights and --repeat-factor weigh by."""
+
+    @abstractmethod
+    def shown(self, index: int, side: int) -> np.ndarray:
+        """Return an image for people, uint8 (h, w, 3) BGR, with no side longer than `side` pixels."""
+
+
+S = TypeVar("S", bound=Split)
+
+
+@dataclass(frozen=True)
+class DataOptions(Sampling):
+    """The flags of a data set: which images are drawn (`Sampling`), and how they are read."""
+
+    single_cls: bool = False  # all labels are of one class
+    workers: int = 0  # loader processes; 0: the training process loads
+    cache: str = ""  # where decoded images are kept: "ram", "disk", "val" (only those of the validation), or nowhere
+    strict: bool = False  # what would be left out is an error
 
 
 @dataclass
-class DataSet:
-    """A data set's YAML, and how its images are to be delivered."""
+class DataSet(ABC, Generic[S]):
+    """A data set at one image size: its splits, checked, and loaders over them."""
 
     spec: DataSpec
-    _: KW_ONLY
-    imgsz: int
-    stride: int  # sides of an image are multiples of it
-    single_class: bool
-    workers: int
-    cache: str
-    strict: bool = False
+    imgsz: int  # pixels, in whole strides
+    stride: int  # of the model; sides of an image are multiples of it
+    options: DataOptions
 
-    @property
-    def train_cache(self) -> str:
-        """How the images of a training are kept: `cache`, unless it means those of the validation alone."""
-        return "" if self.cache == "val" else self.cache
+    @staticmethod
+    @abstractmethod
+    def class_names(spec: DataSpec, single_cls: bool) -> dict[int, str]:
+        """Return the classes by number. Raises `UserError` if the YAML of the data set does not give them."""
+
+    @staticmethod
+    @abstractmethod
+    def files(spec: DataSpec) -> dict[str, list[Path]]:
+        """Return all files that training reads, by what they are, such as `labels of train`; some may not exist."""
+
+    @abstractmethod
+    def split(self, name: str, hyp: Recipe | None = None) -> S:
+        """Read a split, `train`, `val` or `test`, and check all of it.
+
+        hyp: of a training on it. Raises `UserError` if nothing of it can be used; see `usable`.
+        """
+
+    @abstractmethod
+    def documents(self, train: S, val: S) -> dict[str, str]:
+        """Return text files for the run folder by name, such as labels.csv; charts are drawn from them."""
+
+    @staticmethod
+    @abstractmethod
+    def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
+        """Return an image without labels, uint8 (h, w, 3) BGR, as an item for `collate`: what detect.py looks at.
+
+        sides: height and width, pixels, that it is fitted into. full: the item has exactly these sides; else they may
+        be less, in whole strides.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def collate(items: Sequence[Item]) -> Batch:
+        """Join items of one shape."""
+
+    @abstractmethod
+    def train_loader(self, split: S, batch_size: int, hyp: Recipe, seed: int) -> DataLoader[Any]:
+        """Return a loader of augmented items: its `batch_sampler` is made by `training_batches`, by `self.options`.
+
+        Each is a global batch, of all processes: Accelerate gives each process its part. An item may depend on its
+        `SampleIndex`, `hyp` and `seed` only. Raises `UserError` for options that do not suit the data.
+        """
+
+    @abstractmethod
+    def evaluation_batches(self, split: S, batch_size: int, square: bool) -> list[list[SampleIndex]]:
+        """Return all batches of an evaluation, the same for any number of processes: see `evaluation_batches`.
+
+        square: all images have sides of `imgsz`; else of each batch's own shape, with less padding.
+        """
+
+    @abstractmethod
+    def evaluation_loader(self, split: S, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
+        """Return a loader over some of the evaluation's batches: a process's share. Nothing of an item is random."""
 
     def usable(self, name: str, sizes: np.ndarray, problems: Sequence[str]) -> np.ndarray:
-        """Which images (n,) of a split can be used, of `sizes` (n, 2) as they were found.
+        """Return which images of a split can be used, bool (n,). sizes: (n, 2) as read, 0 if an image cannot be.
 
-        Raises `UserError` where none can; `strict`: where there are `problems`.
+        Raises `UserError` if none can, or with --strict if there are problems.
         """
-        if self.strict:
+        if self.options.strict:
             refuse(problems, name)
-        readable = sizes[:, 0] > 0
+        readable: np.ndarray = sizes[:, 0] > 0
         if not readable.any():
             raise UserError(f"{self.spec.file}: no image of `{name}:` can be read; the first: {problems[0]}")
         return readable
 
+    @property
+    def train_cache(self) -> str:
+        """The `cache` of the training images: none if it is for those of the validation alone."""
+        return "" if self.options.cache == "val" else self.options.cache
+
+    def uncached(self: D) -> D:
+        """Return the same data set without a cache, to try out a loader."""
+        return replace(self, options=replace(self.options, cache=""))
+
+    def messages(self, train: S, val: S) -> list[str]:
+        """Return lines for the console about the splits of a training."""
+        reports = [*train.report("train"), *val.report("val")]
+        return [*self.spec.doubts, *reports, *overlap(train.images, val.images)]
+
+    @staticmethod
+    def cache_messages(loader: DataLoader[Any]) -> list[str]:
+        """Return lines for the console about the cache of a loader's images, if it has one."""
+        messages: list[str] = getattr(getattr(loader.dataset, "images", None), "messages", [])
+        return messages
+
+    def identity(self, train: S, val: S) -> dict[str, Any]:
+        """Return what tells this data set from others: its YAML's path and the identity of its splits."""
+        return {"yaml": str(self.spec.file), "train": train.identity(), "val": val.identity()}
+
+
+D = TypeVar("D", bound=DataSet[Any])
+
+
+def dataset_class(name: str) -> type[DataSet[Any]]:
+    """Import a data set's class by its name, `module:class`, such as `data.detection:DetectionData`."""
+    module, _, attribute = name.partition(":")
+    kind: type[DataSet[Any]] = getattr(importlib.import_module(module), attribute)
+    return kind
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """A data set's YAML and class: what is known before there is a model."""
+
+    spec: DataSpec
+    kind: type[DataSet[Any]]
+
+    def names(self, single_cls: bool = False) -> dict[int, str]:
+        """Return the classes by number. Raises `UserError`."""
+        return self.kind.class_names(self.spec, single_cls)
+
+    def files(self) -> dict[str, list[Path]]:
+        """Return all files that training reads, by what they are."""
+        return self.kind.files(self.spec)
+
+    def open(self, imgsz: int, stride: int, options: DataOptions) -> DataSet[Any]:
+        """Return the data set for a model's images. imgsz: pixels, in whole strides. Raises `UserError`."""
+        return self.kind(self.spec, imgsz, stride, options)
+
+
+def data_source(data: str, kind: str) -> DataSource:
+    """Read the YAML that --data names. kind: `module:class` of the data set. Raises `UserError`."""
+    return DataSource(read_spec(find_file(data, "data set", ["data"])), dataset_class(kind))
+
 
 def labels_text(names: Mapping[int, str], counts: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
-    """labels.csv: in how many images of each split a class is, and how often. `counts`: both by class, (c,) each."""
+    """Return labels.csv. counts: by split, in how many images each class is and how often, (classes,) each."""
     rows = [
         (split, name, int(images[k]), int(instances[k]))
         for split, (images, instances) in counts.items()
@@ -56,8 +214,8 @@ def labels_text(names: Mapping[int, str], counts: Mapping[str, tuple[np.ndarray,
     return csv_text(("split", "class", "images", "instances"), rows)
 
 
-def identity(images: Sequence[Path], labels: bytes) -> dict[str, str]:
-    """What tells whether these are the same images and labels as at another time, wherever they lie."""
+def split_identity(images: Sequence[Path], labels: bytes) -> dict[str, str]:
+    """Return the identity of a split: the number of images, and hashes of their files' names and of the labels."""
     names = "\n".join(path.name for path in images)
     return {
         "count": str(len(images)),

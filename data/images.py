@@ -17,6 +17,7 @@ from utils.errors import UserError
 cv2.setNumThreads(0)  # the loader's processes are the parallelism; threads of theirs would fight over the cores
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)  # what it cannot read Pillow reads, or names
 
+IMAGE_SUFFIXES = frozenset([".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".pfm", ".png", ".tif", ".tiff", ".webp"])
 JPEG_START, JPEG_END = b"\xff\xd8", b"\xff\xd9"
 PNG_START, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
 HEAD = 4096  # bytes that are read at once: more than the header of most JPEG files

@@ -16,8 +16,7 @@ from urllib.parse import urlparse
 import cv2
 import numpy as np
 
-from data.images import read_image
-from data.sources import IMAGE_SUFFIXES
+from data.images import IMAGE_SUFFIXES, read_image
 from utils.errors import UserError
 from utils.files import cache_folder
 

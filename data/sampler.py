@@ -1,4 +1,7 @@
-"""Which image is drawn when: global batches that are a pure function of (seed, epoch), whatever processes they feed."""
+"""Which images a batch has: global batches that are a pure function of (seed, epoch), for any number of processes.
+
+Called by the data sets; train.py iterates over `GlobalBatches` by way of their loaders.
+"""
 
 from __future__ import annotations
 
@@ -11,103 +14,105 @@ import numpy as np
 
 from utils.errors import UserError
 
-ORDER, ITEM, SIZE, PARTNERS = 1, 2, 3, 4  # what a stream of random numbers is for: the first part of its seed
+# The first part of a generator's seed: what its numbers are for.
+ORDER_STREAM, ITEM_STREAM, SIZE_STREAM, PARTNERS_STREAM = 1, 2, 3, 4
 
 
-class Draw(NamedTuple):
-    """One item to load. All that its random choices depend on travels with it: a worker has no state to go stale."""
+class SampleIndex(NamedTuple):
+    """One item to load, with everything that its random choices depend on: a loader process has no state of its own."""
 
     epoch: int
     position: int  # in the epoch's order, over all processes
-    image: int  # its number in the split
+    image: int  # the index in the split
     shape: tuple[int, int]  # height and width to deliver, pixels
-    partners: tuple[int, ...] = ()  # images to be mixed with it; none: they are drawn from all
+    partners: tuple[int, ...] = ()  # mosaic partners, by their indices; empty: they are chosen among all images
 
 
-def item_generator(seed: int, draw: Draw) -> np.random.Generator:
-    """The generator of every random choice of an item: the same on any worker, process and restart."""
-    return np.random.default_rng((ITEM, seed, draw.epoch, draw.position))
+def item_generator(seed: int, sample: SampleIndex) -> np.random.Generator:
+    """Return the generator of every random choice of an item: the same in any loader process, process and restart."""
+    return np.random.default_rng((ITEM_STREAM, seed, sample.epoch, sample.position))
 
 
 class Instances(NamedTuple):
-    """What is labelled in the images of a split: of each instance its image and its class, int64 (m,) each."""
+    """Everything labelled in the images of a split: image and class of each instance, int64 (m,) each."""
 
     images: np.ndarray
     classes: np.ndarray
 
 
 class Order:
-    """How an epoch's images are ordered: each once, shuffled. `count`: the draws of an epoch, the same in all."""
+    """The order of an epoch's images: each once, shuffled. `count`: the samples of an epoch, the same in all."""
 
-    even = True  # does each image come once? Then those mixed with one are drawn from all, not from the order
+    # Whether each image comes once. If so, mosaic partners are chosen among all images, else along the order.
+    each_image_once = True
 
     def __init__(self, count: int) -> None:
         self.count = count
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
-        """The images in order, (count,)."""
+        """Return the indices of the images in order, (count,)."""
         return rng.permutation(self.count)
 
 
 class Weighted(Order):
-    """As many draws as there are images, with replacement, in proportion to `weights` (n,)."""
+    """As many samples as there are images, with replacement, in proportion to `weights` (n,)."""
 
-    even = False
+    each_image_once = False
 
     def __init__(self, weights: np.ndarray) -> None:
         super().__init__(len(weights))
-        whole = weights.sum()
-        self.shares = weights / whole if whole else None
+        total = weights.sum()
+        self.shares = weights / total if total else None
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
         return rng.choice(self.count, self.count, p=self.shares)
 
 
 class Repeated(Order):
-    """Each image as often as its factor says, `factors` (n,) from 1, shuffled.
+    """Each image as often as its factor, `factors` (n,) of at least 1, shuffled.
 
-    Of a factor 2.3 there are two or three, by systematic sampling. Their sum is rounded to the draws of an epoch: the
-    fractions are all made a little smaller, or larger, so that they add up to a whole number.
+    A factor of 2.3 gives two or three, by systematic sampling. The sum is rounded to the samples of an epoch: all
+    fractions become a little smaller, or larger, so that they add up to a whole number.
     """
 
-    even = False
+    each_image_once = False
 
     def __init__(self, factors: np.ndarray) -> None:
-        self.least = np.floor(factors).astype(np.int64)
-        rest = factors - self.least
-        self.some = np.flatnonzero(rest)
-        rest, left = rest[self.some], len(self.some)
-        whole, wanted = rest.sum(), round(rest.sum())
-        if wanted > whole:
-            rest = 1 - (1 - rest) * (left - wanted) / (left - whole)  # none is over 1
-        elif left:
-            rest = rest * wanted / whole
-        self.ends = np.minimum(rest.cumsum(), wanted)
-        self.ends[-1:] = wanted  # whatever the sum was rounded to
-        super().__init__(int(self.least.sum()) + wanted)
+        self.whole = np.floor(factors).astype(np.int64)
+        fractions = factors - self.whole
+        self.fractional = np.flatnonzero(fractions)  # images whose factor is no whole number
+        fractions, count = fractions[self.fractional], len(self.fractional)
+        total, rounded = fractions.sum(), round(fractions.sum())
+        if rounded > total:
+            fractions = 1 - (1 - fractions) * (count - rounded) / (count - total)  # none is over 1
+        elif count:
+            fractions = fractions * rounded / total
+        self.ends = np.minimum(fractions.cumsum(), rounded)
+        self.ends[-1:] = rounded  # despite rounding errors of the sum
+        super().__init__(int(self.whole.sum()) + rounded)
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
-        times = self.least.copy()
-        times[self.some] += np.diff(np.floor(self.ends + rng.random()), prepend=0).astype(np.int64)
+        times = self.whole.copy()
+        times[self.fractional] += np.diff(np.floor(self.ends + rng.random()), prepend=0).astype(np.int64)
         return rng.permutation(np.repeat(np.arange(len(times)), times))
 
 
-def image_weights(found: Instances, count: int) -> np.ndarray:
-    """The weight of each of `count` images (n,): that of its instances, each 1 / how many there are of its class.
+def image_weights(instances: Instances, count: int) -> np.ndarray:
+    """Return the weight of each of `count` images, (n,): the sum over its instances of 1 / the instances of the class.
 
-    YOLOv5's without the results so far: what is drawn must be the same after a crash, and on any machine.
+    YOLOv5's without the results so far: the samples must be the same after a crash, and on any machine.
     """
-    worth = 1 / np.maximum(np.bincount(found.classes), 1)
-    return np.bincount(found.images, weights=worth[found.classes], minlength=count)
+    weights = 1 / np.maximum(np.bincount(instances.classes), 1)
+    return np.bincount(instances.images, weights=weights[instances.classes], minlength=count)
 
 
-def repeat_factors(found: Instances, count: int, threshold: float) -> np.ndarray:
-    """How often each of `count` images is to be drawn in an epoch (n,): the most that one of its classes asks for.
+def repeat_factors(instances: Instances, count: int, threshold: float) -> np.ndarray:
+    """Return how often each of `count` images comes in an epoch, (n,): the largest factor of its classes.
 
-    A class in a share f of the images asks for max(1, sqrt(threshold / f)). Gupta et al. 2019, LVIS.
+    The factor of a class in a share f of the images is max(1, sqrt(threshold / f)). Gupta et al. 2019, LVIS.
     """
-    classes = int(found.classes.max(initial=0)) + 1
-    present = np.unique(found.images * classes + found.classes)
+    classes = int(instances.classes.max(initial=0)) + 1
+    present = np.unique(instances.images * classes + instances.classes)
     images, labels = present // classes, present % classes
     shares = np.maximum(np.bincount(labels, minlength=classes), 1) / count
     factors = np.ones(count)
@@ -117,10 +122,10 @@ def repeat_factors(found: Instances, count: int, threshold: float) -> np.ndarray
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which images a training draws, and at what size: train.py's flags of these names. All off: each once an epoch.
+    """Which images an epoch has, and at what size: train.py's flags of these names. By default each once.
 
-    Raises `UserError` for what cannot be together. `multi_scale`: an image is brought to the usual size first, and
-    enlarged from there where its batch is larger.
+    Raises `UserError` for flags that exclude each other. multi_scale: an image is scaled to the usual size first, and
+    from there to that of its batch.
     """
 
     rect: bool = False
@@ -143,65 +148,62 @@ class Sampling:
 
     @property
     def near(self) -> bool:
-        """Is an image mixed with those next to it in the order?"""
+        """Whether mosaic partners are the next images in the order."""
         return self.partners == "near"
 
     def largest(self, imgsz: int) -> int:
-        """The largest size of a batch, pixels, about."""
+        """Return about the largest size of a batch, pixels."""
         return imgsz * 3 // 2 if self.multi_scale else imgsz
 
     def mixes(self, epoch: int) -> bool:
-        """May an item of this epoch be mixed of several images?"""
+        """Return whether items of this epoch may be mixed of several images."""
         return not self.close_mosaic or epoch < self.epochs - self.close_mosaic
 
-    def order(self, found: Instances, count: int) -> Order:
-        """That of `count` images."""
+    def order(self, instances: Instances, count: int) -> Order:
+        """Return the order of `count` images."""
         if self.image_weights:
-            return Weighted(image_weights(found, count))
+            return Weighted(image_weights(instances, count))
         if self.repeat_factor:
-            return Repeated(repeat_factors(found, count, self.repeat_factor))
+            return Repeated(repeat_factors(instances, count, self.repeat_factor))
         return Order(count)
 
-    def told(self, order: Order, images: int, sizes: Sequence[int]) -> list[str]:
-        """Sentences about what is unlike the usual. `sizes`: those that a batch may have."""
-        said = []
+    def messages(self, order: Order, images: int, sizes: Sequence[int]) -> list[str]:
+        """Return sentences about flags that are on. sizes: those that a batch may have, pixels."""
+        messages = []
         if isinstance(order, Weighted):
             never = 0 if order.shares is None else int((order.shares == 0).sum())
             without = f"; {never:,} without labels are never drawn" if never else ""
-            said.append(f"--image-weights: {order.count:,} draws an epoch of {images:,} images{without}")
+            messages.append(f"--image-weights: {order.count:,} draws an epoch of {images:,} images{without}")
         if isinstance(order, Repeated):
-            said.append(f"--repeat-factor {self.repeat_factor:g}: {order.count:,} draws an epoch of {images:,} images")
+            factor = f"{self.repeat_factor:g}"
+            messages.append(f"--repeat-factor {factor}: {order.count:,} draws an epoch of {images:,} images")
         if self.multi_scale:
-            said.append(f"--multi-scale: each batch at one of {len(sizes)} sizes, {sizes[0]} to {sizes[-1]} pixels")
+            messages.append(f"--multi-scale: each batch at one of {len(sizes)} sizes, {sizes[0]} to {sizes[-1]} pixels")
         if self.close_mosaic:
             first = max(self.epochs - self.close_mosaic, 0) + 1
-            said.append(f"--close-mosaic {self.close_mosaic}: no images mixed of several from epoch {first} on")
-        return said
-
-
-PLAIN = Sampling()
+            messages.append(f"--close-mosaic {self.close_mosaic}: no images mixed of several from epoch {first} on")
+        return messages
 
 
 def batch_sizes(imgsz: int, stride: int) -> range:
-    """The sizes of batches with --multi-scale: half to one and a half times `imgsz`, in steps of `stride`.
+    """Return the sizes of batches with --multi-scale: half to one and a half times `imgsz`, in steps of `stride`.
 
-    Of 640 they are YOLOv5's. None is a single stride: a map of one cell has no variance.
+    For 640 they are YOLOv5's. None is a single stride: a map of one cell has no variance.
     """
     least = max(math.ceil(imgsz / 2 / stride), 2) * stride
     return range(min(least, imgsz), imgsz * 3 // 2 + 1, stride)
 
 
 class GlobalBatches:
-    """Batches of the whole run, not of one process: lists of `batch_size` draws.
+    """Batches of the whole run, not of one process: lists of `batch_size` sample indices.
 
-    The order is drawn by (seed, epoch), or is that of the images where `shapes` gives each batch its shape. The last
-    batch is filled from the start of the order, so that every batch is full and divides alike. `partners`: so many
-    images go along with each, any of the order, or with `near` those that follow in it: neighbours share them, so that
-    each is read but once. `sizes`: those of which each batch has one, in proportion to `shape`'s longer side, by (seed,
-    epoch, batch); none: all have that of `shape`.
+    The order depends on (seed, epoch). The last batch is filled from the start of the order, so that every batch is
+    full. partners: the number of images that are mixed with each, any of the order, or with `near` the next ones in it:
+    neighbours share them, so that each is read once. sizes: of which each batch has one, by (seed, epoch, batch), for
+    the longer side of `shape`; empty: all batches have `shape`. messages: for the console.
     """
 
-    drop_last = False  # what Accelerate asks of a batch sampler
+    drop_last = False  # Accelerate reads it
 
     def __init__(
         self,
@@ -212,78 +214,77 @@ class GlobalBatches:
         partners: int = 0,
         near: bool = False,
         sizes: range = range(0),
-        said: Sequence[str] = (),
+        messages: Sequence[str] = (),
     ) -> None:
         self._order, self.batch_size, self.seed, self.shape = order, batch_size, seed, shape
-        self.count, self.partners, self.near, self.sizes, self.said = order.count, partners, near, sizes, tuple(said)
+        self.count, self.partners, self.near, self.sizes = order.count, partners, near, sizes
+        self.messages = tuple(messages)
         self.epoch, self.skipped = 0, 0
-        self.sampler = (
-            self  # Accelerate hands `set_epoch` to a batch sampler's `sampler` where there are many processes
-        )
+        self.sampler = self  # with several processes Accelerate calls `set_epoch` of a batch sampler's `sampler`
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch whose order the next iteration gives."""
+        """Set the epoch of the next iteration."""
         self.epoch = epoch
 
     def skip(self, batches: int) -> None:
-        """Leave out the first batches of the next iteration: they are trained already."""
+        """Leave out the first batches of the next iteration: a resumed run has trained on them."""
         self.skipped = batches
 
     def __len__(self) -> int:
         return math.ceil(self.count / self.batch_size)
 
-    def __iter__(self) -> Iterator[list[Draw]]:
+    def __iter__(self) -> Iterator[list[SampleIndex]]:
         epoch, order, links = self.epoch, self.order(), self._links()
         first, self.skipped = self.skipped, 0
         for batch in range(first, len(self)):
-            yield self._draws(batch, epoch, order, links, self.scaled_shape(epoch, batch))
+            yield self._samples(batch, epoch, order, links, self.scaled_shape(epoch, batch))
 
-    def largest(self) -> list[Draw]:
-        """The first batch, as large as any may be: what memory must hold."""
+    def largest(self) -> list[SampleIndex]:
+        """Return the first batch at the largest size: what memory must hold."""
         size = max(self.sizes, default=max(self.shape))
-        return self._draws(0, self.epoch, self.order(), self._links(), self._scaled(self.shape, size))
+        return self._samples(0, self.epoch, self.order(), self._links(), self._scaled(self.shape, size))
 
-    def _draws(
+    def _samples(
         self, batch: int, epoch: int, order: np.ndarray, links: np.ndarray | None, shape: tuple[int, int]
-    ) -> list[Draw]:
+    ) -> list[SampleIndex]:
         positions = np.arange(batch * self.batch_size, (batch + 1) * self.batch_size)
         places = positions % self.count
-        others = places[:, None] + np.arange(1, self.partners + 1) if links is None else links[places]
-        numbers = zip(positions.tolist(), order[places].tolist(), order[others % self.count].tolist(), strict=True)
-        return [Draw(epoch, position, image, shape, tuple(mixed)) for position, image, mixed in numbers]
+        partners = places[:, None] + np.arange(1, self.partners + 1) if links is None else links[places]
+        numbers = zip(positions.tolist(), order[places].tolist(), order[partners % self.count].tolist(), strict=True)
+        return [SampleIndex(epoch, position, image, shape, tuple(mixed)) for position, image, mixed in numbers]
 
     def order(self) -> np.ndarray:
-        """The images in this epoch's order, (count,)."""
-        return self._order.draw(np.random.default_rng((ORDER, self.seed, self.epoch)))
+        """Return the indices of the images in this epoch's order, (count,)."""
+        return self._order.draw(np.random.default_rng((ORDER_STREAM, self.seed, self.epoch)))
 
     def _links(self) -> np.ndarray | None:
-        """The places in the order of what is mixed with the image at each place, (count, partners); None: the next."""
+        """Return the places in the order of each image's partners, (count, partners); None: the next ones."""
         if self.near or not self.partners:
             return None
-        rng = np.random.default_rng((PARTNERS, self.seed, self.epoch))
+        rng = np.random.default_rng((PARTNERS_STREAM, self.seed, self.epoch))
         return rng.integers(self.count, size=(self.count, self.partners), dtype=np.int32)
 
     def batch_shape(self, batch: int) -> tuple[int, int]:
-        """Height and width of a batch at the usual size."""
+        """Return height and width of a batch at the usual size."""
         return self.shape
 
     def scaled_shape(self, epoch: int, batch: int) -> tuple[int, int]:
-        """Height and width of a batch."""
+        """Return height and width of a batch."""
         shape = self.batch_shape(batch)
         if not self.sizes:
             return shape
-        rng = np.random.default_rng((SIZE, self.seed, epoch, batch))
+        rng = np.random.default_rng((SIZE_STREAM, self.seed, epoch, batch))
         return self._scaled(shape, self.sizes[int(rng.integers(len(self.sizes)))])
 
     def _scaled(self, shape: tuple[int, int], size: int) -> tuple[int, int]:
-        """`shape` with its longer side at `size`, in whole strides."""
+        """Return `shape` with its longer side at `size`, in whole strides."""
         unit = max(shape) * self.sizes.step
         height, width = (-(-side * size // unit) * self.sizes.step for side in shape)
         return height, width
 
 
 class RectangularBatches(GlobalBatches):
-    """Global batches of images of like aspect ratio, in the same order every epoch, each with the least padding."""
+    """Global batches of images of similar aspect ratio, in the same order every epoch, each with the least padding."""
 
     def __init__(
         self,
@@ -293,9 +294,9 @@ class RectangularBatches(GlobalBatches):
         imgsz: int,
         stride: int,
         sizes: range = range(0),
-        said: Sequence[str] = (),
+        messages: Sequence[str] = (),
     ) -> None:
-        super().__init__(Order(len(aspects)), batch_size, seed, (imgsz, imgsz), sizes=sizes, said=said)
+        super().__init__(Order(len(aspects)), batch_size, seed, (imgsz, imgsz), sizes=sizes, messages=messages)
         self._sorted, self._shapes = by_aspect(aspects, batch_size, imgsz, stride, pad=0.0)
 
     def order(self) -> np.ndarray:
@@ -307,8 +308,8 @@ class RectangularBatches(GlobalBatches):
 
 def training_batches(
     sampling: Sampling,
-    found: Instances,
-    native: np.ndarray,
+    instances: Instances,
+    image_sizes: np.ndarray,
     batch_size: int,
     seed: int,
     imgsz: int,
@@ -316,30 +317,30 @@ def training_batches(
     near: int,
     mixed: int,
 ) -> GlobalBatches:
-    """The batches that `sampling` asks for, of images of `native` sizes (n, 2), width and height.
+    """Return the batches that `sampling` asks for. image_sizes: (n, 2), width and height of the files, pixels.
 
-    near, mixed: how many others an item is made of at most, where they are its neighbours, and where they are any.
+    near, mixed: partners of an item at most, if they are the next in the order, and if they are any.
     """
-    count = len(native)
-    order, sizes = sampling.order(found, count), batch_sizes(imgsz, stride)
-    said = sampling.told(order, count, sizes)
+    count = len(image_sizes)
+    order, sizes = sampling.order(instances, count), batch_sizes(imgsz, stride)
+    messages = sampling.messages(order, count, sizes)
     sizes = sizes if sampling.multi_scale else range(0)
     if sampling.rect:
-        return RectangularBatches(native, batch_size, seed, imgsz, stride, sizes, said)
-    partners = near if sampling.near else 0 if order.even else mixed
-    return GlobalBatches(order, batch_size, seed, (imgsz, imgsz), partners, sampling.near, sizes, said)
+        return RectangularBatches(image_sizes, batch_size, seed, imgsz, stride, sizes, messages)
+    partners = near if sampling.near else 0 if order.each_image_once else mixed
+    return GlobalBatches(order, batch_size, seed, (imgsz, imgsz), partners, sampling.near, sizes, messages)
 
 
 def evaluation_batches(
     sizes: np.ndarray, batch_size: int, imgsz: int, stride: int, square: bool, pad: float = 0.5
-) -> list[list[Draw]]:
-    """Every image once, in batches that do not depend on the number of processes; each is dealt to a process whole."""
+) -> list[list[SampleIndex]]:
+    """Return every image once, in batches that do not depend on the number of processes: a process gets whole ones."""
     if square:
         order, shapes = np.arange(len(sizes)), [(imgsz, imgsz)] * math.ceil(len(sizes) / batch_size)
     else:
         order, shapes = by_aspect(sizes, batch_size, imgsz, stride, pad)
     return [
-        [Draw(0, start + k, int(index), shape) for k, index in enumerate(order[start : start + batch_size])]
+        [SampleIndex(0, start + k, int(index), shape) for k, index in enumerate(order[start : start + batch_size])]
         for start, shape in zip(range(0, len(sizes), batch_size), shapes, strict=True)
     ]
 
@@ -347,7 +348,7 @@ def evaluation_batches(
 def by_aspect(
     sizes: np.ndarray, batch_size: int, imgsz: int, stride: int, pad: float
 ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """Images sorted by height / width, and the shape of each run of `batch_size` of them. `sizes`: (n, 2), w and h."""
+    """Return the images sorted by height / width, and the shape of each batch. sizes: (n, 2), width and height."""
     aspects = sizes[:, 1] / sizes[:, 0]
     order = np.lexsort((-np.arange(len(aspects)), aspects))  # ties by falling index, so that every machine agrees
     runs: Sequence[np.ndarray] = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
@@ -355,9 +356,9 @@ def by_aspect(
 
 
 def batch_shape(aspects: np.ndarray, imgsz: int, stride: int, pad: float) -> tuple[int, int]:
-    """Height and width of the smallest batch that holds images of these `aspects` (height / width) at `imgsz`.
+    """Return height and width of the smallest batch that holds images of these `aspects` (height / width) at `imgsz`.
 
-    `pad` is in strides; both sides are whole strides.
+    pad: in strides. Both sides are whole strides.
     """
     lowest, highest = float(aspects.min()), float(aspects.max())
     height, width = min(highest, 1.0), min(1 / lowest, 1.0)

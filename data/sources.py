@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from data.archives import archive_sources, fetch_dataset, is_filled
-from utils.config.options import is_number, suggestions
+from data.converters import CONVERTERS
+from data.images import IMAGE_SUFFIXES
+from utils.config.parser import check_suggested_defaults
+from utils.config.ranges import is_number
 from utils.errors import UserError, nearest
 from utils.files import read_yaml
 
-IMAGE_SUFFIXES = frozenset([".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".pfm", ".png", ".tif", ".tiff", ".webp"])
 SPLITS = ("train", "val", "test")
 # The modules of the built-in data sets, by what `draw:` names.
 DRAWINGS = {"shapes": "data.builtin.shapes", "shapes-cls": "data.builtin.shapes_cls"}
 MOST_CLASSES = 4096  # that are counted by `nc` alone
-CONVERTED = ("voc", "visdrone")  # what `convert:` may name: functions of data/convert.py
 KEYS = ("path", *SPLITS, "split", "split_seed", "names", "nc", "draw", "download", "convert", "defaults")
 
 
@@ -51,7 +52,7 @@ class DataSpec:
     split_seed: int = 0
     own_folder: bool = False  # is there a `path:`?
     download: Any = None  # as the YAML has it: nothing in it is run
-    convert: str = ""  # what is to be made of what was fetched, one of CONVERTED
+    convert: str = ""  # what is to be made of what was fetched, one of CONVERTERS
     # What was found below the folders of a split, by its name: a walk of a million images takes long.
     walked: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -123,8 +124,7 @@ class DataSpec:
 
     def _convert(self, folder: Path) -> None:
         if self.convert:
-            # Imported here, for `python -m data.convert` must not find itself imported.
-            importlib.import_module("data.convert").CONVERTERS[self.convert](folder, list(self.names.values()))
+            CONVERTERS[self.convert](folder, list(self.names.values()))
 
 
 def overlap(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
@@ -163,10 +163,10 @@ def read_spec(file: Path) -> DataSpec:
         raise UserError(f"{file}: `split` must be the share that is held out for validation, 0 to 1, not {share!r}")
     if not _is_seed(seed):
         raise UserError(f"{file}: `split_seed` must be a whole number from 0, not {seed!r}")
-    defaults = suggestions(content.get("defaults") or {}, file)
+    defaults = check_suggested_defaults(content.get("defaults") or {}, file)
     convert = content.get("convert") or ""
-    if convert not in ("", *CONVERTED):
-        raise UserError(f"{file}: `convert` must be one of {', '.join(CONVERTED)}, not {convert!r}")
+    if convert not in ("", *CONVERTERS):
+        raise UserError(f"{file}: `convert` must be one of {', '.join(CONVERTERS)}, not {convert!r}")
     own = content.get("path") is not None
     return DataSpec(
         file, names, roots, entries, tuple(doubts), defaults, share, seed, own, content.get("download"), convert

@@ -1,56 +1,77 @@
-"""The models that look at images together: read from their weight files, compared, built for one size of image."""
+"""The models of val.py, detect.py and export.py: weight files read, compared, and built for one size of images.
+
+Several weight files are an ensemble, whose predictions are joined.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from models.tasks import task_of
-from models.weights.reader import Weights, transfer
+import torch
+from torch import nn
+
+from models.export.runtime import Exported, read_model
+from models.fuse import fuse
+from models.layer_registry import add_layers
+from models.tasks import TASKS, TaskEntry, task_of
+from models.tasks.contract import Model, Task
+from models.weights.reader import Weights
 from models.weights.releases import find_weights
+from models.weights.transfer import transfer
 from utils.errors import UserError
+from utils.memory_format import layout
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def weight_files(names: Sequence[str]) -> dict[str, Path]:
-    """The weight files by what the command line calls them."""
+    """Return the weight files by the names that the command line gives, downloaded if need be. Raises `UserError`."""
     if not all(names) or not names:
         raise UserError("--weights names no file; give one to validate, or several as an ensemble")
     return {name: find_weights(name) for name in names}
 
 
-def refuse_flags(options: Any, refused: Mapping[str, str]) -> None:
-    """Raises `UserError` for a flag that means nothing to the task, which says why."""
+def refuse_flags(options: object, refused: Mapping[str, str]) -> None:
+    """Raise `UserError` for a flag that does not apply to the task. refused: reasons by the flag's name."""
     for flag, reason in refused.items():
         if getattr(options, flag, False):
             raise UserError(f"--{flag.replace('_', '-')} {reason}")
 
 
 def common_task(weights: Mapping[str, Weights]) -> str:
-    """The task of all weight files. Raises `UserError` where one has no model, or two do not go together."""
+    """Return the name of the task of all weight files.
+
+    Raises `UserError` if one has no model, or if two have different tasks or classes.
+    """
     for name, content in weights.items():
         if content.model is None:
             raise UserError(f"{name} holds bare tensors without a model; give weights that train.py or YOLOv5 wrote")
-    first, *others = ((name, content, task_of({"task": content.task}, name)) for name, content in weights.items())
+    tasks = {name: task_of({"task": content.task}, name) for name, content in weights.items()}
+    first, *others = weights
     for other in others:
-        _compare(first, other)
-    return first[2]
+        refusal = f"{first} and {other} cannot be one ensemble"
+        if tasks[first] != tasks[other]:
+            raise UserError(f"{refusal}: their tasks are '{tasks[first]}' and '{tasks[other]}'")
+        if difference := _different_class(weights[first].names, weights[other].names):
+            raise UserError(f"{refusal}: {difference}")
+    return tasks[first]
 
 
-def _compare(one: tuple[str, Weights, str], other: tuple[str, Weights, str]) -> None:
-    """Raises `UserError` where two weight files, each with its name and task, cannot be one ensemble."""
-    together = f"{one[0]} and {other[0]} cannot be one ensemble"
-    if one[2] != other[2]:
-        raise UserError(f"{together}: their tasks are '{one[2]}' and '{other[2]}'")
-    for number in sorted({*one[1].names, *other[1].names}):
-        pair = [f"'{known[number]}'" if number in known else "absent" for known in (one[1].names, other[1].names)]
+def _different_class(first: Mapping[int, str], second: Mapping[int, str]) -> str:
+    """Describe the first class that two models do not have in common; '' if there is none."""
+    for number in sorted({*first, *second}):
+        pair = [f"'{names[number]}'" if number in names else "absent" for names in (first, second)]
         if pair[0] != pair[1]:
-            raise UserError(f"{together}: class {number} is {pair[0]} in the first and {pair[1]} in the second")
+            return f"class {number} is {pair[0]} in the first and {pair[1]} in the second"
+    return ""
 
 
 def check_programs(weights: Mapping[str, Weights], augment: bool) -> None:
-    """Raises `UserError` where exported files are to do what they cannot. `augment`: to look in several sizes."""
+    """Raise `UserError` if an exported file does not support what is asked for: `augment`, or an ensemble."""
     for name, content in weights.items():
         if content.program and augment:
             raise UserError(f"--augment needs maps of all sizes, which the exported {name} does not give; take its .pt")
@@ -59,43 +80,48 @@ def check_programs(weights: Mapping[str, Weights], augment: bool) -> None:
 
 
 def fixed_size(weights: Mapping[str, Weights]) -> tuple[int, int] | None:
-    """Height and width that images must have, where an exported file is for one size; None where any will do.
+    """Return the height and width that images must have, in pixels, if an exported file is for one size, else None.
 
-    Raises `UserError` where two files differ.
+    Raises `UserError` if two files are for different sizes.
     """
-    told = {name: content.program.metadata for name, content in weights.items() if content.program}
-    sizes = {name: metadata.imgsz for name, metadata in told.items() if not metadata.dynamic}
+    programs = {name: content.program.metadata for name, content in weights.items() if content.program}
+    sizes = {name: metadata.imgsz for name, metadata in programs.items() if not metadata.dynamic}
     if len(set(sizes.values())) > 1:
         each = ", ".join(f"{name} {height}x{width}" for name, (height, width) in sizes.items())
         raise UserError(f"these files take images of different sizes ({each}); export them with --dynamic")
     return next(iter(sizes.values()), None)
 
 
-def load_models(tasks: Sequence[Any], weights: Mapping[str, Weights], imgsz: int, data: str) -> list[tuple[Any, Any]]:
-    """The model inside each weight file, with its task, all for images of one size: whole strides of each of them.
+def load_models(task: Task, weights: Mapping[str, Weights], imgsz: int, data: str) -> list[Model]:
+    """Return the model of each weight file, on the CPU, all for images of one size: whole strides of each of them.
 
-    data: what errors call the data set whose classes the tasks have.
+    task: of the classes that all models have. imgsz: pixels; `imgsz` of the models is it, rounded up. data: what errors
+    call the data set of the classes.
     """
 
-    def load(size: int) -> list[tuple[Any, Any]]:
-        each = zip(tasks, weights.items(), strict=True)
-        return [(task, load_model(task, content, size, name, data)) for task, (name, content) in each]
+    def load(size: int) -> list[Model]:
+        return [load_model(task, content, size, name, data) for name, content in weights.items()]
 
-    members = load(imgsz)
-    stride = math.lcm(*(task.stride for task in tasks))
-    common = math.ceil(max(task.imgsz for task in tasks) / stride) * stride
-    return members if all(task.imgsz == common for task in tasks) else load(common)
+    models = load(imgsz)
+    stride = math.lcm(*(model.stride for model in models))
+    common = math.ceil(max(model.imgsz for model in models) / stride) * stride
+    return models if all(model.imgsz == common for model in models) else load(common)
 
 
-def load_model(task: Any, weights: Weights, imgsz: int, name: str, data: str) -> Any:
-    """The model inside a weight file. Raises `UserError` where it was made for other classes than the data set's."""
+def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -> Model:
+    """Return the model of a weight file. Raises `UserError` if it has other classes than the data set.
+
+    name, data: what errors call the file and the data set.
+    """
     assert weights.model is not None
-    if weights.program and len(weights.names) == len(task.names):
-        task.adopt(weights.program.metadata.stride, imgsz)
-        return weights.program
+    program = weights.program
+    if program and len(weights.names) == len(task.names):
+        program.resize(imgsz)
+        program.names = dict(task.names)
+        return program
     model = task.build_model(weights.model, imgsz, name)
-    found = transfer(model, weights.state)
-    if found.loaded < found.total:
+    transferred = transfer(model, weights.state)
+    if transferred.loaded < transferred.total:
         raise UserError(
             f"{name} knows {weights.model.get('nc')} classes and {data} has {len(task.names)}; "
             "give the data set that the weights were trained for"
@@ -103,9 +129,60 @@ def load_model(task: Any, weights: Weights, imgsz: int, name: str, data: str) ->
     return model
 
 
-def halve(model: Any) -> Any:
-    """The model with weights in half precision. What belongs to no weights stays as it is: it says where things are."""
+def halve(model: M) -> M:
+    """Convert the weights to half precision, in place. Buffers of modules without weights, such as a head's anchors,
+    keep theirs: coordinates need it."""
     for module in model.modules():
         if any(True for _ in module.parameters(recurse=False)):
             module.half()
     return model
+
+
+@dataclass(frozen=True)
+class Members:
+    """The weight files of an ensemble, read and compared; often there is one.
+
+    files: by the names that the command line gives. weights: their contents, by the same names. entry: of their task.
+    fixed_size: height and width of the images if an exported file is for one size only, pixels.
+    """
+
+    files: dict[str, Path]
+    weights: dict[str, Weights]
+    entry: TaskEntry
+    fixed_size: tuple[int, int] | None
+
+    @property
+    def class_names(self) -> dict[int, str]:
+        """The classes that the files name."""
+        return next(iter(self.weights.values())).class_names
+
+    def build(self, task: Task, imgsz: int, data: str) -> list[Model]:
+        """Build the models for images of one size: see `load_models`."""
+        return load_models(task, self.weights, imgsz, data)
+
+
+def read_members(names: Sequence[str], layers: str, augment: bool) -> Members:
+    """Read the weight files that --weights names, downloaded if need be.
+
+    layers: a file with layers of the user's, '' for none. augment: whether the models are to look at images more than
+    once. Raises `UserError` if a file cannot be used, or not together with the others.
+    """
+    if layers:
+        add_layers(layers)
+    files = weight_files(names)
+    weights = {name: read_model(file) for name, file in files.items()}
+    entry = TASKS[common_task(weights)]
+    check_programs(weights, augment)
+    return Members(files, weights, entry, fixed_size(weights))
+
+
+def for_inference(model: Model, device: torch.device, half: bool, fold: bool = False) -> Model:
+    """Return the model on `device`, in evaluation mode; `half`: its weights in half precision.
+
+    fold: fold BatchNorm into convolutions, which changes results by rounding; an exported file is as it is.
+    """
+    if fold and not isinstance(model, Exported):
+        model = fuse(model)
+    if half:
+        halve(model)
+    return model.to(device, memory_format=layout(device)).eval()  # type: ignore[call-overload, no-any-return]

@@ -1,4 +1,4 @@
-"""How much work a model is."""
+"""`gflops`: the floating-point operations of a model. Called by train.py."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def gflops(model: nn.Module, imgsz: int) -> float:
-    """10^9 floating-point operations of one image (3, imgsz, imgsz), a multiply-add being two; 0 where a layer does not
-    let itself be traced. Nothing is computed: it is traced on the "meta" device."""
+    """Return 10^9 floating-point operations for one image (3, imgsz, imgsz), a multiply-add counted as two.
+
+    The model is traced on the "meta" device: nothing is computed. Returns 0 if a layer cannot be traced.
+    """
     try:
         traced = copy.deepcopy(model).to("meta").eval()
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             traced(torch.empty(1, 3, imgsz, imgsz, device="meta"))
-    except Exception:  # whatever a user's own layer does there
+    except Exception:  # a user's layer can fail anywhere
         return 0.0
     return counter.get_total_flops() / 1e9

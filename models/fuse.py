@@ -1,4 +1,7 @@
-"""A model for use alone: BatchNorm folded into the convolution before it."""
+"""`fuse`: BatchNorm folded into the convolution before it, for inference.
+
+Called by detect.py and by the tasks for exported files.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ M = TypeVar("M", bound=nn.Module)
 
 @torch.no_grad()
 def fuse(model: M) -> M:
-    """A copy of the model in evaluation mode, that computes the same with fewer layers, up to rounding.
+    """Return a copy of the model in evaluation mode that computes the same with fewer layers, up to rounding.
 
-    BatchNorm(w x) = (g w / d) x + (b - g mean / d), with d = sqrt(variance + eps), so that the convolution does it all.
-    Folded where it stands behind its convolution in a `Conv` or an nn.Sequential. The copy has other state-dict keys.
+    BatchNorm(w x) = (g w / d) x + (b - g mean / d), with d = sqrt(variance + eps), is one convolution. It is folded if
+    it follows its convolution in a `Conv` or an nn.Sequential. The copy has other state-dict keys.
     """
     fused = copy.deepcopy(model).eval()
     for module in list(fused.modules()):
@@ -33,14 +36,12 @@ def fuse(model: M) -> M:
 
 
 def _fold(parent: nn.Module, first: str, second: str) -> None:
-    """Fold what `second` of a module's parts does into `first`, where it is a BatchNorm with statistics that stand.
-
-    The weights are found in double precision, and lie in memory as before.
-    """
+    """Fold attribute `second` of a module into `first`, if that is a convolution and `second` a BatchNorm with
+    running statistics. Weights are computed in double precision and keep their type and memory format."""
     convolution, norm = getattr(parent, first), getattr(parent, second)
     if type(convolution) is not nn.Conv2d or not isinstance(norm, nn.BatchNorm2d) or norm.running_var is None:
         return
-    kind, usual = convolution.weight.dtype, convolution.weight.is_contiguous()
-    folded = fuse_conv_bn_eval(convolution.double(), norm.double()).to(kind)
-    setattr(parent, first, folded.to(memory_format=torch.contiguous_format if usual else torch.channels_last))
+    dtype, contiguous = convolution.weight.dtype, convolution.weight.is_contiguous()
+    folded = fuse_conv_bn_eval(convolution.double(), norm.double()).to(dtype)
+    setattr(parent, first, folded.to(memory_format=torch.contiguous_format if contiguous else torch.channels_last))
     setattr(parent, second, nn.Identity())

@@ -1,13 +1,14 @@
-"""The building blocks that the model YAMLs name.
+"""The layers that model YAMLs name, from `Conv` to the heads. models/layer_registry.py gives them their names.
 
-Their attributes are named as in YOLOv5's state dicts, so that its weights load by name.
+Attributes are named as in YOLOv5's state dicts, so that its weights load by name.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,24 +18,24 @@ from models.tasks.detection.matching import Level
 
 # A kernel, stride or padding: one number, or (height, width).
 Size = int | Sequence[int]
-CLASSIFY_CHANNELS = 1280  # that a classifier's last layer sees, at every width (EfficientNet-B0's number)
+CLASSIFY_CHANNELS = 1280  # inputs of a classifier's last layer, at every width (EfficientNet-B0's number)
 
 
 def same_padding(kernel: Size, dilation: int = 1) -> int | tuple[int, ...]:
-    """The padding that keeps height and width at stride 1, for odd kernels."""
+    """Return the padding that keeps height and width at stride 1, for odd kernels."""
     if isinstance(kernel, int):
         return (dilation * (kernel - 1) + 1) // 2
     return tuple((dilation * (k - 1) + 1) // 2 for k in kernel)
 
 
 def _pair(size: Size) -> tuple[int, int]:
-    """`size` as (height, width)."""
+    """Return `size` as (height, width)."""
     height, width = (size, size) if isinstance(size, int) else size
     return height, width
 
 
 def batch_norm(channels: int) -> nn.BatchNorm2d:
-    """BatchNorm with YOLOv5's values, which differ from torch's: the official weights were trained with them."""
+    """Return BatchNorm with YOLOv5's values, which differ from torch's: the official weights were trained with them."""
     return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.03)
 
 
@@ -56,9 +57,9 @@ class Conv(nn.Module):
         activate: bool = True,
     ) -> None:
         super().__init__()
-        around = same_padding(kernel, dilation) if padding is None else padding
+        padding = same_padding(kernel, dilation) if padding is None else padding
         self.conv = nn.Conv2d(
-            c1, c2, _pair(kernel), _pair(stride), _pair(around), groups=groups, dilation=dilation, bias=False
+            c1, c2, _pair(kernel), _pair(stride), _pair(padding), groups=groups, dilation=dilation, bias=False
         )
         self.bn = batch_norm(c2)
         self.act: nn.Module = nn.SiLU() if activate else nn.Identity()
@@ -74,7 +75,7 @@ class Conv(nn.Module):
 
 
 class DWConv(Conv):
-    """A `Conv` in as many groups as both channel counts allow: depth-wise where they are equal."""
+    """A `Conv` in as many groups as both channel counts allow: depth-wise if they are equal."""
 
     def __init__(
         self, c1: int, c2: int, kernel: Size = 1, stride: Size = 1, dilation: int = 1, activate: bool = True
@@ -95,9 +96,9 @@ class DWConvTranspose2d(nn.ConvTranspose2d):
 
 
 class Focus(nn.Module):
-    """Each 2 x 2 pixels become 4 times the channels of one, then a `Conv`: (b, c1, h, w) to (b, c2, h / 2, w / 2).
+    """Each 2 x 2 pixels become four times the channels, then a `Conv`: (b, c1, h, w) to (b, c2, h / 2, w / 2).
 
-    `Conv` of kernel 6, stride 2, padding 2 took its place in YOLOv5's release 6.0. The convolution's channels are those
+    A `Conv` of kernel 6, stride 2, padding 2 replaced it in YOLOv5's release 6.0. The convolution's channels are those
     of the pixels at (row 0, column 0), (1, 0), (0, 1), (1, 1).
     """
 
@@ -120,7 +121,7 @@ class Focus(nn.Module):
 
 
 class Contract(nn.Module):
-    """Each `gain` x `gain` pixels become channels of one: (b, c, h, w) to (b, c * gain^2, h / gain, w / gain)."""
+    """Each `gain` x `gain` pixels become channels of one pixel: (b, c, h, w) to (b, c * gain^2, h / gain, w / gain)."""
 
     def __init__(self, gain: int = 2) -> None:
         super().__init__()
@@ -133,7 +134,7 @@ class Contract(nn.Module):
 
 
 class Expand(nn.Module):
-    """What undoes `Contract`: (b, c, h, w) to (b, c / gain^2, h * gain, w * gain)."""
+    """The inverse of `Contract`: (b, c, h, w) to (b, c / gain^2, h * gain, w * gain)."""
 
     def __init__(self, gain: int = 2) -> None:
         super().__init__()
@@ -148,15 +149,15 @@ class Expand(nn.Module):
 class MixConv2d(nn.Module):
     """Convolutions of several odd kernels side by side (MixConv, arXiv 1907.09595), BatchNorm, SiLU.
 
-    The output channels are shared out among the kernels: alike, or with `equal_channels` False so that each kernel has
-    about as many weights as another.
+    The output channels are divided among the kernels: equally, or with `equal_channels` False so that all kernels have
+    about the same number of weights.
     """
 
     def __init__(
         self, c1: int, c2: int, kernels: Sequence[int] = (1, 3), stride: int = 1, equal_channels: bool = True
     ) -> None:
         super().__init__()
-        widths = _alike(c2, len(kernels)) if equal_channels else _by_weights(c2, kernels)
+        widths = _equal_widths(c2, len(kernels)) if equal_channels else _widths_by_weights(c2, kernels)
         self.m = nn.ModuleList(
             nn.Conv2d(c1, width, kernel, stride, kernel // 2, groups=math.gcd(c1, width), bias=False)
             for width, kernel in zip(widths, kernels, strict=True)
@@ -169,23 +170,23 @@ class MixConv2d(nn.Module):
         return self.act(self.bn(torch.cat([convolve(x) for convolve in self.m], 1)))
 
 
-def _alike(channels: int, parts: int) -> list[int]:
-    """`channels` in `parts`, with borders where YOLOv5 has them: at multiples of (channels - 1) / parts, rounded up."""
+def _equal_widths(channels: int, parts: int) -> list[int]:
+    """Divide `channels` into `parts` with YOLOv5's borders: at multiples of (channels - 1) / parts, rounded up."""
     widths = [0] * parts
     for channel in range(channels):
         widths[max(math.ceil(channel * parts / max(channels - 1, 1)) - 1, 0)] += 1
     return widths
 
 
-def _by_weights(channels: int, kernels: Sequence[int]) -> list[int]:
-    """`channels` in proportion to 1 / kernel^2, rounded so that none is lost."""
+def _widths_by_weights(channels: int, kernels: Sequence[int]) -> list[int]:
+    """Divide `channels` in proportion to 1 / kernel^2, rounded so that the sum stays."""
     shares = [1 / kernel**2 for kernel in kernels]
     ends = [round(channels * sum(shares[: part + 1]) / sum(shares)) for part in range(len(shares))]
-    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    return [end - start for start, end in pairwise([0, *ends])]
 
 
 class Bottleneck(nn.Module):
-    """1x1 then 3x3 convolution, through `expansion` * c2 channels; the input is added where `shortcut` and c1 == c2."""
+    """1x1 then 3x3 convolution, through `expansion` * c2 channels; the input is added if `shortcut` and c1 == c2."""
 
     def __init__(self, c1: int, c2: int, shortcut: bool = True, groups: int = 1, expansion: float = 0.5) -> None:
         super().__init__()
@@ -203,7 +204,7 @@ class Bottleneck(nn.Module):
 class CrossConv(nn.Module):
     """A convolution along the row, then one along the column, through `expansion` * c2 channels.
 
-    The input is added where `shortcut` and c1 == c2.
+    The input is added if `shortcut` and c1 == c2.
     """
 
     def __init__(
@@ -246,9 +247,9 @@ class GhostConv(nn.Module):
 
 
 class GhostBottleneck(nn.Module):
-    """Two `GhostConv`s through c2 / 2 channels, with a depth-wise convolution between them where `stride` is above 1.
+    """Two `GhostConv`s through c2 / 2 channels, with a depth-wise convolution between them if `stride` is above 1.
 
-    The input is added: as it is at stride 1, where c1 == c2 must hold, else through two convolutions.
+    The input is added: unchanged at stride 1, which needs c1 == c2, else through two convolutions.
     """
 
     def __init__(self, c1: int, c2: int, kernel: int = 3, stride: int = 1) -> None:
@@ -271,7 +272,7 @@ class GhostBottleneck(nn.Module):
 class BottleneckCSP(nn.Module):
     """Cross stage partial bottlenecks (CSPNet, arXiv 1911.11929): what `C3` was before YOLOv5's release 4.0.
 
-    `slope` makes the activation after the concatenation a LeakyReLU of it, as it was then, in place of SiLU.
+    slope: of a LeakyReLU after the concatenation, as in those releases; None for SiLU.
     """
 
     def __init__(
@@ -296,14 +297,14 @@ class BottleneckCSP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, c1, h, w) to (b, c2, h, w)."""
-        through, beside = self.cv3(self.m(self.cv1(x))), self.cv2(x)
-        return self.cv4(self.act(self.bn(torch.cat((through, beside), 1))))
+        deep, bypass = self.cv3(self.m(self.cv1(x))), self.cv2(x)
+        return self.cv4(self.act(self.bn(torch.cat((deep, bypass), 1))))
 
 
 class C3(nn.Module):
-    """Three 1x1 convolutions around `repeats` bottlenecks: one half goes through them, the other passes beside.
+    """Three 1x1 convolutions around `repeats` bottlenecks: one half goes through them, the other bypasses them.
 
-    Its relatives differ in what `inner` puts there.
+    Subclasses override `inner`.
     """
 
     def __init__(
@@ -317,7 +318,7 @@ class C3(nn.Module):
         self.m = self.inner(hidden, repeats, shortcut, groups)
 
     def inner(self, hidden: int, repeats: int, shortcut: bool, groups: int) -> nn.Module:
-        """What one half goes through: (b, hidden, h, w) to the same."""
+        """Return the layers of the first half: (b, hidden, h, w) to the same."""
         return nn.Sequential(*(Bottleneck(hidden, hidden, shortcut, groups, 1.0) for _ in range(repeats)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -329,7 +330,7 @@ class C3x(C3):
     """`C3` around `CrossConv`s."""
 
     def inner(self, hidden: int, repeats: int, shortcut: bool, groups: int) -> nn.Module:
-        """(b, hidden, h, w) to the same."""
+        """Return the layers of the first half: (b, hidden, h, w) to the same."""
         return nn.Sequential(*(CrossConv(hidden, hidden, 3, 1, groups, 1.0, shortcut) for _ in range(repeats)))
 
 
@@ -337,7 +338,7 @@ class C3Ghost(C3):
     """`C3` around `GhostBottleneck`s."""
 
     def inner(self, hidden: int, repeats: int, shortcut: bool, groups: int) -> nn.Module:
-        """(b, hidden, h, w) to the same."""
+        """Return the layers of the first half: (b, hidden, h, w) to the same."""
         return nn.Sequential(*(GhostBottleneck(hidden, hidden) for _ in range(repeats)))
 
 
@@ -345,7 +346,7 @@ class C3TR(C3):
     """`C3` around a transformer of `repeats` layers with 4 heads: hidden channels must be a multiple of 4."""
 
     def inner(self, hidden: int, repeats: int, shortcut: bool, groups: int) -> nn.Module:
-        """(b, hidden, h, w) to the same."""
+        """Return the layers of the first half: (b, hidden, h, w) to the same."""
         return Transformer(hidden, 4, repeats)
 
 
@@ -375,8 +376,8 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(cells, b, channels) to the same."""
-        # The attention's weights, which nobody looks at, are asked for because without them torch takes kernels whose
-        # backward adds in another order each time on CUDA.
+        # The attention weights are not used. They are requested because without them torch takes kernels whose backward
+        # adds in a different order each time on CUDA.
         x = x + self.ma(self.q(x), self.k(x), self.v(x), need_weights=True)[0]
         return x + self.fc2(self.fc1(x))
 
@@ -415,7 +416,7 @@ class SPP(nn.Module):
 
 
 class SPPF(nn.Module):
-    """`SPP` at a third of the pooling: three chained pools of `kernel` 5 see what 5, 9 and 13 see."""
+    """`SPP` at a third of the pooling: three chained pools of `kernel` 5 cover what 5, 9 and 13 cover."""
 
     def __init__(self, c1: int, c2: int, kernel: int = 5) -> None:
         super().__init__()
@@ -433,14 +434,14 @@ class SPPF(nn.Module):
 
 
 class Concat(nn.Module):
-    """Joins its inputs along one dimension, by default the channels."""
+    """Concatenation of the inputs along one dimension, by default the channels."""
 
     def __init__(self, dimension: int = 1) -> None:
         super().__init__()
         self.dimension = dimension
 
     def forward(self, maps: list[Tensor]) -> Tensor:
-        """Maps that agree in every other dimension, to one."""
+        """Maps of equal size in every other dimension, to one."""
         return torch.cat(maps, self.dimension)
 
 
@@ -457,19 +458,19 @@ class DetectConv(nn.Conv2d):
             raw = super().forward(x)
             return raw.unflatten(1, (self.anchors, self.outputs)).permute(0, 1, 3, 4, 2).contiguous()
         assert self.bias is not None
-        x, features = _Look.apply(x, *index)
-        # Flattened so that the gradient comes back with the strides of the weight, which DDP asks for.
-        last = self.weight.stride(2) > 1
-        weight = (self.weight.permute(0, 2, 3, 1) if last else self.weight).flatten(1)
+        x, features = _GatherCells.apply(x, *index)
+        # Flattened so that the gradient has the strides of the weight, as DDP expects.
+        channels_last = self.weight.stride(2) > 1
+        weight = (self.weight.permute(0, 2, 3, 1) if channels_last else self.weight).flatten(1)
         rows = functional.linear(features, weight, self.bias).unflatten(1, (self.anchors, -1))
-        of_objectness = weight[4 :: self.outputs, :, None, None]
-        return Level(functional.conv2d(x, of_objectness, self.bias[4 :: self.outputs]), rows)
+        objectness_weight = weight[4 :: self.outputs, :, None, None]
+        return Level(functional.conv2d(x, objectness_weight, self.bias[4 :: self.outputs]), rows)
 
 
-class _Look(torch.autograd.Function):
-    """A map (b, c, h, w), and what stands at k of its cells, (k, c).
+class _GatherCells(torch.autograd.Function):
+    """A map (b, c, h, w) to the same map and its values at k cells, (k, c).
 
-    Their gradient goes into that of the map where it stands: indexing would fill a second map with zeros for it.
+    The gradient of the cells is added to that of the map in place: indexing would fill a second map with zeros for it.
     """
 
     @staticmethod
@@ -478,26 +479,34 @@ class _Look(torch.autograd.Function):
         return x.view_as(x), x[image, :, row, column]
 
     @staticmethod
-    def backward(ctx: Any, for_map: Tensor, for_cells: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, map_gradient: Tensor, cell_gradient: Tensor) -> tuple[Tensor | None, ...]:
         image, row, column = ctx.saved_tensors
-        _, channels, height, width = for_map.shape
-        # Written into although it was handed in: it comes from the one convolution that reads the map, and is its own.
-        # By index_add_, which adds in order; index_put_ in whatever order its threads come.
-        by_cell = for_map.permute(0, 2, 3, 1).reshape(-1, channels)
-        by_cell.index_add_(0, (image * height + row) * width + column, for_cells)
+        _, channels, height, width = map_gradient.shape
+        # The argument may be changed in place: it comes from the one convolution that reads the map, which is done with
+        # it. index_add_ adds in order; index_put_ in whatever order its threads run.
+        by_cell = map_gradient.permute(0, 2, 3, 1).reshape(-1, channels)
+        by_cell.index_add_(0, (image * height + row) * width + column, cell_gradient)
         return by_cell.view(-1, height, width, channels).permute(0, 3, 1, 2), None, None, None
 
 
-class Detect(nn.Module):
-    """The detection head: one 1x1 convolution per level.
+class Head(nn.Module):
+    """The last layer of a network, whose class says what the network is for. A subclass without a `description` of its
+    own is accepted in place of its parent."""
 
-    Raw maps come out, in training as in evaluation; decoding is elsewhere.
+    description: ClassVar[str]  # for messages: "detection head"
+    example: ClassVar[str]  # a row that ends a YAML with it
 
-    `nc` classes; `anchors` per level as (w, h) pairs in pixels, flat: [w, h, w, h, ...], or the number of anchors per
-    level where they are yet to be found; `channels` of the input maps; `more` numbers per anchor after the classes'.
+
+class Detect(Head):
+    """The detection head: one 1x1 convolution per level, with raw maps as output, in training as in evaluation.
+
+    nc: classes. anchors: per level as (w, h) pairs in pixels, flat: [w, h, w, h, ...], or the number of anchors per
+    level if AutoAnchor is to find them. channels: of the input maps. more: outputs per anchor after the classes.
     The buffer `anchors` (levels, anchors, 2) is in stride units once `set_strides` was called.
     """
 
+    description = "detection head"
+    example = "[[17, 20, 23], 1, Detect, [nc, anchors]]"
     anchors: Tensor
     stride: Tensor
 
@@ -521,15 +530,15 @@ class Detect(nn.Module):
     def forward(self, maps: Sequence[Tensor], cells: Tensor | None = None) -> list[Tensor] | list[Level]:
         """A map (batch, channels, height, width) per level to logits (batch, anchors, height, width, 5 + nc) each.
 
-        With `cells` (levels, 3, k), image, row, column of what is to be read, to a `Level` each: the rest of the
-        logits, nearly all of them, is never computed.
+        cells: (levels, 3, k), image, row and column of the cells whose logits are needed; with it, the result is a
+        `Level` for each map, and the other logits, nearly all of them, are not computed.
         """
         if cells is None:
             return [convolve(x) for convolve, x in zip(self.m, maps, strict=True)]
         return [convolve(x, index) for convolve, x, index in zip(self.m, maps, cells, strict=True)]
 
     def set_strides(self, strides: Sequence[float]) -> None:
-        """Fix the pixels per cell of each level. The anchors go into these units, small ones to the small strides."""
+        """Set the pixels per cell of each level, and the anchors in these units, small ones for the small strides."""
         pixels = self._pixels
         growth = _mean_area(pixels[-1]) - _mean_area(pixels[0])
         if growth * (strides[-1] - strides[0]) < 0:
@@ -565,10 +574,13 @@ class Proto(nn.Module):
 
 
 class Segment(Detect):
-    """The head of a segmenter: `Detect` with `masks` coefficients per anchor, and the prototypes that they weigh.
+    """The segmentation head: `Detect` with `masks` coefficients per anchor, and the prototypes that they weigh.
 
-    The prototypes are made of the first map, through `prototypes` channels.
+    The prototypes are computed from the first map, through `prototypes` channels.
     """
+
+    description = "segmentation head"
+    example = "[[17, 20, 23], 1, Segment, [nc, anchors, 32, 256]]"
 
     def __init__(
         self,
@@ -584,15 +596,18 @@ class Segment(Detect):
     def forward(  # type: ignore[override]
         self, maps: Sequence[Tensor], cells: Tensor | None = None
     ) -> tuple[list[Tensor] | list[Level], Tensor]:
-        """What `Detect` gives, with 5 + nc + masks logits, and the prototypes (b, masks, 2 h, 2 w) of the first map."""
+        """Return what `Detect` does, with 5 + nc + masks logits, and prototypes (b, masks, 2 h, 2 w) of map 0."""
         return super().forward(maps, cells), self.proto(maps[0])
 
 
-class Classify(nn.Module):
+class Classify(Head):
     """The classification head: a 1x1 convolution to 1280 channels, their mean over the map, dropout, linear.
 
     (b, c1, h, w) to logits (b, classes).
     """
+
+    description = "classification head"
+    example = "[-1, 1, Classify, [nc]]"
 
     def __init__(self, c1: int, classes: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -607,12 +622,12 @@ class Classify(nn.Module):
 
 
 def _mean_area(level: Sequence[float]) -> float:
-    """Mean w * h of a flat list of pairs."""
+    """Return the mean of w * h of a flat list of pairs."""
     return sum(w * h for w, h in zip(level[::2], level[1::2], strict=True)) / (len(level) // 2)
 
 
 def _check_anchors(anchors: Sequence[Sequence[float]], levels: int) -> None:
-    """ValueError unless there is one list of whole pairs per level, all of one length."""
+    """Raise ValueError unless there is one list of whole pairs per level, all of one length."""
     if len(anchors) != levels:
         raise ValueError(f"Detect has {levels} input maps, but `anchors` has {len(anchors)} rows: give one row per map")
     lengths = {len(level) for level in anchors}

@@ -24,8 +24,8 @@ from torch.multiprocessing.spawn import start_processes
 
 from data.builtin.shapes import NAMES, draw_dataset
 from tests.machines import machines
-from utils.distributed.ranks import place
-from utils.distributed.spawn import spread
+from utils.distributed.ranks import ranks
+from utils.distributed.spawn import spawn
 from utils.files import read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -141,7 +141,7 @@ def on_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnProcesses
 
     def run(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         work = functools.partial(_keep, tmp_path / "returned", function, arguments)
-        if not spread(work, count):
+        if not spawn(work, count):
             start_processes(_alone, (work,), nprocs=1, start_method="spawn")
         return [torch.load(tmp_path / "returned" / f"{rank}.pt", weights_only=False) for rank in range(count)]
 
@@ -154,7 +154,7 @@ def _alone(rank: int, work: Callable[[], object]) -> None:
 
 def _keep(folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     folder.mkdir(exist_ok=True)
-    torch.save(function(*arguments), folder / f"{place().rank}.pt")
+    torch.save(function(*arguments), folder / f"{ranks().rank}.pt")
 
 
 def free_port() -> str:

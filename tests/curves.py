@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from models.weights.reader import read_weights
-from utils.checkpoint.state_files import States
+from utils.checkpoint.state_files import StateFiles
 
 LOSSES = [f"{split}/{term}_loss" for split in ("train", "val") for term in ("box", "obj", "cls")]
 CLASSIFIED = ["train/loss", "metrics/accuracy_top1", "metrics/accuracy_top5", "val/loss"]
@@ -78,7 +78,7 @@ def identical(folder: Path, other: Path) -> None:
 
 def state(folder: Path) -> dict[str, Any]:
     """The last state of a run."""
-    content = States(folder / "checkpoint").read(print)
+    content = StateFiles(folder / "checkpoint").read(print)
     assert content is not None
     return content
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from data import DATASETS
+from data.dataset import dataset_class
 from data.sources import KEYS as DATA_KEYS
 from models.tasks import TASKS
-from models.tasks.classification.torchvision_models import KEYS as CLASSIFIER_KEYS
-from models.yolo import KEYS as MODEL_KEYS
+from models.tasks.classification.torchvision_models import CLASSIFIER_KEYS
+from models.yolo import MODEL_KEYS
 from utils.config.options import TrainOptions, flags_of
 from utils.files import read_yaml
 
@@ -75,27 +75,131 @@ def test_accelerate_is_known_to_those_whose_business_it_is() -> None:
         *(f"{name}.py" for name in SCRIPTS),
         "utils/run.py",
         "utils/distributed/accelerator.py",
+        "utils/distributed/collectives.py",
+        "utils/distributed/rendezvous.py",
         "utils/tracking/tracker.py",
     }
 
 
+def imported_modules(source: str) -> set[str]:
+    """The modules that a source imports, anywhere in it, with all their packages: utils, utils.config, ..."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {".".join(name.split(".")[:length]) for name in names for length in range(1, name.count(".") + 2)}
+
+
+def test_imported_modules_are_seen() -> None:
+    text = "import a.b\nfrom c.d import e\ndef f():\n    from utils.config import g\n"
+    assert imported_modules(text) == {"a", "a.b", "c", "c.d", "c.d.e", "utils", "utils.config", "utils.config.g"}
+
+
+UPPER = ("checkpoint", "plots", "tracking", "training")
+
+
+@pytest.mark.parametrize(
+    ("part", "above"),
+    [
+        ("config", ("distributed", "run", *UPPER)),
+        ("distributed", ("run", *UPPER)),
+        ("checkpoint", ("run",)),
+        ("plots", ("run",)),
+        ("training", ("run",)),
+    ],
+)
+def test_imports_inside_utils_point_one_way(part: str, above: tuple[str, ...]) -> None:
+    for path in sources(f"utils/{part}"):
+        wrong = imported_modules(path.read_text(encoding="utf-8")) & {f"utils.{name}" for name in above}
+        assert not wrong, f"{relative(path)} imports {wrong}"
+
+
+# Who may ask for the rank
+
+ASKING_FOR_RANK = {
+    *("rank", "local_rank", "node_rank", "group_rank", "process_index", "local_process_index"),
+    *("is_main_process", "is_local_main_process", "is_last_process", "main_process_first", "local_main_process_first"),
+    *("on_main_process", "on_local_main_process", "on_last_process", "on_process", "on_local_process"),
+    *("get_rank", "get_node_local_rank", "get_global_rank", "get_group_rank", "ranks", "Ranks", "speaks_for_machine"),
+}
+RANK_VARIABLES = {"RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "SLURM_PROCID", "SLURM_LOCALID"}
+
+
+def rank_questions(source: str) -> list[str]:
+    """The lines of a source that ask which process it is, and by what; to define a name is not to ask."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        asked: set[str] = set()
+        if isinstance(node, ast.Attribute):
+            asked = {node.attr} & ASKING_FOR_RANK
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            asked = {node.id} & (ASKING_FOR_RANK - {"rank"})  # a local variable, such as a loop's
+        elif isinstance(node, ast.ImportFrom):
+            asked = {alias.name for alias in node.names} & ASKING_FOR_RANK
+        elif isinstance(node, ast.Import):
+            asked = {alias.name for alias in node.names} & {"utils.distributed.ranks"}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            asked = {node.value} & RANK_VARIABLES
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+            asked = {value.value for value in node.args[1:2] if isinstance(value, ast.Constant)} & ASKING_FOR_RANK
+        found += [f"{node.lineno}: {name}" for name in sorted(asked)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "asks"),
+    [
+        ("if accelerator.is_main_process:\n    pass\n", True),
+        ("n = run.accelerator.process_index\n", True),
+        ("@accelerator.on_main_process\ndef f():\n    pass\n", True),
+        ("with accelerator.main_process_first():\n    pass\n", True),
+        ("getattr(accelerator, 'is_main_process')\n", True),
+        ("from torch import distributed\nif distributed.get_rank() == 0:\n    pass\n", True),
+        ("from torch.distributed import get_rank\n", True),
+        ("from utils.distributed.ranks import ranks\n", True),
+        ("from utils.distributed.ranks import ranks as position\n", True),
+        ("from utils.distributed.ranks import speaks_for_machine\n", True),
+        ("from utils.distributed import ranks\n", True),
+        ("import utils.distributed.ranks\n", True),
+        ("import utils.distributed.ranks as r\n", True),
+        ("def f(here):\n    return here.local_rank == 0\n", True),
+        ("if ranks().rank == 0:\n    pass\n", True),
+        ("rank, *_ = ranks()\n", True),
+        ("if speaks_for_machine():\n    pass\n", True),
+        ("import os\nif os.environ['RANK'] == '0':\n    pass\n", True),
+        ("import os\nmain = os.getenv('LOCAL_RANK', '0') == '0'\n", True),
+        ("from utils.distributed.ranks import launched, local_world_size, print_on_main, world_size\n", False),
+        ("n = accelerator.num_processes\n", False),
+        ("class Options:\n    local_rank: int = -1\n", False),
+        ("names = ('local_rank', 'device')\n", False),
+        ("lines = [f'process {rank}' for rank, line in enumerate(lines)]\n", False),
+        ("run.on_main(work)\n", False),
+    ],
+)
+def test_questions_for_the_rank_are_seen(source: str, asks: bool) -> None:
+    assert bool(rank_questions(source)) == asks
+
+
 def test_nobody_asks_which_process_it_is() -> None:
-    allowed = {
-        "utils/run.py",
-        "utils/distributed/accelerator.py",
-        "utils/distributed/ranks.py",
-        "utils/distributed/spawn.py",
-    }
-    question = re.compile(r"\b(is_(local_)?main_process|(local_)?process_index|on_main_process|get_rank|LOCAL_RANK)\b")
     for path in OWN:
-        if relative(path) not in allowed:
-            found = question.search(path.read_text(encoding="utf-8"))
-            assert not found, f"{relative(path)} asks for {found and found[0]}"
+        if relative(path) != "utils/run.py" and not relative(path).startswith("utils/distributed/"):
+            found = rank_questions(path.read_text(encoding="utf-8"))
+            assert not found, f"{relative(path)} asks in line {', '.join(found)}"
+
+
+def test_one_module_reads_and_writes_torchs_stores() -> None:
+    """The rendezvous makes them, and spawn hosts one."""
+    known = re.compile(r"\b(TCPStore|PrefixStore|HashStore|FileStore|_get_default_store|underlying_store|store_key)\b")
+    users = {relative(path) for path in OWN if known.search(path.read_text(encoding="utf-8"))}
+    modules = ("store", "rendezvous", "spawn")
+    assert users == {f"utils/distributed/{name}.py" for name in modules}
 
 
 @pytest.mark.parametrize("name", ["train.py", "val.py", "utils/run.py"])
 def test_the_loop_knows_no_task(name: str) -> None:
-    words = "|".join(sorted({*TASKS, *DATASETS, "detect", "box"}))
+    words = "|".join(sorted({*TASKS, "detect", "box"}))
     for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), 1):
         found = re.search(rf"(?<![a-z])({words})", line, re.IGNORECASE)
         assert not found, f"{name}:{number} names a task: {line.strip()}"
@@ -110,7 +214,9 @@ def test_no_script_is_for_one_task(name: str) -> None:
 
 
 def test_tasks_have_data() -> None:
-    assert set(TASKS) == set(DATASETS)
+    for entry in TASKS.values():
+        assert not entry.load().__abstractmethods__
+        assert not dataset_class(entry.data).__abstractmethods__
 
 
 # What happens at import

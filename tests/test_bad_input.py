@@ -26,7 +26,7 @@ import val
 from models.yolo import build_model
 from tests.conftest import RunScript
 from tests.curves import untouched
-from utils.checkpoint.state_files import weights_content
+from utils.checkpoint.weight_files import weights_content
 from utils.distributed.exit import Stopped, run_main
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)

@@ -187,9 +187,9 @@ def test_killed_and_resumed(processes: int, train: Train, run_script: RunScript,
         straight = tmp_path / "straight"
     planted = {"PYTHONPATH": str(ROOT / "tests" / "faults"), "OMP_NUM_THREADS": "1"}
     code, rank = (-signal.SIGKILL, 0) if processes == 1 else (1, 1)
-    fault = f"SIGKILL:utils.distributed.graceful_stop:Stop.after:3:{rank}"
+    fault = f"SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:3:{rank}"
     train(tmp_path, *here, "--save-steps", "1", "--name", "killed", **planted, FAULT=fault, code=code)
-    fault = "SIGKILL:models.tasks.classification.task:ClassificationTask.score:1:0"
+    fault = "SIGKILL:models.tasks.classification.metrics:ClassificationMetrics.update:1:0"
     resume = ("--resume", str(tmp_path / "killed"))
     run_script("train.py", *resume, **planted, FAULT=fault, code=code)
     assert "going on with" in run_script("train.py", *resume, OMP_NUM_THREADS="1")

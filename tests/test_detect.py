@@ -19,10 +19,11 @@ from data.images import read_image
 from data.media import Frame, Item
 from detect import Labels, Predictor, as_pixels, groups
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
-from models.weights.reader import read_weights, transfer
+from models.weights.reader import read_weights
+from models.weights.transfer import transfer
 from models.yolo import build_model
 from tests.conftest import RunScript
-from utils.checkpoint.state_files import serialised, weights_content
+from utils.checkpoint.weight_files import serialised, weights_content
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 
@@ -46,7 +47,7 @@ def classifier(tmp_path: Path) -> str:
     names = {0: "cat", 1: "dog", 2: "cow"}
     task = ClassificationTask(names, ClassificationRecipe())
     yaml = {**read_yaml(ROOT / "models" / "resnet18.yaml"), "nc": 3}
-    model = task.build_model(task.describe(yaml), 64)
+    model = task.build_model(task.model_yaml(yaml), 64)
     path = tmp_path / "kinds.pt"
     path.write_bytes(serialised(weights_content(model, {**yaml, "task": "classify"}, names, {})))
     return str(path)
@@ -72,7 +73,7 @@ def test_against_a_plain_computation(shared: Path, photo: Path, predictor: Predi
     inputs = torch.from_numpy(padded[..., ::-1].transpose(2, 0, 1).copy())[None] / 255
     rows = []
     with torch.inference_mode():
-        for raw, anchors, stride in zip(model.eval()(inputs), model.detect.anchors, model.stride, strict=True):
+        for raw, anchors, stride in zip(model.eval()(inputs), model.detect.anchors, model.detect.stride, strict=True):
             s, (h, w) = raw[0].sigmoid(), raw.shape[2:4]
             cells = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1)
             xy = (s[..., :2] * 2 - 0.5 + cells) * stride

@@ -26,7 +26,7 @@ from tests.conftest import ROOT, VAL, OnProcesses, RunScript, free_port
 from tests.curves import LOSSES, SCORES, floats, refused, rows, same_curve
 from tests.machines import ACCELERATE, CONFIGS, by_hand, ip, on_machine
 from tests.wandb_files import one_run
-from utils.distributed.ranks import place
+from utils.distributed.ranks import ranks
 from val import evaluate
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -344,7 +344,7 @@ def decided(flags: Sequence[str]) -> tuple[float, dict[str, float]]:
     summarise = trainer.task.summarise
 
     def differently(records: Any) -> Any:
-        return dataclasses.replace(summarise(records), fitness=float(place().rank))
+        return dataclasses.replace(summarise(records), fitness=float(ranks().rank))
 
     trainer.task.summarise = differently
     summary = evaluate(trainer.run, trainer.task, trainer.ema.model, loader, images)
@@ -363,7 +363,7 @@ def started_alike(flags: Sequence[str]) -> list[Tensor]:
     build = DetectionTask.build_model
 
     def differently(self: DetectionTask, *described: Any) -> Any:
-        torch.manual_seed(place().rank)
+        torch.manual_seed(ranks().rank)
         return build(self, *described)
 
     DetectionTask.build_model = differently

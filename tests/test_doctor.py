@@ -62,7 +62,7 @@ def test_a_job_that_would_fail(doctor: Callable[..., str]) -> None:
     assert heads(printed) == 1
     (error,) = errors(printed)
     assert "rank 0: data set 'nowhere.yaml' is not a file" in error
-    assert printed.splitlines()[-1] == "the job would fail: 1 error to mend first"
+    assert printed.splitlines()[-1] == "the job would fail: 1 error to fix first"
 
 
 def test_two_processes(doctor: Callable[..., str]) -> None:
@@ -140,7 +140,7 @@ def test_what_differs_between_machines_is_named(
         shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
     for script in ("train.py", "val.py"):
         shutil.copy(ROOT / script, copy)
-    with (copy / "utils" / "ema.py").open("a") as file:
+    with (copy / "utils" / "training" / "ema.py").open("a") as file:
         file.write("# changed\n")
     content = read_yaml(small_data)
     shutil.copytree(content["path"], tmp_path / "elsewhere")

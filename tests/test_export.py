@@ -19,13 +19,17 @@ from export import prepare, whole_strides
 from models.ensemble import check_programs, fixed_size, load_model
 from models.export.formats import write
 from models.export.runtime import read_exported
-from models.tasks.detection.export_module import Decoding
+from models.tasks.detection.export_module import DecodedDetector
 from models.tasks.detection.task import DetectionTask
-from models.weights.reader import Weights, read_weights, transfer
+from models.weights.reader import Weights, read_weights
+from models.weights.transfer import transfer
 from models.yolo import build_model
 from tests.conftest import ROOT, RunScript
-from utils.checkpoint.state_files import serialised, weights_content
-from utils.config.options import REFUSED, ExportOptions, Hyperparameters, ValOptions, parse_options
+from utils.checkpoint.weight_files import serialised, weights_content
+from utils.config.hyperparameters import Hyperparameters
+from utils.config.options import ExportOptions, ValOptions
+from utils.config.parser import parse_options
+from utils.config.yolov5_flags import REFUSED
 from utils.errors import UserError
 from val import fitted
 
@@ -198,7 +202,7 @@ def test_the_code_of_the_page_runs_without_us(
     model = build_model(dict(YAML)).eval()
     transfer(model, content.state)
     with torch.no_grad():
-        expected = Decoding(model)(torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255)
+        expected = DecodedDetector(model)(torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255)
     np.testing.assert_allclose(scope["boxes"], expected[0].numpy(), rtol=1e-3, atol=1e-3)
 
 
@@ -233,7 +237,7 @@ def test_agreement_on_photos(official: Path, shared: Path) -> None:
         run = read_exported(official.parent / name.replace("best", "yolov5n"))
         for size in ((1, 640, 640), (3, 320, 416)):
             images = photos_of(shared, *size)
-            given, expected = run(images), Decoding(model)(images)
+            given, expected = run(images), DecodedDetector(model)(images)
             assert isinstance(given, Tensor)
             off = (given - expected).abs()
             assert float((off[..., :4] / expected[..., :4].abs().clamp(min=1)).max()) < 1e-4, (name, size)

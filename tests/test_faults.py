@@ -16,10 +16,10 @@ import yaml
 from tests.conftest import ROOT, RunScript
 from tests.curves import refused, rows
 from tests.machines import ACCELERATE, CONFIGS
-from utils.checkpoint.state_files import States
+from utils.checkpoint.state_files import StateFiles
 
 HERE = ("--processes", "2")
-LOSSES = "models.tasks.detection.task:DetectionTask.losses"
+LOSSES = "models.tasks.detection.loss:DetectionCriterion.__call__"
 Train = Callable[..., str]
 
 
@@ -92,7 +92,7 @@ def test_too_many_steps_are_not_finite(processes: tuple[str, ...], train: Train,
     assert "box_loss, obj_loss, cls_loss of the images" in printed
     assert "the learning rate (lr0 1e+30) is probably too high" in printed
     assert "steps skipped so far, not finite: 1" in printed
-    assert len(States(tmp_path / "exp" / "checkpoint").files()) == 1
+    assert len(StateFiles(tmp_path / "exp" / "checkpoint").files()) == 1
 
 
 # Memory and disks
@@ -137,9 +137,9 @@ def test_a_full_disk(train: Train, run_script: RunScript, small_disk: Path) -> N
     printed = train(small_disk, fails=True)
     assert printed.count("warning: ") == 1
     assert f"{small_disk / 'exp' / 'checkpoint'} cannot be written now: No space left on device" in printed
-    refused(printed, f"cannot be written: No space left on device; mend that, and go on with --resume {small_disk}")
+    refused(printed, f"cannot be written: No space left on device; fix that, and go on with --resume {small_disk}")
     assert len(rows(small_disk / "exp")) == 3
-    state = States(small_disk / "exp" / "checkpoint").read(pytest.fail)
+    state = StateFiles(small_disk / "exp" / "checkpoint").read(pytest.fail)
     assert state is not None
     subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
     before = (small_disk / "exp" / "results.csv").read_bytes()

@@ -16,13 +16,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from data import DATASETS
+from data.dataset import dataset_class
 from data.labels import SLACK, scan_image
 from data.sources import read_spec
+from models.layers import Classify, Detect
 from models.tasks import TASKS
 from models.tasks.classification.torchvision_models import build_classifier
 from models.yolo import build_model
-from utils.config.options import SUGGESTED, read_hyperparameters
+from utils.config.hyperparameters import read_hyperparameters
+from utils.config.parser import SUGGESTED
 from utils.errors import UserError
 
 # In time: a hang is an error too.
@@ -129,7 +131,7 @@ def test_data_sets(content: Any, listed: str) -> None:
         found = spec and sentence_or(lambda: spec.listing("train"))
         if spec:
             assert spec.names or content.get("names") is None
-            for kind in DATASETS.values():
+            for kind in (dataset_class(entry.data) for entry in TASKS.values()):
                 sentence_or(lambda kind=kind: kind.class_names(spec, False))
                 sentence_or(lambda kind=kind: kind.files(spec))
             assert all(isinstance(name, str) for name in spec.names.values())
@@ -139,7 +141,7 @@ def test_data_sets(content: Any, listed: str) -> None:
 
 # Hyperparameters
 
-RECIPES = [task.recipe for task in TASKS.values()]
+RECIPES = [entry.load().recipe for entry in TASKS.values()]
 
 
 @many
@@ -195,13 +197,14 @@ def test_models(changed: dict[tuple[str, int], Any], more: dict[Any, Any]) -> No
     description = copy.deepcopy(SOUND)
     for (part, number), row in changed.items():
         description[part][number % len(description[part])] = row
-    model = sentence_or(lambda: build_model({**description, **more}))
+    head = Classify if more.get("task") == "classify" else Detect
+    model = sentence_or(lambda: build_model({**description, **more}, head=head))
     if model is not None:
         maps = model(torch.zeros(1, int(model.yaml["ch"]), 64, 64))
         if model.yaml["task"] == "classify":
             assert maps.shape == (1, model.yaml["nc"])
         else:
-            assert len(maps) == len(model.stride)
+            assert len(maps) == len(model.detect.stride)
 
 
 @few

@@ -11,15 +11,9 @@ import yaml
 
 from tests.conftest import RunScript
 from tests.curves import same_curve
-from utils.config.options import (
-    REFUSED,
-    DetectOptions,
-    ExportOptions,
-    TrainOptions,
-    ValOptions,
-    flags_of,
-    parse_options,
-)
+from utils.config.options import DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
+from utils.config.parser import parse_options
+from utils.config.yolov5_flags import REFUSED
 from utils.files import ROOT
 
 PAGE = ROOT / "docs" / "migrating.md"

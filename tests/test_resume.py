@@ -20,8 +20,8 @@ import yaml
 from tests.conftest import RECIPE, ROOT, RunScript, left_behind
 from tests.curves import identical, refused, rows, same_curve, untouched
 from tests.machines import ACCELERATE, CONFIGS, on_machine
-from utils.checkpoint.state_files import States
-from utils.files import claimed
+from utils.checkpoint.state_files import StateFiles
+from utils.files import lock_folder
 
 HERE = ("--processes", "2")
 Train = Callable[..., str]
@@ -83,9 +83,11 @@ def test_killed_in_an_epoch_in_validation_and_in_a_save(
     folder = request.getfixturevalue("straight" if processes == 1 else "straight_on_two")
     rank, code = str(processes - 1), -signal.SIGKILL if processes == 1 else 1
     flags = ("--save-steps", "1", *(HERE if processes > 1 else ()))
-    printed = train(tmp_path, *flags, fault=f"SIGKILL:utils.distributed.graceful_stop:Stop.after:3:{rank}", code=code)
+    printed = train(
+        tmp_path, *flags, fault=f"SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:3:{rank}", code=code
+    )
     assert ("ended by SIGKILL" in printed) == (processes > 1)
-    resume(tmp_path, fault="SIGKILL:models.tasks.detection.task:DetectionTask.score:1:0", code=code)
+    resume(tmp_path, fault="SIGKILL:models.tasks.detection.metrics:DetectionMetrics.update:1:0", code=code)
     resume(
         tmp_path, fault="SIGKILL:utils.checkpoint.background_writer:replacing:1:0", code=code
     )  # results.csv as it was then
@@ -125,7 +127,7 @@ def test_killed_at_twenty_random_moments(
 def test_a_launcher_starts_it_again(train: Train, straight_on_two: Path, tmp_path: Path) -> None:
     """--max_restarts and --resume auto: the killed process is back, and so is the run."""
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"), "--max_restarts", "1")
-    fault = "SIGKILL:utils.distributed.graceful_stop:Stop.after:6:1"
+    fault = "SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:6:1"
     printed = train(tmp_path, "--resume", "auto", launcher=launcher, fault=fault)
     assert "going on with" in printed
     identical(tmp_path / "exp", straight_on_two)
@@ -134,8 +136,8 @@ def test_a_launcher_starts_it_again(train: Train, straight_on_two: Path, tmp_pat
 @pytest.mark.parametrize("damage", ["cut", pytest.param("flip", marks=pytest.mark.long)])
 def test_a_damaged_state(damage: str, train: Train, resume: Train, straight: Path, tmp_path: Path) -> None:
     """The one before is taken, and the end is the same."""
-    train(tmp_path, fault="SIGKILL:utils.distributed.graceful_stop:Stop.after:10", code=-signal.SIGKILL)
-    newest = States(tmp_path / "exp" / "checkpoint").files()[0]
+    train(tmp_path, fault="SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:10", code=-signal.SIGKILL)
+    newest = StateFiles(tmp_path / "exp" / "checkpoint").files()[0]
     content = newest.read_bytes()
     newest.write_bytes(
         content[: len(content) // 2] + (b"" if damage == "cut" else b"?" + content[len(content) // 2 + 1 :])
@@ -153,7 +155,7 @@ def test_a_damaged_state(damage: str, train: Train, resume: Train, straight: Pat
     ("word", "code"), [("SIGTERM", 143), pytest.param("SIGUSR1", 138, marks=pytest.mark.long), ("SIGINT", 130)]
 )
 def test_asked_to_end(word: str, code: int, train: Train, resume: Train, straight: Path, tmp_path: Path) -> None:
-    printed = train(tmp_path, fault=f"{word}:models.tasks.detection.task:DetectionTask.losses:1", code=code)
+    printed = train(tmp_path, fault=f"{word}:models.tasks.detection.loss:DetectionCriterion.__call__:1", code=code)
     assert f"stopped by {word} in epoch 1, after batch 2; all is saved: go on with --resume" in printed
     assert not (tmp_path / "exp" / "results.csv").exists()
     resume(tmp_path)
@@ -162,7 +164,8 @@ def test_asked_to_end(word: str, code: int, train: Train, resume: Train, straigh
 
 def test_asked_to_end_in_validation_on_two(train: Train, resume: Train, straight_on_two: Path, tmp_path: Path) -> None:
     """One process hears the signal while it validates; nothing of the training is done again."""
-    printed = train(tmp_path, *HERE, fault="SIGTERM:models.tasks.detection.task:DetectionTask.score:1:0", code=143)
+    fault = "SIGTERM:models.tasks.detection.metrics:DetectionMetrics.update:1:0"
+    printed = train(tmp_path, *HERE, fault=fault, code=143)
     assert "stopped by SIGTERM in epoch 1, after batch 7; all is saved" in printed
     resume(tmp_path)
     identical(tmp_path / "exp", straight_on_two)
@@ -170,7 +173,7 @@ def test_asked_to_end_in_validation_on_two(train: Train, resume: Train, straight
 
 def test_on_other_processes(train: Train, straight: Path, tmp_path: Path) -> None:
     """Two stop in mid-epoch, one goes on: the curve is that of one."""
-    fault = "SIGTERM:models.tasks.detection.task:DetectionTask.losses:9:1"
+    fault = "SIGTERM:models.tasks.detection.loss:DetectionCriterion.__call__:9:1"
     printed = train(tmp_path, *HERE, "--sync-bn", fault=fault, code=143)
     assert "in epoch 2, after batch 4" in printed
     train(tmp_path, "--sync-bn", "--resume", "auto")
@@ -190,7 +193,7 @@ def test_two_machines_without_a_shared_disk(
         with ThreadPoolExecutor() as pool:
             return list(pool.map(machine, (0, 1)))
 
-    printed = on_both(fault="SIGTERM:models.tasks.detection.task:DetectionTask.losses:9:1", fails=True)
+    printed = on_both(fault="SIGTERM:models.tasks.detection.loss:DetectionCriterion.__call__:9:1", fails=True)
     assert "stopped by SIGTERM in epoch 2, after batch 4" in printed[0]
     assert "going on with" in on_both("--resume", "auto")[0]
     assert not (tmp_path / "1").exists()
@@ -202,7 +205,7 @@ def test_two_machines_without_a_shared_disk(
 def test_under_another_stage_of_zero(stage: str, train: Train, straight: Path, tmp_path: Path) -> None:
     """ZeRO-2 stops, another stage goes on, and then one process without DeepSpeed."""
     pytest.importorskip("deepspeed")
-    fault = "SIGTERM:models.tasks.detection.task:DetectionTask.losses:2:1"
+    fault = "SIGTERM:models.tasks.detection.loss:DetectionCriterion.__call__:2:1"
     for config, planted, fails in (("2", fault, True), (stage, fault.replace(":2:1", ":6:0"), True)):
         launcher = (*ACCELERATE, "--config_file", str(CONFIGS / f"deepspeed_zero{config}.yaml"))
         printed = train(tmp_path, "--sync-bn", "--resume", "auto", launcher=launcher, fault=planted, fails=fails)
@@ -263,14 +266,14 @@ def test_on_a_gpu(precision: str, train: Train, tmp_path: Path) -> None:
     """The same bytes and bits there, the scaler's included."""
     flags = ("--device", "0", "--mixed-precision", precision)
     train(tmp_path / "straight", *flags)
-    train(tmp_path, *flags, fault="SIGKILL:utils.distributed.graceful_stop:Stop.after:6", code=-signal.SIGKILL)
+    train(tmp_path, *flags, fault="SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:6", code=-signal.SIGKILL)
     train(tmp_path, *flags, "--resume", "auto")
     identical(tmp_path / "exp", tmp_path / "straight" / "exp")
 
 
 def test_killed_before_there_was_a_state(train: Train, straight: Path, tmp_path: Path) -> None:
     """It begins again, in the same folder."""
-    train(tmp_path, fault="SIGKILL:utils.distributed.graceful_stop:Stop.after:1", code=-signal.SIGKILL)
+    train(tmp_path, fault="SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:1", code=-signal.SIGKILL)
     train(tmp_path, "--resume", "auto")
     assert [folder.name for folder in tmp_path.iterdir()] == ["exp"]
     identical(tmp_path / "exp", straight)
@@ -278,7 +281,7 @@ def test_killed_before_there_was_a_state(train: Train, straight: Path, tmp_path:
 
 def test_a_folder_that_a_live_run_is_writing(train: Train, tmp_path: Path) -> None:
     (tmp_path / "exp").mkdir()
-    held = claimed(tmp_path / "exp")
+    held = lock_folder(tmp_path / "exp")
     try:
         refused(train(tmp_path, "--exist-ok", fails=True), f"another run is writing into {tmp_path / 'exp'}")
     finally:
@@ -326,7 +329,7 @@ def test_ctrl_c_twice(processes: Sequence[str], flags: tuple[str, ...], tmp_path
     """The second one does not wait for the end of the step, which here never comes."""
     command = [sys.executable, "train.py", *flags, "--project", str(tmp_path), *processes, "--save-steps", "1"]
     mark = f"LOCKSTEP_TEST={tmp_path}"
-    fault = "FAULT=stall:models.tasks.detection.task:DetectionTask.losses:3:0"
+    fault = "FAULT=stall:models.tasks.detection.loss:DetectionCriterion.__call__:3:0"
     run = subprocess.Popen(
         ["env", mark, "OMP_NUM_THREADS=1", fault, f"PYTHONPATH={ROOT / 'tests' / 'faults'}", *command],
         cwd=ROOT,
@@ -335,7 +338,7 @@ def test_ctrl_c_twice(processes: Sequence[str], flags: tuple[str, ...], tmp_path
         text=True,
     )
     try:
-        while not States(tmp_path / "exp" / "checkpoint").files():  # the first step is over
+        while not StateFiles(tmp_path / "exp" / "checkpoint").files():  # the first step is over
             assert run.poll() is None
             time.sleep(0.1)
         time.sleep(1)

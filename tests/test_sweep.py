@@ -15,10 +15,13 @@ import pytest
 from tests.conftest import RunScript
 from tests.curves import rows
 from tests.machines import CONFIGS
-from utils.config.options import OVERRIDE, Hyperparameters, Range, TrainOptions, overriding, parse_options
+from utils.config.hyperparameters import OVERRIDE_PREFIX, Hyperparameters, parse_overrides
+from utils.config.options import TrainOptions
+from utils.config.parser import parse_options
+from utils.config.ranges import Range
 from utils.files import ROOT, read_yaml
 
-PREFIX = OVERRIDE.removeprefix("--")
+PREFIX = OVERRIDE_PREFIX.removeprefix("--")
 RANGES: dict[str, Range] = {name: f.metadata["within"] for name, f in Hyperparameters.__dataclass_fields__.items()}
 # W&B's own (config/schema.json of its package `sweeps` 0.3): what must be there, what may be, and names of parameters
 MUST, MAY = {"program", "method", "metric", "parameters"}, {"project", "name", "run_cap", "early_terminate", "command"}
@@ -132,7 +135,7 @@ def test_the_agent_starts_a_trial_under_accelerate(trial: Trial) -> None:
     assert (ROOT / launcher[launcher.index("--config_file") + 1]).is_file()
     options = parse_options(TrainOptions, words)
     assert (ROOT / options.data).is_file()
-    assert overriding(Hyperparameters, options.overrides) == {
+    assert parse_overrides(Hyperparameters, options.overrides) == {
         name.removeprefix(PREFIX): middle(parameter) for name, parameter in sweep()["parameters"].items()
     }
     assert f"--hyp.lr0={options.overrides['lr0']}" in words

@@ -199,11 +199,12 @@ def test_a_killed_run_goes_on_in_the_same_run(train: Train, run_script: RunScrip
     train(
         tmp_path,
         *more,
-        fault="SIGKILL:utils.distributed.graceful_stop:Stop.after:6",
+        fault="SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:6",
         code=-signal.SIGKILL,
         WANDB_MODE="offline",
     )
-    fault = {"FAULT": "SIGKILL:models.tasks.detection.metrics:join:1", "PYTHONPATH": str(ROOT / "tests" / "faults")}
+    planted = "SIGKILL:models.tasks.detection.metrics:DetectionMetrics.summarise:1"
+    fault = {"FAULT": planted, "PYTHONPATH": str(ROOT / "tests" / "faults")}
     again = ("--resume", "--project", str(tmp_path))
     run_script("train.py", *again, WANDB_MODE="offline", OMP_NUM_THREADS="1", code=-signal.SIGKILL, **fault)
     run_script("train.py", *again, WANDB_MODE="offline", OMP_NUM_THREADS="1")
@@ -250,7 +251,10 @@ def test_online_and_killed_and_online_again(train: Train, run_script: RunScript,
     with serve() as server:
         online = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": server.address, "WANDB_MODE": "online"}
         killed = train(
-            tmp_path, fault="SIGKILL:utils.distributed.graceful_stop:Stop.after:6", code=-signal.SIGKILL, **online
+            tmp_path,
+            fault="SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:6",
+            code=-signal.SIGKILL,
+            **online,
         )
         again = ("--resume", "--project", str(tmp_path))
         printed = run_script("train.py", *again, OMP_NUM_THREADS="1", **online)
@@ -280,7 +284,7 @@ def test_wandb_that_breaks_or_is_killed(train: Train, plain: Path, tmp_path: Pat
 def test_a_run_that_is_asked_to_end_closes_its_run(train: Train, tmp_path: Path) -> None:
     """By SIGTERM, after its third step: what was logged is there, and training says how to go on."""
     printed = train(
-        tmp_path, fault="SIGTERM:utils.distributed.graceful_stop:Stop.after:3", code=143, WANDB_MODE="offline"
+        tmp_path, fault="SIGTERM:utils.distributed.graceful_stop:GracefulStop.after:3", code=143, WANDB_MODE="offline"
     )
     assert "go on with --resume" in printed
     run = only(tmp_path / "exp")

@@ -22,9 +22,11 @@ from data.sources import read_spec
 from models.tasks.classification.task import ClassificationTask
 from models.tasks.detection.task import DetectionTask
 from tests.conftest import RunScript
-from utils.checkpoint.state_files import serialised, weights_content
-from utils.coco import Found
-from utils.config.options import Hyperparameters, ValOptions, parse_options
+from utils.checkpoint.weight_files import serialised, weights_content
+from utils.coco import CocoImage
+from utils.config.hyperparameters import Hyperparameters
+from utils.config.options import ValOptions
+from utils.config.parser import parse_options
 from utils.errors import UserError
 from utils.files import read_yaml
 from val import check_flags, precision, write_results
@@ -255,7 +257,7 @@ def test_results_stay_where_annotations_do_not_fit(small_data: Path, tmp_path: P
     wrong = tmp_path / "annotations" / "instances_val.json"
     wrong.write_text("{")
     spec = dataclasses.replace(read_spec(small_data), roots=(tmp_path,))
-    found = [Found(0, "7.jpg", np.array([[0, 0, 2, 1, 0.5, 0]]))]
+    found = [CocoImage(0, "7.jpg", np.array([[0, 0, 2, 1, 0.5, 0]]))]
     for flags in ([], ["--annotations", str(wrong)]):
         run = Recorder(tmp_path)
         with pytest.raises(UserError, match="is not JSON") if flags else nullcontext():

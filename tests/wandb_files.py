@@ -1,4 +1,4 @@
-"""Reading what Weights & Biases leaves on disk: the transaction log of a run, in LevelDB's log format."""
+"""Read the transaction log of a W&B run on disk, in LevelDB's log format."""
 
 from __future__ import annotations
 
@@ -11,27 +11,25 @@ from typing import Any
 
 import pytest
 
-from tests.curves import rows
-
-HEADER = 7  # bytes of the file's own: ":W&B", a magic number, a version
-BLOCK = 2**15
+HEADER_BYTES = 7  # at the start of the file: ":W&B", a magic number, a version
+BLOCK_BYTES = 2**15
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
 def records(file: Path) -> Iterator[Any]:
-    """The records of a .wandb file, as protobuf messages."""
+    """Yield the records of a .wandb file, as protobuf messages."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content = file.read_bytes()
     assert content[:4] == b":W&B"
-    place, parts = HEADER, b""
-    while place + 7 <= len(content):
-        if BLOCK - place % BLOCK < 7:  # too little for a record's head: filled with zeros
-            place += BLOCK - place % BLOCK
+    position, parts = HEADER_BYTES, b""
+    while position + 7 <= len(content):
+        if BLOCK_BYTES - position % BLOCK_BYTES < 7:  # too little for a record's head: filled with zeros
+            position += BLOCK_BYTES - position % BLOCK_BYTES
             continue
-        _, length, kind = struct.unpack("<IHB", content[place : place + 7])
-        parts = (b"" if kind in (FULL, FIRST) else parts) + content[place + 7 : place + 7 + length]
-        place += 7 + length
+        _, length, kind = struct.unpack("<IHB", content[position : position + 7])
+        parts = (b"" if kind in (FULL, FIRST) else parts) + content[position + 7 : position + 7 + length]
+        position += 7 + length
         if kind in (FULL, LAST):
             record = Record()
             record.ParseFromString(parts)
@@ -40,7 +38,7 @@ def records(file: Path) -> Iterator[Any]:
 
 @dataclass
 class Logged:
-    """What one .wandb file says."""
+    """The content of a .wandb file."""
 
     id: str = ""
     project: str = ""
@@ -53,14 +51,14 @@ class Logged:
     axes: dict[str, str] = field(default_factory=dict)
     artifacts: list[Any] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    code: int | None = None  # exit code, where the run was closed
+    code: int | None = None  # exit code, if the run was closed
 
     def column(self, key: str) -> list[Any]:
         return [row[key] for row in self.rows if key in row]
 
 
 def read(file: Path) -> Logged:
-    """All of a .wandb file."""
+    """Read a .wandb file."""
     logged = Logged()
     for record in records(file):
         kind = record.WhichOneof("record_type")
@@ -99,12 +97,14 @@ def _update(values: dict[str, Any], items: Any) -> None:
 
 
 def runs(folder: Path) -> list[Path]:
-    """The .wandb files of a run folder, the oldest first."""
+    """Return the .wandb files of a run folder, the oldest first."""
     return sorted(folder.glob("wandb/*run-*/*.wandb"))
 
 
 def one_run(folder: Path) -> None:
-    """Of a run of many processes with W&B offline: there is one W&B run, with the steps and epochs of results.csv."""
+    """Check that a run with W&B offline has made one W&B run, with the steps and epochs of results.csv."""
+    from tests.curves import rows  # here, for it imports the models
+
     pytest.importorskip("wandb")
     (file,) = runs(folder)
     found = read(file)

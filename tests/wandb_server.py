@@ -1,4 +1,4 @@
-"""A W&B server on loopback: as much of one as wandb needs to begin a run, to go on with one, and to send its files."""
+"""A W&B server on loopback that implements what wandb needs to start a run, continue one, and send its files."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 
 
 class Server:
-    """Keeps what it is sent. `silent`: from then on it answers nothing."""
+    """Stores what it is sent. It answers nothing once `silent` is set."""
 
     def __init__(self) -> None:
         self.config: dict[str, Any] = {}
-        self.rows: list[dict[str, Any]] = []  # of the history, by their place in it
+        self.rows: list[dict[str, Any]] = []  # of the history
         self.files: dict[str, bytes] = {}
         self.runs: set[str] = set()
         self.code: int | None = None
@@ -25,7 +25,7 @@ class Server:
         self.address = ""
 
     def graphql(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
-        """The data of an answer to a query or mutation of that name."""
+        """Return the data that answers a query or mutation of that name."""
         if name == "Viewer":
             return {"viewer": {"id": "v", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
         if name == "RunResumeStatus":
@@ -53,7 +53,7 @@ class Server:
         return {**named, **counts, **tails, "config": "{}", "tags": [], "project": project, "sweepName": None}
 
     def stream(self, content: dict[str, Any]) -> None:
-        """Lines of files, at their places."""
+        """Store lines of files at their offsets."""
         if history := content.get("files", {}).get("wandb-history.jsonl"):
             self.rows[history["offset"] :] = [json.loads(line) for line in history["content"]]
         self.code = content.get("exitcode", self.code)
@@ -64,7 +64,7 @@ OWNER = {"id": "e", "name": "me"}
 
 @contextmanager
 def serve() -> Iterator[Server]:
-    """A server at its `address`, until the end of the `with`."""
+    """Run a server at its `address` within the `with` block."""
     server = Server()
 
     class Handler(BaseHTTPRequestHandler):
@@ -93,17 +93,17 @@ def serve() -> Iterator[Server]:
         def do_POST(self) -> None:
             content = self.content()
             if self.path == "/graphql":
-                asked = json.loads(content)
-                name = re.search(r"(?:query|mutation)\s+(\w+)", asked["query"])
+                request = json.loads(content)
+                name = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])
                 assert name
-                return self.give({"data": server.graphql(name[1], asked.get("variables", {}))})
+                return self.give({"data": server.graphql(name[1], request.get("variables", {}))})
             if self.path.endswith("/file_stream") and not server.silent.is_set():
                 server.stream(json.loads(content))
             self.give({"limits": {}})
 
     listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     listening.daemon_threads = True
-    listening.handle_error = lambda *_: None  # type: ignore[method-assign]  # who asked has gone
+    listening.handle_error = lambda *_: None  # type: ignore[method-assign]  # the client has closed the connection
     server.address = f"http://127.0.0.1:{listening.server_port}"
     thread = threading.Thread(target=listening.serve_forever)
     thread.start()

@@ -1,4 +1,7 @@
-"""Work beside the training, in a thread: it is never waited for, and where it fails that is one warning."""
+"""Work beside the training, in a thread that training never waits for; and processes started for such work.
+
+Called by utils/plots, utils/tracking and models/weights/releases.py.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,25 @@ Job = Callable[[], object]
 
 
 class Background:
-    """Does one job after another. what: names the work in a warning; say: takes the warning."""
+    """Runs one job after another. A failure is a warning, the first one only.
 
-    def __init__(self, what: str, say: Callable[[str], object]) -> None:
-        self.what, self.say, self.failed = what, say, False
+    failure: what has happened then, in a few words. warn: called with the warning.
+    """
+
+    def __init__(self, failure: str, warn: Callable[[str], object]) -> None:
+        self.failure, self.warn, self.failed = failure, warn, False
         self.jobs: SimpleQueue[Job | None] = SimpleQueue()
         self.thread: threading.Thread | None = None
 
     def do(self, job: Job) -> None:
-        """Have it done when those before are."""
+        """Run `job` after those before it."""
         if self.thread is None:
             self.thread = threading.Thread(target=self._work, daemon=True)
             self.thread.start()
         self.jobs.put(job)
 
     def finish(self, patience: float) -> bool:
-        """Wait until all is done, so many seconds at most; is it?"""
+        """Wait for all jobs, at most `patience` seconds; return whether they have ended."""
         if self.thread is None:
             return True
         self.jobs.put(None)
@@ -48,12 +54,14 @@ class Background:
                 if not self.failed:
                     self.failed = True
                     reason = str(error).partition("\n")[0]
-                    self.say(f"warning: {self.what} ({type(error).__name__}: {reason}); training goes on")
+                    self.warn(f"warning: {self.failure} ({type(error).__name__}: {reason}); training goes on")
 
 
 def own_python(module: str, function: str = "main") -> list[str]:
-    """The start of a command line that calls a function of a module of ours, wherever it is called: `python -m` would
-    look for the module in the user's folder first."""
+    """Return a command line that calls a function of a module of this repository from any current folder.
+
+    Arguments may follow. `python -m` would search the current folder first.
+    """
     return [
         sys.executable,
         "-c",
@@ -62,7 +70,7 @@ def own_python(module: str, function: str = "main") -> list[str]:
 
 
 def kill_children(pid: int) -> None:
-    """End all processes that a process has started, and those that they have."""
+    """Kill all processes that a process has started, and their children."""
     with suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True):
             with suppress(psutil.Error):

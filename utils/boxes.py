@@ -1,4 +1,7 @@
-"""Box formats and overlap. Boxes are tensors (..., 4); xyxy are corners, xywh centre and size, in any one unit."""
+"""Box formats and overlap, for detectors.
+
+Boxes are tensors (..., 4): xyxy are corners, xywh centre and size, in any one unit.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,19 @@ from torch import Tensor
 
 
 def xywh_to_xyxy(boxes: Tensor) -> Tensor:
-    """Centre and size to corners, (..., 4) each."""
+    """Convert boxes from centre and size to corners, (..., 4) each."""
     centre, half = boxes[..., :2], boxes[..., 2:4] / 2
     return torch.cat((centre - half, centre + half), -1)
 
 
 def xyxy_to_xywh(boxes: Tensor) -> Tensor:
-    """Corners to centre and size, (..., 4) each."""
+    """Convert boxes from corners to centre and size, (..., 4) each."""
     low, high = boxes[..., :2], boxes[..., 2:4]
     return torch.cat(((low + high) / 2, high - low), -1)
 
 
 def complete_iou(a: Tensor, b: Tensor, eps: float = 1e-7) -> Tensor:
-    """CIoU of paired boxes, xywh, (n, 4) each: (n,). At most 1; the gradient does not pass through its weight alpha.
+    """Return the CIoU (n,) of paired boxes, xywh, (n, 4) each; at most 1. No gradient passes through its weight alpha.
 
     Zheng et al., "Distance-IoU Loss" (AAAI 2020), equations 7 to 11.
     """
@@ -37,5 +40,8 @@ def complete_iou(a: Tensor, b: Tensor, eps: float = 1e-7) -> Tensor:
 
 
 def _span(a: Tensor, a_size: Tensor, b: Tensor, b_size: Tensor) -> Tensor:
-    """Length of the smallest interval that holds both; both sizes minus it is their overlap (negative where apart)."""
+    """Return the length of the smallest interval that holds both.
+
+    The sum of the sizes minus it is their overlap, negative if they are apart.
+    """
     return torch.maximum(a + a_size / 2, b + b_size / 2) - torch.minimum(a - a_size / 2, b - b_size / 2)

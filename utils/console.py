@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""Console output of a run: lines, colours, progress bars and remaining time. Called by utils/run.py and the scripts."""
 
 from __future__ import annotations
 
@@ -11,61 +11,78 @@ from typing import TextIO, TypeVar
 from tqdm import tqdm
 
 T = TypeVar("T")
-REFRESH = 1.0  # seconds between two readings of the losses: each one waits for the device
-BAR = "{desc} {percentage:3.0f}%|{bar:12}| {rate_fmt}{postfix}"
+REFRESH_SECONDS = 1.0  # between two updates of the values beside a bar: each waits for the device
+BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:12}| {rate_fmt}{postfix}"
 YELLOW = "33"
+_silent: list[bool] = []  # not empty once `silence` was called
 
 
-def painted(text: str, colour: str, stream: TextIO) -> str:
-    """`text` in a colour where `stream` is a terminal whose user has not set NO_COLOR."""
+def silence() -> None:
+    """Let this process print nothing of the command line's help and errors: another one of the machine does."""
+    _silent.append(True)
+
+
+def is_silent() -> bool:
+    """Return whether another process of the machine prints help and errors of the command line."""
+    return bool(_silent)
+
+
+def coloured(text: str, colour: str, stream: TextIO) -> str:
+    """Return `text` in an ANSI colour if `stream` is a terminal and the user has not set NO_COLOR."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
     return text if plain else f"\x1b[{colour}m{text}\x1b[0m"
 
 
 def show(*lines: str) -> None:
-    """Print lines, above a bar where there is one; warnings are yellow on a terminal."""
+    """Print lines, above the progress bar if there is one; warnings are yellow on a terminal."""
     for line in lines:
         warning = line.startswith("warning: ")
-        tqdm.write(painted(line, YELLOW, sys.stdout) if warning else line, file=sys.stdout)
+        tqdm.write(coloured(line, YELLOW, sys.stdout) if warning else line, file=sys.stdout)
     sys.stdout.flush()
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds: 1:02:03, or 2:03."""
+    """Format seconds as hours, minutes and seconds: 1:02:03, or 2:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-class Remaining:
-    """How long it will take to the end, by how long it took so far, validations included. todo: batches."""
+class RemainingTime:
+    """Estimates the time to the end of a run from the time of its batches so far, validations included.
 
-    def __init__(self, todo: int) -> None:
-        self.todo, self.done, self.since = todo, 0, time.monotonic()
+    batches: of the whole run that are left at its start. The caller counts `done`.
+    """
+
+    def __init__(self, batches: int) -> None:
+        self.batches, self.done, self._started = batches, 0, time.monotonic()
 
     def seconds(self) -> float:
-        """Until the end; 0 before the first batch is done."""
-        return (time.monotonic() - self.since) / max(self.done, 1) * (self.todo - self.done) if self.done else 0.0
+        """Return the seconds to the end; 0 before the first batch is done."""
+        if not self.done:
+            return 0.0
+        return (time.monotonic() - self._started) / self.done * (self.batches - self.done)
 
 
 class Bar:
-    """A progress bar over batches: images per second, and values that are shown when `due`.
+    """A progress bar over batches, with images per second, and values that are shown when `due`.
 
-    Where the output is not a terminal nothing is drawn; what is measured is measured all the same.
+    images: of the whole pass; `done` of them are over when it starts. shown: whether to draw the bar. It is drawn on
+    terminals only; times are measured in any case.
     """
 
     def __init__(self, title: str, images: int, shown: bool, done: int = 0) -> None:
         self.title, self.images, self.shown, self.done = title, images, shown, done
-        self.waited = 0.0  # seconds for batches
+        self.waited = 0.0  # seconds that this process waited for batches
         self.seconds = 0.0  # of the whole pass, once it is over
 
     @property
     def rate(self) -> float:
-        """Images per second of the whole pass, once it is over."""
+        """Images per second of the whole pass, 0 until it is over."""
         return (self.images - self.done) / max(self.seconds, 1e-9) if self.seconds else 0.0
 
     def over(self, batches: Iterable[T], size: Callable[[T], int]) -> Iterator[T]:
-        """Iterate `batches`; `size` gives the images of a batch."""
+        """Iterate over `batches`. size: returns the number of images in a batch."""
         self.started = self._last = time.monotonic()
         disable = None if self.shown else True  # None: tqdm asks whether it writes to a terminal
         with tqdm(
@@ -76,7 +93,7 @@ class Bar:
             disable=disable,
             leave=False,
             dynamic_ncols=True,
-            bar_format=BAR,
+            bar_format=BAR_FORMAT,
         ) as self._bar:
             source = iter(batches)
             while True:
@@ -92,12 +109,12 @@ class Bar:
 
     @property
     def waiting(self) -> float:
-        """The share of the time so far in which this process waited for batches."""
+        """The share of the time so far that this process waited for batches, 0 to 1."""
         return self.waited / max(time.monotonic() - self.started, 1e-9)
 
     def due(self) -> bool:
-        """Is it time to show new values?"""
-        return not self._bar.disable and time.monotonic() - self._last > REFRESH
+        """Return whether it is time to show new values."""
+        return not self._bar.disable and time.monotonic() - self._last > REFRESH_SECONDS
 
     def show(self, values: Mapping[str, str]) -> None:
         """Show values beside the bar."""

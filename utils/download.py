@@ -1,4 +1,7 @@
-"""Downloads: one per machine, resumed where the connection breaks, checked, and whole or absent under their name."""
+"""Download files: once per machine, resumed after a lost connection, checked, and never half written.
+
+Called for data sets, official weights and images at addresses.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +28,16 @@ from utils.errors import UserError
 from utils.files import PART, one_at_a_time
 
 SCHEMES = ("http", "https", "file")
-PATIENCE = 20.0  # seconds that a server may be silent
-TRIES = 6  # that may fail in a row
-PAUSE = 1.0  # seconds before the second try; before each further one it is twice as long
-WORTH = 2**20  # bytes that a try must bring, else it has failed
-BLOCK = 2**20  # bytes that are read at once
-BUSY = (408, 416, 425, 429)  # answers of a client's errors that may be others at the next try
+SERVER_TIMEOUT_SECONDS = 20.0  # that a server may be silent
+MAX_FAILURES = 6  # attempts that may fail in a row
+RETRY_SECONDS = 1.0  # before the second attempt; doubled before each further one
+MIN_PROGRESS_BYTES = 2**20  # an attempt that receives less has failed
+BLOCK_BYTES = 2**20  # read at once
+RETRIED_STATUS_CODES = (408, 416, 425, 429)  # client errors that may not recur; server errors are retried too
 
 
 class _Content(NamedTuple):
-    """What a server says of a file: its length, what changes with it ('' where nothing is said), and its MD5."""
+    """What a server's headers say of a file: length, a tag that changes with the content ('' if unknown), MD5."""
 
     length: int | None
     tag: str
@@ -43,7 +46,7 @@ class _Content(NamedTuple):
     @staticmethod
     def of(headers: Mapping[str, str]) -> _Content:
         length, tag = headers.get("Content-Length") or "", headers.get("ETag") or ""
-        if not tag or tag.startswith("W/"):  # a weak one says nothing of single bytes
+        if not tag or tag.startswith("W/"):  # a weak one may stay while bytes change
             tag = headers.get("Last-Modified") or ""
         return _Content(int(length) if length.isdecimal() else None, tag, _md5(headers))
 
@@ -55,12 +58,13 @@ def download(
     usable: Callable[[Path], bool] = os.path.isfile,
     advice: str = "",
 ) -> Path:
-    """The file at `address`, kept at `path`; of the processes of a machine one fetches it, and the others wait.
+    """Download the file at `address` to `path` unless it is there, and return `path`.
 
-    What came before a connection broke, or this process ended, is kept beside it and not fetched again. sha256: its
-    first digits, where they are known; `usable`: looks at what came; `advice`: what to do where it cannot be had.
+    One process of a machine downloads, the others wait. The part that was received before a connection was lost or the
+    process ended stays beside `path` and is not fetched again.
 
-    Raises `UserError` with the address and the place where it belongs.
+    sha256: its first digits, if known. usable: checks the file. advice: what to do if it cannot be downloaded; ends
+    the error. Raises `UserError` with the address and the reason.
     """
     with one_at_a_time(path.with_name(f"{path.name}.lock")):
         if not path.is_file():
@@ -74,107 +78,110 @@ def download(
 
 
 def is_address(text: Any) -> bool:
-    """Can it be downloaded from?"""
+    """Return whether `text` is an address that `download` takes."""
     return isinstance(text, str) and re.fullmatch(rf"(?:{'|'.join(SCHEMES)})://\S+", text) is not None
 
 
 def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool]) -> None:
-    """Raises OSError, HTTPException, or ValueError where another try is of no use."""
+    """Download, and once more if the content is wrong.
+
+    Raises OSError, HTTPException, or ValueError if retrying is pointless.
+    """
     if not is_address(address):
         raise ValueError(f"it must begin with {', '.join(f'{scheme}://' for scheme in SCHEMES)} and have no spaces")
-    again = False
+    repeated = False
     while True:
         transfer = _Transfer(address, path)
         transfer.run()
-        wrong = _wrong(transfer, sha256, usable)
-        if not wrong:
+        problem = _problem(transfer, sha256, usable)
+        if not problem:
             with _writing(path.parent):
                 os.replace(transfer.part, path)
             return
         transfer.part.unlink()
-        if again:
-            raise ValueError(f"{wrong}, twice")
-        again = True
+        if repeated:
+            raise ValueError(f"{problem}, twice")
+        repeated = True
 
 
-def _wrong(transfer: _Transfer, sha256: str, usable: Callable[[Path], bool]) -> str:
-    """What is wrong with what came; '' where nothing is known to be."""
+def _problem(transfer: _Transfer, sha256: str, usable: Callable[[Path], bool]) -> str:
+    """Return what is wrong with the received file, '' if nothing is."""
     if sha256 and not _digest(transfer.part, "sha256").hex().startswith(sha256):
-        return "its SHA-256 is not the one that is known of it"
+        return "its SHA-256 is not the expected one"
     if transfer.content.md5 and _digest(transfer.part, "md5") != transfer.content.md5:
-        return "its MD5 is not the one that the server says"
+        return "its MD5 is not the one that the server gives"
     return "" if usable(transfer.part) else "what came is not such a file, or is damaged"
 
 
 class _Transfer:
-    """A file on its way into `part`, beside `path`. The part's name tells of what content it is."""
+    """A download into the file `part` beside `path`, whose name identifies address and content."""
 
     def __init__(self, address: str, path: Path) -> None:
         self.address, self.path = address, path
-        self.answered = False
+        self.answered = False  # by the server, at least once
         self.content = _Content(None, "", b"")
         self.part = self._part()
 
     def run(self) -> None:
-        """Receive all of it. Raises as `_fetch` does."""
+        """Receive the whole file. Raises as `_fetch` does."""
         failures = 0
         while True:
-            before = self.held()
+            before = self.received()
             try:
                 self._receive()
                 return
             except (OSError, HTTPException) as error:
-                # Who never answers will not: a machine without a network is to say so soon.
+                # A server that has never answered is not retried: a machine without a network fails at once.
                 if isinstance(error, HTTPError):
-                    hopeless = error.code < 500 and error.code not in BUSY
+                    hopeless = error.code < 500 and error.code not in RETRIED_STATUS_CODES
                 else:
                     reset = isinstance(getattr(error, "reason", error), ConnectionResetError)
                     hopeless = not self.answered and not reset
-                failures = 0 if self.held() - before >= WORTH else failures + 1
-                if hopeless or failures == TRIES:
+                failures = 0 if self.received() - before >= MIN_PROGRESS_BYTES else failures + 1
+                if hopeless or failures == MAX_FAILURES:
                     raise
                 if isinstance(error, HTTPError) and error.code == 416:
                     self.part.unlink(missing_ok=True)
-            time.sleep(PAUSE * 2.0 ** max(failures - 1, 0))
+            time.sleep(RETRY_SECONDS * 2.0 ** max(failures - 1, 0))
 
-    def held(self) -> int:
-        """Bytes that are here and can be gone on from."""
+    def received(self) -> int:
+        """Return the bytes in `part` that a further attempt can continue from."""
         if not (self.content.tag and self.content.length):
             return 0
         return self.part.stat().st_size if self.part.is_file() else 0
 
     def _receive(self) -> None:
-        """Ask once for what is missing. Raises OSError, also where less came than was told."""
-        held = self.held()
-        if held and held == self.content.length:
+        """Request the missing bytes once. Raises OSError, also if the server sends fewer than announced."""
+        received = self.received()
+        if received and received == self.content.length:
             return
         request = Request(self.address, headers={"User-Agent": "lockstep"})
-        if held:
-            request.add_header("Range", f"bytes={held}-")
+        if received:
+            request.add_header("Range", f"bytes={received}-")
             request.add_header("If-Range", self.content.tag)
-        with urlopen(request, timeout=PATIENCE) as answer:
+        with urlopen(request, timeout=SERVER_TIMEOUT_SECONDS) as answer:
             if not self.answered:
                 print(f"downloading {self.address}", file=sys.stderr, flush=True)
             self.answered = True
             if answer.status == 206:
-                start = held
-                if not _goes_on(answer.headers, held, self.content):
+                start = received
+                if not _continues(answer.headers, received, self.content):
                     self.part.unlink(missing_ok=True)
                     raise OSError("the server's file has changed meanwhile")
             else:
                 start, self.content = 0, _Content.of(answer.headers)
                 self.part = self._part()
-                if not held and self.held():  # an earlier process has left it
+                if not received and self.received():  # by an earlier process
                     answer.close()
                     return self._receive()
-            self._take(answer, start)
+            self._save(answer, start)
 
     def _part(self) -> Path:
         mark = hashlib.sha256(f"{self.address}\0{self.content}".encode()).hexdigest()[:12]
         return self.path.with_name(f".{self.path.name}-{mark}{PART}")
 
-    def _take(self, answer: Any, start: int) -> None:
-        """Write what an answer brings, which begins at byte `start`."""
+    def _save(self, answer: Any, start: int) -> None:
+        """Write the body of an answer, which begins at byte `start`, into `part`."""
         folder, length = self.part.parent, self.content.length
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -196,8 +203,8 @@ class _Transfer:
         )
         with file, bar:
             file.seek(start)
-            # read1 gives what is there: of a line that falls silent nothing is lost.
-            while block := answer.read1(BLOCK if length is None else min(BLOCK, length - done)):
+            # read1 returns what has arrived: nothing is lost if the server falls silent.
+            while block := answer.read1(BLOCK_BYTES if length is None else min(BLOCK_BYTES, length - done)):
                 with _writing(folder):
                     file.write(block)
                 done += len(block)
@@ -211,22 +218,22 @@ class _Transfer:
             raise OSError(f"the connection ended after {done} of {length} bytes")
 
 
-def _goes_on(headers: Mapping[str, str], held: int, content: _Content) -> bool:
-    """Does a partial answer go on where we are, with the same content?"""
-    place = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", headers.get("Content-Range") or "")
-    if not place or int(place[1]) != held or place[3] not in ("*", str(content.length)):
+def _continues(headers: Mapping[str, str], received: int, content: _Content) -> bool:
+    """Return whether a partial answer continues after the `received` bytes of the same content."""
+    span = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", headers.get("Content-Range") or "")
+    if not span or int(span[1]) != received or span[3] not in ("*", str(content.length)):
         return False
     tag = headers.get("ETag") or headers.get("Last-Modified")
     return tag in (None, content.tag) or headers.get("Last-Modified") == content.tag
 
 
 def _md5(headers: Mapping[str, str]) -> bytes:
-    """The MD5 that Azure's, Google's and other servers give of a whole file, base64; b'' where there is none."""
-    told = headers.get("x-ms-blob-content-md5") or headers.get("Content-MD5") or ""
-    if found := re.search(r"\bmd5=([\w+/]+=*)", headers.get("x-goog-hash") or ""):
-        told = found[1]
+    """Return the MD5 of the whole file that Azure, Google and other servers send in base64; b'' if there is none."""
+    encoded = headers.get("x-ms-blob-content-md5") or headers.get("Content-MD5") or ""
+    if match := re.search(r"\bmd5=([\w+/]+=*)", headers.get("x-goog-hash") or ""):
+        encoded = match[1]
     with suppress(binascii.Error, ValueError):
-        digest = base64.b64decode(told, validate=True)
+        digest = base64.b64decode(encoded, validate=True)
         return digest if len(digest) == 16 else b""
     return b""
 
@@ -234,14 +241,14 @@ def _md5(headers: Mapping[str, str]) -> bytes:
 def _digest(path: Path, kind: str) -> bytes:
     digest = hashlib.new(kind, usedforsecurity=False)
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
+        while block := file.read(BLOCK_BYTES):
             digest.update(block)
     return digest.digest()
 
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Trouble with our own disk becomes a ValueError: another try would not help."""
+    """Turn an OSError of our own disk into a ValueError, which is not retried."""
     try:
         yield
     except OSError as error:
@@ -249,5 +256,5 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def gigabytes(size: float) -> str:
-    """A number of bytes for people."""
+    """Format a number of bytes in MB or GB."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

@@ -1,4 +1,4 @@
-"""Errors that are written for the person at the keyboard."""
+"""The error that is shown to the user as one sentence, and suggestions for misspelled words. Imported everywhere."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """Something that the user can mend. The message is one sentence that names the file, line or key and what to do."""
+    """An error that the user can fix. Its message says what is wrong, in which file, line or key, and what to do."""
 
 
 def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """` (did you mean 'x'?)` for the most similar of `known`, or an empty string where nothing reaches `likeness`."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
-    return f" (did you mean '{close[0]}'?)" if close else ""
+    """Return ` (did you mean 'x'?)` for the most similar of `known`, or '' if none reaches `likeness`, from 0 to 1."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
+    return f" (did you mean '{matches[0]}'?)" if matches else ""

@@ -1,4 +1,4 @@
-"""Finding, numbering and writing files so that nothing is ever half written."""
+"""Find, lock, number and read files, and write them so that none is ever half written. Imported everywhere."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from filelock import FileLock, Timeout
 
 from utils.errors import UserError
 
-LOCK = ".lock"  # in a run folder that is being written to
-PATIENCE = 5.0  # seconds to wait for it: loader processes of a killed run hold it for a moment longer
-PART = ".part"  # ends the name of a file that is being written
+LOCK_FILE = ".lock"  # in a run folder that a run writes to
+LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock for a moment longer
+PART = ".part"  # suffix of a file that is being written
 ROOT = Path(__file__).resolve().parents[1]  # the repository
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file beside `path`; on success flush and rename it to `path`, on failure remove it."""
+    """Open a temporary file beside `path`; on success flush it and rename it to `path`, on failure remove it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=PART)
     try:
@@ -42,24 +42,24 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def one_at_a_time(lock: Path) -> Iterator[None]:
-    """Processes of a machine that come here with the same `lock` go on one after another.
+    """Let the processes of a machine that use the same lock file run this block one after another.
 
-    Where the file cannot be made they go on together; so may one that comes while the file is removed.
+    They run it together if the file cannot be made; so may one that starts while the file is being removed.
     """
-    with ExitStack() as held:
+    with ExitStack() as stack:
         with suppress(OSError, NotImplementedError):
             lock.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(FileLock(lock))
-            held.callback(lock.unlink, missing_ok=True)
+            stack.enter_context(FileLock(lock))
+            stack.callback(lock.unlink, missing_ok=True)
         yield
 
 
-def claimed(folder: Path) -> FileLock:
-    """Hold a folder for this process, as long as it lives. Raises `UserError` where another one that lives holds it.
+def lock_folder(folder: Path) -> FileLock:
+    """Lock a run folder for this process, until the lock is released or the process ends.
 
-    On a disk that knows no locks nothing is held.
+    On a disk without locks nothing is locked. Raises `UserError` if another process has locked the folder.
     """
-    lock = FileLock(folder / LOCK, timeout=PATIENCE)
+    lock = FileLock(folder / LOCK_FILE, timeout=LOCK_TIMEOUT_SECONDS)
     try:
         lock.acquire()
     except Timeout:
@@ -76,9 +76,10 @@ def _umask() -> int:
 
 
 def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml") -> Path:
-    """The file that a flag names: as given, below the repository, or by its bare name in one of the shipped `folders`.
+    """Return the file that a flag names: a path as given, or below the repository, or a name in a shipped folder.
 
-    Raises `UserError` where there is none, listing the shipped ones.
+    name: with or without `suffix`. what: names the kind of file in errors. folders: of shipped files, below the
+    repository. Raises `UserError`, which lists the shipped files, if there is no such file.
     """
     stem = name if name.endswith(suffix) else name + suffix
     candidates = [Path(name), ROOT / name, *(ROOT / folder / Path(stem).name for folder in folders)]
@@ -87,12 +88,13 @@ def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml
             return candidate
     shipped = sorted(p.name for folder in folders for p in (ROOT / folder).glob("*" + suffix))
     raise UserError(
-        f"{what} '{name}' is not a file; give the path of one, or one that comes with us: {', '.join(shipped)}"
+        f"{what} '{name}' is not a file; give the path of one, or one that comes with the repository: "
+        f"{', '.join(shipped)}"
     )
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file's mapping. Raises `UserError` with file and line where it cannot be read or is something else."""
+    """Return the mapping in a YAML file. Raises `UserError` with file and line if there is none."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -101,16 +103,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not text in UTF-8; save it as UTF-8") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
+        line = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "not YAML"
-        raise UserError(f"{path}{where}: {problem}; mend the YAML there") from None
+        raise UserError(f"{path}{line}: {problem}; fix the YAML there") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no `key: value` lines; it must be a YAML mapping")
     return content
 
 
 def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """The content of a CSV file."""
+    """Return the content of a CSV file."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(head)
@@ -119,12 +121,13 @@ def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:
-    """Make `project/name`, or the first free of name2, name3, ... (`exist_ok`: `project/name` itself, as it stands).
+    """Make and return the folder `project/name`, or if it exists the first free of name2, name3, ...
 
-    The making is the claim: two runs that start together never get the same folder.
+    exist_ok: use `project/name` even if it exists. Making the folder reserves it: two runs that start together never
+    get the same one. Raises `UserError`.
     """
-    for attempt in _attempts(name):
-        folder = project / attempt
+    for candidate in _numbered(name):
+        folder = project / candidate
         try:
             project.mkdir(parents=True, exist_ok=True)
             folder.mkdir(exist_ok=exist_ok)
@@ -138,7 +141,7 @@ def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:
     raise AssertionError("unreachable")
 
 
-def _attempts(name: str) -> Iterator[str]:
+def _numbered(name: str) -> Iterator[str]:
     yield name
     number = 2
     while True:
@@ -147,5 +150,5 @@ def _attempts(name: str) -> Iterator[str]:
 
 
 def cache_folder() -> Path:
-    """Where derived files go: `$XDG_CACHE_HOME/lockstep`, else `~/.cache/lockstep`. Never the user's data folder."""
+    """Return the folder of derived files: `$XDG_CACHE_HOME/lockstep`, else `~/.cache/lockstep`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"

@@ -1,4 +1,4 @@
-"""How the values of maps and weights lie in memory."""
+"""The memory format of activations and weights. Called by the scripts, models/tasks and utils/checkpoint."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def layout(device: torch.device) -> torch.memory_format:
-    """channels_last, in which convolutions are faster on CPU and CUDA; elsewhere torch's usual layout."""
+    """Return channels_last, in which convolutions are faster, for CPU and CUDA, and torch's default for others."""
     return torch.channels_last if device.type in ("cpu", "cuda") else torch.contiguous_format
 
 
-def plain(content: Any) -> Any:
-    """`content` with the tensors of its dicts and lists in torch's usual layout: it tells nothing of a device."""
+def contiguous(content: Any) -> Any:
+    """Return `content` with the tensors in its dicts and lists contiguous, so that a file is the same on any device."""
     if isinstance(content, Tensor):
         return content.contiguous()
     if isinstance(content, dict):
-        return {key: plain(value) for key, value in content.items()}
-    return [plain(value) for value in content] if isinstance(content, list) else content
+        return {key: contiguous(value) for key, value in content.items()}
+    return [contiguous(value) for value in content] if isinstance(content, list) else content

@@ -1,4 +1,4 @@
-"""Calling the scripts from Python."""
+"""Calls of the scripts from Python: train.run and val.run use `call`, and their `main` ends with `hand_over`."""
 
 from __future__ import annotations
 
@@ -8,64 +8,73 @@ import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from utils.config.options import flags_of
+from utils.config.options import OPTIONS_OF_SCRIPT, flags_of
 from utils.distributed.accelerator import forget
 from utils.distributed.exit import Stopped
-from utils.distributed.graceful_stop import SIGNALS
+from utils.distributed.graceful_stop import STOP_SIGNALS
 from utils.errors import UserError, nearest
 from utils.summary import Summary
 
-RESULT = "LOCKSTEP_RESULT"  # in the environment: the file that the main process leaves its result in
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+# In the environment: the file that the main process writes its result into. Processes that it starts inherit it.
+RESULT = "LOCKSTEP_RESULT"
 
 
-def call(main: Callable[[Sequence[str]], object], kind: type, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """What `main` hands over, called with `flags` by the names of the fields of `kind`, on as many processes as they
-    say. Raises `UserError` where the command would end with an error."""
-    arguments = as_arguments(kind, flags)
+def call(main: Callable[[Sequence[str]], object], script: str, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Call the `main` of a script, `train` or `val`, with flags by their names and return what it hands over.
+
+    It starts as many processes as the flags say. Signal handlers are restored afterwards. Raises `UserError` if the
+    command would end with an error.
+    """
+    arguments = as_arguments(OPTIONS_OF_SCRIPT[script], flags)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
-        handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         os.environ[RESULT] = str(file)
         try:
             main(arguments)
         except Stopped as stopped:
             if stopped.code:
-                raise UserError(f"the run was ended early, with the exit code {stopped.code}") from None
-        except SystemExit as error:  # of the parser, or of processes that were started: it is said already
-            raise UserError(f"the run has failed, with the exit code {error.code}; what it said stands above") from None
+                raise UserError(f"the run ended early with exit code {stopped.code}") from None
+        except SystemExit as error:  # of the parser, or of processes that were started: they have printed the reason
+            raise UserError(f"the run failed with exit code {error.code}; see the messages above") from None
         finally:
             del os.environ[RESULT]
             forget()
             signal.set_wakeup_fd(-1)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        return json.loads(file.read_text()) if file.is_file() else {}
+        result: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+        return result
 
 
 def hand_over(summary: Summary, folder: Path) -> None:
-    """Leave what a run has reached for whoever has called from Python."""
+    """Write the metrics of a run and its folder for `call`; without a call from Python do nothing."""
     if file := os.environ.get(RESULT):
         columns = {"metrics": summary.metrics, "val": summary.losses}
         result = {f"{part}/{name}": value for part, values in columns.items() for name, value in values.items()}
         Path(file).write_text(json.dumps({**result, "fitness": summary.fitness, "folder": str(folder)}))
 
 
-def as_arguments(kind: type, flags: Mapping[str, Any]) -> list[str]:
-    """Flags as words of a command line: True is the flag alone, None and False leave it out, a list is several words.
+def as_arguments(kind: type[DataclassInstance], flags: Mapping[str, Any]) -> list[str]:
+    """Return flags as words of a command line: True is the flag alone, None and False omit it, a list is several words.
 
-    Raises `UserError` for a name that is no flag.
+    Raises `UserError` for a name that is not a flag.
     """
     known = {field.name for field in flags_of(kind)}
-    names = {alias.replace("-", "_"): field.name for field in flags_of(kind) for alias in field.metadata["aliases"]}
+    aliases = {alias.replace("-", "_"): field.name for field in flags_of(kind) for alias in field.metadata["aliases"]}
     words: list[str] = []
     for name, value in flags.items():
-        if name not in known and name not in names and not name.startswith("hyp."):
+        is_override = name.startswith("hyp.")
+        if name not in known and name not in aliases and not is_override:
             raise UserError(f"unknown argument {name}{nearest(name, known)}")
         if value is None or value is False:
             continue
-        flag = f"--{names.get(name, name).replace('_', '-')}" if not name.startswith("hyp.") else f"--{name}"
+        flag = f"--{name}" if is_override else f"--{aliases.get(name, name).replace('_', '-')}"
         if value is True:
             words.append(flag)
         elif isinstance(value, (list, tuple)):

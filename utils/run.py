@@ -1,237 +1,200 @@
-"""A run: its folder, log, files and shared work. Only here is it decided what the main process does alone."""
+"""A run: its folder, its log (console, charts, trackers) and the collectives. Called by the scripts.
+
+The only module outside of utils/distributed/ that knows which process is the main one.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import yaml
 from accelerate import Accelerator
-from accelerate.utils import broadcast, broadcast_object_list, gather_object
-from torch import nn
 
-from utils.checkpoint.background_writer import Writer
-from utils.checkpoint.state_files import States, serialised, weights_content
 from utils.console import Bar, show
-from utils.distributed.watchdog import Watch
-from utils.files import PART, claimed, numbered_folder
-from utils.plots.plotter import PATIENCE, Painter
+from utils.distributed.accelerator import describe
+from utils.distributed.barrier import untimed_barrier
+from utils.distributed.collectives import Collectives
+from utils.distributed.devices import device_name, device_table
+from utils.distributed.exit import StopRequested
+from utils.distributed.graceful_stop import GracefulStop
+from utils.distributed.watchdog import Watchdog
+from utils.files import numbered_folder
+from utils.plots.plotter import FINISH_TIMEOUT_SECONDS, Plotter
+from utils.run_folder import MainRunFolder, RunFolder
 from utils.tracking.tracker import Tracker
 
-T = TypeVar("T")
-BATCHES = 2  # how many of its first batches a process is listed with
+LISTED_BATCHES = 2  # of each process, in its row of the process table
+
+
+@dataclass(frozen=True)
+class FolderOptions:
+    """The flags that name the run folder."""
+
+    project: str
+    name: str
+    exist_ok: bool
 
 
 class Run:
-    """One training or validation run. Every process calls the same; the main process alone writes and speaks."""
+    """One training or validation run. Every process makes the same calls; only the main one prints, draws and writes.
 
-    def __init__(self, accelerator: Accelerator, project: str, name: str, exist_ok: bool) -> None:
-        self.accelerator = accelerator
-        self.main = accelerator.is_main_process
-        # The name is agreed, not the path: another machine may keep its runs elsewhere.
-        self.folder = Path(project) / self.agree(
-            numbered_folder(Path(project), name, exist_ok).name if self.main else ""
+    accelerator: Accelerate's own. collectives: what the processes exchange. path: the run folder, once it is opened:
+    `project`/`name` or the first free `name2`, `name3`, ... (`exist_ok`: `name` in any case). files: writes into it.
+    quiet: print warnings and final results only.
+    """
+
+    def __init__(self, accelerator: Accelerator, quiet: bool = False) -> None:
+        self.accelerator, self.quiet = accelerator, quiet
+        self.collectives = Collectives(accelerator)
+        self.step = 0  # the optimizer step at which pictures are logged
+        self.path, self.files = Path(), RunFolder(Path(), self.collectives)  # until `open_folder`
+        self._is_main = accelerator.is_main_process
+        self._plotter: Plotter | None = None
+        self._watchdog = Watchdog(math.inf, self.path)
+        self._stop = GracefulStop()
+
+    def open_folder(self, options: FolderOptions) -> None:
+        """Make the run folder, now that all input is found good. All processes must call it together."""
+        project = Path(options.project)
+        name = numbered_folder(project, options.name, options.exist_ok).name if self._is_main else ""
+        # The name is broadcast, not the path: another machine may have its runs elsewhere.
+        self.path = project / self.collectives.broadcast(name)
+        self.files = (
+            MainRunFolder(self.path, self.collectives, self.print, self._draw_results)
+            if self._is_main
+            else RunFolder(self.path, self.collectives)
         )
-        self.held = claimed(self.folder) if self.main else None
-        self.states = States(self.folder / "checkpoint")
-        self.writer = Writer(self.say)
-        self.painter: Painter | None = None
-        self.quiet = False
-        self.step = 0  # the optimizer step that pictures are logged at
-        self.rows: list[str] = []  # of results.csv
-        self._watch = Watch(float("inf"), self.folder)
 
-    def say(self, *lines: str, always: bool = False) -> None:
-        """Print lines, once; where the run is to be quiet, warnings and what is `always` said."""
-        if not self.main:
+    def untimed_barrier(self) -> AbstractContextManager[None]:
+        """Return a context in which a process may work as long as it needs, as to download; all leave it together."""
+        return untimed_barrier()
+
+    def device_lines(self, verbose: bool) -> list[str]:
+        """Describe what the run runs on, with a line for each process's device if there are several or if `verbose`."""
+        self.devices = self.collectives.gather([device_name(self.accelerator.device)])
+        return [describe(self.accelerator), *device_table(self.devices, verbose)]
+
+    def print(self, *lines: str, always: bool = False) -> None:
+        """Print lines once; if the run is quiet, warnings and what is `always` printed."""
+        if not self._is_main:
             return
         for line in lines:
             if always or not self.quiet or line.startswith("warning: "):
                 show(line)
             for tracker in self.trackers:
-                tracker.line(line)
+                tracker.log_line(line)
 
     def bar(self, title: str, images: int, done: int = 0) -> Bar:
-        """A progress bar that only the main process draws; `done` images are over."""
-        return Bar(title, images, self.main and not self.quiet, done)
+        """Return a progress bar, drawn by the main process only. done: images before it starts."""
+        return Bar(title, images, self._is_main and not self.quiet, done)
 
-    def watch(self, timeout: float) -> Watch:
-        """Within a `with`, a process that has not moved for so many seconds is found out: it moves by `beat`."""
-        self._watch = Watch(timeout, self.folder)
-        return self._watch
-
-    def beat(self) -> None:
-        """This process moves on to its next batch."""
-        self._watch.beat()
-
-    def write_settings(self, settings: Mapping[str, Any]) -> None:
-        """settings.yaml: every resolved setting."""
-        text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True).encode()
-        self._write_now("settings.yaml", text)
-
-    def write_problems(self, problems: Sequence[str]) -> None:
-        """problems.txt: what was left out of the data set, where anything was."""
-        if problems:
-            self._write_now("problems.txt", "".join(f"{problem}\n" for problem in problems).encode())
-
-    def write_documents(self, documents: Mapping[str, str]) -> None:
-        """Text files by name."""
-        for name, text in documents.items():
-            self._write_now(name, text.encode(errors="surrogateescape"))  # names of files may be any bytes
-
-    def alone(self, work: Callable[[], object]) -> None:
-        """Do what is for files and for people alone, once; the other processes go on."""
-        if self.main:
+    def on_main(self, work: Callable[[], object]) -> None:
+        """Call `work` on the main process; the others do not wait for it."""
+        if self._is_main:
             work()
 
-    def log(self, row: Mapping[str, float | int | None]) -> None:
-        """Add a row to results.csv: 9 significant digits, empty where nothing was measured.
+    def process_table(self, batches: Any) -> list[str]:
+        """Return a line for each process: host, rank, device, and the images of its first batches, by number.
 
-        The file is written anew each time, so that it is always whole.
+        batches: an iterable of this process's batches, lists of sample indices.
         """
-        if not self.rows:
-            self.rows.append(",".join(row))
-        self.rows.append(",".join("" if value is None else f"{value:.9g}" for value in row.values()))
-        self._write_rows()
-        if self.painter:
-            self.painter.results()
+        first = itertools.islice(batches, LISTED_BATCHES)
+        images = "; ".join(" ".join(str(sample.image) for sample in batch) for batch in first)
+        accelerator, host = self.accelerator, socket.gethostname()
+        process = f"process {accelerator.process_index} of {accelerator.num_processes} on {host}, {accelerator.device}"
+        return self.collectives.gather([f"{process}: images {images}"])
 
-    def _write_rows(self) -> None:
-        self._write_now("results.csv", "".join(f"{line}\n" for line in self.rows).encode())
+    # Ending early
 
-    def save(
-        self,
-        files: Sequence[str],
-        model: nn.Module,
-        then: Callable[[], object] = lambda: None,
-        **described: Mapping[Any, Any],
-    ) -> None:
-        """weights/ of these names, all alike: the model and its description, as `weights_content` takes it.
+    def watchdog(self, timeout: float) -> Watchdog:
+        """Return a context that ends a run of several processes if one has not called `beat` for `timeout` seconds."""
+        self._watchdog = Watchdog(timeout, self.path)
+        return self._watchdog
 
-        then: is called when they are written.
-        """
-        if self.main and files:
-            content = serialised(weights_content(model, **described))
-            self.writer.files([self.folder / "weights" / name for name in files], content, then)
+    def graceful_stop(self, time_limit: float) -> GracefulStop:
+        """Return a context in which signals and the time limit, in hours, stop the run at the next `check_stop`."""
+        self._stop = GracefulStop(time_limit)
+        return self._stop
 
-    def save_state(self, content: Mapping[str, Any]) -> None:
-        """checkpoint/: what --resume needs to go on from here."""
-        if self.main:
-            state = serialised({**content, "rows": self.rows})
-            self.writer.do({self.states.folder: lambda: self.states.write(state)})
+    def check_stop(self, step: int) -> None:
+        """Raise `StopRequested` if all processes are to stop at the end of this optimizer step."""
+        if reason := self._stop.after(step):
+            raise StopRequested(reason)
 
-    def read_state(self) -> dict[str, Any] | None:
-        """The last whole state of this folder, on every process; nothing is changed."""
-        return self.agree(self.states.read(self.say) if self.main else None)
+    def stop_requested(self) -> str:
+        """Return the signal that requests a stop, '' if none does: a validation need not be finished then."""
+        return self._stop.requested()
 
-    def take_up(self, state: Mapping[str, Any] | None) -> None:
-        """Make the folder what it was when `state` was saved: results.csv, and nothing half written.
+    def stop_together(self, reason: str) -> None:
+        """Raise `StopRequested` on every process if any of them has a reason. All must call it together."""
+        if shared := next(filter(None, self.collectives.gather([reason])), ""):
+            raise StopRequested(shared)
 
-        Without one the states of an earlier run are removed.
-        """
-        if not self.main:
-            return
-        for part in (*self.folder.glob(f".*{PART}"), *self.folder.glob(f"*/.*{PART}")):
-            part.unlink(missing_ok=True)
-        if state is None:
-            self.states.clear()
-        elif state["rows"]:
-            self.rows = list(state["rows"])
-            self._write_rows()
+    def beat(self) -> None:
+        """Reset the watchdog's timer: this process has come to its next batch."""
+        self._watchdog.beat()
 
-    def finish_writing(self) -> None:
-        """Wait until all is written. Raises `UserError` for what could not be."""
-        self.writer.finish(self.folder)
+    # Pictures: drawn beside the training, which waits for them at the end only and never fails because of them
 
-    # Pictures and trackers: nothing of it is waited for before the end, and nothing of it fails the run
+    def enable_plots(self, *charts: str) -> None:
+        """Draw pictures from now on, these charts at once."""
+        if self._is_main:
+            self._plotter = Plotter(self.path, self.print, self._log_pictures)
+            if charts:
+                self._plotter.draw_charts(*charts)
 
-    def paint(self) -> None:
-        """From here on pictures are drawn."""
-        if self.main:
-            self.painter = Painter(self.folder, self.say, self._drawn)
-
-    def plots(self, draw: Callable[[], Mapping[str, np.ndarray]]) -> None:
-        """Write the pictures that `draw` makes, by name, uint8 (h, w, 3) BGR, into the run folder."""
-        if self.painter:
-            self.painter.photos(draw)
+    def plot(self, draw: Callable[[], Mapping[str, np.ndarray]]) -> None:
+        """Write the pictures that `draw` returns by file name, uint8 (h, w, 3) BGR, into the run folder."""
+        if self._plotter:
+            self._plotter.draw(draw)
 
     def charts(self, *names: str) -> None:
-        """Draw these charts, or all, from the text files of the run folder."""
-        if self.painter:
-            self.painter.charts(*names)
+        """Draw these charts, or all, from the text files in the run folder."""
+        if self._plotter:
+            self._plotter.draw_charts(*names)
 
-    def _drawn(self, files: Mapping[str, Path]) -> None:
+    def _draw_results(self) -> None:
+        if self._plotter:
+            self._plotter.results_changed()
+
+    def _log_pictures(self, files: Mapping[str, Path]) -> None:
         for tracker in self.trackers:
-            tracker.pictures({f"pictures/{Path(name).stem}": path for name, path in files.items()}, self.step)
+            tracker.log_pictures({f"pictures/{Path(name).stem}": path for name, path in files.items()}, self.step)
+
+    # Trackers
 
     @property
     def trackers(self) -> list[Tracker]:
-        """Those of the main process; others have none."""
+        """The trackers of the main process; other processes have none."""
         return [tracker for tracker in self.accelerator.trackers if isinstance(tracker, Tracker)]
 
     @property
-    def tracked(self) -> bool:
-        """Has the main process any tracker? The same on every process."""
-        return self.agree(bool(self.trackers))
+    def is_tracked(self) -> bool:
+        """Whether the main process has a tracker, the same on every process. All must ask together."""
+        return self.collectives.broadcast(bool(self.trackers))
 
-    def track(self, make: Callable[[], list[Tracker]], config: Mapping[str, Any], step: int) -> None:
-        """Begin to log into the trackers that `make` makes, at an optimizer step. config: every setting."""
+    def start_trackers(self, make: Callable[[], list[Tracker]], config: Mapping[str, Any], step: int) -> None:
+        """Start the trackers that `make` returns. config: every setting. step: the optimizer step at the start."""
         self.step = step
-        if self.main:
+        if self._is_main:
             self.accelerator.log_with = make()
             self.accelerator.init_trackers("", dict(config))
 
-    def point(self, values: Mapping[str, Any], step: int) -> None:
-        """Log numbers by key at an optimizer step; one of the keys is "step" or "epoch", their x."""
+    def log_point(self, values: Mapping[str, Any], step: int) -> None:
+        """Log values by key at an optimizer step, without those that are None. The key "step" or "epoch" is their x."""
         self.step = step
         self.accelerator.log({key: value for key, value in values.items() if value is not None}, step=step)
 
     def finish(self, patience: float = math.inf) -> None:
-        """Draw and send what is left; each may take so many seconds, and no longer than it may by its own measure."""
-        if self.painter and not self.painter.finish(min(patience, PATIENCE)):
-            self.say(f"warning: the pictures were not drawn in time; python -m utils.plots {self.folder} draws them")
+        """Wait for pictures and for trackers, each at most `patience` seconds, and no longer than its own limit."""
+        if self._plotter and not self._plotter.finish(min(patience, FINISH_TIMEOUT_SECONDS)):
+            self.print(f"warning: the pictures were not drawn in time; python -m utils.plots {self.path} draws them")
         for tracker in self.trackers:
             tracker.finish(patience)
-
-    def _write_now(self, name: str, content: bytes) -> None:
-        if self.main:
-            self.writer.files([self.folder / name], content)
-            self.writer.wait()
-
-    def agree(self, value: T) -> T:
-        """The main process's value, on every process, so that all decide alike."""
-        return broadcast_object_list([value])[0]
-
-    def align(self, model: nn.Module) -> None:
-        """Give every process the main process's parameters and buffers."""
-        broadcast(model.state_dict())
-
-    def processes(self, batches: Any) -> list[str]:
-        """A line for every process: host, rank, device, and the images of its first batches, by number.
-
-        batches: an iterable of lists of draws.
-        """
-        own = self.accelerator
-        images = "; ".join(" ".join(str(draw.image) for draw in batch) for batch in itertools.islice(batches, BATCHES))
-        host = socket.gethostname()
-        return self.gather(
-            [f"process {own.process_index} of {own.num_processes} on {host}, {own.device}: images {images}"]
-        )
-
-    def own(self, shares: Sequence[T]) -> T | None:
-        """Of what `gather` collected, one item from each process, this one's; None where they were others."""
-        here = self.accelerator
-        return shares[here.process_index] if len(shares) == here.num_processes else None
-
-    def share(self, items: Sequence[T]) -> list[T]:
-        """This process's part of `items`: dealt out one by one, each to one process."""
-        return list(items[self.accelerator.process_index :: self.accelerator.num_processes])
-
-    def gather(self, items: list[T]) -> list[T]:
-        """The items of all processes, on every process."""
-        return gather_object(items)

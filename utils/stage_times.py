@@ -1,4 +1,4 @@
-"""How long the stages of a validation take."""
+"""How long the stages of an evaluation take. val.py and detect.py measure and print them."""
 
 from __future__ import annotations
 
@@ -7,53 +7,58 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-PREPARING, INFERENCE, AFTER = "preparing", "inference", "post-processing"
+PREPARING, INFERENCE, POSTPROCESSING = "preparing", "inference", "post-processing"
 
 
-class Lap(NamedTuple):
-    """One batch: its images, and the seconds of each of its stages."""
+class BatchTimes(NamedTuple):
+    """The images of one batch, and the seconds of each of its stages."""
 
     images: int
     seconds: dict[str, float]
 
 
-class Stages:
-    """A stopwatch over the batches of this process. `wait` is called before it is read: where a device works beside the
-    program, only waiting for it tells how long it took."""
+class StageTimer:
+    """A timer over the stages of this process's batches.
 
-    def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
-        self.wait = wait
-        self.laps: list[Lap] = []
+    synchronise: called before the clock is read: a device works asynchronously, and a stage ends when it has finished.
+    """
+
+    def __init__(self, synchronise: Callable[[], object] = lambda: None) -> None:
+        self.synchronise = synchronise
+        self.batches: list[BatchTimes] = []
         self._last = 0.0
 
-    def begin(self, images: int) -> None:
-        """A batch of so many images begins."""
-        self.laps.append(Lap(images, defaultdict(float)))
-        self.done("before")
+    def start_batch(self, images: int) -> None:
+        """Start a batch of `images` images."""
+        self.batches.append(BatchTimes(images, defaultdict(float)))
+        self.synchronise()
+        self._last = time.perf_counter()
 
-    def done(self, stage: str) -> None:
-        """What was done since the last call was this stage."""
-        self.wait()
+    def end_stage(self, stage: str) -> None:
+        """Add the time since the last call, of this method or of `start_batch`, to `stage`."""
+        self.synchronise()
         now = time.perf_counter()
-        self.laps[-1].seconds[stage] += now - self._last
+        self.batches[-1].seconds[stage] += now - self._last
         self._last = now
 
 
-def counted(laps: Sequence[Lap]) -> list[Lap]:
-    """Of a process's batches those that tell something: the first one, if there are others, has made memory ready and
-    chosen kernels."""
-    return list(laps[1:] or laps)
+def without_warmup(batches: Sequence[BatchTimes]) -> list[BatchTimes]:
+    """Return all batches of a process but the first, in which memory is allocated and kernels are chosen.
+
+    If there is only one, it is returned.
+    """
+    return list(batches[1:] or batches)
 
 
-def per_image(laps: Sequence[Lap]) -> dict[str, float]:
-    """Milliseconds per image of each stage that is shown, over batches of all processes."""
-    images = max(sum(lap.images for lap in laps), 1)
+def milliseconds_per_image(batches: Sequence[BatchTimes]) -> dict[str, float]:
+    """Return the milliseconds per image of each printed stage, over batches of all processes."""
+    images = max(sum(batch.images for batch in batches), 1)
     return {
-        stage: 1000 * sum(lap.seconds.get(stage, 0.0) for lap in laps) / images
-        for stage in (PREPARING, INFERENCE, AFTER)
+        stage: 1000 * sum(batch.seconds.get(stage, 0.0) for batch in batches) / images
+        for stage in (PREPARING, INFERENCE, POSTPROCESSING)
     }
 
 
-def sentence(times: Mapping[str, float]) -> str:
-    """The same as a sentence."""
+def format_times(times: Mapping[str, float]) -> str:
+    """Format per-image stage times in milliseconds for the console."""
     return "per image: " + ", ".join(f"{milliseconds:.2f} ms {stage}" for stage, milliseconds in times.items())

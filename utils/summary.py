@@ -1,4 +1,7 @@
-"""What an evaluation found."""
+"""The result of an evaluation: metrics, and what charts, pictures and trackers show of it.
+
+Tasks make summaries; val.py, train.py, utils/run.py and trackers read them. Independent of the task.
+"""
 
 from __future__ import annotations
 
@@ -10,61 +13,65 @@ import numpy as np
 
 from utils.files import csv_text
 
-SHOWN = 48  # validation images that are drawn
+DRAWN_IMAGES = 48  # validation images with their predictions in the run folder
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Metrics by their column of results.csv, the one number that says what is best, and the table as lines of text."""
+    """The metrics of a split. Saved in the state of a run: the names of the fields are part of that format."""
 
-    metrics: dict[str, float]
-    fitness: float
-    overall: list[str]  # the table's head and its row of all classes
-    details: list[str]  # a row per class, and per whatever else the task tells apart
-    evidence: dict[str, Any] = field(default_factory=dict)  # plain values, of which the task makes pictures and tables
+    metrics: dict[str, float]  # by column of results.csv, without "metrics/"
+    fitness: float  # decides which epoch is the best
+    overall: list[str]  # lines of the printed table: its head and the row of all classes
+    details: list[str]  # lines of the printed table: a row per class, and whatever else the task distinguishes
+    evidence: dict[str, Any] = field(default_factory=dict)  # plain values, for documents and pictures
     losses: dict[str, float] = field(default_factory=dict)  # mean of each loss term over the batches
     rate: float = 0.0  # images per second
-    by_class: dict[str, dict[str, float]] = field(default_factory=dict)  # metric -> class -> value, where it has labels
+    by_class: dict[str, dict[str, float]] = field(default_factory=dict)  # metric -> class -> value, if it has labels
+
+    def table(self, brief: bool = False) -> list[str]:
+        """Return the metrics as lines of text; if `brief`, only the row of all classes."""
+        return [*self.overall, *([] if brief else self.details)]
 
 
 class Box(NamedTuple):
-    """A box of an image that is shown."""
+    """A box on an image that is shown."""
 
-    label: int  # class
-    confidence: float | None  # of a label none
+    label: int  # class number
+    confidence: float | None  # None for a label
     xyxy: tuple[float, float, float, float]  # corners, as shares of the image's width and height
 
 
 class Example(NamedTuple):
-    """An image of a split with what is there and what was found."""
+    """An image of a split with its labels and predictions."""
 
     name: str  # of the file
-    image: int  # its index in the split
+    image: int  # index in the split
     size: tuple[int, int]  # width and height of the file's image, pixels
-    truth: list[Box]
-    found: list[Box]  # the most confident first
+    labels: list[Box]
+    predictions: list[Box]  # the most confident first
 
 
-def evenly(images: int, count: int) -> list[int]:
-    """`count` evenly spaced indices below `images`, rising, or all where there are fewer; always the same."""
-    return [k * images // count for k in range(count)] if count < images else list(range(images))
+def evenly_spaced(items: int, count: int) -> list[int]:
+    """Return `count` evenly spaced, ascending indices below `items`, or all of them if there are fewer."""
+    return [k * items // count for k in range(count)] if count < items else list(range(items))
 
 
-def cells(matrix: np.ndarray) -> list[list[int]]:
-    """Row, column and count of whatever is not 0 in a matrix of counts: `dense` makes it again."""
-    places = np.argwhere(matrix)
-    return np.column_stack((places, matrix[tuple(places.T)])).tolist()
+def sparse_counts(matrix: np.ndarray) -> list[list[int]]:
+    """Return [row, column, count] of every nonzero element of a matrix of counts; `dense_counts` is the inverse."""
+    positions = np.argwhere(matrix)
+    return np.column_stack((positions, matrix[tuple(positions.T)])).tolist()
 
 
-def dense(found: Sequence[Sequence[int]], side: int) -> np.ndarray:
-    """The counts, int64 (side, side), of which `found` are the `cells`."""
+def dense_counts(sparse: Sequence[Sequence[int]], side: int) -> np.ndarray:
+    """Return the matrix of counts, int64 (side, side), that `sparse_counts` was called with."""
     matrix = np.zeros((side, side), np.int64)
-    for row, column, count in found:
+    for row, column, count in sparse:
         matrix[row, column] = count
     return matrix
 
 
 def confusion_text(matrix: np.ndarray, names: Sequence[str]) -> str:
-    """confusion_matrix.csv: counts by true class, a row each, and predicted class; `names` of both."""
+    """Return confusion_matrix.csv: counts by true class (rows) and predicted class (columns), `names` of both."""
     rows = ((name, *row) for name, row in zip(names, matrix.tolist(), strict=True))
     return csv_text(("true \\ predicted", *names), rows)

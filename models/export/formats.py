@@ -1,4 +1,4 @@
-"""Writing a model into files that other programs run. Nothing in them depends on when they were made."""
+"""Writing a model into files that other programs run; the same model gives the same bytes. Called by export.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,30 +17,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.export.runtime import FOLDER_FILE, KEY, PROGRAM_FILE, SUFFIXES, TORCHSCRIPT_FILE, Metadata
+from models.export.runtime import (
+    FOLDER_FILE,
+    ONNX_METADATA_KEY,
+    PROGRAM_FILE,
+    SUFFIXES,
+    TORCHSCRIPT_FILE,
+    ExportMetadata,
+)
 from utils.errors import UserError
 from utils.files import replacing
 
-OPSET = 18  # of ONNX, the least that torch's exporter writes without converting what it has written
-INPUT, OUTPUT, COUNT = "images", "output0", "count"  # the first two are YOLOv5's
-MOST_SIDE = 2**14  # pixels, of a file for any size
+ONNX_OPSET = 18  # the least that torch's exporter writes without a conversion
+# Names of the tensors in ONNX files; the first two are YOLOv5's.
+INPUT_NAME, OUTPUT_NAME, COUNT_NAME = "images", "output0", "count"
+MAX_SIDE_PIXELS = 2**14  # of images that a file for any size takes
+MAX_BATCH = 2**14  # images
 
 
 @dataclass(frozen=True)
-class Job:
-    """A model to be written, in evaluation mode on the device that it is for, and what its files are to say."""
+class ExportJob:
+    """A model to be written, in evaluation mode on its device, and the metadata of its files."""
 
     model: nn.Module
-    metadata: Metadata
-    opset: int = OPSET
+    metadata: ExportMetadata
+    opset: int = ONNX_OPSET
     verbose: bool = False
 
     @cached_property
     def example(self) -> Tensor:
-        """Images of the size that is asked for. A single one would make torch.export take their number as fixed."""
-        told = self.metadata
-        count = max(told.batch, 2) if told.dynamic else told.batch
-        return torch.zeros(count, 3, *told.imgsz, device=told.device, dtype=torch.half if told.half else torch.float)
+        """Images of the size asked for. torch.export would take the number of a single one for fixed."""
+        metadata = self.metadata
+        count = max(metadata.batch, 2) if metadata.dynamic else metadata.batch
+        dtype = torch.half if metadata.half else torch.float
+        return torch.zeros(count, 3, *metadata.imgsz, device=metadata.device, dtype=dtype)
 
     @cached_property
     def program(self) -> torch.export.ExportedProgram:
@@ -48,10 +58,10 @@ class Job:
         shapes = None
         if self.metadata.dynamic:
             stride = self.metadata.stride
-            shapes = {0: torch.export.Dim("batch", min=1, max=2**14)}
+            shapes = {0: torch.export.Dim("batch", min=1, max=MAX_BATCH)}
             for axis, name in ((2, "height"), (3, "width")):
-                # Two strides at least: torch takes sizes of 1 for fixed.
-                strides = torch.export.Dim(f"{name}_in_strides", min=2, max=MOST_SIDE // stride)
+                # At least two strides: torch takes sizes of 1 for fixed.
+                strides = torch.export.Dim(f"{name}_in_strides", min=2, max=MAX_SIDE_PIXELS // stride)
                 shapes[axis] = stride * strides if stride > 1 else strides
         program = torch.export.export(
             self.model, (self.example,), dynamic_shapes=(shapes,) if shapes else None, strict=False
@@ -66,8 +76,11 @@ class Job:
         return _onnx_content(self)
 
 
-def write(job: Job, name: str, stem: Path) -> Path:
-    """Write one format beside `stem`, whole or not at all; its path. Raises `UserError` where a model does not suit."""
+def write(job: ExportJob, name: str, stem: Path) -> Path:
+    """Write one format beside `stem`, whole or not at all, and return its path.
+
+    name: a key of `WRITERS`. Raises `UserError` if the format does not take the model.
+    """
     path = stem.parent / (stem.name + SUFFIXES[name])
     try:
         with _silence(job.verbose):
@@ -87,10 +100,10 @@ def write(job: Job, name: str, stem: Path) -> Path:
     return path
 
 
-def _torchscript(job: Job, path: Path) -> None:
+def _torchscript(job: ExportJob, path: Path) -> None:
     with torch.no_grad():
         traced = torch.jit.trace(job.model, job.example, check_trace=False)
-    metadata = replace(job.metadata, dynamic=_is_free(traced, job))
+    metadata = replace(job.metadata, dynamic=_takes_any_size(traced, job))
     with replacing(path) as file:
         content = io.BytesIO()
         torch.jit.save(traced, content, _extra_files={TORCHSCRIPT_FILE: metadata.text()})
@@ -98,64 +111,69 @@ def _torchscript(job: Job, path: Path) -> None:
 
 
 @torch.no_grad()
-def _is_free(traced: Any, job: Job) -> bool:
-    """Does a trace take images of another number and size too? A layer may have made a size of the example a number."""
+def _takes_any_size(traced: torch.jit.ScriptModule, job: ExportJob) -> bool:
+    """Return whether a trace takes images of another number and size too: a size of the example may have become a
+    constant."""
     generator = torch.Generator(job.example.device).manual_seed(0)
     (count, channels, height, width), stride = job.example.shape, job.metadata.stride
     shape = (count + 1, channels, height + stride, width + 2 * stride)
     images = torch.rand(shape, generator=generator, device=job.example.device).to(job.example.dtype)
     try:
-        return all(map(torch.equal, _flat(traced(images)), _flat(job.model(images))))
-    except Exception:  # whatever a layer does with a size that it was not made for
+        return all(map(torch.equal, _as_list(traced(images)), _as_list(job.model(images))))
+    except Exception:  # a layer can fail anywhere with a size that it was not traced for
         return False
 
 
-def _flat(outputs: Any) -> list[Tensor]:
+def _as_list(outputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
 
-def _program(job: Job, path: Path) -> None:
+def _program(job: ExportJob, path: Path) -> None:
     program = copy.copy(job.program)
-    program.example_inputs = None  # they would be written too: images without content
+    program.example_inputs = None  # or they would be written too
     with replacing(path) as file:
         content = io.BytesIO()
         torch.export.save(program, content, extra_files={PROGRAM_FILE: job.metadata.text()})
         file.write(content.getbuffer())
 
 
-def _onnx(job: Job, path: Path) -> None:
+def _onnx(job: ExportJob, path: Path) -> None:
     with replacing(path) as file:
         file.write(job.onnx)
 
 
-def _onnx_content(job: Job) -> bytes:
-    import onnx  # noqa: F401  # here, so that what is not installed is told by its name
+def _onnx_content(job: ExportJob) -> bytes:
+    import onnx  # noqa: F401  # here, so that an error names the package that is not installed
     import onnxscript  # noqa: F401
 
-    made = torch.onnx.export(
+    program = torch.onnx.export(
         job.program,
         (),
         dynamo=True,
-        input_names=[INPUT],
-        output_names=[OUTPUT, COUNT] if job.metadata.suppression else [OUTPUT],
+        input_names=[INPUT_NAME],
+        output_names=[OUTPUT_NAME, COUNT_NAME] if job.metadata.suppression else [OUTPUT_NAME],
         opset_version=job.opset,
         external_data=False,
         verbose=job.verbose,
     )
-    assert made is not None
-    model = made.model_proto
+    assert program is not None
+    model = program.model_proto
     if (written := model.opset_import[0].version) != job.opset:
         raise UserError(f"ONNX's --opset {job.opset} cannot be had of this model, only {written}; give that or none")
     _tidy(model, job.metadata)
-    told = {"stride": str(job.metadata.stride), "names": str(job.metadata.names), KEY: job.metadata.text()}
+    metadata = {
+        "stride": str(job.metadata.stride),
+        "names": str(job.metadata.names),
+        ONNX_METADATA_KEY: job.metadata.text(),
+    }
     del model.metadata_props[:]
-    for key, value in sorted(told.items()):
+    for key, value in sorted(metadata.items()):
         model.metadata_props.add(key=key, value=value)
     return model.SerializeToString(deterministic=True)
 
 
-def _tidy(model: Any, metadata: Metadata) -> None:
-    """Leave out what tells of this machine, and give free sizes readable names."""
+def _tidy(model: Any, metadata: ExportMetadata) -> None:
+    """Remove what depends on this machine, and give dynamic sizes readable names."""
     graph = model.graph
     for part in (graph, *graph.node, *graph.input, *graph.output, *graph.initializer, *model.functions):
         del part.metadata_props[:]
@@ -170,7 +188,7 @@ def _tidy(model: Any, metadata: Metadata) -> None:
                     dim.dim_param = "batch" if axis == 0 else "anchors"
 
 
-def _openvino(job: Job, path: Path) -> None:
+def _openvino(job: ExportJob, path: Path) -> None:
     import openvino
 
     with _replacing_folder(path) as folder:
@@ -183,7 +201,7 @@ def _openvino(job: Job, path: Path) -> None:
         (folder / FOLDER_FILE).write_text(job.metadata.text(), encoding="utf-8")
 
 
-WRITERS: dict[str, Callable[[Job, Path], None]] = {
+WRITERS: dict[str, Callable[[ExportJob, Path], None]] = {
     "torchscript": _torchscript,
     "onnx": _onnx,
     "openvino": _openvino,
@@ -193,7 +211,7 @@ WRITERS: dict[str, Callable[[Job, Path], None]] = {
 
 @contextmanager
 def _replacing_folder(path: Path) -> Iterator[Path]:
-    """An empty folder that takes the place of `path` on success, and is removed on failure."""
+    """Yield an empty folder that replaces `path` on success and is removed on failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as name:
         fresh = Path(name) / "new"
@@ -206,13 +224,13 @@ def _replacing_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _silence(verbose: bool) -> Iterator[None]:
-    """Without what the exporters say to their own authors."""
-    with ExitStack() as held:
+    """Suppress the exporters' output, unless `verbose`."""
+    with ExitStack() as stack:
         if not verbose:
-            held.enter_context(warnings.catch_warnings())
+            stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             for stream in (redirect_stdout, redirect_stderr):
-                held.enter_context(stream(io.StringIO()))
-            held.callback(logging.disable, logging.root.manager.disable)
+                stack.enter_context(stream(io.StringIO()))
+            stack.callback(logging.disable, logging.root.manager.disable)
             logging.disable(logging.ERROR)
         yield

@@ -27,8 +27,8 @@ class Batch(Protocol):
     """A batch of images, as the data set's loader delivers it.
 
     images: uint8 (b, 3, h, w), RGB. targets: float32, in the form of the task's data set; a detector's are (m, 6):
-    image in the batch, class, xywh as shares of width and height. infos: b of them, what the data set says of each image
-    beside its pixels; every task's have `image`, the index in the split, and `path`.
+    image in the batch, class, xywh as shares of width and height. infos: b of them, what the data set says of each
+    image beside its pixels; every task's have `image`, the index in the split, and `path`.
     """
 
     @property
@@ -164,15 +164,15 @@ class Postprocess(ABC):
 
     @abstractmethod
     def views(self, model: Model, inputs: Tensor, augment: bool) -> Sequence[View]:
-        """Run `model` on `inputs` as they are and, if `augment`, on scaled or mirrored copies; the plain view is first."""
+        """Run `model` on `inputs` and, if `augment`, on scaled or mirrored copies; the plain view is first."""
 
     @abstractmethod
     def __call__(self, views: Sequence[View], batch: Batch) -> Sequence[Prediction]:
-        """Return a prediction for each image of the batch. views: those of all models of an ensemble, one after another."""
+        """Return a prediction for each image. views: those of all models of an ensemble, one after another."""
 
 
 class Metrics(ABC):
-    """From predictions to the numbers of a validation. Records travel between processes; the rest is on each process."""
+    """From predictions to the numbers of a validation. Records travel between processes, the rest does not."""
 
     @abstractmethod
     def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[Any]:
@@ -208,8 +208,8 @@ class ExportSettings:
 
 
 class ExportModule(NamedTuple):
-    """What is exported: a module of images (b, 3, h, w), as `Task.inputs` makes them, and the settings of the suppression
-    in it, None if there is none."""
+    """What is exported: a module of images (b, 3, h, w), as `Task.inputs` makes them, and the settings of the
+    suppression in it, None if there is none."""
 
     module: nn.Module
     suppression: dict[str, Any] | None

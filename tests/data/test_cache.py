@@ -24,8 +24,10 @@ from PIL import Image
 from data import cache
 from data.cache import Images, open_images
 from tests.conftest import OnProcesses
-from utils.distributed import accelerator as launch
-from utils.distributed.ranks import place, run_store
+from utils.distributed import shared_memory
+from utils.distributed.accelerator import start
+from utils.distributed.ranks import ranks
+from utils.distributed.store import run_store
 from utils.errors import UserError
 
 
@@ -162,10 +164,10 @@ def test_what_does_not_fit_into_memory_is_read_from_its_file(tmp_path: Path, mon
     wanted = pixels(opened(files, 12, True, ""))
     read, seen = cache.read_image, []
     monkeypatch.setattr(cache, "read_image", lambda file: seen.append(file) or read(file))
-    monkeypatch.setattr(cache, "_promised", [])
+    monkeypatch.setattr(shared_memory, "_promised", [])
     free_memory(monkeypatch, round((100 * 12 * 12 * 3 + 200) / cache.MEMORY_SHARE) + 1)
     images = opened(files, 12, True, "ram")
-    assert "room for 100 of 200 images" in images.said[0]
+    assert "room for 100 of 200 images" in images.messages[0]
     for _ in range(2):
         assert same(pixels(images), wanted)
     assert seen == files + files[100:]
@@ -177,30 +179,21 @@ def test_a_file_that_has_changed_its_size_since_it_was_looked_at(files: list[Pat
         assert same(pixels(images), pixels(opened(files, 32, True, "")))
 
 
-def test_memory_is_not_promised_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_promised", [])
-    free_memory(monkeypatch, 1000)
-    asked: list[int] = []
-    for _ in range(2):
-        cache.shared_memory(lambda free: asked.append(free) or 600)
-    assert asked == [1000, 400]
-
-
 def kept_by_all(files: list[Path]) -> tuple[int, list[int]]:
     """Of two processes the second reads what the first has put there; with which sizes they made the memory."""
     images = opened(files, 32, True, "ram")
     store = run_store()
     assert store is not None
-    if place().rank == 0:
+    if ranks().rank == 0:
         pixels(images)
-        store.set("filled", "yes")
-    store.wait(["filled"])
+        store.write_once("filled", True)
+    store.wait_for_value("filled")
     with patch.object(cache, "read_image", side_effect=AssertionError("read")):
         return len(images.memory), [int(image.sum()) for image in pixels(images)]
 
 
 def start_and_keep(files: list[Path]) -> tuple[int, list[int]]:
-    launch.start("cpu", "no", 60.0)
+    start("cpu", "no", 60.0)
     return kept_by_all(files)
 
 
@@ -277,7 +270,7 @@ def test_an_unwritable_disk_is_a_warning(files: list[Path], cache_home: Path, mo
     with pytest.warns(UserWarning, match=r"--cache disk: no more is written into .*/images \(") as said:
         found = [pixels(images := opened(files, 32, True, "disk")) for _ in range(2)]
     assert len(said) == 1
-    assert "room for 0 of 4 images, 0 found" in images.said[0]
+    assert "room for 0 of 4 images, 0 found" in images.messages[0]
     assert same(found[0], wanted)
 
 
@@ -315,7 +308,7 @@ def test_what_does_not_fit_on_the_disk_is_read_from_its_file(
     monkeypatch.setattr(cache, "read_image", lambda file: seen.append(file) or read(file))
     free_disk(monkeypatch, FOR_TWO)
     images = opened(files, 32, True, "disk")
-    (said,) = images.said
+    (said,) = images.messages
     assert "--cache disk: room for 2 of 4 images, 0 found from before, 0.00 GiB in" in said
     assert str(cache_home / "lockstep/images") in said
     for _ in range(2):
@@ -327,11 +320,11 @@ def test_what_does_not_fit_on_the_disk_is_read_from_its_file(
 def test_gigabytes_on_disk_are_those_of_the_pixels(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     free_disk(monkeypatch, 100 * 2**30)
     images = open_images(files, 0, False, "disk", np.array([(16384, 8192)] * 4))  # 0.375 GiB each
-    assert "room for 4 of 4 images, 0 found from before, 1.50 GiB in" in images.said[0]
+    assert "room for 4 of 4 images, 0 found from before, 1.50 GiB in" in images.messages[0]
     free_disk(monkeypatch, (0.375 * 3 + 0.01) * 2**30 / cache.DISK_SHARE)
     cache._on_disk.clear()
     images = open_images(files, 0, False, "disk", np.array([(16384, 8192)] * 4))
-    assert "room for 3 of 4 images, 0 found from before, 1.13 GiB in" in images.said[0]
+    assert "room for 3 of 4 images, 0 found from before, 1.13 GiB in" in images.messages[0]
 
 
 def test_a_restart_finds_what_is_on_disk_and_takes_no_more_room(
@@ -342,13 +335,13 @@ def test_a_restart_finds_what_is_on_disk_and_takes_no_more_room(
     free_disk(monkeypatch, FOR_TWO - 2 * cache.BLOCK)
     for order in (files, files[::-1]):  # what is there counts wherever it stands in the list
         images = opened(order, 32, True, "disk")
-        assert "room for 2 of 4 images, 2 found from before" in images.said[0]
+        assert "room for 2 of 4 images, 2 found from before" in images.messages[0]
         assert same(pixels(images), wanted if order is files else wanted[::-1])
         assert len(kept_files(cache_home)) == 2
     free_disk(monkeypatch, 0)
-    assert "room for 2 of 4 images, 2 found from before" in opened(files, 32, True, "disk").said[0]
+    assert "room for 2 of 4 images, 2 found from before" in opened(files, 32, True, "disk").messages[0]
     free_disk(monkeypatch, FOR_TWO - cache.BLOCK)  # somebody made room
-    assert "room for 3 of 4 images, 2 found from before" in opened(files, 32, True, "disk").said[0]
+    assert "room for 3 of 4 images, 2 found from before" in opened(files, 32, True, "disk").messages[0]
 
 
 def test_neither_restarts_nor_other_runs_eat_up_what_should_stay_free(
@@ -369,17 +362,17 @@ def test_a_file_that_has_changed_is_not_found(files: list[Path]) -> None:
     write_image(files[1], 64, 48, seed=9)
     os.utime(files[2], ns=(0, 0))
     images = opened(files, 32, True, "disk")
-    assert "room for 4 of 4 images, 2 found from before" in images.said[0]
+    assert "room for 4 of 4 images, 2 found from before" in images.messages[0]
     assert same(pixels(images), pixels(opened(files, 32, True, "")))
 
 
 def test_two_splits_share_the_room_on_disk(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     free_disk(monkeypatch, FOR_TWO)
     first, second = (opened(part, 32, True, "disk") for part in (files[:1], files[1:]))
-    assert "room for 1 of 1 images" in first.said[0]
-    assert "room for 1 of 3 images" in second.said[0]
+    assert "room for 1 of 1 images" in first.messages[0]
+    assert "room for 1 of 3 images" in second.messages[0]
     del first, second
-    assert "room for 2 of 4 images" in opened(files, 32, True, "disk").said[0]  # nothing of theirs is coming any more
+    assert "room for 2 of 4 images" in opened(files, 32, True, "disk").messages[0]  # nothing of theirs is coming any more
 
 
 def test_the_disk_is_left_to_others_that_fill_it(
@@ -446,7 +439,7 @@ def test_a_started_process_gets_the_images_on_disk(files: list[Path]) -> None:
     images = opened(files, 32, True, "disk")
     wanted = pixels(images)
     there = pickle.loads(pickle.dumps(images))
-    assert (there.said, same(pixels(there), wanted)) == (images.said, True)
+    assert (there.messages, same(pixels(there), wanted)) == (images.messages, True)
 
 
 def fill(files: list[Path], turn: int, start: Any, found: Any) -> None:
@@ -456,7 +449,7 @@ def fill(files: list[Path], turn: int, start: Any, found: Any) -> None:
     for k in range(3):
         order = np.random.default_rng(10 * turn + k).permutation(len(files))
         sums = {index: int(images.read(index).sum()) for index in order.tolist()}
-    found.put((images.said[0], [sums[index] for index in range(len(files))]))
+    found.put((images.messages[0], [sums[index] for index in range(len(files))]))
 
 
 def test_processes_fill_the_disk_together(
@@ -495,6 +488,6 @@ def test_paths_in_one_piece(tmp_path: Path) -> None:
 
 def test_memory_is_called_by_the_flag_that_asked_for_it(files: list[Path]) -> None:
     for way, when in (("ram", "epoch"), ("val", "validation")):
-        (said,) = opened(files, 32, True, way).said
+        (said,) = opened(files, 32, True, way).messages
         assert said.startswith(f"--cache {way}: room for 4 of 4 images")
         assert said.endswith(f"filled in the first {when}")

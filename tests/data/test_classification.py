@@ -16,12 +16,20 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from data import DATASETS, labels
+from data import labels
 from data.batches import Batch
 from data.cache import Images, ImagesInMemory, ImagesOnDisk
-from data.classification import ClassificationData, EvaluationItems, ImageInfo, Split, TrainingItems, collate
+from data.classification import (
+    ClassificationData,
+    ClassificationSplit,
+    EvaluationItems,
+    ImageInfo,
+    TrainingItems,
+    collate,
+)
+from data.dataset import DataOptions, dataset_class
 from data.labels import EXIF_ORIENTATION
-from data.sampler import Draw, Sampling
+from data.sampler import SampleIndex
 from data.sources import read_spec
 from data.transforms import TransformSettings
 from models.tasks.classification.task import ClassificationRecipe
@@ -55,15 +63,19 @@ def write_classes(folder: Path, **counts: int) -> Path:
     return folder
 
 
-def data_of(folder: Path, content: str = TRAIN_VAL, **options: Any) -> ClassificationData:
-    """The data set that a data.yaml of this content describes, at 32 pixels."""
+def data_of(folder: Path, content: str = TRAIN_VAL, imgsz: int = 32, **options: Any) -> ClassificationData:
+    """The data set that a data.yaml of this content describes."""
     file = folder / "data.yaml"
     file.write_text(content)
-    settings = {"imgsz": 32, "stride": 1, "single_class": False, "workers": 0, "cache": "", **options}
-    return ClassificationData(read_spec(file), **settings)
+    return ClassificationData(read_spec(file), imgsz, 1, DataOptions(**options))
 
 
-def names(split: Split) -> list[str]:
+def sampled(data: ClassificationData, **flags: Any) -> ClassificationData:
+    """The same data set with other flags of `Sampling`."""
+    return replace(data, options=replace(data.options, **flags))
+
+
+def names(split: ClassificationSplit) -> list[str]:
     """The images of a split as class folder/name."""
     return [f"{image.parent.name}/{image.name}" for image in split.images]
 
@@ -184,7 +196,7 @@ def test_without_validation_images_the_message_says_how_to_hold_some_out(folder:
 
 def test_a_single_class_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="--single-cls leaves a classifier nothing to tell apart"):
-        data_of(folder, single_class=True)
+        data_of(folder, single_cls=True)
 
 
 def test_all_files_that_training_reads_are_listed(folder: Path) -> None:
@@ -196,7 +208,7 @@ def test_all_files_that_training_reads_are_listed(folder: Path) -> None:
 
 
 def test_the_task_classify_has_this_data() -> None:
-    assert DATASETS["classify"] is ClassificationData
+    assert dataset_class("data.classification:ClassificationData") is ClassificationData
 
 
 # holding out
@@ -366,7 +378,7 @@ def test_a_report_names_the_first_problems(folder: Path) -> None:
     assert lines[6:] == ["warning: 3 more such problems in training; problems.txt in the run folder lists all"]
 
 
-def differing(one: Split, other: Split) -> set[str]:
+def differing(one: ClassificationSplit, other: ClassificationSplit) -> set[str]:
     """What tells two splits apart."""
     assert one.identity().keys() == other.identity().keys()
     return {what for what, value in one.identity().items() if other.identity()[what] != value}
@@ -439,10 +451,10 @@ def test_documents_count_the_images_of_each_class(folder: Path) -> None:
 
 
 def epochs(
-    data: ClassificationData, split: Split, hyp: ClassificationRecipe, batch_size: int = 4, **more: Any
+    data: ClassificationData, split: ClassificationSplit, hyp: ClassificationRecipe, batch_size: int = 4, **more: Any
 ) -> list[list[Batch]]:
     """Two epochs of a loader, its processes kept between them."""
-    loader = data.train_loader(split, batch_size=batch_size, hyp=hyp, seed=3, sampling=Sampling(**more))
+    loader = sampled(data, **more).train_loader(split, batch_size=batch_size, hyp=hyp, seed=3)
     found = []
     for epoch in range(2):
         loader.batch_sampler.set_epoch(epoch)
@@ -487,7 +499,7 @@ def test_items_do_not_depend_on_how_the_epoch_is_cut_into_batches(folder: Path) 
 
 
 def test_an_item_is_the_same_after_others(folder: Path) -> None:
-    draws = [Draw(epoch, position, 6, (32, 32)) for epoch in range(3) for position in range(5)]
+    draws = [SampleIndex(epoch, position, 6, (32, 32)) for epoch in range(3) for position in range(5)]
     items = items_of(folder)
     wanted = [items[draw] for draw in draws]
     for draw, (pixels, shares, info) in zip(reversed(draws), reversed(wanted), strict=True):
@@ -499,7 +511,7 @@ def test_an_item_is_the_same_after_others(folder: Path) -> None:
 
 def test_epochs_positions_and_seeds_each_give_other_pixels(folder: Path) -> None:
     items, other = items_of(folder), items_of(folder, seed=4)
-    draw = Draw(0, 0, 5, (32, 32))
+    draw = SampleIndex(0, 0, 5, (32, 32))
     found = [items[draw], items[draw._replace(epoch=1)], items[draw._replace(position=1)], other[draw]]
     assert len({pixels.numpy().tobytes() for pixels, _, _ in found}) == 4
 
@@ -562,11 +574,8 @@ def test_batches_of_many_sizes_show_the_same(folder: Path) -> None:
 def test_classes_of_few_images_are_drawn_as_often(tmp_path: Path) -> None:
     write_classes(tmp_path / "train", cat=9, dog=3)
     write_classes(tmp_path / "val", cat=1)
-    data = data_of(tmp_path)
-    sampling = Sampling(image_weights=True)
-    batches = data.train_loader(
-        data.split("train"), batch_size=1, hyp=EVERYTHING, seed=0, sampling=sampling
-    ).batch_sampler
+    data = data_of(tmp_path, image_weights=True)
+    batches = data.train_loader(data.split("train"), batch_size=1, hyp=EVERYTHING, seed=0).batch_sampler
     drawn = []
     for epoch in range(100):
         batches.set_epoch(epoch)
@@ -577,10 +586,9 @@ def test_classes_of_few_images_are_drawn_as_often(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_the_last_epochs_show_single_images_only(folder: Path) -> None:
-    data = data_of(folder, workers=1)
+    data = data_of(folder, workers=1, close_mosaic=1, epochs=2)
     hyp = replace(NOTHING, mixup=0.5, cutmix=0.5)
-    sampling = Sampling(close_mosaic=1, epochs=2)
-    loader = data.train_loader(data.split("train"), batch_size=13, hyp=hyp, seed=3, sampling=sampling)
+    loader = data.train_loader(data.split("train"), batch_size=13, hyp=hyp, seed=3)
     for epoch in range(2):
         loader.batch_sampler.set_epoch(epoch)
         (batch,) = loader
@@ -614,7 +622,7 @@ def test_collate_stacks_items_in_their_order() -> None:
 # evaluation items
 
 
-def evaluation(data: ClassificationData, split: Split, batch_size: int = 4) -> list[Batch]:
+def evaluation(data: ClassificationData, split: ClassificationSplit, batch_size: int = 4) -> list[Batch]:
     batches = data.evaluation_batches(split, batch_size=batch_size, square=False)
     loader = data.evaluation_loader(split, batches)
     assert isinstance(loader.dataset, EvaluationItems)

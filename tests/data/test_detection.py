@@ -13,15 +13,25 @@ import pytest
 import torch
 from PIL import Image
 
-from data import DATASETS, detection
+from data import detection
 from data.augment import AugmentSettings, Placement, Sample
-from data.batches import room
+from data.batches import empty_pixels
 from data.cache import Images, ImagesInMemory
-from data.detection import Batch, DetectionData, EvaluationItems, ImageInfo, Split, TrainingItems, collate, to_tensors
+from data.dataset import DataOptions, dataset_class
+from data.detection import (
+    Batch,
+    DetectionData,
+    DetectionSplit,
+    EvaluationItems,
+    ImageInfo,
+    TrainingItems,
+    collate,
+    to_tensors,
+)
 from data.labels import EXIF_ORIENTATION
-from data.sampler import Draw, Sampling
+from data.sampler import SampleIndex
 from data.sources import DataSpec, label_file, read_spec
-from utils.config.options import Hyperparameters
+from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
 
 NOTHING = Hyperparameters(
@@ -47,12 +57,16 @@ def write_image(file: Path, pixels: np.ndarray, *rows: str, **options: Any) -> P
     return file
 
 
-def data_of(folder: Path, names: int = 3, **options: Any) -> DetectionData:
-    """The data set whose images are in `folder`/images, for training and validation alike, at 64 pixels."""
+def data_of(folder: Path, names: int = 3, imgsz: int = 64, **options: Any) -> DetectionData:
+    """The data set whose images are in `folder`/images, for training and validation alike."""
     file = folder / "data.yaml"
     file.write_text(f"train: images\nval: images\nnames: {[f'class {number}' for number in range(names)]}\n")
-    settings = {"imgsz": 64, "stride": 32, "single_class": False, "workers": 0, "cache": "", **options}
-    return DetectionData(read_spec(file), **settings)
+    return DetectionData(read_spec(file), imgsz, 32, DataOptions(**options))
+
+
+def sampled(data: DetectionData, **flags: Any) -> DetectionData:
+    """The same data set with other flags of `Sampling`."""
+    return replace(data, options=replace(data.options, **flags))
 
 
 def evaluation_batch(data: DetectionData, square: bool = True) -> Batch:
@@ -83,10 +97,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def epochs(
-    data: DetectionData, split: Split, hyp: Hyperparameters, batch_size: int = 4, **more: Any
+    data: DetectionData, split: DetectionSplit, hyp: Hyperparameters, batch_size: int = 4, **more: Any
 ) -> list[list[Batch]]:
     """Two epochs of a loader, its processes kept between them."""
-    loader = data.train_loader(split, batch_size=batch_size, hyp=hyp, seed=3, sampling=Sampling(**more))
+    loader = sampled(data, **more).train_loader(split, batch_size=batch_size, hyp=hyp, seed=3)
     found = []
     for epoch in range(2):
         loader.batch_sampler.set_epoch(epoch)
@@ -132,14 +146,8 @@ def test_pixels_do_not_depend_on_how_the_epoch_is_cut_into_batches(folder: Path)
 @pytest.mark.parametrize(("near", "most"), [(True, 7), (False, 16)])
 def test_a_process_reads_neighbours_once(folder: Path, near: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice of four positions: seven images where partners are neighbours."""
-    data = data_of(folder)
-    loader = data.train_loader(
-        data.split("train"),
-        batch_size=4,
-        hyp=replace(NOTHING, mosaic=1.0),
-        seed=3,
-        sampling=Sampling(partners="near" if near else "any"),
-    )
+    data = data_of(folder, partners="near" if near else "any")
+    loader = data.train_loader(data.split("train"), batch_size=4, hyp=replace(NOTHING, mosaic=1.0), seed=3)
     images, loads = loader.dataset.images, []
     read = images.read
     monkeypatch.setattr(images, "read", lambda index: loads.append(index) or read(index))
@@ -163,7 +171,7 @@ def test_epochs_positions_and_seeds_each_give_other_pixels(folder: Path) -> None
     data = data_of(folder)
     split = data.split("train")
     loader = data.train_loader(split, batch_size=4, hyp=EVERYTHING, seed=3)
-    draws = [Draw(0, 0, 5, (64, 64)), Draw(1, 0, 5, (64, 64)), Draw(0, 1, 5, (64, 64))]
+    draws = [SampleIndex(0, 0, 5, (64, 64)), SampleIndex(1, 0, 5, (64, 64)), SampleIndex(0, 1, 5, (64, 64))]
     items = [loader.dataset[draw][0] for draw in draws]
     other = data.train_loader(split, batch_size=4, hyp=EVERYTHING, seed=4).dataset[draws[0]][0]
     assert torch.equal(loader.dataset[draws[0]][0], items[0])
@@ -323,7 +331,7 @@ def test_a_run_that_goes_on_sees_what_it_would_have(folder: Path, way: dict[str,
     data = data_of(folder)
     split = data.split("train")
     whole = epochs(data, split, EVERYTHING, **way)[1]
-    loader = data.train_loader(split, batch_size=4, hyp=EVERYTHING, seed=3, sampling=Sampling(**way))
+    loader = sampled(data, **way).train_loader(split, batch_size=4, hyp=EVERYTHING, seed=3)
     loader.batch_sampler.set_epoch(1)
     loader.batch_sampler.skip(1)
     check_same(list(loader), whole[1:])
@@ -353,8 +361,8 @@ def test_images_are_drawn_by_their_rarest_classes(tmp_path: Path) -> None:
     data = data_of(tmp_path)
     split = data.split("train")
     counts = {}
-    for name, sampling in (("weights", Sampling(image_weights=True)), ("repeats", Sampling(repeat_factor=0.9))):
-        batches = data.train_loader(split, batch_size=1, hyp=NOTHING, seed=0, sampling=sampling).batch_sampler
+    for name, flags in {"weights": {"image_weights": True}, "repeats": {"repeat_factor": 0.9}}.items():
+        batches = sampled(data, **flags).train_loader(split, batch_size=1, hyp=NOTHING, seed=0).batch_sampler
         drawn = []
         for epoch in range(60):
             batches.set_epoch(epoch)
@@ -373,10 +381,9 @@ def test_the_last_epochs_show_single_images_only(tmp_path: Path, workers: int) -
     """Each image is of one colour, so that a mixed one is not; the loader's processes are kept."""
     for number in range(4):
         write_image(tmp_path / f"images/{number}.png", np.full((64, 64, 3), 60 * number, np.uint8), "0 .5 .5 .9 .9")
-    data = data_of(tmp_path, workers=workers)
+    data = data_of(tmp_path, workers=workers, close_mosaic=2, epochs=4)
     hyp = replace(NOTHING, mosaic=1.0, mixup=1.0)
-    sampling = Sampling(close_mosaic=2, epochs=4)
-    loader = data.train_loader(data.split("train"), batch_size=4, hyp=hyp, seed=3, sampling=sampling)
+    loader = data.train_loader(data.split("train"), batch_size=4, hyp=hyp, seed=3)
     single = []
     for epoch in range(4):
         loader.batch_sampler.set_epoch(epoch)
@@ -559,7 +566,7 @@ def labelled(tmp_path: Path) -> DetectionData:
     write_image(tmp_path / "images/val/d.png", grey, "1 .5 .5 .5 .5")
     file = tmp_path / "data.yaml"
     file.write_text("train: images/train\nval: images/val\nnames: ['a, \"b\"', car, disc]\n")
-    return DetectionData(read_spec(file), imgsz=64, stride=32, single_class=False, workers=0, cache="")
+    return DetectionData(read_spec(file), 64, 32, DataOptions())
 
 
 def test_documents(tmp_path: Path) -> None:
@@ -584,8 +591,8 @@ def test_documents(tmp_path: Path) -> None:
     }
 
 
-def test_documents_of_a_single_class(tmp_path: Path) -> None:
-    data = replace(labelled(tmp_path), single_class=True)
+def test_documents_of_a_single_cls(tmp_path: Path) -> None:
+    data = sampled(labelled(tmp_path), single_cls=True)
     documents = data.documents(data.split("train"), data.split("val"))
     assert documents["labels.csv"].splitlines()[1:] == ["train,item,2,4", "val,item,1,1"]
     assert [row.split(",")[0] for row in documents["boxes.csv"].splitlines()[1:]] == ["item"] * 4
@@ -603,8 +610,8 @@ def test_of_many_boxes_some_are_listed_from_beginning_to_end(tmp_path: Path, mon
     write_image(tmp_path / "images/a.png", np.zeros((20, 20, 3), np.uint8), *rows)
     data = data_of(tmp_path)
     split = data.split("train")
-    assert detection.MOST_BOXES == 5000
-    monkeypatch.setattr(detection, "MOST_BOXES", 4)
+    assert detection.LISTED_BOXES == 5000
+    monkeypatch.setattr(detection, "LISTED_BOXES", 4)
     documents = data.documents(split, split)
     assert [row.split(",")[1] for row in documents["boxes.csv"].splitlines()[1:]] == ["0.1", "0.125", "0.15", "0.175"]
     assert documents["labels.csv"].splitlines()[1] == "train,class 0,1,100"
@@ -616,7 +623,7 @@ def test_of_many_boxes_some_are_listed_from_beginning_to_end(tmp_path: Path, mon
 def test_targets_are_cut_at_the_edges_of_the_image() -> None:
     boxes = np.array([[-5, 2, 15, 12], [4, 5, 8, 10]], np.float32)
     pixels, targets = to_tensors(
-        Sample(np.zeros((10, 20, 3), np.uint8), boxes, np.array([3, 1], np.float32)), room(3, 10, 20)
+        Sample(np.zeros((10, 20, 3), np.uint8), boxes, np.array([3, 1], np.float32)), empty_pixels(3, 10, 20)
     )
     assert pixels.shape == (3, 10, 20)
     assert targets.dtype == torch.float32
@@ -626,7 +633,9 @@ def test_targets_are_cut_at_the_edges_of_the_image() -> None:
 
 def test_pixels_are_turned_from_rows_of_bgr_to_planes_of_rgb() -> None:
     image = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
-    pixels, targets = to_tensors(Sample(image, np.zeros((0, 4), np.float32), np.zeros(0, np.float32)), room(3, 2, 4))
+    pixels, targets = to_tensors(
+        Sample(image, np.zeros((0, 4), np.float32), np.zeros(0, np.float32)), empty_pixels(3, 2, 4)
+    )
     assert pixels[0].tolist() == [[2, 5, 8, 11], [14, 17, 20, 23]]
     assert pixels[2].tolist() == [[0, 3, 6, 9], [12, 15, 18, 21]]
     assert pixels.is_contiguous()
@@ -712,9 +721,9 @@ def test_an_unknown_class_is_an_error_that_names_the_label_file(tmp_path: Path) 
         data_of(tmp_path).split("train")
 
 
-def test_a_single_class_takes_every_class_for_one(tmp_path: Path) -> None:
+def test_a_single_cls_takes_every_class_for_one(tmp_path: Path) -> None:
     write_image(tmp_path / "images/a.png", np.zeros((64, 64, 3), np.uint8), "7 .5 .5 .5 .5", "0 .25 .25 .5 .5")
-    data = data_of(tmp_path, names=1, single_class=True)
+    data = data_of(tmp_path, names=1, single_cls=True)
     assert data.split("train").labels.rows[:, 0].tolist() == [0, 0]
     batch = evaluation_batch(data)
     assert batch.targets.tolist() == [[0, 0, 0.5, 0.5, 0.5, 0.5], [0, 0, 0.25, 0.25, 0.5, 0.5]]
@@ -724,7 +733,7 @@ def test_a_single_class_takes_every_class_for_one(tmp_path: Path) -> None:
         data_of(tmp_path, names=1).split("train")
 
 
-def differing(one: Split, other: Split) -> set[str]:
+def differing(one: DetectionSplit, other: DetectionSplit) -> set[str]:
     """What tells two splits apart."""
     assert one.identity().keys() == other.identity().keys()
     return {what for what, value in one.identity().items() if other.identity()[what] != value}
@@ -751,7 +760,7 @@ def test_other_images_are_another_split(folder: Path) -> None:
 
 def test_other_labels_are_told_apart(folder: Path) -> None:
     split = data_of(folder).split("train")
-    assert differing(split, data_of(folder, single_class=True).split("train")) == {"labels"}
+    assert differing(split, data_of(folder, single_cls=True).split("train")) == {"labels"}
     rows = (folder / "labels/00.txt").read_text()
     (folder / "labels/00.txt").unlink()
     (folder / "labels/03.txt").write_text(rows)  # the same rows, of another image
@@ -762,15 +771,15 @@ def test_other_labels_are_told_apart(folder: Path) -> None:
 
 def test_class_names_are_those_of_the_data_or_item() -> None:
     spec = DataSpec(Path("data.yaml"), {0: "cat", 1: "dog"}, (), {})
-    assert DetectionData.class_names(spec, single_class=False) == {0: "cat", 1: "dog"}
-    assert DetectionData.class_names(spec, single_class=True) == {0: "item"}
+    assert DetectionData.class_names(spec, single_cls=False) == {0: "cat", 1: "dog"}
+    assert DetectionData.class_names(spec, single_cls=True) == {0: "item"}
 
 
-@pytest.mark.parametrize("single_class", [False, True])
-def test_without_any_class_the_message_says_how_to_name_them(tmp_path: Path, single_class: bool) -> None:
+@pytest.mark.parametrize("single_cls", [False, True])
+def test_without_any_class_the_message_says_how_to_name_them(tmp_path: Path, single_cls: bool) -> None:
     (tmp_path / "data.yaml").write_text("train: images\n")
     with pytest.raises(UserError) as caught:
-        DetectionData.class_names(read_spec(tmp_path / "data.yaml"), single_class)
+        DetectionData.class_names(read_spec(tmp_path / "data.yaml"), single_cls)
     assert str(caught.value) == (
         f"{tmp_path}/data.yaml: `names` must list the classes, as `0: person` lines or as [person, ...]"
     )
@@ -795,7 +804,7 @@ def test_strict_refuses_the_first_problem_of_a_split(folder: Path) -> None:
 
 
 def test_the_task_detect_has_this_data() -> None:
-    assert DATASETS["detect"] is DetectionData
+    assert dataset_class("data.detection:DetectionData") is DetectionData
 
 
 def test_the_two_loaders_have_items_of_their_kinds(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from data.problems import refuse, told
+from data.problems import problem_warnings, refuse
 from utils.errors import UserError
 
 
@@ -13,13 +13,15 @@ def problems(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_a_few_problems_are_all_told(count: int) -> None:
-    assert told(problems(count), "train") == [f"warning: {number}.png: torn; left out" for number in range(count)]
+def test_a_few_problems_are_all_shown(count: int) -> None:
+    assert problem_warnings(problems(count), "train") == [
+        f"warning: {number}.png: torn; left out" for number in range(count)
+    ]
 
 
-def test_of_many_problems_the_first_five_are_told_and_the_others_counted() -> None:
-    assert told(problems(7), "val") == [
-        *told(problems(5), "val"),
+def test_of_many_problems_the_first_five_are_shown_and_the_others_counted() -> None:
+    assert problem_warnings(problems(7), "val") == [
+        *problem_warnings(problems(5), "val"),
         "warning: 2 more such problems in val; problems.txt in the run folder lists all",
     ]
 
@@ -30,5 +32,5 @@ def test_the_first_problem_is_refused_without_what_would_follow_from_it() -> Non
     assert str(caught.value) == "a.txt, line 2: 5 words; 6 are needed (--strict; 3 such problems in train)"
 
 
-def test_nothing_is_refused_where_there_is_no_problem() -> None:
+def test_nothing_is_refused_without_problems() -> None:
     refuse((), "train")

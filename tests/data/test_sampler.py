@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from data.sampler import (
-    Draw,
     GlobalBatches,
     Instances,
     Order,
     RectangularBatches,
     Repeated,
+    SampleIndex,
     Sampling,
     batch_shape,
     batch_sizes,
@@ -30,13 +30,13 @@ from utils.errors import UserError
 SQUARE = (64, 64)
 
 
-def draws(batches: GlobalBatches, epoch: int) -> list[list[Draw]]:
+def draws(batches: GlobalBatches, epoch: int) -> list[list[SampleIndex]]:
     """The batches of an epoch."""
     batches.set_epoch(epoch)
     return list(batches)
 
 
-def images(batches: list[list[Draw]]) -> list[int]:
+def images(batches: list[list[SampleIndex]]) -> list[int]:
     return [draw.image for draw in chain.from_iterable(batches)]
 
 
@@ -132,20 +132,25 @@ def test_batches_that_are_trained_are_left_out_once(trained: int) -> None:
 
 
 def test_an_item_has_a_generator_by_seed_epoch_and_position() -> None:
-    def numbers(seed: int, draw: Draw) -> tuple[float, ...]:
+    def numbers(seed: int, draw: SampleIndex) -> tuple[float, ...]:
         return tuple(item_generator(seed, draw).random(4))
 
-    draw = Draw(2, 5, 1, SQUARE)
-    assert numbers(3, draw) == numbers(3, Draw(2, 5, 1, SQUARE))
-    assert numbers(3, draw) == numbers(3, Draw(2, 5, 8, (32, 32)))  # the image is none of its business
-    others = [numbers(4, draw), numbers(3, Draw(1, 5, 1, SQUARE)), numbers(3, Draw(2, 4, 1, SQUARE))]
-    others += [numbers(2, Draw(3, 5, 1, SQUARE)), numbers(3, Draw(5, 2, 1, SQUARE))]  # the same numbers, swapped
+    draw = SampleIndex(2, 5, 1, SQUARE)
+    assert numbers(3, draw) == numbers(3, SampleIndex(2, 5, 1, SQUARE))
+    assert numbers(3, draw) == numbers(3, SampleIndex(2, 5, 8, (32, 32)))  # the image is none of its business
+    others = [numbers(4, draw), numbers(3, SampleIndex(1, 5, 1, SQUARE)), numbers(3, SampleIndex(2, 4, 1, SQUARE))]
+    others += [
+        numbers(2, SampleIndex(3, 5, 1, SQUARE)),
+        numbers(3, SampleIndex(5, 2, 1, SQUARE)),
+    ]  # the same numbers, swapped
     assert len({numbers(3, draw), *others}) == 6
 
 
 def test_items_of_many_epochs_and_positions_all_differ() -> None:
     found = {
-        item_generator(0, Draw(epoch, position, 0, SQUARE)).random() for epoch in range(20) for position in range(50)
+        item_generator(0, SampleIndex(epoch, position, 0, SQUARE)).random()
+        for epoch in range(20)
+        for position in range(50)
     }
     assert len(found) == 1000
 
@@ -424,7 +429,7 @@ def test_the_last_epochs_are_not_mixed(close: int, mixed: list[bool]) -> None:
 
 def test_what_is_unlike_the_usual_is_said() -> None:
     def said(**flags: Any) -> tuple[str, ...]:
-        return batches_of(Sampling(epochs=20, **flags)).said
+        return batches_of(Sampling(epochs=20, **flags)).messages
 
     assert said() == ()
     assert said(image_weights=True) == (

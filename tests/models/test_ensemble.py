@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from models.ensemble import common_task, halve, load_models, weight_files
+from models.ensemble import check_programs, common_task, fixed_size, halve, load_models, weight_files
+from models.export.runtime import Exported, ExportMetadata
 from models.tasks.detection.task import DetectionTask
 from models.weights.reader import Weights
-from utils.config.options import Hyperparameters
+from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
 
 NAMES = {0: "a", 1: "b", 2: "c"}
@@ -60,17 +61,70 @@ def test_an_ensemble_has_one_size(tiny_yaml: dict[str, Any]) -> None:
     for name, model in {"fine.pt": tiny_yaml, "coarse.pt": coarse}.items():
         state = DetectionTask(NAMES, Hyperparameters()).build_model(model, 64).state_dict()
         weights[name] = Weights(state, model, NAMES, "detect", {}, "lockstep")
-    tasks = [DetectionTask(NAMES, Hyperparameters()) for _ in weights]
-    members = load_models(tasks, weights, 72, "data.yaml")
-    assert [task.imgsz for task in tasks] == [80, 80]
-    assert [(task.stride, task.head is model.detect) for task, model in members] == [(8, True), (16, True)]
+    models = load_models(DetectionTask(NAMES, Hyperparameters()), weights, 72, "data.yaml")
+    assert [model.imgsz for model in models] == [80, 80]
+    assert [model.stride for model in models] == [8, 16]
+
+
+def exported(imgsz: tuple[int, int], dynamic: bool, suppression: dict[str, Any] | None = None) -> Weights:
+    """A file whose outputs are its images."""
+    metadata = ExportMetadata(
+        task="detect",
+        names=NAMES,
+        stride=8,
+        model={"nc": 3},
+        imgsz=imgsz,
+        batch=1,
+        dynamic=dynamic,
+        half=False,
+        device="cpu",
+        suppression=suppression,
+        settings={},
+    )
+    program = Exported(metadata, lambda images: [images], "best.onnx")
+    return Weights({}, {"nc": 3}, NAMES, "detect", {}, "exported", program)
+
+
+def test_an_exported_file_is_its_model(tiny_yaml: dict[str, Any]) -> None:
+    """It takes the size that its file is for, and other models the same."""
+    weights = {"a.onnx": exported((64, 64), dynamic=True)}
+    names = {0: "x", 1: "y", 2: "z"}
+    (model,) = load_models(DetectionTask(names, Hyperparameters()), weights, 90, "data.yaml")
+    assert model is weights["a.onnx"].program
+    assert (model.imgsz, model.stride, model.names) == (96, 8, names)
+    fixed = {"a.onnx": exported((64, 64), dynamic=False)}
+    (model,) = load_models(DetectionTask(NAMES, Hyperparameters()), fixed, 90, "data.yaml")
+    assert model.imgsz == 64
+
+
+def test_sizes_of_exported_files() -> None:
+    dynamic, square, oblong = exported((64, 64), True), exported((64, 64), False), exported((32, 64), False)
+    assert fixed_size({"a.pt": content(), "b.onnx": dynamic}) is None
+    assert fixed_size({"a.pt": content(), "b.onnx": oblong}) == (32, 64)
+    with pytest.raises(
+        UserError, match=r"different sizes \(a\.onnx 64x64, b\.onnx 32x64\); export them with --dynamic"
+    ):
+        fixed_size({"a.onnx": square, "b.onnx": oblong})
+
+
+def test_what_exported_files_cannot_do() -> None:
+    plain, suppressing = exported((64, 64), True), exported((64, 64), True, {"iou_thres": 0.5})
+    check_programs({"a.pt": content()}, augment=True)
+    check_programs({"a.onnx": suppressing}, augment=False)
+    check_programs({"a.pt": content(), "b.onnx": plain}, augment=False)
+    with pytest.raises(
+        UserError, match=r"^--augment needs maps of all sizes, which the exported b\.onnx does not give"
+    ):
+        check_programs({"a.pt": content(), "b.onnx": plain}, augment=True)
+    with pytest.raises(UserError, match=r"^b\.onnx was exported with --nms and cannot be in an ensemble"):
+        check_programs({"a.pt": content(), "b.onnx": suppressing}, augment=False)
 
 
 def test_other_classes_than_the_data_has(tiny_yaml: dict[str, Any]) -> None:
     state = DetectionTask(NAMES, Hyperparameters()).build_model(tiny_yaml, 64).state_dict()
     weights = {"fine.pt": Weights(state, tiny_yaml, NAMES, "detect", {}, "lockstep")}
     with pytest.raises(UserError, match=r"fine\.pt knows 3 classes and my\.yaml has 2; give the data set"):
-        load_models([DetectionTask({0: "a", 1: "b"}, Hyperparameters())], weights, 64, "my.yaml")
+        load_models(DetectionTask({0: "a", 1: "b"}, Hyperparameters()), weights, 64, "my.yaml")
 
 
 def test_halved_weights_keep_the_places(tiny_yaml: dict[str, Any]) -> None:

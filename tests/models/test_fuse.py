@@ -12,11 +12,12 @@ from PIL import Image
 from torch import Tensor, nn
 
 from models.fuse import fuse
-from models.weights.reader import read_weights, transfer
-from models.yolo import Model, build_model
+from models.weights.reader import read_weights
+from models.weights.transfer import transfer
+from models.yolo import YoloModel, build_model
 
 
-def with_statistics(model: Model) -> Model:
+def with_statistics(model: YoloModel) -> YoloModel:
     """The model with BatchNorm that has seen something."""
     torch.manual_seed(0)
     for module in model.modules():

@@ -36,7 +36,7 @@ from models.layers import (
     Segment,
     Transformer,
 )
-from models.tasks.detection.matching import read
+from models.tasks.detection.matching import read_level
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_detect_computes_what_is_asked_as_it_is_on_the_whole_map(layout: torch.m
     def values(few: bool) -> list[torch.Tensor]:
         maps = [one.contiguous(memory_format=layout).requires_grad_() for one in given]
         cells = torch.stack([index] * 2)
-        levels = detect(maps, cells) if few else [read(raw, index) for raw in detect(maps)]
+        levels = detect(maps, cells) if few else [read_level(raw, index) for raw in detect(maps)]
         # Objectness is read off the maps alone.
         rows = [torch.cat((level.rows[..., :4], level.rows[..., 5:]), 2) for level in levels]
         kept = [torch.cat((slope[..., :4], slope[..., 5:]), 2) for slope in slopes]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,12 +12,14 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from models import yolo
-from models.layers import Conv, Detect
+from models.layer_registry import LAYERS
+from models.layers import Classify, Conv, Detect
+from models.tasks import task_of
 from models.tasks.detection.task import DetectionTask
-from models.weights.reader import read_weights, transfer
-from models.yolo import LAYERS, add_layers, build_model
-from utils.config.options import Hyperparameters
+from models.weights.reader import read_weights
+from models.weights.transfer import transfer
+from models.yolo import build_model
+from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
 from utils.files import find_file
 
@@ -136,7 +137,7 @@ def narrow(name: str) -> dict[str, Any]:
 @torch.no_grad()
 def test_maps_of_the_hubs(name: str, strides: list[int]) -> None:
     model = build_model(narrow(name)).eval()
-    assert model.stride.tolist() == strides
+    assert model.detect.stride.tolist() == strides
     maps = model(torch.rand(1, 3, 128, 256))
     assert [m.shape for m in maps] == [(1, 3, 128 // s, 256 // s, 85) for s in strides]
     assert all(m.isfinite().all() for m in maps)
@@ -186,15 +187,15 @@ def test_a_segmenters_maps_and_prototypes() -> None:
 
 def test_a_detector_does_not_end_with_a_segmenters_head() -> None:
     with pytest.raises(UserError, match="the last row of `head` is no detection head"):
-        build_model({**segmenter("n"), "task": "detect"})
+        build_model({**segmenter("n"), "task": "detect"}, head=Detect)
 
 
 @pytest.mark.parametrize(("name", "strides"), [("yolov5n.yaml", [8, 16, 32]), ("yolov5n6", [8, 16, 32, 64])])
 def test_strides_and_anchors(name: str, strides: list[int]) -> None:
     model = build_model(name)  # a shipped file, by its bare name
-    assert model.stride.tolist() == strides
+    assert model.detect.stride.tolist() == strides
     given = torch.tensor(yaml.safe_load((REPOSITORY / "models" / name).with_suffix(".yaml").read_text())["anchors"])
-    pixels = model.detect.anchors * model.stride.view(-1, 1, 1)
+    pixels = model.detect.anchors * model.detect.stride.view(-1, 1, 1)
     torch.testing.assert_close(pixels.flatten(1), given.float())
     images = torch.rand(1, 3, 128, 192)
     assert [m.shape for m in model(images)] == [(1, 3, 128 // s, 192 // s, 85) for s in strides]
@@ -230,7 +231,7 @@ def test_official_weights_predict_what_yolov5_predicts(official: Any) -> None:
     reference = torch.load(path, weights_only=True)
     model = build_model("yolov5n.yaml").eval()
     transfer(model, official.state)
-    predictions = decode(model(reference["image"]), model.detect.anchors, model.stride)
+    predictions = decode(model(reference["image"]), model.detect.anchors, model.detect.stride)
     torch.testing.assert_close(predictions, reference["predictions"], rtol=0, atol=1e-3)
 
 
@@ -286,7 +287,7 @@ def test_a_row_as_wide_as_the_head_is_not_scaled() -> None:
 
 def test_anchors_by_number() -> None:
     model = build_model({**small(), "anchors": 2})
-    assert (model.detect.anchors * model.stride).tolist() == [[[1, 2], [3, 4]]]
+    assert (model.detect.anchors * model.detect.stride).tolist() == [[[1, 2], [3, 4]]]
 
 
 def test_only_later_inputs_stay_alive() -> None:
@@ -320,7 +321,7 @@ def test_activation_is_this_models_alone() -> None:
         ("nn.ReLU(__import__('os').system('touch x'))", "write it like nn.LeakyReLU"),
         ("nn.ReLU(", "write it like nn.LeakyReLU"),
         (5, "write it like nn.LeakyReLU"),
-        ("nn.ReLU(1, 2, 3)", "does not work .*mend its arguments"),
+        ("nn.ReLU(1, 2, 3)", "does not work .*fix its arguments"),
         ("nn.MultiheadAttention(8, 2)", "row 0: Conv .* does not work"),
     ],
 )
@@ -360,8 +361,8 @@ def key(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (row(3, [-1, 1, "nn.Sequential", []]), "row 3: nn.Sequential cannot be a row"),
         (row(3, [-1, 1, "nn.Module", []]), "row 3: nn.Module cannot be a row"),
         (row(3, [-1, 1, "nn.LazyConv2d", [4, 1]]), "row 3: nn.LazyConv2d cannot be a row"),
-        (row(3, [-1, 1, "nn.MaxPool2d", []]), "row 3: nn.MaxPool2d .*does not work .*mend that row"),
-        (row(3, [-1, 1, "nn.LSTM", [1, 1]]), "row 3: nn.LSTM .*does not work .*mend that row"),
+        (row(3, [-1, 1, "nn.MaxPool2d", []]), "row 3: nn.MaxPool2d .*does not work .*fix that row"),
+        (row(3, [-1, 1, "nn.LSTM", [1, 1]]), "row 3: nn.LSTM .*does not work .*fix that row"),
         (row(1, [-1, 3, ["C3"], [64]]), r"row 1: unknown module '\['C3'\]'"),
         (row(1, [-1, "C3", [64]]), r"row 1: \[-1, 'C3', \[64\]\] is no row; write \[from, number, module, args\]"),
         (row(4, None), "row 4: None is no row"),
@@ -373,7 +374,7 @@ def key(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (row(0, [0, 1, "Conv", [64]]), "row 0: `from` is 0, but .*: -1, the image"),
         (row(1, ["-1", 1, "C3", [64]]), "row 1: `from` is '-1'; give a row's number"),
         (row(1, [[], 1, "C3", [64]]), r"row 1: `from` is \[\]; give a row's number"),
-        (row(1, [-1, 1, "C3", []]), "row 1: C3 .*the number of output channels, is missing.*mend that row"),
+        (row(1, [-1, 1, "C3", []]), "row 1: C3 .*the number of output channels, is missing.*fix that row"),
         (row(1, [-1, 1, "C3", ["wide"]]), "row 1: C3 .*number of output channels, 1 to 4096, not 'wide'"),
         (row(0, [-1, 1, "Conv", [64, 3, 2, 1, 1, 1, True, 9, 9]]), "row 0: Conv .*positional arguments"),
         (row(0, [-1, 1, "Conv", [64, "three"]]), "row 0: Conv .*does not work"),
@@ -397,154 +398,7 @@ def test_yaml_that_describes_no_model(change: Callable[[dict[str, Any]], None], 
     description = small()
     change(description)
     with pytest.raises(UserError, match=f"(?s)^the model YAML.*{message}"):
-        build_model(description)
-
-
-@pytest.mark.parametrize(
-    ("module", "args", "expected"),
-    [
-        ("nn.Identity", [], nn.Identity()),
-        ("torch.nn.Identity", [], nn.Identity()),
-        ("nn.Dropout2d", [0.3], nn.Dropout2d(0.3)),
-        ("nn.ZeroPad2d", [[0, 1, 0, 1]], nn.ZeroPad2d((0, 1, 0, 1))),
-        ("nn.MaxPool2d", [3, 1, 1], nn.MaxPool2d(3, 1, 1)),
-        ("nn.MaxPool2d", [3, 1, 1, 1, "False", "False"], nn.MaxPool2d(3, 1, 1)),
-        ("nn.BatchNorm2d", [], nn.BatchNorm2d(32, 1e-3, 0.03)),
-        ("nn.BatchNorm2d", [1e-5], nn.BatchNorm2d(32)),
-        ("nn.Conv2d", [64, 3, 1, 1], nn.Conv2d(32, 16, 3, 1, 1)),
-        ("nn.ConvTranspose2d", [64, 4, 2, 1], nn.ConvTranspose2d(32, 16, 4, 2, 1)),
-    ],
-)
-def test_layers_of_torch(module: str, args: list[Any], expected: nn.Module) -> None:
-    description = small()
-    description["head"] = [[-1, 1, module, args], [[-1], 1, "Detect", ["nc", "anchors"]]]
-    layer = on_meta(description).model[3]
-    assert (type(layer), repr(layer)) == (type(expected), repr(expected))
-
-
-@pytest.mark.parametrize("name", ["Flatten", "Embedding", "GRU", "MultiheadAttention"])
-@pytest.mark.parametrize("args", [[], [32], [32, 8]])
-def test_layers_of_torch_that_make_no_map(name: str, args: list[Any]) -> None:
-    description = {**small(), "head": [[-1, 1, f"nn.{name}", args], [[-1], 1, "Detect", ["nc", "anchors"]]]}
-    with pytest.raises(UserError, match=r"row [34]: .* does not work"):
-        on_meta(description)
-
-
-# Layers of the user's
-
-OWN = """
-from dataclasses import dataclass
-
-import torch
-from torch import nn
-
-import beside
-from models.layers import Conv, Detect
-
-
-@dataclass
-class Settings:
-    slope: "float" = 0.1
-
-
-class Gate(nn.Module):
-    def __init__(self, c1, c2, kernel=1):
-        super().__init__()
-        self.conv, self.act = Conv(c1, c2, kernel), nn.LeakyReLU(Settings().slope)
-
-    def forward(self, x):
-        return self.act(self.conv(x))
-
-
-class Deep(nn.Module):
-    def __init__(self, c1, c2, n, kernel=1):
-        super().__init__()
-        self.m = nn.Sequential(*(Gate(c1 if k == 0 else c2, c2, kernel) for k in range(n)))
-
-    def forward(self, x):
-        return self.m(x)
-
-
-class Squeeze(nn.Module):
-    def __init__(self, c1, part):
-        super().__init__()
-        self.down, self.up = nn.Linear(c1, c1 // part), nn.Linear(c1 // part, c1)
-
-    def forward(self, x):
-        return x * self.up(self.down(x.mean((2, 3)))).sigmoid()[..., None, None]
-
-
-class Sum(nn.Module):
-    def __init__(self, channels, factor=1):
-        super().__init__()
-        assert isinstance(channels, list)
-        self.weight = nn.Parameter(torch.ones(len(channels)) * factor)
-
-    def forward(self, maps):
-        return sum(weight * x for weight, x in zip(self.weight, maps))
-
-
-class Scale(nn.Module):
-    def __init__(self, factor):
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x):
-        return x * self.factor
-
-
-class Head(Detect):
-    pass
-"""
-
-
-@pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a test puts its layers, which are forgotten afterwards."""
-    monkeypatch.setattr(yolo, "LAYERS", LAYERS.copy())
-    (tmp_path / "beside.py").write_text("")
-    return tmp_path / "mine.py"
-
-
-def test_layers_of_the_users(own: Path) -> None:
-    """Each is called by the names of its parameters; the model learns and is copied like any other."""
-    own.write_text(OWN)
-    before = list(sys.path)
-    names = ["Gate", "Deep", "Squeeze", "Sum", "Scale", "Head"]
-    assert add_layers(own) == add_layers(str(own)) == names
-    assert sys.path == before
-    assert sorted(path.name for path in own.parent.iterdir()) == ["beside.py", "mine.py"]  # no __pycache__
-    description = {
-        **small(),
-        "depth_multiple": 1.0,
-        "backbone": [[-1, 1, "Conv", [64, 3, 2]], [-1, 2, "Gate", [128]], [-1, 3, "Deep", [128, 3]]],
-        "head": [
-            [-1, 1, "Squeeze", [4]],
-            [[-1, 1], 1, "Sum", [2]],
-            [-1, 1, "Scale", [3]],
-            [[-1], 1, "Head", ["nc", "anchors"]],
-        ],
-    }
-    model = copy.deepcopy(build_model(description))
-    gates, deep, squeeze, together, scale, head = model.model[1:]
-    assert [(part.conv.conv.in_channels, part.conv.conv.out_channels) for part in gates] == [(16, 32), (32, 32)]
-    assert [part.conv.conv.kernel_size for part in deep.m] == [(3, 3)] * 3
-    assert (squeeze.down.in_features, squeeze.down.out_features) == (32, 8)
-    assert (together.weight.tolist(), scale.factor) == ([2, 2], 3)
-    assert isinstance(head, Detect)
-    assert model.stride.tolist() == [2]
-    sum(m.sum() for m in model(torch.rand(2, 3, 16, 16))).backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def test_the_example_of_the_docs(own: Path) -> None:
-    text = (REPOSITORY / "docs" / "models.md").read_text()
-    python, description = (text.split(f"```{kind}\n")[1].split("```")[0] for kind in ("python", "yaml"))
-    own.write_text(python)
-    assert add_layers(own) == ["Squeeze", "Stack", "Weighted"]
-    model = build_model(yaml.safe_load(description))
-    assert len(model.model[2].m) == 1 + 2
-    assert [m.shape for m in model(torch.rand(1, 3, 32, 32))] == [(1, 3, 4, 4, 85)]
+        build_model(description, head=Detect)
 
 
 def test_the_docs_name_every_layer_and_model() -> None:
@@ -552,50 +406,6 @@ def test_the_docs_name_every_layer_and_model() -> None:
     assert [name for name in (*LAYERS, *HUB) if f"`{name}`" not in text.replace("`-p", "`yolov5-p")] == []
     counts = [*PARAMETERS.values(), *CLASSIFIERS.values(), *HUB.values()]
     assert [number for number in counts if f"{number:,}" not in text] == []
-
-
-def test_a_layer_of_the_users_that_does_not_work_is_named(own: Path) -> None:
-    own.write_text(
-        "from torch import nn\n\n\nclass Mine(nn.Module):\n    def __init__(self, c1, c2): super().__init__()\n"
-    )
-    add_layers(own)
-    description = small()
-    description["backbone"][1] = [-1, 1, "Mine", [64]]
-    with pytest.raises(UserError, match=r"row 1: Mine with the arguments \[64\].* does not work .*mend that row"):
-        build_model(description)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("class A:\n    x = = 1\n", "mine.py, line 2: invalid syntax; mend the Python there"),
-        ("\n\nimport nothing_of_that_name\n", "mine.py, line 3: ModuleNotFoundError: No module named .*; mend it"),
-        ("def f():\n    return 1 / 0\n\nf()\n", "mine.py, line 2: ZeroDivisionError: division by zero; mend it"),
-        ("import sys\nsys.exit('no')\n", "mine.py, line 2: SystemExit: no; mend it"),
-        ("x = 1\n", "mine.py defines no layer; write a class that extends torch.nn.Module"),
-        ("from torch.nn import Conv2d\n", "mine.py defines no layer"),
-        (
-            "from torch import nn\n\n\nclass New(nn.Module): ...\n\n\nclass C3(nn.Module): ...\n",
-            "mine.py defines a layer 'C3', but there is one of that name; give it another name",
-        ),
-        ("\0\1", "mine.py.*null bytes"),
-    ],
-)
-def test_files_that_bring_no_layers(content: str, message: str, own: Path) -> None:
-    own.write_text(content)
-    modules, path = set(sys.modules), list(sys.path)
-    for _ in range(2):
-        with pytest.raises(UserError, match=message):
-            add_layers(own)
-    assert (set(sys.modules), sys.path, yolo.LAYERS) == (modules, path, LAYERS)
-
-
-def test_files_with_layers_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--layers \S*mine.py is not a file; give the path of a Python file"):
-        add_layers(tmp_path / "mine.py")
-    (tmp_path / "mine.txt").write_text("x = 1\n")
-    with pytest.raises(UserError, match=r"mine.txt is no Python file; --layers takes one whose name ends with .py"):
-        add_layers(tmp_path / "mine.txt")
 
 
 def test_missing_key() -> None:
@@ -688,21 +498,45 @@ def test_a_classifiers_yaml_builds_it_again() -> None:
         ),
         ({"head": []}, "the last row of `head` is no classification head"),
         ({"head": [[[1], 1, "Detect", ["nc", 2]]]}, "the last row of `head` is no classification head"),
-        ({"head": [[-1, 1, "Classify", []]]}, "row 2: Classify .*does not work .*mend that row"),
+        ({"head": [[-1, 1, "Classify", []]]}, "row 2: Classify .*does not work .*fix that row"),
         ({"head": [[[0, 1], 1, "Classify", ["nc"]]]}, "row 2: Classify .*it takes one input, not 2"),
         ({"head": [[-1, 1, "Classify", ["nc", 2.0]]]}, "row 2: Classify .*dropout probability"),
         ({"head": [[-1, 1, "Classify", ["nc"]]] * 2}, "row 3: Classify .*does not work"),
         ({"head": [[-1, 1, "Clasify", ["nc"]]]}, r"row 2: unknown module 'Clasify' \(did you mean 'Classify'\?\)"),
         ({"task": "detect", "anchors": 2}, "the last row of `head` is no detection head"),
         ({"task": "detect"}, "`anchors` is missing"),
-        ({"task": "pose"}, "`task` is 'pose'; give one of detect, classify, segment$"),
         ({"task": ["classify"]}, r"`task` is \['classify'\]; give one of"),
-        ({"task": None}, "`task` is None; give one of"),
+        ({"task": None}, "`task` is None; give one of detect, classify$"),
     ],
 )
 def test_yaml_that_describes_no_classifier(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=f"(?s)^the model YAML.*{message}"):
-        build_model({**small_classifier(), **changes})
+        build_model({**small_classifier(), **changes}, head=Detect if changes.get("task") == "detect" else Classify)
+
+
+def test_task_of_a_yaml() -> None:
+    """`task:` passes unchanged into the model's YAML; without it the head decides."""
+    assert build_model({**small_classifier(), "task": "pose"}).yaml["task"] == "pose"
+    with pytest.raises(UserError, match=r"^mine.yaml is a model for the task 'pose'; give one for detect or classify$"):
+        task_of({**small_classifier(), "task": "pose"}, "mine.yaml")
+    without = {key: value for key, value in small_classifier().items() if key != "task"}
+    assert build_model(without).yaml == build_model(small_classifier()).yaml
+    assert build_model(small()).yaml["task"] == "detect"
+
+
+def test_a_yaml_without_rows() -> None:
+    with pytest.raises(UserError, match="the model YAML: `backbone` and `head` have no rows"):
+        build_model({**small(), "backbone": [], "head": []})
+
+
+@pytest.mark.parametrize(
+    ("description", "imgsz", "expected"),
+    [(small(), 7, (2, 8)), (small(), 1, (2, 4)), (small_classifier(), 50, (1, 50)), ("yolov5n6.yaml", 600, (64, 640))],
+)
+def test_stride_and_image_size(description: Any, imgsz: int, expected: tuple[int, int]) -> None:
+    """The largest stride; the size in whole strides, at least two."""
+    model = on_meta(description, imgsz=imgsz)
+    assert (model.stride, model.imgsz) == expected
 
 
 def test_anchors_of_a_classifier() -> None:

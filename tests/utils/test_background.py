@@ -19,14 +19,14 @@ def test_jobs_are_done_in_order() -> None:
 
 
 def test_failures_are_one_warning_and_the_rest_is_done() -> None:
-    said: list[str] = []
+    warnings: list[str] = []
     done: list[str] = []
-    work = Background("it has failed", said.append)
+    work = Background("it has failed", warnings.append)
     work.do(lambda: 1 / 0)
     work.do(lambda: [][0])
     work.do(lambda: done.append("after"))
     assert work.finish(5)
-    assert said == ["warning: it has failed (ZeroDivisionError: division by zero); training goes on"]
+    assert warnings == ["warning: it has failed (ZeroDivisionError: division by zero); training goes on"]
     assert done == ["after"]
 
 

@@ -1,4 +1,4 @@
-"""COCO's results and numbers, by hand."""
+"""COCO's results and metrics, by hand."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from utils.coco import (
-    NUMBERS,
-    Found,
-    Ids,
+    COCO_METRICS,
+    CocoIds,
+    CocoImage,
+    csv_document,
+    default_ids,
     find_annotations,
-    own_ids,
     read_annotations,
     results,
     score,
     table,
-    text,
 )
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
@@ -59,16 +59,18 @@ def written(folder: Path, content: Any, name: str = "instances_val.json") -> Pat
     return file
 
 
-def found(image: int, *rows: tuple[float, ...]) -> Found:
-    return Found(image, str(PATHS[image]), np.array(rows, np.float64).reshape(-1, 6))
+def detections(image: int, *rows: tuple[float, ...]) -> CocoImage:
+    return CocoImage(image, str(PATHS[image]), np.array(rows, np.float64).reshape(-1, 6))
 
 
 # Results
 
 
 def test_results_in_order_of_images() -> None:
-    ids = Ids((3, 17), (9, "b", 7), "")
-    rows = results([found(2), found(1, (1, 2, 4.00049, 8.5, 0.1234567, 1)), found(0, (0, 0, 1, 1, 1, 0))], ids)
+    ids = CocoIds((3, 17), (9, "b", 7), "")
+    rows = results(
+        [detections(2), detections(1, (1, 2, 4.00049, 8.5, 0.1234567, 1)), detections(0, (0, 0, 1, 1, 1, 0))], ids
+    )
     assert rows == [
         {"image_id": 9, "category_id": 3, "bbox": [0, 0, 1, 1], "score": 1},
         {"image_id": "b", "category_id": 17, "bbox": [1, 2, 3, 6.5], "score": 0.12346},
@@ -76,72 +78,72 @@ def test_results_in_order_of_images() -> None:
     assert json.loads(json.dumps(rows)) == rows
 
 
-def test_own_ids() -> None:
-    ids = own_ids(NAMES, PATHS)
+def test_default_ids() -> None:
+    ids = default_ids(NAMES, PATHS)
     assert ids.images == (9, "b", 7)
     assert ids.categories == (0, 1)
-    assert "numbers of the classes" in ids.told
+    assert "numbers of the classes" in ids.origin
 
 
 def test_cocos_classes_have_cocos_ids() -> None:
     """Some of COCO's own: https://cocodataset.org, instances_val2017.json."""
     names = read_yaml(ROOT / "data" / "coco128.yaml")["names"]
-    ids = own_ids(names, PATHS)
+    ids = default_ids(names, PATHS)
     by_name = dict(zip(names.values(), ids.categories, strict=True))
     known = {"person": 1, "fire hydrant": 11, "stop sign": 13, "bed": 65, "dining table": 67, "toilet": 70, "tv": 72}
     assert {name: by_name[name] for name in known} == known
     assert (by_name["toothbrush"], len(set(ids.categories))) == (90, 80)
-    assert "COCO's" in ids.told
+    assert "COCO's" in ids.origin
 
 
 def test_cocos_ids_are_those_of_its_annotations(shared: Path) -> None:
     content = json.loads((shared / "data" / "coco128" / "annotations" / "instances_train2017.json").read_bytes())
     by_name = {one["name"]: one["id"] for one in content["categories"]}
     names = read_yaml(ROOT / "data" / "coco128.yaml")["names"]
-    assert [by_name[name] for name in names.values()] == list(own_ids(names, PATHS).categories)
+    assert [by_name[name] for name in names.values()] == list(default_ids(names, PATHS).categories)
 
 
 # Annotations
 
 
-def test_which_annotations_are_found(tmp_path: Path) -> None:
+def test_the_annotations_of_a_split(tmp_path: Path) -> None:
     roots, folder = (tmp_path / "none", tmp_path), tmp_path / "annotations"
     paths = [tmp_path / "images" / "val2017" / "1.jpg"]
-    file, told = find_annotations(roots, "val", paths)
+    file, message = find_annotations(roots, "val", paths)
     assert file is None
-    assert "instances_val2017.json" in told
-    assert "instances_val*.json" in told
+    assert "instances_val2017.json" in message
+    assert "instances_val*.json" in message
     written(folder, {}, "captions_val2017.json")
     written(folder, {}, "instances_train2017.json")
     assert find_annotations(roots, "val", paths)[0] is None
     older = written(folder, {}, "instances_val2014.json")
     assert find_annotations(roots, "val", paths) == (older, "")
-    own = written(folder, {}, "instances_val2017.json")
-    assert find_annotations(roots, "val", paths) == (own, "")
-    file, told = find_annotations(roots, "val", [tmp_path / "images" / "1.jpg"])  # which of the two?
+    newer = written(folder, {}, "instances_val2017.json")
+    assert find_annotations(roots, "val", paths) == (newer, "")
+    file, message = find_annotations(roots, "val", [tmp_path / "images" / "1.jpg"])  # which of the two?
     assert file is None
-    assert "instances_val2014.json and instances_val2017.json" in told
+    assert "instances_val2014.json and instances_val2017.json" in message
 
 
 def test_ids_of_annotations(tmp_path: Path) -> None:
-    """By the whole of a file_name where it has folders, for there are two b.png; an image that is not there has its
-    own."""
+    """By the whole file_name if it has folders, because there are two b.png; an image that is not there has its default
+    id."""
     read = read_annotations(written(tmp_path, annotations()), NAMES, PATHS)
     assert read.ids.images == (9, 50, 7)
     assert read.ids.categories == (3, 17)
-    assert read.known == {0, 1}
-    assert "lacks 1 of the images" in read.doubts()[0]
-    assert read_annotations(written(tmp_path, annotations()), NAMES, PATHS[:2]).doubts() == []
+    assert read.annotated == {0, 1}
+    assert "lacks 1 of the images" in read.warnings()[0]
+    assert read_annotations(written(tmp_path, annotations()), NAMES, PATHS[:2]).warnings() == []
 
 
-def test_a_file_in_another_folder_is_known_by_its_last_part(tmp_path: Path) -> None:
+def test_a_file_in_another_folder_is_recognised_by_its_last_part(tmp_path: Path) -> None:
     images = [
         {"id": 5, "file_name": "train2017/7.jpg"},
         {"id": 6, "file_name": "x/b.png"},
         {"id": 7, "file_name": "y/b.png"},
     ]
     read = read_annotations(written(tmp_path, annotations(images=images)), NAMES, PATHS)
-    assert read.known == {2}
+    assert read.annotated == {2}
     assert read.ids.images[2] == 5
 
 
@@ -165,22 +167,22 @@ def test_annotations_that_cannot_be_read(tmp_path: Path) -> None:
         read_annotations(tmp_path / "absent.json", NAMES, PATHS)
 
 
-# Numbers
+# Metrics
 
 
-def test_numbers_by_hand(tmp_path: Path) -> None:
-    """One cat of two is found, before another that is none; the dog is not, but at IoU 0.6. COCO reads a precision at
-    101 recalls: that of the cat is 1 at 51 of them."""
+def test_metrics_by_hand(tmp_path: Path) -> None:
+    """One cat of two is detected, before a false one; the dog only at IoU 0.6. COCO reads precision at 101 recalls: it
+    is 1 at 51 of them for the cats."""
     read = read_annotations(written(tmp_path, annotations()), NAMES, PATHS)
     rows = results(
         [
-            found(0, (10, 10, 50, 50, 0.9, 0), (0, 60, 40, 100, 0.8, 0)),
-            found(1, (0, 0, 40, 24, 0.9, 1)),
-            found(2, (0, 0, 40, 24, 0.9, 1)),  # of no image that is annotated
+            detections(0, (10, 10, 50, 50, 0.9, 0), (0, 60, 40, 100, 0.8, 0)),
+            detections(1, (0, 0, 40, 24, 0.9, 1)),
+            detections(2, (0, 0, 40, 24, 0.9, 1)),  # of no image that is annotated
         ],
         read.ids,
     )
-    scores = dict(zip(NUMBERS, score(read, rows), strict=True))
+    scores = dict(zip(COCO_METRICS, score(read, rows), strict=True))
     cat = 51 / 101
     assert scores["AP", "0.50", "all", 100] == pytest.approx((cat + 1) / 2)
     assert scores["AP", "0.75", "all", 100] == pytest.approx((cat + 0) / 2)
@@ -190,13 +192,13 @@ def test_numbers_by_hand(tmp_path: Path) -> None:
     rows = table(list(scores.values()))
     assert rows[2].split() == ["AP", "0.50", "all", "100", f"{(cat + 1) / 2:.4f}"]
     assert rows[4].split() == ["AP", "0.50:0.95", "small", "100", "-"]
-    document = list(csv.DictReader(text(list(scores.values())).splitlines()))
+    document = list(csv.DictReader(csv_document(list(scores.values())).splitlines()))
     assert len(document) == 12
     assert float(document[1]["value"]) == pytest.approx((cat + 1) / 2)
     assert document[3]["value"] == ""
 
 
-def test_nothing_found(tmp_path: Path) -> None:
+def test_metrics_without_detections(tmp_path: Path) -> None:
     read = read_annotations(written(tmp_path, annotations()), NAMES, PATHS)
     assert score(read, [])[:3] == [0, 0, 0]
 
@@ -205,4 +207,4 @@ def test_annotations_without_boxes(tmp_path: Path) -> None:
     content = annotations(annotations=[{"id": 1, "image_id": 9, "category_id": 3}])
     read = read_annotations(written(tmp_path, content), NAMES, PATHS)
     with pytest.raises(UserError, match=r"cannot be used .*give a file of COCO annotations"):
-        score(read, results([found(0, (10, 10, 50, 50, 0.9, 0))], read.ids))
+        score(read, results([detections(0, (10, 10, 50, 50, 0.9, 0))], read.ids))

@@ -1,4 +1,4 @@
-"""What a person sees: bars on terminals only, colours only where they are wanted."""
+"""Console output: bars and colours on terminals only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import pytest
 
 from utils import console
-from utils.console import YELLOW, Bar, Remaining, duration, painted, show
+from utils.console import YELLOW, Bar, RemainingTime, coloured, duration, show
 
 
 class Terminal(io.StringIO):
@@ -22,15 +22,15 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert painted("a", YELLOW, Terminal()) == "\x1b[33ma\x1b[0m"
-    assert painted("a", YELLOW, io.StringIO()) == "a"
+    assert coloured("a", YELLOW, Terminal()) == "\x1b[33ma\x1b[0m"
+    assert coloured("a", YELLOW, io.StringIO()) == "a"
     monkeypatch.setenv("TERM", "dumb")
-    assert painted("a", YELLOW, Terminal()) == "a"
+    assert coloured("a", YELLOW, Terminal()) == "a"
 
 
 def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    assert painted("a", YELLOW, Terminal()) == "a"
+    assert coloured("a", YELLOW, Terminal()) == "a"
 
 
 def test_warnings_are_yellow_and_the_rest_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_durations(seconds: float, expected: str) -> None:
 def test_what_remains_follows_from_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
     monkeypatch.setattr("utils.console.time.monotonic", lambda: now[0])
-    remaining = Remaining(8)
+    remaining = RemainingTime(8)
     assert remaining.seconds() == 0
     remaining.done, now[0] = 2, 16.0
     assert remaining.seconds() == 18.0
@@ -79,7 +79,7 @@ def test_a_bar_measures_without_a_terminal(monkeypatch: pytest.MonkeyPatch, caps
 def test_a_bar_on_a_terminal_shows_values_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr(console, "REFRESH", 0.0)
+    monkeypatch.setattr(console, "REFRESH_SECONDS", 0.0)
     bar = Bar("epoch 1/2", 24, True)
     for _ in bar.over(range(3), lambda _: 8):
         if bar.due():

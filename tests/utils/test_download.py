@@ -132,7 +132,7 @@ def test_a_cut_connection_is_gone_on_from(server: Server, kept: Path, quick: lis
 
 @pytest.mark.parametrize("answer", [{"ranges": False, "tag": '"1"'}, {"tag": ""}, {"tag": 'W/"1"'}])
 def test_a_server_that_knows_no_ranges_or_tags(answer: dict, server: Server, kept: Path) -> None:
-    """It begins anew, and what came is not put together."""
+    """It starts again, and the parts are not joined."""
     cuts = [3_000_000, 2_000_000, len(CONTENT)]
     address = server.give("a.bin", lambda handler: sending(CONTENT, **answer, cut=cuts.pop(0))(handler))
     assert download(address, kept / "a.bin").read_bytes() == CONTENT
@@ -209,7 +209,7 @@ def test_a_server_that_fails_for_a_while(server: Server, kept: Path) -> None:
 
 
 def test_a_silence_in_the_middle(server: Server, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(downloads, "PATIENCE", 0.1)
+    monkeypatch.setattr(downloads, "SERVER_TIMEOUT_SECONDS", 0.1)
     silent = threading.Event()
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
@@ -257,7 +257,9 @@ def test_an_answer_that_is_none(answer: Answer, server: Server, kept: Path) -> N
     refused(server.give("a.pth", answer), kept / "a.pth")
 
 
-@pytest.mark.parametrize(("code", "asked"), [(404, 1), (403, 1), (500, downloads.TRIES), (429, downloads.TRIES)])
+@pytest.mark.parametrize(
+    ("code", "asked"), [(404, 1), (403, 1), (500, downloads.MAX_FAILURES), (429, downloads.MAX_FAILURES)]
+)
 def test_an_error_of_the_server(code: int, asked: int, server: Server, kept: Path) -> None:
     """One that will not change is told at once."""
     address = server.give("b.pth", failing(code, 99, sending(b"")))
@@ -279,7 +281,7 @@ def test_nobody_there(kept: Path, quick: list[float]) -> None:
 
 
 def test_a_server_that_says_nothing(kept: Path, monkeypatch: pytest.MonkeyPatch, quick: list[float]) -> None:
-    monkeypatch.setattr(downloads, "PATIENCE", 0.1)
+    monkeypatch.setattr(downloads, "SERVER_TIMEOUT_SECONDS", 0.1)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -326,7 +328,7 @@ def test_addresses() -> None:
 def test_a_checksum_that_is_known(server: Server, kept: Path) -> None:
     digits = hashlib.sha256(CONTENT).hexdigest()
     address = server.give("a.pth", sending(CONTENT, tag='"1"'))
-    assert "(its SHA-256 is not the one that is known of it, twice)" in refused(address, kept / "a.pth", sha256="0123")
+    assert "(its SHA-256 is not the expected one, twice)" in refused(address, kept / "a.pth", sha256="0123")
     assert left(kept) == []
     assert [start for _, start in server.asked] == [0, 0]
     assert download(address, kept / "a.pth", sha256=digits[:8]).read_bytes() == CONTENT
@@ -341,7 +343,7 @@ def test_a_checksum_that_the_server_tells(name: str, server: Server, kept: Path)
     address = server.give("a.bin", lambda handler: sending(contents.pop(0), tag='"1"', headers=headers)(handler))
     assert download(address, kept / "a.bin").read_bytes() == CONTENT
     server.give("b.bin", sending(CONTENT[::-1], headers=headers))
-    assert "its MD5 is not the one that the server says" in refused(f"{server.address}/b.bin", kept / "b.bin")
+    assert "its MD5 is not the one that the server gives" in refused(f"{server.address}/b.bin", kept / "b.bin")
     assert left(kept) == [kept / "a.bin"]
 
 

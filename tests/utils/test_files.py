@@ -15,7 +15,7 @@ import pytest
 
 from utils import files
 from utils.errors import UserError
-from utils.files import cache_folder, claimed, find_file, numbered_folder, read_yaml, replacing
+from utils.files import cache_folder, find_file, lock_folder, numbered_folder, read_yaml, replacing
 
 # Writing
 
@@ -112,13 +112,13 @@ def test_a_project_that_cannot_be_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize("exist_ok", [False, True])
 def test_a_project_that_is_a_link_to_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exist_ok: bool) -> None:
     """A disk that is not mounted, say: there is an end to trying."""
-    attempts = files._attempts
+    attempts = files._numbered
 
     def few(name: str) -> Iterator[str]:
         yield from itertools.islice(attempts(name), 20)
         pytest.fail("still trying")
 
-    monkeypatch.setattr(files, "_attempts", few)
+    monkeypatch.setattr(files, "_numbered", few)
     (tmp_path / "runs").symlink_to(tmp_path / "gone")
     with pytest.raises(UserError, match="cannot be made"):
         numbered_folder(tmp_path / "runs", "exp", exist_ok)
@@ -128,7 +128,7 @@ def test_a_project_that_is_a_link_to_nothing(tmp_path: Path, monkeypatch: pytest
 
 
 def hold(folder: Path, mouth: Connection) -> None:
-    held = claimed(folder)
+    held = lock_folder(folder)
     mouth.send(held.is_locked)
     time.sleep(60)
 
@@ -142,23 +142,23 @@ def test_a_folder_is_held_as_long_as_a_process_lives(tmp_path: Path, monkeypatch
         assert ear.poll(30)
         assert ear.recv()
         with monkeypatch.context() as patched:
-            patched.setattr(files, "PATIENCE", 0.1)
+            patched.setattr(files, "LOCK_TIMEOUT_SECONDS", 0.1)
             with pytest.raises(UserError) as caught:
-                claimed(tmp_path)
+                lock_folder(tmp_path)
         assert str(caught.value) == (
             f"another run is writing into {tmp_path}; wait for its end, or choose another --name"
         )
         (tmp_path / "other").mkdir()
-        assert claimed(tmp_path / "other").is_locked
+        assert lock_folder(tmp_path / "other").is_locked
     finally:
         other.kill()
         other.join(30)
-    assert claimed(tmp_path).is_locked
+    assert lock_folder(tmp_path).is_locked
 
 
 def test_a_folder_that_is_given_back(tmp_path: Path) -> None:
-    claimed(tmp_path).release()
-    assert claimed(tmp_path).is_locked
+    lock_folder(tmp_path).release()
+    assert lock_folder(tmp_path).is_locked
 
 
 def test_a_disk_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_a_disk_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise NotImplementedError("no locks here")
 
     monkeypatch.setattr(files.FileLock, "acquire", refuse)
-    assert not claimed(tmp_path).is_locked
+    assert not lock_folder(tmp_path).is_locked
 
 
 # Finding
@@ -203,7 +203,8 @@ def test_what_is_not_there(repository: Path, name: str) -> None:
     with pytest.raises(UserError) as caught:
         find_file(name, "recipe", ["data/hyps"])
     assert str(caught.value) == (
-        f"recipe '{name}' is not a file; give the path of one, or one that comes with us: high.yaml, low.yaml"
+        f"recipe '{name}' is not a file; give the path of one, or one that comes with the repository: "
+        "high.yaml, low.yaml"
     )
 
 
@@ -219,10 +220,10 @@ def test_read_yaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a: 1\nb: [1, 2\nc: 3\n", r"a\.yaml, line 3: .*; mend the YAML there"),
-        (b"a: 1\n\tb: 2\n", r"a\.yaml, line 2: .*; mend the YAML there"),
+        (b"a: 1\nb: [1, 2\nc: 3\n", r"a\.yaml, line 3: .*; fix the YAML there"),
+        (b"a: 1\n\tb: 2\n", r"a\.yaml, line 2: .*; fix the YAML there"),
         (b"a: 1\nb: !!python/object:os.system {}\n", r"a\.yaml, line 2: could not determine a constructor"),
-        (b"a: \x00\n", r"a\.yaml: not YAML; mend"),
+        (b"a: \x00\n", r"a\.yaml: not YAML; fix"),
         (b"a: \xff\xfe\n", r"a\.yaml is not text in UTF-8; save it as UTF-8"),
         (b"", r"a\.yaml holds no `key: value` lines; it must be a YAML mapping"),
         (b"- 1\n- 2\n", r"a\.yaml holds no `key: value` lines"),

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from utils.config.options import TrainOptions, ValOptions, parse_options
+from utils.config.options import TrainOptions, ValOptions
+from utils.config.parser import parse_options
 from utils.distributed.exit import Stopped
 from utils.errors import UserError
 from utils.python_api import RESULT, as_arguments, call, hand_over
@@ -66,7 +67,7 @@ def test_a_run_that_ends_early_leaves_the_signals_as_they_were() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise Stopped(130)
 
-    with pytest.raises(UserError, match="ended early, with the exit code 130"):
+    with pytest.raises(UserError, match="ended early with exit code 130"):
         call(main, TrainOptions, {})
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -79,5 +80,5 @@ def test_a_finished_run_is_no_error() -> None:
 
 
 def test_processes_that_have_failed() -> None:
-    with pytest.raises(UserError, match="with the exit code 3; what it said stands above"):
+    with pytest.raises(UserError, match="failed with exit code 3; see the messages above"):
         call(lambda argv: sys.exit(3), TrainOptions, {})

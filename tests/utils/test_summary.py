@@ -1,11 +1,11 @@
-"""What an evaluation hands on: which images are shown, and counts without their zeros."""
+"""Which images are drawn, and counts without their zeros."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from utils.summary import cells, confusion_text, dense, evenly
+from utils.summary import confusion_text, dense_counts, evenly_spaced, sparse_counts
 
 
 @pytest.mark.parametrize(
@@ -20,27 +20,27 @@ from utils.summary import cells, confusion_text, dense, evenly
         (5, 0, []),
     ],
 )
-def test_evenly(images: int, count: int, expected: list[int]) -> None:
-    assert evenly(images, count) == expected
+def test_evenly_spaced(images: int, count: int, expected: list[int]) -> None:
+    assert evenly_spaced(images, count) == expected
 
 
 def test_evenly_leaves_no_gap_and_takes_none_twice() -> None:
     for images, count in ((128, 16), (5000, 16), (1000, 999), (2**40, 7)):
-        found = evenly(images, count)
+        found = evenly_spaced(images, count)
         assert (len(found), found[0]) == (count, 0)
         steps = np.diff([*found, images])
         assert 0 < min(steps) <= max(steps) <= min(steps) + 1
 
 
-def test_cells_are_the_counts_without_zeros() -> None:
+def test_sparse_counts_have_no_zeros() -> None:
     matrix = np.array([[0, 3, 0], [0, 0, 0], [1, 0, 70000]])
-    found = cells(matrix)
+    found = sparse_counts(matrix)
     assert found == [[0, 1, 3], [2, 0, 1], [2, 2, 70000]]
     assert {type(value) for row in found for value in row} == {int}
-    assert np.array_equal(dense(found, 3), matrix)
-    assert dense(found, 3).dtype == np.int64
-    assert cells(np.zeros((2, 2), np.int64)) == []
-    assert dense([], 2).tolist() == [[0, 0], [0, 0]]
+    assert np.array_equal(dense_counts(found, 3), matrix)
+    assert dense_counts(found, 3).dtype == np.int64
+    assert sparse_counts(np.zeros((2, 2), np.int64)) == []
+    assert dense_counts([], 2).tolist() == [[0, 0], [0, 0]]
 
 
 def test_confusion_text() -> None:

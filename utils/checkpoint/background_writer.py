@@ -1,4 +1,4 @@
-"""Writing files in the background, so that training goes on meanwhile."""
+"""Writing files in a background thread, so that training continues meanwhile. Called by utils/run_folder.py."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from pathlib import Path
 from utils.errors import UserError
 from utils.files import replacing
 
-Jobs = Mapping[Path, Callable[[], None]]  # what is written, and what writes it: that alone
+Jobs = Mapping[Path, Callable[[], None]]  # by what is written: the function that writes it, and nothing else
 
 
-class Writer:
-    """Writes one job after another. What fails is told once, and tried again at the end.
+class BackgroundWriter:
+    """Runs one set of jobs after another. A failure is one warning, and is tried again in the end.
 
-    say: takes the warnings.
+    warn: called with the warnings.
     """
 
-    def __init__(self, say: Callable[[str], object]) -> None:
-        self.say = say
+    def __init__(self, warn: Callable[[str], object]) -> None:
+        self.warn = warn
         self.pool = ThreadPoolExecutor(1)
         self.running: tuple[Jobs, Future[None]] | None = None
         self.failed: dict[Path, Callable[[], None]] = {}
-        self.told: set[Path] = set()
+        self.warned: set[Path] = set()
 
-    def files(
+    def write(
         self, paths: Sequence[Path], content: memoryview | bytes, then: Callable[[], object] = lambda: None
     ) -> None:
-        """The same content into several files, each whole or as before. then: is called when they are written."""
-        self.do({path: partial(_write, path, content) for path in paths}, then)
+        """Write `content` into each file, whole or not at all, and call `then` once all are written."""
+        self.submit({path: partial(_write, path, content) for path in paths}, then)
 
-    def do(self, jobs: Jobs, then: Callable[[], object] = lambda: None) -> None:
-        """Start some jobs when those before are done: none waits, for each holds all that it writes."""
+    def submit(self, jobs: Jobs, then: Callable[[], object] = lambda: None) -> None:
+        """Start `jobs` once those before have ended. A job holds a copy of what it writes: training may change it."""
         self.wait()
-        self.running = jobs, self.pool.submit(_all, jobs, then)
+        self.running = jobs, self.pool.submit(_run, jobs, then)
 
     def wait(self) -> None:
-        """Until the last jobs are done; a warning where they failed."""
+        """Wait until the last jobs have ended; warn if they failed."""
         if self.running is None:
             return
         (jobs, future), self.running = self.running, None
@@ -46,28 +46,29 @@ class Writer:
             future.result()
         except OSError as error:
             self.failed.update(jobs)
-            if not self.told.issuperset(jobs):
-                self.told.update(jobs)
+            if not self.warned.issuperset(jobs):
+                self.warned.update(jobs)
                 names = " and ".join(map(str, jobs))
-                self.say(f"warning: {names} cannot be written now: {error.strerror or error}; training goes on")
+                self.warn(f"warning: {names} cannot be written now: {error.strerror or error}; training goes on")
         else:
             for path in jobs:
                 self.failed.pop(path, None)
 
-    def finish(self, folder: Path) -> None:
-        """All is written, what failed before too. Raises `UserError` for what is not."""
+    def finish(self, run_folder: Path) -> None:
+        """Wait for all jobs and repeat those that failed. Raises `UserError` if one fails again."""
         self.wait()
         for path, job in list(self.failed.items()):
             try:
                 job()
             except OSError as error:
                 raise UserError(
-                    f"{path} cannot be written: {error.strerror or error}; mend that, and go on with --resume {folder}"
+                    f"{path} cannot be written: {error.strerror or error}; fix that, and go on with "
+                    f"--resume {run_folder}"
                 ) from None
             self.failed.pop(path)
 
 
-def _all(jobs: Jobs, then: Callable[[], object]) -> None:
+def _run(jobs: Jobs, then: Callable[[], object]) -> None:
     for job in jobs.values():
         job()
     then()

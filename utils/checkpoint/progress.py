@@ -1,7 +1,8 @@
-"""Where a run stands: how far it is, what was best, and whether it still gets better."""
+"""How far a run is, which epoch was the best, and whether it still improves. Called by train.py and run_log.py."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,12 +11,12 @@ from utils.summary import Summary
 
 @dataclass
 class Progress:
-    """All that a run knows of its way beside tensors. Every process holds the same and so decides alike."""
+    """The counters of a run. Every process holds the same, so that all decide alike."""
 
     epoch: int = 0  # the one being trained, or the next
-    batch: int = 0  # so many of its batches are trained; where it is all of them, the validation is missing
+    batch: int = 0  # batches of this epoch that are trained; if all are, its validation comes next
     step: int = 0  # optimizer steps, those skipped included
-    best: float = float("-inf")
+    best: float = float("-inf")  # fitness
     best_epoch: int = -1
     validated: int = -1  # the last epoch that was
     summary: Summary | None = None  # of the best epoch
@@ -27,7 +28,7 @@ class Progress:
         return f"in epoch {self.epoch + 1}" + (f", after batch {self.batch}" if self.batch else "")
 
     def record(self, epoch: int, fitness: float) -> bool:
-        """Note an epoch's fitness; true where it is the best so far."""
+        """Record the fitness of an epoch and return whether it is the best so far."""
         self.validated = epoch
         if not fitness > self.best:
             return False
@@ -35,19 +36,26 @@ class Progress:
         return True
 
     def stalled(self, patience: int) -> bool:
-        """Have `patience` epochs passed without a better fitness? 0 never gives up."""
+        """Return whether `patience` epochs have passed without a better fitness; never if it is 0."""
         return 0 < patience <= self.validated - self.best_epoch
 
     def next_epoch(self) -> None:
-        """This epoch is over."""
+        """Start the next epoch."""
         self.epoch, self.batch, self.taken = self.epoch + 1, 0, 0
 
-    @staticmethod
-    def of(saved: dict[str, Any]) -> Progress:
-        """What `asdict` made of one."""
-        summary = saved["summary"]
-        return Progress(**{**saved, "summary": summary and Summary(**summary)})
-
-    def plain(self) -> dict[str, Any]:
-        """Plain values, for a file."""
+    def state(self) -> dict[str, Any]:
+        """Return the counters as plain values."""
         return asdict(self)
+
+    def load_state(self, saved: Mapping[str, Any]) -> None:
+        """Take over what `state` returned."""
+        summary = saved["summary"]
+        loaded = Progress(**{**saved, "summary": summary and Summary(**summary)})
+        vars(self).update(vars(loaded))
+
+    @classmethod
+    def from_state(cls, saved: Mapping[str, Any]) -> Progress:
+        """Return the progress of which `state` returned `saved`."""
+        progress = cls()
+        progress.load_state(saved)
+        return progress

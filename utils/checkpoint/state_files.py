@@ -1,64 +1,43 @@
-"""Weight files, for people, and the state of a run, for --resume: tensors and plain values, nothing that runs."""
+"""The files in checkpoint/ of a run folder, from which --resume goes on: written whole, checked when they are read.
+
+Called by utils/run_folder.py and utils/checkpoint/resume.py. What is in them is utils/checkpoint/training_state.py's.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import nn
 
 from utils.errors import UserError
 from utils.files import replacing
-from utils.memory_format import plain
 
-FORMAT = "lockstep-1"
 STATE_FORMAT = "lockstep-state-1"
-DIGITS = 16  # of a state's checksum, in its name
+CHECKSUM_DIGITS = 16  # hexadecimal, in the name of a file
 
 
-def serialised(content: Any) -> memoryview:
-    """The bytes of a file that `torch.load` reads."""
-    buffer = io.BytesIO()
-    torch.save(plain(content), buffer)
-    return buffer.getbuffer()
+class StateFiles:
+    """The states in a run's folder `checkpoint/`: number-checksum.pt, the newest and the one before it.
 
-
-def weights_content(
-    model: nn.Module, yaml: Mapping[str, Any], names: Mapping[int, str], settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """A weight file: a model (its EMA, fp32) with all that is needed to use it: YAML with the task, names, settings."""
-    return {
-        "format": FORMAT,
-        "task": yaml["task"],
-        "model": dict(yaml),
-        "names": dict(names),
-        "state": {key: value.detach().cpu() for key, value in model.state_dict().items()},
-        "settings": dict(settings),
-    }
-
-
-class States:
-    """The states of a run in its folder `checkpoint/`: number-checksum.pt, the newest and the one before.
-
-    The checksum in the name says whether a file is whole, wherever it has been since.
+    The checksum in the name tells whether a file is whole, whatever has happened to it since.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.last: Path | None = None  # the one written or read last: it is known to be whole
+        self.last: Path | None = None  # the file written or read last, which is known to be whole
 
     def files(self) -> list[Path]:
-        """All that are there, the newest first."""
+        """Return all files, the newest first."""
         return sorted(self.folder.glob("[0-9]*-*.pt"), reverse=True)
 
     def write(self, content: memoryview) -> None:
-        """Write a state, whole or not at all, and then remove what is older than the last one."""
+        """Write a state, whole or not at all; then remove all older ones but the last that is known to be whole."""
         number = max((int(file.stem.partition("-")[0]) for file in self.files()), default=0) + 1
         path = self.folder / f"{number:08d}-{_checksum(content)}.pt"
         with replacing(path) as file:
@@ -68,8 +47,11 @@ class States:
                 old.unlink()
         self.last = path
 
-    def read(self, say: Callable[[str], object]) -> dict[str, Any] | None:
-        """The newest state that is whole; None where there is none at all. Raises `UserError` where all are damaged."""
+    def read(self, warn: Callable[[str], object]) -> dict[str, Any] | None:
+        """Return the newest state that is whole, with a warning for each that is not; None if there are no files.
+
+        Raises `UserError` if all files are damaged, or if one cannot be read.
+        """
         files = self.files()
         for file in files:
             try:
@@ -79,7 +61,7 @@ class States:
             if file.stem.partition("-")[2] == _checksum(content):
                 self.last = file
                 return _load(file, io.BytesIO(content))
-            say(f"warning: {file} is damaged (its checksum is another); taking the one before")
+            warn(f"warning: {file} is damaged (its checksum is another); taking the one before")
         if files:
             raise UserError(
                 f"no state in {self.folder} is whole, so the run cannot go on; start a new one from its weights/last.pt"
@@ -92,12 +74,15 @@ class States:
             file.unlink()
 
     def peek(self) -> dict[str, Any] | None:
-        """The newest state, its tensors left on the disk; None where there is none that can be read."""
+        """Return the newest state that can be loaded, without its checksum and with its tensors mapped from the disk.
+
+        None if there is no such state.
+        """
         for file in self.files():
             try:
                 return _load(file, file)
             except (UserError, OSError, RuntimeError, UnpicklingError, EOFError, zipfile.BadZipFile, ValueError):
-                continue  # `read` will say what is wrong with it
+                continue  # `read` will tell what is wrong with it
         return None
 
 
@@ -109,4 +94,4 @@ def _load(file: Path, source: io.BytesIO | Path) -> dict[str, Any]:
 
 
 def _checksum(content: memoryview | bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:DIGITS]
+    return hashlib.sha256(content).hexdigest()[:CHECKSUM_DIGITS]

@@ -1,4 +1,7 @@
-"""What the processes of a run do each in its own time: those that are done wait, and not in a collective."""
+"""A barrier without a time limit, for work that may take hours on one machine only, such as a download.
+
+Called by the scripts.
+"""
 
 from __future__ import annotations
 
@@ -8,57 +11,58 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from torch import distributed
-
-from utils.distributed.exit import names, tell, told
-from utils.distributed.ranks import key, place, run_store
+from utils.distributed.exit import process_names
+from utils.distributed.ranks import world_size
+from utils.distributed.store import RunStore, ask_run_store, run_store
 from utils.errors import UserError
 
-BEAT = 1.0  # seconds between two signs of life
-SILENCE = 60.0  # seconds without any, after which those that wait give up
+HEARTBEAT_SECONDS = 1.0  # between two heartbeats of a process that works
+SILENCE_LIMIT_SECONDS = 60.0  # without any heartbeat, after which those that wait give up
 _numbers = itertools.count()
 
 
 @contextmanager
-def in_own_time() -> Iterator[None]:
-    """Each process does what is in the `with`, however long it takes, and then waits until all have done it.
+def untimed_barrier() -> Iterator[None]:
+    """Let each process do what is in the `with`, however long it takes, then wait until all have done it.
 
-    A download may take hours on one machine only. There is no time limit, therefore; but a process that has ended
-    without a word is found out, for those that are not there yet give signs of life at the run's store. One that fails
-    says so as everywhere. Raises `UserError` with the names of those that are gone.
+    It is no collective, which would end at the time-out. Processes that still work send heartbeats over the run's
+    store, so that one that has ended without a message is found. One that fails ends the run as anywhere else. Raises
+    `UserError` that names the processes which are gone.
     """
-    store, processes = run_store(), place().processes
-    if store is None or processes == 1:
+    store = run_store()
+    if store is None or world_size() == 1:
         yield
         return
-    name, done = f"own_time/{next(_numbers)}", threading.Event()
-    threading.Thread(target=_beat, args=(store, key(f"{name}/beats"), done), daemon=True).start()
+    name, done = f"barrier/{next(_numbers)}", threading.Event()
+    threading.Thread(target=_send_heartbeats, args=(store, f"{name}/heartbeats", done), daemon=True).start()
     try:
         yield
     finally:
         done.set()
-    tell(name, "")
-    store.add(key(f"{name}/count"), 1)
-    _wait(store, name, processes)
+    ask_run_store(lambda store: store.write(name, True), None)
+    store.count(f"{name}/done")
+    _wait(store, name, world_size())
 
 
-def _beat(store: distributed.Store, beats: str, done: threading.Event) -> None:
+def _send_heartbeats(store: RunStore, counter: str, done: threading.Event) -> None:
     with suppress(RuntimeError):
-        while not done.wait(BEAT):
-            store.add(beats, 1)
+        while not done.wait(HEARTBEAT_SECONDS):
+            store.count(counter)
 
 
-def _wait(store: distributed.Store, name: str, processes: int) -> None:
-    beats, since, pause = -1, time.monotonic(), 0.005
-    while store.add(key(f"{name}/count"), 0) < processes:
-        before, beats = beats, store.add(key(f"{name}/beats"), 0)  # of all together: those that are here do not beat
-        if beats != before:
+def _wait(store: RunStore, name: str, processes: int) -> None:
+    heartbeats, since, pause = -1, time.monotonic(), 0.005
+    while store.count(f"{name}/done", 0) < processes:
+        # Of all processes together: those that wait send none.
+        before, heartbeats = heartbeats, store.count(f"{name}/heartbeats", 0)
+        if heartbeats != before:
             since = time.monotonic()
-        elif time.monotonic() - since > SILENCE:
-            gone = sorted(set(range(processes)) - set(told(name)))
+        elif time.monotonic() - since > SILENCE_LIMIT_SECONDS:
+            done: dict[int, bool] = ask_run_store(lambda store: store.values(name), {})
+            missing = sorted(set(range(processes)) - set(done))
             raise UserError(
-                f"{names(gone)} ended without a word, or cannot be reached: no sign of life for {SILENCE:g} s while "
-                "the others waited for the start"
+                f"{process_names(missing)} ended without a word, or cannot be reached: no sign of life for "
+                f"{SILENCE_LIMIT_SECONDS:g} s while the others waited for the start"
             )
         time.sleep(pause)
-        pause = min(2 * pause, BEAT)
+        pause = min(2 * pause, HEARTBEAT_SECONDS)

@@ -1,4 +1,4 @@
-"""Smaller gradients on slow links: DDP's communication hooks by name."""
+"""Smaller gradients on slow links: DDP's communication hooks by name. Called by train.py and accelerator."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-HALVES = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
-HOOKS = (*HALVES, "powersgd")
+HALF_PRECISION_HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
+HOOKS = (*HALF_PRECISION_HOOKS, "powersgd")
 # PowerSGD answers one message with the next. Over gloo those of two buckets may cross, so all gradients are one bucket.
-BUCKETS = {"powersgd": 2**14}  # MB
-BUCKET = 25  # DDP's own
-RANK = 2  # of PowerSGD's approximation of each gradient matrix
+BUCKET_MB = {"powersgd": 2**14}
+DDP_BUCKET_MB = 25  # DDP's default
+POWERSGD_RANK = 2  # of PowerSGD's approximation of each gradient matrix
 
 
-def bucket_size(how: str) -> int:
-    """MB of gradients that travel at a time."""
-    return BUCKETS.get(how, BUCKET)
+def bucket_size(hook: str) -> int:
+    """Return how many MB of gradients travel at a time."""
+    return BUCKET_MB.get(hook, DDP_BUCKET_MB)
 
 
-def compress(model: DistributedDataParallel, how: str, warmup: int) -> None:
-    """Send the gradients of `model` as `how`, one of `HOOKS`, says.
+def register_comm_hook(model: DistributedDataParallel, hook: str, warmup: int) -> None:
+    """Register one of `HOOKS` for the gradients of `model`.
 
     fp16 and bf16 halve them. PowerSGD (Vogels et al. 2019) sends two thin factors of each weight's gradient and keeps
     what they miss for the next step; the first `warmup` optimizer steps go uncompressed.
     """
-    if how in HALVES:
-        model.register_comm_hook(None, HALVES[how])
+    if hook in HALF_PRECISION_HOOKS:
+        model.register_comm_hook(None, HALF_PRECISION_HOOKS[hook])
     else:
-        state = PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=max(warmup, 2))
+        state = PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=max(warmup, 2))
         model.register_comm_hook(state, powerSGD_hook)

@@ -1,9 +1,10 @@
-"""How processes end together: one says why, once, and the others go with it."""
+"""How processes end together: one prints why, once, and the others end with it.
+
+Called by the scripts (`run_main`), by spawn, and by what ends a run early (watchdog, graceful_stop, barrier).
+"""
 
 from __future__ import annotations
 
-import ctypes
-import multiprocessing
 import os
 import re
 import signal
@@ -14,37 +15,47 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from torch import distributed
 
-from utils.distributed.ranks import key, place, run_store, speaks
+from utils.console import silence
+from utils.distributed.loader_processes import end_workers, loader_died
+from utils.distributed.ranks import ranks, speaks_for_machine, world_size
+from utils.distributed.store import ask_run_store, run_store
 from utils.errors import UserError
 
-T = TypeVar("T")
-PATIENCE = 5.0  # seconds that a failing process leaves another one to say why
-ANSWER = 3.0  # seconds to wait for the run's store when a process fails; it may be gone
-PR_SET_PDEATHSIG = 1
-EAR = 1.0  # seconds between two looks whether another process has failed
-ROLL_CALL = 2.5  # seconds in which those that are left over say that they are
+TIME_LIMIT = "time"  # the reason to stop that is no signal's name
+EXPLAIN_SECONDS = 5.0  # that a failing process leaves another one to print why
+ALARM_POLL_SECONDS = 1.0  # between two looks whether another process has failed
+ROLL_CALL_SECONDS = 2.5  # in which the processes that are left write that they are
 
 
 class Stopped(Exception):
-    """The run ends early, as it was asked to: all is saved and said. `code` is the exit code."""
+    """The run ends early, as requested: everything is saved and printed. `code` is the exit code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"stopped, exit code {code}")
         self.code = code
 
 
-def run_main(main: Callable[[], object]) -> None:
-    """Call a script's `main`; a `UserError` becomes one line on stderr and exit code 1, Ctrl-C exit code 130.
+class StopRequested(Stopped):
+    """The run is to stop early, at a point where all processes are. reason: a signal's name, or `TIME_LIMIT`."""
 
-    Of many processes one speaks. Losing another process is an error of this kind too. No process that this one has
+    def __init__(self, reason: str) -> None:
+        super().__init__(0 if reason == TIME_LIMIT else 128 + signal.Signals[reason])
+        self.reason = reason
+
+
+def run_main(main: Callable[[], object]) -> None:
+    """Call a script's `main`; turn a `UserError` into one line on stderr and exit code 1, Ctrl-C into exit code 130.
+
+    Of many processes one prints. Losing another process is an error of this kind too. No process that this one has
     started outlives it, and it does not outlive the launcher that started it.
     """
-    if not speaks():
+    if not speaks_for_machine():
         warnings.simplefilter("ignore")
+        silence()
     follow_launcher()
     try:
         main()
@@ -57,26 +68,26 @@ def run_main(main: Callable[[], object]) -> None:
     except Exception as error:
         if lost := lost_contact(error):
             _end_as_survivor(lost)
-        if told := loader_died(error):
-            _end(f"error: {told}", 1)
-        if place().processes == 1:
+        if reason := loader_died(error):
+            _end(f"error: {reason}", 1)
+        if world_size() == 1:
             raise
         traceback.print_exc()
-        _end(f"error: {place()} failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}", 1)
+        _end(f"error: {ranks()} failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}", 1)
     finally:
         end_workers()
     by_zero = distributed.is_initialized() and "deepspeed" in sys.modules
     if distributed.is_initialized():
         distributed.destroy_process_group()
-    if place().processes > 1 or by_zero:
-        give_up("", 0)  # threads of DeepSpeed, or one that asks the store, may abort a process that goes in order
+    if world_size() > 1 or by_zero:
+        give_up("", 0)  # threads of DeepSpeed, or one that asks the store, may abort an orderly exit
 
 
 # What went wrong
 
 
 def lost_contact(error: Exception) -> str:
-    """A sentence for an error of torch's communication between processes; '' for any other error."""
+    """Return a sentence for an error of torch's communication between processes; '' for any other error."""
     text = str(error)
     known = isinstance(error, RuntimeError) and re.search(r"gloo|nccl", text, re.IGNORECASE)
     if not known and not isinstance(error, distributed.DistError):
@@ -91,53 +102,42 @@ def lost_contact(error: Exception) -> str:
     return f"the contact with the other processes broke ({text.splitlines()[0]}); what they printed says why"
 
 
-def loader_died(error: Exception) -> str:
-    """A sentence for a loader process that has ended by itself; '' for any other error."""
-    text = str(error)
-    if not isinstance(error, RuntimeError) or "DataLoader worker" not in text:
-        return ""
-    if "unable to allocate shared memory(shm)" in text or "killed by signal: Bus error" in text:
-        return "a loader process ran out of shared memory: make /dev/shm larger (docker --shm-size), or lower --workers"
-    if re.search(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)", text):
-        return "a loader process was ended; where nobody did that, the system was short of memory: lower --workers"
-    return ""
-
-
 # Ending
 
 
 def _end(message: str, code: int) -> NoReturn:
-    """Say why, once for all processes, and exit."""
+    """Print why, once for all processes, and exit."""
     end_workers()
-    if place().processes == 1:
+    if world_size() == 1:
         print(message, file=sys.stderr)
         sys.exit(code)
-    alarm()
-    if is_first("failed"):
+    raise_alarm()
+    if is_first_to_fail():
         give_up(message, code)
-    time.sleep(PATIENCE)  # an exit of this one may end the other one before it has spoken
+    time.sleep(EXPLAIN_SECONDS)  # an exit of this one may end the other one before it has printed
     give_up("", code)
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit with all the others, everything being said."""
-    if place().processes == 1:
+    """Exit with all the others; everything is printed."""
+    if world_size() == 1:
         sys.exit(code)
     give_up("", code)
 
 
 def _end_as_survivor(message: str) -> NoReturn:
-    """Another process is gone. It may have said why; else one of those that are left names it, and all exit."""
+    """Exit with all that are left, for another process is gone: it may have printed why, else one of them names it."""
     end_workers()
-    alarm()
-    time.sleep(ROLL_CALL)
-    if ask_store(lambda store: store.add(key("failed"), 0), 0):
+    raise_alarm()
+    time.sleep(ROLL_CALL_SECONDS)
+    if ask_run_store(lambda store: store.count("failed", 0), 0):
         give_up("", 1)
-    if is_first("failed"):
-        gone = set(range(place().processes)) - set(told("there")) - {place().rank}
-        lost = f"{names(sorted(gone))} ended without a word, or cannot be reached"
+    if is_first_to_fail():
+        present: dict[int, bool] = ask_run_store(lambda store: store.values("present"), {})
+        gone = set(range(world_size())) - set(present) - {ranks().rank}
+        lost = f"{process_names(sorted(gone))} ended without a word, or cannot be reached"
         give_up(f"error: {lost if gone else message}")
-    time.sleep(PATIENCE)
+    time.sleep(EXPLAIN_SECONDS)
     give_up("", 1)
 
 
@@ -151,104 +151,58 @@ def give_up(message: str, code: int = 1) -> NoReturn:
     os._exit(code)
 
 
-def end_workers() -> None:
-    """End what this process has started: loader processes, of which torch would complain if they were killed."""
-    workers = multiprocessing.active_children()
-    for worker in workers:
-        worker.terminate()
-    for worker in workers:
-        worker.join(1)
+# What failing processes write for each other
 
 
-# What failing processes tell each other at the run's store
-
-
-_silent: list[distributed.Store] = []  # the run's store, once it has not answered in time
-
-
-def ask_store(question: Callable[[distributed.Store], T], otherwise: T) -> T:
-    """The run's store's answer, or `otherwise`: where there is no store, or none that answers in time."""
-    store, answer = run_store(), [otherwise]
-    if store is None or _silent:
-        return otherwise
-
-    def ask() -> None:
-        with suppress(RuntimeError):
-            answer.append(question(store))
-
-    # In a thread of its own, for over a dead line the question would wait for many minutes.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(ANSWER)
-    if thread.is_alive():
-        _silent.append(store)
-    return answer[-1]
-
-
-def is_first(what: str) -> bool:
-    """Is this the first process that asks so? The run's store counts; where it is gone, one per machine is."""
-    count = ask_store(lambda store: store.add(key(what), 1), 0)
-    return count == 1 if count else speaks() or _main_is_gone()
+def is_first_to_fail() -> bool:
+    """Is this the first process that asks? The run's store counts; if it is gone, one process of each machine is."""
+    count = ask_run_store(lambda store: store.count("failed"), 0)
+    return count == 1 if count else speaks_for_machine() or _main_is_gone()
 
 
 def _main_is_gone() -> bool:
-    """The store does not answer: where the main process had it and ran on this machine, the next one speaks."""
-    here = place()
+    """Is the store gone with the main process of this machine, so that the next process is to speak?"""
+    here = ranks()
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return run_store() is not None and not hosted and here.rank == here.local_rank == 1
 
 
-def tell(what: str, word: str) -> None:
-    """Leave this process's word about something at the store."""
-    ask_store(lambda store: store.set(key(f"{what}/{place().rank}"), word), None)
-
-
-def told(what: str) -> dict[int, str]:
-    """The words of all processes about something, by rank, of those that have left one."""
-
-    def read(store: distributed.Store) -> dict[int, str]:
-        keys = {rank: key(f"{what}/{rank}") for rank in range(place().processes)}
-        return {rank: store.get(name).decode() for rank, name in keys.items() if store.check([name])}
-
-    return ask_store(read, {})
-
-
-def names(ranks: Iterable[int]) -> str:
-    """What these processes are called, for people."""
-    known = told("name")
-    return " and ".join(known.get(rank, f"process {rank}") for rank in ranks)
+def process_names(numbers: Iterable[int]) -> str:
+    """Return names of these ranks for people: `process 1 on a and process 2 on b`."""
+    names: dict[int, str] = ask_run_store(lambda store: store.values("names"), {})
+    return " and ".join(names.get(rank, f"process {rank}") for rank in numbers)
 
 
 def sign_in() -> None:
-    """All processes have met: leave this one's name, and from now on answer when another one fails.
+    """Write this process's name, once all have met, and from now on answer if another process fails.
 
-    A thread answers, for the main one may wait for the one that failed; then it ends this process.
+    A thread answers, for the main one may wait for the process that failed; then it ends this process.
     """
-    if place().processes > 1:
-        tell("name", str(place()))
-        threading.Thread(target=_attend, daemon=True).start()
+    if world_size() > 1:
+        ask_run_store(lambda store: store.write("names", str(ranks())), None)
+        threading.Thread(target=_await_alarm, daemon=True).start()
 
 
-def alarm() -> None:
-    """Tell all processes that this run is to end, and that they are to say whether they are still there."""
-    ask_store(lambda store: store.set(key("alarm"), ""), None)
+def raise_alarm() -> None:
+    """Let all processes know that this run ends, and that they are to write whether they are still there."""
+    ask_run_store(lambda store: store.write_once("alarm", True), None)
 
 
-def _attend() -> None:
+def _await_alarm() -> None:
     store = run_store()
     with suppress(RuntimeError):
-        while store is not None and not store.check([key("alarm")]):
-            time.sleep(EAR)
-        tell("there", "")
-        time.sleep(ROLL_CALL + PATIENCE)
+        while store is not None and not store.is_written("alarm"):
+            time.sleep(ALARM_POLL_SECONDS)
+        ask_run_store(lambda store: store.write("present", True), None)
+        time.sleep(ROLL_CALL_SECONDS + EXPLAIN_SECONDS)
         give_up("", 1)
 
 
-# Following those that started us
+# Ending with the process that started this one
 
 
 def follow_launcher() -> None:
-    """End with the process that has started this one, where that is a launcher: it cannot say so when it is killed."""
+    """End with the process that has started this one if that is a launcher, which may be killed without a signal."""
     if "TORCHELASTIC_RUN_ID" in os.environ or "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
         threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
 
@@ -257,27 +211,3 @@ def _follow(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     give_up("", 1)
-
-
-def shield_worker(number: int) -> None:
-    """At the start of a loader process: a signal to the whole job is for the process that it works for.
-
-    It ends when that one says so or is gone.
-    """
-    parent = os.getppid()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # Linux: at once when that one dies
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if hasattr(signal, "sigtimedwait"):
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_obey, args=(parent,), daemon=True).start()
-
-
-def _obey(parent: int) -> None:
-    while os.getppid() == parent:
-        told = signal.sigtimedwait({signal.SIGTERM}, 1.0)
-        if told and told.si_pid == parent:
-            break
-    os._exit(0)

@@ -1,4 +1,8 @@
-"""Where a launcher has put this process, and the store that the processes of a run share."""
+"""Rank and world size of this process, which the launcher or `utils.distributed.spawn` leaves in the environment.
+
+`ranks` and `speaks_for_machine` are for utils/distributed/ and utils/run.py alone. Other modules get by with the
+numbers of processes, with `launched`, and with `print_on_main`.
+"""
 
 from __future__ import annotations
 
@@ -6,55 +10,54 @@ import os
 import socket
 from typing import NamedTuple
 
-from torch import distributed
-
-SPREAD = "LOCKSTEP_SPREAD"  # in the environment of processes that `spread` has started
+SPAWNED = "LOCKSTEP_SPAWNED"  # in the environment of processes that `spawn` has started
 
 
-class Place(NamedTuple):
-    """This process: its number among all, and among those of its machine."""
+class Ranks(NamedTuple):
+    """The number of this process among all, and among those of its machine, and how many there are."""
 
     rank: int
-    processes: int
+    world_size: int
     local_rank: int
-    local_processes: int
+    local_world_size: int
 
     def __str__(self) -> str:
         return f"process {self.rank} on {socket.gethostname()}"
 
 
-def place() -> Place:
-    """What the launcher has left in the environment; without one, the only process."""
+def ranks() -> Ranks:
+    """Return what the environment says; without a launcher, the ranks of the only process."""
     rank, processes, local_rank = (int(os.environ.get(name) or 0) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return Place(rank, max(processes, 1), local_rank, local)
+    return Ranks(rank, max(processes, 1), local_rank, local)
+
+
+def world_size() -> int:
+    """Return the number of processes of the run."""
+    return ranks().world_size
+
+
+def local_world_size() -> int:
+    """Return the number of processes of the run on this machine."""
+    return ranks().local_world_size
+
+
+def fair_threads(processes: int) -> int:
+    """Return the threads of each of `processes` of this machine: with more than cores they slow each other down."""
+    return max((os.cpu_count() or 1) // processes, 1)
 
 
 def launched() -> bool:
-    """Has a launcher of its own started this process, and not `spread`?"""
-    return place().processes > 1 and SPREAD not in os.environ
+    """Has a launcher, and not `spawn`, started this process as one of several?"""
+    return world_size() > 1 and SPAWNED not in os.environ
 
 
-def speaks() -> bool:
-    """Is this the process that speaks for its machine while nothing is agreed with the others?"""
-    return place().local_rank == 0
+def speaks_for_machine() -> bool:
+    """Is this the process that prints for its machine before the processes have met, or if they cannot agree?"""
+    return ranks().local_rank == 0
 
 
-def attempt() -> int:
-    """How many times the launcher has started the processes anew (`--max_restarts`)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-
-
-def key(name: str) -> str:
-    """A name for the run's store, which the next attempt of the launcher may find again."""
-    return f"lockstep/{attempt()}/{name}"
-
-
-def run_store() -> distributed.Store | None:
-    """The store of the processes that have met, at its bottom, where all see the same names; None for one alone."""
-    if not distributed.is_initialized():
-        return None
-    store = distributed.distributed_c10d._get_default_store()
-    while isinstance(store, distributed.PrefixStore):
-        store = store.underlying_store
-    return store
+def print_on_main(*lines: str) -> None:
+    """Print lines on the main process; before there is a `Run`, which prints everything else."""
+    if ranks().rank == 0:
+        print(*lines, sep="\n", flush=True)

@@ -1,4 +1,4 @@
-"""Starting a run's processes on this machine without a launcher, and waiting for them."""
+"""Starting a run's processes on this machine without a launcher, and waiting for them. Called by the scripts."""
 
 from __future__ import annotations
 
@@ -16,72 +16,74 @@ from types import FrameType
 
 from torch import distributed
 
+from utils.distributed.devices import processes_to_start
 from utils.distributed.exit import run_main
-from utils.distributed.graceful_stop import SIGNALS
-from utils.distributed.ranks import SPREAD, key, place
+from utils.distributed.graceful_stop import STOP_SIGNALS
+from utils.distributed.ranks import SPAWNED, fair_threads, world_size
+from utils.distributed.store import RunStore
 from utils.errors import UserError
 
-GRACE = 10.0  # seconds that the others have when one process has failed: to say why, to see it, to end
+SHUTDOWN_SECONDS = 10.0  # that the other processes have if one has failed: to print why, to notice it, to end
 
 
-def fair_threads(processes: int) -> int:
-    """Threads for each of so many processes of this machine: with more than cores they would slow each other down."""
-    return max((os.cpu_count() or 1) // processes, 1)
+def spawn(main: Callable[[], object], processes: int) -> bool:
+    """Start processes on this machine, each of which calls `main`, and wait for all of them.
 
-
-def spread(main: Callable[[], object], processes: int) -> bool:
-    """Start so many processes on this machine, each of which calls `main`, and wait for all of them.
-
-    False, with nothing done, where this process is to do the work itself: it is to be the only one, or a launcher has
-    started it. When one process fails the others are ended, and this one exits with its code. Signals are handed on.
+    Returns False, with nothing done, if this process is to do the work itself: it is to be the only one, or a launcher
+    has started it. If one process fails the others are ended, and this one exits with its code. Signals are passed on.
     """
-    if processes == 1 or place().processes > 1 or "LOCAL_RANK" in os.environ:
+    if processes == 1 or world_size() > 1 or "LOCAL_RANK" in os.environ:
         return False
     # The store where they meet is held here: its port is taken from now on, and it outlives any of them.
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        SPREAD: "1",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's word for: nobody needs to open the store
+        SPAWNED: "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's name for: no process needs to open the store
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
     }
     os.environ.setdefault("OMP_NUM_THREADS", str(fair_threads(processes)))  # torch reads it once, at its start
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each tells with its stack that the others are gone
-    workers = multiprocessing.get_start_method()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each prints with its stack that the others are gone
+    loader_start_method = multiprocessing.get_start_method()
     started = [
-        multiprocessing.get_context("spawn").Process(target=_enter, args=(rank, main, environment, workers))
+        multiprocessing.get_context("spawn").Process(target=_enter, args=(rank, main, environment, loader_start_method))
         for rank in range(processes)
     ]
     for process in started:
         process.start()
-    _wait(started, store)
+    _wait(started, RunStore(store))
     return True
 
 
-def _enter(rank: int, main: Callable[[], object], environment: dict[str, str], workers: str) -> None:
+def spawn_for_devices(main: Callable[[], object], device: str, processes: int) -> bool:
+    """Spawn a process for each device that --device names, or as many as --processes says: see `spawn`."""
+    return spawn(main, processes_to_start(device, processes))
+
+
+def _enter(rank: int, main: Callable[[], object], environment: dict[str, str], loader_start_method: str) -> None:
     # A spawned process would spawn its loader's processes too, each with a copy of all that they read.
-    multiprocessing.set_start_method(workers, force=True)
+    multiprocessing.set_start_method(loader_start_method, force=True)
     with suppress(OSError):
-        os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the process that started this one, which hands it on
+        os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the process that started this one, which passes it on
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     run_main(main)
 
 
-def _wait(started: Sequence[SpawnProcess], store: distributed.Store) -> None:
-    """Wait for all; where one fails, exit with its code or raise `UserError` with a sentence that names it."""
-    asked: list[int] = []  # signals to end
+def _wait(started: Sequence[SpawnProcess], store: RunStore) -> None:
+    """Wait for all; if one fails, exit with its code or raise `UserError` that names it."""
+    received: list[int] = []  # signals
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        again = bool(asked) and number == signal.SIGINT
-        asked.append(number)
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        again = bool(received) and number == signal.SIGINT
+        received.append(number)
         for process in started:
             if process.is_alive():
                 process.kill() if again else os.kill(process.pid or 0, number)
 
-    before = {number: signal.signal(number, hand_on) for number in SIGNALS}
+    before = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
     failed: list[int] = []  # ranks, in their order
     end, why = float("inf"), ""
     try:
@@ -89,8 +91,8 @@ def _wait(started: Sequence[SpawnProcess], store: distributed.Store) -> None:
             wait([process.sentinel for process in alive], timeout=1.0)
             failed += [r for r, process in enumerate(started) if process.exitcode and r not in failed]
             if failed and end == float("inf"):
-                end = time.monotonic() + GRACE
-                why = "" if asked else _why_killed(failed[0], started[failed[0]].exitcode or 0, store)
+                end = time.monotonic() + SHUTDOWN_SECONDS
+                why = "" if received else _why_killed(failed[0], started[failed[0]].exitcode or 0, store)
             if time.monotonic() > end:
                 for process in alive:
                     process.kill()
@@ -102,17 +104,17 @@ def _wait(started: Sequence[SpawnProcess], store: distributed.Store) -> None:
     codes = [process.exitcode or 0 for process in started]
     if why:
         raise UserError(why)
-    if asked and min(codes) < 0:
+    if received and min(codes) < 0:
         raise KeyboardInterrupt
     if any(codes):
-        sys.exit(max(*codes, 1))  # somebody has said why
+        sys.exit(max(*codes, 1))  # a process has printed why
 
 
-def _why_killed(rank: int, code: int, store: distributed.Store) -> str:
-    """A sentence for a process that a signal has ended; '' where it has said something, or another one for it."""
-    if code > 0 or store.add(key("failed"), 1) > 1:
+def _why_killed(rank: int, code: int, store: RunStore) -> str:
+    """Return a sentence for a process that a signal has ended; '' if it, or another one for it, has printed why."""
+    if code > 0 or store.count("failed") > 1:
         return ""
     return (
-        f"process {rank} on {socket.gethostname()} was ended by {signal.Signals(-code).name}; where nobody did that, "
+        f"process {rank} on {socket.gethostname()} was ended by {signal.Signals(-code).name}; if nobody did that, "
         "it may have been the system, short of memory"
     )

@@ -1,68 +1,177 @@
-"""What the processes of a launch tell each other at the store where they meet, before a run or without one."""
+"""The run's store: all that its processes write for each other outside of collectives, over one protocol.
+
+Every key is lockstep/<attempt of the launcher>/<topic>/<name>[/<rank>], every value is JSON, counters are numbers.
+
+Before the processes have met, over a connection of `utils.distributed.rendezvous.connect`:
+    doctor/...     what the preflight compares
+    resume/...     the run that --resume means
+Once they have met, over `run_store`:
+    names, failed, alarm, present    who is there, who has failed, who is left (exit)
+    positions                        where each process is if none moves (watchdog)
+    stop                             at which step to stop, and why (graceful_stop)
+    barrier/<number>/...             who is done, and a heartbeat of those that are not (barrier)
+    memory/<host>/<number>           handles of shared memory (shared_memory)
+
+Here alone torch's stores are read and written; rendezvous and spawn make them. Called by utils/distributed/.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from torch import distributed
 
-from utils.distributed.ranks import key, place
+from utils.distributed.ranks import ranks
 from utils.errors import UserError
 
-SLACK = 5.0  # seconds for what should take none
-STEP = 0.05  # seconds between two looks at what others have written
+T = TypeVar("T")
+POLL_SECONDS = 0.05  # between two looks at what other processes have written; torch's own wait prints warnings
+LEAVE_SECONDS = 5.0  # that the main process, which may host the store, waits for others that have left
+ANSWER_SECONDS = 3.0  # that `ask_run_store` waits; the store may be gone, or its line dead
 
 
-class Board:
-    """What processes write for each other at a store, by name and rank; `about` keeps its names from others."""
+class RunStore:
+    """Values and counters of the processes of a run at one of torch's stores.
 
-    def __init__(self, store: distributed.Store, about: str) -> None:
-        self.store = distributed.PrefixStore(key(about), store)
-        self.own = place()
+    topic: keeps the names of one purpose from those of others. Reading and writing raise torch's `DistError` if the
+    store does not answer, which over a dead line takes many minutes: see `ask_run_store`.
+    """
 
-    def put(self, name: str, value: Any) -> None:
-        """Write this process's value, a JSON one, and count that it is written."""
-        self.store.add(f"{name}/{self.own.rank}/times", 1)
-        self.store.set(f"{name}/{self.own.rank}", json.dumps(value))  # last: who sees it may take the store away
+    def __init__(self, store: distributed.Store, topic: str = "") -> None:
+        self._store, self._topic, self._ranks = store, topic, ranks()
 
-    def times(self, name: str, rank: int) -> int:
-        """How often a rank's value was written."""
-        return self.store.add(f"{name}/{rank}/times", 0)
+    # A value of each rank
 
-    def read(self, name: str, seconds: float) -> dict[int, Any]:
-        """The values of those ranks that write one within so many seconds."""
-        found: dict[int, Any] = {}
-        for found in self._readings(name, range(self.own.processes), seconds):
-            if len(found) == self.own.processes:
+    def write(self, name: str, value: Any) -> None:
+        """Write this process's value, and count that it is written."""
+        entry = f"{name}/{self._ranks.rank}"
+        self.count(f"{entry}/times")
+        self._store.set(self._key(entry), json.dumps(value))  # last: who reads it may take the store away
+
+    def times_written(self, name: str, rank: int) -> int:
+        """Return how often a rank's value was written."""
+        return self.count(f"{name}/{rank}/times", 0)
+
+    def values(self, name: str) -> dict[int, Any]:
+        """Return the values that are written by now, by rank."""
+        return self._values(name, range(self._ranks.world_size))
+
+    def wait_for_values(self, name: str, seconds: float) -> dict[int, Any]:
+        """Return the values of those ranks that write one within `seconds`."""
+        values: dict[int, Any] = {}
+        for values in self._poll(name, range(self._ranks.world_size), seconds):
+            if len(values) == self._ranks.world_size:
                 break
-        return found
+        return values
 
-    def of_main(self, name: str, seconds: float) -> Any:
-        """The main process's value. Raises `UserError` where it does not come."""
-        for found in self._readings(name, (0,), seconds):
-            if found:
-                return found[0]
+    def wait_for_main(self, name: str, seconds: float) -> Any:
+        """Return the main process's value. Raises `UserError` if it does not come within `seconds`."""
+        for values in self._poll(name, (0,), seconds):
+            if values:
+                return values[0]
         raise UserError(
             f"the main process has not answered for {seconds:g} s: see what it printed, and whether the network is cut"
         )
 
     def leave(self, name: str) -> None:
-        """Wait, not for long, for those that have written a `name`: the main process may hold the store, and its end
-        be theirs."""
-        self.put("left", True)
-        came = [rank for rank in range(self.own.processes) if self.times(name, rank)]
-        if self.own.rank == 0:
-            next((found for found in self._readings("left", came, SLACK) if len(found) == len(came)), None)
+        """Leave the store. The main process, which may host it, waits first for those that have written `name`, for at
+        most `LEAVE_SECONDS`."""
+        self.write("left", True)
+        writers = [rank for rank in range(self._ranks.world_size) if self.times_written(name, rank)]
+        if self._ranks.rank == 0:
+            polls = self._poll("left", writers, LEAVE_SECONDS)
+            next((left for left in polls if len(left) == len(writers)), None)
 
-    def _readings(self, name: str, ranks: Sequence[int], seconds: float) -> Iterator[dict[int, Any]]:
-        """What is there of these ranks, again and again for so many seconds. To wait at the store makes torch talk."""
+    # One value for all
+
+    def write_once(self, name: str, value: Any) -> None:
+        """Write a value unless a process has written it: the first one wins."""
+        self._store.compare_set(self._key(name), "", json.dumps(value))
+
+    def value(self, name: str) -> Any:
+        """Return the value of `write_once`, None if there is none."""
+        return json.loads(self._store.get(self._key(name))) if self.is_written(name) else None
+
+    def is_written(self, name: str) -> bool:
+        """Is there a value of `write_once`?"""
+        return self._store.check([self._key(name)])
+
+    def wait_for_value(self, name: str) -> Any:
+        """Return the value of `write_once` as soon as there is one. Raises `DistError` after the store's time-out."""
+        return json.loads(self._store.get(self._key(name)))
+
+    # Counters
+
+    def count(self, name: str, by: int = 1) -> int:
+        """Add to a counter. Returns its new value; with `by` 0, its value."""
+        return self._store.add(self._key(name), by)
+
+    def _key(self, name: str) -> str:
+        return store_key(f"{self._topic}/{name}" if self._topic else name)
+
+    def _values(self, name: str, of: Sequence[int]) -> dict[int, Any]:
+        keys = {rank: self._key(f"{name}/{rank}") for rank in of}
+        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+
+    def _poll(self, name: str, of: Sequence[int], seconds: float) -> Iterator[dict[int, Any]]:
+        """Yield the values of these ranks that are written, again and again for `seconds`, and once at least."""
         end = time.monotonic() + seconds
         while True:
-            keys = {rank: f"{name}/{rank}" for rank in ranks}
-            yield {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
+            yield self._values(name, of)
             if time.monotonic() > end:
                 return
-            time.sleep(STEP)
+            time.sleep(POLL_SECONDS)
+
+
+def attempt() -> int:
+    """Return how many times the launcher has started the processes anew (`--max_restarts`)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+def store_key(name: str) -> str:
+    """Return the key of a name in a store that the next attempt of the launcher may use again."""
+    return f"lockstep/{attempt()}/{name}"
+
+
+def run_store() -> RunStore | None:
+    """Return the store of the processes that have met; None for the only process.
+
+    It is torch's at its bottom, where all processes see the same keys.
+    """
+    if not distributed.is_initialized():
+        return None
+    store = distributed.distributed_c10d._get_default_store()
+    while isinstance(store, distributed.PrefixStore):
+        store = store.underlying_store
+    return RunStore(store)
+
+
+_unanswered: list[RunStore] = []  # the run's store, once it has not answered in time
+
+
+def ask_run_store(question: Callable[[RunStore], T], otherwise: T) -> T:
+    """Return what `question` returns for the run's store, or `otherwise` if there is none that answers in time.
+
+    Once it has not answered it is not asked again.
+    """
+    store, answer = run_store(), [otherwise]
+    if store is None or _unanswered:
+        return otherwise
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            answer.append(question(store))
+
+    # In a thread of its own, for over a dead line the question would wait for many minutes.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(ANSWER_SECONDS)
+    if thread.is_alive():
+        _unanswered.append(store)
+    return answer[-1]

@@ -1,4 +1,7 @@
-"""BatchNorm in any memory layout and over several processes: exact at every step, or averaged now and then."""
+"""BatchNorm in any memory layout and over several processes: exact at every step, or averaged now and then.
+
+Called by train.py.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,19 @@ from torch import Tensor, distributed, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-def exact(model: nn.Module, together: bool) -> nn.Module:
-    """`model` with BatchNorm layers that are exact in any memory layout; parameters, buffers and names stay.
+def synchronise_batchnorm(model: nn.Module, over_processes: bool) -> nn.Module:
+    """Return `model` with BatchNorm layers that are exact in any memory layout; parameters, buffers and names stay.
 
-    together: they see the batch of all processes, not of this one alone. On the CPU they are `ExactBatchNorm`,
-    elsewhere torch's own BatchNorm and, on CUDA, SyncBatchNorm.
+    over_processes: they see the global batch, not the local one. On the CPU they are `ExactBatchNorm`, elsewhere
+    torch's BatchNorm or, over processes, SyncBatchNorm.
     """
-    together = together and _processes() > 1
+    over_processes = over_processes and _processes() > 1
     if next(iter(model.state_dict().values())).device.type != "cpu":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model) if together else model
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model) if over_processes else model
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, _BatchNorm) and not isinstance(child, ExactBatchNorm):
-                module.register_module(name, ExactBatchNorm.of(child, together))
+                module.register_module(name, ExactBatchNorm.of(child, over_processes))
     return model
 
 
@@ -45,22 +48,22 @@ def average_statistics(model: nn.Module) -> None:
 class ExactBatchNorm(_BatchNorm):
     """BatchNorm whose statistics in training are as exact in channels_last as in any layout.
 
-    Input and output (b, channels, ...). `together`: the statistics are those of the batch of all processes, and each
-    process must call it alike: one all-reduce forward, one backward.
+    Input and output (b, channels, ...). over_processes: the statistics are those of the global batch, and all
+    processes must call it together: one all-reduce forward, one backward.
 
     torch's own kernel for channels_last on the CPU adds up each channel in one float32: on a map of 160 x 160 its
     variance is off by 7e-5, and which of them depends on the number of threads.
     """
 
-    together = False
+    over_processes = False
 
     @classmethod
-    def of(cls, layer: _BatchNorm, together: bool) -> ExactBatchNorm:
-        """The same layer, with the same parameters and buffers."""
-        made = cls(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
-        made._parameters, made._buffers = layer._parameters, layer._buffers
-        made.together = together
-        return made.train(layer.training)
+    def of(cls, layer: _BatchNorm, over_processes: bool) -> ExactBatchNorm:
+        """Return the same layer, with the same parameters and buffers."""
+        layer_copy = cls(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+        layer_copy._parameters, layer_copy._buffers = layer._parameters, layer._buffers
+        layer_copy.over_processes = over_processes
+        return layer_copy.train(layer.training)
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Any shape will do."""
@@ -68,21 +71,21 @@ class ExactBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
-        own = input.numel() / input.shape[1]
-        count: float | Tensor = own
+        local_count = input.numel() / input.shape[1]
+        count: float | Tensor = local_count
         mean, variance = _moments(input.detach())
-        if self.together:
-            count, mean, variance = _global_moments(own, mean, variance)
-        elif own == 1:
+        if self.over_processes:
+            count, mean, variance = _global_moments(local_count, mean, variance)
+        elif local_count == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
-        self._follow(count, mean, variance)
+        self._update_running_statistics(count, mean, variance)
         precise = torch.promote_types(input.dtype, torch.float32)
         return _Normalise.apply(
-            input, self.weight, self.bias, mean.to(precise), variance.to(precise), self.eps, count, self.together
+            input, self.weight, self.bias, mean.to(precise), variance.to(precise), self.eps, count, self.over_processes
         )
 
     @torch.no_grad()
-    def _follow(self, count: float | Tensor, mean: Tensor, variance: Tensor) -> None:
+    def _update_running_statistics(self, count: float | Tensor, mean: Tensor, variance: Tensor) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked += 1
@@ -146,10 +149,10 @@ class _Normalise(torch.autograd.Function):
         variance: Tensor,
         eps: float,
         count: float | Tensor,
-        together: bool,
+        over_processes: bool,
     ) -> Tensor:
         ctx.save_for_backward(input, weight, mean, variance)
-        ctx.eps, ctx.count, ctx.together = eps, count, together
+        ctx.eps, ctx.count, ctx.over_processes = eps, count, over_processes
         return nn.functional.batch_norm(input, mean, variance, weight, bias, False, 0.0, eps)
 
     @staticmethod
@@ -159,9 +162,9 @@ class _Normalise(torch.autograd.Function):
         # torch's own: in channels_last its sums over the gradient are not exact, which moves the gradients of weight
         # and bias by 1e-5 on the largest maps, and that of the input by less than 1e-6.
         backward = torch.ops.aten.native_batch_norm_backward.default
-        if not ctx.together:
-            own = (grad, input, weight, None, None, mean, deviation, True, ctx.eps)
-            return *backward(*own, [True, weight is not None, weight is not None]), None, None, None, None, None
+        if not ctx.over_processes:
+            arguments = (grad, input, weight, None, None, mean, deviation, True, ctx.eps)
+            return *backward(*arguments, [True, weight is not None, weight is not None]), None, None, None, None, None
         gains = torch.ones_like(mean) if weight is None else weight
         _, for_weight, for_bias = backward(
             grad, input, gains, mean, variance, None, None, False, ctx.eps, [False, True, True]

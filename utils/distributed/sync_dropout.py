@@ -1,4 +1,7 @@
-"""Dropout that does not depend on the number of processes: each draws for the whole batch and takes its own part."""
+"""Dropout that does not depend on the number of processes: each draws for the global batch and takes its slice.
+
+Called by train.py.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from utils.distributed.ranks import place
+from utils.distributed.ranks import ranks
 
 
-def draw_for_all(model: nn.Module) -> None:
-    """Replace what drops at random in `model` by layers whose choices are those of the batch of all processes.
+def synchronise_dropout(model: nn.Module) -> None:
+    """Replace the dropout and stochastic depth layers of `model` by ones whose masks are those of the global batch.
 
-    The choices follow from torch's seed, which must be the same on all processes. Names and parameters stay.
+    The masks follow from torch's seed, which must be the same on all processes. Names and parameters stay.
     """
     stochastic_depth = getattr(sys.modules.get("torchvision.ops.stochastic_depth"), "StochasticDepth", ())
     for module in list(model.modules()):
@@ -27,10 +30,10 @@ def draw_for_all(model: nn.Module) -> None:
 
 
 class GlobalDropout(nn.Module):
-    """Zeroes each value with the probability `p`, with `rows` each image, with `maps` each channel of one, and
-    scales up the rest.
+    """Zeroes each value with the probability `p`, or each image (`rows`), or each channel of an image (`maps`), and
+    scales the rest up.
 
-    Input and output (b, ...): this process's part of the batch, one after another in the order of the ranks.
+    Input and output (b, ...): this process's slice of the batch, which the processes hold in the order of the ranks.
     """
 
     def __init__(self, p: float, rows: bool, maps: bool = False) -> None:
@@ -40,8 +43,9 @@ class GlobalDropout(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return input
-        own, here = len(input), place()
-        apart = 1 if self.rows else 2 if self.maps else input.dim()  # dimensions in which it is drawn anew
-        shape = [own * here.processes, *input.shape[1:apart], *[1] * (input.dim() - apart)]
-        kept = torch.empty(shape, device=input.device).bernoulli_(1 - self.p)[own * here.rank : own * (here.rank + 1)]
-        return input * (kept / max(1 - self.p, 1e-12)).to(input.dtype)
+        images, here = len(input), ranks()
+        drawn_dims = 1 if self.rows else 2 if self.maps else input.dim()  # one mask value for each index in them
+        shape = [images * here.world_size, *input.shape[1:drawn_dims], *[1] * (input.dim() - drawn_dims)]
+        mask = torch.empty(shape, device=input.device).bernoulli_(1 - self.p)
+        mask = mask[images * here.rank : images * (here.rank + 1)]
+        return input * (mask / max(1 - self.p, 1e-12)).to(input.dtype)

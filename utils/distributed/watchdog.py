@@ -1,42 +1,53 @@
-"""Watching over a run of many processes: when none moves any more, who holds them up?"""
+"""A watchdog over the processes of a run: if none moves any more, which one holds the others up?
+
+Called by utils/run.py.
+"""
 
 from __future__ import annotations
 
 import faulthandler
-import json
 import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import NamedTuple
 
-from utils.distributed.exit import PATIENCE, alarm, give_up, is_first, names, tell, told
-from utils.distributed.ranks import place
+from utils.distributed.exit import EXPLAIN_SECONDS, give_up, is_first_to_fail, process_names, raise_alarm
+from utils.distributed.ranks import ranks, world_size
+from utils.distributed.store import ask_run_store
 
-GRACE = 3.0  # seconds in which the others say where they stand
+POSITIONS_SECONDS = 3.0  # in which the other processes write where they are
 # Where a process waits for others: in a collective, or in backward, which ends in one.
 WAITING = ("torch/distributed/", "torch/autograd/", "deepspeed/comm/")
 
 
-class Watch:
-    """Within a `with`, ends a process that has not moved for `timeout` seconds, and says whom it waited for.
+class Position(NamedTuple):
+    """Where a process is that does not move: its batches so far, and whether it waits for other processes."""
 
-    Each process writes its Python stacks into `folder`. With one process there is nobody who waits.
+    batches: int
+    waits: bool
+
+
+class Watchdog:
+    """Within a `with`, ends a process that has not moved for `timeout` seconds, and prints which it waited for.
+
+    Each process writes its Python stacks into `folder`/stacks. A process that runs alone is not watched.
     """
 
     def __init__(self, timeout: float, folder: Path) -> None:
-        self.timeout, self.file = timeout, folder / "stacks" / f"process{place().rank}.txt"
-        self.beats, self.last, self.on = 0, time.monotonic(), False
+        self.timeout, self.file = timeout, folder / "stacks" / f"process{ranks().rank}.txt"
+        self.batches, self.last, self.on = 0, time.monotonic(), False
 
     def beat(self) -> None:
-        """This process has come to its next batch."""
-        self.beats += 1
+        """Note that this process has come to its next batch."""
+        self.batches += 1
         self.last = time.monotonic()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         self.beat()
-        self.on = place().processes > 1
+        self.on = world_size() > 1
         if self.on:
             threading.Thread(target=self._watch, daemon=True).start()
         return self
@@ -54,22 +65,23 @@ class Watch:
 
     def _end(self) -> None:
         waits = is_waiting(sys._current_frames()[threading.main_thread().ident or 0])
-        own = {"beats": self.beats, "waits": waits}
-        tell("stands", json.dumps(own))
+        position = Position(self.batches, waits)
+        ask_run_store(lambda store: store.write("positions", position), None)
         with suppress(OSError):  # a full disk must not keep it from ending
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
-        alarm()
-        time.sleep(GRACE)
-        if not is_first("failed"):
-            time.sleep(PATIENCE)
+        raise_alarm()
+        time.sleep(POSITIONS_SECONDS)
+        if not is_first_to_fail():
+            time.sleep(EXPLAIN_SECONDS)
             give_up("", 1)
-        stand = {rank: json.loads(word) for rank, word in told("stands").items()}
-        stand[place().rank] = own  # the store may be beyond reach
-        late = blamed(place().processes, stand)
-        what = "did not move" if late <= set(stand) else "did not move, or could not be reached,"
-        who = f"{names(sorted(late))} {what}" if late else "no process moved"
+        written: dict[int, list] = ask_run_store(lambda store: store.values("positions"), {})
+        positions = {rank: Position(*values) for rank, values in written.items()}
+        positions[ranks().rank] = position  # the store may be beyond reach
+        late = blamed(world_size(), positions)
+        what = "did not move" if late <= set(positions) else "did not move, or could not be reached,"
+        who = f"{process_names(sorted(late))} {what}" if late else "no process moved"
         give_up(
             f"error: {who} for {self.timeout:g} s (--dist-timeout) while the others waited; what each was doing stands "
             f"in {self.file.parent}",
@@ -87,14 +99,14 @@ def is_waiting(frame: FrameType | None) -> bool:
     return False
 
 
-def blamed(processes: int, there: dict[int, dict]) -> set[int]:
-    """The ranks that hold the others up: those that do not answer, or do not wait, or are a batch behind."""
-    absent = set(range(processes)) - set(there)
+def blamed(processes: int, positions: dict[int, Position]) -> set[int]:
+    """Return the ranks that hold the others up: those without a position, that do not wait, or that are behind."""
+    absent = set(range(processes)) - set(positions)
     if absent:
         return absent
-    busy = {rank for rank, word in there.items() if not word["waits"]}
+    busy = {rank for rank, position in positions.items() if not position.waits}
     if busy and len(busy) < processes:
         return busy
-    behind = min(word["beats"] for word in there.values())
-    late = {rank for rank, word in there.items() if word["beats"] == behind}
+    behind = min(position.batches for position in positions.values())
+    late = {rank for rank, position in positions.items() if position.batches == behind}
     return late if len(late) < processes else set()

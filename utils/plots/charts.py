@@ -1,4 +1,7 @@
-"""Charts of numbers, as matplotlib figures. matplotlib is imported when the first is drawn, and never its pyplot."""
+"""Charts as matplotlib figures: results by epoch, confusion matrix, curves of classes, labels. `run_pictures` calls it.
+
+matplotlib is imported when the first chart is drawn, and pyplot never. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from utils.plots.drawing import printable
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Columns = Mapping[str, np.ndarray]  # numbers by name, all of one length
-DPI = 100  # pixels per inch
-STYLE: Any = {
+PIXELS_PER_INCH = 100
+MATPLOTLIB_SETTINGS: Any = {
     "font.size": 9,
     "axes.titlesize": 9,
     "axes.spines.top": False,
@@ -28,168 +33,175 @@ STYLE: Any = {
     "legend.frameon": False,
     "legend.fontsize": 8,
 }
-LONGEST = 40  # characters of a name; what is longer is cut in its middle
-PALE, GREY = 0.35, "0.6"
-MANY_RUNS = 10  # from here on their colours come from a scale
+MAX_NAME_CHARACTERS = 40  # the middle of a longer name is cut out
+UNSMOOTHED_ALPHA = 0.35  # of the exact values behind a smoothed line
+GREY = "0.6"
+CATEGORICAL_COLOURS = 10  # in matplotlib's tab10
 
-MOST_COLUMNS = 5  # panels side by side
-PANEL = (3.2, 2.5)  # inches, with title and ticks
-STEADIER, WIDEST = 40, 4.0  # the smoothing is as wide as this part of the epochs, and so many points at most
-FLAT = 0.03  # an axis spans at least this share of the values: more of their digits would be noise
+MAX_SUBPLOT_COLUMNS = 5  # side by side
+SUBPLOT_INCHES = (3.2, 2.5)  # width and height, with title and ticks
+SMOOTHING_SPAN_PART = 40  # the smoothing is as wide as the epochs divided by this
+MAX_SMOOTHING_POINTS = 4.0  # but no wider than this number of points
+MIN_RELATIVE_SPAN = 0.03  # of an axis, as a share of the values: less would show noise
 
-MOST_NAMES = 121  # classes that a confusion matrix names: 120 and background
-MOST_CELLS = 1000  # cells of it that have their number written in, the largest ones: each takes 1 ms
+MAX_CONFUSION_NAMES = 121  # classes that a confusion matrix names: 120 and background
+MAX_CELL_TEXTS = 1000  # cells with a number, the largest ones: each takes 1 ms
 
-MOST_CURVES = 20  # classes with colours and names of their own; of more the extremes are named
-EXTREMES = 5  # the best so many, and the worst
+MAX_NAMED_CURVES = 20  # classes; of more only the extremes have colours and names
+EXTREME_CLASSES = 5  # of the best, and of the worst
 
-MOST_BARS = 160  # classes that a histogram names
-MOST_OUTLINES = 1000
-BINS = 50
-WIDE_RANGE = 50  # largest by smallest count of a split from which on their axis is logarithmic
+MAX_BAR_NAMES = 160  # classes
+MAX_OUTLINES = 1000  # boxes drawn around one centre
+DENSITY_BINS = 50  # along each side
+LOG_SCALE_RATIO = 50  # largest count of a split by its smallest, above which the axis is logarithmic
 
 
 @contextmanager
-def style() -> Iterator[None]:
-    """Within, matplotlib's own settings and ours, whatever the user's matplotlibrc says, and no warnings: a character
-    that the font lacks is drawn as a box."""
+def chart_style() -> Iterator[None]:
+    """Draw with matplotlib's defaults and our settings, whatever the user's matplotlibrc contains.
+
+    Warnings are silenced: a character that the font lacks is drawn as a box.
+    """
     import matplotlib
 
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     with warnings.catch_warnings(), matplotlib.rc_context():
         warnings.simplefilter("ignore")
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(STYLE)
+        matplotlib.rcParams.update(MATPLOTLIB_SETTINGS)
         yield
 
 
-def drawn(make: Callable[..., Figure], *given: Any) -> np.ndarray:
-    """The picture of the figure that `make` makes of what is `given`, uint8 (h, w, 3) BGR."""
-    with style():
-        canvas: Any = make(*given).canvas
+def render(make_figure: Callable[..., Figure], *arguments: Any) -> np.ndarray:
+    """Return the figure that `make_figure` makes of `arguments` as a picture, uint8 (h, w, 3) BGR."""
+    with chart_style():
+        canvas: Any = make_figure(*arguments).canvas
         canvas.draw()
         return np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., 2::-1])
 
 
 def _figure(width: float, height: float, **more: Any) -> Figure:
-    """An empty figure of that many inches that draws on memory."""
+    """Return an empty figure that is drawn into memory; width and height in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure((width, height), dpi=DPI, **more)
+    figure = Figure((width, height), dpi=PIXELS_PER_INCH, **more)
     FigureCanvasAgg(figure)
     return figure
 
 
-def printable(text: str) -> str:
-    """`text` with a ? for every character that has no shape: a lone surrogate kills OpenCV."""
-    return "".join(character if character.isprintable() else "?" for character in text)
-
-
-def plain(name: str) -> str:
-    """A name as matplotlib shows it on one line: no formulas, not too long."""
-    if len(name) > LONGEST:
-        name = f"{name[: LONGEST // 2]}…{name[-(LONGEST // 2 - 1) :]}"
+def axis_text(name: str) -> str:
+    """Return a name for matplotlib: printable, shortened, and not parsed as a formula."""
+    if len(name) > MAX_NAME_CHARACTERS:
+        name = f"{name[: MAX_NAME_CHARACTERS // 2]}…{name[-(MAX_NAME_CHARACTERS // 2 - 1) :]}"
     return printable(name).replace("$", r"\$")
 
 
 def colours(count: int) -> list[Any]:
-    """Colours that can be told apart, as far as there are so many."""
+    """Return `count` colours, as distinct as possible."""
     from matplotlib import colormaps
 
-    if count <= MANY_RUNS:
+    if count <= CATEGORICAL_COLOURS:
         return [colormaps["tab10"](index) for index in range(count)]
     if count <= 20:
         return [colormaps["tab20"](index) for index in (*range(0, 20, 2), *range(1, 20, 2))][:count]
     return [colormaps["turbo"](share) for share in np.linspace(0.03, 0.97, count)]
 
 
-def inches(figure: Figure, names: Sequence[str], size: float) -> float:
-    """The width of the widest of `names` in letters of `size` points."""
+def text_inches(figure: Figure, names: Sequence[str], size: float) -> float:
+    """Return the width in inches of the widest of `names` in a font of `size` points."""
     from matplotlib.font_manager import FontProperties
 
     canvas: Any = figure.canvas
     renderer, font = canvas.get_renderer(), FontProperties(size=size)
-    return max((renderer.get_text_width_height_descent(name, font, False)[0] for name in names), default=0) / DPI
+    pixels = (renderer.get_text_width_height_descent(name, font, False)[0] for name in names)
+    return max(pixels, default=0) / PIXELS_PER_INCH
 
 
-# What a run has written by epoch
+# Results by epoch
 
 
 def results_figure(runs: Mapping[str, Columns]) -> Figure:
-    """A panel for every column of `runs` (their columns, by the run's name) but `epoch`, over the epochs.
+    """Plot every column but `epoch` over the epochs, in a subplot each.
 
-    One run: its values, and smoothed. Several: smoothed, a colour for each.
+    runs: the columns of results.csv by the run's name. Of one run the exact values are drawn, and smoothed; of several
+    each has a colour.
     """
     names = list(dict.fromkeys(name for columns in runs.values() for name in columns if name != "epoch"))
-    places = arrange(names)
-    rows, wide = (1 + max((place[axis] for place in places.values()), default=0) for axis in (0, 1))
-    width = wide * PANEL[0]
-    labels = [plain(run) for run in runs] if len(runs) > 1 else []
-    across = max(1, int(width / (0.075 * max(map(len, labels), default=0) + 0.6)))
-    foot = 0.2 * math.ceil(len(labels) / across) + 0.15 * bool(labels)
-    figure = _figure(width, rows * PANEL[1] + foot)
+    positions = subplot_positions(names)
+    rows, columns = (1 + max((position[axis] for position in positions.values()), default=0) for axis in (0, 1))
+    width = columns * SUBPLOT_INCHES[0]
+    labels = [axis_text(run) for run in runs] if len(runs) > 1 else []
+    legend_columns = max(1, int(width / (0.075 * max(map(len, labels), default=0) + 0.6)))
+    legend_height = 0.2 * math.ceil(len(labels) / legend_columns) + 0.15 * bool(labels)
+    figure = _figure(width, rows * SUBPLOT_INCHES[1] + legend_height)
     height = figure.get_size_inches()[1]
     grid = figure.add_gridspec(
         rows,
-        wide,
+        columns,
         left=0.65 / width,
         right=1 - 0.15 / width,
         top=1 - 0.4 / height,
-        bottom=(0.45 + foot) / height,
+        bottom=(0.45 + legend_height) / height,
         wspace=0.3,
         hspace=0.4,
     )
-    for name, place in places.items():
-        axes = figure.add_subplot(grid[place])
-        _panel(axes, name, runs)
-        if (place[0] + 1, place[1]) not in places.values():
+    for name, (row, column) in positions.items():
+        axes = figure.add_subplot(grid[row, column])
+        _draw_subplot(axes, name, runs)
+        if (row + 1, column) not in positions.values():
             axes.set_xlabel("epoch")
     if labels:
-        lines = [_line(colour) for colour in colours(len(runs))]
-        figure.legend(lines, labels, loc="lower center", ncols=min(across, len(labels)))
+        lines = [_legend_line(colour) for colour in colours(len(runs))]
+        figure.legend(lines, labels, loc="lower center", ncols=min(legend_columns, len(labels)))
     return figure
 
 
-def arrange(names: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Row and column of the panel of each of `names`: val terms below the train terms, metrics beside them in two rows,
-    the rest beside these or, where that is too wide, below."""
-    parts = {part: [name for name in names if name.startswith(part)] for part in ("train/", "val/", "metrics/")}
-    train, val, metrics = parts.values()
+def subplot_positions(names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Return row and column of the subplot of each of `names`.
+
+    Validation losses are below the training losses, metrics beside them in two rows, and other columns beside these or,
+    if that is too wide, below.
+    """
+    groups = {prefix: [name for name in names if name.startswith(prefix)] for prefix in ("train/", "val/", "metrics/")}
+    train, val, metrics = groups.values()
     if not train or not val:
-        return _flow(names, math.ceil(math.sqrt(len(names))))
-    rest = [name for name in names if not name.startswith(tuple(parts))]
-    left = max(len(train), len(val))
-    wide = left + math.ceil(len(metrics) / 2)
-    places = _flow(train, left) | _flow(val, left, row=1) | _flow(metrics, wide - left, column=left)
-    if wide + math.ceil(len(rest) / 2) > MOST_COLUMNS:
-        return places | _flow(rest, wide, row=2)
-    return places | _flow(rest, math.ceil(len(rest) / 2), column=wide)
+        return _fill(names, math.ceil(math.sqrt(len(names))))
+    others = [name for name in names if not name.startswith(tuple(groups))]
+    losses_width = max(len(train), len(val))
+    width = losses_width + math.ceil(len(metrics) / 2)
+    positions = _fill(train, losses_width) | _fill(val, losses_width, row=1)
+    positions |= _fill(metrics, width - losses_width, column=losses_width)
+    if width + math.ceil(len(others) / 2) > MAX_SUBPLOT_COLUMNS:
+        return positions | _fill(others, width, row=2)
+    return positions | _fill(others, math.ceil(len(others) / 2), column=width)
 
 
-def _flow(names: Sequence[str], columns: int, row: int = 0, column: int = 0) -> dict[str, tuple[int, int]]:
+def _fill(names: Sequence[str], columns: int, row: int = 0, column: int = 0) -> dict[str, tuple[int, int]]:
     return {name: (row + index // columns, column + index % columns) for index, name in enumerate(names)}
 
 
 def smooth(epochs: np.ndarray, values: np.ndarray, width: float) -> np.ndarray:
-    """The means of `values` (n,) around each epoch, weighted by a Gaussian with a deviation of `width` epochs."""
+    """Return the means of `values` (n,) around each epoch, weighted by a Gaussian of deviation `width`, in epochs."""
     weights = np.exp(-0.5 * ((epochs[:, None] - epochs) / width) ** 2)
     return weights @ values / weights.sum(1)
 
 
-def smoothing(epochs: Sequence[np.ndarray]) -> float:
-    """The width of the smoothing, in epochs, that suits all of several runs: from one point to four, less in a run of
-    ten or fewer, and one epoch where no run has two."""
-    long = [some for some in epochs if len(some) > 1]
-    step = max((np.ptp(some) / (len(some) - 1) for some in long), default=0.0)
+def smoothing_width(epochs: Sequence[np.ndarray]) -> float:
+    """Return the width for `smooth`, in epochs, that suits several runs, given the epochs of each.
+
+    From one point to four, less if a run has ten or fewer, and one epoch if no run has two.
+    """
+    lines = [run for run in epochs if len(run) > 1]  # of two points or more
+    step = max((np.ptp(run) / (len(run) - 1) for run in lines), default=0.0)
     if not step:
         return 1.0
-    span = min(map(np.ptp, long))
-    return float(np.clip(span / STEADIER, min(step, span / 10), WIDEST * step))
+    span = min(map(np.ptp, lines))
+    return float(np.clip(span / SMOOTHING_SPAN_PART, min(step, span / 10), MAX_SMOOTHING_POINTS * step))
 
 
 def best(columns: Columns, name: str) -> tuple[float, float]:
-    """The highest value of a column and its epoch, the first of equals; nan where there is no value."""
+    """Return the highest value of a column and its (first) epoch; nan for both if there is no value."""
     epochs, values = _finite(columns, name)
     if not len(values):
         return math.nan, math.nan
@@ -198,55 +210,52 @@ def best(columns: Columns, name: str) -> tuple[float, float]:
 
 
 def _finite(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """A column's epochs and values, less those that are not finite."""
-    there = np.isfinite(columns[name]) & np.isfinite(columns["epoch"])
-    return columns["epoch"][there], columns[name][there]
+    """Return the epochs and values of a column whose values are finite."""
+    finite = np.isfinite(columns[name]) & np.isfinite(columns["epoch"])
+    return columns["epoch"][finite], columns[name][finite]
 
 
-def _panel(axes: Axes, name: str, runs: Mapping[str, Columns]) -> None:
-    """Draw the column `name` of every run that has it."""
+def _draw_subplot(axes: Axes, name: str, runs: Mapping[str, Columns]) -> None:
+    """Plot the column `name` of every run that has it."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    there = [(_finite(columns, name), colour) for columns, colour in _coloured(runs) if name in columns]
-    width = smoothing([epochs for (epochs, _), _ in there])
-    for (epochs, values), colour in there:
+    coloured = zip(runs.values(), colours(len(runs)), strict=True)
+    lines = [(*_finite(columns, name), colour) for columns, colour in coloured if name in columns]
+    width = smoothing_width([epochs for epochs, _, _ in lines])
+    for epochs, values, colour in lines:
         exact = name.startswith("x/")  # learning rates have no noise
         marker = "." if len(epochs) == 1 or (len(runs) == 1 and not (exact and len(epochs) > 60)) else ""
         size = 6 if len(epochs) < 60 else 3
-        pale = PALE if len(epochs) > 1 and not exact else 1
-        axes.plot(epochs, values, color=colour, alpha=pale, linewidth=1.2 if exact else 0.8, marker=marker, ms=size)
+        alpha = UNSMOOTHED_ALPHA if len(epochs) > 1 and not exact else 1
+        axes.plot(epochs, values, color=colour, alpha=alpha, linewidth=1.2 if exact else 0.8, marker=marker, ms=size)
         if not exact:
             axes.plot(epochs, smooth(epochs, values, width), color=colour, linewidth=1.6)
-    high = len(runs) == 1 and name.startswith("metrics/")
-    axes.set_title(plain(name), fontweight="bold", pad=15 if high else 5)
-    if high:
+    has_best = len(runs) == 1 and name.startswith("metrics/")
+    axes.set_title(axis_text(name), fontweight="bold", pad=15 if has_best else 5)
+    if has_best:
         value, epoch = best(next(iter(runs.values())), name)
-        said = "no value" if math.isnan(value) else f"best {value:.4g} in epoch {epoch:g}"
-        axes.text(0.5, 1.02, said, transform=axes.transAxes, ha="center", va="bottom", color="0.35", fontsize=8)
+        text = "no value" if math.isnan(value) else f"best {value:.4g} in epoch {epoch:g}"
+        axes.text(0.5, 1.02, text, transform=axes.transAxes, ha="center", va="bottom", color="0.35", fontsize=8)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
-    found = np.concatenate([np.zeros(0), *(values for (_, values), _ in there)])
-    least = FLAT * np.abs(found).max(initial=0)
-    if len(found) and np.ptp(found) < least:
-        middle = (found.min() + found.max()) / 2
-        axes.set_ylim(middle - least / 2, middle + least / 2)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_label(value)))
+    all_values = np.concatenate([np.zeros(0), *(values for _, values, _ in lines)])
+    min_span = MIN_RELATIVE_SPAN * np.abs(all_values).max(initial=0)
+    if len(all_values) and np.ptp(all_values) < min_span:
+        middle = (all_values.min() + all_values.max()) / 2
+        axes.set_ylim(middle - min_span / 2, middle + min_span / 2)
 
 
-def tick(value: float) -> str:
-    """A number beside an axis, in at most 7 characters or so: 1.48e-4 for 0.000148."""
+def tick_label(value: float) -> str:
+    """Format a number beside an axis in about 7 characters at most: 1.48e-4 for 0.000148."""
     if 0 < abs(value) < 0.001:
         digits, _, power = f"{value:.2e}".partition("e")
         return f"{float(digits):g}e{int(power)}"
     return f"{value:.4g}"
 
 
-def _coloured(runs: Mapping[str, Columns]) -> Iterator[tuple[Columns, Any]]:
-    return zip(runs.values(), colours(len(runs)), strict=True)
-
-
-def _line(colour: Any, width: float = 1.6, **more: Any) -> Any:
-    """A line for a legend."""
+def _legend_line(colour: Any, width: float = 1.6, **more: Any) -> Any:
+    """Return a line for a legend."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], color=colour, linewidth=width, **more)
@@ -256,35 +265,35 @@ def _line(colour: Any, width: float = 1.6, **more: Any) -> Any:
 
 
 def confusion_figure(counts: np.ndarray, names: Sequence[str], by_share: bool) -> Figure:
-    """The matrix `counts` (c, c) by true and predicted class, as shares of the true class or as the counts themselves.
+    """Draw the confusion matrix `counts` (c, c), true class by predicted class, with the numbers in its cells.
 
-    The numbers are written in, the largest ones where there are many.
+    by_share: as shares of the true class instead of counts. If there are many cells, only the largest have numbers.
     """
     from matplotlib.colors import SymLogNorm
 
     size = len(names)
     shares = shares_of(counts)
-    named = size <= MOST_NAMES
-    letters = 8 if size > 12 else 9
+    named = size <= MAX_CONFUSION_NAMES
+    font_size = 8 if size > 12 else 9
     side = max(0.24 * size, 3.6 + 0.15 * size) if named else 12.0  # inches of the matrix
     figure = _figure(1, 1)
-    labels = [plain(name) for name in names] if named else []
-    margin = inches(figure, labels or [str(size)], letters) + 0.5
+    labels = [axis_text(name) for name in names] if named else []
+    margin = text_inches(figure, labels or [str(size)], font_size) + 0.5
     width, height = margin + side + 1.1, margin + side + 0.2
     figure.set_size_inches(width, height)
     axes = figure.add_axes((margin / width, margin / height, side / width, side / height))
     scale = figure.add_axes(((margin + side + 0.15) / width, margin / height, 0.2 / width, side / height))
     if by_share:
-        shown = axes.imshow(shares, "Blues", vmin=0, vmax=1)
+        image = axes.imshow(shares, "Blues", vmin=0, vmax=1)
     else:
-        shown = axes.imshow(counts, "Blues", norm=SymLogNorm(1, 0.3, vmin=0, vmax=max(int(counts.max(initial=0)), 1)))
-    figure.colorbar(shown, cax=scale, label="share of the true class" if by_share else "count")
+        image = axes.imshow(counts, "Blues", norm=SymLogNorm(1, 0.3, vmin=0, vmax=max(int(counts.max(initial=0)), 1)))
+    figure.colorbar(image, cax=scale, label="share of the true class" if by_share else "count")
     axes.set(xlabel="predicted", ylabel="true")
     if named:
-        axes.set_xticks(range(size), labels, rotation=90, fontsize=letters)
-        axes.set_yticks(range(size), labels, fontsize=letters)
-        _separate(axes, size)
-        dark = np.asarray(shown.norm(shares if by_share else counts), float) > 0.55
+        axes.set_xticks(range(size), labels, rotation=90, fontsize=font_size)
+        axes.set_yticks(range(size), labels, fontsize=font_size)
+        _draw_cell_borders(axes, size)
+        dark = np.asarray(image.norm(shares if by_share else counts), float) > 0.55
         for true, predicted, text in cell_texts(counts, by_share, short=size > 12):
             colour = "white" if dark[true, predicted] else "black"
             font = 7 if size > 12 or len(text) > 4 else 9
@@ -294,8 +303,8 @@ def confusion_figure(counts: np.ndarray, names: Sequence[str], by_share: bool) -
     return figure
 
 
-def _separate(axes: Axes, size: int) -> None:
-    """Thin lines between the cells in place of the grid through their middles."""
+def _draw_cell_borders(axes: Axes, size: int) -> None:
+    """Draw thin lines between the cells instead of a grid through their middles."""
     axes.grid(False)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks(np.arange(size + 1) - 0.5, minor=True)
@@ -304,101 +313,111 @@ def _separate(axes: Axes, size: int) -> None:
 
 
 def cell_texts(counts: np.ndarray, by_share: bool, short: bool = False) -> list[tuple[int, int, str]]:
-    """What is written into the cells of `counts` (c, c): row, column and number, the largest numbers first.
+    """Return row, column and text of the cells of `counts` (c, c), the largest numbers first.
 
-    Shares that round to nothing are left out. `short`: at most four characters.
+    by_share: shares of the row's sum; those that round to 0 are left out. short: counts of at most four characters.
     """
     shown = shares_of(counts) if by_share else counts
     cells = np.argwhere(shown >= 0.005)
-    largest = cells[np.argsort(-shown[tuple(cells.T)], kind="stable")[:MOST_CELLS]].tolist()
+    largest = cells[np.argsort(-shown[tuple(cells.T)], kind="stable")[:MAX_CELL_TEXTS]].tolist()
     if not by_share:
-        return [(row, column, _short(int(counts[row, column]), short)) for row, column in largest]
-    written = [(row, column, f"{shown[row, column]:.2f}".removeprefix("0")) for row, column in largest]
-    return [(row, column, "1" if text == "1.00" else text) for row, column, text in written]
+        return [(row, column, _count_text(int(counts[row, column]), short)) for row, column in largest]
+    texts = [(row, column, f"{shown[row, column]:.2f}".removeprefix("0")) for row, column in largest]
+    return [(row, column, "1" if text == "1.00" else text) for row, column, text in texts]
 
 
 def shares_of(counts: np.ndarray) -> np.ndarray:
-    """Each row of counts (c, c) as shares of its sum; 0 where that is 0."""
+    """Return each row of counts (c, c) as shares of its sum, or zeros if that is 0."""
     return counts / np.maximum(counts.sum(1, keepdims=True), 1)
 
 
-def _short(count: int, short: bool) -> str:
-    """A count in at most four characters where it should be `short`: 12k for 12345."""
+def _count_text(count: int, short: bool) -> str:
+    """Format a count; short: in at most four characters, 12k for 12345."""
     for power, letter in ((9, "G"), (6, "M"), (3, "k")):
         if short and count >= 10 ** (power + (power == 3)):
             return f"{count / 10**power:.0f}{letter}"
     return str(count)
 
 
-# Curves of a detector's classes
+# Curves of classes
 
 
 class Curves(NamedTuple):
-    """A curve for each class over the same places."""
+    """A curve for each class over the same x."""
 
     names: Sequence[str]  # c
-    places: np.ndarray  # (p,): confidences or recalls
+    x: np.ndarray  # (p,): confidences or recalls
     values: np.ndarray  # (c, p)
 
 
 def f1(precision: np.ndarray, recall: np.ndarray) -> np.ndarray:
-    """Their harmonic mean, 0 where both are 0."""
+    """Return the harmonic mean of precision and recall, 0 if both are 0."""
     return 2 * precision * recall / np.maximum(precision + recall, 1e-12)
 
 
 def mean_curve(values: np.ndarray) -> np.ndarray:
-    """The mean over the classes that have a value, (p,) of (c, p)."""
-    there = np.isfinite(values)
-    return np.where(there, values, 0).sum(0) / np.maximum(there.sum(0), 1)
+    """Return the mean of curves (c, p) over the classes that have a value, (p,)."""
+    finite = np.isfinite(values)
+    return np.where(finite, values, 0).sum(0) / np.maximum(finite.sum(0), 1)
 
 
-def confidence_figure(title: str, curves: Curves, operating: int) -> Figure:
-    """`curves` over the confidence. Classes come with their value at the place `operating`, which is marked."""
+def confidence_figure(metric: str, curves: Curves, operating_point: int) -> Figure:
+    """Plot the curves of a metric over the confidence.
+
+    operating_point: index of the confidence that is marked, and whose values the legend names.
+    """
     mean = mean_curve(curves.values)
     top = int(np.argmax(mean))
-    label = f"best {mean[top]:.3f} at {curves.places[top]:.3f}"
-    heading = f"{title} at {curves.places[operating]:.3f} (best F1)"
-    figure = _curves_figure(curves, curves.values[:, operating], mean, label, heading)
+    label = f"best {mean[top]:.3f} at {curves.x[top]:.3f}"
+    heading = f"{metric} at {curves.x[operating_point]:.3f} (best F1)"
+    figure = _curves_figure(curves, curves.values[:, operating_point], mean, label, heading)
     axes = figure.axes[0]
-    axes.axvline(curves.places[operating], color=GREY, linewidth=1, linestyle=":")
-    axes.plot(curves.places[top], mean[top], "o", color="black", markersize=5)
-    axes.set(xlabel="confidence", ylabel=title)
+    axes.axvline(curves.x[operating_point], color=GREY, linewidth=1, linestyle=":")
+    axes.plot(curves.x[top], mean[top], "o", color="black", markersize=5)
+    axes.set(xlabel="confidence", ylabel=metric)
     return figure
 
 
-def recall_figure(curves: Curves, areas: np.ndarray) -> Figure:
-    """Precision over recall. `areas` (c,): each class's AP at an IoU of 0.5."""
-    mean = float(np.mean(areas[np.isfinite(areas)])) if np.isfinite(areas).any() else 0.0
-    figure = _curves_figure(curves, areas, mean_curve(curves.values), f"mAP50 {mean:.3f}", "AP50")
+def recall_figure(curves: Curves, ap50: np.ndarray) -> Figure:
+    """Plot precision over recall. ap50: (c,), each class's AP at an IoU of 0.5, nan if it has none."""
+    mean = float(np.mean(ap50[np.isfinite(ap50)])) if np.isfinite(ap50).any() else 0.0
+    figure = _curves_figure(curves, ap50, mean_curve(curves.values), f"mAP50 {mean:.3f}", "AP50")
     figure.axes[0].set(xlabel="recall", ylabel="precision")
     return figure
 
 
-def _curves_figure(curves: Curves, worth: np.ndarray, mean: np.ndarray, label: str, heading: str) -> Figure:
-    """A thin line for each class, a thick one for their `mean`, and a legend: the classes with what each is `worth`."""
+def _curves_figure(curves: Curves, scores: np.ndarray, mean: np.ndarray, label: str, heading: str) -> Figure:
+    """Plot a thin line for each class, a thick one for their mean, and a legend with the score (c,) of each class.
+
+    label: of the mean. heading: of the classes in the legend.
+    """
     figure = _figure(10, 6, layout="constrained")
     axes = figure.add_subplot()
     axes.set(xlim=(0, 1), ylim=(0, 1.02))
-    alone = len(curves.names) == 1
-    entries = [(_line("black", 3), f"{plain(curves.names[0]) if alone else 'all classes'}: {label}")]
+    single = len(curves.names) == 1
+    entries = [(_legend_line("black", 3), f"{axis_text(curves.names[0]) if single else 'all classes'}: {label}")]
     groups: list[tuple[str, Any, list[Any]]]
-    order = np.argsort(-np.where(np.isfinite(worth), worth, 0), kind="stable")
-    if len(curves.names) <= MOST_CURVES:
-        groups = [(heading, range(len(curves.names)), colours(len(curves.names)))] * (not alone)
+    order = np.argsort(-np.where(np.isfinite(scores), scores, 0), kind="stable")
+    if len(curves.names) <= MAX_NAMED_CURVES:
+        groups = [(heading, range(len(curves.names)), colours(len(curves.names)))] * (not single)
     else:
         from matplotlib import colormaps
 
-        good, bad = ([colormaps[name](share) for share in np.linspace(0.9, 0.4, EXTREMES)] for name in ("GnBu", "OrRd"))
-        others = [np.column_stack((curves.places, values)) for values in curves.values[order[EXTREMES:-EXTREMES]]]
-        _add_lines(axes, others, GREY, 0.5, 0.5)
-        groups = [(f"best {heading}", order[:EXTREMES], good), (f"worst {heading}", order[-EXTREMES:][::-1], bad)]
-        entries.append((_line(GREY, 0.8), f"the other {len(others)} classes"))
-    for title, members, shades in groups:
-        entries.append((_line("none"), title))
-        for member, shade in zip(members, shades, strict=True):
-            axes.plot(curves.places, curves.values[member], color=shade, linewidth=1.1)
-            entries.append((_line(shade), f"{plain(curves.names[member])} {worth[member]:.3f}"))
-    axes.plot(curves.places, mean, color="black", linewidth=3)
+        shades = np.linspace(0.9, 0.4, EXTREME_CLASSES)
+        blues, reds = ([colormaps[name](shade) for shade in shades] for name in ("GnBu", "OrRd"))
+        middle = order[EXTREME_CLASSES:-EXTREME_CLASSES]
+        _add_lines(axes, [np.column_stack((curves.x, values)) for values in curves.values[middle]], GREY, 0.5, 0.5)
+        groups = [
+            (f"best {heading}", order[:EXTREME_CLASSES], blues),
+            (f"worst {heading}", order[-EXTREME_CLASSES:][::-1], reds),
+        ]
+        entries.append((_legend_line(GREY, 0.8), f"the other {len(middle)} classes"))
+    for title, members, member_colours in groups:
+        entries.append((_legend_line("none"), title))
+        for member, colour in zip(members, member_colours, strict=True):
+            axes.plot(curves.x, curves.values[member], color=colour, linewidth=1.1)
+            entries.append((_legend_line(colour), f"{axis_text(curves.names[member])} {scores[member]:.3f}"))
+    axes.plot(curves.x, mean, color="black", linewidth=3)
     handles, texts = zip(*entries, strict=True)
     figure.legend(handles, texts, loc="outside right upper")
     return figure
@@ -411,11 +430,11 @@ def _add_lines(axes: Axes, lines: Sequence[np.ndarray], colour: Any, width: floa
     axes.add_collection(LineCollection(lines, colors=colour, linewidths=width, alpha=alpha))
 
 
-# What the labels are
+# Labels
 
 
 class Labels(NamedTuple):
-    """How often each class is in each split."""
+    """The number of labels of each class in each split."""
 
     names: Sequence[str]  # c
     splits: Sequence[str]  # s
@@ -423,75 +442,78 @@ class Labels(NamedTuple):
 
 
 def labels_figure(labels: Labels, classes: np.ndarray, boxes: np.ndarray) -> Figure:
-    """Classes by split; and where there are `boxes` (n, 4), normalised xywh, their outlines, centres and sizes.
+    """Plot the labels of each class and split and, if there are boxes, their outlines, centres and sizes.
 
-    classes: (n,) the numbers of theirs.
+    boxes: (n, 4), normalised xywh. classes: (n,), the number of each box's class.
     """
-    many = len(labels.names)
-    named = many <= MOST_BARS
-    width = float(np.clip(0.14 * many, 12, 0.14 * MOST_BARS)) if named else 12.0
+    count = len(labels.names)
+    named = count <= MAX_BAR_NAMES
+    width = float(np.clip(0.14 * count, 12, 0.14 * MAX_BAR_NAMES)) if named else 12.0
     figure = _figure(width, 1)
-    names = [plain(name) for name in labels.names] if named else []
-    letters = 8 if many < 100 else 7
-    longest = inches(figure, names, letters)
-    across = (longest + 0.1) * many < width - 1  # names fit side by side
-    foot = 0.35 if across or not named else longest + 0.15
-    below = 4.2 if len(boxes) else 0.0  # inches
-    height = below + 3.0 + foot
+    names = [axis_text(name) for name in labels.names] if named else []
+    font_size = 8 if count < 100 else 7
+    longest = text_inches(figure, names, font_size)
+    horizontal = (longest + 0.1) * count < width - 1  # names fit side by side
+    names_height = 0.35 if horizontal or not named else longest + 0.15
+    boxes_height = 4.2 if len(boxes) else 0.0  # inches
+    height = boxes_height + 3.0 + names_height
     figure.set_size_inches(width, height)
-    axes = figure.add_axes((0.8 / width, (below + foot) / height, 1 - 1 / width, 2.7 / height))
-    _bars(axes, labels)
+    axes = figure.add_axes((0.8 / width, (boxes_height + names_height) / height, 1 - 1 / width, 2.7 / height))
+    _draw_bars(axes, labels)
     if named:
-        axes.set_xticks(range(many), names, rotation=0 if across else 90, fontsize=letters)
+        axes.set_xticks(range(count), names, rotation=0 if horizontal else 90, fontsize=font_size)
         axes.tick_params(axis="x", length=0)
     else:
         axes.set_xlabel("class", labelpad=0)
     if len(boxes):
         side, left = 3.3, 0.8
         gap = (width - 0.2 - left - 3 * side) / 2
-        corners = [(left + number * (side + gap)) / width for number in range(3)]
-        panels = [figure.add_axes((corner, 0.5 / height, side / width, side / height)) for corner in corners]
-        _outlines(panels[0], classes, boxes, many)
-        _density(panels[1], boxes[:, :2], "centres", "x", "y")
-        _density(panels[2], boxes[:, 2:], "sizes", "width", "height")
-        panels[1].invert_yaxis()  # as in an image
+        lefts = [(left + number * (side + gap)) / width for number in range(3)]
+        outlines, centres, sizes = (
+            figure.add_axes((left, 0.5 / height, side / width, side / height)) for left in lefts
+        )
+        _draw_outlines(outlines, classes, boxes, count)
+        _draw_density(centres, boxes[:, :2], "centres", "x", "y")
+        _draw_density(sizes, boxes[:, 2:], "sizes", "width", "height")
+        centres.invert_yaxis()  # as in an image
     return figure
 
 
-def _bars(axes: Axes, labels: Labels) -> None:
-    """A bar for each class and split, side by side."""
-    many, splits = len(labels.names), len(labels.splits)
-    thick = 0.8 / splits
+def _draw_bars(axes: Axes, labels: Labels) -> None:
+    """Draw a bar for each class and split, side by side."""
+    count, splits = len(labels.names), len(labels.splits)
+    bar_width = 0.8 / splits
     for number, (split, counts) in enumerate(zip(labels.splits, labels.counts, strict=True)):
-        look: Any = {"label": f"{plain(split)}: {counts.sum():.0f}", "color": f"C{number}"}
-        if many > MOST_BARS:
-            axes.stairs(counts, np.arange(many + 1) - 0.5, fill=True, **look)
+        appearance: Any = {"label": f"{axis_text(split)}: {counts.sum():.0f}", "color": f"C{number}"}
+        if count > MAX_BAR_NAMES:
+            axes.stairs(counts, np.arange(count + 1) - 0.5, fill=True, **appearance)
             continue
-        bars = axes.bar(np.arange(many) + (number - (splits - 1) / 2) * thick, counts, thick, **look)
-        if many * splits <= 24:
+        left = np.arange(count) + (number - (splits - 1) / 2) * bar_width
+        bars = axes.bar(left, counts, bar_width, **appearance)
+        if count * splits <= 24:
             axes.bar_label(bars, fmt="%.0f", fontsize=8)
-    if any(counts.max() > WIDE_RANGE * counts[counts > 0].min(initial=np.inf) for counts in labels.counts):
+    if any(counts.max() > LOG_SCALE_RATIO * counts[counts > 0].min(initial=np.inf) for counts in labels.counts):
         axes.set_yscale("log")
         axes.set_ylim(0.7)
     axes.set_ylabel("labels")
-    axes.set_xlim(-0.6, many - 0.4)
+    axes.set_xlim(-0.6, count - 0.4)
     axes.margins(y=0.1)
     axes.grid(False, axis="x")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=splits, borderaxespad=0)
 
 
-def _outlines(axes: Axes, classes: np.ndarray, boxes: np.ndarray, many: int) -> None:
-    """Boxes around one centre, coloured by class."""
-    some = np.linspace(0, len(boxes) - 1, min(len(boxes), MOST_OUTLINES)).astype(int)
+def _draw_outlines(axes: Axes, classes: np.ndarray, boxes: np.ndarray, class_count: int) -> None:
+    """Draw boxes around one centre, coloured by class."""
+    some = np.linspace(0, len(boxes) - 1, min(len(boxes), MAX_OUTLINES)).astype(int)
     corners = np.array([(-1, -1), (1, -1), (1, 1), (-1, 1), (-1, -1)]) / 2
-    shades = np.array(colours(many))
-    _add_lines(axes, 0.5 + corners * boxes[some, None, 2:], shades[classes[some]], 0.6, 0.25)
+    class_colours = np.array(colours(class_count))
+    _add_lines(axes, 0.5 + corners * boxes[some, None, 2:], class_colours[classes[some]], 0.6, 0.25)
     axes.set(title=f"{len(some)} boxes around one centre", xlim=(0, 1), ylim=(0, 1), xlabel="width", ylabel="height")
 
 
-def _density(axes: Axes, points: np.ndarray, title: str, across: str, up: str) -> None:
-    """How many of `points` (n, 2), 0 to 1, lie where."""
-    found, _, _ = np.histogram2d(points[:, 1], points[:, 0], BINS, [[0, 1], [0, 1]])
-    shown = np.sqrt(np.where(found, found, np.nan))  # what is rare stays visible
+def _draw_density(axes: Axes, points: np.ndarray, title: str, xlabel: str, ylabel: str) -> None:
+    """Draw a histogram of `points` (n, 2), from 0 to 1 each."""
+    counts, _, _ = np.histogram2d(points[:, 1], points[:, 0], DENSITY_BINS, [[0, 1], [0, 1]])
+    shown = np.sqrt(np.where(counts, counts, np.nan))  # rare positions stay visible
     axes.imshow(shown, "viridis_r", origin="lower", extent=(0, 1, 0, 1), aspect="auto", vmin=0)
-    axes.set(title=title, xlabel=across, ylabel=up)
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)

@@ -1,6 +1,6 @@
-"""Draw boxes, captions and grids of images with OpenCV.
+"""Draw boxes, captions and grids of images with OpenCV, and write picture files.
 
-Called by the tasks, detect.py and `run_pictures`. Imports no torch.
+Called by the tasks, detect.py and the other modules of utils/plots. Pictures are uint8 (h, w, 3) BGR. Imports no torch.
 """
 
 from __future__ import annotations
@@ -8,19 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
+from pathlib import Path
 from typing import NamedTuple
 
 import cv2
 import numpy as np
 
-from utils.plots.charts import printable
+from utils.errors import UserError
+from utils.files import replacing
 
-MOST_IMAGES = 16
-MOST_PIXELS = 1920  # side of a grid of training images
-NARROW = 160  # pixels: an image below has thinner lines and smaller letters
-GAP = 4  # pixels between photos
-LINE, LINES, CAPTION_WIDTH = 16, 2, 150  # of captions: height and number of lines, least width, in pixels
-FONT, LETTERS, SMALL_LETTERS = cv2.FONT_HERSHEY_SIMPLEX, 0.4, 0.3  # of about 10 pixels and 8
+MAX_GRID_IMAGES = 16
+MAX_GRID_PIXELS = 1920  # side of a grid of training images
+SMALL_IMAGE_PIXELS = 160  # an image whose shorter side is below this has thinner lines and smaller letters
+CAPTION_LINE_PIXELS, CAPTION_LINES, MIN_CAPTION_PIXELS = 16, 2, 150  # height and number of lines, least width
+FONT, FONT_SCALE, SMALL_FONT_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.4, 0.3  # letters of about 10 pixels and 8
+DARK_TEXT_LUMA = 140  # text on a brighter background is black, else white
+COMPACT_PNG = (cv2.IMWRITE_PNG_COMPRESSION, 6, cv2.IMWRITE_PNG_STRATEGY, cv2.IMWRITE_PNG_STRATEGY_DEFAULT)
 COLOURS = (
     (54, 67, 244),
     (243, 150, 33),
@@ -46,88 +49,88 @@ COLOURS = (
 
 
 class Style(NamedTuple):
-    """How what was found is drawn."""
+    """How predictions are drawn."""
 
     thickness: int = 3  # of lines, pixels
     names: bool = True
     confidences: bool = True
 
     def text(self, name: str, confidence: float) -> str:
-        """What is written beside a box, or for a class."""
+        """Return the text beside a box, or for the class of an image."""
         return f"{name} {confidence:.2f}" if self.names and self.confidences else name * self.names
 
 
-def draw_found(
+def draw_predictions(
     image: np.ndarray, boxes: np.ndarray, classes: Sequence[int], texts: Sequence[str], style: Style
 ) -> np.ndarray:
-    """The image, uint8 (h, w, 3) BGR, with boxes (n, 4), xyxy in pixels, drawn on."""
+    """Return a copy of `image` with `boxes` (n, 4), xyxy in pixels, and their texts drawn on it."""
     image = image.copy()
     draw_boxes(image, boxes, classes, texts, style.thickness)
     return image
 
 
-def draw_lines(image: np.ndarray, lines: Sequence[str]) -> np.ndarray:
-    """The image, uint8 (h, w, 3) BGR, with lines of text in its top left corner."""
+def draw_text_lines(image: np.ndarray, lines: Sequence[str]) -> np.ndarray:
+    """Return a copy of `image` with lines of text in its top left corner."""
     image = image.copy()
     for number, line in enumerate(lines):
-        _tag(image, 4, (LINE + 4) * (number + 1) + 4, line, (255, 255, 255))
+        _draw_label(image, 4, (CAPTION_LINE_PIXELS + 4) * (number + 1) + 4, line, (255, 255, 255))
     return image
 
 
 def draw_targets(images: np.ndarray, targets: np.ndarray, names: Mapping[int, str]) -> np.ndarray:
-    """A grid of up to 16 `images`, uint8 (b, 3, h, w) RGB, with `targets` (m, 6): image, class, normalised xywh.
+    """Return a grid of up to 16 images of a batch with their boxes; no side of it is longer than 1920 pixels.
 
-    No side of it is longer than 1920 pixels.
+    images: uint8 (b, 3, h, w) RGB. targets: (m, 6): image in the batch, class, normalised xywh.
     """
-    images = images[:MOST_IMAGES]
-    across = math.ceil(math.sqrt(len(images)))
-    share = min(1.0, MOST_PIXELS / (across * max(images.shape[2:])))
+    images = images[:MAX_GRID_IMAGES]
+    columns = math.ceil(math.sqrt(len(images)))
+    scale = min(1.0, MAX_GRID_PIXELS / (columns * max(images.shape[2:])))
     tiles = []
     for number, image in enumerate(images):
         tile = cv2.merge(list(image[::-1]))
-        if share < 1:
-            tile = resize(tile, share)
-        own = targets[targets[:, 0] == number]
-        centres, sides = own[:, 2:4], own[:, 4:6]
+        if scale < 1:
+            tile = resize(tile, scale)
+        image_targets = targets[targets[:, 0] == number]
+        centres, sides = image_targets[:, 2:4], image_targets[:, 4:6]
         boxes = np.concatenate((centres - sides / 2, centres + sides / 2), 1) * np.tile(tile.shape[1::-1], 2)
-        classes = own[:, 1].astype(int).tolist()
+        classes = image_targets[:, 1].astype(int).tolist()
         draw_boxes(tile, boxes, classes, [names[k] for k in classes])
         tiles.append(tile)
     return grid(tiles)
 
 
 def draw_captioned(images: Sequence[np.ndarray], captions: Sequence[str]) -> np.ndarray:
-    """A grid of up to 16 `images` of one shape, uint8 (h, w, 3) BGR, each above its caption of a few lines."""
+    """Return a grid of up to 16 images of one shape, each above its caption of up to two lines."""
     tiles = []
-    for image, caption in zip(images[:MOST_IMAGES], captions, strict=False):
-        width = max(image.shape[1], CAPTION_WIDTH)
+    for image, caption in zip(images[:MAX_GRID_IMAGES], captions, strict=False):
+        width = max(image.shape[1], MIN_CAPTION_PIXELS)
         lines = caption.split("\n")
-        tile = np.full((image.shape[0] + LINE * LINES, width, 3), 255, np.uint8)
+        tile = np.full((image.shape[0] + CAPTION_LINE_PIXELS * CAPTION_LINES, width, 3), 255, np.uint8)
         left = (width - image.shape[1]) // 2
         tile[: image.shape[0], left : left + image.shape[1]] = image
-        for number, line in enumerate(lines[:LINES], 1):
-            write_text(tile, line, (3, image.shape[0] + LINE * number - 5), (0, 0, 0))
+        for number, line in enumerate(lines[:CAPTION_LINES], 1):
+            write_text(tile, line, (3, image.shape[0] + CAPTION_LINE_PIXELS * number - 5), (0, 0, 0))
         tiles.append(tile)
     return grid(tiles)
 
 
 def grid(tiles: list[np.ndarray]) -> np.ndarray:
-    """Tiles of one width, in rows of about as many as there are rows. A row is as high as its highest tile."""
+    """Return tiles of one width in about as many rows as columns. A row is as high as its highest tile."""
     columns, width = math.ceil(math.sqrt(len(tiles))), tiles[0].shape[1]
     rows = []
     for start in range(0, len(tiles), columns):
-        row = tiles[start : start + columns]
-        shown = np.full((max(map(len, row)), columns * width, 3), 255, np.uint8)
-        for number, tile in enumerate(row):
-            shown[: len(tile), number * width : (number + 1) * width] = tile
-        rows.append(shown)
+        row_tiles = tiles[start : start + columns]
+        row = np.full((max(map(len, row_tiles)), columns * width, 3), 255, np.uint8)
+        for number, tile in enumerate(row_tiles):
+            row[: len(tile), number * width : (number + 1) * width] = tile
+        rows.append(row)
     return np.concatenate(rows)
 
 
-def resize(image: np.ndarray, share: float) -> np.ndarray:
-    """An image with its sides times `share`."""
-    height, width = (max(1, round(side * share)) for side in image.shape[:2])
-    return cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if share < 1 else cv2.INTER_CUBIC)
+def resize(image: np.ndarray, scale: float) -> np.ndarray:
+    """Return `image` with its sides multiplied by `scale`."""
+    height, width = (max(1, round(side * scale)) for side in image.shape[:2])
+    return cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_CUBIC)
 
 
 def draw_boxes(
@@ -135,44 +138,78 @@ def draw_boxes(
 ) -> None:
     """Draw boxes (n, 4), xyxy in pixels, in the colours of `classes`; then their texts, so that no line crosses one.
 
-    thickness: of lines, pixels; 0 chooses by the size of the image. An empty text is left out.
+    thickness: of lines, pixels; 0 chooses by the size of the image. An empty text is not drawn.
     """
-    far = 2 * max(image.shape[:2])
-    corners = np.clip(boxes, -far, far).astype(int).tolist()
-    small = min(image.shape[:2]) < NARROW
-    thick, letters = (1, SMALL_LETTERS) if small else (2, LETTERS)
+    limit = 2 * max(image.shape[:2])
+    corners = np.clip(boxes, -limit, limit).astype(int).tolist()
+    small = min(image.shape[:2]) < SMALL_IMAGE_PIXELS
+    default_thickness, scale = (1, SMALL_FONT_SCALE) if small else (2, FONT_SCALE)
     for (left, top, right, bottom), k in zip(corners, classes, strict=True):
-        cv2.rectangle(image, (left, top), (right, bottom), COLOURS[k % len(COLOURS)], thickness or thick, cv2.LINE_AA)
+        colour = COLOURS[k % len(COLOURS)]
+        cv2.rectangle(image, (left, top), (right, bottom), colour, thickness or default_thickness, cv2.LINE_AA)
     for (left, top, *_), k, text in filter(itemgetter(2), zip(corners, classes, texts, strict=True)):
-        _tag(image, left, top, text, COLOURS[k % len(COLOURS)], letters)
+        _draw_label(image, left, top, text, COLOURS[k % len(COLOURS)], scale)
 
 
-def _tag(
-    image: np.ndarray, left: int, top: int, text: str, colour: tuple[int, int, int], letters: float = LETTERS
+def _draw_label(
+    image: np.ndarray, left: int, top: int, text: str, colour: tuple[int, int, int], scale: float = FONT_SCALE
 ) -> None:
-    """Write `text` on a ground of `colour` above the point, or below it where there is no room, within the image."""
-    text = fit_text(text, image.shape[1] - 4, letters)
-    (width, height), below = cv2.getTextSize(text, FONT, letters, 1)
-    high = height + below + 2
+    """Draw `text` on a background of `colour`: above the point, or below it at the top edge, and within the image."""
+    text = fit_text(text, image.shape[1] - 4, scale)
+    (width, height), baseline = cv2.getTextSize(text, FONT, scale, 1)
+    label_height = height + baseline + 2
     left = max(0, min(left, image.shape[1] - width - 4))
-    top = top - high if top >= high else max(top, 0)
-    image[top : top + high, left : left + width + 4] = colour
+    top = top - label_height if top >= label_height else max(top, 0)
+    image[top : top + label_height, left : left + width + 4] = colour
     blue, green, red = colour
-    ink = (0, 0, 0) if 0.114 * blue + 0.587 * green + 0.299 * red > 140 else (255, 255, 255)
-    write_text(image, text, (left + 2, top + height + 1), ink, letters)
+    luma = 0.114 * blue + 0.587 * green + 0.299 * red
+    text_colour = (0, 0, 0) if luma > DARK_TEXT_LUMA else (255, 255, 255)
+    write_text(image, text, (left + 2, top + height + 1), text_colour, scale)
 
 
-def fit_text(text: str, width: int, letters: float = LETTERS) -> str:
-    """`text`, or as much of it, less some of its middle, as is `width` pixels wide."""
-    text = cut = printable(text)
-    most = len(text)
-    while most > 4 and cv2.getTextSize(cut, FONT, letters, 1)[0][0] > width:
-        most -= 1
-        cut = f"{text[: most // 2 - 1]}..{text[most // 2 - most + 1 :]}"
-    return cut
+def printable(text: str) -> str:
+    """Return `text` with a ? for every unprintable character: a lone surrogate makes OpenCV abort."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def fit_text(text: str, width: int, scale: float = FONT_SCALE) -> str:
+    """Return `text`, with its middle cut out if it is wider than `width` pixels."""
+    text = shortened = printable(text)
+    length = len(text)
+    while length > 4 and cv2.getTextSize(shortened, FONT, scale, 1)[0][0] > width:
+        length -= 1
+        shortened = f"{text[: length // 2 - 1]}..{text[length // 2 - length + 1 :]}"
+    return shortened
 
 
 def write_text(
-    image: np.ndarray, text: str, place: tuple[int, int], colour: tuple[int, int, int], letters: float = LETTERS
+    image: np.ndarray,
+    text: str,
+    position: tuple[int, int],
+    colour: tuple[int, int, int],
+    scale: float = FONT_SCALE,
 ) -> None:
-    cv2.putText(image, printable(text), place, FONT, letters, colour, 1, cv2.LINE_AA)
+    """Draw one line of text; position: x and y of its lower left corner, pixels."""
+    cv2.putText(image, printable(text), position, FONT, scale, colour, 1, cv2.LINE_AA)
+
+
+def write_picture(path: Path, picture: np.ndarray, jpeg_quality: int = 95, compact_png: bool = False) -> None:
+    """Write a picture in the format of the path's suffix; the file is replaced, never half written.
+
+    compact_png: compress a PNG to about a third of what OpenCV's faster default gives. Raises `UserError`.
+    """
+    encoding = {".jpg": (cv2.IMWRITE_JPEG_QUALITY, jpeg_quality), ".png": COMPACT_PNG if compact_png else ()}
+    if not picture.size:
+        raise UserError(f"{path} cannot be written: the picture is empty")
+    try:
+        encoded, content = cv2.imencode(path.suffix, picture, encoding.get(path.suffix, ()))
+    except cv2.error:
+        raise UserError(f"{path} cannot be written: no such format; let the name end with .png or .jpg") from None
+    if not encoded:
+        height, width = picture.shape[:2]
+        raise UserError(f"{path} cannot be written: OpenCV cannot make a picture of {width}x{height}")
+    try:
+        with replacing(path) as file:
+            file.write(content.tobytes())
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""The pictures of a run, drawn beside the training: photos in a thread, charts in a process of their own."""
+"""Draw the pictures of a run beside the training: images in a thread, charts in a process. utils/run.py calls it."""
 
 from __future__ import annotations
 
@@ -12,66 +12,68 @@ import cv2
 import numpy as np
 
 from utils.background import Background, own_python
-from utils.files import replacing
+from utils.plots.drawing import write_picture
 
-OFTEN = 60.0  # seconds at least between two drawings of results.png
-CHARTS = 300.0  # seconds that the charts may take
-PATIENCE = 300.0  # seconds that the end of a run waits for its pictures
+RESULTS_INTERVAL_SECONDS = 60.0  # at least, between two drawings of results.png
+CHARTS_TIMEOUT_SECONDS = 300.0  # for the process that draws charts
+FINISH_TIMEOUT_SECONDS = 300.0  # that the end of a run waits for its pictures
 
 
-class Painter:
-    """Draws into `folder`. A picture that cannot be drawn is a warning, which `say` takes. drawn: is told the files."""
+class Plotter:
+    """Draws into `folder`. A picture that cannot be drawn is a warning, and never an error of the run.
+
+    print_line: takes the warning. on_drawn: takes new files by name.
+    """
 
     def __init__(
-        self, folder: Path, say: Callable[[str], object], drawn: Callable[[Mapping[str, Path]], object]
+        self, folder: Path, print_line: Callable[[str], object], on_drawn: Callable[[Mapping[str, Path]], object]
     ) -> None:
-        self.folder, self.drawn = folder, drawn
-        self.background = Background("a picture cannot be drawn", say)
-        self.last = time.monotonic()
-        # OpenCV sets its formats up under a lock when the first is used: not in the thread, for loader processes are
-        # forked meanwhile, and would wait for that lock for ever.
+        self.folder, self.on_drawn = folder, on_drawn
+        self._background = Background("a picture cannot be drawn", print_line)
+        self._results_drawn = time.monotonic()
+        # OpenCV sets up its image formats under a lock when the first is used: not in the thread, since loader
+        # processes are forked meanwhile and would inherit the locked lock.
         cv2.imencode(".jpg", np.zeros((1, 1, 3), np.uint8))
 
-    def photos(self, draw: Callable[[], Mapping[str, np.ndarray]]) -> None:
-        """Write the pictures that `draw` makes, by file name; uint8 (h, w, 3) BGR."""
-        self.background.do(lambda: self._photos(draw))
+    def draw(self, pictures: Callable[[], Mapping[str, np.ndarray]]) -> None:
+        """Write the pictures that `pictures` returns, by file name; uint8 (h, w, 3) BGR."""
+        self._background.do(lambda: self._draw(pictures))
 
-    def _photos(self, draw: Callable[[], Mapping[str, np.ndarray]]) -> None:
-        for name, picture in draw().items():
+    def _draw(self, pictures: Callable[[], Mapping[str, np.ndarray]]) -> None:
+        for name, picture in pictures().items():
             path = self.folder / name
-            with replacing(path) as file:
-                file.write(cv2.imencode(path.suffix, picture)[1].tobytes())
-            self.drawn({name: path})
+            write_picture(path, picture)
+            self.on_drawn({name: path})
 
-    def charts(self, *names: str) -> None:
-        """Draw these charts from the text files of the folder, all that can be drawn where none is named."""
-        self.background.do(lambda: self._charts(names))
+    def draw_charts(self, *names: str) -> None:
+        """Draw these charts from the text files of the folder, or all that can be drawn if none is named."""
+        self._background.do(lambda: self._draw_charts(names))
 
-    def _charts(self, names: Sequence[str]) -> None:
-        began = time.time()
+    def _draw_charts(self, names: Sequence[str]) -> None:
+        started = time.time()
         only = ["--only", *names] if names else []
-        told = subprocess.run(
-            [*own_python("utils.plots.run_pictures"), str(self.folder), "--background", *only],
+        ended = subprocess.run(
+            [*own_python("utils.plots.__main__"), str(self.folder), "--background", *only],
             env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            timeout=CHARTS,
+            timeout=CHARTS_TIMEOUT_SECONDS,
             start_new_session=True,
         )
         pictures = (path for path in sorted(self.folder.iterdir()) if path.suffix in (".png", ".jpg"))
-        self.drawn({path.name: path for path in pictures if path.stat().st_mtime >= began})
-        if told.returncode:
-            raise RuntimeError((told.stderr.strip() or f"exit code {told.returncode}").splitlines()[-1])
+        self.on_drawn({path.name: path for path in pictures if path.stat().st_mtime >= started})
+        if ended.returncode:
+            raise RuntimeError((ended.stderr.strip() or f"exit code {ended.returncode}").splitlines()[-1])
 
-    def results(self) -> None:
-        """results.csv has a new row: draw it, where that has not been done just now."""
-        if time.monotonic() - self.last >= OFTEN:
-            self.last = time.monotonic()
-            self.charts("results.png")
+    def results_changed(self) -> None:
+        """Draw the new results.csv, unless the last drawing began less than a minute ago."""
+        if time.monotonic() - self._results_drawn >= RESULTS_INTERVAL_SECONDS:
+            self._results_drawn = time.monotonic()
+            self.draw_charts("results.png")
 
-    def finish(self, patience: float = PATIENCE) -> bool:
-        """Wait until all is drawn; is it?"""
-        return self.background.finish(patience)
+    def finish(self, timeout: float = FINISH_TIMEOUT_SECONDS) -> bool:
+        """Wait at most `timeout` seconds until all is drawn; return whether it is."""
+        return self._background.finish(timeout)

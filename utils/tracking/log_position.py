@@ -1,4 +1,7 @@
-"""How far a run is logged, kept beside it: what is trained again after a crash is not logged again."""
+"""How far a run is logged, stored in its folder: what is trained again after a crash is not logged twice.
+
+Used by the trackers of W&B and TensorBoard.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,28 @@ from contextlib import suppress
 from pathlib import Path
 
 
-class Kept:
-    """The place on each axis up to which a tracker has logged the run `name`. file: where that is kept."""
+class LogPosition:
+    """The last position on each axis that a tracker has logged, over all processes that trained one run.
 
-    def __init__(self, file: Path, name: str) -> None:
-        self.file, self.name = file, name
+    file: stores the positions. run: the run's id; positions of another run are ignored, as is a damaged file.
+    """
+
+    def __init__(self, file: Path, run: str) -> None:
+        self.file, self.run = file, run
         self.last: dict[str, float] = {}
         with suppress(OSError, ValueError, KeyError, TypeError):
-            kept = json.loads(file.read_text())
-            if kept["name"] == name:
-                self.last = dict(kept["last"])
-        self.before = dict(self.last)  # by an earlier process
+            stored = json.loads(file.read_text())
+            if stored["name"] == run:
+                self.last = dict(stored["last"])
+        self._last_before = dict(self.last)  # what earlier processes logged
 
-    def has(self, axis: str, place: float) -> bool:
-        """Has an earlier process logged this place?"""
-        return place <= self.before.get(axis, float("-inf"))
+    def logged_before(self, axis: str, position: float) -> bool:
+        """Return whether an earlier process logged this position; positions of this one never count."""
+        return position <= self._last_before.get(axis, float("-inf"))
 
-    def note(self, axis: str, place: float) -> None:
-        """It is logged now. Written whole: the next process may come at any moment."""
-        self.last[axis] = place
+    def advance(self, axis: str, position: float) -> None:
+        """Store that `position` is logged. The file is replaced, since the process may be killed at any moment."""
+        self.last[axis] = position
         part = self.file.with_name(f"{self.file.name}.part")
-        part.write_text(json.dumps({"name": self.name, "last": self.last}))
+        part.write_text(json.dumps({"name": self.run, "last": self.last}))
         part.replace(self.file)

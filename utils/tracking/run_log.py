@@ -1,113 +1,156 @@
-"""What trackers are told of a run: where it is logged, under which name, and with what."""
+"""What a training run sends to its trackers, and when: settings, epochs, examples and artifacts. train.py calls it."""
 
 from __future__ import annotations
 
 import os
+import random
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from utils.checkpoint.progress import Progress
-from utils.config.options import TrainOptions
-from utils.run import Run
-from utils.summary import Summary, evenly
-from utils.tracking.tracker import (
-    FINISH,
-    TENSORBOARD,
-    UPLOAD,
-    WANDB,
-    TensorBoard,
-    Tracker,
-    WandB,
-    git_commit,
-    new_id,
-    wanted,
-)
+from utils.files import ROOT
+from utils.summary import Example, Summary, evenly_spaced
+from utils.tracking.tensorboard import TensorBoardTracker
+from utils.tracking.tracker import FINISH_SECONDS, TENSORBOARD, WANDB, Tracker, requested_trackers
+from utils.tracking.wandb import UPLOAD_SECONDS, WandbTracker
 
-EXAMPLES = "examples/validation"  # the key of the photos with boxes
-TIMES = 10  # a run that they are logged where no interval is given
+if TYPE_CHECKING:
+    from utils.checkpoint.progress import Progress
+
+EXAMPLES_KEY = "examples/validation"
+EXAMPLES_PER_RUN = 10  # how often examples are logged if no interval is given
+YOLOV5_PROJECT = "train"  # the last folder of YOLOv5's --project, which stands for no project in particular
+ID_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
+ID_LENGTH = 8
 
 
-class Dashboard:
-    """A run's trackers. Every process calls the same; the main one has trackers, if anyone."""
+@dataclass(frozen=True)
+class TrackingOptions:
+    """The settings of a run's trackers, named like their flags."""
 
-    def __init__(self, run: Run, task: Any, options: TrainOptions, images: Sequence[Path]) -> None:
-        """images: those of the validation."""
-        self.run, self.task, self.options, self.images = run, task, options, images
+    project: str
+    epochs: int
+    log_with: str = ""
+    no_wandb: bool = False
+    wandb_project: str = ""
+    wandb_entity: str = ""
+    wandb_group: str = ""
+    wandb_tags: tuple[str, ...] = ()
+    wandb_name: str = ""
+    wandb_id: str = ""
+    bbox_interval: int = -1  # epochs; -1: `EXAMPLES_PER_RUN` times, 0: never
+    max_images: int = 16
+    upload_model: bool = False
+    upload_dataset: bool = False
+
+
+class LoggedRun(Protocol):
+    """The part of `utils.run.Run` that a log uses: the run folder, and the trackers of the main process."""
+
+    path: Path
+    devices: list[str]  # one of each process
+    step: int  # the last optimizer step that something was logged at
+
+    @property
+    def trackers(self) -> list[Tracker]: ...
+    def print(self, *lines: str) -> None: ...
+    def start_trackers(self, make: Callable[[], list[Tracker]], config: Mapping[str, Any], step: int) -> None: ...
+    def log_point(self, values: Mapping[str, Any], step: int) -> None: ...
+
+
+class RunLog:
+    """The log of a run in its trackers. Every process makes the same calls; only the main one has trackers.
+
+    images: files of the validation split. class_names: in the order of their numbers.
+    """
+
+    def __init__(
+        self, run: LoggedRun, options: TrackingOptions, images: Sequence[Path], class_names: Sequence[str]
+    ) -> None:
+        self.run, self.options, self.images, self.class_names = run, options, images, class_names
         interval = options.bbox_interval
-        self.every = max(options.epochs // TIMES, 1) if interval < 0 else interval
+        self.examples_interval = max(options.epochs // EXAMPLES_PER_RUN, 1) if interval < 0 else interval  # epochs
 
-    def begin(self, settings: Mapping[str, Any], devices: Sequence[str], dataset: Mapping[str, Any], step: int) -> None:
-        """Begin to log. settings: all of them. dataset: what tells its files apart. step: where the run goes on."""
-        facts = {
+    def start(self, settings: Mapping[str, Any], dataset: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
+        """Make the trackers and log what describes the run.
+
+        settings: all of the run. dataset: what identifies its files. saved: the state that the run resumes from.
+        """
+        config = {
+            **settings,
             "git_commit": git_commit(),
             "command": shlex.join(sys.argv),
-            "world_size": self.run.accelerator.num_processes,
-            "devices": list(devices),
+            "world_size": len(self.run.devices),
+            "devices": list(self.run.devices),
             "dataset": dict(dataset),
         }
-        self.run.track(self._trackers, {**settings, **facts}, step)
+        self.run.start_trackers(self._make_trackers, config, saved["progress"]["step"] if saved else 0)
 
-    def _trackers(self) -> list[Tracker]:
+    def _make_trackers(self) -> list[Tracker]:
         options, run = self.options, self.run
-        names, warnings = wanted(options.log_with, options.no_wandb)
-        run.say(*warnings)
-        made: list[Tracker] = []
+        names, warnings = requested_trackers(options.log_with, options.no_wandb)
+        run.print(*warnings)
+        trackers: list[Tracker] = []
         if WANDB in names:
-            patience = UPLOAD if options.upload_model or options.upload_dataset else FINISH
-            made.append(WandB(run.folder, wandb_arguments(options, run.folder), run.say, patience))
+            timeout = UPLOAD_SECONDS if options.upload_model or options.upload_dataset else FINISH_SECONDS
+            trackers.append(WandbTracker(run.path, wandb_arguments(options, run.path), run.print, timeout))
         if TENSORBOARD in names:
-            made.append(TensorBoard(run.folder, options.wandb_id, run.say))
-        return made
+            trackers.append(TensorBoardTracker(run.path, options.wandb_id, run.print))
+        return trackers
 
-    def epoch(
-        self, row: Mapping[str, Any], facts: Mapping[str, float], summary: Summary | None, progress: Progress
+    def log_epoch(
+        self, row: Mapping[str, Any], timings: Mapping[str, float], summary: Summary | None, progress: Progress
     ) -> None:
-        """Log an epoch: its row of results.csv, `facts` about it, its classes, and what is best so far."""
-        values = {**row, **{f"epoch/{name}": value for name, value in facts.items()}}
-        for measure, classes in (summary.by_class if summary else {}).items():
-            values |= {f"class/{measure}/{name}": value for name, value in classes.items()}
+        """Log an epoch: its row of results.csv, `timings`, its metrics by class, and the best epoch so far."""
+        values = {**row, **{f"epoch/{name}": value for name, value in timings.items()}}
+        for metric, classes in (summary.by_class if summary else {}).items():
+            values |= {f"class/{metric}/{name}": value for name, value in classes.items()}
         if best := progress.summary:
             values |= {"best/epoch": progress.best_epoch, "best/fitness": progress.best}
             values |= {f"best/{name}": value for name, value in best.metrics.items()}
-        self.run.point(values, progress.step)
+        self.run.log_point(values, progress.step)
 
-    def examples(self, summary: Summary | None, epoch: int) -> None:
-        """Log validation photos with their boxes, when it is time."""
+    def log_examples(self, examples: Callable[[], Sequence[Example]], epoch: int) -> None:
+        """Log validation images with their boxes if that is due in this epoch, the same images each time.
+
+        examples: makes them; it is called on the main process only, and only if they are due.
+        """
+        due = self.examples_interval and (epoch % self.examples_interval == 0 or epoch + 1 == self.options.epochs)
         trackers = self.run.trackers
-        due = self.every and (epoch % self.every == 0 or epoch + 1 == self.options.epochs)
-        if summary is None or not due or not trackers:
+        if not due or not trackers:
             return
-        found = self.task.examples(summary)
-        found = [found[k] for k in evenly(len(found), self.options.max_images)]
-        photos = [
+        candidates = examples()
+        chosen = [candidates[k] for k in evenly_spaced(len(candidates), self.options.max_images)]
+        content = [
             {
                 "file": str(self.images[example.image]),
                 "name": example.name,
-                "truth": [box._asdict() for box in example.truth],
-                "found": [box._asdict() for box in example.found],
+                "labels": [box._asdict() for box in example.labels],
+                "predictions": [box._asdict() for box in example.predictions],
             }
-            for example in found
+            for example in chosen
         ]
-        if photos:
+        if content:
             for tracker in trackers:
-                tracker.examples(EXAMPLES, photos, list(self.task.names.values()), self.run.step, epoch)
+                tracker.log_examples(EXAMPLES_KEY, content, self.class_names, self.run.step, epoch)
 
     # Artifacts
 
     def upload(self, names: Sequence[str], *aliases: str) -> None:
-        """Upload files in weights/ of the run, with --upload-model."""
-        files = [self.run.folder / "weights" / name for name in names]
+        """Upload files of the run's weights/ with --upload-model."""
+        files = [self.run.path / "weights" / name for name in names]
         if self.options.upload_model and files:
             for tracker in self.run.trackers:
-                tracker.artifact(f"run_{self.options.wandb_id}_model", "model", aliases, files=files)
+                tracker.log_artifact(f"run_{self.options.wandb_id}_model", "model", aliases, files=files)
 
     def upload_last(self, progress: Progress) -> None:
-        """Upload last.pt and best.pt, which are one where the last epoch was the best."""
+        """Upload last.pt and best.pt; one version with both aliases if the last epoch was the best."""
         last = progress.epoch - 1
         if progress.best_epoch == last:
             self.upload(["best.pt"], "latest", "best", f"epoch-{last}")
@@ -118,35 +161,52 @@ class Dashboard:
     def upload_dataset(
         self, yaml: Path, files: Callable[[], Mapping[str, Sequence[Path]]], identity: Mapping[str, Any]
     ) -> None:
-        """Make the data set an artifact, with --upload-dataset: the YAML itself, and the addresses of all files.
+        """Log the data set as an artifact with --upload-dataset: the YAML, and references to all files.
 
-        files: gives them by what they are.
+        files: returns them by their kind, which becomes a folder of the artifact. identity: the artifact's metadata.
         """
         if not self.options.upload_dataset or not self.run.trackers:
             return
         references = []
-        for what, paths in files().items():
-            there = [str(path.absolute()) for path in paths if path.is_file()]
-            top = os.path.commonpath([os.path.dirname(path) for path in there]) if there else ""
-            references += [(path, f"{what}/{os.path.relpath(path, top)}") for path in there]
+        for kind, paths in files().items():
+            existing = [str(path.absolute()) for path in paths if path.is_file()]
+            root = os.path.commonpath([os.path.dirname(path) for path in existing]) if existing else ""
+            references += [(path, f"{kind}/{os.path.relpath(path, root)}") for path in existing]
         name = re.sub(r"[^\w.-]", "-", yaml.stem)
         for tracker in self.run.trackers:
-            tracker.artifact(name, "dataset", ["latest"], files=[yaml], references=references, metadata=identity)
+            tracker.log_artifact(name, "dataset", ["latest"], files=[yaml], references=references, metadata=identity)
 
 
-def with_wandb_id(options: TrainOptions, run: Run, state: Mapping[str, Any] | None) -> TrainOptions:
-    """The options with the name of the W&B run: one that a flag or the run to go on with has, or a new one."""
-    return replace(options, wandb_id=run.agree(options.wandb_id or (state or {}).get("wandb_id") or new_id()))
+def wandb_run_id(requested: str, state: Mapping[str, Any] | None) -> str:
+    """Return the id of a run for trackers: the requested one, that of the resumed state, or a new one.
+
+    A new one differs between processes; broadcast the main process's.
+    """
+    return requested or (state or {}).get("wandb_id") or new_id()
 
 
-def wandb_arguments(options: TrainOptions, folder: Path) -> dict[str, Any]:
-    """What `wandb.init` is to be told of where the run belongs."""
+def new_id() -> str:
+    """Return the id that a sweep or the starting process has chosen (WANDB_RUN_ID), else a random one."""
+    chosen = os.environ.get("WANDB_RUN_ID")
+    return chosen or "".join(random.SystemRandom().choices(ID_CHARACTERS, k=ID_LENGTH))
+
+
+def wandb_arguments(options: TrackingOptions, folder: Path) -> dict[str, Any]:
+    """Return the arguments of `wandb.init` that say what the run in `folder` is called and where it belongs."""
     project = Path(options.project).name
     return {
-        "project": options.wandb_project or ("lockstep" if project == "train" else project),
+        "project": options.wandb_project or ("lockstep" if project == YOLOV5_PROJECT else project),
         "entity": options.wandb_entity or None,
         "group": options.wandb_group or None,
         "tags": list(options.wandb_tags) or None,
         "name": options.wandb_name or folder.name,
         "id": options.wandb_id,
     }
+
+
+def git_commit() -> str:
+    """Return the commit of this code, with "+" if files have changed since; '' if this is no git checkout."""
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--match=", "--dirty=+"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    return ""

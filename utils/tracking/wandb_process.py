@@ -1,8 +1,9 @@
-"""The process that talks to Weights & Biases; utils/tracking/tracker.py starts it.
+"""The process that talks to Weights & Biases: `main` serves a run, `fetch` downloads an artifact.
 
-It reads a JSON object per line, calls the method of `Session` that the object names, and answers with JSON lines. The
-training process never waits for it and never imports wandb; whatever hangs or breaks here can be ended. When its input
-ends without a word, the training process is gone, and the run is closed with what had come.
+utils/tracking/wandb.py starts it with `main`, models/weights/releases.py with `fetch`. It reads a JSON object per line,
+calls the method of `Session` that the object names, and replies with JSON lines. The training process never waits for
+it and never imports wandb; if something hangs or breaks here, this process can be killed. If its input ends without
+`finish`, the training process has died, and the run is closed with what was received.
 """
 
 from __future__ import annotations
@@ -25,162 +26,179 @@ from urllib.parse import urlsplit
 from filelock import FileLock, Timeout
 
 from utils.background import kill_children
-from utils.tracking.log_position import Kept
+from utils.tracking.log_position import LogPosition
 
-KEPT = ".wandb.json"  # in a run folder
-START = 30.0  # seconds to reach the server in; the variable WANDB_INIT_TIMEOUT says otherwise
-END = 60.0  # seconds to send the rest in when the training process is gone
-LEAVE = 5.0  # seconds that wandb has to leave
-SIDE = 640  # pixels of the longer side of a photo
+POSITION_FILE = ".wandb.json"  # in the run folder
+LOCK_FILE = ".wandb.lock"  # in the run folder
+CONNECT_SECONDS = 30.0  # to reach the server, unless the variable WANDB_INIT_TIMEOUT gives another number
+ORPHAN_SECONDS = 60.0  # to send what is left if the training process has died
+CLEANUP_SECONDS = 5.0  # that wandb has on exit to remove its temporary files
+EXAMPLE_PIXELS = 640  # longer side of an example image
 
 
 class Session:
-    """A W&B run. replies: takes what the training process is to say."""
+    """A W&B run; its methods are the messages that `WandbTracker` sends. replies: where replies are written."""
 
     def __init__(self, replies: TextIO) -> None:
         self.replies = replies
         self.warned = False
 
-    def say(self, text: str, **more: Any) -> None:
-        """One line for the person who watches the training."""
+    def reply(self, text: str, **more: Any) -> None:
+        """Have the training process print `text`. more: `stop=True` to end the training."""
         with suppress(OSError, ValueError):
-            print(json.dumps({"say": text, **more}), file=self.replies, flush=True)
+            print(json.dumps({"print": text, **more}), file=self.replies, flush=True)
 
     def stop(self) -> None:
-        """Somebody has pressed "stop" on the run's page."""
-        self.say("W&B: the run is stopped from its page", stop=True)
+        """End the training: the button "stop" on the run's page was pressed."""
+        self.reply("W&B: the run is stopped from its page", stop=True)
 
     def warn(self, error: BaseException) -> None:
-        """The first failure is said, the others are not."""
+        """Print the first failure; later ones are silent."""
         if not self.warned:
             self.warned = True
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            self.say(f"warning: W&B: {reason}; training goes on, results.csv has its numbers")
+            self.reply(f"warning: W&B: {reason}; training goes on, results.csv has its numbers")
 
-    def begin(
+    def start(
         self,
         folder: str,
         run: Mapping[str, Any],
         config: Mapping[str, Any],
         axes: Sequence[Sequence[str]],
         pid: int,
-        patience: float,
+        timeout: float,
     ) -> None:
-        """Start the run, or go on with the one of this id. `run`: what `wandb.init` takes; `axes`: pairs of a pattern
-        of keys and what their x axis is, '' for an axis itself; `pid`: of the training process; `patience`: seconds to
-        send the rest in, at the end."""
+        """Start the run, or continue the one with this id.
+
+        run: arguments of `wandb.init`. axes: pairs of a pattern of keys and the key of their x axis, '' for an axis
+        itself. pid: of the training process. timeout: seconds to send what is left at the end of the run.
+        """
         import wandb
 
-        self.wandb, self.folder, self.patience = wandb, Path(folder) / "wandb", patience
-        # A process like this one, whose training was killed a moment ago, may still be sending.
-        self.alone = FileLock(Path(folder) / ".wandb.lock", timeout=END)
+        self.wandb, self.folder, self.timeout = wandb, Path(folder) / "wandb", timeout
+        # The W&B process of a training that was killed a moment ago may still be sending.
+        self.lock = FileLock(Path(folder) / LOCK_FILE, timeout=ORPHAN_SECONDS)
         with suppress(Timeout, OSError, NotImplementedError):
-            self.alone.acquire()
+            self.lock.acquire()
         settings = wandb.setup().settings
         mode = os.environ.get("WANDB_MODE") or settings.mode
-        mode = "offline" if mode in ("offline", "dryrun") else "disabled" if mode == "disabled" else "online"
         if mode == "disabled":
             raise SystemExit(0)
-        known = getattr(wandb.Settings, "model_fields", {})
-        own: dict[str, Any] = {"silent": True, "init_timeout": reach()}
-        # Settings that older versions do not know. They are copied: a method would be with all that it belongs to.
-        newer = {"x_stats_pid": pid, "finish_timeout": patience, "stop_fn": lambda: self.stop()}
-        own |= {name: value for name, value in newer.items() if name in known}
-        common = {**run, "dir": folder, "config": dict(config), "resume": "allow", "settings": wandb.Settings(**own)}
-        why = "offline"
-        if mode == "online" and not has_key(settings):
-            mode, why = "offline", "no key (wandb login), so the run is kept on this machine"
-        if mode == "online":
-            before = set(self.folder.glob("run-*"))
-            try:
-                self.run = wandb.init(mode="online", **common)
-            except Exception as error:
-                self.warn(error)
-                mode, why = "offline", "the run is kept on this machine"
-                wandb.teardown(1)
-                for left in set(self.folder.glob("run-*")) - before:  # of a run that has not begun
-                    shutil.rmtree(left, ignore_errors=True)
-        if mode == "online":
-            self.say(f"W&B: {self.run.url}")
-        else:
+        common = {
+            **run,
+            "dir": folder,
+            "config": dict(config),
+            "resume": "allow",
+            "settings": self._settings(pid, timeout),
+        }
+        offline_reason = "offline" if mode in ("offline", "dryrun") else ""
+        if not offline_reason and not has_key(settings):
+            offline_reason = "no key (wandb login), so the run is kept on this machine"
+        if not offline_reason and not self._start_online(common):
+            offline_reason = "the run is kept on this machine"
+        if offline_reason:
             self.run = wandb.init(mode="offline", **common)
-            self.say(f"W&B: {why}; upload it with: wandb sync {Path(self.run.dir).parent}")
+            self.reply(f"W&B: {offline_reason}; upload it with: wandb sync {Path(self.run.dir).parent}")
+        else:
+            self.reply(f"W&B: {self.run.url}")
         for pattern, axis in axes:
             self.run.define_metric(pattern, step_metric=axis or None)
-        self.kept = Kept(Path(folder) / KEPT, run["id"])
+        self.position = LogPosition(Path(folder) / POSITION_FILE, run["id"])
+
+    def _settings(self, pid: int, timeout: float) -> Any:
+        """Return wandb's settings, without those that an older version does not have."""
+        known = getattr(self.wandb.Settings, "model_fields", {})
+        # wandb copies its settings; a bound method in place of the lambda would be copied with the whole session.
+        newer: dict[str, Any] = {"x_stats_pid": pid, "finish_timeout": timeout, "stop_fn": lambda: self.stop()}
+        return self.wandb.Settings(
+            silent=True,
+            init_timeout=connect_timeout(),
+            **{name: value for name, value in newer.items() if name in known},
+        )
+
+    def _start_online(self, arguments: Mapping[str, Any]) -> bool:
+        """Start the run on the server. Return False, after a warning, if that fails."""
+        folders_before = set(self.folder.glob("run-*"))
+        try:
+            self.run = self.wandb.init(mode="online", **arguments)
+        except Exception as error:
+            self.warn(error)
+            self.wandb.teardown(1)
+            for folder in set(self.folder.glob("run-*")) - folders_before:
+                shutil.rmtree(folder, ignore_errors=True)
+            return False
+        return True
 
     def log(self, values: Mapping[str, Any], step: int, axis: str) -> None:
-        """Numbers by key, at the optimizer step `step`. `axis`: the key among them that is their x."""
-        if not self.kept.has(axis, values[axis]):
+        """Log numbers by key at an optimizer step. axis: the key that is the x of the others."""
+        if not self.position.logged_before(axis, values[axis]):
             self._log(values, step)
-            self.kept.note(axis, values[axis])
+            self.position.advance(axis, values[axis])
 
     def _log(self, values: Mapping[str, Any], step: int) -> None:
-        self.run.log(dict(values), step=max(step, self.run.step))  # what is behind would be dropped
+        self.run.log(dict(values), step=max(step, self.run.step))  # wandb drops values of steps before its last
 
-    def pictures(self, files: Mapping[str, str], step: int) -> None:
-        """Picture files by key."""
+    def log_pictures(self, files: Mapping[str, str], step: int) -> None:
+        """Log picture files by key."""
         self._log({key: self.wandb.Image(file) for key, file in files.items()}, step)
 
-    def examples(
-        self, key: str, images: Sequence[Mapping[str, Any]], names: Sequence[str], step: int, epoch: int
+    def log_examples(
+        self, key: str, examples: Sequence[Mapping[str, Any]], names: Sequence[str], step: int, epoch: int
     ) -> None:
-        """Photos with their true and their found boxes, that can be switched on and off."""
-        if self.kept.has(key, epoch):
+        """Log images with the boxes of their labels and predictions, which can be switched on and off."""
+        if self.position.logged_before(key, epoch):
             return
         classes = dict(enumerate(names))
-        shown = []
-        for image in images:
+        images = []
+        for example in examples:
             boxes = {
-                what: {"box_data": [_box(box, names) for box in image[kind]], "class_labels": classes}
-                for what, kind in (("ground_truth", "truth"), ("predictions", "found"))
+                title: {"box_data": [_box(box, names) for box in example[kind]], "class_labels": classes}
+                for title, kind in (("ground_truth", "labels"), ("predictions", "predictions"))
             }
-            photo = _photo(image["file"])
-            shown.append(self.wandb.Image(photo, boxes=boxes, caption=image["name"], file_type="jpg"))
-        self._log({key: shown}, step)
-        self.kept.note(key, epoch)
+            image = _thumbnail(example["file"])
+            images.append(self.wandb.Image(image, boxes=boxes, caption=example["name"], file_type="jpg"))
+        self._log({key: images}, step)
+        self.position.advance(key, epoch)
 
-    def artifact(
+    def log_artifact(
         self,
         name: str,
         kind: str,
         aliases: Sequence[str],
-        files: Sequence[str] = (),
-        references: Sequence[Sequence[str]] = (),
-        metadata: Mapping[str, Any] | None = None,
+        files: Sequence[str],
+        references: Sequence[Sequence[str]],
+        metadata: Mapping[str, Any] | None,
     ) -> None:
-        """A version of an artifact: `files` are uploaded, of `references`, pairs of a path and a name, only the
-        addresses are kept."""
+        """Log a version of an artifact; see `Tracker.log_artifact`."""
         artifact = self.wandb.Artifact(name, type=kind, metadata=dict(metadata or {}))
         for file in files:
             artifact.add_file(file)
-        for path, where in references:
-            artifact.add_reference(Path(path).absolute().as_uri(), name=where, checksum=False, max_objects=10_000_000)
+        for path, title in references:
+            artifact.add_reference(Path(path).absolute().as_uri(), name=title, checksum=False, max_objects=10_000_000)
         self.run.log_artifact(artifact, aliases=list(aliases))
 
-    def line(self, text: str) -> None:
-        """What the training process has printed, for the run's log."""
+    def log_line(self, text: str) -> None:
+        """Log a line of the training's console output: wandb records what this process prints."""
         print(text, flush=True)
 
     def finish(self, code: int = 0) -> None:
-        """Send the rest, and close the run: what could not be sent in time is on disk. `code`: 0 where training went
-        well."""
-        before = time.monotonic()
+        """Send what is left and close the run; what is not sent in time stays on disk. code: of the training's exit."""
+        started = time.monotonic()
         self.run.finish(exit_code=code)
-        if time.monotonic() - before >= self.patience:
-            self.say(
-                f"warning: W&B has not got all within {self.patience:.0f} s; what it lacks is kept: "
+        if time.monotonic() - started >= self.timeout:
+            self.reply(
+                f"warning: W&B has not received everything within {self.timeout:.0f} s; upload the rest with: "
                 f"wandb sync --include-online {Path(self.run.dir).parent}"
             )
 
 
-def reach() -> float:
-    """Seconds to reach the server in."""
-    return float(os.environ.get("WANDB_INIT_TIMEOUT") or START)
+def connect_timeout() -> float:
+    """Return the seconds that wandb has to reach the server."""
+    return float(os.environ.get("WANDB_INIT_TIMEOUT") or CONNECT_SECONDS)
 
 
 def has_key(settings: Any) -> bool:
-    """Is there a key for the server? From where wandb itself takes one: variables, ~/.netrc, its own settings."""
+    """Return whether wandb has a key for the server: in its variables, its settings or ~/.netrc."""
     if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
         return True
     if getattr(settings, "api_key", None):
@@ -195,96 +213,99 @@ def has_key(settings: Any) -> bool:
 
 
 def _box(box: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """A box as W&B wants it: corners as shares of the image's sides."""
+    """Return a box in the form of `wandb.Image`: corners as shares of the image's width and height."""
     left, top, right, bottom = box["xyxy"]
-    found = {
+    wandb_box = {
         "position": {"minX": left, "minY": top, "maxX": right, "maxY": bottom},
         "class_id": box["label"],
         "box_caption": names[box["label"]],
     }
     if box["confidence"] is not None:
-        found["scores"] = {"confidence": box["confidence"]}
-        found["box_caption"] += f" {box['confidence']:.2f}"
-    return found
+        wandb_box["scores"] = {"confidence": box["confidence"]}
+        wandb_box["box_caption"] += f" {box['confidence']:.2f}"
+    return wandb_box
 
 
-def _photo(file: str) -> Any:
-    """An image file, upright, in RGB, and not large."""
+def _thumbnail(file: str) -> Any:
+    """Read an image file as RGB, turned upright, with its longer side at most `EXAMPLE_PIXELS`."""
     from PIL import Image, ImageOps
 
     with Image.open(os.fsencode(file)) as opened:
         image = ImageOps.exif_transpose(opened).convert("RGB")
-    image.thumbnail((SIDE, SIDE))
+    image.thumbnail((EXAMPLE_PIXELS, EXAMPLE_PIXELS))
     return image
 
 
-def end(code: int) -> None:
-    """End at once, with the processes that wandb has started."""
+def exit_now(code: int) -> None:
+    """Exit without cleaning up, and kill the processes that wandb has started."""
     kill_children(os.getpid())
     os._exit(code)
 
 
-def _replies() -> TextIO:
-    """Where answers go; what wandb prints goes nowhere."""
+def _open_replies() -> TextIO:
+    """Return standard output for replies, and send what wandb prints to the null device."""
     replies = os.fdopen(os.dup(1), "w")
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    null = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
-        os.dup2(nowhere, stream)
+        os.dup2(null, stream)
     return replies
 
 
 def main() -> None:
-    """Do what stdin says, line by line."""
+    """Serve a run: call the methods that the lines of standard input name."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # meant for the training, which says when it ends
-    replies = _replies()
-    sys.argv = sys.argv[1:]  # W&B shows the command of the training
+        signal.signal(number, signal.SIG_IGN)  # meant for the training, which sends `finish` before it ends
+    replies = _open_replies()
+    sys.argv = sys.argv[1:]  # W&B shows the training's command
     session, finished = Session(replies), False
     for line in sys.stdin:
-        if not line.endswith("\n"):  # who was writing it has died
+        if not line.endswith("\n"):  # the training process died while it wrote
             break
-        call = json.loads(line)
-        verb = call.pop("do")
+        message = json.loads(line)
+        method = message.pop("method")
         try:
-            getattr(session, verb)(**call)
+            getattr(session, method)(**message)
         except Exception as error:
             session.warn(error)
-            if verb == "begin":
-                end(1)
-        finished = finished or verb == "finish"
+            if method == "start":
+                exit_now(1)
+        finished = finished or method == "finish"
         if finished:
             break
     if not finished and hasattr(session, "run"):
-        _end_in(END)
+        _exit_after(ORPHAN_SECONDS)
         with suppress(Exception):
             session.finish(code=1)
-    _end_in(LEAVE)  # on the way out wandb removes its temporary files
+    _exit_after(CLEANUP_SECONDS)
 
 
-def _end_in(seconds: float) -> None:
-    timer = threading.Timer(seconds, end, (1,))
+def _exit_after(seconds: float) -> None:
+    timer = threading.Timer(seconds, exit_now, (1,))
     timer.daemon = True
     timer.start()
 
 
 def fetch() -> None:
-    """Download an artifact, and answer with its files: `argv` is its name (entity/project/name:alias) and a folder."""
+    """Download an artifact and reply with its files, or with an `error`.
+
+    sys.argv: the artifact's name (entity/project/name:alias) and the folder to download into.
+    """
     name, folder = sys.argv[1:]
-    replies = _replies()
+    replies = _open_replies()
 
-    def answer(**found: Any) -> None:
-        print(json.dumps(found), file=replies, flush=True)
-        end(0)
+    def answer(**reply: Any) -> None:
+        print(json.dumps(reply), file=replies, flush=True)
+        exit_now(0)
 
-    waiting = threading.Timer(reach(), lambda: answer(error=f"no answer within {reach():g} s"))
-    waiting.start()
+    timer = threading.Timer(connect_timeout(), lambda: answer(error=f"no answer within {connect_timeout():g} s"))
+    timer.start()
     try:
         import wandb
 
         if not has_key(wandb.setup().settings):
             answer(error="there is no key for W&B: wandb login")
-        artifact = wandb.Api(timeout=math.ceil(reach())).artifact(name)
-        waiting.cancel()
+        artifact = wandb.Api(timeout=math.ceil(connect_timeout())).artifact(name)
+        timer.cancel()
         artifact.download(root=folder)
         answer(files=[str(Path(folder) / file.name) for file in artifact.files()])
     except Exception as error:

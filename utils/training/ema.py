@@ -1,17 +1,23 @@
-"""The exponential moving average of a model: what is validated and saved."""
+"""The exponential moving average of a model's weights, which is validated and saved. Called by train.py."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-DECAY, RAMP = 0.9999, 2000  # YOLOv5's: decay x (1 - exp(-updates / ramp)), so that early averages follow quickly
+DECAY = 0.9999
+RAMP_UPDATES = 2000  # YOLOv5's decay is DECAY x (1 - exp(-updates / ramp)), so that early averages follow quickly
 
 
 class ModelEMA:
-    """A copy of the model in fp32 whose floating tensors, buffers included, trail the model's. One on every process."""
+    """A copy of the model in fp32 whose floating-point tensors, buffers included, follow the model's.
+
+    Every process holds one.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = copy.deepcopy(model).float().eval().requires_grad_(False)
@@ -19,13 +25,23 @@ class ModelEMA:
 
     @torch.no_grad()
     def update(self, model: nn.Module, taken: Tensor | bool = True) -> None:
-        """Move towards `model` by one optimizer step; where it was not `taken`, () on the model's device, stay."""
+        """Follow `model` after an optimizer step. taken: bool (), on the model's device; False changes nothing."""
         self.updates += taken
-        share = ((1 - DECAY) + DECAY * (-self.updates / RAMP).exp()) * taken  # 1 - decay, exact where that is small
-        own, live = self._floating(self.model), self._floating(model)
-        ways = torch._foreach_sub(live, own)
-        torch._foreach_mul_(ways, share)
-        torch._foreach_add_(own, ways)
+        # 1 - decay, written so that it is exact for a small one
+        share = ((1 - DECAY) + DECAY * (-self.updates / RAMP_UPDATES).exp()) * taken
+        averages, live = self._floating(self.model), self._floating(model)
+        differences = torch._foreach_sub(live, averages)
+        torch._foreach_mul_(differences, share)
+        torch._foreach_add_(averages, differences)
+
+    def state(self) -> dict[str, Any]:
+        """Return the averaged tensors and the number of updates."""
+        return {"ema": self.model.state_dict(), "updates": int(self.updates)}
+
+    def load_state(self, saved: Mapping[str, Any]) -> None:
+        """Take over what `state` returned; `saved` may hold more."""
+        self.model.load_state_dict(saved["ema"])
+        self.updates.fill_(saved["updates"])
 
     @staticmethod
     def _floating(model: nn.Module) -> list[Tensor]:

@@ -1,56 +1,88 @@
-"""How much fits: a batch into the device, loader batches into shared memory, and what to say where it does not."""
+"""What fits: a batch into a device (AutoBatch), loader batches into shared memory; and the error if one does not.
+
+Called by train.py.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
-from utils.distributed.ranks import place
+from utils.distributed.devices import loader_workers
+from utils.distributed.ranks import local_world_size, world_size
 from utils.errors import UserError
+from utils.memory_format import layout
 
-SHARED = "/dev/shm"
-IN_FLIGHT = 3  # batches that a loader process holds: two fetched ahead, one that is being trained on
-SHARE = 0.8  # of the free memory of a device that AutoBatch takes, as in YOLOv5
-ON_CPU = 16  # the batch that --batch-size -1 takes where there is no GPU to measure
-# What torch says where it is no error of its own kind: of the machine's memory, of the driver, of cuBLAS.
-FULL = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-MIB, GIB = 2**20, 2**30
+if TYPE_CHECKING:
+    from utils.distributed.collectives import Collectives
+
+SHARED_MEMORY = "/dev/shm"
+BATCHES_PER_WORKER = 3  # that a loader process holds: two prefetched, one that is being trained on
+AUTO_BATCH_SHARE = 0.8  # of the free memory of a device, as in YOLOv5
+CPU_BATCH_SIZE = 16  # for --batch-size -1 if there is no GPU to measure
+COPIES_OF_WEIGHTS = 3  # that a run holds beside what a step takes: EMA, and at most two of the optimizer (Adam)
+# Messages of errors for which torch has no type of its own: of the machine's memory, of the driver, of cuBLAS.
+MACHINE_FULL = "can't allocate memory"
+MEMORY_MESSAGES = (MACHINE_FULL, "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+BYTES_PER_MIB = 2**20
 
 
-def fitting_workers(workers: int, batch: int) -> tuple[int, list[str]]:
-    """Loader processes whose batches, of so many bytes, fit into shared memory; a sentence where they are fewer.
+def check_batch_size(batch_size: int) -> None:
+    """Raises `UserError` with the two nearest sizes if the processes cannot share a batch evenly."""
+    processes = world_size()
+    if not batch_size:
+        raise UserError("--batch-size 0 is too small; give 1 or more, or -1 for what the GPU holds")
+    if batch_size % processes and batch_size > 0:
+        lower = batch_size // processes * processes
+        sizes = f"{lower} or {lower + processes}" if lower else f"{processes}"
+        raise UserError(
+            f"--batch-size {batch_size} is the batch of all {processes} processes and cannot be shared evenly; "
+            f"take {sizes}"
+        )
 
-    Where they would not fit the system would end them with a bus error.
+
+def loader_processes(requested: int, batch_bytes: int) -> tuple[int, list[str]]:
+    """Return how many of the `requested` loader processes this machine has cores and memory for, and warnings."""
+    return fitting_workers(loader_workers(requested), batch_bytes)
+
+
+def fitting_workers(workers: int, batch_bytes: int) -> tuple[int, list[str]]:
+    """Return how many of `workers` loader processes fit with their batches into shared memory, and warnings.
+
+    With more of them the system would end them with a bus error.
     """
     try:
-        disk = os.statvfs(SHARED)
+        disk = os.statvfs(SHARED_MEMORY)
     except (OSError, AttributeError):
         return workers, []
     free = disk.f_bavail * disk.f_frsize
-    fit = free // place().local_processes // (IN_FLIGHT * batch)
-    if fit >= workers:
+    fitting = free // local_world_size() // (BATCHES_PER_WORKER * batch_bytes)
+    if fitting >= workers:
         return workers, []
-    return fit, [
-        f"warning: {SHARED} has {free / MIB:.0f} MiB free, enough for the batches of {fit} loader processes of each "
-        f"training process instead of {workers}; make it larger (docker run --shm-size)"
+    return fitting, [
+        f"warning: {SHARED_MEMORY} has {free / BYTES_PER_MIB:.0f} MiB free, enough for the batches of {fitting} loader "
+        f"processes of each training process instead of {workers}; make it larger (docker run --shm-size)"
     ]
 
 
 @contextmanager
-def explained(batch_size: int, imgsz: int) -> Iterator[None]:
-    """Turn running out of memory into a `UserError` with the batch size to try."""
+def explain_out_of_memory(batch_size: int, imgsz: int) -> Iterator[None]:
+    """Turn errors about memory into a `UserError` that names a batch size to try."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        processes = place().processes
+        processes = world_size()
         half = batch_size // processes // 2 * processes
         instead = f"--batch-size {half}" if half else f"a smaller --imgsz than {imgsz}, or a smaller model"
-        where = "the machine" if isinstance(error, MemoryError) or FULL[0] in str(error) else "a GPU"
+        where = "the machine" if isinstance(error, MemoryError) or MACHINE_FULL in str(error) else "a GPU"
         raise UserError(
             f"out of memory of {where} with --batch-size {batch_size} at {imgsz} pixels; try {instead} (in a new run: "
             "the batch size is part of a curve)"
@@ -58,28 +90,64 @@ def explained(batch_size: int, imgsz: int) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Is it a lack of memory, of a device or of the machine?"""
-    said = any(words in str(error) for words in FULL)
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (isinstance(error, RuntimeError) and said)
+    """Return whether the error is a lack of memory, of a device or of the machine."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in MEMORY_MESSAGES)
+
+
+def auto_batch_size(
+    train_step: Callable[[int], object],
+    model: nn.Module,
+    device: torch.device,
+    images: int,
+    imgsz: int,
+    collectives: Collectives,
+) -> tuple[int, str]:
+    """Return the batch size of all processes that the memory of the smallest GPU allows, and a message about it.
+
+    train_step: takes a number of images, runs forward and backward of `model` on as many, and drops the gradients.
+    images: in the training set. The model is moved to `device` and otherwise left as it was.
+    """
+    processes = world_size()
+    if device.type != "cuda":
+        size = max(CPU_BATCH_SIZE // processes, 1) * processes
+        return size, f"--batch-size -1 is measured on GPUs only; taking {size}"
+    model.to(device, memory_format=layout(device)).train()  # type: ignore[call-overload]
+    before = copy.deepcopy(model.state_dict())
+    copies = COPIES_OF_WEIGHTS * sum(value.numel() * value.element_size() for value in before.values())
+
+    def peak(size: int) -> int:
+        torch.cuda.reset_peak_memory_stats(device)
+        train_step(size)
+        return torch.cuda.max_memory_allocated(device) + copies
+
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
+    with explain_out_of_memory(processes, imgsz):
+        local_batch = largest_batch(peak, free, images)
+    model.load_state_dict(before)
+    torch.cuda.empty_cache()
+    size = min(collectives.gather([local_batch])) * processes
+    return size, f"--batch-size -1: taking {size}, by measurement"
 
 
 def largest_batch(peak: Callable[[int], int], free: int, most: int) -> int:
-    """AutoBatch: the largest batch, at most `most`, whose peak memory is a share of what is `free` (bytes).
+    """Return the largest batch, at most `most`, whose peak memory is a share of the `free` memory in bytes.
 
     peak: measures a batch size, in bytes; may raise torch's error for too large ones. Memory grows linearly with the
     batch, so sizes are doubled until half of the share is used, and the line through the last two is followed: not from
     one alone, for the weights may take most of it.
     """
-    limit, found = SHARE * free, [(1, peak(1))]
-    while (len(found) < 2 or found[-1][1] < limit / 2) and found[-1][0] < most:
-        size = min(2 * found[-1][0], most)
+    limit, peaks = AUTO_BATCH_SHARE * free, [(1, peak(1))]
+    while (len(peaks) < 2 or peaks[-1][1] < limit / 2) and peaks[-1][0] < most:
+        size = min(2 * peaks[-1][0], most)
         try:
-            found.append((size, peak(size)))
+            peaks.append((size, peak(size)))
         except torch.OutOfMemoryError:
-            most = found[-1][0]  # whatever the line says
+            most = peaks[-1][0]  # whatever the line says
             break
-    if len(found) < 2:
+    if len(peaks) < 2:
         return 1
-    (small, low), (large, high) = found[-2:]
+    (small, low), (large, high) = peaks[-2:]
     slope = max((high - low) / (large - small), 1.0)
     return max(min(int(large + (limit - high) / slope), most), 1)

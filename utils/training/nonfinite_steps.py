@@ -1,4 +1,7 @@
-"""Optimizer steps whose gradients are not finite: undone, counted, and explained when they do not end."""
+"""Optimizer steps whose gradients are not finite: undone, counted, and explained if they do not end.
+
+Called by train.py; `DeviceValue` by step_log.py too, `floating_buffers` by utils/checkpoint/training_state.py.
+"""
 
 from __future__ import annotations
 
@@ -9,108 +12,106 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-NAMED = 5  # images that a sentence names, at most
-HUGE = 1e4  # no weight of a sound network is larger
-Window = list[tuple[Tensor, list[str]]]  # of each batch: its loss terms and its images
+MAX_NAMED_IMAGES = 5  # in a message
+LARGEST_SOUND_WEIGHT = 1e4  # absolute value; a larger one means that training has diverged
+Window = list[tuple[Tensor, list[str]]]  # of each batch between two optimizer steps: its loss terms and its images
 
 
-class Later:
-    """What the device finds out, a small tensor, read later: by then, mostly, nothing has to be waited for."""
+class DeviceValue:
+    """A small tensor that is copied to the host without waiting, and read later, when that is mostly done."""
 
-    def __init__(self, found: Tensor) -> None:
-        self.here, self.copied = found, None
-        if found.is_cuda:
-            self.here = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+    def __init__(self, value: Tensor) -> None:
+        self.on_host, self.copied = value, None
+        if value.is_cuda:
+            self.on_host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
             self.copied = torch.cuda.Event()
             self.copied.record()
 
     def read(self) -> Any:
-        """It as numbers, when the device has found it out."""
+        """Return the value as a number or a list of numbers once the device has computed it."""
         if self.copied is not None:
             self.copied.synchronize()
-        return self.here.tolist() if self.here.ndim else self.here.item()
+        return self.on_host.tolist() if self.on_host.ndim else self.on_host.item()
 
 
-class Guard:
-    """Keeps what a window of batches changes beside the weights, to take it back where the window's step is skipped.
+class NonFiniteGuard:
+    """Restores what the batches of a skipped optimizer step have changed beside the weights.
 
-    tensors: changed in place; statistics of BatchNorm, sums of losses.
+    tensors: changed in place, such as BatchNorm's statistics and sums of losses. limit: skipped steps in a row that end
+    the run.
     """
 
     def __init__(self, tensors: Sequence[Tensor], limit: int) -> None:
         self.live = [tensor.detach() for tensor in tensors]
-        self.limit, self.row = limit, 0
+        self.limit, self.skipped_in_a_row = limit, 0
         self.window: Window = []  # the batches since the last step
-        self.keep()
+        self.snapshot()
 
-    def saw(self, losses: Tensor, images: Iterable[str]) -> None:
-        """Note a batch: its loss terms (k,) and where its images came from."""
+    def add_batch(self, losses: Tensor, images: Iterable[str]) -> None:
+        """Record a batch for the messages: its loss terms (k,) and the paths of its images."""
         self.window.append((losses, list(images)))
 
-    def keep(self) -> None:
-        """What is there now is to be kept."""
-        self.kept = torch.cat([tensor.flatten() for tensor in self.live])
+    def snapshot(self) -> None:
+        """Make the present values those that are restored."""
+        self.saved = torch.cat([tensor.flatten() for tensor in self.live])
 
     @torch.no_grad()
-    def close(self, taken: Tensor) -> Window:
-        """End the window with its step, which was `taken` or not: (), bool, on the device, and nothing waits for it.
+    def end_window(self, taken: Tensor) -> Window:
+        """Keep or restore the values after an optimizer step, which was `taken` or not; return its batches.
 
-        Returns the window's batches.
+        taken: bool () on the device; nothing waits for it.
         """
-        kept = self.kept
-        self.keep()
-        self.kept = torch.where(taken, self.kept, kept)
-        parts = self.kept.split([tensor.numel() for tensor in self.live])
-        torch._foreach_copy_(self.live, [part.view_as(own) for part, own in zip(parts, self.live, strict=True)])
+        before = self.saved
+        self.snapshot()
+        self.saved = torch.where(taken, self.saved, before)
+        parts = self.saved.split([tensor.numel() for tensor in self.live])
+        torch._foreach_copy_(self.live, [part.view_as(live) for part, live in zip(parts, self.live, strict=True)])
         window, self.window = self.window, []
         return window
 
     def count(self, taken: bool) -> bool:
-        """Count the steps that were skipped in a row; true where they are too many."""
-        self.row = 0 if taken else self.row + 1
-        return self.row >= self.limit
+        """Count skipped steps in a row and return whether the limit is reached."""
+        self.skipped_in_a_row = 0 if taken else self.skipped_in_a_row + 1
+        return self.skipped_in_a_row >= self.limit
 
     @staticmethod
-    def suspects(window: Window, names: Sequence[str]) -> list[tuple[str, str]]:
-        """The images of a window's batches whose loss is not finite, with the term that is not: here, not elsewhere.
-
-        names: of the loss terms.
-        """
-        found = []
+    def suspects(window: Window, loss_names: Sequence[str]) -> list[tuple[str, str]]:
+        """Return images of this process's batches whose loss is not finite, each with the terms that are not."""
+        images_and_terms = []
         for losses, images in window:
-            terms = [name for name, value in zip(names, losses.tolist(), strict=True) if not math.isfinite(value)]
-            found += [(image, ", ".join(terms)) for image in images if terms]
-        return found
+            terms = [name for name, value in zip(loss_names, losses.tolist(), strict=True) if not math.isfinite(value)]
+            images_and_terms += [(image, ", ".join(terms)) for image in images if terms]
+        return images_and_terms
 
 
-def explain(
-    step: int, row: int, suspects: Sequence[tuple[str, str]], images: int, model: nn.Module, precision: str, lr: float
+def explain_skipped_steps(
+    step: int,
+    skipped: int,
+    suspects: Sequence[tuple[str, str]],
+    images: int,
+    model: nn.Module,
+    precision: str,
+    lr0: float,
 ) -> str:
-    """What is known of `row` skipped steps in a row: the last step, its images, and what is probably the cause.
+    """Return a message about `skipped` skipped steps in a row: the last one, its images and the probable cause.
 
-    suspects: of all processes; images: of the window. precision: of the autocast.
+    suspects: those of all processes. images: count in the last step's window, over all processes. precision: of the
+    autocast.
     """
     sizes = [float(parameter.detach().abs().max()) for parameter in model.parameters() if parameter.numel()]
-    largest = float("nan") if any(map(math.isnan, sizes)) else max(sizes, default=0.0)  # max may pass over it
+    largest = float("nan") if any(map(math.isnan, sizes)) else max(sizes, default=0.0)  # max may pass over a NaN
     if suspects:
         terms = ", ".join(dict.fromkeys(terms for _, terms in suspects))
-        found = [image for image, _ in suspects]
-        where = f"{terms} of the images {', '.join(found[:NAMED])}" + (
-            f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-        )
-        what = f"not finite: {where}"
+        names = ", ".join(image for image, _ in suspects[:MAX_NAMED_IMAGES])
+        more = f" and {len(suspects) - MAX_NAMED_IMAGES} more" if len(suspects) > MAX_NAMED_IMAGES else ""
+        what = f"not finite: {terms} of the images {names}{more}"
     else:
         what = f"the loss of its {images} images is finite, and its gradient is not"
-    if not largest < HUGE:
-        cause = f"the weights have grown to {largest:.3g}, so the learning rate (lr0 {lr:g}) is probably too high"
+    if not largest < LARGEST_SOUND_WEIGHT:
+        cause = f"the weights have grown to {largest:.3g}, so the learning rate (lr0 {lr0:g}) is probably too high"
     elif precision == "fp16":
         cause = "fp16 probably overflows: try --mixed-precision bf16 or no"
     else:
-        cause = f"look at these images and their labels, and try a lower lr0 than {lr:g}"
-    skipped = f"{row} optimizer steps in a row were skipped" if row > 1 else "an optimizer step was skipped"
-    return f"{skipped}, for the gradients were not finite; the last is step {step} ({what}); {cause}"
-
-
-def statistics(model: Any) -> dict[str, Tensor]:
-    """The floating buffers of a model by name: running statistics, which training changes beside the weights."""
-    return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+        cause = f"look at these images and their labels, and try a lower lr0 than {lr0:g}"
+    steps = f"{skipped} optimizer steps in a row were skipped" if skipped > 1 else "an optimizer step was skipped"
+    return f"{steps}, for the gradients were not finite; the last is step {step} ({what}); {cause}"

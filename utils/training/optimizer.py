@@ -1,4 +1,7 @@
-"""Parameter groups, the optimizer, and the schedule as a pure function of the step."""
+"""Parameter groups, the optimizer, frozen layers, and the schedule as a pure function of the step.
+
+Called by train.py; `parameter_groups` by utils/distributed/deepspeed.py too.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +15,31 @@ from torch import Tensor, nn
 
 from utils.errors import UserError
 
-NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
-LEAST_WARMUP = 100  # batches
-BIAS, WEIGHT, NORM = range(3)  # the groups' order, and that of results.csv's x/lr0, x/lr1, x/lr2
+NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+MIN_WARMUP_BATCHES = 100
+BIAS, WEIGHT, NORM = range(3)  # order of the groups, and so of x/lr0, x/lr1, x/lr2 in results.csv
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Biases, weights and weights of normalisation layers; only the weights decay."""
+    """Return the groups of biases, weights, and weights of normalisation layers; only the second decays."""
     groups: list[list[nn.Parameter]] = [[], [], []]
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            kind = BIAS if name.endswith("bias") else NORM if isinstance(module, NORMS) else WEIGHT
+            kind = BIAS if name.endswith("bias") else NORM if isinstance(module, NORM_LAYERS) else WEIGHT
             groups[kind].append(parameter)
     decays = (0.0, weight_decay, 0.0)
     return [{"params": params, "weight_decay": decay} for params, decay in zip(groups, decays, strict=True)]
 
 
+def numbered_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters in the order of the groups, by which torch numbers them in an optimizer's state."""
+    return [parameter for group in parameter_groups(model, 0.0) for parameter in group["params"]]
+
+
 def build_optimizer(
     model: nn.Module, name: str, lr: float, momentum: float, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """SGD (with Nesterov momentum), Adam or AdamW over the three groups; `momentum` is Adam's first beta."""
+    """Build SGD (with Nesterov momentum), Adam or AdamW over the three groups; `momentum` is Adam's first beta."""
     groups = parameter_groups(model, weight_decay)
     if name == "SGD":
         return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=True, fused=True)
@@ -40,9 +48,9 @@ def build_optimizer(
 
 
 def start_momentum(optimizer: Any) -> None:
-    """Give SGD its momentum, zero, before its first step: torch's own would be unset where that one is skipped.
+    """Set SGD's momentum buffers to zero before the first step, so that they exist if that one is skipped.
 
-    optimizer: as Accelerate has prepared it.
+    optimizer: prepared by Accelerate.
     """
     inner = optimizer.optimizer
     for group in inner.param_groups if isinstance(inner, torch.optim.SGD) else ():
@@ -52,9 +60,9 @@ def start_momentum(optimizer: Any) -> None:
 
 
 def step_if(optimizer: Any, finite: Tensor) -> Tensor:
-    """A step of a fused optimizer, as Accelerate has prepared it, that does nothing unless `finite`: (), bool.
+    """Take a step of a fused optimizer, which Accelerate has prepared, only if `finite`, bool (); return `finite`.
 
-    The kernels look at it on the device, as they do at what a gradient scaler has found. Returns `finite`.
+    The kernels read it on the device, as they read the `found_inf` of a gradient scaler, so nothing waits for it.
     """
     inner = optimizer.optimizer
     inner.found_inf = (~finite).float()
@@ -64,11 +72,10 @@ def step_if(optimizer: Any, finite: Tensor) -> Tensor:
 
 
 def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
-    """Stop the learning of the first N layers, for (N,), of all but the last N, for (-N,), or of just these, for
-    several; which they are.
+    """Freeze layers and return their numbers: (N,) is the first N, (-N,) all but the last N, several are these alone.
 
-    A model's layers are the children of its `model`, a sequence, or else its own. Raises `UserError` for a number that
-    is no layer of it.
+    The layers are the children of the model's attribute `model` or, without it, of the model. Raises `UserError` for a
+    number that is not one of them.
     """
     layered = dict(model.named_children()).get("model", model)
     rows = list(layered.children())
@@ -79,7 +86,7 @@ def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
         chosen = list(range(layers[0]))
     else:
         chosen = list(range(count + layers[0])) if -layers[0] <= count else list(layers)
-        for parameter in layered.parameters(recurse=False):  # of no layer, such as a transformer's class token
+        for parameter in layered.parameters(recurse=False):  # in no layer, such as a transformer's class token
             parameter.requires_grad_(False)
     for number in chosen:
         if not 0 <= number < count:
@@ -91,7 +98,7 @@ def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
 
 
 class Rates(NamedTuple):
-    """What the optimizer is given for a step: a learning rate per group, and the momentum."""
+    """Learning rate of each group, and momentum, of one step."""
 
     lrs: tuple[float, float, float]
     momentum: float
@@ -99,10 +106,10 @@ class Rates(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rates and momentum by the number of the batch: nothing is stepped, so nothing can be stepped twice.
+    """Learning rates and momentum as a function of the batch number: no state, so resuming needs none.
 
-    The rate falls from epoch to epoch, linearly or as a cosine, from lr0 to lr0 x lrf. In the first batches it is
-    blended in: biases come down from `warmup_bias_lr`, the others up from 0, the momentum up from `warmup_momentum`.
+    The rate falls from epoch to epoch, linearly or as a cosine, from lr0 to lr0 x lrf. Warm-up interpolates linearly:
+    biases start at `warmup_bias_lr`, the other groups at 0, the momentum at `warmup_momentum`.
     """
 
     epochs: int
@@ -117,11 +124,11 @@ class Schedule:
 
     @property
     def warmup(self) -> int:
-        """Batches of warm-up; at least 100 where there is one at all."""
-        return max(round(self.warmup_epochs * self.batches), LEAST_WARMUP) if self.warmup_epochs else 0
+        """Number of warm-up batches: 0, or at least `MIN_WARMUP_BATCHES`."""
+        return max(round(self.warmup_epochs * self.batches), MIN_WARMUP_BATCHES) if self.warmup_epochs else 0
 
     def epoch_rate(self, epoch: int) -> float:
-        """The learning rate of an epoch, warm-up apart."""
+        """Return the learning rate of an epoch without warm-up."""
         if self.cosine:
             share = (1 - math.cos(epoch * math.pi / self.epochs)) / 2 * (self.lrf - 1) + 1
         else:
@@ -129,16 +136,16 @@ class Schedule:
         return self.lr0 * share
 
     def at(self, batch: int) -> Rates:
-        """The rates of a batch, counted from the start of the run."""
+        """Return the rates of a batch, counted from the start of the run."""
         rate = self.epoch_rate(batch // self.batches)
         if batch >= self.warmup:
             return Rates((rate, rate, rate), self.momentum)
         done = batch / self.warmup
-        bias = _blend(self.warmup_bias_lr, rate, done)
-        return Rates((bias, rate * done, rate * done), _blend(self.warmup_momentum, self.momentum, done))
+        bias = _interpolate(self.warmup_bias_lr, rate, done)
+        return Rates((bias, rate * done, rate * done), _interpolate(self.warmup_momentum, self.momentum, done))
 
     def apply(self, optimizer: torch.optim.Optimizer, batch: int) -> Rates:
-        """Write the rates of a batch into the optimizer. Adam's betas are not warmed up."""
+        """Set the rates of a batch in the optimizer and return them. Adam's betas are not warmed up."""
         rates = self.at(batch)
         for group, lr in zip(optimizer.param_groups, rates.lrs, strict=True):
             group["lr"] = lr
@@ -147,5 +154,5 @@ class Schedule:
         return rates
 
 
-def _blend(start: float, end: float, share: float) -> float:
+def _interpolate(start: float, end: float, share: float) -> float:
     return start + (end - start) * share

@@ -1,6 +1,7 @@
 """Classifiers that torchvision builds, from a model YAML with `architecture:`.
 
-torchvision is imported where it is used: it takes more than a second, which a detector need not wait for.
+Called by `ClassificationTask.build_model`, and for --weights DEFAULT. torchvision is imported inside functions: that
+takes more than a second, which training a detector need not wait for.
 """
 
 from __future__ import annotations
@@ -9,85 +10,96 @@ import copy
 import inspect
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.func import functional_call
 
+from models.tasks.contract import Model
 from utils.errors import UserError, nearest
 
-KEYS = ("task", "architecture", "nc", "args")
-# Two have a second and third head, for training alone, that would need a loss of their own; and their weights are of
-# images normalised in another way, which `transform_input` brings about.
-PLAIN = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
+CLASSIFIER_KEYS = ("task", "architecture", "nc", "args")
+# Two have auxiliary heads, for training alone, that would need a loss of their own; and their pretrained weights expect
+# images normalised in another way, which `transform_input` does.
+AUXILIARY_ARGUMENTS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
 
 
 def architectures() -> list[str]:
-    """The names of torchvision's classification models."""
-    from torchvision import models as zoo
+    """Return the names of torchvision's classification models."""
+    from torchvision import models as torchvision_models
 
-    return zoo.list_models(module=zoo)
+    names: list[str] = torchvision_models.list_models(module=torchvision_models)
+    return names
 
 
 def architecture(yaml: Mapping[str, Any], source: str) -> str:
-    """The name that a YAML of `source` gives. Raises `UserError` where torchvision has no such classifier."""
+    """Return the `architecture` of a YAML. Raises `UserError` if torchvision has no such classifier.
+
+    source: what errors call the YAML.
+    """
     name, known = yaml.get("architecture"), architectures()
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         hint = nearest(str(name), known) or ", such as resnet34"
         raise UserError(f"{source}: `architecture` is {name!r}; give a classification model of torchvision{hint}")
     return name
 
 
 def default_weights(name: str) -> str:
-    """The address of the weights that torchvision recommends for an architecture."""
+    """Return the URL of the weights that torchvision recommends for an architecture."""
     from torchvision.models import get_model_weights
 
-    return get_model_weights(name).DEFAULT.url
+    url: str = get_model_weights(name).DEFAULT.url
+    return url
 
 
-def build_classifier(yaml: Mapping[str, Any], nc: int, imgsz: int, source: str = "the model YAML") -> nn.Module:
-    """The network that a YAML of `source` names, for `nc` classes and images of `imgsz` pixels.
+def build_classifier(yaml: Mapping[str, Any], nc: int, imgsz: int, source: str = "the model YAML") -> Model:
+    """Build the network that a YAML names, for `nc` classes and images of `imgsz` pixels.
 
-    It turns (b, 3, h, w) into logits (b, nc). State-dict keys are torchvision's. `args` of the YAML are arguments of
-    its function, such as `dropout: 0.3`. Its attribute `yaml` builds it again. Raises `UserError` where it cannot be
-    built or does not take such images.
+    It maps (b, 3, h, w) to logits (b, nc). State-dict keys are torchvision's. `args` of the YAML are arguments of
+    torchvision's function, such as `dropout: 0.3`. source: what errors call the YAML. Raises `UserError` if it cannot
+    be built or does not take such images.
     """
     from torchvision.models import get_model
 
     name = architecture(yaml, source)
     for key in yaml:
-        if key not in KEYS:
-            raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), KEYS)}; known are {', '.join(KEYS)}")
+        if key not in CLASSIFIER_KEYS:
+            known_keys = ", ".join(CLASSIFIER_KEYS)
+            raise UserError(
+                f"{source}: unknown key '{key}'{nearest(str(key), CLASSIFIER_KEYS)}; known are {known_keys}"
+            )
     args = yaml.get("args") or {}
     if not isinstance(args, dict) or "weights" in args or "num_classes" in args:
         raise UserError(f"{source}: `args` is {args!r}; write lines such as `dropout: 0.3` (weights are for --weights)")
-    args = {"transform_input": True, **args} if name in PLAIN else args
+    args = {"transform_input": True, **args} if name in AUXILIARY_ARGUMENTS else args
     try:
-        model = get_model(name, weights=None, num_classes=nc, **PLAIN.get(name, {}), **args)
+        model: nn.Module = get_model(name, weights=None, num_classes=nc, **AUXILIARY_ARGUMENTS.get(name, {}), **args)
     except Exception as error:  # a user's arguments can fail anywhere
-        raise UserError(f"{source}: {name} cannot be built with the arguments {args} ({_line(error)})") from error
+        raise UserError(f"{source}: {name} cannot be built with the arguments {args} ({_first_line(error)})") from error
     known = inspect.signature(type(model).__init__).parameters
-    if unknown := [key for key in args if key not in known]:  # some builders swallow what they do not know
+    if unknown := [key for key in args if key not in known]:  # some builders ignore unknown arguments
         raise UserError(
             f"{source}: `args` has '{unknown[0]}', which {name} does not know{nearest(str(unknown[0]), known)}"
         )
-    _try(model, imgsz, source, name)
-    model.yaml = {**copy.deepcopy(dict(yaml)), "task": "classify", "nc": nc}
-    return model
+    _check_image_size(model, imgsz, source, name)
+    carrier = cast(Model, model)  # torchvision's class; the attributes make it a `Model`
+    carrier.yaml = {**copy.deepcopy(dict(yaml)), "task": "classify", "nc": nc}
+    carrier.names, carrier.stride, carrier.imgsz = {number: str(number) for number in range(nc)}, 1, imgsz
+    return carrier
 
 
-def _try(model: nn.Module, imgsz: int, source: str, name: str) -> None:
-    """Send images through, without memory and arithmetic. Raises `UserError` where their size does not suit."""
+def _check_image_size(model: nn.Module, imgsz: int, source: str, name: str) -> None:
+    """Run the model on the meta device. Raises `UserError` if it does not take images of this size."""
     state = {key: tensor.to("meta") for key, tensor in chain(model.named_parameters(), model.named_buffers())}
     try:
         with torch.no_grad():
             functional_call(model, state, torch.zeros(2, 3, imgsz, imgsz, device="meta"))
     except Exception as error:
         raise UserError(
-            f"{source}: {name} does not work with --imgsz {imgsz} ({_line(error)}); most are made for 224"
+            f"{source}: {name} does not work with --imgsz {imgsz} ({_first_line(error)}); most are made for 224"
         ) from error
 
 
-def _line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).split("\n")[0][:160]

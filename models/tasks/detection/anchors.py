@@ -1,16 +1,25 @@
-"""AutoAnchor: do the model's anchors suit the data, and if not, which would?"""
+"""AutoAnchor: check whether a model's anchors fit the boxes of the training images, and find better ones.
+
+Called by `DetectionTask.adapt`.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-ENOUGH = 0.98  # best possible recall from which the anchors stay as they are
-GENERATIONS, MUTATED, SPREAD, CLIP = 1000, 0.9, 0.1, (0.3, 3.0)  # of the genetic refinement
-ROUNDS = 30  # of k-means
-LEAST_SIDE = 2  # pixels; smaller boxes have no say
-SAMPLE = 20_000  # boxes that the search looks at
+from models.tasks.contract import Model
+
+SUFFICIENT_RECALL = 0.98  # best possible recall above which the anchors stay as they are
+MUTATION_ROUNDS = 1000
+MUTATION_PROBABILITY = 0.9  # of each number
+MUTATION_SPREAD = 0.1  # standard deviation of a mutation's factor, at most
+MUTATION_FACTORS = (0.3, 3.0)  # least and largest
+K_MEANS_ROUNDS = 30
+MIN_SIDE_PIXELS = 2  # boxes with both sides smaller are ignored
+MAX_SAMPLED_BOXES = 20_000  # that the search works on
 
 
 class Fit(NamedTuple):
@@ -20,51 +29,86 @@ class Fit(NamedTuple):
     anchors_per_box: float
 
 
+def adapt_anchors(model: Model, sides: np.ndarray, threshold: float) -> str:
+    """Replace the anchors of a detector, in its head and its YAML, if they fit too few boxes; return a message.
+
+    sides: (n, 2) widths and heights of the training boxes, in pixels at the model's image size. threshold: factor
+    between the sides of a box and of an anchor that fits it, at most.
+    """
+    if not len(sides):
+        return "AutoAnchor: the training images have no boxes, so the anchors stay"
+    head = model.detect
+    strides = head.stride[:, None, None].to(head.anchors)
+    current = (head.anchors * strides).reshape(-1, 2).numpy()
+    before = fit(sides, current, threshold)
+    message = (
+        f"AutoAnchor: {before.recall:.4f} of the boxes fit an anchor, {before.anchors_per_box:.2f} anchors per box"
+    )
+    if before.recall > SUFFICIENT_RECALL:
+        return message
+    better = find_anchors(sides, len(current), threshold)
+    after = fit(sides, better, threshold)
+    if after.recall <= before.recall:
+        return f"{message}; none better were found"
+    anchors = torch.from_numpy(better).to(head.anchors).view_as(head.anchors)
+    if strides[0] > strides[-1]:  # small anchors belong to the level of the small stride
+        anchors = anchors.flip(0)
+    head.anchors.copy_(anchors / strides)
+    model.yaml["anchors"] = anchors.reshape(head.nl, -1).tolist()
+    return f"{message}; new anchors: {after.recall:.4f}, {after.anchors_per_box:.2f}"
+
+
 def fit(sides: np.ndarray, anchors: np.ndarray, threshold: float) -> Fit:
-    """How `anchors` (k, 2) suit boxes of `sides` (n, 2), both in pixels: within a factor `threshold` both ways."""
-    fits = _likeness(sides, anchors) > 1 / threshold
+    """Return how `anchors` (k, 2) fit boxes of `sides` (n, 2), both in pixels.
+
+    An anchor fits a box if the ratios of widths and of heights are within a factor `threshold` both ways.
+    """
+    fits = _similarity(sides, anchors) > 1 / threshold
     return Fit(float(fits.any(1).mean()), float(fits.sum(1).mean()))
 
 
-def _likeness(sides: np.ndarray, anchors: np.ndarray) -> np.ndarray:
-    """(n, k): the worse of the two sides' ratios, turned to be at most 1."""
-    ratio = sides[:, None] / anchors[None]
-    return np.minimum(ratio, 1 / ratio).min(2)
-
-
-def _fitness(sides: np.ndarray, anchors: np.ndarray, threshold: float) -> float:
-    best = _likeness(sides, anchors).max(1)
-    return float((best * (best > 1 / threshold)).mean())
-
-
 def find_anchors(sides: np.ndarray, count: int, threshold: float, seed: int = 0) -> np.ndarray:
-    """`count` anchors (count, 2) in pixels for boxes of `sides` (n, 2), smallest first: k-means, then mutation.
+    """Return anchors (count, 2) in pixels for boxes of `sides` (n, 2), smallest first: k-means, then mutation.
 
     The same boxes and seed give the same anchors.
     """
     rng = np.random.default_rng(seed)
-    large = (sides >= LEAST_SIDE).any(1)
+    large = (sides >= MIN_SIDE_PIXELS).any(1)
     sides = sides[large] if large.any() else sides
-    if len(sides) > SAMPLE:
-        sides = sides[rng.choice(len(sides), SAMPLE, replace=False)]
+    if len(sides) > MAX_SAMPLED_BOXES:
+        sides = sides[rng.choice(len(sides), MAX_SAMPLED_BOXES, replace=False)]
     anchors = _k_means(sides, count, rng)
     best = _fitness(sides, anchors, threshold)
-    for _ in range(GENERATIONS):
-        factors = 1 + (rng.random(anchors.shape) < MUTATED) * rng.random() * rng.standard_normal(anchors.shape) * SPREAD
-        mutant = (anchors * factors.clip(*CLIP)).clip(min=LEAST_SIDE)
-        score = _fitness(sides, mutant, threshold)
-        if score > best:
-            anchors, best = mutant, score
-    return anchors[np.argsort(anchors.prod(1))]
+    for _ in range(MUTATION_ROUNDS):
+        mutates = rng.random(anchors.shape) < MUTATION_PROBABILITY
+        factors = 1 + mutates * rng.random() * rng.standard_normal(anchors.shape) * MUTATION_SPREAD
+        mutant = (anchors * factors.clip(*MUTATION_FACTORS)).clip(min=MIN_SIDE_PIXELS)
+        fitness = _fitness(sides, mutant, threshold)
+        if fitness > best:
+            anchors, best = mutant, fitness
+    return np.asarray(anchors[np.argsort(anchors.prod(1))])
+
+
+def _similarity(sides: np.ndarray, anchors: np.ndarray) -> np.ndarray:
+    """Return the smaller of the ratios of widths and heights, each inverted if above 1: (n, k)."""
+    ratio = sides[:, None] / anchors[None]
+    return np.asarray(np.minimum(ratio, 1 / ratio).min(2))
+
+
+def _fitness(sides: np.ndarray, anchors: np.ndarray, threshold: float) -> float:
+    best = _similarity(sides, anchors).max(1)
+    return float((best * (best > 1 / threshold)).mean())
 
 
 def _k_means(sides: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Cluster centres of the boxes' sides, each axis in units of its own spread."""
+    """Return the cluster centres (count, 2) of the boxes' sides, each axis in units of its standard deviation."""
     spread = sides.std(0) + 1e-9
     points = sides / spread
     centres = points[rng.choice(len(points), count, replace=len(points) < count)]
-    for _ in range(ROUNDS):
+    for _ in range(K_MEANS_ROUNDS):
         nearest = ((points[:, None] - centres[None]) ** 2).sum(2).argmin(1)
-        members = [points[nearest == k] for k in range(count)]
-        centres = np.stack([own.mean(0) if len(own) else old for own, old in zip(members, centres, strict=True)])
-    return (centres * spread).clip(min=LEAST_SIDE)
+        clusters = [points[nearest == k] for k in range(count)]
+        centres = np.stack(
+            [cluster.mean(0) if len(cluster) else old for cluster, old in zip(clusters, centres, strict=True)]
+        )
+    return np.asarray((centres * spread).clip(min=MIN_SIDE_PIXELS))

@@ -1,4 +1,7 @@
-"""The detection loss, as sums and counts, so that its means can be taken over the batch of the whole run."""
+"""The detection loss, as sums and counts, so that means can be taken over the global batch.
+
+Called by `DetectionTask.criterion`.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.tasks.detection.matching import NEIGHBOURS, Level, constant, match, near_cells, read, sizes_of
+from models.layers import Detect
+from models.tasks.contract import Batch, Criterion, LossTerms
+from models.tasks.detection.matching import (
+    NEIGHBOURS,
+    Level,
+    device_constant,
+    map_sizes,
+    match,
+    near_cells,
+    read_level,
+)
 from utils.boxes import complete_iou
 
-# Weight of each level's objectness, finest level first (YOLOv5's for 3 levels and for more).
-BALANCE = {3: (4.0, 1.0, 0.4)}
-BALANCE_DEEP = (4.0, 1.0, 0.25, 0.06, 0.02)
+LOSS_NAMES = ("box_loss", "obj_loss", "cls_loss")  # the terms, in the order of `LossTerms`
+# Weight of each level's objectness, finest level first: YOLOv5's for 3 levels, and for any other number.
+LEVEL_WEIGHTS = {3: (4.0, 1.0, 0.4)}
+LEVEL_WEIGHTS_DEEP = (4.0, 1.0, 0.25, 0.06, 0.02)
 FOCAL_ALPHA = 0.25
 
 
@@ -32,7 +46,8 @@ class LossSettings:
     label_smoothing: float = 0.0
 
     def scaled(self, levels: int, classes: int, imgsz: int) -> LossSettings:
-        """The gains for a model of so many levels and classes at this image size; the file's are for 3, 80 and 640."""
+        """Return the gains for a model of `levels` and `classes` at an image size in pixels; the hyperparameter file's
+        are for 3, 80 and 640."""
         share = 3 / levels
         return LossSettings(
             **{
@@ -44,113 +59,133 @@ class LossSettings:
         )
 
 
-@dataclass(frozen=True)
-class LossTerms:
-    """A loss before its means are taken: every term is a weighted sum of parts, every part a sum over a count.
-
-    sums: (terms, parts), differentiable; counts: (terms, parts), what each sum is a mean over; weights: (terms, parts).
-    """
-
-    sums: Tensor
-    counts: Tensor
-    weights: Tensor
-
-    def means(self, counts: Tensor) -> Tensor:
-        """This process's share of each term, (terms,), where `counts` are those of all processes: shares add up."""
-        return (self.weights * self.sums / counts.clamp(min=1)).sum(1)
-
-
-class DetectionLoss:
+class DetectionCriterion(Criterion):
     """Box (CIoU), objectness and class terms over the cells that targets are matched to.
 
-    The formulas are YOLOv5's; its gains and balance too.
+    Formulas, gains and level weights are YOLOv5's. settings: scaled to the model. head: the model's; its anchors are
+    read at each call, because the model moves to its device later.
     """
 
-    def __init__(self, settings: LossSettings, classes: int) -> None:
-        self.settings, self.classes = settings, classes
+    def __init__(self, settings: LossSettings, head: Detect) -> None:
+        self.settings, self.classes, self._head = settings, head.nc, head
+        self._strides = [int(stride) for stride in head.stride]
 
-    def __call__(self, outputs: Sequence[Tensor | Level], targets: Tensor, anchors: Tensor) -> LossTerms:
-        """outputs: by level a raw map (b, anchors, h, w, 5 + classes), or of it what is asked at the cells about the
-        targets; targets: (n, 6), image, class, normalised xywh; anchors: (levels, anchors, 2) in cells. The terms'
-        parts are the levels."""
-        settings = self.settings
-        cells = near_cells(sizes_of(outputs), targets)
+    def hints(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the cells about the targets, int64 (levels, 3, k): box and class are computed there only."""
+        height, width = batch.images.shape[2:]
+        sizes = tuple((height // stride, width // stride) for stride in self._strides)
+        return (near_cells(sizes, batch.targets).indices,)
+
+    def __call__(self, outputs: Sequence[Tensor | Level], batch: Batch) -> LossTerms:
+        """Return the loss terms, whose parts are the levels.
+
+        outputs: of each level a raw map (b, anchors, h, w, 5 + classes), or the `Level` at the cells of `hints`.
+        """
+        settings, targets = self.settings, batch.targets
+        anchors = self._head.anchors.to(targets.device)  # (levels, anchors, 2), in cells
+        cells = near_cells(map_sizes(outputs), targets)
         matched = match(cells, anchors, settings.anchor_t)
         levels = [
-            output if isinstance(output, Level) else read(output, index)
-            for output, index in zip(outputs, cells.places, strict=True)
+            output if isinstance(output, Level) else read_level(output, index)
+            for output, index in zip(outputs, cells.indices, strict=True)
         ]
-        rows = _precise(torch.stack([level.rows for level in levels]))  # (levels, k, anchors, 5 + classes)
+        rows = _at_least_float32(torch.stack([level.rows for level in levels]))  # (levels, k, anchors, 5 + classes)
         centre = rows[..., :2].sigmoid() * 2 - 0.5
         size = (rows[..., 2:4].sigmoid() * 2) ** 2 * anchors[:, None]
         iou = complete_iou(torch.cat((centre, size), 3), cells.box[:, :, None])
         box = torch.where(matched, 1 - iou, 0).sum((1, 2))
         overlaps = iou.detach().clamp(min=0).to(rows.dtype)
         obj = [
-            self._objectness(_precise(level.objectness), *found)
-            for level, *found in zip(levels, cells.places, matched, overlaps, strict=True)
+            self._objectness(_at_least_float32(level.objectness), *matches)
+            for level, *matches in zip(levels, cells.indices, matched, overlaps, strict=True)
         ]
         cls = self._class_sums(rows[..., 5:], targets[:, 1].long(), matched)
         sums = torch.stack((box, torch.stack(obj), cls))
-        number = matched.sum((1, 2)).to(sums)
-        cell_counts = constant(tuple(level.objectness.numel() for level in levels), sums.device)
-        balance = BALANCE.get(len(levels), BALANCE_DEEP[: len(levels)])
-        flat = (1.0,) * len(levels)
-        gains = ((settings.box, flat), (settings.obj, balance), (settings.cls, flat))
-        weights = constant(tuple(tuple(gain * share for share in shares) for gain, shares in gains), sums.device)
-        return LossTerms(sums, torch.stack((number, cell_counts.to(sums), number * self.classes)), weights.to(sums))
+        match_counts = matched.sum((1, 2)).to(sums)
+        cell_counts = device_constant(tuple(level.objectness.numel() for level in levels), sums.device).to(sums)
+        counts = torch.stack((match_counts, cell_counts, match_counts * self.classes))
+        level_weights = LEVEL_WEIGHTS.get(len(levels), LEVEL_WEIGHTS_DEEP[: len(levels)])
+        equal = (1.0,) * len(levels)
+        gains = ((settings.box, equal), (settings.obj, level_weights), (settings.cls, equal))
+        weights = device_constant(tuple(tuple(gain * share for share in shares) for gain, shares in gains), sums.device)
+        return LossTerms(sums, counts, weights.to(sums))
+
+    def objective(self, means: Tensor, images: int) -> Tensor:
+        """Return YOLOv5's objective: the sum of the terms, times the images of a step."""
+        return means.sum() * images
+
+    def weight(self, batch: Batch) -> float:
+        """Return 1: YOLOv5 weights all batches of a validation equally."""
+        return 1.0
 
     def _objectness(self, logits: Tensor, index: Tensor, matched: Tensor, overlaps: Tensor) -> Tensor:
-        """The objectness sum of one level, (b, anchors, h, w): of every cell its overlap with what it answers for."""
-        wanted = _overlap_map(logits.shape, index, matched, overlaps)
-        return self._cross_entropy(logits, wanted, self.settings.obj_pw).sum()
+        """Return the objectness sum of logits (b, anchors, h, w); a cell's target is its overlap, 0 if unmatched."""
+        target = _overlap_map(logits.shape, index, matched, overlaps)
+        return self._cross_entropy(logits, target, self.settings.obj_pw).sum()
 
     def _class_sums(self, logits: Tensor, labels: Tensor, matched: Tensor) -> Tensor:
-        """(levels,): the class sums of logits (levels, k, anchors, classes) where `matched`; labels: (n,)."""
+        """Return the class sums (levels,) of logits (levels, k, anchors, classes), where `matched`. labels: (n,)."""
         if self.classes == 1:
-            return logits.new_zeros(len(logits))  # one class needs no telling apart
+            return logits.new_zeros(len(logits))  # a single class has nothing to be distinguished from
         smoothing = self.settings.label_smoothing / 2
-        wanted = logits.new_full((len(labels), self.classes), smoothing).scatter_(1, labels[:, None], 1 - smoothing)
-        wanted = wanted.repeat(len(NEIGHBOURS), 1)[:, None].expand_as(logits)
-        return torch.where(matched, self._cross_entropy(logits, wanted, self.settings.cls_pw).sum(3), 0).sum((1, 2))
+        target = logits.new_full((len(labels), self.classes), smoothing).scatter_(1, labels[:, None], 1 - smoothing)
+        target = target.repeat(len(NEIGHBOURS), 1)[:, None].expand_as(logits)
+        return torch.where(matched, self._cross_entropy(logits, target, self.settings.cls_pw).sum(3), 0).sum((1, 2))
 
-    def _cross_entropy(self, logits: Tensor, wanted: Tensor, positive_weight: float) -> Tensor:
-        """Binary cross-entropy of each logit, as focal loss where fl_gamma is set (Lin et al. 2017)."""
+    def _cross_entropy(self, logits: Tensor, target: Tensor, positive_weight: float) -> Tensor:
+        """Return the binary cross-entropy of each logit, or the focal loss if fl_gamma is set (Lin et al. 2017)."""
         gamma = self.settings.fl_gamma
         weight = None if positive_weight == 1 else logits.new_full((), positive_weight)
-        loss = functional.binary_cross_entropy_with_logits(logits, wanted, pos_weight=weight, reduction="none")
+        loss = functional.binary_cross_entropy_with_logits(logits, target, pos_weight=weight, reduction="none")
         if not gamma:
             return loss
         probability = logits.sigmoid()
-        missing = wanted * (1 - probability) + (1 - wanted) * probability
-        return loss * (wanted * FOCAL_ALPHA + (1 - wanted) * (1 - FOCAL_ALPHA)) * missing**gamma
+        error = target * (1 - probability) + (1 - target) * probability
+        return loss * (target * FOCAL_ALPHA + (1 - target) * (1 - FOCAL_ALPHA)) * error**gamma
 
 
-def _precise(values: Tensor) -> Tensor:
-    """In float32 at least."""
+class UnavailableCriterion(Criterion):
+    """The criterion of an exported file, which returns boxes instead of raw maps: every term is NaN."""
+
+    def __call__(self, outputs: None, batch: Batch) -> LossTerms:
+        """Return terms of NaN."""
+        ones = torch.ones(len(LOSS_NAMES), 1)
+        return LossTerms(ones * torch.nan, ones, ones)
+
+    def objective(self, means: Tensor, images: int) -> Tensor:
+        """Return NaN."""
+        return means.sum()
+
+    def weight(self, batch: Batch) -> float:
+        """Return 1, as `DetectionCriterion`."""
+        return 1.0
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    """Return the values in float32, or in float64 if they are."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _overlap_map(shape: torch.Size, index: Tensor, matched: Tensor, overlaps: Tensor) -> Tensor:
-    """The objectness target, `shape` (b, anchors, h, w): each matched cell's overlap.
+    """Return the objectness target, `shape` (b, anchors, h, w): the overlap of each matched cell.
 
-    index: (3, k); matched and overlaps: (k, anchors). Where several targets share a cell, the last counts: YOLOv5
-    leaves that to whichever is written last; here it is the last in order (neighbour, anchor, target) on every device,
-    and because the order within an image is that of its labels, on any number of processes.
+    index: (3, k); matched and overlaps: (k, anchors). If several targets share a cell, the last one counts. YOLOv5
+    leaves open which is written last; here it is the last in order (neighbour, anchor, target) on every device, and,
+    because the order within an image is that of its labels, on any number of processes.
     """
     _, anchors, rows, columns = shape
     image, row, column = (part.view(len(NEIGHBOURS), 1, -1) for part in index)
     anchor = torch.arange(anchors, device=index.device)[:, None]
-    nowhere = shape.numel()  # a place behind the map, for what is not matched
+    unmatched = shape.numel()  # an element behind the map, which takes what is not matched
     flat = ((image * anchors + anchor) * rows + row) * columns + column  # (neighbours, anchors, n)
-    flat = torch.where(_by_anchor(matched), flat, nowhere).flatten()
+    flat = torch.where(_by_anchor(matched), flat, unmatched).flatten()
     order = torch.arange(len(flat), device=flat.device)
-    last = order.new_zeros(nowhere + 1).scatter_reduce_(0, flat, order, "amax")[flat]
-    target = overlaps.new_zeros(nowhere + 1)
-    target.scatter_(0, flat, _by_anchor(overlaps).flatten()[last])  # what goes to one place is equal
-    return target[:nowhere].view(shape)
+    last = order.new_zeros(unmatched + 1).scatter_reduce_(0, flat, order, "amax")[flat]
+    target = overlaps.new_zeros(unmatched + 1)
+    target.scatter_(0, flat, _by_anchor(overlaps).flatten()[last])  # all values for one element are equal
+    return target[:unmatched].view(shape)
 
 
 def _by_anchor(values: Tensor) -> Tensor:
-    """(k, anchors) to (neighbours, anchors, n)."""
+    """Rearrange (k, anchors) as (neighbours, anchors, n)."""
     return values.view(len(NEIGHBOURS), -1, values.shape[1]).transpose(1, 2)

@@ -1,4 +1,7 @@
-"""In what sizes a detector is shown the images of a batch, where it is shown them more than once."""
+"""Test-time augmentation (--augment): the sizes and mirrored copies in which a detector gets the images of a batch.
+
+Called by `DetectionPostprocess`.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,18 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import functional
 
-GREY = 0.447  # between the means of ImageNet's channels, of values in 0 to 1: what is around an image that was shrunk
+PADDING_GREY = 0.447  # of images in 0 to 1, near the mean of ImageNet's channels: what fills up a scaled image
 
 
-class View(NamedTuple):
-    """Images as a share of their size, with left and right swapped or not."""
+class Augmentation(NamedTuple):
+    """A scaled and possibly mirrored copy of a batch of images."""
 
     scale: float
     mirrored: bool
 
-    def of(self, images: Tensor, stride: int) -> tuple[Tensor, tuple[float, float]]:
-        """The images (b, c, h, w), in 0 to 1, seen so, filled up to whole strides on the right and below; and what
-        their width and height are really multiplied by, for pixels are whole."""
+    def apply(self, images: Tensor, stride: int) -> tuple[Tensor, tuple[float, float]]:
+        """Return the augmented images, padded on the right and below to whole strides, and the factors by which their
+        width and height really change, for pixels are whole. images: (b, c, h, w), in 0 to 1."""
         if self.mirrored:
             images = images.flip(3)
         if self.scale == 1:
@@ -28,7 +31,8 @@ class View(NamedTuple):
         height, width = (int(side * self.scale) for side in sides)
         below, right = (math.ceil(side / stride) * stride - side for side in (height, width))
         small = functional.interpolate(images, size=(height, width), mode="bilinear", align_corners=False)
-        return functional.pad(small, (0, right, 0, below), value=GREY), (width / sides[1], height / sides[0])
+        padded = functional.pad(small, (0, right, 0, below), value=PADDING_GREY)
+        return padded, (width / sides[1], height / sides[0])
 
 
-VIEWS = (View(1.0, False), View(0.83, True), View(0.67, False))  # YOLOv5's
+AUGMENTATIONS = (Augmentation(1.0, False), Augmentation(0.83, True), Augmentation(0.67, False))  # YOLOv5's

@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.export.formats import Job, write
-from models.export.runtime import EXPORTED, Exported, Metadata, read_exported, read_metadata, read_model
-from models.tasks.detection.export_module import Decoding, InGraph, Suppressing
+from models.export.formats import ExportJob, write
+from models.export.runtime import Exported, ExportMetadata, read_exported, read_metadata, read_model, whole_strides
+from models.weights.reader import EXPORTED
+from models.tasks.detection.export_module import DecodedDetector, GraphSuppression, SuppressedDetector
 from models.weights.reader import read_weights
 from models.yolo import build_model
 from utils.errors import UserError
@@ -35,7 +36,7 @@ YAML = {
     ],
     "head": [[[4, 2], 1, "Detect", ["nc", "anchors"]]],
 }
-METADATA = Metadata(
+METADATA = ExportMetadata(
     task="detect",
     names=NAMES,
     stride=8,
@@ -51,35 +52,35 @@ METADATA = Metadata(
 Sizes = list[tuple[int, int, int]]
 
 
-def detector() -> Decoding:
+def detector() -> DecodedDetector:
     torch.manual_seed(0)
     model = build_model(dict(YAML)).eval()
     for level in model.detect.m:
         nn.init.normal_(level.weight, std=2)
         nn.init.normal_(level.bias, std=0.5)
-    return Decoding(model).eval().requires_grad_(False)
+    return DecodedDetector(model).eval().requires_grad_(False)
 
 
 def images(count: int, height: int, width: int) -> Tensor:
     return torch.rand(count, 3, height, width, generator=torch.Generator().manual_seed(count + height))
 
 
-def written(folder: Path, job: Job) -> dict[str, Path]:
+def written(folder: Path, job: ExportJob) -> dict[str, Path]:
     return {name: write(job, name, folder / "best") for name in FORMATS}
 
 
 @pytest.fixture(scope="module")
 def free(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A detector in all formats, for any size."""
-    return written(tmp_path_factory.mktemp("free"), Job(detector(), METADATA))
+    return written(tmp_path_factory.mktemp("free"), ExportJob(detector(), METADATA))
 
 
 @pytest.fixture(scope="module")
 def fixed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """With suppression, for two images of 32x48."""
-    limits = InGraph(0.3, 0.45, 20, 20)
+    limits = GraphSuppression(0.3, 0.45, 20, 20)
     metadata = replace(METADATA, dynamic=False, imgsz=(32, 48), batch=2, suppression=limits._asdict())
-    return written(tmp_path_factory.mktemp("fixed"), Job(Suppressing(detector(), limits), metadata))
+    return written(tmp_path_factory.mktemp("fixed"), ExportJob(SuppressedDetector(detector(), limits), metadata))
 
 
 def test_names(free: dict[str, Path]) -> None:
@@ -105,7 +106,7 @@ def test_free_sizes(name: str, free: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_batches_of_one_size_are_filled_up(name: str, fixed: dict[str, Path]) -> None:
-    model, exported = Suppressing(detector(), InGraph(0.3, 0.45, 20, 20)), read_exported(fixed[name])
+    model, exported = SuppressedDetector(detector(), GraphSuppression(0.3, 0.45, 20, 20)), read_exported(fixed[name])
     assert exported.metadata.dynamic == (name == "torchscript")  # a trace takes any size
     for count in (1, 2, 5):
         detections, counts = exported(images(count, 32, 48))
@@ -118,6 +119,24 @@ def test_batches_of_one_size_are_filled_up(name: str, fixed: dict[str, Path]) ->
             UserError, match=re.escape("takes images of 32x48 (height x width), not 64x64; give --imgsz")
         ):
             exported(images(1, 64, 64))
+
+
+def test_an_exported_model_carries_its_size(free: dict[str, Path], fixed: dict[str, Path]) -> None:
+    exported = read_exported(free["onnx"])
+    assert (exported.stride, exported.names, exported.yaml, exported.imgsz) == (8, NAMES, YAML, 64)
+    for imgsz, expected in ((640, 640), (60, 64), (65, 72), (3, 16)):
+        exported.resize(imgsz)
+        assert exported.imgsz == expected
+    exported = read_exported(fixed["onnx"])
+    exported.resize(640)
+    assert exported.imgsz == 48  # the longer side of the only size that it takes
+
+
+@pytest.mark.parametrize(
+    ("side", "stride", "expected"), [(640, 32, 640), (641, 32, 672), (5, 32, 64), (33, 1, 33), (1, 1, 1)]
+)
+def test_whole_strides(side: int, stride: int, expected: int) -> None:
+    assert whole_strides(side, stride) == expected
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -143,7 +162,7 @@ def test_neither_precision_nor_device_is_of_the_module(free: dict[str, Path]) ->
 
 
 def test_the_same_again_is_the_same_file(free: dict[str, Path], tmp_path: Path) -> None:
-    again = write(Job(detector(), METADATA), "onnx", tmp_path / "best")
+    again = write(ExportJob(detector(), METADATA), "onnx", tmp_path / "best")
     assert again.read_bytes() == free["onnx"].read_bytes()
 
 
@@ -307,7 +326,7 @@ def test_a_format_that_does_not_take_a_model(tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * float(x.sum().item() > np.pi)
 
-    job = Job(Reading(), replace(METADATA, dynamic=False))
+    job = ExportJob(Reading(), replace(METADATA, dynamic=False))
     with pytest.raises(UserError, match=r"^exported does not take this model \(.*\); choose another format$"):
         write(job, "exported", tmp_path / "best")
     assert not list(tmp_path.iterdir())

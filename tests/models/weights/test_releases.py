@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from models.tasks.classification import torchvision_models
 from models.tasks.classification.torchvision_models import architectures, default_weights
-from models.weights import releases as hub
+from models.weights import releases
 from models.weights.releases import CHECKSUM, SHA256, find_weights
 from tests.web import Server, sending, serving
 from utils.errors import UserError
@@ -41,7 +42,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "work").mkdir()
     (tmp_path / "repository").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setattr(hub, "ROOT", tmp_path / "repository")
+    monkeypatch.setattr(releases, "ROOT", tmp_path / "repository")
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("LOCKSTEP_RELEASES", "http://127.0.0.1:9/v7.0/")
@@ -60,7 +61,7 @@ def test_as_given_first_then_in_the_repository(elsewhere: Path) -> None:
 @pytest.mark.parametrize("name", ["yolov5n.pt", "yolov5x6.pt", "yolov5s-cls.pt", "weights/yolov5s.pt"])
 def test_official_weights_have_an_address(name: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a network one sentence says where from and where to."""
-    monkeypatch.setattr(hub, "RELEASE", "http://127.0.0.1:9/release/")
+    monkeypatch.setattr(releases, "RELEASE", "http://127.0.0.1:9/release/")
     monkeypatch.setenv("LOCKSTEP_RELEASES", "")
     with pytest.raises(UserError) as caught:
         find_weights(name)
@@ -76,7 +77,7 @@ def test_official_weights_have_an_address(name: str, elsewhere: Path, monkeypatc
 
 
 def test_the_address_of_the_releases() -> None:
-    assert hub.RELEASE == "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
+    assert releases.RELEASE == "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
 
 
 def test_official_weights_are_downloaded_once(server: Server, elsewhere: Path) -> None:
@@ -112,8 +113,9 @@ def test_the_known_checksum(shared: Path, server: Server) -> None:
     assert find_weights("yolov5n.pt").read_bytes() == content
 
 
-def test_segmentation_is_no_task_here() -> None:
-    with pytest.raises(UserError, match=r"^weights yolov5s-seg\.pt are for segmentation.*; take yolov5s\.pt$"):
+def test_official_weights_of_no_task_here() -> None:
+    expected = r"^weights yolov5s-seg\.pt are for none of the tasks here, detect, classify; take yolov5s\.pt$"
+    with pytest.raises(UserError, match=expected):
         find_weights("yolov5s-seg.pt")
 
 
@@ -150,7 +152,7 @@ def test_torchvisions_default_weights(server: Server, elsewhere: Path, monkeypat
         asked.append(name)
         return f"{server.address}/small-{digits if name == 'resnet34' else '0123abcd'}.pth"
 
-    monkeypatch.setattr(hub, "default_weights", address)
+    monkeypatch.setattr(torchvision_models, "default_weights", address)
     (elsewhere / "work" / "DEFAULT").touch()  # a file of that name is not meant
     for file in (digits, "0123abcd"):
         server.give(f"small-{file}.pth", sending(content))
@@ -185,7 +187,7 @@ folder.mkdir(parents=True, exist_ok=True)
 [(folder / name).write_text(sys.argv[1]) for name in {list(files)!r}]
 print({answer!r} or json.dumps({{"files": [str(folder / name) for name in {list(files)!r}]}}))
 """
-    monkeypatch.setattr(hub, "own_python", lambda *names: [sys.executable, "-c", script])
+    monkeypatch.setattr(releases, "own_python", lambda *names: [sys.executable, "-c", script])
 
 
 @pytest.mark.parametrize("files", [("epoch3.pt",), ("last.pt", "best.pt"), ("best.pt", "notes.txt")])
@@ -201,7 +203,7 @@ def test_an_artifact(files: tuple[str, ...], elsewhere: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("answer", "files", "said"),
     [
-        ('{"error": "no such artifact"}', (), r"cannot be had \(no such artifact\); check the key and the name"),
+        ('{"error": "no such artifact"}', (), r"cannot be fetched \(no such artifact\); check the key and the name"),
         ("", ("a.pt", "b.pt"), "holds 2 .pt files"),
         ("", ("a.txt",), "holds 0 .pt files"),
     ],
@@ -226,5 +228,5 @@ def test_the_real_program_ends_with_a_sentence(elsewhere: Path, monkeypatch: pyt
     with pytest.raises(UserError, match="there is no key for W&B: wandb login"):
         find_weights("wandb:me/mine/model:best")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    with pytest.raises(UserError, match="cannot be had"):
+    with pytest.raises(UserError, match="cannot be fetched"):
         find_weights("wandb:me/mine/model:best")

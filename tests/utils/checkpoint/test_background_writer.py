@@ -1,4 +1,4 @@
-"""Files written in the background: what fails is told once, tried again at the end, and then an error."""
+"""Files written in the background: a failure is warned of once, tried again in the end, and then an error."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from utils.checkpoint.background_writer import Writer
+from utils.checkpoint.background_writer import BackgroundWriter
 from utils.errors import UserError
 
 
 @pytest.fixture
-def said() -> list[str]:
+def warnings() -> list[str]:
     return []
 
 
 @pytest.fixture
-def writer(said: list[str]) -> Writer:
-    return Writer(said.append)
+def writer(warnings: list[str]) -> BackgroundWriter:
+    return BackgroundWriter(warnings.append)
 
 
 @pytest.fixture
@@ -30,16 +30,16 @@ def weights(tmp_path: Path) -> Path:
     return tmp_path / "weights"
 
 
-def test_files_are_written(writer: Writer, said: list[str], tmp_path: Path) -> None:
+def test_files_are_written(writer: BackgroundWriter, warnings: list[str], tmp_path: Path) -> None:
     files = [tmp_path / "weights" / name for name in ("last.pt", "best.pt")]
-    writer.files(files, memoryview(b"first"))
-    writer.files(files[:1], b"second")
+    writer.write(files, memoryview(b"first"))
+    writer.write(files[:1], b"second")
     writer.finish(tmp_path)
     assert [file.read_bytes() for file in files] == [b"second", b"first"]
-    assert said == []
+    assert warnings == []
 
 
-def test_training_goes_on_meanwhile(writer: Writer) -> None:
+def test_training_goes_on_meanwhile(writer: BackgroundWriter) -> None:
     """One job runs in the background; the next waits for its end."""
     done: list[str] = []
     go = threading.Event()
@@ -48,111 +48,113 @@ def test_training_goes_on_meanwhile(writer: Writer) -> None:
         go.wait(60)
         done.append("slow")
 
-    writer.do({Path("a"): slow})
+    writer.submit({Path("a"): slow})
     assert done == []
     go.set()
-    writer.do({Path("b"): lambda: done.append("quick")})
+    writer.submit({Path("b"): lambda: done.append("quick")})
     assert done[0] == "slow"
     writer.wait()
     writer.wait()
     assert done == ["slow", "quick"]
 
 
-def test_a_failure_is_told_once(writer: Writer, said: list[str], weights: Path) -> None:
+def test_a_failure_is_one_warning(writer: BackgroundWriter, warnings: list[str], weights: Path) -> None:
     for number in range(3):
-        writer.files([weights / "last.pt", weights / "best.pt"], b"%d" % number)
-        writer.files([weights.parent / "results.csv"], b"epoch")
+        writer.write([weights / "last.pt", weights / "best.pt"], b"%d" % number)
+        writer.write([weights.parent / "results.csv"], b"epoch")
     writer.wait()
-    assert said == [
+    assert warnings == [
         f"warning: {weights}/last.pt and {weights}/best.pt cannot be written now: File exists; training goes on"
     ]
     assert (weights.parent / "results.csv").read_bytes() == b"epoch"
 
 
-def test_each_file_that_fails_is_told(writer: Writer, said: list[str], weights: Path) -> None:
-    writer.files([weights / "last.pt"], b"1")
-    writer.files([weights / "last.pt", weights / "best.pt"], b"2")
-    writer.files([weights / "best.pt"], b"3")
+def test_each_file_that_fails_is_a_warning(writer: BackgroundWriter, warnings: list[str], weights: Path) -> None:
+    writer.write([weights / "last.pt"], b"1")
+    writer.write([weights / "last.pt", weights / "best.pt"], b"2")
+    writer.write([weights / "best.pt"], b"3")
     writer.wait()
-    assert [line.partition(" cannot")[0] for line in said] == [
+    assert [line.partition(" cannot")[0] for line in warnings] == [
         f"warning: {weights}/last.pt",
         f"warning: {weights}/last.pt and {weights}/best.pt",
     ]
 
 
 def test_a_full_disk_keeps_the_old_file(
-    writer: Writer, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    writer: BackgroundWriter, warnings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    writer.files([tmp_path / "last.pt"], b"old")
+    writer.write([tmp_path / "last.pt"], b"old")
     writer.wait()
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        writer.files([tmp_path / "last.pt"], b"new")
+        writer.write([tmp_path / "last.pt"], b"new")
         writer.wait()
-        assert said == [f"warning: {tmp_path}/last.pt cannot be written now: No space left on device; training goes on"]
+        assert warnings == [
+            f"warning: {tmp_path}/last.pt cannot be written now: No space left on device; training goes on"
+        ]
         assert (tmp_path / "last.pt").read_bytes() == b"old"
-        with pytest.raises(UserError, match=r"last\.pt cannot be written: No space left on device; mend that"):
+        with pytest.raises(UserError, match=r"last\.pt cannot be written: No space left on device; fix that"):
             writer.finish(tmp_path)
     writer.finish(tmp_path)  # there is space again
     assert (tmp_path / "last.pt").read_bytes() == b"new"
     assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
 
 
-def test_what_is_not_written_in_the_end_is_an_error(writer: Writer, weights: Path) -> None:
-    writer.files([weights / "last.pt"], b"1")
+def test_what_is_not_written_in_the_end_is_an_error(writer: BackgroundWriter, weights: Path) -> None:
+    writer.write([weights / "last.pt"], b"1")
     with pytest.raises(UserError) as caught:
         writer.finish(weights.parent)
     assert str(caught.value) == (
-        f"{weights}/last.pt cannot be written: File exists; mend that, and go on with --resume {weights.parent}"
+        f"{weights}/last.pt cannot be written: File exists; fix that, and go on with --resume {weights.parent}"
     )
 
 
-def test_a_later_success_is_the_end_of_it(writer: Writer, said: list[str], weights: Path) -> None:
-    writer.files([weights / "last.pt"], b"1")
+def test_a_later_success_is_the_end_of_it(writer: BackgroundWriter, warnings: list[str], weights: Path) -> None:
+    writer.write([weights / "last.pt"], b"1")
     writer.wait()
     weights.unlink()
-    writer.files([weights / "last.pt"], b"2")
+    writer.write([weights / "last.pt"], b"2")
     writer.finish(weights.parent)
     assert (weights / "last.pt").read_bytes() == b"2"
-    assert len(said) == 1
+    assert len(warnings) == 1
 
 
-def test_what_is_tried_again_touches_nothing_newer(writer: Writer, weights: Path) -> None:
+def test_what_is_tried_again_touches_nothing_newer(writer: BackgroundWriter, weights: Path) -> None:
     """The best failed together with the last, and was the best to the end; another last was written since."""
-    writer.files([weights / "last.pt", weights / "best.pt"], b"best")
+    writer.write([weights / "last.pt", weights / "best.pt"], b"best")
     writer.wait()
     weights.unlink()
-    writer.files([weights / "last.pt"], b"last")
+    writer.write([weights / "last.pt"], b"last")
     writer.finish(weights.parent)
     assert (weights / "best.pt").read_bytes() == b"best"
     assert (weights / "last.pt").read_bytes() == b"last"
 
 
-def test_the_newest_of_those_that_failed_is_tried_again(writer: Writer, weights: Path) -> None:
+def test_the_newest_of_those_that_failed_is_tried_again(writer: BackgroundWriter, weights: Path) -> None:
     for number in range(3):
-        writer.files([weights / "last.pt"], b"%d" % number)
+        writer.write([weights / "last.pt"], b"%d" % number)
     writer.wait()
     weights.unlink()
     writer.finish(weights.parent)
     assert (weights / "last.pt").read_bytes() == b"2"
 
 
-def test_an_error_without_the_system_s_words(writer: Writer, said: list[str]) -> None:
+def test_an_error_without_the_system_s_words(writer: BackgroundWriter, warnings: list[str]) -> None:
     def fail() -> None:
         raise OSError("the archive is too large")
 
-    writer.do({Path("a"): fail})
-    with pytest.raises(UserError, match="a cannot be written: the archive is too large; mend"):
+    writer.submit({Path("a"): fail})
+    with pytest.raises(UserError, match="a cannot be written: the archive is too large; fix"):
         writer.finish(Path("runs"))
-    assert said == ["warning: a cannot be written now: the archive is too large; training goes on"]
+    assert warnings == ["warning: a cannot be written now: the archive is too large; training goes on"]
 
 
-def test_a_mistake_of_ours_is_raised(writer: Writer, said: list[str]) -> None:
-    writer.do({Path("a"): lambda: [].pop()})
+def test_a_mistake_of_ours_is_raised(writer: BackgroundWriter, warnings: list[str]) -> None:
+    writer.submit({Path("a"): lambda: [].pop()})
     with pytest.raises(IndexError):
         writer.wait()
     writer.finish(Path("runs"))
-    assert said == []
+    assert warnings == []

@@ -82,18 +82,21 @@ SUMMARY = Summary({"metrics/mAP_0.5": 0.25}, 0.25, ["class images", "all 8"], ["
 def test_a_file_holds_all_of_it(progress: Progress) -> None:
     """As plain values, which torch reads without running anything; "-inf" too, the best of a run without one."""
     file = io.BytesIO()
-    torch.save(progress.plain(), file)
+    torch.save(progress.state(), file)
     file.seek(0)
     saved: dict[str, Any] = torch.load(file, weights_only=True)
-    again = Progress.of(saved)
+    again = Progress.from_state(saved)
     assert again == progress
     assert again is not progress
-    assert Progress.of(saved) == again  # what was read stays as it is
+    other = Progress(epoch=5, batch=2)
+    other.load_state(saved)
+    assert other == progress
+    assert Progress.from_state(saved) == again  # what was read stays as it is
 
 
 @pytest.mark.parametrize(
-    ("progress", "said"),
+    ("progress", "text"),
     [(Progress(epoch=3, batch=7), "in epoch 4, after batch 7"), (Progress(epoch=3), "in epoch 4")],
 )
-def test_where_it_stands(progress: Progress, said: str) -> None:
-    assert str(progress) == said
+def test_where_it_stands(progress: Progress, text: str) -> None:
+    assert str(progress) == text

@@ -1,11 +1,9 @@
-"""Which run --resume means, what it goes on with, and which changes it refuses."""
+"""Which run --resume means, what it continues with, when it is finished, and that all processes do the same."""
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +13,14 @@ from torch import distributed
 
 from tests.conftest import OnProcesses
 from utils.checkpoint.progress import Progress
-from utils.checkpoint.resume import Settled, changes, check_same, find_run, settle
-from utils.checkpoint.state_files import STATE_FORMAT, States, serialised
-from utils.config.options import (
-    Hyperparameters,
-    Range,
-    Recipe,
-    TrainOptions,
-    flags_of,
-    number,
-    overriding,
-    parse_options,
-)
+from utils.checkpoint.resume import Settled, check_same, find_run, settle
+from utils.checkpoint.state_files import STATE_FORMAT, StateFiles
+from utils.checkpoint.weight_files import serialised
+from utils.config.hyperparameters import Hyperparameters, Recipe
+from utils.config.options import TrainOptions
+from utils.config.parser import parse_options
 from utils.distributed.exit import Stopped
-from utils.distributed.ranks import place
+from utils.distributed.ranks import ranks
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 from utils.summary import Summary
@@ -47,26 +39,15 @@ def begin(run: Path, progress: Progress | None = None, written: float = 0.0, **s
     saved |= {"hyperparameters": vars(Hyperparameters()), "model": {"task": "detect", "nc": 3}}
     (run / "settings.yaml").write_text(yaml.safe_dump(saved, sort_keys=False))
     if progress:
-        States(run / "checkpoint").write(serialised({"format": STATE_FORMAT, "progress": progress.plain()}))
+        StateFiles(run / "checkpoint").write(serialised({"format": STATE_FORMAT, "progress": progress.state()}))
     for file in (run / "settings.yaml", *(run / "checkpoint").glob("*.pt")):
         os.utime(file, (written, written))
     return run
 
 
-@dataclass(frozen=True)
-class OtherRecipe(Recipe):
-    """The hyperparameters of another task than a detector's."""
-
-    stripes: float = number(3.0, Range(0))
-
-
-def recipe_of(yaml: Mapping[str, Any]) -> type[Recipe]:
-    return {"detect": Hyperparameters, "other": OtherRecipe}[yaml["task"]]
-
-
-def resumed(*flags: str) -> Settled:
-    """What train.py goes on with."""
-    return settle(parse_options(TrainOptions, flags), flags, recipe_of)
+def resumed(*flags: str) -> Settled[TrainOptions]:
+    """What train.py continues with."""
+    return settle(parse_options(TrainOptions, flags), flags, lambda yaml: Hyperparameters)
 
 
 @pytest.fixture
@@ -79,7 +60,8 @@ def run(tmp_path: Path) -> Path:
 
 
 def found(*flags: str) -> Path | None:
-    return find_run(parse_options(TrainOptions, flags))
+    options = parse_options(TrainOptions, flags)
+    return find_run(options.resume, Path(options.project), options.name, options.exist_ok)
 
 
 @pytest.fixture
@@ -168,11 +150,11 @@ def test_a_run_of_yolov5(project: Path) -> None:
 
 
 def test_a_path_that_is_no_run(project: Path) -> None:
-    with pytest.raises(UserError, match=rf"--resume {project}: neither this nor .*settings\.yaml"):
+    with pytest.raises(UserError, match=rf"--resume {project}: neither it nor .*settings\.yaml"):
         found("--resume", str(project))
     deep = project / "exp" / "a" / "b" / "c"
     deep.mkdir(parents=True)
-    with pytest.raises(UserError, match="neither this nor"):
+    with pytest.raises(UserError, match="neither it nor"):
         found("--resume", str(deep))
 
 
@@ -209,30 +191,25 @@ def test_a_run_goes_on_with_its_own_settings(run: Path) -> None:
     )
 
 
-def test_given_flags_go_before_the_settings(run: Path) -> None:
-    flags = ("--project", "elsewhere", "--name", "other", "--workers", "3", "--epochs", "20", "--data", "moved.yaml")
-    options = resumed("--resume", str(run), *flags).options
-    assert (options.workers, options.epochs, options.data) == (3, 20, "moved.yaml")
-    assert (options.project, options.name, options.exist_ok) == (str(run.parent), "exp", True)  # where it was
-
-
-def test_a_launcher_decides_on_devices_and_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = begin(tmp_path / "exp", Progress(epoch=1), device="0,1", processes=2)
-    options = resumed("--resume", str(run)).options
-    assert (options.device, options.processes) == ("0,1", 2)
+def test_flags_and_settings_are_merged(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = resumed("--resume", str(run), "--workers", "3", "--epochs", "20").options
+    assert (options.workers, options.epochs, options.device, options.name) == (3, 20, "cpu", "exp")
     monkeypatch.setattr("utils.checkpoint.resume.launched", lambda: True)
-    options = resumed("--resume", str(run)).options
-    assert (options.device, options.processes) == ("", 0)
+    assert resumed("--resume", str(run)).options.device == ""
+    with pytest.raises(UserError, match=rf"^--seed is 1 now, and {run} was started with 0, which"):
+        resumed("--resume", str(run), "--seed", "1")
 
 
-def test_settings_of_another_version(tmp_path: Path) -> None:
-    """A flag that is no more is left out, and one that was not yet has its default."""
-    run = begin(tmp_path / "exp", Progress(epoch=1), gone=1)
-    settings = read_yaml(run / "settings.yaml")
-    del settings["max_skips"], settings["seed"]
-    (run / "settings.yaml").write_text(yaml.safe_dump(settings))
-    options = resumed("--resume", str(run), "--seed", "0").options
-    assert (options.max_skips, options.seed) == (TrainOptions.max_skips, 0)
+def test_the_kind_of_hyperparameters_is_that_of_the_runs_model(run: Path) -> None:
+    models = []
+
+    def recipe_of(model: Mapping[str, Any]) -> type[Recipe]:
+        models.append(model)
+        return Hyperparameters
+
+    flags = ("--resume", str(run), "--hyp", LOW)
+    assert settle(parse_options(TrainOptions, flags), flags, recipe_of).begun is not None
+    assert models == [{"task": "detect", "nc": 3}]
 
 
 def test_a_run_without_a_state_begins_anew_where_it_was(tmp_path: Path) -> None:
@@ -245,7 +222,7 @@ def test_a_run_without_a_state_begins_anew_where_it_was(tmp_path: Path) -> None:
 
 def test_a_run_whose_only_state_cannot_be_read(run: Path) -> None:
     """It is not looked into here: the one who reads it says what is wrong."""
-    (state,) = States(run / "checkpoint").files()
+    (state,) = StateFiles(run / "checkpoint").files()
     state.write_bytes(state.read_bytes()[:100])
     assert resumed("--resume", str(run)).options.resume == str(run)
 
@@ -266,7 +243,7 @@ def ended(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 
 def test_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = begin(tmp_path / "exp", Progress(epoch=10, finished=True))
-    said = f"{run} is finished: nothing to resume; --epochs with a larger number makes it longer\n"
+    said = f"{run} is finished: nothing to resume; a larger number of --epochs continues it\n"
     assert ended(capsys, "--resume", str(run)) == said
     assert ended(capsys, "--resume", str(run), "--epochs", "10") == said
     assert ended(capsys, "--resume", str(run), "--epochs", "5") == said
@@ -297,188 +274,7 @@ def test_the_best_of_a_run_comes_with_its_progress(tmp_path: Path) -> None:
     assert resumed("--resume", str(run)).begun is not None
 
 
-# What it refuses
-
-FIXED = {
-    "weights": ("other.pt", "yolov5s.pt"),
-    "cfg": ("yolov5n.yaml", ""),
-    "batch_size": (16, 8),
-    "rect": (True, False),
-    "noautoanchor": (True, False),
-    "scale_lr": (True, False),
-    "multi_scale": (True, False),
-    "image_weights": (True, False),
-    "repeat_factor": (0.001, 0.0),
-    "close_mosaic": (10, 0),
-    "partners": ("near", "any"),
-    "single_cls": (True, False),
-    "optimizer": ("AdamW", "SGD"),
-    "cos_lr": (True, False),
-    "label_smoothing": (0.1, 0.0),
-    "freeze": ((3,), [0, 2]),
-    "seed": (1, 0),
-}
-
-
-def flags(name: str, value: Any) -> tuple[str, ...]:
-    flag = f"--{name.replace('_', '-')}"
-    if value is True:
-        return (flag,)
-    return (flag, *map(str, value if isinstance(value, (tuple, list)) else (value,)))
-
-
-def test_the_table_has_every_fixed_flag() -> None:
-    fixed = {field.name for field in flags_of(TrainOptions) if field.metadata["fixed"]}
-    assert fixed == {*FIXED, "imgsz"}
-
-
-@pytest.mark.parametrize("name", FIXED)
-def test_a_flag_that_the_curve_depends_on(run: Path, name: str) -> None:
-    now, then = FIXED[name]
-    with pytest.raises(UserError) as caught:
-        resumed("--resume", str(run), *flags(name, now))
-    assert str(caught.value) == (
-        f"{flags(name, now)[0]} is {now!r} now, and {run} was begun with {then!r}: it cannot go on like that; leave it "
-        f"out, or start a new run from {run / 'weights' / 'last.pt'}"
-    )
-    if then not in (False, True):
-        assert resumed("--resume", str(run), *flags(name, then)).begun is not None  # the same is none
-
-
-def test_the_image_size_is_left_to_the_script(run: Path) -> None:
-    """Its settings hold the rounded one, and this is not yet."""
-    assert resumed("--resume", str(run), "--imgsz", "90").options.imgsz == 90
-
-
-def test_a_batch_size_that_was_found_stays(run: Path) -> None:
-    assert resumed("--resume", str(run), "--batch-size", "-1").options.batch_size == 8
-
-
-def test_hyperparameters_that_have_changed(run: Path, tmp_path: Path) -> None:
-    hyp = tmp_path / "mine.yaml"
-    hyp.write_text("lr0: 0.01\nmosaic: 1\n")  # what it was begun with, otherwise written
-    assert resumed("--resume", str(run), "--hyp", str(hyp)).options.hyp == str(hyp)
-    hyp.write_text("lr0: 0.02\nmosaic: 0.5\n")
-    with pytest.raises(UserError) as caught:
-        resumed("--resume", str(run), "--hyp", str(hyp))
-    assert str(caught.value) == (
-        f"--hyp {hyp} has changed since {run} was begun: lr0 is 0.02 and was 0.01, mosaic is 0.5 and was 1.0; leave it "
-        f"out, or start a new run from {run / 'weights' / 'last.pt'}"
-    )
-
-
-def test_hyperparameters_are_read_as_those_of_the_runs_task(run: Path, tmp_path: Path) -> None:
-    settings = read_yaml(run / "settings.yaml")
-    settings |= {"hyperparameters": vars(OtherRecipe()), "model": {"task": "other", "nc": 3}}
-    (run / "settings.yaml").write_text(yaml.safe_dump(settings))
-    hyp = tmp_path / "mine.yaml"
-    hyp.write_text("stripes: 3\n")
-    assert resumed("--resume", str(run), "--hyp", str(hyp)).begun == settings
-    hyp.write_text("stripes: 4\n")
-    with pytest.raises(UserError, match=r"stripes is 4\.0 and was 3\.0"):
-        resumed("--resume", str(run), "--hyp", str(hyp))
-    hyp.write_text("mosaic: 1\n")
-    with pytest.raises(UserError, match="unknown key 'mosaic'"):
-        resumed("--resume", str(run), "--hyp", str(hyp))
-
-
-def test_hyperparameters_that_are_not_given_are_not_read(tmp_path: Path) -> None:
-    run = begin(tmp_path / "exp", Progress(epoch=1), hyp="gone.yaml")
-    assert resumed("--resume", str(run)).begun is not None
-
-
-# Single hyperparameters
-
-
-@pytest.fixture
-def faster(tmp_path: Path) -> Path:
-    """A run that was begun with flags for single hyperparameters, and ended in its fourth epoch."""
-    overrides = {"lr0": "2e-2", "mosaic": "0.5"}
-    run = begin(tmp_path / "runs" / "exp", Progress(epoch=3, batch=2, step=11), overrides=overrides)
-    settings = read_yaml(run / "settings.yaml")
-    settings["hyperparameters"] |= overriding(Hyperparameters, overrides)
-    (run / "settings.yaml").write_text(yaml.safe_dump(settings))
-    return run
-
-
-def test_overrides_are_those_of_the_run(faster: Path) -> None:
-    options, begun, _ = resumed("--resume", str(faster))
-    assert options.overrides == {"lr0": "2e-2", "mosaic": "0.5"}
-    assert begun is not None
-    assert changes(begun, options) == []
-
-
-@pytest.mark.parametrize("state", [True, False])
-def test_an_override_that_is_the_same(faster: Path, state: bool) -> None:
-    if not state:
-        shutil.rmtree(faster / "checkpoint")  # it begins anew, and reads the file again
-    same = ("--hyp.lr0", "0.02", "--hyp.box=0.05")
-    for flags in (same, (*same, "--hyp", LOW), ("--hyp", LOW)):
-        options, begun, _ = resumed("--resume", str(faster), *flags)
-        assert overriding(Hyperparameters, options.overrides).items() >= {"lr0": 0.02, "mosaic": 0.5}.items()
-        assert (begun is None) != state
-
-
-@pytest.mark.parametrize(("key", "now", "then"), [("lr0", 0.03, 0.02), ("box", 7.0, 0.05)])
-def test_an_override_that_has_changed(faster: Path, key: str, now: float, then: float) -> None:
-    with pytest.raises(UserError) as caught:
-        resumed("--resume", str(faster), f"--hyp.{key}", str(now), "--hyp", LOW)
-    assert str(caught.value) == (
-        f"--hyp.{key} is {now} now, and {faster} was begun with {then}: it cannot go on like that; leave it out, or "
-        f"start a new run from {faster / 'weights' / 'last.pt'}"
-    )
-
-
-def test_a_file_that_has_changed_below_overrides(faster: Path, tmp_path: Path) -> None:
-    hyp = tmp_path / "mine.yaml"
-    hyp.write_text("lr0: 0.5\nbox: 7\n")  # lr0 is overridden, as it was
-    with pytest.raises(UserError, match=r"mine\.yaml has changed since .*: box is 7\.0 and was 0\.05; leave it out"):
-        resumed("--resume", str(faster), "--hyp", str(hyp))
-
-
-def test_overrides_are_checked_as_the_runs_tasks(faster: Path) -> None:
-    with pytest.raises(UserError, match=r"^unknown flag --hyp\.mosiac \(did you mean '--hyp\.mosaic'\?\)$"):
-        resumed("--resume", str(faster), "--hyp.mosiac", "1")
-    with pytest.raises(UserError, match=r"^--hyp\.mosaic is 2\.0; give 0 to 1$"):
-        resumed("--resume", str(faster), "--hyp.mosaic", "2")
-
-
-def test_a_run_of_a_version_without_overrides(run: Path) -> None:
-    settings = read_yaml(run / "settings.yaml")
-    del settings["overrides"]
-    (run / "settings.yaml").write_text(yaml.safe_dump(settings))
-    assert resumed("--resume", str(run)).options.overrides == {}
-    assert resumed("--resume", str(run), "--hyp.lr0", "0.01", "--hyp", LOW).options.overrides == {"lr0": "0.01"}
-
-
-# What is said of the rest
-
-
-def test_changes(run: Path) -> None:
-    options, begun, _ = resumed("--resume", str(run))
-    assert begun is not None
-    assert changes(begun, options) == []
-    longer = ("--epochs", "20", "--workers", "3", "--device", "0", "--project", "elsewhere", "--dist-timeout", "9")
-    options, begun, _ = resumed("--resume", str(run), *longer)
-    assert begun is not None
-    assert changes(begun, options) == [
-        "--epochs is 20 and was 10",
-        "--dist-timeout is 9.0 and was 1800.0",
-        "--workers is 3 and was 1",
-        "the learning rate from here on is that of a run of 20 epochs",
-    ]
-
-
-def test_several_words_that_have_changed(tmp_path: Path) -> None:
-    """A YAML has lists, and options have tuples."""
-    run = begin(tmp_path / "exp", Progress(epoch=1), wandb_tags=["a", "b"])
-    options, begun, _ = resumed("--resume", str(run))
-    assert begun is not None
-    assert options.wandb_tags == ("a", "b")
-    assert changes(begun, options) == []
-    options, begun, _ = resumed("--resume", str(run), "--wandb-tags", "c")
-    assert begun is not None
-    assert changes(begun, options) == ["--wandb-tags is ('c',) and was ['a', 'b']"]
+# The same classes and images
 
 
 IDENTITY = {
@@ -502,13 +298,16 @@ def test_other_labels_are_a_warning() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"names": {0: "disc", 1: "ring"}}, r"\(3 then, 2 now: class 2 was bar and is none\); mend names: in the data"),
+        (
+            {"names": {0: "disc", 1: "ring"}},
+            r"\(3 then, 2 now: class 2 was bar and is none\); correct `names:`",
+        ),
         ({"names": {0: "disc", 1: "bar", 2: "ring"}}, r"\(3 then, 3 now: class 1 was ring and is bar\)"),
         ({"names": {**IDENTITY["names"], 3: "dot"}}, r"\(3 then, 4 now: class 3 was none and is dot\)"),  # type: ignore[dict-item]
-        ({"imgsz": 128}, "--imgsz is 128 now, and the run was begun with 96; leave it out"),
+        ({"imgsz": 128}, "--imgsz is 128 now, and the run was started with 96; leave it out"),
         (
             {"images": {"count": "27", "files": "dddd", "labels": "eeee"}},
-            r"the training images have changed since the run began \(28 then, 27 now\); bring back the same",
+            r"the training images have changed since the run began \(28 then, 27 now\); restore them",
         ),
     ],
 )
@@ -522,7 +321,7 @@ def test_other_classes_sizes_and_images_are_refused(changed: dict[str, Any], sai
 
 def settled(project: str, *flags: str) -> str:
     """What a process is told; those that are not the main one find another project, as on another machine."""
-    own = project if place().rank == 0 else "nowhere"
+    own = project if ranks().rank == 0 else "nowhere"
     try:
         options, begun, fixed = resumed("--project", own, *flags)
         said = f"{options.project} {options.epochs} {begun is not None} {fixed}"
@@ -542,7 +341,7 @@ def test_all_processes_do_what_the_main_one_decides(run: Path, on_processes: OnP
 
 def test_all_processes_refuse_alike(run: Path, on_processes: OnProcesses) -> None:
     one, other = on_processes(2, settled, str(run.parent), "--resume", "--seed", "1")
-    assert one.startswith(f"error: --seed is 1 now, and {run} was begun with 0")
+    assert one.startswith(f"error: --seed is 1 now, and {run} was started with 0")
     assert other == one
 
 

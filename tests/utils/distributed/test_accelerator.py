@@ -1,199 +1,51 @@
-"""Devices, precision, and what must hold before processes meet."""
+"""The start of an Accelerator on several processes."""
 
 from __future__ import annotations
 
 import os
 import time
 from types import SimpleNamespace
+from typing import Any
 
-import psutil
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from torch import distributed
 
 from tests.conftest import OnProcesses
-from utils.distributed import accelerator as launch
-from utils.distributed.accelerator import check_batch_size, device_numbers, loader_workers, processes_to_start
-from utils.distributed.ranks import place
-from utils.errors import UserError
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher; what a test puts into the environment goes with it."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-
-
-def launched(monkeypatch: pytest.MonkeyPatch, processes: int, here: int) -> None:
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
-    monkeypatch.setenv("LOCAL_RANK", "0")
-
-
-@pytest.mark.parametrize(
-    ("device", "numbers"),
-    [("", []), ("cpu", []), ("mps", []), ("0", [0]), ("2,3", [2, 3]), ("cuda:1", [1]), ("cuda:1, cuda:0", [1, 0])],
-)
-def test_device_numbers(device: str, numbers: list[int]) -> None:
-    assert device_numbers(device) == numbers
-
-
-@pytest.mark.parametrize("device", ["gpu", "0,", "0,0", "-1", "0;1", "cuda"])
-def test_a_device_that_means_nothing(device: str) -> None:
-    with pytest.raises(UserError, match=f"--device {device}"):
-        device_numbers(device)
-
-
-@pytest.mark.parametrize(
-    ("device", "processes", "expected"),
-    [("", 0, 1), ("cpu", 0, 1), ("0", 0, 1), ("0,1", 0, 2), ("0,1", 2, 2), ("cpu", 3, 3), ("", 2, 2), ("0", 1, 1)],
-)
-def test_processes_to_start(device: str, processes: int, expected: int) -> None:
-    assert processes_to_start(device, processes) == expected
-
-
-@pytest.mark.parametrize(("device", "processes"), [("0,1", 3), ("0", 2), ("mps", 2), ("0,1", 1)])
-def test_processes_that_contradict_the_devices(device: str, processes: int) -> None:
-    with pytest.raises(UserError, match=f"--processes {processes} --device {device}"):
-        processes_to_start(device, processes)
-
-
-def test_processes_that_contradict_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched(monkeypatch, 4, 4)
-    with pytest.raises(UserError, match="the launcher has started 4"):
-        processes_to_start("cpu", 2)
-    assert processes_to_start("cpu", 4) == 4
-
-
-@pytest.mark.parametrize(
-    ("size", "processes", "proposed"), [(10, 4, "take 8 or 12"), (2, 3, "take 3"), (7, 2, "6 or 8")]
-)
-def test_a_batch_that_cannot_be_shared(
-    size: int, processes: int, proposed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_batch_size(size)
-    launched(monkeypatch, processes, processes)
-    with pytest.raises(UserError, match=f"--batch-size {size} .*{proposed}"):
-        check_batch_size(size)
-    check_batch_size(size * processes)
-
-
-def on_a_machine_with(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
-
-
-@pytest.mark.parametrize(
-    ("visible", "device", "expected"),
-    [("", "2,3", "2,3"), ("", "1", "1"), ("4,5,6,7", "3,0", "7,4"), ("GPU-a,GPU-b", "1", "GPU-b")],
-)
-def test_only_the_named_devices_are_visible(
-    visible: str, device: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So local rank k, which torch gives the k-th visible device, has the k-th that is named."""
-    on_a_machine_with(monkeypatch, visible.count(",") + 1 if visible else 4)
-    if visible:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    launched(monkeypatch, device.count(",") + 1, device.count(",") + 1)
-    assert not launch._choose_devices(device)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
-
-
-def test_the_cpu_where_there_is_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_a_machine_with(monkeypatch, 0)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert launch._choose_devices("")
-    on_a_machine_with(monkeypatch, 1)
-    assert not launch._choose_devices("")
-    assert launch._choose_devices("cpu")
-
-
-@pytest.mark.parametrize(
-    ("device", "there", "here", "said"),
-    [
-        ("7", 4, 1, "torch sees 4 CUDA devices here; try --device 3"),
-        ("0", 0, 1, "no CUDA device here; try --device cpu"),
-        ("0", 4, 2, "names 1 device for the 2 processes"),
-        ("", 1, 4, "started 4 processes on this machine, where torch sees 1 CUDA device;"),
-    ],
-)
-def test_too_few_devices(device: str, there: int, here: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_a_machine_with(monkeypatch, there)
-    launched(monkeypatch, here, here)
-    with pytest.raises(UserError, match=said):
-        launch._choose_devices(device)
-
-
-def test_workers_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
-    assert (loader_workers(8), loader_workers(3), loader_workers(0)) == (8, 3, 0)
-    launched(monkeypatch, 8, 4)
-    assert loader_workers(8) == 2
-
-
-def parent(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
-    monkeypatch.setattr(psutil, "Process", lambda _: SimpleNamespace(cmdline=lambda: command))
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["python", "/x/bin/accelerate", "launch", "--num_processes", "3", "--num_machines", "2", "train.py"],
-        ["python", "-m", "accelerate.commands.launch", "--num_processes", "3", "--num_machines=2", "t.py"],
-        ["/x/accelerate", "launch", "--config_file", "accelerate_configs/2node.yaml", "--num_processes=5", "train.py"],
-    ],
-)
-def test_accelerate_cannot_start_unequal_numbers(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    parent(monkeypatch, command)
-    with pytest.raises(
-        UserError, match=r"do not fit on 2 machines; take a multiple of 2, or .*torch\.distributed\.run"
-    ):
-        launch._refuse_uneven_launch()
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["/x/accelerate", "launch", "--config_file", "accelerate_configs/2node.yaml", "--num_processes=4", "train.py"],
-        ["/x/accelerate", "launch", "--num_processes", "3", "train.py"],
-        ["python", "-m", "torch.distributed.run", "--nproc_per_node", "3", "--nnodes", "2", "train.py"],
-        ["python", "-m", "torch.distributed.launch", "--nproc_per_node", "3", "--nnodes", "2", "train.py"],
-        ["bash"],
-    ],
-)
-def test_other_launches_are_none_of_that(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    parent(monkeypatch, command)
-    launch._refuse_uneven_launch()
-
-
-def test_gloo_takes_the_interface_that_leads_to_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    launched(monkeypatch, 2, 2)
-    launch._prepare_for_gloo()
-    assert "GLOO_SOCKET_IFNAME" not in os.environ  # one machine: nothing to choose
-    launched(monkeypatch, 4, 2)
-    launch._prepare_for_gloo()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
-    launch._prepare_for_gloo()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+from utils.distributed.accelerator import plan, start
+from utils.distributed.ranks import ranks
 
 
 def meet_again() -> int:
     """As if the launcher had started the processes anew and kept the store, the second one late."""
-    launch.start("cpu", "no", 60.0)
+    start("cpu", "no", 60.0)
     distributed.destroy_process_group()
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-    if place().rank == 1:
+    if ranks().rank == 1:
         time.sleep(1)
-    accelerator = launch.start("cpu", "no", 10.0)
-    return int(accelerator.reduce(torch.tensor([place().rank + 1]))[0])
+    accelerator = start("cpu", "no", 10.0)
+    return int(accelerator.reduce(torch.tensor([ranks().rank + 1]))[0])
 
 
 def test_addresses_of_the_last_attempt_are_not_taken(on_processes: OnProcesses) -> None:
     assert on_processes(2, meet_again) == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("processes", "accumulation", "first", "second"),
+    [
+        (1, 2, "8 images (1 process) x 2 accumulated: an optimizer step for every 16 images", "5 batches and 3 steps"),
+        (
+            2,
+            1,
+            "8 images (2 processes x 4) x 1 accumulated: an optimizer step for every 8 images",
+            "5 batches and 5 steps",
+        ),
+    ],
+)
+def test_plan(processes: int, accumulation: int, first: str, second: str) -> None:
+    accelerator: Any = SimpleNamespace(num_processes=processes, gradient_accumulation_steps=accumulation)
+    lines = plan(accelerator, batch_size=8, batches=5, epochs=4)
+    assert lines == [f"batches of {first}", f"{second} an epoch, 4 epochs"]

@@ -11,23 +11,23 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch import distributed
 
-from utils.distributed import barrier as meeting
-from utils.distributed.barrier import in_own_time
-from utils.distributed.ranks import Place
+from utils.distributed import barrier, store
+from utils.distributed.barrier import untimed_barrier
+from utils.distributed.ranks import Ranks
+from utils.distributed.store import RunStore
 from utils.errors import UserError
 
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], object]], list]:
     """Threads that take themselves for three processes: each is given its rank; what they return, or raise."""
-    store, own = distributed.HashStore(), threading.local()
-    monkeypatch.setattr(meeting, "run_store", lambda: store)
-    monkeypatch.setattr(meeting, "place", lambda: Place(own.rank, 3, own.rank, 3))
-    monkeypatch.setattr(meeting, "_numbers", itertools.repeat(0))
-    here: set[int] = set()
-    monkeypatch.setattr(meeting, "tell", lambda what, word: here.add(own.rank))
-    monkeypatch.setattr(meeting, "told", lambda what: dict.fromkeys(here, ""))
-    monkeypatch.setattr(meeting, "BEAT", 0.02)
+    shared, own = distributed.HashStore(), threading.local()
+    monkeypatch.setattr(store, "ranks", lambda: Ranks(own.rank, 3, own.rank, 3))
+    for module in (barrier, store):
+        monkeypatch.setattr(module, "run_store", lambda: RunStore(shared))
+    monkeypatch.setattr(barrier, "world_size", lambda: 3)
+    monkeypatch.setattr(barrier, "_numbers", itertools.repeat(0))
+    monkeypatch.setattr(barrier, "HEARTBEAT_SECONDS", 0.02)
 
     def run(work: Callable[[int], object]) -> list:
         def one(rank: int) -> object:
@@ -45,10 +45,10 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], object]]
 
 def test_all_go_on_together_however_long_one_takes(three: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than a silence that would end them: who works gives signs of life."""
-    monkeypatch.setattr(meeting, "SILENCE", 0.2)
+    monkeypatch.setattr(barrier, "SILENCE_LIMIT_SECONDS", 0.2)
 
     def work(rank: int) -> tuple[float, float]:
-        with in_own_time():
+        with untimed_barrier():
             time.sleep(0.6 * (rank == 1))
             done = time.monotonic()
         return done, time.monotonic()
@@ -58,11 +58,11 @@ def test_all_go_on_together_however_long_one_takes(three: Callable, monkeypatch:
 
 
 def test_who_has_died_is_named(three: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "SILENCE", 0.2)
+    monkeypatch.setattr(barrier, "SILENCE_LIMIT_SECONDS", 0.2)
 
     def work(rank: int) -> None:
         if rank != 1:
-            with in_own_time():
+            with untimed_barrier():
                 time.sleep(0.3 * rank)
 
     first, dead, last = three(work)
@@ -73,10 +73,10 @@ def test_who_has_died_is_named(three: Callable, monkeypatch: pytest.MonkeyPatch)
 
 def test_an_error_is_not_waited_with(three: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes its way at once; the others are ended by it, which is the business of failures."""
-    monkeypatch.setattr(meeting, "SILENCE", 0.2)
+    monkeypatch.setattr(barrier, "SILENCE_LIMIT_SECONDS", 0.2)
 
     def work(rank: int) -> None:
-        with in_own_time():
+        with untimed_barrier():
             if rank == 0:
                 raise KeyError
 
@@ -86,5 +86,5 @@ def test_an_error_is_not_waited_with(three: Callable, monkeypatch: pytest.Monkey
 
 
 def test_one_process_waits_for_nobody() -> None:
-    with in_own_time():
+    with untimed_barrier():
         pass

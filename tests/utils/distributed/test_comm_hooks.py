@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.conftest import OnProcesses
 from utils.config.options import TrainOptions
-from utils.distributed.comm_hooks import BUCKETS, HOOKS, compress
-from utils.distributed.ranks import place
+from utils.distributed.comm_hooks import BUCKET_MB, HOOKS, register_comm_hook
+from utils.distributed.ranks import ranks
 
 STEPS = 6
 
@@ -19,12 +19,12 @@ def gradients(how: str) -> list[Tensor]:
     """The gradients of a matrix after each of some steps, the first two uncompressed by PowerSGD."""
     distributed.init_process_group("gloo")
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(64, 96, bias=False), bucket_cap_mb=BUCKETS.get(how))
+    model = DistributedDataParallel(nn.Linear(64, 96, bias=False), bucket_cap_mb=BUCKET_MB.get(how))
     if how:
-        compress(model, how, warmup=2)
+        register_comm_hook(model, how, warmup=2)
     found = []
     for step in range(STEPS):
-        torch.manual_seed(100 * step + place().rank)
+        torch.manual_seed(100 * step + ranks().rank)
         model.zero_grad()
         model(torch.randn(8, 64)).square().mean().backward()
         found.append(model.module.weight.grad.clone())

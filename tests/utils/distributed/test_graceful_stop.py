@@ -19,8 +19,9 @@ from torch import distributed
 
 from tests.conftest import ROOT, OnProcesses
 from utils.distributed import graceful_stop as stopping
-from utils.distributed.graceful_stop import SIGNALS, TIME, Asked, Stop, exit_code
-from utils.distributed.ranks import place
+from utils.distributed.exit import TIME_LIMIT, StopRequested
+from utils.distributed.graceful_stop import STOP_SIGNALS, GracefulStop, exit_code
+from utils.distributed.ranks import ranks
 
 
 def until(true: Callable[[], Any]) -> Any:
@@ -34,12 +35,12 @@ def until(true: Callable[[], Any]) -> Any:
 # One process
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_asks_for_the_end(number: int) -> None:
-    with Stop() as stop:
-        assert stop.after(1) == stop.asked() == ""
+    with GracefulStop() as stop:
+        assert stop.after(1) == stop.requested() == ""
         os.kill(os.getpid(), number)
-        assert until(stop.asked) == signal.Signals(number).name
+        assert until(stop.requested) == signal.Signals(number).name
         assert stop.after(2) == stop.after(3) == signal.Signals(number).name
 
 
@@ -47,17 +48,17 @@ def test_other_signals_are_none_of_its_business(monkeypatch: pytest.MonkeyPatch)
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
     try:
-        with Stop() as stop:
+        with GracefulStop() as stop:
             os.kill(os.getpid(), signal.SIGUSR2)
             assert until(lambda: heard) == [signal.SIGUSR2]
             os.kill(os.getpid(), signal.SIGTERM)
-            assert until(stop.asked) == "SIGTERM"  # it came after the other one, which was passed over
+            assert until(stop.requested) == "SIGTERM"  # it came after the other one, which was passed over
     finally:
         signal.signal(signal.SIGUSR2, before)
 
 
 def test_the_word_is_that_of_the_last_signal() -> None:
-    with Stop() as stop:
+    with GracefulStop() as stop:
         for number in (signal.SIGUSR1, signal.SIGTERM):
             os.kill(os.getpid(), number)
             assert until(lambda number=number: stop.signal == signal.Signals(number).name)
@@ -68,7 +69,7 @@ def test_the_word_is_that_of_the_last_signal() -> None:
 def handled() -> Iterator[list[int]]:
     """Signals that came to handlers of others, which were there before."""
     heard: list[int] = []
-    before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in SIGNALS}
+    before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in STOP_SIGNALS}
     woken = signal.set_wakeup_fd(-1)
     yield heard
     signal.set_wakeup_fd(woken)
@@ -77,10 +78,10 @@ def handled() -> Iterator[list[int]]:
 
 
 def test_everything_is_as_before_afterwards(handled: list[int]) -> None:
-    handlers = [signal.getsignal(number) for number in SIGNALS]
-    with Stop():
-        assert [signal.getsignal(number) for number in SIGNALS] != handlers
-    assert [signal.getsignal(number) for number in SIGNALS] == handlers
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
+    with GracefulStop():
+        assert [signal.getsignal(number) for number in STOP_SIGNALS] != handlers
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
     assert signal.set_wakeup_fd(-1) == -1
     os.kill(os.getpid(), signal.SIGUSR1)
     assert handled == [signal.SIGUSR1]
@@ -88,24 +89,24 @@ def test_everything_is_as_before_afterwards(handled: list[int]) -> None:
 
 def test_an_error_leaves_it_on_for_there_is_something_to_say(handled: list[int]) -> None:
     def leave() -> None:
-        with Stop() as stop:
+        with GracefulStop() as stop:
             os.kill(os.getpid(), signal.SIGTERM)
-            raise Asked(until(stop.asked))
+            raise StopRequested(until(stop.requested))
 
     for _ in range(2):
-        with pytest.raises(Asked) as asked:
+        with pytest.raises(StopRequested) as asked:
             leave()
-        assert asked.value.word == "SIGTERM"
+        assert asked.value.reason == "SIGTERM"
         os.kill(os.getpid(), signal.SIGTERM)
     assert handled == []
 
 
 TWO_CTRL_C = """
 import os, signal, sys, time
-from utils.distributed.graceful_stop import Stop
-with Stop() as stop:
+from utils.distributed.graceful_stop import GracefulStop
+with GracefulStop() as stop:
     os.kill(os.getpid(), signal.SIGINT)
-    while not stop.asked():
+    while not stop.requested():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGINT)  # the same one, which came through the launcher too
     time.sleep(1)
@@ -124,30 +125,30 @@ def test_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = psutil.Process().create_time()
     now = begun
     monkeypatch.setattr(stopping.time, "time", lambda: now)
-    stop = Stop(hours=0.5)
+    stop = GracefulStop(hours=0.5)
     now = begun + 1799
     assert stop.after(1) == ""
     now = begun + 1801  # counted from the start of the process
-    assert stop.after(2) == TIME
-    assert stop.asked() == ""  # it waits for a step
-    assert Stop().after(2) == ""  # no limit
+    assert stop.after(2) == TIME_LIMIT
+    assert stop.requested() == ""  # it waits for a step
+    assert GracefulStop().after(2) == ""  # no limit
 
 
 def test_only_the_main_process_looks_at_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopping.time, "time", lambda: float("inf"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    assert Stop(hours=0.5).after(1) == ""
+    assert GracefulStop(hours=0.5).after(1) == ""
     monkeypatch.setenv("RANK", "0")
-    assert Stop(hours=0.5).after(1) == TIME
+    assert GracefulStop(hours=0.5).after(1) == TIME_LIMIT
 
 
 def test_exit_codes() -> None:
-    assert {word: exit_code(word) for word in ("SIGINT", "SIGUSR1", "SIGTERM", TIME)} == {
+    assert {word: exit_code(word) for word in ("SIGINT", "SIGUSR1", "SIGTERM", TIME_LIMIT)} == {
         "SIGINT": 130,
         "SIGUSR1": 138,
         "SIGTERM": 143,
-        TIME: 0,
+        TIME_LIMIT: 0,
     }
 
 
@@ -161,9 +162,9 @@ Ended = tuple[int, str, str]
 def train(signals: Signals, hours: float) -> Ended:
     """The step that this process stops at, the word, and what it is told in a validation."""
     step, word = 0, ""
-    when, number = signals.get(place().rank, (-1, 0))
+    when, number = signals.get(ranks().rank, (-1, 0))
     sometime = threading.Timer(0.02 * random.random(), os.kill, (os.getpid(), number))
-    with Stop(hours) as stop:
+    with GracefulStop(hours) as stop:
         if when == 0:
             sometime.start()
         while not word and step < STEPS:
@@ -176,14 +177,14 @@ def train(signals: Signals, hours: float) -> Ended:
         if when == 0:
             sometime.join()
         distributed.barrier()
-        asked = stop.asked()
+        asked = stop.requested()
     return step, word, asked
 
 
 def runs(cases: list[tuple[Signals, float]]) -> list[Ended]:
     """One run after another, as where a launcher starts them anew."""
     distributed.init_process_group("gloo")
-    random.seed(place().rank)
+    random.seed(ranks().rank)
     ended = []
     for number, (signals, hours) in enumerate(cases):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
@@ -212,7 +213,7 @@ def test_all_processes_stop_at_the_same_step(on_processes: OnProcesses) -> None:
         ((8, "SIGTERM", "SIGTERM"),) * 3,  # the step after the signal
         ((8, "SIGUSR1", "SIGUSR1"),) * 3,
         ((8, "SIGINT", "SIGINT"),) * 3,
-        ((2, TIME, ""),) * 3,  # the main process's clock is past its limit; a validation goes on
+        ((2, TIME_LIMIT, ""),) * 3,  # the main process's clock is past its limit; a validation goes on
     ]
     steps, words = ([[one[part] for one in run] for run in ended[len(ONE) :]] for part in (0, 1))
     assert steps[: len(TWO)] == [[6] * 3] * 3

@@ -1,81 +1,93 @@
-"""What processes write for each other at a store; more of it is in tests/utils/distributed/test_preflight.py."""
+"""The run's store: values of each rank, one value for all, counters, and answers in a bounded time."""
 
 from __future__ import annotations
 
 import threading
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from torch import distributed
 
-from utils.distributed import store as board
-from utils.distributed.ranks import Place
-from utils.distributed.store import Board
+from tests.conftest import OnProcesses
+from utils.distributed import store as store_module
+from utils.distributed.ranks import Ranks, ranks
+from utils.distributed.store import RunStore, ask_run_store, run_store, store_key
 from utils.errors import UserError
 
 
-def boards(processes: int, about: str = "start", store: distributed.Store | None = None) -> list[Board]:
-    """The board as each of so many processes sees it."""
-    store = store or distributed.HashStore()
-    found = [Board(store, about) for _ in range(processes)]
-    for rank, one in enumerate(found):
-        one.own = Place(rank, processes, rank, processes)
-    return found
+@pytest.fixture
+def stores(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns the store as each of several processes has it."""
+
+    def make(processes: int, topic: str = "start", store: distributed.Store | None = None) -> list[RunStore]:
+        store, made = store or distributed.HashStore(), []
+        with monkeypatch.context() as patch:
+            for rank in range(processes):
+                patch.setattr(store_module, "ranks", lambda rank=rank: Ranks(rank, processes, rank, processes))
+                made.append(RunStore(store, topic))
+        return made
+
+    return make
+
+
+# Values of each rank
 
 
 @pytest.mark.parametrize("value", [None, False, 0, "", [], {"a": [1, 2.5, None]}, "ä"])
-def test_all_read_what_is_put(value: Any) -> None:
-    main, other = boards(2)
-    main.put("answer", value)
-    assert main.of_main("answer", 1.0) == other.of_main("answer", 1.0) == value
-    assert other.read("answer", 0.0) == {0: value}
-    other.put("answer", [value])
-    assert main.read("answer", 1.0) == {0: value, 1: [value]}
+def test_all_read_what_is_written(value: Any, stores: Any) -> None:
+    main, other = stores(2)
+    main.write("answer", value)
+    assert main.wait_for_main("answer", 1.0) == other.wait_for_main("answer", 1.0) == value
+    assert other.wait_for_values("answer", 0.0) == other.values("answer") == {0: value}
+    other.write("answer", [value])
+    assert main.wait_for_values("answer", 1.0) == main.values("answer") == {0: value, 1: [value]}
 
 
-def test_the_last_value_counts() -> None:
-    (own,) = boards(1)
-    own.put("answer", 1)
-    own.put("answer", 2)
-    assert own.read("answer", 1.0) == {0: 2}
-    assert own.times("answer", 0) == 2
-    assert own.times("other", 0) == 0
+def test_the_last_value_counts(stores: Any) -> None:
+    (store,) = stores(1)
+    store.write("answer", 1)
+    store.write("answer", 2)
+    assert store.values("answer") == {0: 2}
+    assert store.times_written("answer", 0) == 2
+    assert store.times_written("other", 0) == 0
 
 
-def test_what_comes_later_is_waited_for() -> None:
-    main, other = boards(2)
-    late = threading.Timer(0.2, main.put, ("answer", "late"))
+def test_what_comes_later_is_waited_for(stores: Any) -> None:
+    main, other = stores(2)
+    late = threading.Timer(0.2, main.write, ("answer", "late"))
     late.start()
-    assert other.of_main("answer", 30.0) == "late"
-    late = threading.Timer(0.2, other.put, ("answer", "later"))
+    assert other.wait_for_main("answer", 30.0) == "late"
+    late = threading.Timer(0.2, other.write, ("answer", "later"))
     late.start()
-    assert main.read("answer", 30.0) == {0: "late", 1: "later"}
+    assert main.wait_for_values("answer", 30.0) == {0: "late", 1: "later"}
 
 
-def test_a_main_process_that_does_not_answer() -> None:
-    _, other = boards(2)
-    other.put("answer", 1)
+def test_a_main_process_that_does_not_answer(stores: Any) -> None:
+    _, other = stores(2)
+    other.write("answer", 1)
     with pytest.raises(UserError, match=r"the main process has not answered for 0\.1 s: see what it printed"):
-        other.of_main("answer", 0.1)
+        other.wait_for_main("answer", 0.1)
 
 
-def test_boards_about_other_things(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_topics_and_attempts(monkeypatch: pytest.MonkeyPatch, stores: Any) -> None:
     """They share a store, and so do the runs of a launcher that starts the processes anew."""
-    store = distributed.HashStore()
-    (one,) = boards(1, "doctor", store)
-    one.put("answer", 1)
-    (other,) = boards(1, "resume", store)
-    assert other.read("answer", 0.0) == {}
+    shared = distributed.HashStore()
+    (one,) = stores(1, "doctor", shared)
+    one.write("answer", 1)
+    (other,) = stores(1, "resume", shared)
+    assert other.values("answer") == {}
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    (again,) = boards(1, "doctor", store)
-    assert again.read("answer", 0.0) == {}
+    (again,) = stores(1, "doctor", shared)
+    assert again.values("answer") == {}
 
 
-def test_the_main_process_leaves_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_main_process_leaves_last(monkeypatch: pytest.MonkeyPatch, stores: Any) -> None:
     """It waits for those that came, and for no longer than a moment."""
-    main, other, _ = boards(3)
-    main.put("facts", 1)
-    other.put("facts", 1)
+    main, other, _ = stores(3)
+    main.write("facts", 1)
+    other.write("facts", 1)
     left: list[str] = []
 
     def leave() -> None:
@@ -85,8 +97,85 @@ def test_the_main_process_leaves_last(monkeypatch: pytest.MonkeyPatch) -> None:
     threading.Timer(0.2, leave).start()
     main.leave("facts")
     assert left == ["other"]
-    monkeypatch.setattr(board, "SLACK", 0.1)
-    main, other, _ = boards(3)
-    other.put("facts", 1)
+    monkeypatch.setattr(store_module, "LEAVE_SECONDS", 0.1)
+    main, other, _ = stores(3)
+    other.write("facts", 1)
     main.leave("facts")
-    assert main.read("left", 0.0) == {0: True}
+    assert main.values("left") == {0: True}
+
+
+# One value for all, and counters
+
+
+def test_the_first_writer_wins(stores: Any) -> None:
+    main, other = stores(2)
+    assert not other.is_written("stop")
+    assert other.value("stop") is None
+    main.write_once("stop", [3, "SIGTERM"])
+    other.write_once("stop", [4, "SIGINT"])
+    assert other.is_written("stop")
+    assert main.value("stop") == other.value("stop") == other.wait_for_value("stop") == [3, "SIGTERM"]
+
+
+def test_a_value_that_does_not_come() -> None:
+    store = distributed.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(distributed.DistError):
+        RunStore(store).wait_for_value("handle")
+
+
+def test_counters(stores: Any) -> None:
+    main, other = stores(2)
+    assert main.count("failed", 0) == 0
+    assert (main.count("failed"), other.count("failed"), main.count("failed", 0)) == (1, 2, 2)
+
+
+def test_keys_are_compared_across_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes with another version of the code find each other's facts, so that the preflight can name it."""
+    store = distributed.HashStore()
+    RunStore(store, "doctor").write("facts", {"host": "a"})
+    before = distributed.PrefixStore(store_key("doctor"), store)
+    assert before.get("facts/0") == b'{"host": "a"}'
+    assert before.add("facts/0/times", 0) == 1
+
+
+# The store of a run
+
+
+def test_without_a_run_there_is_no_store() -> None:
+    assert run_store() is None
+    assert ask_run_store(pytest.fail, 7) == 7  # type: ignore[arg-type]
+
+
+def slow_answer(store: RunStore) -> int:
+    time.sleep(5.0)
+    return 1
+
+
+def ask() -> tuple[int, int, list[float], int]:
+    """The sum of what two processes have written, a counter, and the seconds of a question without an answer, twice."""
+    distributed.init_process_group("gloo")
+    store = run_store()
+    assert store is not None
+    store.write("names", ranks().rank + 1)
+    distributed.barrier()
+    total = sum(ask_run_store(lambda store: store.values("names"), {}).values())
+    count = ask_run_store(lambda store: store.count("answers", 3), 0)
+    distributed.barrier()
+    store_module.ANSWER_SECONDS = 0.3
+    times, answer = [], 0
+    for _ in range(2):
+        begun = time.monotonic()
+        answer = ask_run_store(slow_answer, -1)
+        times.append(time.monotonic() - begun)
+    return total, count, times, answer
+
+
+def test_a_question_is_answered_in_time_or_not_asked_again(on_processes: OnProcesses) -> None:
+    returned = on_processes(2, ask)
+    assert [total for total, *_ in returned] == [3, 3]
+    assert sorted(count for _, count, *_ in returned) == [3, 6]
+    for *_, (first, second), answer in returned:
+        assert 0.3 <= first < 3.0
+        assert second < 0.1
+        assert answer == -1

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from tests.conftest import OnProcesses
-from utils.distributed.ranks import place
-from utils.distributed.sync_batchnorm import ExactBatchNorm, average_statistics, exact
+from utils.distributed.ranks import ranks
+from utils.distributed.sync_batchnorm import ExactBatchNorm, average_statistics, synchronise_batchnorm
 
 PARTS = {2: (3, 5), 3: (4, 1, 2)}  # images of each process: unequal on purpose
 SHAPE = (6, 9, 7)  # channels, height, width
@@ -45,10 +45,10 @@ def my_part(processes: int, offset: float, dtype: torch.dtype, affine: bool, dev
     """What this process's layer makes of its part of the batch; the parameters' gradients are summed as DDP would."""
     distributed.init_process_group("gloo" if device == "cpu" else "nccl")
     if device == "cuda":
-        torch.cuda.set_device(place().rank)
-    model = exact(nn.Sequential(layer(dtype, affine)).to(device), True)
+        torch.cuda.set_device(ranks().rank)
+    model = synchronise_batchnorm(nn.Sequential(layer(dtype, affine)).to(device), True)
     values, slope = (
-        whole.split(PARTS[processes])[place().rank].to(device) for whole in batch(processes, offset, dtype)
+        whole.split(PARTS[processes])[ranks().rank].to(device) for whole in batch(processes, offset, dtype)
     )
     found = two_steps(model, values, slope)
     for gradient in found[2 : 2 + len(list(model.parameters()))]:
@@ -89,9 +89,11 @@ def test_equals_one_layer_on_the_whole_batch_on_gpus(on_processes: OnProcesses) 
 def far_from_zero(offset: float) -> tuple[float, float]:
     """How far float32 is from float64 where the mean is large beside the deviation: ours, and one process's."""
     distributed.init_process_group("gloo")
-    values, slope = (whole.split(PARTS[2])[place().rank] for whole in batch(2, offset, torch.float32))
-    ours = two_steps(exact(nn.Sequential(layer(torch.float32)), True), values, slope)[0]
-    precisely = two_steps(exact(nn.Sequential(layer(torch.float64)), True), values.double(), slope.double())[0]
+    values, slope = (whole.split(PARTS[2])[ranks().rank] for whole in batch(2, offset, torch.float32))
+    ours = two_steps(synchronise_batchnorm(nn.Sequential(layer(torch.float32)), True), values, slope)[0]
+    precisely = two_steps(
+        synchronise_batchnorm(nn.Sequential(layer(torch.float64)), True), values.double(), slope.double()
+    )[0]
     whole = batch(2, offset, torch.float32)
     single = two_steps(layer(torch.float32), *whole)[0]
     precise = two_steps(layer(torch.float64), *(tensor.double() for tensor in whole))[0]
@@ -106,7 +108,7 @@ def test_is_as_precise_as_one_process_far_from_zero(on_processes: OnProcesses) -
 def test_one_process_has_nothing_to_average() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     before = copy.deepcopy(model)
-    assert exact(model, True) is model
+    assert synchronise_batchnorm(model, True) is model
     average_statistics(model)
     assert all(torch.equal(value, before.state_dict()[name]) for name, value in model.state_dict().items())
 
@@ -118,7 +120,7 @@ def test_one_process_is_as_exact_in_any_layout(layout: torch.memory_format, affi
     size = (8, 6, 100, 90)  # of the statistics' 72,000 values, torch's kernel for channels_last loses three digits
     values = (torch.randn(size, generator=made) * 2 + 3).contiguous(memory_format=layout)
     slope = torch.randn(size, generator=made) + 0.1
-    found = two_steps(exact(nn.Sequential(layer(torch.float32, affine)), False), values, slope)
+    found = two_steps(synchronise_batchnorm(nn.Sequential(layer(torch.float32, affine)), False), values, slope)
     wanted = two_steps(layer(torch.float64, affine), values.double(), slope.double())
     assert found[0].is_contiguous(memory_format=layout)
     tolerances = [2e-6, 2e-6, *[5e-5] * (2 * affine), 1e-6, 1e-6, 0]
@@ -137,7 +139,7 @@ def names_and_evaluation() -> tuple[list[str], bool, bool]:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.BatchNorm2d(4))).eval()
     weight, picture = model[1][0].weight, torch.randn(2, 3, 5, 5)
     before = model(picture)
-    after = exact(model, True)(picture)
+    after = synchronise_batchnorm(model, True)(picture)
     return list(model.state_dict()), torch.equal(before, after), model[1][0].weight is weight
 
 
@@ -149,7 +151,7 @@ def test_names_and_evaluation_stay(on_processes: OnProcesses) -> None:
 def averaged() -> list[Tensor]:
     distributed.init_process_group("gloo")
     model = nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(1))
-    rank = place().rank
+    rank = ranks().rank
     model[0].running_mean.copy_(torch.tensor([1.0, -2.0]) * rank)
     model[0].running_var.fill_(1 / 3)
     model[1].running_var.fill_(rank + 1.0)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchvision.models import convnext_tiny, mobilenet_v3_small
 from torchvision.ops import StochasticDepth
 
-from utils.distributed.sync_dropout import GlobalDropout, draw_for_all
+from utils.distributed.sync_dropout import GlobalDropout, synchronise_dropout
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def test_what_drops_is_replaced() -> None:
     model = network()
     names, state = [name for name, _ in model.named_modules()], model.state_dict()
     inner = model[2]
-    draw_for_all(model)
+    synchronise_dropout(model)
     assert [name for name, _ in model.named_modules()] == names
     assert model.state_dict().keys() == state.keys()
     assert model[2] is inner
@@ -48,7 +48,7 @@ def test_what_drops_is_replaced() -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_the_mode_stays(training: bool) -> None:
     model = network().train(training)
-    draw_for_all(model)
+    synchronise_dropout(model)
     assert {part.training for part in model.modules()} == {training}
 
 
@@ -59,7 +59,7 @@ def test_networks_of_torchvisions(build: type, kind: type) -> None:
     dropping = [name for name, part in model.named_modules() if isinstance(part, kind) and part.p]
     keys = list(model.state_dict())
     assert dropping
-    draw_for_all(model)
+    synchronise_dropout(model)
     assert [name for name, part in model.named_modules() if isinstance(part, GlobalDropout)] == dropping
     assert list(model.state_dict()) == keys
 
@@ -114,7 +114,7 @@ def run(images: Tensor, rank: int, processes: int, monkeypatch: pytest.MonkeyPat
     model = nn.Sequential(
         nn.Dropout1d(0.2), nn.Dropout(0.5), nn.Flatten(), nn.Dropout(0.25), StochasticDepth(0.5, "row")
     )
-    draw_for_all(model)
+    synchronise_dropout(model)
     return model(images.tensor_split(processes)[rank]), torch.rand(1).item()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import socket
 import sys
 import time
@@ -15,34 +14,36 @@ import pytest
 import torch
 from torch import distributed
 
-from utils.distributed import watchdog as watch
+from utils.distributed import store as store_module
+from utils.distributed import watchdog
 from utils.distributed.exit import run_main, sign_in
-from utils.distributed.ranks import place
-from utils.distributed.spawn import spread
-from utils.distributed.watchdog import Watch, blamed, is_waiting
+from utils.distributed.ranks import ranks
+from utils.distributed.spawn import spawn
+from utils.distributed.store import RunStore
+from utils.distributed.watchdog import Position, Watchdog, blamed, is_waiting
 
 
-def word(waits: bool, beats: int) -> dict[str, Any]:
-    return {"waits": waits, "beats": beats}
+def at(waits: bool, batches: int) -> Position:
+    return Position(batches, waits)
 
 
 @pytest.mark.parametrize(
-    ("there", "late"),
+    ("positions", "late"),
     [
-        pytest.param({0: word(True, 5), 2: word(True, 5)}, {1}, id="one does not answer"),
-        pytest.param({0: word(True, 5), 2: word(False, 4)}, {1}, id="one does not answer, whatever others do"),
+        pytest.param({0: at(True, 5), 2: at(True, 5)}, {1}, id="one does not answer"),
+        pytest.param({0: at(True, 5), 2: at(False, 4)}, {1}, id="one does not answer, whatever others do"),
         pytest.param({}, {0, 1, 2}, id="nobody answers"),
-        pytest.param({0: word(True, 5), 1: word(False, 5), 2: word(True, 5)}, {1}, id="one does not wait"),
-        pytest.param({0: word(True, 5), 1: word(False, 6), 2: word(True, 5)}, {1}, id="one does not wait, ahead"),
-        pytest.param({0: word(False, 5), 1: word(False, 5), 2: word(True, 5)}, {0, 1}, id="two do not wait"),
-        pytest.param({0: word(True, 5), 1: word(True, 4), 2: word(True, 5)}, {1}, id="all wait, one a batch behind"),
-        pytest.param({0: word(False, 5), 1: word(False, 4), 2: word(False, 5)}, {1}, id="none waits, one is behind"),
-        pytest.param({0: word(True, 5), 1: word(True, 5), 2: word(True, 5)}, set(), id="all wait alike"),
-        pytest.param({0: word(False, 5), 1: word(False, 5), 2: word(False, 5)}, set(), id="none waits, all alike"),
+        pytest.param({0: at(True, 5), 1: at(False, 5), 2: at(True, 5)}, {1}, id="one does not wait"),
+        pytest.param({0: at(True, 5), 1: at(False, 6), 2: at(True, 5)}, {1}, id="one does not wait, ahead"),
+        pytest.param({0: at(False, 5), 1: at(False, 5), 2: at(True, 5)}, {0, 1}, id="two do not wait"),
+        pytest.param({0: at(True, 5), 1: at(True, 4), 2: at(True, 5)}, {1}, id="all wait, one a batch behind"),
+        pytest.param({0: at(False, 5), 1: at(False, 4), 2: at(False, 5)}, {1}, id="none waits, one is behind"),
+        pytest.param({0: at(True, 5), 1: at(True, 5), 2: at(True, 5)}, set(), id="all wait alike"),
+        pytest.param({0: at(False, 5), 1: at(False, 5), 2: at(False, 5)}, set(), id="none waits, all alike"),
     ],
 )
-def test_blamed(there: dict[int, dict], late: set[int]) -> None:
-    assert blamed(3, there) == late
+def test_blamed(positions: dict[int, Position], late: set[int]) -> None:
+    assert blamed(3, positions) == late
 
 
 def stack(*files: str) -> FrameType:
@@ -88,7 +89,7 @@ class Ended(Exception):
     pass
 
 
-class Observed(Watch):
+class Observed(Watchdog):
     def _end(self) -> NoReturn:
         raise Ended
 
@@ -104,7 +105,7 @@ def run_clock(monkeypatch: pytest.MonkeyPatch, beats_until: float, off_at: float
             observed.beat()
         observed.on = now < off_at
 
-    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
     observed = Observed(5.0, Path("runs"))
     observed.on = True
     try:
@@ -123,32 +124,35 @@ def test_it_ends_a_process_that_does_not_move(monkeypatch: pytest.MonkeyPatch) -
 def test_one_process_is_not_watched() -> None:
     with Observed(1e-6, Path("runs")) as observed:
         assert not observed.on
-        assert observed.beats == 1
+        assert observed.batches == 1
         observed.beat()
-        assert observed.beats == 2
+        assert observed.batches == 2
 
 
 def end(monkeypatch: pytest.MonkeyPatch, folder: Path, *late: int, answers: bool = True) -> str:
-    """What is said where those are late, by a store that `answers`."""
-    said: list[str] = []
-    words = {rank: json.dumps(word(rank not in late, 0)) for rank in range(3)}
+    """What is printed if those are late, by a store that `answers`."""
+    printed: list[str] = []
+    shared = distributed.HashStore()
     monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setattr(watch, "GRACE", 0)
-    monkeypatch.setattr(watch, "told", lambda what: {**words, **{place().rank: said[0]}} if answers else {})
-    monkeypatch.setattr(watch, "tell", lambda what, text: said.append(text))
-    monkeypatch.setattr(watch, "alarm", lambda: None)
-    monkeypatch.setattr(watch, "is_first", lambda what: True)
+    for rank in (1, 2):
+        monkeypatch.setenv("RANK", str(rank))
+        RunStore(shared).write("positions", at(rank not in late, 0))
+    monkeypatch.delenv("RANK")
+    monkeypatch.setattr(watchdog, "POSITIONS_SECONDS", 0)
+    monkeypatch.setattr(store_module, "run_store", lambda: RunStore(shared) if answers else None)
 
     def give_up(message: str, code: int) -> NoReturn:
-        said.append(message)
+        printed.append(message)
         raise Ended
 
-    monkeypatch.setattr(watch, "give_up", give_up)
-    watched = Watch(9.5, folder)
+    monkeypatch.setattr(watchdog, "give_up", give_up)
+    watched = Watchdog(9.5, folder)
     with pytest.raises(Ended):
         watched._end()
-    assert json.loads(said[0]) == word(False, 0)
-    return said[-1]
+    if answers:
+        assert RunStore(shared).values("positions")[0] == list(at(False, 0))
+        assert RunStore(shared).is_written("alarm")
+    return printed[-1]
 
 
 def test_the_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,13 +181,13 @@ def sleep_for_ever() -> None:
 
 
 def the_second_stalls(folder: Path) -> None:
-    watch.GRACE = watch.PATIENCE = 1.0
+    watchdog.POSITIONS_SECONDS = watchdog.EXPLAIN_SECONDS = 1.0
     distributed.init_process_group("gloo")
     sign_in()
-    with Watch(2.0, folder) as watched:
+    with Watchdog(2.0, folder) as watched:
         for step in range(10):
             watched.beat()
-            if place().rank == 1 and step == 3:
+            if ranks().rank == 1 and step == 3:
                 sleep_for_ever()
             distributed.all_reduce(torch.ones(1))
 
@@ -193,7 +197,7 @@ def test_the_process_that_holds_the_others_up_is_named(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with pytest.raises(SystemExit) as caught:
-        run_main(lambda: spread(functools.partial(the_second_stalls, tmp_path), 3))
+        run_main(lambda: spawn(functools.partial(the_second_stalls, tmp_path), 3))
     assert caught.value.code == 1
     printed = capfd.readouterr()
     assert printed.out == ""

@@ -14,26 +14,26 @@ from utils.plots import charts
 from utils.plots.charts import (
     Curves,
     Labels,
-    arrange,
+    axis_text,
     best,
     cell_texts,
+    chart_style,
     colours,
     confidence_figure,
     confusion_figure,
-    drawn,
     f1,
     labels_figure,
     mean_curve,
-    plain,
-    printable,
     recall_figure,
+    render,
     results_figure,
     shares_of,
     smooth,
-    smoothing,
-    style,
-    tick,
+    smoothing_width,
+    subplot_positions,
+    tick_label,
 )
+from utils.plots.drawing import printable
 
 NAN, INF = math.nan, math.inf
 TERMS = ("box_loss", "obj_loss", "cls_loss")
@@ -49,7 +49,7 @@ ODD = ["$x_$", "$$", "a $", "\\$1", "猫", "line\nbreak", "lone \udcff", "", "{}
 
 @pytest.fixture
 def styled() -> Iterator[None]:
-    with style():
+    with chart_style():
         yield
 
 
@@ -114,11 +114,11 @@ def test_smoothing_goes_by_the_epoch() -> None:
     ],
 )
 def test_width_of_the_smoothing(epochs: list[range], width: float) -> None:
-    assert smoothing([np.array(some, float) for some in epochs]) == pytest.approx(width)
+    assert smoothing_width([np.array(some, float) for some in epochs]) == pytest.approx(width)
 
 
 def test_val_terms_are_below_the_train_terms() -> None:
-    places = arrange(DETECTOR)
+    places = subplot_positions(DETECTOR)
     for column, term in enumerate(TERMS):
         assert (places[f"train/{term}"], places[f"val/{term}"]) == ((0, column), (1, column))
     assert [places[name] for name in DETECTOR[3:7]] == [(0, 3), (0, 4), (1, 3), (1, 4)]
@@ -126,7 +126,7 @@ def test_val_terms_are_below_the_train_terms() -> None:
 
 
 def test_few_panels_stand_in_two_rows() -> None:
-    assert arrange(CLASSIFIER) == {
+    assert subplot_positions(CLASSIFIER) == {
         "train/loss": (0, 0),
         "val/loss": (1, 0),
         "metrics/accuracy_top1": (0, 1),
@@ -141,7 +141,7 @@ def test_few_panels_stand_in_two_rows() -> None:
     "names", [[], ["a"], list("abcde"), [*DETECTOR, "other"], ["train/a", "train/b", "val/a"], DETECTOR[:3]]
 )
 def test_no_two_panels_share_a_place(names: list[str]) -> None:
-    places = arrange(names)
+    places = subplot_positions(names)
     assert set(places) == set(names)
     assert len(set(places.values())) == len(names)
 
@@ -200,7 +200,7 @@ def test_best_is_the_first_of_equals() -> None:
     ],
 )
 def test_numbers_beside_an_axis(value: float, text: str) -> None:
-    assert tick(value) == text
+    assert tick_label(value) == text
 
 
 @pytest.mark.parametrize("values", [(0.41976, 0.41983), (7.0, 7.0), (1e-5, 1.0001e-5)])
@@ -209,7 +209,7 @@ def test_ticks_differ_where_values_hardly_do(values: tuple[float, float], styled
     axes = panel(figure, "train/loss")
     low, high = axes.get_ylim()
     assert low < min(values) <= max(values) < high
-    texts = [tick(place) for place in axes.get_yticks() if low <= place <= high]
+    texts = [tick_label(place) for place in axes.get_yticks() if low <= place <= high]
     assert len(set(texts)) == len(texts) >= 2
 
 
@@ -237,7 +237,7 @@ def test_several_runs_have_a_colour_each(styled: None) -> None:
 @pytest.mark.parametrize("count", [2, 25])
 def test_the_runs_names_are_inside_of_the_picture(count: int) -> None:
     runs = {f"run {number} " + "with a long name " * 4: run(CLASSIFIER[:2], 3) for number in range(count)}
-    assert inside(drawn(results_figure, runs))
+    assert inside(render(results_figure, runs))
 
 
 @pytest.mark.parametrize("count", [1, 10, 11, 20, 21, 80])
@@ -276,7 +276,7 @@ def test_short_counts(count: int, text: str) -> None:
 
 
 def test_the_largest_numbers_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(charts, "MOST_CELLS", 1)
+    monkeypatch.setattr(charts, "MAX_CELL_TEXTS", 1)
     counts = np.array([[2, 0], [30, 70]])
     assert cell_texts(counts, by_share=True) == [(0, 0, "1")]
     assert cell_texts(counts, by_share=False) == [(1, 1, "70")]
@@ -299,7 +299,7 @@ def test_the_matrix_is_as_it_is_counted(by_share: bool, styled: None) -> None:
 def test_size_of_the_confusion_matrix(classes: int) -> None:
     counts = np.diag(np.full(classes, 123456))
     names = [f"class {number} {'and some more' * (number == 0)}" for number in range(classes)]
-    picture = drawn(confusion_figure, counts, names, False)
+    picture = render(confusion_figure, counts, names, False)
     assert (picture.dtype, picture.shape[2]) == (np.uint8, 3)
     assert picture.flags["C_CONTIGUOUS"]
     assert min(picture.shape[:2]) >= 24 * classes  # pixels: there is room for each
@@ -308,7 +308,7 @@ def test_size_of_the_confusion_matrix(classes: int) -> None:
 
 
 def test_darker_is_more_and_blue() -> None:
-    few, none = (drawn(confusion_figure, np.array(counts), [""], True) for counts in ([[1]], [[0]]))
+    few, none = (render(confusion_figure, np.array(counts), [""], True) for counts in ([[1]], [[0]]))
     cell = (slice(60, 80), slice(120, 140))  # beside the number
     assert few[cell].mean() < none[cell].mean() - 50
     blue, _, red = few[cell].reshape(-1, 3).mean(0)
@@ -320,9 +320,9 @@ def test_many_classes_are_not_named(monkeypatch: pytest.MonkeyPatch, styled: Non
         axes = confusion_figure(np.eye(4, dtype=int), ["a name"] * 4, True).axes[0]
         return bool(axes.texts), "a name" in [label.get_text() for label in axes.get_xticklabels()]
 
-    monkeypatch.setattr(charts, "MOST_NAMES", 4)
+    monkeypatch.setattr(charts, "MAX_CONFUSION_NAMES", 4)
     assert written() == (True, True)
-    monkeypatch.setattr(charts, "MOST_NAMES", 3)
+    monkeypatch.setattr(charts, "MAX_CONFUSION_NAMES", 3)
     assert written() == (False, False)
 
 
@@ -403,7 +403,7 @@ def test_precision_over_recall(styled: None) -> None:
 @pytest.mark.parametrize("classes", [1, 20, 80])
 def test_the_legend_is_inside_of_the_picture(classes: int) -> None:
     given = curves(classes)._replace(names=["intermediate hinged traffic-sign"] * classes)
-    picture = drawn(recall_figure, given, np.linspace(0, 1, classes))
+    picture = render(recall_figure, given, np.linspace(0, 1, classes))
     assert picture.shape == (600, 1000, 3)
     assert (picture[:, -2:] == 255).all()
     assert (picture[:, :2] == 255).all()
@@ -468,7 +468,7 @@ def test_where_and_how_large_boxes_are(styled: None) -> None:
 def test_labels_are_inside_of_the_picture(classes: int) -> None:
     names = ["intermediate hinged traffic-sign"] * classes
     counts = np.random.default_rng(0).integers(1, 10**6, (2, classes)).astype(float)
-    picture = drawn(labels_figure, Labels(names, ["train", "val"], counts), np.zeros(2, int), BOXES)
+    picture = render(labels_figure, Labels(names, ["train", "val"], counts), np.zeros(2, int), BOXES)
     assert inside(picture)
     assert picture.shape[1] == 1200
 
@@ -478,25 +478,25 @@ def test_labels_are_inside_of_the_picture(classes: int) -> None:
 
 def test_names_on_one_line() -> None:
     assert printable("a\nb\udcff\x00猫$") == "a?b??猫$"
-    assert plain("$x$") == r"\$x\$"
-    assert plain("x" * 40) == "x" * 40
-    assert plain("a" * 30 + "b" * 30) == "a" * 20 + "…" + "b" * 19
+    assert axis_text("$x$") == r"\$x\$"
+    assert axis_text("x" * 40) == "x" * 40
+    assert axis_text("a" * 30 + "b" * 30) == "a" * 20 + "…" + "b" * 19
 
 
 def test_odd_names_give_no_formulas_and_no_warnings(capfd: pytest.CaptureFixture[str]) -> None:
     size = len(ODD)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        drawn(confusion_figure, np.eye(size, dtype=int), ODD, True)
-        drawn(recall_figure, curves(size)._replace(names=ODD), np.ones(size))
-        drawn(labels_figure, Labels(ODD, ODD, np.ones((size, size))), np.zeros(0, int), np.zeros((0, 4)))
-        drawn(results_figure, {name: run(["train/$loss$", *ODD], 2) for name in ODD})
+        render(confusion_figure, np.eye(size, dtype=int), ODD, True)
+        render(recall_figure, curves(size)._replace(names=ODD), np.ones(size))
+        render(labels_figure, Labels(ODD, ODD, np.ones((size, size))), np.zeros(0, int), np.zeros((0, 4)))
+        render(results_figure, {name: run(["train/$loss$", *ODD], 2) for name in ODD})
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_formula_would_be_another_picture() -> None:
     """What is drawn of "$x^2$" are its five characters."""
-    as_text, others = (drawn(confusion_figure, np.eye(1, dtype=int), [name], True) for name in ("$x^2$", "$x2^$"))
+    as_text, others = (render(confusion_figure, np.eye(1, dtype=int), [name], True) for name in ("$x^2$", "$x2^$"))
     assert as_text.shape == others.shape  # of a formula the one would be narrower
 
 
@@ -504,15 +504,15 @@ def test_the_users_settings_are_neither_taken_nor_changed() -> None:
     import matplotlib
 
     given = {"exp": run(["train/loss"], 5)}
-    expected = drawn(results_figure, given)
+    expected = render(results_figure, given)
     with matplotlib.rc_context({"font.size": 30, "lines.linewidth": 9, "axes.facecolor": "red"}):
-        assert np.array_equal(drawn(results_figure, given), expected)
+        assert np.array_equal(render(results_figure, given), expected)
         assert matplotlib.rcParams["font.size"] == 30
 
 
 def test_the_same_numbers_give_the_same_picture() -> None:
     given = run(DETECTOR[:2], 5)
-    picture = drawn(results_figure, {"exp": given})
-    assert np.array_equal(drawn(results_figure, {"exp": given}), picture)
+    picture = render(results_figure, {"exp": given})
+    assert np.array_equal(render(results_figure, {"exp": given}), picture)
     changed = {**given, DETECTOR[1]: given[DETECTOR[1]][::-1]}
-    assert not np.array_equal(drawn(results_figure, {"exp": changed}), picture)
+    assert not np.array_equal(render(results_figure, {"exp": changed}), picture)

@@ -1,4 +1,4 @@
-"""How far a run is logged survives its process, and is of one run only."""
+"""How far a run is logged is known to later processes, and belongs to one run."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from pathlib import Path
 
 import pytest
 
-from utils.tracking.log_position import Kept
+from utils.tracking.log_position import LogPosition
 
 
 def test_what_an_earlier_process_has_logged(tmp_path: Path) -> None:
-    first = Kept(tmp_path / "kept.json", "a")
-    assert not first.has("step", 0)
-    first.note("step", 3)
-    first.note("epoch", 0)
-    assert not first.has("step", 3)  # its own, which may have more values at the same place
-    second = Kept(tmp_path / "kept.json", "a")
-    assert [second.has("step", place) for place in (2, 3, 4)] == [True, True, False]
-    assert [second.has("epoch", place) for place in (0, 1)] == [True, False]
-    second.note("step", 4)
-    third = Kept(tmp_path / "kept.json", "a")
-    assert third.has("step", 4)
-    assert third.has("epoch", 0)
+    first = LogPosition(tmp_path / "position.json", "a")
+    assert not first.logged_before("step", 0)
+    first.advance("step", 3)
+    first.advance("epoch", 0)
+    assert not first.logged_before("step", 3)  # its own, which may have more values at the same place
+    second = LogPosition(tmp_path / "position.json", "a")
+    assert [second.logged_before("step", position) for position in (2, 3, 4)] == [True, True, False]
+    assert [second.logged_before("epoch", position) for position in (0, 1)] == [True, False]
+    second.advance("step", 4)
+    third = LogPosition(tmp_path / "position.json", "a")
+    assert third.logged_before("step", 4)
+    assert third.logged_before("epoch", 0)
 
 
 def test_another_run_begins_anew(tmp_path: Path) -> None:
-    Kept(tmp_path / "kept.json", "a").note("step", 3)
-    assert not Kept(tmp_path / "kept.json", "b").has("step", 1)
+    LogPosition(tmp_path / "position.json", "a").advance("step", 3)
+    assert not LogPosition(tmp_path / "position.json", "b").logged_before("step", 1)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"name": "a"}', '{"name": "a", "last": 3}'])
 def test_a_damaged_file_counts_for_nothing(content: str, tmp_path: Path) -> None:
-    (tmp_path / "kept.json").write_text(content)
-    assert not Kept(tmp_path / "kept.json", "a").has("step", 0)
+    (tmp_path / "position.json").write_text(content)
+    assert not LogPosition(tmp_path / "position.json", "a").logged_before("step", 0)

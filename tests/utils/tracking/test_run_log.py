@@ -1,40 +1,37 @@
-"""What trackers are told of a run, and when."""
+"""What is sent to the trackers of a run, and when."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.conftest import ROOT
 from utils.checkpoint.progress import Progress
-from utils.config.options import TrainOptions
 from utils.summary import Box, Example, Summary
-from utils.tracking.run_log import Dashboard, wandb_arguments
+from utils.tracking.run_log import RunLog, TrackingOptions, git_commit, new_id, wandb_arguments, wandb_run_id
 
 
 class Recorder:
-    """A tracker that keeps what it is told."""
+    """A tracker that keeps what it is sent."""
 
     def __init__(self) -> None:
-        self.examples_of: list[tuple[Any, ...]] = []
+        self.examples: list[tuple[Any, ...]] = []
         self.artifacts: list[tuple[Any, ...]] = []
 
-    def examples(self, *told: Any) -> None:
-        self.examples_of.append(told)
+    def log_examples(self, *arguments: Any) -> None:
+        self.examples.append(arguments)
 
-    def artifact(self, name: str, kind: str, aliases: Any, **content: Any) -> None:
+    def log_artifact(self, name: str, kind: str, aliases: Any, **content: Any) -> None:
         self.artifacts.append((name, kind, [*aliases], content))
 
 
-class Task:
-    def __init__(self) -> None:
-        self.names = {0: "cat", 1: "dog"}
-
-    def examples(self, summary: Summary) -> list[Example]:
-        box = Box(1, 0.5, (0.0, 0.25, 0.5, 1.0))
-        return [Example(f"{k}.jpg", k, (4, 4), [], [box]) for k in range(8)]
+def eight_examples() -> list[Example]:
+    box = Box(1, 0.5, (0.0, 0.25, 0.5, 1.0))
+    return [Example(f"{k}.jpg", k, (4, 4), [], [box]) for k in range(8)]
 
 
 SUMMARY = Summary({"mAP_0.5": 0.5}, 0.4, [], [], by_class={"AP": {"cat": 0.25}})
@@ -45,18 +42,19 @@ def recorder() -> Recorder:
     return Recorder()
 
 
-def dashboard(recorder: Recorder | None, folder: Path = Path("runs/exp"), **options: Any) -> Dashboard:
+def make_log(recorder: Recorder | None, folder: Path = Path("runs/exp"), **options: Any) -> RunLog:
     points: list[tuple[Any, int]] = []
     trackers = [recorder] if recorder else []
     run = SimpleNamespace(
         trackers=trackers,
-        folder=folder,
+        path=folder,
         step=7,
-        point=lambda values, step: points.append((values, step)),
+        log_point=lambda values, step: points.append((values, step)),
         points=points,
     )
     images = [folder / f"{k}.jpg" for k in range(8)]
-    return Dashboard(run, Task(), TrainOptions(wandb_id="abc", **options), images)  # type: ignore[arg-type]
+    settings = TrackingOptions(**{"project": "runs/train", "epochs": 100, "wandb_id": "abc", **options})
+    return RunLog(run, settings, images, ["cat", "dog"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -70,51 +68,63 @@ def dashboard(recorder: Recorder | None, folder: Path = Path("runs/exp"), **opti
     ],
 )
 def test_when_examples_are_shown(epochs: int, interval: int, expected: list[int], recorder: Recorder) -> None:
-    mine = dashboard(recorder, epochs=epochs, bbox_interval=interval)
+    log = make_log(recorder, epochs=epochs, bbox_interval=interval)
     for epoch in range(epochs):
-        mine.examples(SUMMARY, epoch)
-    assert [epoch for *_, epoch in recorder.examples_of] == expected
+        log.log_examples(eight_examples, epoch)
+    assert [epoch for *_, epoch in recorder.examples] == expected
 
 
 @pytest.mark.parametrize(("most", "shown"), [(2, [0, 4]), (16, list(range(8)))])
 def test_the_same_examples_every_time(most: int, shown: list[int], recorder: Recorder) -> None:
-    mine = dashboard(recorder, epochs=2, max_images=most)
-    mine.examples(SUMMARY, 0)
-    mine.examples(SUMMARY, 1)
-    (key, first, names, step, _), (_, second, *_) = recorder.examples_of
+    log = make_log(recorder, epochs=2, max_images=most)
+    log.log_examples(eight_examples, 0)
+    log.log_examples(eight_examples, 1)
+    (key, first, names, step, _), (_, second, *_) = recorder.examples
     assert first == second
     assert [image["file"] for image in first] == [f"runs/exp/{k}.jpg" for k in shown]
-    assert first[0]["found"] == [{"label": 1, "confidence": 0.5, "xyxy": (0.0, 0.25, 0.5, 1.0)}]
+    assert first[0]["predictions"] == [{"label": 1, "confidence": 0.5, "xyxy": (0.0, 0.25, 0.5, 1.0)}]
     assert (key, names, step) == ("examples/validation", ["cat", "dog"], 7)
 
 
 def test_nothing_to_show(recorder: Recorder) -> None:
-    dashboard(recorder, max_images=0).examples(SUMMARY, 0)
-    dashboard(recorder).examples(None, 0)
-    assert recorder.examples_of == []
-    mine = dashboard(None)
-    mine.task = None  # nobody looks, so it is not asked
-    mine.examples(SUMMARY, 0)
+    make_log(recorder, max_images=0).log_examples(eight_examples, 0)
+    make_log(recorder).log_examples(list, 0)
+    assert recorder.examples == []
+
+
+def test_examples_are_made_only_if_they_are_logged(recorder: Recorder) -> None:
+    calls: list[int] = []
+
+    def examples() -> list[Example]:
+        calls.append(1)
+        return eight_examples()
+
+    make_log(None).log_examples(examples, 0)
+    log = make_log(recorder, bbox_interval=2)
+    log.log_examples(examples, 1)
+    assert calls == []
+    log.log_examples(examples, 2)
+    assert len(calls) == len(recorder.examples) == 1
 
 
 def test_the_point_of_an_epoch() -> None:
-    mine = dashboard(None)
+    log = make_log(None)
     progress = Progress(step=12, best=0.4, best_epoch=1, summary=SUMMARY)
-    mine.epoch({"epoch": 2, "train/loss": 0.5}, {"train_seconds": 3.0}, SUMMARY, progress)
-    ((values, step),) = mine.run.points  # type: ignore[attr-defined]
+    log.log_epoch({"epoch": 2, "train/loss": 0.5}, {"train_seconds": 3.0}, SUMMARY, progress)
+    ((values, step),) = log.run.points  # type: ignore[attr-defined]
     assert step == 12
     assert values == {
         **{"epoch": 2, "train/loss": 0.5, "epoch/train_seconds": 3.0, "class/AP/cat": 0.25},
         **{"best/epoch": 1, "best/fitness": 0.4, "best/mAP_0.5": 0.5},
     }
-    mine.epoch({"epoch": 0}, {}, None, Progress())
-    assert mine.run.points[1] == ({"epoch": 0}, 0)  # type: ignore[attr-defined]
+    log.log_epoch({"epoch": 0}, {}, None, Progress())
+    assert log.run.points[1] == ({"epoch": 0}, 0)  # type: ignore[attr-defined]
 
 
 def test_weights_at_the_end(recorder: Recorder) -> None:
-    mine = dashboard(recorder, upload_model=True)
-    mine.upload_last(Progress(epoch=3, best_epoch=1))
-    mine.upload_last(Progress(epoch=3, best_epoch=2))
+    log = make_log(recorder, upload_model=True)
+    log.upload_last(Progress(epoch=3, best_epoch=1))
+    log.upload_last(Progress(epoch=3, best_epoch=2))
     found = [
         (kind, aliases, [file.name for file in content["files"]]) for _, kind, aliases, content in recorder.artifacts
     ]
@@ -127,10 +137,10 @@ def test_weights_at_the_end(recorder: Recorder) -> None:
 
 
 def test_nothing_is_uploaded_unasked(recorder: Recorder, tmp_path: Path) -> None:
-    mine = dashboard(recorder)
-    mine.upload_last(Progress(epoch=3, best_epoch=1))
-    mine.upload_dataset(tmp_path / "a.yaml", dict, {})
-    dashboard(recorder, upload_model=True).upload([], "latest")
+    log = make_log(recorder)
+    log.upload_last(Progress(epoch=3, best_epoch=1))
+    log.upload_dataset(tmp_path / "a.yaml", dict, {})
+    make_log(recorder, upload_model=True).upload([], "latest")
     assert recorder.artifacts == []
 
 
@@ -139,7 +149,7 @@ def test_a_data_set_as_references(recorder: Recorder, tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     files = {"train": [tmp_path / "a/0.jpg", tmp_path / "b/0.jpg"], "labels": [tmp_path / "0.txt", tmp_path / "1.txt"]}
-    dashboard(recorder, upload_dataset=True).upload_dataset(tmp_path / "my set.yaml", lambda: files, {"count": 2})
+    make_log(recorder, upload_dataset=True).upload_dataset(tmp_path / "my set.yaml", lambda: files, {"count": 2})
     ((name, kind, _, content),) = recorder.artifacts
     assert (name, kind, content["metadata"]) == ("my-set", "dataset", {"count": 2})
     found = [(Path(path).relative_to(tmp_path).as_posix(), where) for path, where in content["references"]]
@@ -155,6 +165,70 @@ def test_a_data_set_as_references(recorder: Recorder, tmp_path: Path) -> None:
     ],
 )
 def test_where_a_run_belongs(options: dict[str, Any], project: str, name: str) -> None:
-    found = wandb_arguments(TrainOptions(wandb_id="abc", **options), Path("runs/train/exp3"))
+    found = wandb_arguments(
+        TrackingOptions(**{"project": "runs/train", "epochs": 1, "wandb_id": "abc", **options}), Path("runs/train/exp3")
+    )
     assert (found["project"], found["name"], found["id"]) == (project, name, "abc")
     assert (found["entity"], found["group"], found["tags"]) == (None, None, None)
+
+
+class Run:
+    """What `RunLog.start` calls of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.step, self.trackers = folder, 0, []
+        self.printed: list[str] = []
+
+    def print(self, *lines: str) -> None:
+        self.printed += lines
+
+    def start_trackers(self, make: Any, config: dict[str, Any], step: int) -> None:
+        self.trackers, self.config, self.step = make(), config, step
+
+    def log_point(self, values: Any, step: int) -> None: ...
+
+
+@pytest.mark.parametrize(("uploads", "seconds"), [(False, 60.0), (True, 900.0)])
+def test_the_start_of_a_run(
+    uploads: bool, seconds: float, installed: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--name", "a b"])
+    run = Run(tmp_path / "exp")
+    options = TrackingOptions("runs/train", 3, log_with="all", wandb_id="abc", upload_model=uploads)
+    RunLog(run, options, [], []).start({"lr0": 0.1}, ["cpu", "cpu"], {"yaml": "a"}, 12)
+    assert [tracker.name for tracker in run.trackers] == ["wandb", "tensorboard"]
+    assert run.trackers[0].timeout == seconds
+    assert run.step == 12
+    assert {**run.config, "git_commit": ""} == {
+        **{"lr0": 0.1, "git_commit": "", "command": "train.py --name 'a b'", "world_size": 2},
+        **{"devices": ["cpu", "cpu"], "dataset": {"yaml": "a"}},
+    }
+
+
+def test_no_tracker_and_a_warning(installed: set[str], tmp_path: Path) -> None:
+    installed.clear()
+    run = Run(tmp_path)
+    RunLog(run, TrackingOptions("runs/train", 3, log_with="wandb"), [], []).start({}, ["cpu"], {}, 0)
+    assert run.trackers == []
+    assert [line.split(",")[0] for line in run.printed] == ["warning: wandb is not installed"]
+
+
+def test_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len({new_id() for _ in range(100)}) == 100
+    assert all(character.isalnum() for character in new_id())
+    monkeypatch.setenv("WANDB_RUN_ID", "fromthesweep")
+    assert new_id() == "fromthesweep"
+
+
+@pytest.mark.parametrize(
+    ("requested", "state", "expected"),
+    [("mine", {"wandb_id": "old"}, "mine"), ("", {"wandb_id": "old"}, "old"), ("", {}, "new"), ("", None, "new")],
+)
+def test_the_id_of_a_run(requested: str, state: Any, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_RUN_ID", "new")
+    assert wandb_run_id(requested, state) == expected
+
+
+def test_the_commit_of_the_code() -> None:
+    ended = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
+    assert git_commit().rstrip("+") == ended.stdout.strip()

@@ -1,4 +1,4 @@
-"""How much fits, and what is said where it does not."""
+"""How much fits, and the messages if it does not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from utils.errors import UserError
-from utils.training.memory import MIB, explained, fitting_workers, is_out_of_memory, largest_batch
+from utils.training.memory import (
+    BYTES_PER_MIB,
+    auto_batch_size,
+    explain_out_of_memory,
+    fitting_workers,
+    is_out_of_memory,
+    largest_batch,
+)
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, processes: int, here: int) -> None:
@@ -21,7 +28,9 @@ def launched(monkeypatch: pytest.MonkeyPatch, processes: int, here: int) -> None
 
 
 def shared_memory(monkeypatch: pytest.MonkeyPatch, mib: int) -> None:
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=mib * MIB // 4096, f_frsize=4096))
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_bavail=mib * BYTES_PER_MIB // 4096, f_frsize=4096)
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,14 +51,14 @@ def test_loader_processes_that_fit(
 ) -> None:
     shared_memory(monkeypatch, mib)
     launched(monkeypatch, 2 * here, here)
-    found, said = fitting_workers(workers, 10 * MIB)
-    assert found == fit
-    assert len(said) == (fit < workers)
+    fitting, warnings = fitting_workers(workers, 10 * BYTES_PER_MIB)
+    assert fitting == fit
+    assert len(warnings) == (fit < workers)
 
 
-def test_fewer_loader_processes_than_asked_for_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_loader_processes_than_asked_for_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     shared_memory(monkeypatch, 64)
-    assert fitting_workers(8, 10 * MIB)[1] == [
+    assert fitting_workers(8, 10 * BYTES_PER_MIB)[1] == [
         "warning: /dev/shm has 64 MiB free, enough for the batches of 2 loader processes of each training process "
         "instead of 8; make it larger (docker run --shm-size)"
     ]
@@ -60,17 +69,17 @@ def test_systems_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(os, "statvfs", missing)
-    assert fitting_workers(8, 10 * MIB) == (8, [])
+    assert fitting_workers(8, 10 * BYTES_PER_MIB) == (8, [])
     monkeypatch.delattr(os, "statvfs")
-    assert fitting_workers(8, 10 * MIB) == (8, [])
+    assert fitting_workers(8, 10 * BYTES_PER_MIB) == (8, [])
 
 
 # Running out of memory
 
 
-def told(error: BaseException, batch_size: int = 16) -> str:
-    """What is said of an error."""
-    with pytest.raises(UserError) as caught, explained(batch_size, 640):
+def message_of(error: BaseException, batch_size: int = 16) -> str:
+    """The message of the error that it becomes."""
+    with pytest.raises(UserError) as caught, explain_out_of_memory(batch_size, 640):
         raise error
     assert caught.value.__suppress_context__
     return str(caught.value)
@@ -90,14 +99,14 @@ CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't 
     ],
 )
 def test_out_of_memory(error: BaseException, where: str) -> None:
-    assert told(error) == (
+    assert message_of(error) == (
         f"out of memory of {where} with --batch-size 16 at 640 pixels; try --batch-size 8 (in a new run: the batch "
         "size is part of a curve)"
     )
 
 
 def test_torch_s_own_error_on_a_cpu() -> None:
-    with pytest.raises(UserError, match="out of memory of the machine"), explained(16, 640):
+    with pytest.raises(UserError, match="out of memory of the machine"), explain_out_of_memory(16, 640):
         torch.empty(2**50)
 
 
@@ -115,19 +124,19 @@ def test_torch_s_own_error_on_a_cpu() -> None:
 )
 def test_what_to_try(batch_size: int, processes: int, tried: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, processes, processes)
-    assert f"; try {tried} (in a new run" in told(MemoryError(), batch_size)
+    assert f"; try {tried} (in a new run" in message_of(MemoryError(), batch_size)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), ValueError("no"), UserError("mend it")])
 def test_other_errors_pass(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, explained(16, 640):
+    with pytest.raises(type(error)) as caught, explain_out_of_memory(16, 640):
         raise error
     assert caught.value is error
     assert not is_out_of_memory(error)
 
 
 def test_nothing_wrong() -> None:
-    with explained(16, 640):
+    with explain_out_of_memory(16, 640):
         pass
 
 
@@ -185,3 +194,41 @@ def test_an_image_alone_that_does_not_fit() -> None:
 
 def test_memory_that_does_not_grow() -> None:
     assert largest_batch(Device(1000, 450, 0).peak, 1000, 64) == 64
+
+
+class Group:
+    """Collectives of processes whose devices fit batches of these sizes, beside this one."""
+
+    def __init__(self, *local_batches: int) -> None:
+        self.local_batches = local_batches
+
+    def gather(self, items: list[int]) -> list[int]:
+        return [*items, *self.local_batches]
+
+
+@pytest.mark.parametrize(("processes", "expected"), [(1, 16), (2, 16), (3, 15), (32, 32)])
+def test_without_a_gpu_nothing_is_measured(processes: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, processes, processes)
+    model = torch.nn.Linear(1, 1)
+    size, message = auto_batch_size(pytest.fail, model, torch.device("cpu"), 64, 640, Group())  # type: ignore[arg-type]
+    assert size == expected
+    assert message == f"--batch-size -1 is measured on GPUs only; taking {expected}"
+
+
+@pytest.mark.gpu
+def test_the_smallest_gpu_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, 2, 2)
+    device, model = torch.device("cuda", 0), torch.nn.BatchNorm1d(4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    free = torch.cuda.mem_get_info(device)[0]
+
+    def train_step(images: int) -> None:
+        model(torch.rand(2 * images, 4, device=device)).sum().backward()
+        torch.empty(free // 100 * images, dtype=torch.uint8, device=device)
+        model.zero_grad()
+
+    size, message = auto_batch_size(train_step, model, device, 1000, 640, Group(60))  # type: ignore[arg-type]
+    assert (size, message) == (120, "--batch-size -1: taking 120, by measurement")
+    alone, _ = auto_batch_size(train_step, model, device, 1000, 640, Group())  # type: ignore[arg-type]
+    assert 75 <= alone // 2 <= 81  # of 100 that would fill it
+    assert all(torch.equal(value.cpu(), before[name]) for name, value in model.state_dict().items())

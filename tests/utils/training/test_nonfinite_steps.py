@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from utils.training.nonfinite_steps import Guard, Later, explain, statistics
+from utils.checkpoint.training_state import floating_buffers
+from utils.training.nonfinite_steps import DeviceValue, NonFiniteGuard, explain_skipped_steps
 
 TERMS = ("box", "obj", "cls")
 INF, NAN = float("inf"), float("nan")
@@ -29,30 +30,30 @@ TAKEN, SKIPPED = torch.tensor(True), torch.tensor(False)
 
 
 def test_a_skipped_step_leaves_nothing_behind(tensors: list[torch.Tensor]) -> None:
-    guard = Guard(tensors, limit=3)
+    guard = NonFiniteGuard(tensors, limit=3)
     add(tensors, 1)
-    guard.close(TAKEN)
+    guard.end_window(TAKEN)
     add(tensors, 2)
     add(tensors, NAN)
-    guard.close(SKIPPED)
+    guard.end_window(SKIPPED)
     assert [tensor.unique().tolist() for tensor in tensors] == [[1.0], [2.0]]
     add(tensors, 3)
-    guard.close(TAKEN)
+    guard.end_window(TAKEN)
     assert [tensor.unique().tolist() for tensor in tensors] == [[4.0], [5.0]]
     add(tensors, INF)
-    guard.close(SKIPPED)
+    guard.end_window(SKIPPED)
     assert [tensor.unique().tolist() for tensor in tensors] == [[4.0], [5.0]]
 
 
-def test_what_is_kept_can_be_set(tensors: list[torch.Tensor]) -> None:
+def test_the_snapshot_can_be_renewed(tensors: list[torch.Tensor]) -> None:
     """At the end of an epoch the sums are set to zero, and averaged statistics come in."""
-    guard = Guard(tensors, limit=3)
+    guard = NonFiniteGuard(tensors, limit=3)
     add(tensors, 1)
-    guard.close(TAKEN)
+    guard.end_window(TAKEN)
     tensors[0].zero_()
-    guard.keep()
+    guard.snapshot()
     add(tensors, NAN)
-    guard.close(SKIPPED)
+    guard.end_window(SKIPPED)
     assert [tensor.unique().tolist() for tensor in tensors] == [[0.0], [2.0]]
 
 
@@ -60,39 +61,39 @@ def test_tensors_that_take_part_in_gradients_and_of_two_types() -> None:
     """They are changed in place and can be used on."""
     weight = nn.Parameter(torch.ones(2))
     precise = torch.tensor([1 / 3], dtype=torch.float64)
-    guard = Guard([weight, precise], limit=2)
+    guard = NonFiniteGuard([weight, precise], limit=2)
     with torch.no_grad():
         weight += NAN
         precise += 1
-    guard.close(SKIPPED)
+    guard.end_window(SKIPPED)
     assert weight.tolist() == [1.0, 1.0]
     assert precise.item() == 1 / 3
     assert weight.requires_grad
 
 
 def test_the_limit_is_of_steps_in_a_row(tensors: list[torch.Tensor]) -> None:
-    guard = Guard(tensors, limit=3)
+    guard = NonFiniteGuard(tensors, limit=3)
     assert [guard.count(False), guard.count(False), guard.count(True)] == [False, False, False]
     assert [guard.count(False), guard.count(False), guard.count(False)] == [False, False, True]
-    assert guard.row == 3
-    assert Guard(tensors, limit=1).count(False)
+    assert guard.skipped_in_a_row == 3
+    assert NonFiniteGuard(tensors, limit=1).count(False)
 
 
 def test_a_window_s_images_whose_loss_is_not_finite(tensors: list[torch.Tensor]) -> None:
-    guard = Guard(tensors, limit=2)
-    guard.saw(torch.tensor([1.0, NAN, 1.0]), ["before.jpg"])
-    assert guard.suspects(guard.close(SKIPPED), TERMS) == [("before.jpg", "obj")]
-    guard.saw(torch.tensor([1.0, 2.0, 3.0]), ["sound.jpg"])
-    guard.saw(torch.tensor([NAN, 2.0, -INF]), iter(["a.jpg", "b.jpg"]))
-    guard.saw(torch.tensor([1.0, INF, 3.0]), ["c.jpg"])
-    window = guard.close(SKIPPED)
+    guard = NonFiniteGuard(tensors, limit=2)
+    guard.add_batch(torch.tensor([1.0, NAN, 1.0]), ["before.jpg"])
+    assert guard.suspects(guard.end_window(SKIPPED), TERMS) == [("before.jpg", "obj")]
+    guard.add_batch(torch.tensor([1.0, 2.0, 3.0]), ["sound.jpg"])
+    guard.add_batch(torch.tensor([NAN, 2.0, -INF]), iter(["a.jpg", "b.jpg"]))
+    guard.add_batch(torch.tensor([1.0, INF, 3.0]), ["c.jpg"])
+    window = guard.end_window(SKIPPED)
     assert guard.suspects(window, TERMS) == [("a.jpg", "box, cls"), ("b.jpg", "box, cls"), ("c.jpg", "obj")]
     assert [images for _, images in window] == [["sound.jpg"], ["a.jpg", "b.jpg"], ["c.jpg"]]
-    assert guard.close(TAKEN) == []
+    assert guard.end_window(TAKEN) == []
 
 
-def test_later() -> None:
-    assert [Later(TAKEN).read(), Later(SKIPPED).read()] == [True, False]
+def test_device_values() -> None:
+    assert [DeviceValue(TAKEN).read(), DeviceValue(SKIPPED).read()] == [True, False]
 
 
 # The sentence
@@ -104,7 +105,7 @@ def model(*sizes: float) -> nn.Module:
 
 
 def explained(suspects: Sequence[tuple[str, str]] = (), sound: nn.Module | None = None, precision: str = "no") -> str:
-    return explain(120, 20, suspects, 64, sound or model(1.0), precision, 0.01)
+    return explain_skipped_steps(120, 20, suspects, 64, sound or model(1.0), precision, 0.01)
 
 
 def test_images_whose_loss_is_not_finite_are_named() -> None:
@@ -116,8 +117,8 @@ def test_images_whose_loss_is_not_finite_are_named() -> None:
 
 
 def test_one_step_is_enough_where_the_flag_says_so() -> None:
-    told = explain(7, 1, [], 64, model(1.0), "no", 0.01)
-    assert told.startswith("an optimizer step was skipped, for the gradients were not finite; the last is step 7 (")
+    message = explain_skipped_steps(7, 1, [], 64, model(1.0), "no", 0.01)
+    assert message.startswith("an optimizer step was skipped, for the gradients were not finite; the last is step 7 (")
 
 
 def test_not_all_of_many_images_are_named() -> None:
@@ -131,22 +132,24 @@ def test_a_finite_loss_without_a_finite_gradient() -> None:
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-@pytest.mark.parametrize(("sizes", "said"), [((1.0, 2e4), "2e+04"), ((INF, 1.0), "inf"), ((1.0, NAN, 1.0), "nan")])
-def test_weights_that_have_grown(sizes: Sequence[float], said: str, precision: str) -> None:
-    told = explained(sound=model(*sizes), precision=precision)
-    assert told.endswith(f"; the weights have grown to {said}, so the learning rate (lr0 0.01) is probably too high")
+@pytest.mark.parametrize(("sizes", "largest"), [((1.0, 2e4), "2e+04"), ((INF, 1.0), "inf"), ((1.0, NAN, 1.0), "nan")])
+def test_weights_that_have_grown(sizes: Sequence[float], largest: str, precision: str) -> None:
+    message = explained(sound=model(*sizes), precision=precision)
+    assert message.endswith(
+        f"; the weights have grown to {largest}, so the learning rate (lr0 0.01) is probably too high"
+    )
 
 
 def test_fp16() -> None:
-    told = explained(precision="fp16")
-    assert told.endswith("; fp16 probably overflows: try --mixed-precision bf16 or no")
+    message = explained(precision="fp16")
+    assert message.endswith("; fp16 probably overflows: try --mixed-precision bf16 or no")
 
 
 def test_models_without_parameters_or_with_empty_ones() -> None:
     assert explained(sound=nn.ReLU()) == explained(sound=nn.ParameterList([nn.Parameter(torch.empty(0))]))
 
 
-def test_statistics() -> None:
+def test_floating_buffers() -> None:
     layers = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
-    assert set(statistics(layers)) == {"1.running_mean", "1.running_var"}  # the count of batches is no float
-    assert statistics(layers)["1.running_mean"] is layers[1].running_mean
+    assert set(floating_buffers(layers)) == {"1.running_mean", "1.running_var"}  # the count of batches is no float
+    assert floating_buffers(layers)["1.running_mean"] is layers[1].running_mean

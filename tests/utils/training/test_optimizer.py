@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torchvision.models import resnet18, vit_b_32
 
-from models.yolo import Model, build_model
+from models.yolo import YoloModel, build_model
 from utils.errors import UserError
 from utils.training.optimizer import Schedule, build_optimizer, freeze, parameter_groups, start_momentum, step_if
 
@@ -198,7 +198,7 @@ def on_meta(build: Callable[..., nn.Module], *args: object) -> nn.Module:
 
 def learning(model: nn.Module) -> set[str]:
     """Which of a model's children, or of its `model`'s, still learn."""
-    depth = 1 if isinstance(model, Model) else 0
+    depth = 1 if isinstance(model, YoloModel) else 0
     return {name.split(".")[depth] for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 

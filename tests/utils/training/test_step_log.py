@@ -12,11 +12,12 @@ from accelerate import Accelerator
 
 from tests.conftest import OnProcesses
 from utils.console import Bar
-from utils.training.step_log import Meter, memory, peak_memory
+from utils.training.step_log import StepLog, peak_memory, used_memory
 
 
-def meter(interval: int = 0, steps: int = 8, read: bool = True) -> Meter:
-    return Meter(("a", "b"), Accelerator(cpu=True), interval, steps, read)
+def step_log(interval: int = 0, steps: int = 8, enabled: bool = True, scaler: Any = None) -> StepLog:
+    cpu = torch.device("cpu")
+    return StepLog(("a", "b"), lambda share: share, cpu, 1, interval, steps, enabled=enabled, scaler=scaler)
 
 
 def sgd(rate: float = 0.1) -> Any:
@@ -28,25 +29,25 @@ def sgd(rate: float = 0.1) -> Any:
     ("interval", "steps", "expected"), [(0, 8, 1), (0, 40, 2), (0, 1850, 50), (7, 1850, 7), (1, 8, 1)]
 )
 def test_how_far_points_are_apart(interval: int, steps: int, expected: int) -> None:
-    found = meter(interval, steps)
-    assert found.interval == expected
-    due = [step for step in range(1, 200) if found.due(step, last=False)]
+    log = step_log(interval, steps)
+    assert log.interval == expected
+    due = [step for step in range(1, 200) if log.is_due(step, last=False)]
     assert due == list(range(expected, 200, expected))
 
 
 def test_the_last_step_of_an_epoch_is_a_point_too() -> None:
-    assert meter(7).due(8, last=True)
-    assert not meter(7, read=False).due(7, last=True)
+    assert step_log(7).is_due(8, last=True)
+    assert not step_log(7, enabled=False).is_due(7, last=True)
 
 
 def test_means_since_the_last_point() -> None:
-    found = meter()
+    log = step_log()
     for losses in ([1.0, 2.0], [3.0, 4.0]):
-        found.saw(torch.tensor(losses))
-    found.norm = torch.tensor(5.0)
-    first = found.values(found.point(1, 0.25, sgd(), 16))
-    found.saw(torch.tensor([7.0, 8.0]))
-    second = found.values(found.point(2, 0.5, sgd(0.05), 16))
+        log.add_batch(torch.tensor(losses))
+    log.norm = torch.tensor(5.0)
+    first = log.values(log.point(1, 0.25, sgd(), 16))
+    log.add_batch(torch.tensor([7.0, 8.0]))
+    second = log.values(log.point(2, 0.5, sgd(0.05), 16))
     assert (first["step"], first["step/epoch"], first["step/a"], first["step/b"]) == (1, 0.25, 2.0, 3.0)
     assert (second["step/a"], second["step/b"], second["step/gradient_norm"]) == (7.0, 8.0, 5.0)
     assert [second[f"step/lr{k}"] for k in (0, 1)] == [0.05, 0.1]
@@ -58,36 +59,36 @@ def test_means_since_the_last_point() -> None:
 def test_speed_and_the_share_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("utils.training.step_log.time.monotonic", lambda: now[0])
-    found, bar = meter(), Bar("", 0, False)
+    log, bar = step_log(), Bar("", 0, False)
     bar.waited = 3.0
-    found.follow(bar)
-    found.saw(torch.zeros(2))
-    found.saw(torch.zeros(2))
+    log.start_epoch(bar)
+    log.add_batch(torch.zeros(2))
+    log.add_batch(torch.zeros(2))
     now[0], bar.waited = 104.0, 4.0
-    values = found.values(found.point(1, 1.0, sgd(), 16))
+    values = log.values(log.point(1, 1.0, sgd(), 16))
     assert values["step/images_per_second"] == values["step/images_per_second_per_device"] == 8.0
     assert values["step/data_wait"] == 0.25
 
 
 def test_without_a_norm_there_is_none_and_what_is_not_finite_is_shown() -> None:
-    found = meter()
-    found.saw(torch.tensor([math.nan, math.inf]))
-    values = found.values(found.point(1, 1.0, sgd(), 16))
+    log = step_log()
+    log.add_batch(torch.tensor([math.nan, math.inf]))
+    values = log.values(log.point(1, 1.0, sgd(), 16))
     assert "step/gradient_norm" not in values
     assert math.isnan(values["step/a"])
     assert values["step/b"] == math.inf
-    found.norm = math.inf
-    found.saw(torch.zeros(2))
-    assert found.values(found.point(2, 1.0, sgd(), 16))["step/gradient_norm"] == math.inf
+    log.norm = math.inf
+    log.add_batch(torch.zeros(2))
+    assert log.values(log.point(2, 1.0, sgd(), 16))["step/gradient_norm"] == math.inf
 
 
 def shares() -> list[float]:
     """Of two processes, each with its share of the losses: what both get."""
     accelerator = Accelerator(cpu=True)
-    found = Meter(("a",), accelerator, 0, 8, True)
-    found.saw(torch.tensor([1.0 + accelerator.process_index]))
-    found.norm = torch.tensor(2.0)
-    values = found.values(found.point(1, 1.0, sgd(), 8))
+    log = StepLog(("a",), accelerator.gather, accelerator.device, accelerator.num_processes, 0, 8, enabled=True)
+    log.add_batch(torch.tensor([1.0 + accelerator.process_index]))
+    log.norm = torch.tensor(2.0)
+    values = log.values(log.point(1, 1.0, sgd(), 8))
     per_device = values["step/images_per_second"] / values["step/images_per_second_per_device"]
     return [values["step/a"], values["step/gradient_norm"], per_device]
 
@@ -98,4 +99,4 @@ def test_two_processes(on_processes: OnProcesses) -> None:
 
 def test_memory() -> None:
     assert peak_memory(torch.device("cpu")) == 0
-    assert 0.01 < memory(torch.device("cpu")) < 1000
+    assert 0.01 < used_memory(torch.device("cpu")) < 1000

@@ -13,8 +13,8 @@ from torchvision import models as zoo
 from torchvision.ops import StochasticDepth
 
 from models.tasks.classification.torchvision_models import architecture, architectures, build_classifier
-from models.weights.reader import transfer
-from utils.distributed.sync_dropout import draw_for_all
+from models.weights.transfer import transfer
+from utils.distributed.sync_dropout import synchronise_dropout
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 from utils.training.ema import ModelEMA
@@ -213,7 +213,7 @@ def test_every_architecture(name: str) -> None:
     with place:
         model = build_classifier({"architecture": name}, 3, 224)
     before = shapes(model)
-    draw_for_all(model)
+    synchronise_dropout(model)
     assert shapes(model) == before
     dropping = (nn.modules.dropout._DropoutNd, StochasticDepth)
     assert not [part for part in model.modules() if isinstance(part, dropping) and part.p]

@@ -1,9 +1,8 @@
-"""AutoAnchor: how anchors fit, how they are found, and what becomes of a model's."""
+"""AutoAnchor: how anchors fit boxes, how they are found, and when those of a model are replaced."""
 
 from __future__ import annotations
 
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,8 @@ import pytest
 import torch
 
 from models.tasks.detection import anchors
-from models.tasks.detection.anchors import ENOUGH, LEAST_SIDE, find_anchors, fit
-from models.tasks.detection.task import DetectionTask
-from models.yolo import Model, build_model
-from utils.config.options import Hyperparameters
+from models.tasks.detection.anchors import MIN_SIDE_PIXELS, SUFFICIENT_RECALL, adapt_anchors, find_anchors, fit
+from models.yolo import YoloModel, build_model
 
 YOLOV5 = np.array([[10, 13], [16, 30], [33, 23], [30, 61], [62, 45], [59, 119], [116, 90], [156, 198], [373, 326.0]])
 
@@ -56,7 +53,7 @@ def test_anchors_are_sorted_by_area() -> None:
     found = find_anchors(np.random.default_rng(1).uniform(4, 200, (200, 2)), 9, 4.0)
     assert found.shape == (9, 2)
     assert (np.diff(found.prod(1)) >= 0).all()
-    assert (found >= LEAST_SIDE).all()
+    assert (found >= MIN_SIDE_PIXELS).all()
 
 
 def test_odd_boxes_are_recalled_by_anchors_of_their_own() -> None:
@@ -69,15 +66,15 @@ def test_odd_boxes_are_recalled_by_anchors_of_their_own() -> None:
 def test_mutation_brings_the_anchors_nearer(monkeypatch: pytest.MonkeyPatch) -> None:
     sides = np.random.default_rng(1).uniform(4, 90, (200, 2))
 
-    def likeness() -> float:
-        """How far, on average, the better anchor's worse side is from a box's: 1 would be equal."""
+    def similarity() -> float:
+        """The mean similarity of a box and its best anchor, by the worse side: 1 would be equal."""
         found = find_anchors(sides, 2, 4.0)
         worse = [[min(min(w / a, a / w), min(h / b, b / h)) for a, b in found] for w, h in sides]
         return float(np.max(worse, axis=1).mean())
 
-    mutated = likeness()
-    monkeypatch.setattr(anchors, "GENERATIONS", 0)
-    assert mutated > likeness() + 0.005
+    mutated = similarity()
+    monkeypatch.setattr(anchors, "MUTATION_ROUNDS", 0)
+    assert mutated > similarity() + 0.005
 
 
 @pytest.mark.parametrize("sides", [[[10, 20]], [[10, 20], [40, 30]], [[16, 16]] * 50])
@@ -89,92 +86,81 @@ def test_fewer_kinds_of_boxes_than_anchors(sides: list[list[float]]) -> None:
     assert fit(boxes, found, 4.0).recall == 1
 
 
-def test_boxes_of_a_pixel_have_no_say() -> None:
+def test_boxes_of_a_pixel_are_ignored() -> None:
     many = np.concatenate((np.ones((500, 2)), np.full((20, 2), 40.0)))
     found = find_anchors(many, 2, 4.0)
     assert fit(many[500:], found, 1.5).anchors_per_box == 2
 
 
-# What becomes of a model's anchors
+# The anchors of a model
 
 
-def split(sides: np.ndarray) -> Any:
-    """A split with boxes of these sides in pixels."""
-    return SimpleNamespace(labels=SimpleNamespace(side_lengths=lambda imgsz: sides))
-
-
-def task_and_model(yaml: dict[str, Any]) -> tuple[DetectionTask, Model]:
-    task = DetectionTask({0: "a", 1: "b", 2: "c"}, Hyperparameters())
-    return task, task.build_model(yaml, 64)
-
-
-def pixels(model: Model) -> np.ndarray:
-    return (model.detect.anchors * model.stride.view(-1, 1, 1)).numpy()
+def pixels(model: YoloModel) -> np.ndarray:
+    return (model.detect.anchors * model.detect.stride.view(-1, 1, 1)).numpy()
 
 
 def test_anchors_that_fit_stay(tiny_yaml: dict[str, Any]) -> None:
-    task, model = task_and_model(tiny_yaml)
+    model = build_model(tiny_yaml)
     before = model.detect.anchors.clone()
-    (said,) = task.adapt(model, split(np.array([[4, 4], [30, 20.0]])))
-    assert "1.0000 of the boxes fit an anchor" in said
-    assert "new anchors" not in said
+    message = adapt_anchors(model, np.array([[4, 4], [30, 20.0]]), 4.0)
+    assert "1.0000 of the boxes fit an anchor" in message
+    assert "new anchors" not in message
     assert torch.equal(model.detect.anchors, before)
     assert model.yaml["anchors"] == tiny_yaml["anchors"]
 
 
 def test_anchors_that_do_not_fit_are_replaced(tiny_yaml: dict[str, Any]) -> None:
-    task, model = task_and_model(tiny_yaml)
+    model = build_model(tiny_yaml)
     sides = tall_boxes()
-    assert fit(sides, pixels(model).reshape(-1, 2), 4.0).recall < ENOUGH
-    (said,) = task.adapt(model, split(sides))
-    assert "new anchors: 1.0000" in said
+    assert fit(sides, pixels(model).reshape(-1, 2), 4.0).recall < SUFFICIENT_RECALL
+    message = adapt_anchors(model, sides, 4.0)
+    assert "new anchors: 1.0000" in message
     assert fit(sides, pixels(model).reshape(-1, 2), 4.0).recall == 1
     areas = pixels(model).prod(2).flatten()
     assert (np.diff(areas) >= 0).all()  # small ones on the fine level
     np.testing.assert_allclose(np.array(model.yaml["anchors"]), pixels(model).reshape(2, -1), rtol=1e-6)
-    assert task.head is model.detect
 
 
 def test_a_model_rebuilt_from_its_yaml_has_the_new_anchors(tiny_yaml: dict[str, Any]) -> None:
-    task, model = task_and_model(tiny_yaml)
-    task.adapt(model, split(tall_boxes()))
+    model = build_model(tiny_yaml)
+    adapt_anchors(model, tall_boxes(), 4.0)
     again = build_model(model.yaml)
     assert torch.equal(again.detect.anchors, model.detect.anchors)
-    assert torch.equal(again.stride, model.stride)
+    assert torch.equal(again.detect.stride, model.detect.stride)
 
 
 def test_levels_in_falling_order_of_stride(tiny_yaml: dict[str, Any]) -> None:
-    """A YAML may name the coarse level first; small anchors still belong to small strides, then and when rebuilt."""
+    """A YAML may name the coarse level first; small anchors still belong to small strides, also when rebuilt."""
     backwards = {**tiny_yaml, "head": [[[2, 1], 1, "Detect", ["nc", "anchors"]]]}
-    task, model = task_and_model(backwards)
-    assert model.stride.tolist() == [8, 4]
-    (said,) = task.adapt(model, split(np.random.default_rng(0).uniform([1, 20], [3, 200], (300, 2))))
-    assert "new anchors" in said
+    model = build_model(backwards)
+    assert model.detect.stride.tolist() == [8, 4]
+    message = adapt_anchors(model, np.random.default_rng(0).uniform([1, 20], [3, 200], (300, 2)), 4.0)
+    assert "new anchors" in message
     areas = pixels(model).prod(2).mean(1)
     assert areas[0] > areas[1]
     assert torch.equal(build_model(model.yaml).detect.anchors, model.detect.anchors)
 
 
 def test_a_split_without_boxes(tiny_yaml: dict[str, Any]) -> None:
-    task, model = task_and_model(tiny_yaml)
+    model = build_model(tiny_yaml)
     before = model.detect.anchors.clone()
-    (said,) = task.adapt(model, split(np.zeros((0, 2))))
-    assert "no boxes" in said
+    message = adapt_anchors(model, np.zeros((0, 2)), 4.0)
+    assert "no boxes" in message
     assert torch.equal(model.detect.anchors, before)
 
 
 def test_a_split_with_nothing_but_specks(tiny_yaml: dict[str, Any]) -> None:
-    task, model = task_and_model(tiny_yaml)
+    model = build_model(tiny_yaml)
     before = model.detect.anchors.clone()
-    (said,) = task.adapt(model, split(np.full((20, 2), 0.5)))
-    assert said.startswith("AutoAnchor: ")
+    message = adapt_anchors(model, np.full((20, 2), 0.5), 4.0)
+    assert message.startswith("AutoAnchor: ")
     assert torch.equal(model.detect.anchors, before)
 
 
 def test_anchors_that_are_only_a_number_are_found(tiny_yaml: dict[str, Any]) -> None:
-    task, model = task_and_model({**tiny_yaml, "anchors": 2})
+    model = build_model({**tiny_yaml, "anchors": 2})
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nothing is to be divided by the sides of anchors that are yet to be found
-        (said,) = task.adapt(model, split(np.random.default_rng(0).uniform(10, 60, (200, 2))))
-    assert "new anchors" in said
+        warnings.simplefilter("error")  # nothing may be divided by the sides of anchors that are yet to be found
+        message = adapt_anchors(model, np.random.default_rng(0).uniform(10, 60, (200, 2)), 4.0)
+    assert "new anchors" in message
     assert fit(np.full((1, 2), 30.0), pixels(model).reshape(-1, 2), 4.0).recall == 1

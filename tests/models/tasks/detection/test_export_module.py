@@ -1,4 +1,4 @@
-"""What an exported detector computes, against what validation finds."""
+"""What an exported detector computes, against the detections of a validation."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.tasks.detection.export_module import Decoding, InGraph, Suppressing
-from models.tasks.detection.postprocess import Look, Suppression, detect
-from models.yolo import Model, build_model
+from models.tasks.contract import Thresholds
+from models.tasks.detection.export_module import DecodedDetector, GraphSuppression, SuppressedDetector
+from models.tasks.detection.suppression import detect
+from models.tasks.detection.views import RawView
+from models.yolo import YoloModel, build_model
 
 
 @pytest.fixture
-def model(tiny_yaml: dict[str, Any]) -> Model:
-    """A detector that sees many things of different confidence."""
+def model(tiny_yaml: dict[str, Any]) -> YoloModel:
+    """A detector with many detections of different confidence."""
     torch.manual_seed(0)
     model = build_model(tiny_yaml).eval()
     for level in model.detect.m:
@@ -29,13 +31,13 @@ def images() -> Tensor:
     return torch.rand(3, 3, 32, 48, generator=torch.Generator().manual_seed(1))
 
 
-def found(model: Model, images: Tensor, limits: Suppression) -> list[Tensor]:
-    return detect([Look(model(images), model.detect.anchors, model.detect.stride)], limits)
+def detections_of(model: YoloModel, images: Tensor, thresholds: Thresholds) -> list[Tensor]:
+    return detect([RawView(model(images), model.detect.anchors, model.detect.stride)], thresholds)
 
 
-def test_boxes_are_those_of_a_head(model: Model, images: Tensor) -> None:
+def test_boxes_are_those_of_a_head(model: YoloModel, images: Tensor) -> None:
     """Written out by YOLOv5's formula."""
-    decoded = Decoding(model)(images)
+    decoded = DecodedDetector(model)(images)
     assert decoded.shape == (3, 2 * (8 * 12 + 4 * 6), 8)
     raw = model(images)[1].sigmoid()  # of stride 8: behind the two anchors of stride 4
     anchor, row, column = 1, 2, 3
@@ -47,10 +49,12 @@ def test_boxes_are_those_of_a_head(model: Model, images: Tensor) -> None:
 
 
 @pytest.mark.parametrize("most", [5, 40])
-def test_suppression_in_the_graph_finds_what_validation_finds(model: Model, images: Tensor, most: int) -> None:
-    limits = InGraph(0.3, 0.45, most, most)
-    detections, counts = Suppressing(Decoding(model), limits)(images)
-    expected = found(model, images, Suppression(0.3, 0.45, most))
+def test_suppression_in_the_graph_has_the_detections_of_a_validation(
+    model: YoloModel, images: Tensor, most: int
+) -> None:
+    limits = GraphSuppression(0.3, 0.45, most, most)
+    detections, counts = SuppressedDetector(DecodedDetector(model), limits)(images)
+    expected = detections_of(model, images, Thresholds(0.3, 0.45, most))
     assert detections.shape == (3, most, 6)
     assert counts.tolist() == [len(one) for one in expected]
     assert counts.min() > 3
@@ -59,14 +63,14 @@ def test_suppression_in_the_graph_finds_what_validation_finds(model: Model, imag
         assert not image[len(one) :].any()
 
 
-def test_nothing_found_is_zeros(model: Model, images: Tensor) -> None:
-    detections, counts = Suppressing(Decoding(model), InGraph(conf_thres=1.0))(images)
+def test_without_detections_all_rows_are_zeros(model: YoloModel, images: Tensor) -> None:
+    detections, counts = SuppressedDetector(DecodedDetector(model), GraphSuppression(conf_thres=1.0))(images)
     assert (int(counts.sum()), float(detections.abs().sum())) == (0, 0.0)
 
 
-def test_a_class_gets_its_share_alone(model: Model, images: Tensor) -> None:
-    everything = Suppressing(Decoding(model), InGraph(0.3, 0.45, 60, 60))(images)[0]
-    few = Suppressing(Decoding(model), InGraph(0.3, 0.45, 60, 2))(images)[0]
+def test_most_detections_of_a_class(model: YoloModel, images: Tensor) -> None:
+    everything = SuppressedDetector(DecodedDetector(model), GraphSuppression(0.3, 0.45, 60, 60))(images)[0]
+    few = SuppressedDetector(DecodedDetector(model), GraphSuppression(0.3, 0.45, 60, 2))(images)[0]
     for whole, part in zip(everything, few, strict=True):
         of_class = [whole[(whole[:, 5] == k) & (whole[:, 4] > 0)][:2] for k in range(3)]
         expected = torch.cat(of_class)
@@ -74,9 +78,11 @@ def test_a_class_gets_its_share_alone(model: Model, images: Tensor) -> None:
         torch.testing.assert_close(part[part[:, 4] > 0], expected)
 
 
-def test_classes_suppress_each_other_where_it_is_asked(model: Model, images: Tensor) -> None:
+def test_classes_suppress_each_other_if_agnostic(model: YoloModel, images: Tensor) -> None:
     def overlaps(agnostic: bool) -> int:
-        (image, *_), _ = Suppressing(Decoding(model), InGraph(0.3, 0.45, 60, 60, agnostic))(images)
+        (image, *_), _ = SuppressedDetector(DecodedDetector(model), GraphSuppression(0.3, 0.45, 60, 60, agnostic))(
+            images
+        )
         from torchvision.ops import box_iou
 
         boxes = image[image[:, 4] > 0, :4]

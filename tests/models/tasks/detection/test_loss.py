@@ -10,9 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.tasks.detection.loss import DetectionLoss, LossSettings, LossTerms
-from models.weights.reader import read_weights, transfer
+from models.layers import Detect
+from models.tasks.contract import LossTerms
+from models.tasks.detection.loss import DetectionCriterion, LossSettings, UnavailableCriterion
+from models.weights.reader import read_weights
+from models.weights.transfer import transfer
 from models.yolo import build_model
+from tests.models.tasks.detection.batches import Images, batch
 
 FINEST = 4.0  # weight of the finest of up to 5 levels in the objectness term
 
@@ -31,11 +35,25 @@ def zeros(batch: int, anchors: int, height: int, width: int, classes: int) -> Te
     return torch.zeros(batch, anchors, height, width, 5 + classes, requires_grad=True)
 
 
-def only_level(criterion: DetectionLoss, raw: Tensor, targets: list[list[float]], anchors: list[Any]) -> LossTerms:
+def criterion_of(settings: LossSettings, classes: int, anchors: Tensor) -> DetectionCriterion:
+    """The loss of a head with anchors (levels, anchors, 2), in cells."""
+    head = Detect(classes, anchors.shape[1], [1] * len(anchors))
+    head.anchors.copy_(anchors)
+    return DetectionCriterion(settings, head)
+
+
+def of(targets: Tensor) -> Images:
+    """A batch with targets (n, 6): image, class, normalised xywh."""
+    return batch(targets=targets)
+
+
+def only_level(
+    settings: LossSettings, raw: Tensor, targets: list[list[float]], anchors: list[list[float]]
+) -> LossTerms:
     """The loss of one level. targets in cells: image, class, x, y, w, h."""
     height, width = raw.shape[2:4]
     rows = torch.tensor(targets).reshape(-1, 6) / torch.tensor([1, 1, width, height, width, height])
-    return criterion([raw], rows, torch.tensor([anchors], dtype=torch.float))
+    return criterion_of(settings, raw.shape[-1] - 5, torch.tensor([anchors]))([raw], of(rows))
 
 
 # YOLOv5's own numbers
@@ -49,13 +67,13 @@ def test_loss_and_gradients_are_those_of_yolov5(mode: str, shared: Path) -> None
     assert loaded == total
     model.train(mode == "train")
     gains = {name: reference["hyp"][name] for name in vars(LossSettings()) if name in reference["hyp"]}
-    criterion = DetectionLoss(LossSettings(**gains), classes=80)
+    criterion = DetectionCriterion(LossSettings(**gains), model.detect)
 
     images = reference["im_uint8"].float() / 255
     assert images.is_contiguous()
-    terms = criterion(model(images), reference["targets"], model.detect.anchors)
+    terms = criterion(model(images), of(reference["targets"]))
     items = terms.means(terms.counts)
-    loss = items.sum() * len(images)
+    loss = criterion.objective(items, len(images))
     loss.backward()
 
     wanted = reference[mode]
@@ -63,9 +81,9 @@ def test_loss_and_gradients_are_those_of_yolov5(mode: str, shared: Path) -> None
     assert loss.item() == pytest.approx(wanted["loss"], rel=1e-4)
     parameters = dict(model.named_parameters())
     for name, gradient in wanted["grads"].items():
-        found = parameters[name].grad
-        assert found is not None
-        assert (found - gradient).abs().max() / gradient.abs().max() <= 1e-4, name
+        computed = parameters[name].grad
+        assert computed is not None
+        assert (computed - gradient).abs().max() / gradient.abs().max() <= 1e-4, name
     norm = torch.cat([p.grad.flatten().double() for p in parameters.values() if p.grad is not None]).norm()
     assert norm.item() == pytest.approx(wanted["grad_norm"], rel=1e-4)
 
@@ -76,12 +94,12 @@ def test_loss_and_gradients_are_those_of_yolov5(mode: str, shared: Path) -> None
 def objectness_targets(raw: Tensor, targets: Tensor, anchors: Tensor) -> Tensor:
     """What objectness is wanted of each cell, (b, anchors, h, w), read off the gradient, which is sigmoid - wanted."""
     raw = raw.detach().requires_grad_()
-    DetectionLoss(LossSettings(), classes=raw.shape[-1] - 5)([raw], targets, anchors).sums[1].sum().backward()
+    criterion_of(LossSettings(), raw.shape[-1] - 5, anchors)([raw], of(targets)).sums[1].sum().backward()
     assert raw.grad is not None
     return raw.detach()[..., 4].sigmoid() - raw.grad[..., 4]
 
 
-def test_the_last_target_counts_where_several_share_a_cell() -> None:
+def test_the_last_target_counts_if_several_share_a_cell() -> None:
     raw = zeros(1, 1, 4, 4, 2)
     perfect, half = [0, 0, 1.5, 1.5, 2, 2], [0, 1, 1.5, 1.5, 2, 1]  # the prediction there is 2 x 2
     anchors = torch.tensor([[[2.0, 2]]])
@@ -104,9 +122,9 @@ def test_what_a_shared_cell_wants_does_not_depend_on_the_rest_of_the_batch() -> 
     targets[:, 1] = targets[:, 1].round()
     whole = objectness_targets(raw, targets, anchors)
     for k in range(5):
-        own = targets[image[:, 0] == k]
-        own[:, 0] = 0
-        assert torch.equal(objectness_targets(raw[k : k + 1], own, anchors)[0], whole[k])
+        of_image = targets[image[:, 0] == k]
+        of_image[:, 0] = 0
+        assert torch.equal(objectness_targets(raw[k : k + 1], of_image, anchors)[0], whole[k])
     grouped = targets[image[:, 0].argsort(stable=True)]
     assert torch.equal(objectness_targets(raw, grouped, anchors), whole)
 
@@ -125,13 +143,13 @@ def random_case(seed: int) -> tuple[list[Tensor], Tensor, Tensor]:
 
 def test_halves_of_a_batch_add_up_to_the_whole() -> None:
     outputs, targets, anchors = random_case(0)
-    criterion = DetectionLoss(LossSettings(label_smoothing=0.1), classes=3)
-    whole = criterion(outputs, targets, anchors)
+    criterion = criterion_of(LossSettings(label_smoothing=0.1), 3, anchors)
+    whole = criterion(outputs, of(targets))
     halves = []
     for start in (0, 2):
-        own = targets[(targets[:, 0] >= start) & (targets[:, 0] < start + 2)]
-        own[:, 0] -= start
-        halves.append(criterion([raw[start : start + 2] for raw in outputs], own, anchors))
+        half = targets[(targets[:, 0] >= start) & (targets[:, 0] < start + 2)]
+        half[:, 0] -= start
+        halves.append(criterion([raw[start : start + 2] for raw in outputs], of(half)))
     assert (whole.counts[0] > 0).all()
     assert not torch.equal(halves[0].counts[0], halves[1].counts[0])  # so that a mean of means would be another
     assert torch.equal(halves[0].counts + halves[1].counts, whole.counts)
@@ -157,10 +175,10 @@ def test_each_level_has_its_own_mean() -> None:
         ]
     )
     targets = torch.cat((targets, torch.tensor([[0, 1, 0.5, 0.5, 2.0, 1.0]])))  # in cells of the coarsest: .5, .5, 2, 1
-    terms = DetectionLoss(LossSettings(box=0.3, obj=2, cls=0.5, anchor_t=1.5), classes=2)(outputs, targets, anchors)
+    terms = criterion_of(LossSettings(box=0.3, obj=2, cls=0.5, anchor_t=1.5), 2, anchors)(outputs, of(targets))
     # On the finest the third target's height is half the anchor's: a factor of 2, too much for 1.5.
     assert terms.counts.tolist() == [[2, 0, 0], [16, 4, 1], [4, 0, 0]]
-    terms = DetectionLoss(LossSettings(box=0.3, obj=2, cls=0.5, anchor_t=2.5), classes=2)(outputs, targets, anchors)
+    terms = criterion_of(LossSettings(box=0.3, obj=2, cls=0.5, anchor_t=2.5), 2, anchors)(outputs, of(targets))
     assert terms.counts.tolist() == [[3, 0, 1], [16, 4, 1], [6, 0, 2]]
     shape = 4 / math.pi**2 * (math.atan(2) - math.atan(1)) ** 2
     missing = 0.5 + shape**2 / (shape + 0.5)  # 1 - CIoU
@@ -172,7 +190,7 @@ def test_each_level_has_its_own_mean() -> None:
 
 def test_without_any_targets() -> None:
     outputs, _, anchors = random_case(0)
-    terms = DetectionLoss(LossSettings(), classes=3)(outputs, torch.zeros(0, 6), anchors)
+    terms = criterion_of(LossSettings(), 3, anchors)(outputs, of(torch.zeros(0, 6)))
     box, obj, cls = terms.means(terms.counts)
     assert (box.item(), cls.item()) == (0, 0)
     assert terms.counts[0].tolist() == terms.counts[2].tolist() == [0, 0, 0]
@@ -186,9 +204,9 @@ def test_without_any_targets() -> None:
         assert not raw.grad[..., 5:].any()
 
 
-def test_one_class_needs_no_telling_apart() -> None:
+def test_a_single_class_has_no_class_term() -> None:
     raw = zeros(1, 1, 4, 4, 1)
-    terms = only_level(DetectionLoss(LossSettings(), 1), raw, [[0, 0, 1.5, 1.5, 2, 1]], [[2, 2]])
+    terms = only_level(LossSettings(), raw, [[0, 0, 1.5, 1.5, 2, 1]], [[2, 2]])
     assert terms.sums[2].item() == 0
     assert terms.sums[0].item() > 0
     terms.means(terms.counts).sum().backward()
@@ -208,7 +226,7 @@ def terms_of(settings: LossSettings, objectness: float = 0.0) -> LossTerms:
     raw = torch.zeros(1, 1, 2, 2, 8)
     raw[..., 4] = objectness
     raw[0, 0, 1, 1, 5:] = torch.tensor(LOGITS)
-    return only_level(DetectionLoss(settings, 3), raw, TARGET, [[2, 2]])
+    return only_level(settings, raw, TARGET, [[2, 2]])
 
 
 def test_class_term() -> None:
@@ -239,9 +257,9 @@ def test_weights_of_positives() -> None:
 def test_focal_loss() -> None:
     """Each part x (1/4 where 1 is wanted, 3/4 where 0 is) x (how far the probability is off) ^ gamma."""
     terms = terms_of(LossSettings(fl_gamma=1.5), objectness=-1.0)
-    found = softplus(-2) * 0.25 * sigmoid(-2) ** 1.5
-    others = [softplus(x) * 0.75 * sigmoid(x) ** 1.5 for x in (-1, 0.5)]
-    assert terms.sums[2].item() == pytest.approx(found + sum(others), rel=1e-5)
+    positive = softplus(-2) * 0.25 * sigmoid(-2) ** 1.5
+    negatives = [softplus(x) * 0.75 * sigmoid(x) ** 1.5 for x in (-1, 0.5)]
+    assert terms.sums[2].item() == pytest.approx(positive + sum(negatives), rel=1e-5)
     empty = softplus(-1) * 0.75 * sigmoid(-1) ** 1.5
     assert terms.sums[1].item() == pytest.approx(3 * empty + softplus(1) * 0.25 * sigmoid(1) ** 1.5, rel=1e-5)
 
@@ -272,11 +290,11 @@ def test_scaled_gains() -> None:
 def test_arithmetic_is_in_fp32(precision: torch.dtype) -> None:
     outputs, targets, anchors = random_case(0)
     low = [raw.detach().to(precision).requires_grad_() for raw in outputs]
-    criterion = DetectionLoss(LossSettings(), classes=3)
-    found, expected = criterion(low, targets, anchors), criterion([raw.float() for raw in low], targets, anchors)
-    loss = found.means(found.counts)
-    assert found.sums.dtype == loss.dtype == torch.float32
-    assert torch.equal(found.sums, expected.sums)
+    criterion, given = criterion_of(LossSettings(), 3, anchors), of(targets)
+    terms, expected = criterion(low, given), criterion([raw.float() for raw in low], given)
+    loss = terms.means(terms.counts)
+    assert terms.sums.dtype == loss.dtype == torch.float32
+    assert torch.equal(terms.sums, expected.sums)
     loss.sum().backward()
     assert all(raw.grad is not None and raw.grad.isfinite().all() for raw in low)
 
@@ -287,7 +305,7 @@ def test_arithmetic_is_in_fp32(precision: torch.dtype) -> None:
 def test_balance_of_the_levels(levels: int, balance: tuple[float, ...] | None) -> None:
     outputs = [zeros(1, 1, 2, 2, 2) for _ in range(levels)]
     settings = LossSettings(box=0.1, obj=0.5, cls=0.2)
-    terms = DetectionLoss(settings, 2)(outputs, torch.zeros(0, 6), torch.ones(levels, 1, 2))
+    terms = criterion_of(settings, 2, torch.ones(levels, 1, 2))(outputs, of(torch.zeros(0, 6)))
     wanted = torch.tensor(balance or (4.0, 1.0, 0.25, 0.06, 0.02))
     torch.testing.assert_close(
         terms.weights, torch.stack([0.1 * torch.ones(levels), 0.5 * wanted, torch.full((levels,), 0.2)])
@@ -303,10 +321,53 @@ def test_a_model_of_four_levels(tiny_yaml: dict[str, Any]) -> None:
     }
     model = build_model(deep)
     targets = torch.tensor([[0, 0, 0.5, 0.5, side / 64, side / 64] for side in (7, 15, 31, 63)])
-    terms = DetectionLoss(LossSettings(anchor_t=1.5), 3)(model(torch.rand(2, 3, 64, 64)), targets, model.detect.anchors)
+    criterion = DetectionCriterion(LossSettings(anchor_t=1.5), model.detect)
+    terms = criterion(model(torch.rand(2, 3, 64, 64)), of(targets))
     assert (terms.counts[0] > 0).all()
     assert terms.counts[1].tolist() == [2 * (64 // stride) ** 2 for stride in (4, 8, 16, 32)]
     loss = terms.means(terms.counts).sum()
     loss.backward()
     assert loss.isfinite()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+# What training and validation ask beside the terms
+
+
+def test_hints_save_work_but_change_no_term(tiny_yaml: dict[str, Any]) -> None:
+    """With the cells about the targets the head returns levels, without them raw maps."""
+    model = build_model(tiny_yaml)
+    criterion = DetectionCriterion(LossSettings(), model.detect)
+    given = batch(targets=torch.tensor([[1, 2, 0.4, 0.6, 0.3, 0.2], [0, 1, 0.1, 0.9, 0.1, 0.1]]), count=2)
+    (cells,) = criterion.hints(given)
+    assert (cells.dtype, cells.shape) == (torch.int64, (2, 3, 10))
+    images = torch.rand(2, 3, 64, 64)
+    with_hints, without = criterion(model(images, cells), given), criterion(model(images), given)
+    torch.testing.assert_close(with_hints.sums, without.sums)
+    assert torch.equal(with_hints.counts, without.counts)
+
+
+def test_the_objective_is_the_sum_over_the_images_of_a_step(tiny_yaml: dict[str, Any]) -> None:
+    criterion = DetectionCriterion(LossSettings(), build_model(tiny_yaml).detect)
+    assert criterion.objective(torch.tensor([1.0, 2, 4]), 16).item() == 7 * 16
+    assert criterion.weight(batch()) == 1
+
+
+def test_the_anchors_are_those_of_the_model_when_it_is_called(tiny_yaml: dict[str, Any]) -> None:
+    """Loading a state changes them in place."""
+    model = build_model(tiny_yaml)
+    criterion = DetectionCriterion(LossSettings(anchor_t=1.5), model.detect)
+    given, images = of(torch.tensor([[0, 0, 0.5, 0.5, 4 / 64, 4 / 64]])), torch.rand(1, 3, 64, 64)
+    before = criterion(model(images), given).counts[0].tolist()
+    model.detect.anchors.fill_(100)
+    assert before[0] > 0
+    assert criterion(model(images), given).counts[0].tolist() == [0, 0]
+
+
+def test_an_exported_files_losses_are_nan() -> None:
+    criterion = UnavailableCriterion()
+    terms = criterion(None, batch())
+    assert terms.means(terms.counts).isnan().tolist() == [True] * 3
+    assert criterion.hints(batch()) == ()
+    assert criterion.weight(batch()) == 1
+    assert criterion.objective(terms.means(terms.counts), 16).isnan()

@@ -1,343 +1,164 @@
-"""Decoding and suppression, by hand."""
+"""Views of models, and predictions in pixels of the files, with numbers worked out by hand."""
 
 from __future__ import annotations
 
-import itertools
-import math
-import time
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from models.tasks.detection import postprocess
-from models.tasks.detection.postprocess import (
-    Decoded,
-    Look,
-    Suppressed,
-    Suppression,
-    _cells,
-    _decode,
-    _least_logit,
-    _scores,
-    _suppress,
-    cut,
-    detect,
-)
+from models.tasks import contract
+from models.tasks.contract import Thresholds
+from models.tasks.detection.postprocess import DetectionPostprocess, boxes_in_files
+from models.tasks.detection.tta import PADDING_GREY
+from models.tasks.detection.views import DecodedView, RawView, SuppressedView, decode
+from models.yolo import YoloModel, build_model
+from tests.models.tasks.detection.batches import NAMES, Info, Place, batch
+from utils.errors import UserError
+
+
+@pytest.fixture
+def model(tiny_yaml: dict[str, Any]) -> YoloModel:
+    """Of strides 4 and 8."""
+    model = build_model(tiny_yaml).eval()
+    model.stride = 8
+    return model
+
+
+@pytest.fixture
+def postprocess() -> DetectionPostprocess:
+    return DetectionPostprocess(NAMES, Thresholds())
+
+
+def view_of(model: YoloModel, outputs: list[Tensor]) -> RawView:
+    return RawView(outputs, model.detect.anchors, model.detect.stride)
+
+
+def inputs_of(model: nn.Module) -> list[Tensor]:
+    """What the model is called with from now on."""
+    calls: list[Tensor] = []
+    model.register_forward_pre_hook(lambda _, given: calls.append(given[0]))
+    return calls
+
+
+# Predictions
 
-THREE = math.log(3)  # the logit of 3/4; of 1/4 with a minus
 
-
-def decode(outputs: list[Tensor], anchors: Tensor, strides: Tensor) -> Tensor:
-    """Every box (b, n, 5 + classes): xyxy in pixels, objectness, class scores."""
-    cells = torch.cat([_cells(*level) for level in zip(outputs, anchors, strides, strict=True)])
-    images = [_scores([raw[image].flatten(0, 2) for raw in outputs]) for image in range(len(outputs[0]))]
-    return torch.stack([torch.cat((_decode(scores, cells), scores[:, 4:]), 1) for scores in images])
-
-
-def test_decode_one_cell() -> None:
-    raw = torch.zeros(2, 2, 3, 4, 7)  # 3 rows, 4 columns
-    raw[1, 1, 2, 3] = torch.tensor([THREE, -THREE, THREE, -THREE, -THREE, THREE, 0])
-    anchors, strides = torch.tensor([[[1.0, 1], [2, 5]]]), torch.tensor([8.0])
-    found = decode([raw], anchors, strides)
-    assert found.shape == (2, 2 * 3 * 4, 7)
-    # x (1.5 - 0.5 + 3) 8, y (0.5 - 0.5 + 2) 8, w 1.5^2 2 x 8, h 0.5^2 5 x 8: around 32, 16 by 36, 10
-    expected = torch.tensor([14, 11, 50, 21, 0.25, 0.75, 0.5])
-    torch.testing.assert_close(found[1, 1 * 12 + 2 * 4 + 3], expected)
-    torch.testing.assert_close(found[0, 12 + 11], torch.tensor([20, 0, 36, 40, 0.5, 0.5, 0.5]))
-    torch.testing.assert_close(found[0, 0], torch.tensor([0, 0, 8, 8, 0.5, 0.5, 0.5]))
-
-
-def test_decode_levels_follow_each_other() -> None:
-    outputs = [torch.zeros(1, 1, 2, 2, 6), torch.zeros(1, 1, 1, 1, 6)]
-    found = decode(outputs, torch.tensor([[[1.0, 2]], [[3, 1]]]), torch.tensor([8.0, 16]))
-    boxes = [[0, -4, 8, 12], [8, -4, 16, 12], [0, 4, 8, 20], [8, 4, 16, 20], [-16, 0, 32, 16]]
-    torch.testing.assert_close(found[0, :, :4], torch.tensor(boxes, dtype=torch.float))
-
-
-def test_detections_are_in_fp32() -> None:
-    raw = torch.randn(1, 1, 64, 64, 6).to(torch.bfloat16)
-    args = torch.ones(1, 1, 2), torch.tensor([8.0])
-    (found,) = detect([Look([raw], *args)], Suppression())
-    assert found.dtype == torch.float32
-    assert torch.equal(found, detect([Look([raw.float()], *args)], Suppression())[0])
-
-
-def look(raw: Tensor) -> Look:
-    """One level of one anchor, a cell large, of stride 1."""
-    return Look([raw], torch.ones(1, 1, 2), torch.ones(1))
-
-
-def predictions(*rows: tuple[float, ...]) -> Tensor:
-    """An image's predictions from rows x, y, w, h, objectness, class scores."""
-    return torch.tensor(rows, dtype=torch.float)
-
-
-def run(given: Tensor, conf_thres: float = 0.1, iou_thres: float = 0.5, max_det: int = 300, **more: Any) -> Tensor:
-    """The detections of the image: of scores of one half, in cells and with anchors that make the boxes of it."""
-    scores = torch.cat((torch.full((len(given), 4), 0.5), given[:, 4:]), 1)
-    cells = torch.cat((given[:, :2] - 0.5, torch.ones(len(given), 2), given[:, 2:4]), 1)
-    return _suppress(scores, cells, Suppression(conf_thres, iou_thres, max_det, **more))
-
-
-def test_a_box_of_its_likeliest_class_alone() -> None:
-    given = predictions((10, 20, 4, 6, 0.5, 0.5, 0.1, 0.75))
-    assert run(given, one_class=True)[:, 4:].tolist() == [[0.375, 2]]
-    assert run(given, classes=(0, 1))[:, 4:].tolist() == [[0.25, 0]]
-    assert not len(run(given, classes=(0, 1), one_class=True))  # the likeliest one is not asked for
-
-
-def test_classes_suppress_each_other_where_they_are_to() -> None:
-    given = predictions((50, 50, 20, 20, 1, 0.8, 0), (51, 50, 20, 20, 1, 0, 0.75))
-    assert len(run(given)) == 2
-    assert run(given, agnostic=True)[:, 5].tolist() == [0]
-
-
-def test_a_box_counts_for_every_class() -> None:
-    found = run(predictions((10, 20, 4, 6, 0.5, 0.5, 0.1, 0.75)))
-    expected = [[8, 17, 12, 23, 0.375, 2], [8, 17, 12, 23, 0.25, 0]]
-    torch.testing.assert_close(found, torch.tensor(expected))
-
-
-def test_classes_do_not_suppress_each_other() -> None:
-    same, other = (50, 50, 20, 20, 1, 0.8, 0), (51, 50, 20, 20, 1, 0, 0.75)
-    assert run(predictions(same, other))[:, 4:].tolist() == [[pytest.approx(0.8), 0], [0.75, 1]]
-    assert len(run(predictions(same, (51, 50, 20, 20, 1, 0.75, 0)))) == 1
-    # Nor do distant classes and large images, where an offset between them would have to be large.
-    far = predictions((10, 10, 20, 20, 1, *[0.0] * 78, 0.5, 0), (4000, 4000, 20, 20, 1, *[0.0] * 79, 0.5))
-    assert len(run(far)) == 2
-
-
-def test_confidence_threshold() -> None:
-    given = predictions((50, 50, 20, 20, 0.5, 0.5), (150, 50, 20, 20, 0.5, 0.75))
-    assert run(given, conf_thres=0.24)[:, 4].tolist() == [0.375, 0.25]
-    assert run(given, conf_thres=0.25)[:, 4].tolist() == [0.375]  # it must be exceeded
-    assert len(run(given, conf_thres=0.375)) == 0
-
-
-def test_overlap_threshold() -> None:
-    given = predictions((10, 10, 4, 4, 1, 0.9), (12, 10, 4, 4, 1, 0.8))  # IoU 8 / 24
-    assert run(given, iou_thres=0.3)[:, 4].tolist() == [pytest.approx(0.9)]
-    assert len(run(given, iou_thres=0.35)) == 2
-
-
-def test_the_most_confident_stays_and_what_is_dropped_suppresses_nothing() -> None:
-    # In a row, each overlaps the next by half: the middle one falls to the first, and the third stays.
-    given = predictions((14, 10, 4, 4, 1, 0.7), (10, 10, 4, 4, 1, 0.9), (12, 10, 4, 4, 1, 0.8))
-    found = run(given, iou_thres=0.3)
-    assert found[:, 4].tolist() == pytest.approx([0.9, 0.7])
-    assert found[:, 0].tolist() == [8, 12]
-
-
-def test_most_detections_per_image() -> None:
-    scores = torch.linspace(0.2, 0.9, 20)[torch.randperm(20, generator=torch.Generator().manual_seed(0))]
-    given = predictions(*((50 * k, 50, 20, 20, 1, score) for k, score in enumerate(scores.tolist())))
-    found = run(given, max_det=7)
-    torch.testing.assert_close(found[:, 4], scores.sort(descending=True).values[:7])
-
-
-def test_most_candidates_are_the_most_confident(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(postprocess, "MOST_CANDIDATES", 2)
-    given = predictions(*((50 * k, 50, 20, 20, 1, score) for k, score in enumerate((0.2, 0.9, 0.5))))
-    assert run(given)[:, 4].tolist() == pytest.approx([0.9, 0.5])
-
-
-def test_nothing_found() -> None:
-    assert run(predictions((10, 10, 4, 4, 0.9, 0.05))).shape == (0, 6)
-    assert run(torch.zeros(0, 7)).shape == (0, 6)
-    assert detect([look(torch.zeros(0, 1, 2, 2, 7))], Suppression()) == []
-
-
-def test_the_given_maps_stay_as_they_were() -> None:
-    given = torch.randn(2, 1, 4, 4, 7)
-    copy = given.clone()
-    detect([look(given)], Suppression())
-    assert torch.equal(given, copy)
-
-
-def test_maps_that_a_gradient_flows_to() -> None:
-    given = torch.randn(2, 1, 4, 4, 7, requires_grad=True)
-    assert not detect([look(given * 1)], Suppression())[0].requires_grad
-
-
-def test_no_image_is_dropped_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """YOLOv5 stops after 0.5 + 0.05 x batch seconds; here the clock runs a minute each time that somebody looks."""
-    count = 300
-    given = torch.zeros(count, 1, 1, 1, 6)
-    ticks = itertools.count(step=60)
-    with monkeypatch.context() as clock:
-        for name in ("time", "perf_counter", "monotonic"):
-            clock.setattr(time, name, lambda: float(next(ticks)))
-        found = detect([look(given)], Suppression())
-    assert torch.equal(torch.cat(found), torch.tensor([[0, 0, 1, 1, 0.25, 0]]).expand(count, 6))
-
-
-# Against a plain way
-
-
-def plainly(outputs: list[Tensor], anchors: Tensor, strides: Tensor, limits: Suppression, most: int) -> list[Tensor]:
-    """What `detect` finds, looking at every box of every class, and at every pair of them."""
-    images = []
-    for image in decode(outputs, anchors, strides):
-        confidence = (image[:, 5:] * image[:, 4:5]).numpy()
-        candidates = [(-confidence[k, c], k, c) for k, c in np.argwhere(confidence > np.float32(limits.conf_thres))]
-        kept: list[tuple] = []
-        for negative, k, c in sorted(candidates)[:most]:
-            box = image[k, :4].numpy()
-            if all(c != other[5] or iou(box, other[:4]) <= limits.iou_thres for other in kept):
-                kept.append((*box, -negative, c))
-        images.append(torch.tensor(np.array(kept[: limits.max_det], np.float32)).view(-1, 6))
-    return images
-
-
-def iou(a: np.ndarray, b: tuple) -> float:
-    x, y = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
-    inside = max(x, 0) * max(y, 0)
-    return inside / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - inside)
-
-
-def random_maps(seed: int, classes: int, few: bool) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Three images on two levels, the second without anything; `few` distinct logits, so that many are equal."""
-    generator = torch.Generator().manual_seed(seed)
-    outputs = [torch.randn(3, 2, side, side, 5 + classes, generator=generator) * 2 for side in (6, 3)]
-    for raw in outputs:
-        raw[..., :4] /= 4
-        if few:
-            raw[..., 4:] = raw[..., 4:].round()
-        raw[1, ..., 4] = -200
-        raw[2, ..., 4] -= 1
-    return outputs, torch.tensor([[[2.0, 3], [4, 2]], [[3.0, 3], [2, 4]]]), torch.tensor([8.0, 16])
-
-
-@pytest.mark.parametrize("conf_thres", [0.001, 0.25, 0.5, 1.0, 0.0])  # the logits 0 have sigmoids of 1/2
-@pytest.mark.parametrize(("classes", "few", "max_det"), [(1, False, 300), (5, True, 300), (5, True, 7), (3, False, 20)])
-def test_as_plainly(classes: int, few: bool, max_det: int, conf_thres: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed, most in enumerate((30_000, 150)):
-        monkeypatch.setattr(postprocess, "MOST_CANDIDATES", most)
-        given, limits = random_maps(seed, classes, few), Suppression(conf_thres, 0.45, max_det)
-        found = detect([Look(*given)], limits)
-        for own, expected in zip(found, plainly(*given, limits, most), strict=True):
-            assert torch.equal(own, expected)
-        assert not len(found[1])
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_an_image_does_not_depend_on_the_others(threads: int) -> None:
-    """To the last bit, and however many threads a CPU takes."""
-    before = torch.get_num_threads()
-    generator = torch.Generator().manual_seed(0)
-    outputs = [torch.randn(3, 2, side, side, 85, generator=generator) for side in (20, 11)]
-    more = torch.ones(2, 2, 2) * 2, torch.tensor([8.0, 16])
-    try:
-        torch.set_num_threads(threads)
-        together = detect([Look(outputs, *more)], Suppression())
-        apart = [detect([Look([raw[k : k + 1] for raw in outputs], *more)], Suppression())[0] for k in range(3)]
-        backwards = detect([Look([raw.flip(0) for raw in outputs], *more)], Suppression())[::-1]
-    finally:
-        torch.set_num_threads(before)
-    for found in (apart, backwards):
-        assert all(torch.equal(*pair) for pair in zip(together, found, strict=True))
-
-
-def test_one_score_that_is_no_number_hides_nothing_else() -> None:
-    given = predictions((50, 50, 20, 20, 1, 0.5, math.nan), (150, 50, 20, 20, math.nan, 0.5, 0.5))
-    assert run(given)[:, 4].tolist() == [0.5]
-    assert run(given, max_det=1)[:, 4].tolist() == [0.5]
-
-
-@pytest.mark.parametrize("probability", [0.0, 1e-30, 0.001, 0.5, 0.999999, 1 - 1e-7, 1.0])
-def test_least_logit(probability: float) -> None:
-    logits = torch.cat((torch.linspace(-110, 20, 200_001), torch.linspace(-17, 17, 200_001)))
-    exceed = logits.sigmoid() > probability
-    taken = logits > _least_logit(probability)
-    assert (taken | ~exceed).all()
-    if 0 < probability < 0.99:  # near 1 a sigmoid hardly rises
-        assert (taken & ~exceed).sum() < 20
-
-
-# Several looks
-
-
-def one_box(columns: int, column: int, confidence: float, x: float = 0.0) -> Tensor:
-    """A map of 4 rows of stride 8 without anything but a box in the second row, `x` the logit of its place."""
-    raw = torch.full((1, 1, 4, columns, 6), -20.0)
-    raw[0, 0, 1, column] = torch.tensor([x, 0, 0, 0, math.log(confidence / (1 - confidence)), 20])
-    return raw
-
-
-ANCHOR, EIGHT = torch.tensor([[[1.0, 2.0]]]), torch.tensor([8.0])
-
-
-def test_a_look_at_mirrored_images() -> None:
-    """48 pixels wide: from the right the third cell is from 16 to 24, and the box is right of its middle, mirrored left
-    of it: 8 (0.75 x 2 - 0.5 + 2) = 24 from the right."""
-    (found,) = detect([Look([one_box(6, 2, 0.5, THREE)], ANCHOR, EIGHT, mirrored=48)], Suppression())
-    torch.testing.assert_close(found, torch.tensor([[20.0, 4, 28, 20, 0.5, 0]]))
-
-
-def test_a_look_at_smaller_images() -> None:
-    """Boxes grow back, each side by its own share; the images are 60 wide, 30 were looked at, in 32 columns."""
-    raw = one_box(4, 2, 0.5, THREE)  # around 24, 12; 8 wide and 16 high
-    (found,) = detect([Look([raw], ANCHOR, EIGHT, (0.5, 0.8))], Suppression())
-    torch.testing.assert_close(found, torch.tensor([[40.0, 5, 56, 25, 0.5, 0]]))
-    (found,) = detect([Look([raw], ANCHOR, EIGHT, (0.5, 0.8), mirrored=60)], Suppression())
-    torch.testing.assert_close(found, torch.tensor([[4.0, 5, 20, 25, 0.5, 0]]))
-
-
-def test_looks_are_joined_before_the_suppression() -> None:
-    """Of two models: other sizes of maps, anchors, and numbers of levels. The stronger box of one suppresses that of
-    the other; what only one of them sees stays."""
-    one = Look([one_box(6, 2, 0.5)], ANCHOR, EIGHT)
-    nothing = torch.full((1, 3, 2, 3, 6), -20.0)
-    same = torch.full((1, 3, 4, 6, 6), -20.0)
-    same[0, 1, 1, 2] = torch.tensor([0, 0, 0, 0, THREE, 20.0])
-    same[0, 1, 3, 5] = torch.tensor([0, 0, 0, 0, -THREE, 20.0])
-    anchors = torch.tensor([[[9.0, 9.0], [1.0, 2.0], [9.0, 9.0]]]).repeat(2, 1, 1)
-    two = Look([same, nothing], anchors, torch.tensor([8.0, 16.0]))
-    expected = torch.tensor([[16.0, 4, 24, 20, 0.75, 0], [40, 20, 48, 36, 0.25, 0]])
-    for looks in ([one, two], [two, one]):
-        torch.testing.assert_close(detect(looks, Suppression())[0], expected)
-    found = detect([one, two], Suppression(iou_thres=1.0))[0]
-    assert found[:, 4].tolist() == pytest.approx([0.75, 0.5, 0.25])
-
-
-def test_a_level_that_is_left_out() -> None:
-    maps, anchors, strides = [one_box(6, 2, 0.5), one_box(6, 4, 0.75)], ANCHOR.repeat(2, 1, 1), EIGHT.repeat(2)
-    confidences = {
-        level: detect([Look(maps, anchors, strides, left_out=level)], Suppression())[0][:, 4].tolist()
-        for level in (None, 0, 1)
-    }
-    assert confidences == {None: pytest.approx([0.75, 0.5]), 0: pytest.approx([0.75]), 1: pytest.approx([0.5])}
-
-
-def seen(seed: int) -> Look:
-    """Two levels of two anchors, of two images of 32x32."""
-    torch.manual_seed(seed)
-    maps = [torch.randn(2, 2, side, side, 8) * 2 for side in (4, 2)]
-    return Look(maps, torch.rand(2, 2, 2) * 3 + 1, torch.tensor([8.0, 16]))
-
-
-def test_decoded_boxes_are_suppressed_like_raw_maps() -> None:
-    limits = Suppression(0.1, 0.5, 30)
-    expected = detect([seen(0)], limits)
-    assert min(map(len, expected)) > 10
-    for found, one in zip(detect([Decoded(postprocess.decode(seen(0)))], limits), expected, strict=True):
-        torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-4)
-
-
-def test_decoded_boxes_join_raw_maps() -> None:
-    limits = Suppression(0.1, 0.5, 30)
-    expected = detect([seen(0), seen(1)], limits)
-    for looks in ([seen(0), Decoded(postprocess.decode(seen(1)))], [Decoded(postprocess.decode(seen(0))), seen(1)]):
-        for found, one in zip(detect(looks, limits), expected, strict=True):
-            torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-4)
-
-
-def test_what_a_model_has_suppressed_is_cut() -> None:
-    rows = torch.zeros(2, 4, 6)
-    rows[0, :3, 4] = torch.tensor([0.9, 0.5, 0.3])
-    rows[1, :1, 4] = 0.2
-    found = cut(Suppressed(rows, torch.tensor([3, 1])), Suppression(conf_thres=0.25, max_det=2))
-    assert [image[:, 4].tolist() for image in found] == [pytest.approx([0.9, 0.5]), []]
+def test_predictions_are_in_the_files_pixels(model: YoloModel, postprocess: DetectionPostprocess) -> None:
+    outputs = [torch.full((2, 2, 16, 16, 8), -20.0), torch.full((2, 2, 8, 8, 8), -20.0)]
+    # Image 1, anchor 16 x 16, cell (column 3, row 5) of stride 8: centre (28, 44), so 20, 36, 36, 52
+    outputs[1][1, 0, 5, 3] = torch.tensor([0, 0, 0, 0, 0, -20, 20, -20])
+    info = Info(7, size=(100, 70), placement=Place((0.5, 0.8), (4, 12)), path="/data/b.jpg")
+    empty, prediction = postprocess([view_of(model, outputs)], batch(Info(), info))
+    assert empty.boxes.shape == (0, 6)
+    expected = torch.tensor([[32, 30, 64, 50, 0.5, 1.0]])
+    torch.testing.assert_close(prediction.boxes, expected, rtol=1e-5, atol=1e-4, check_dtype=False)
+    assert (prediction.image, prediction.path, prediction.size) == (7, "/data/b.jpg", (100, 70))
+
+
+def test_thresholds(model: YoloModel) -> None:
+    outputs = [torch.full((1, 2, 16, 16, 8), -20.0), torch.full((1, 2, 8, 8, 8), -20.0)]
+    for column, objectness in enumerate((0.0, 1.0, -1.0)):
+        outputs[1][0, 0, 4, 2 * column + 1] = torch.tensor([0, 0, 0, 0, objectness, 20, -20, -20])
+
+    def confidences(thresholds: Thresholds) -> list[float]:
+        (prediction,) = DetectionPostprocess(NAMES, thresholds)([view_of(model, outputs)], batch(Info()))
+        return prediction.boxes[:, 4].tolist()
+
+    assert confidences(Thresholds()) == pytest.approx([0.7311, 0.5, 0.2689], abs=1e-4)
+    assert confidences(Thresholds(conf_thres=0.3, iou_thres=0.6, max_det=300)) == pytest.approx([0.7311, 0.5], abs=1e-4)
+    assert confidences(Thresholds(conf_thres=0.001, iou_thres=0.6, max_det=1)) == pytest.approx([0.7311], abs=1e-4)
+
+
+def test_an_unknown_class() -> None:
+    DetectionPostprocess(NAMES, Thresholds(classes=(0, 2)))
+    with pytest.raises(UserError, match="--classes 3: the model has classes 0 to 2"):
+        DetectionPostprocess(NAMES, Thresholds(classes=(0, 4, 3)))
+
+
+def test_boxes_in_files_undo_the_placement_and_are_cut_at_the_edges() -> None:
+    info = Info(size=(100, 50), placement=Place((2.0, 0.5), (10, 20)))
+    detections = torch.tensor([[30, 25, 110, 40, 0.9, 2], [0, 0, 300, 100, 0.5, 1], [-20, 10, 5, 15, 0.4, 0]])
+    expected = torch.tensor([[10, 10, 50, 40, 0.9, 2], [0, 0, 100, 50, 0.5, 1], [0, 0, 0, 0, 0.4, 0]])
+    exact, empty, boxes = boxes_in_files(
+        [torch.tensor([[1, 2, 3, 4, 0.5, 0]]), torch.zeros(0, 6), detections], [Info(), info, info]
+    )
+    assert exact.tolist() == [[1, 2, 3, 4, 0.5, 0]]
+    assert empty.shape == (0, 6)
+    torch.testing.assert_close(boxes, expected, check_dtype=False)
+    assert boxes_in_files([], []) == []
+
+
+# Views
+
+
+def test_one_view_is_the_model_on_the_images(model: YoloModel, postprocess: DetectionPostprocess) -> None:
+    images = torch.rand(1, 3, 48, 64)
+    (view,) = postprocess.views(model, images, augment=False)
+    assert isinstance(view, RawView)
+    assert all(torch.equal(*pair) for pair in zip(view.outputs, model(images), strict=True))
+    assert torch.equal(view.anchors, model.detect.anchors)
+    assert view.strides.tolist() == [4, 8]
+    assert (view.scale, view.mirrored_width, view.skipped_level) == ((1, 1), 0, None)
+
+
+def test_augmented_views(model: YoloModel, postprocess: DetectionPostprocess) -> None:
+    """Three sizes, the second mirrored; the first leaves out the coarse level, the last the fine one."""
+    calls = inputs_of(model)
+    images = torch.rand(1, 3, 48, 64)
+    views = postprocess.views(model, images, augment=True)
+    assert calls[0] is images
+    assert [tuple(one.shape[2:]) for one in calls] == [(48, 64), (40, 56), (32, 48)]
+    raw = [view for view in views if isinstance(view, RawView)]
+    assert [view.mirrored_width for view in raw] == [0, 64, 0]
+    assert [view.skipped_level for view in raw] == [1, None, 0]
+    # 0.83 and 0.67 of 64 and 48 are 53, 39 and 42, 32 whole pixels; the padding is grey
+    assert [view.scale for view in raw] == [(1, 1), (53 / 64, 39 / 48), (42 / 64, 32 / 48)]
+    for one, height, width in ((calls[1], 39, 53), (calls[2], 32, 42)):
+        assert (one[..., width:] == PADDING_GREY).all()
+        assert (one[..., height:, :] == PADDING_GREY).all()
+        assert (one[..., :height, :width] != PADDING_GREY).all()
+    mean = images.flip(3)[..., :24].mean()
+    torch.testing.assert_close(calls[1][..., :39, :20].mean(), mean, atol=0.03, rtol=0)
+    assert len(postprocess(views, batch(Info()))) == 1
+
+
+def test_a_model_of_one_level_keeps_it(tiny_yaml: dict[str, Any], postprocess: DetectionPostprocess) -> None:
+    head = [[[1], 1, "Detect", ["nc", "anchors"]]]
+    model = build_model({**tiny_yaml, "anchors": tiny_yaml["anchors"][:1], "head": head}).eval()
+    model.stride = 4
+    views = postprocess.views(model, torch.rand(1, 3, 32, 32), augment=True)
+    assert [view.skipped_level for view in views if isinstance(view, RawView)] == [None] * 3
+
+
+class Exported(contract.Model):
+    """An exported file, which returns the same for whatever images."""
+
+    def __init__(self, outputs: Tensor | tuple[Tensor, Tensor]) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return self.outputs
+
+
+def test_an_exported_file_returns_boxes(model: YoloModel, postprocess: DetectionPostprocess) -> None:
+    images = torch.rand(2, 3, 48, 64)
+    views = postprocess.views(model, images, augment=False)
+    (decoded,) = postprocess.views(Exported(decode(view_of(model, model(images)))), images, augment=False)
+    assert isinstance(decoded, DecodedView)
+    assert decoded.outputs is None
+    given = batch(Info(), Info())
+    for prediction, expected in zip(postprocess([decoded], given), postprocess(views, given), strict=True):
+        torch.testing.assert_close(prediction.boxes, expected.boxes, rtol=1e-4, atol=1e-3)
+
+
+def test_an_exported_file_returns_detections(postprocess: DetectionPostprocess) -> None:
+    rows = torch.zeros(1, 3, 6)
+    rows[0, :2] = torch.tensor([[1, 2, 3, 4, 0.5, 2], [5, 6, 7, 8, 0.25, 0]])
+    (view,) = postprocess.views(Exported((rows, torch.tensor([2]))), torch.rand(1, 3, 8, 8), augment=False)
+    assert isinstance(view, SuppressedView)
+    assert view.outputs is None
+    (prediction,) = postprocess([view], batch(Info()))
+    assert prediction.boxes.tolist() == [[1, 2, 3, 4, 0.5, 2], [5, 6, 7, 8, 0.25, 0]]

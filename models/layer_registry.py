@@ -1,0 +1,302 @@
+"""The layers that rows of a model YAML may name: `LAYERS`, those of torch.nn, and a user's file (`add_layers`).
+
+models/yolo.py builds rows with it; the scripts call `add_layers` for --layers. A new kind of layer is a class in
+models/layers.py and a line in `LAYERS`, with the adapter that says which arguments its constructor takes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import itertools
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from models.layers import (
+    C3,
+    C3SPP,
+    C3TR,
+    SPP,
+    SPPF,
+    Bottleneck,
+    BottleneckCSP,
+    C3Ghost,
+    C3x,
+    Classify,
+    Concat,
+    Contract,
+    Conv,
+    CrossConv,
+    Detect,
+    DWConv,
+    DWConvTranspose2d,
+    Expand,
+    Focus,
+    GhostBottleneck,
+    GhostConv,
+    MixConv2d,
+    Proto,
+    Segment,
+    batch_norm,
+)
+from utils.errors import UserError, nearest
+from utils.files import ROOT
+
+MAX_COUNT = 4096  # classes, channels, repetitions: a larger number is a typing error
+# Modules that define classes of torch.nn that are not layers of a map.
+NOT_LAYERS = ("torch.nn.modules.loss", "torch.nn.modules.container", "torch.nn.modules.module", "torch.nn.parallel")
+OTHER_LAYERS = "and those of torch.nn, such as nn.MaxPool2d; a file with layers of your own goes to --layers"
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """From the numbers of a YAML to those of a network of its depth and width."""
+
+    depth: float
+    width: float
+    multiple: int  # channels are rounded up to multiples of it
+    outputs: int  # anchors per level * (5 + nc): exactly this number of channels is not scaled
+
+    def channels(self, count: Any) -> int:
+        """Return the output channels of a row that asks for `count`. Raises ValueError if it is no such number."""
+        if not is_count(count):
+            raise ValueError(f"the first argument is the number of output channels, 1 to {MAX_COUNT}, not {count!r}")
+        return count if count == self.outputs else math.ceil(count * self.width / self.multiple) * self.multiple
+
+    def repeats(self, number: int) -> int:
+        """Return the repetitions of a row that asks for `number`."""
+        return max(round(number * self.depth), 1) if number > 1 else number
+
+
+@dataclass(frozen=True)
+class LayerPlacement:
+    """What a layer is built from: its row, and the maps that reach it."""
+
+    channels: tuple[int, ...]  # of each input map
+    repeats: int
+    args: tuple[Any, ...]
+    scaling: Scaling
+
+    @property
+    def c1(self) -> int:
+        """Channels of the only input. Raises ValueError if there are several."""
+        if len(self.channels) != 1:
+            raise ValueError(f"it takes one input, not {len(self.channels)}: join them with Concat first")
+        return self.channels[0]
+
+    @property
+    def c2(self) -> int:
+        """Output channels: the first argument, scaled. Raises ValueError if there is none."""
+        if not self.args:
+            raise ValueError("the first argument, the number of output channels, is missing")
+        return self.scaling.channels(self.args[0])
+
+
+@dataclass(frozen=True)
+class LayerMaker:
+    """Builds the layer of a row. layer: the class, or the function that makes one."""
+
+    layer: Callable[..., nn.Module]
+    make: Callable[[LayerPlacement], nn.Module]
+
+    def __call__(self, placement: LayerPlacement) -> nn.Module:
+        """Return a new layer."""
+        return self.make(placement)
+
+    def makes(self, kind: type[nn.Module]) -> bool:
+        """Return whether the layers are of class `kind`."""
+        return inspect.isclass(self.layer) and issubclass(self.layer, kind)
+
+
+def convolving(layer: Callable[..., nn.Module]) -> LayerMaker:
+    """Adapt `layer(c1, c2, *args[1:])`; a number above 1 puts several in a row."""
+
+    def make(placement: LayerPlacement) -> nn.Module:
+        widths = [placement.c1] + [placement.c2] * placement.repeats
+        return _chain([layer(c1, c2, *placement.args[1:]) for c1, c2 in itertools.pairwise(widths)])
+
+    return LayerMaker(layer, make)
+
+
+def repeating(layer: Callable[..., nn.Module]) -> LayerMaker:
+    """Adapt `layer(c1, c2, repeats, *args[1:])`, which repeats something inside."""
+    return LayerMaker(layer, lambda p: layer(p.c1, p.c2, p.repeats, *p.args[1:]))
+
+
+def plain(layer: Callable[..., nn.Module]) -> LayerMaker:
+    """Adapt `layer(*args)`, which takes no channels; a number above 1 puts several in a row."""
+    return LayerMaker(layer, lambda p: _chain([layer(*p.args) for _ in range(p.repeats)]))
+
+
+def narrowing(layer: Callable[..., nn.Module]) -> LayerMaker:
+    """Adapt `layer(c1, *args)`, which takes the channels of its input only."""
+    return LayerMaker(layer, lambda p: layer(p.c1, *p.args))
+
+
+def detecting(layer: Callable[..., nn.Module]) -> LayerMaker:
+    """Adapt `layer(*args, channels)`, which takes the channels of all its inputs."""
+    return LayerMaker(layer, lambda p: layer(*p.args, p.channels))
+
+
+def _chain(layers: list[nn.Module]) -> nn.Module:
+    """Join layers one after another. A single one is returned as it is, so that its state-dict keys stay."""
+    return layers[0] if len(layers) == 1 else nn.Sequential(*layers)
+
+
+def _segment(placement: LayerPlacement) -> nn.Module:
+    """Build `Segment`: the channels of its prototypes are scaled."""
+    nc, anchors, masks, prototypes = placement.args
+    return Segment(nc, anchors, masks, placement.scaling.channels(prototypes), placement.channels)
+
+
+LAYERS: dict[str, LayerMaker] = {
+    "Conv": convolving(Conv),
+    "DWConv": convolving(DWConv),
+    "DWConvTranspose2d": convolving(DWConvTranspose2d),
+    "GhostConv": convolving(GhostConv),
+    "CrossConv": convolving(CrossConv),
+    "MixConv2d": convolving(MixConv2d),
+    "Focus": convolving(Focus),
+    "Bottleneck": convolving(Bottleneck),
+    "GhostBottleneck": convolving(GhostBottleneck),
+    "BottleneckCSP": repeating(BottleneckCSP),
+    "C3": repeating(C3),
+    "C3x": repeating(C3x),
+    "C3TR": repeating(C3TR),
+    "C3Ghost": repeating(C3Ghost),
+    "C3SPP": convolving(C3SPP),
+    "SPP": convolving(SPP),
+    "SPPF": convolving(SPPF),
+    "Contract": plain(Contract),
+    "Expand": plain(Expand),
+    "Concat": plain(Concat),
+    "Proto": narrowing(Proto),
+    "Detect": detecting(Detect),
+    "Segment": LayerMaker(Segment, _segment),
+    "Classify": narrowing(Classify),
+}
+# Layers of torch.nn are called with the arguments of the row, except those that need the number of input channels.
+TORCH_LAYERS_WITH_CHANNELS: dict[str, LayerMaker] = {
+    "BatchNorm2d": LayerMaker(nn.BatchNorm2d, lambda p: nn.BatchNorm2d(p.c1, *p.args) if p.args else batch_norm(p.c1)),
+    "Conv2d": convolving(nn.Conv2d),
+    "ConvTranspose2d": convolving(nn.ConvTranspose2d),
+}
+
+
+def layer_maker(name: Any) -> LayerMaker:
+    """Return what builds the layer that a row names. Raises ValueError with a part of a sentence if there is none."""
+    if isinstance(name, str) and name in LAYERS:
+        return LAYERS[name]
+    prefix, _, word = str(name).rpartition(".")
+    if prefix in ("nn", "torch.nn"):
+        return _torch_layer_maker(word)
+    hint = nearest(str(name), LAYERS)
+    raise ValueError(f"unknown module '{name}'{hint}; known are {', '.join(LAYERS)}, {OTHER_LAYERS}")
+
+
+def _torch_layer_maker(word: str) -> LayerMaker:
+    """Return what builds a layer of torch.nn; the name is looked up there and nowhere else."""
+    layers = {name: kind for name, kind in vars(nn).items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
+    if word not in layers:
+        raise ValueError(f"unknown module 'nn.{word}', which torch.nn does not have{nearest(word, layers)}")
+    layer = layers[word]
+    if layer.__module__.startswith(NOT_LAYERS) or issubclass(layer, nn.modules.lazy.LazyModuleMixin):
+        raise ValueError(
+            f"nn.{word} cannot be a row, for it is a loss, a container, or a layer that learns its size later; name a "
+            "layer such as nn.MaxPool2d"
+        )
+    return TORCH_LAYERS_WITH_CHANNELS.get(word, plain(layer))
+
+
+def add_layers(file: str | Path) -> list[str]:
+    """Let rows name the layers that a user's Python file defines, and return their names. The file is run once.
+
+    A layer is a class of the file that extends nn.Module. The names of its parameters say what it is called with:
+    (c1, c2, *args[1:]), where c2 is scaled, with repeats in between if the third is `n` or `repeats`; (c1, *args);
+    (channels, *args), or *args and channels=, of all input maps; else (*args).
+    Raises `UserError` if the file does not load, defines no layer, or one with a name that is already taken.
+    """
+    path = next((path for path in (Path(file), ROOT / file) if os.path.isfile(path)), None)
+    if path is None:
+        raise UserError(f"--layers {file} is not a file; give the path of a Python file that defines layers")
+    path = path.resolve()
+    name = f"layers of {path}"
+    if name in sys.modules:
+        return list(_layers_of(sys.modules[name]))
+    module = _load(path, name)
+    layers = _layers_of(module)
+    if not layers:
+        raise UserError(f"{path} defines no layer; write a class that extends torch.nn.Module")
+    for word in layers:
+        if word in LAYERS:
+            raise UserError(f"{path} defines a layer '{word}', but there is one of that name; give it another name")
+    sys.modules[name] = module
+    LAYERS.update({word: _maker_by_parameters(layer) for word, layer in layers.items()})
+    return list(layers)
+
+
+def _load(path: Path, name: str) -> ModuleType:
+    """Run a Python file as a module, which may import files beside it. Nothing is written into its folder."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path} is no Python file; --layers takes one whose name ends with .py")
+    module = importlib.util.module_from_spec(spec)
+    dont_write, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    sys.path.insert(0, str(path.parent))
+    sys.modules[name] = module  # dataclasses look up the module of their class there
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        where = Path(error.filename or path)
+        raise UserError(f"{where}, line {error.lineno or 1}: {error.msg}; fix the Python there") from None
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = f", line {lines[-1]}" if lines else ""
+        reason = shortened(str(error).strip().split("\n")[0])
+        raise UserError(f"{path}{line}: {type(error).__name__}: {reason}; fix it, so that the file loads") from error
+    finally:
+        del sys.modules[name]
+        with suppress(ValueError):  # the file may have removed it
+            sys.path.remove(str(path.parent))
+        sys.dont_write_bytecode = dont_write
+    return module
+
+
+def _layers_of(module: ModuleType) -> dict[str, type[nn.Module]]:
+    """Return the layers that a module defines, without those that it imports."""
+    classes = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, nn.Module)]
+    return {layer.__name__: layer for layer in classes if layer.__module__ == module.__name__}
+
+
+def _maker_by_parameters(layer: type[nn.Module]) -> LayerMaker:
+    """Choose the adapter of a user's layer by the names of its parameters."""
+    names = list(inspect.signature(layer).parameters)
+    if names[:2] == ["c1", "c2"]:
+        return repeating(layer) if names[2:3] in (["n"], ["repeats"]) else convolving(layer)
+    if names[:1] == ["c1"]:
+        return narrowing(layer)
+    if names[:1] == ["channels"]:
+        return LayerMaker(layer, lambda p: layer(list(p.channels), *p.args))
+    if "channels" in names:
+        return LayerMaker(layer, lambda p: layer(*p.args, channels=list(p.channels)))
+    return plain(layer)
+
+
+def is_count(value: Any) -> bool:
+    """Return whether `value` is a whole number from 1 to `MAX_COUNT`."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_COUNT
+
+
+def shortened(text: str, length: int = 160) -> str:
+    """Return `text`, cut to `length` characters for a message."""
+    return text if len(text) <= length else text[: length - 3] + "..."

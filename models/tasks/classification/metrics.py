@@ -1,0 +1,123 @@
+"""The metrics of a classifier: accuracy, precision and recall by class, and the most confident mistakes.
+
+Made by `ClassificationTask.metrics`; called by val.py and train.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, cast
+
+import numpy as np
+
+from models.tasks.classification.prediction import ClassificationPrediction, most_probable
+from models.tasks.contract import Batch, Image, Metrics, Prediction, Split
+from utils.files import csv_text
+from utils.plots.drawing import draw_captioned
+from utils.summary import Summary, confusion_text, dense_counts, sparse_counts
+
+METRIC_NAMES = ("accuracy_top1", "accuracy_top5")
+DRAWN_MISTAKES = 16
+LEAST_PICTURE_SIDE = 160  # pixels, so that captions fit below small images
+
+
+class ImageInfo(Protocol):
+    """What the metrics ask of an image."""
+
+    @property
+    def image(self) -> int: ...
+    @property
+    def label(self) -> int: ...
+
+
+class ImageRecord(NamedTuple):
+    """What one image adds to the metrics."""
+
+    image: int  # the index in the split
+    label: int
+    best: tuple[int, ...]  # the most probable classes, at most 5, the most probable first
+    confidence: float  # probability of the first of them
+
+
+class ClassificationMetrics(Metrics):
+    """Accuracy of the most probable class and of the five most probable ones; the first is the fitness."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self.names = names
+
+    def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[ImageRecord]:
+        """Return a record for each image."""
+        infos: Sequence[ImageInfo] = batch.infos
+        records = []
+        for prediction, info in zip(cast(Sequence[ClassificationPrediction], predictions), infos, strict=True):
+            best = most_probable(prediction.probabilities)
+            records.append(ImageRecord(info.image, info.label, best, float(prediction.probabilities[best[0]])))
+        return records
+
+    def summarise(self, records: Sequence[ImageRecord]) -> Summary:
+        """Return the metrics of a whole split; fitness is the share of images whose most probable class is right."""
+        confusion = np.zeros((len(self.names), len(self.names)), np.int64)
+        for record in records:
+            confusion[record.label, record.best[0]] += 1
+        top1 = float(np.trace(confusion)) / len(records)
+        top5 = sum(record.label in record.best for record in records) / len(records)
+        mistakes = [record for record in records if record.label != record.best[0]]
+        mistakes = sorted(mistakes, key=lambda record: (-record.confidence, record.image))[:DRAWN_MISTAKES]
+        drawn = [[record.image, record.label, record.best[0], record.confidence] for record in mistakes]
+        evidence = {"confusion": sparse_counts(confusion), "mistakes": drawn}
+        overall, details = self._table(confusion, top1, top5)
+        metrics = dict(zip(METRIC_NAMES, (top1, top5), strict=True))
+        return Summary(metrics, top1, overall, details, evidence, by_class=self._by_class(confusion))
+
+    def documents(self, summary: Summary) -> dict[str, str]:
+        """Return classes.csv, with images, precision and recall of each class, and confusion_matrix.csv."""
+        confusion = dense_counts(summary.evidence["confusion"], len(self.names))
+        precision, recall = precision_and_recall(confusion)
+        names = list(self.names.values())
+        by_class = [
+            (name, int(confusion[k].sum()), f"{precision[k]:.9g}", f"{recall[k]:.9g}") for k, name in enumerate(names)
+        ]
+        return {
+            "classes.csv": csv_text(("class", "images", "precision", "recall"), by_class),
+            "confusion_matrix.csv": confusion_text(confusion, names),
+        }
+
+    def pictures(self, summary: Summary, split: Split, side: int) -> dict[str, Image]:
+        """Return mistakes.jpg, the most confident mistakes, if there are any."""
+        mistakes = summary.evidence["mistakes"]
+        if not mistakes:
+            return {}
+        images = [split.shown(image, max(side, LEAST_PICTURE_SIDE)) for image, *_ in mistakes]
+        captions = [
+            f"{self.names[predicted]} {confidence:.2f}\nis {self.names[label]}"
+            for _, label, predicted, confidence in mistakes
+        ]
+        return {"mistakes.jpg": draw_captioned(images, captions)}
+
+    def _by_class(self, confusion: np.ndarray) -> dict[str, dict[str, float]]:
+        """Return precision and recall of the classes that have images."""
+        labelled = {k: name for k, name in self.names.items() if confusion[k].any()}
+        return {
+            metric: {name: float(values[k]) for k, name in labelled.items()}
+            for metric, values in zip(("precision", "recall"), precision_and_recall(confusion), strict=True)
+        }
+
+    def _table(self, confusion: np.ndarray, top1: float, top5: float) -> tuple[list[str], list[str]]:
+        """Return the table's head with the row of all classes, and a row per class."""
+        row = "{:>22} {:>9} {:>9} {:>9} {:>9} {:>9}"
+        precision, recall = precision_and_recall(confusion)
+        head = row.format("Class", "Images", "P", "R", "top-1", "top-5")
+        means = (f"{values.mean():.4f}" for values in (precision, recall))
+        overall = row.format("all", confusion.sum(), *means, f"{top1:.4f}", f"{top5:.4f}")
+        details = [
+            row.format(name[:22], confusion[k].sum(), f"{precision[k]:.4f}", f"{recall[k]:.4f}", "-", "-")
+            for k, name in self.names.items()
+        ]
+        return [head, overall], details
+
+
+def precision_and_recall(confusion: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return both by class, (c,) each, of counts (c, c) by true and predicted class; 0 if the divisor is 0."""
+    right = np.diag(confusion).astype(np.float64)
+    predicted, true = confusion.sum(0), confusion.sum(1)
+    return right / np.maximum(predicted, 1), right / np.maximum(true, 1)

@@ -1,0 +1,99 @@
+"""A classifier's result for one image, and how it is made of logits.
+
+Made by `ClassificationTask.postprocess`; used by val.py, detect.py and the metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.tasks.contract import Batch, Image, Model, Postprocess, Prediction, View
+from utils.coco import CocoImage
+from utils.plots.drawing import draw_text_lines
+
+if TYPE_CHECKING:
+    from utils.plots.drawing import Style
+
+TOP_CLASSES = 5  # of an image are named, drawn, written and counted as right by top-5 accuracy
+
+
+def most_probable(probabilities: Tensor, count: int = TOP_CLASSES) -> tuple[int, ...]:
+    """Return the numbers of the most probable classes, the most probable first; of equal ones the smaller number."""
+    return tuple(probabilities.sort(descending=True, stable=True).indices[:count].tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class ClassificationPrediction(Prediction):
+    """The probabilities of the classes in one image."""
+
+    image: int  # the index in the split
+    path: str
+    probabilities: Tensor  # float32 (classes,), on the CPU
+    names: Mapping[int, str]  # of the classes
+
+    @property
+    def array(self) -> np.ndarray:
+        """Return the probability of each class, float32 (classes,)."""
+        return self.probabilities.numpy().astype(np.float32)
+
+    @property
+    def items(self) -> list[tuple[str, float]]:
+        """Return the five most probable classes and their probabilities."""
+        return [(self.names[k], float(self.probabilities[k])) for k in most_probable(self.probabilities)]
+
+    def describe(self) -> str:
+        """Return the five most probable classes in words: `cat 0.90, dog 0.10`."""
+        return ", ".join(f"{name} {probability:.2f}" for name, probability in self.items)
+
+    def draw(self, image: Image, style: Style) -> Image:
+        """Return a copy of `image` with the five most probable classes in its corner."""
+        texts = [style.text(name, probability) for name, probability in self.items]
+        return draw_text_lines(image, list(filter(None, texts)))
+
+    def crops(self, image: Image) -> list[tuple[str, Image]]:
+        """Return the whole image, with the name of its most probable class."""
+        return [(self.items[0][0], image)]
+
+    def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
+        """Return the names of the five most probable classes, each after its probability if `with_confidence`."""
+        return [f"{probability:.6g} " * with_confidence + name for name, probability in self.items]
+
+    def with_labels(self) -> ClassificationPrediction:
+        """Return the prediction itself: --save-hybrid is refused, an image has no boxes to add."""
+        return self
+
+    def coco_rows(self) -> CocoImage:
+        """Return no boxes: --save-json is refused."""
+        return CocoImage(self.image, self.path, np.zeros((0, 6)))
+
+
+class ClassificationView(NamedTuple):
+    """What a model returned for the images of a batch."""
+
+    outputs: Tensor  # logits (b, classes)
+
+
+class ClassificationPostprocess(Postprocess):
+    """The mean of the probabilities over all views, which may be of several models."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self.names = names
+
+    def views(self, model: Model, inputs: Tensor, augment: bool) -> list[ClassificationView]:
+        """Run `model` on `inputs` and, if `augment`, on their mirror images."""
+        versions = (inputs, inputs.flip(3)) if augment else (inputs,)
+        return [ClassificationView(model(images)) for images in versions]
+
+    def __call__(self, views: Sequence[View], batch: Batch) -> list[ClassificationPrediction]:
+        """Return the probabilities of each image."""
+        probabilities = torch.stack([view.outputs.float().softmax(1) for view in views]).mean(0).cpu()
+        return [
+            ClassificationPrediction(info.image, info.path, image, self.names)
+            for info, image in zip(batch.infos, probabilities, strict=True)
+        ]

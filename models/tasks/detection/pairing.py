@@ -1,0 +1,101 @@
+"""Pair detections with labels by their overlap.
+
+Called by records.py for the metrics and by `DetectionPrediction.with_labels`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)  # at which a detection may be correct: COCO's
+CONFUSION_IOU = 0.45  # above which the confusion matrix takes a detection for a label, of whatever class
+
+
+class Matches(NamedTuple):
+    """The label that each of k detections is matched to; see `ImageRecord`."""
+
+    overlap: np.ndarray  # (k,) IoU with it, 0 if there is none
+    partner: np.ndarray  # (k,) its index, 0 if there is none
+    beaten: np.ndarray  # (k,) the largest IoU with it of a more confident detection
+
+
+class Pairs(NamedTuple):
+    """All pairs of a detection and a label of one group: detection by detection, the labels of each in their order."""
+
+    paired: np.ndarray  # (d,) the detections that have any
+    counts: np.ndarray  # (d,) how many
+    detection: np.ndarray  # (p,)
+    label: np.ndarray  # (p,)
+
+
+def match_detections(
+    boxes: np.ndarray, group: np.ndarray, true_boxes: np.ndarray, true_group: np.ndarray, eps: float = 1e-7
+) -> Matches:
+    """Match each detection to the label of its group, which is its class in its image, that it overlaps most.
+
+    boxes: (k, 4) xyxy, most confident first within a group. true_boxes: (m, 4). group, true_group: integers. At a
+    threshold t a detection is correct if beaten < t <= overlap: of those that reach t the most confident has the label.
+    """
+    overlap, beaten = np.zeros((2, len(boxes)), np.result_type(boxes, true_boxes))
+    partner = np.zeros(len(boxes), np.int64)
+    paired, counts, detection, label = _pairs(group, true_group)
+    if not len(paired):
+        return Matches(overlap, partner, beaten)
+    starts = counts.cumsum() - counts
+    shared = _overlaps(boxes[detection], true_boxes[label], eps)
+    overlap[paired] = np.maximum.reduceat(shared, starts)
+    # The first label of those that overlap most.
+    best = np.where(shared == np.repeat(overlap[paired], counts), np.arange(len(shared)), len(shared) - 1)
+    partner[paired] = np.where(overlap[paired] > 0, label[np.minimum.reduceat(best, starts)], 0)
+    # Rivals for a label in falling confidence: the largest overlap so far, by its rank, because a sum would round it.
+    near = np.flatnonzero(overlap >= IOU_THRESHOLDS[0])
+    near = near[np.argsort(partner[near], kind="stable")]
+    values, rank = np.unique(overlap[near], return_inverse=True)
+    contest = partner[near] * len(values)
+    highest = np.maximum.accumulate(contest + rank)[:-1] - contest[:-1]
+    beaten[near[1:]] = np.where(contest[1:] == contest[:-1], values[highest], 0)
+    return Matches(overlap, partner, beaten)
+
+
+def pair_detections(
+    boxes: np.ndarray, group: np.ndarray, true_boxes: np.ndarray, true_group: np.ndarray, eps: float = 1e-7
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pair detections and labels of a group, which is an image, one to one, in falling IoU.
+
+    Boxes (k, 4) and (m, 4) xyxy. Of equal overlaps the earlier label comes first, then the earlier detection. Returns
+    the indices of the pairs' detections and labels, (p,) each, group by group.
+    """
+    pairs = _pairs(group, true_group)
+    overlap = _overlaps(boxes[pairs.detection], true_boxes[pairs.label], eps)
+    near = np.flatnonzero(overlap > CONFUSION_IOU)
+    detection, label = pairs.detection[near], pairs.label[near]
+    order = np.lexsort((detection, label, -overlap[near], true_group[label]))
+    detection_of: dict[int, int] = {}  # label -> detection
+    paired = set()
+    for one, true in zip(detection[order].tolist(), label[order].tolist(), strict=True):
+        if one not in paired and true not in detection_of:
+            detection_of[true] = one
+            paired.add(one)
+    count = len(detection_of)
+    return np.fromiter(detection_of.values(), np.int64, count), np.fromiter(detection_of, np.int64, count)
+
+
+def _pairs(group: np.ndarray, true_group: np.ndarray) -> Pairs:
+    """Return the pairs of detections (k,) and labels (m,) of one group."""
+    labels = np.argsort(true_group, kind="stable")
+    first, last = (np.searchsorted(true_group, group, side, sorter=labels) for side in ("left", "right"))
+    paired = np.flatnonzero(last > first)
+    counts = (last - first)[paired]
+    starts = counts.cumsum() - counts
+    index = np.arange(counts.sum()) + np.repeat(first[paired] - starts, counts)
+    return Pairs(paired, counts, np.repeat(paired, counts), labels[index])
+
+
+def _overlaps(a: np.ndarray, b: np.ndarray, eps: float) -> np.ndarray:
+    """Return the intersection over union of paired boxes, xyxy, (n, 4) each: (n,)."""
+    span = (np.minimum(a[:, 2:], b[:, 2:]) - np.maximum(a[:, :2], b[:, :2])).clip(min=0)
+    intersection: np.ndarray = span[:, 0] * span[:, 1]
+    areas = [(box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1]) for box in (a, b)]
+    return np.asarray(intersection / (areas[1] + areas[0] - intersection + eps))

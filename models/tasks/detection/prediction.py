@@ -1,0 +1,91 @@
+"""The detections of one image: `DetectionPrediction`, made by `DetectionPostprocess`."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.tasks.contract import Image, Prediction
+from models.tasks.detection.pairing import match_detections
+from utils.boxes import xywh_to_xyxy, xyxy_to_xywh
+from utils.coco import CocoImage
+from utils.plots.drawing import Style, draw_predictions
+
+
+@dataclass(frozen=True, eq=False)
+class DetectionPrediction(Prediction):
+    """The detections of one image, in falling confidence."""
+
+    image: int  # the index in the split
+    path: str
+    size: tuple[int, int]  # width and height of the file's image, pixels
+    boxes: Tensor  # float64 (k, 6): xyxy in pixels of the file, confidence, class
+    labels: np.ndarray  # float32 (m, 5): class, normalised xywh
+    names: Mapping[int, str]  # of the classes
+    iou_thres: float  # overlap from which `with_labels` takes a detection for a label's
+
+    @property
+    def array(self) -> np.ndarray:
+        """Return the detections as float32 (k, 6): xyxy in pixels of the file, confidence, class."""
+        return np.array(self.boxes.numpy(), np.float32)
+
+    @property
+    def items(self) -> list[tuple[str, float]]:
+        """Return class name and confidence of each detection, the most confident first."""
+        return [(self.names[int(label)], confidence) for *_, confidence, label in self.boxes.tolist()]
+
+    def describe(self) -> str:
+        """Return the number of detections of each class in words: `2 persons, 1 dog`, or `nothing`."""
+        counts = Counter(int(label) for label in self.boxes[:, 5].tolist())
+        words = [f"{count} {self.names[label]}{'s' * (count > 1)}" for label, count in sorted(counts.items())]
+        return ", ".join(words) or "nothing"
+
+    def draw(self, image: Image, style: Style) -> Image:
+        """Return a copy of `image` with the boxes drawn on it, the most confident on top."""
+        rows = self.boxes.flip(0)
+        classes = [int(label) for label in rows[:, 5].tolist()]
+        texts = [style.text(self.names[k], value) for k, value in zip(classes, rows[:, 4].tolist(), strict=True)]
+        return draw_predictions(image, rows[:, :4].numpy(), classes, texts, style)
+
+    def crops(self, image: Image) -> list[tuple[str, Image]]:
+        """Return the part of `image` that each box covers, with its class name; none is empty."""
+        parts = []
+        for left, top, right, bottom, _, label in self.boxes.tolist():
+            part = image[math.floor(top) : math.ceil(bottom), math.floor(left) : math.ceil(right)]
+            if part.size:
+                parts.append((self.names[int(label)], part))
+        return parts
+
+    def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
+        """Return lines of a label file: class, normalised xywh and, if asked for, the confidence.
+
+        corners: xyxy in pixels of the file instead of xywh.
+        """
+        boxes = self.boxes[:, :4] if corners else xyxy_to_xywh(self.boxes[:, :4]) / torch.tensor(self.size * 2)
+        rows = torch.cat((boxes, self.boxes[:, 4:5]) if with_confidence else (boxes,), 1)
+        return [
+            f"{int(label)} {' '.join(f'{value:.6g}' for value in row)}"
+            for label, row in zip(self.boxes[:, 5], rows.tolist(), strict=True)
+        ]
+
+    def with_labels(self) -> DetectionPrediction:
+        """Return the labels, with a confidence of 1, and behind them the detections that no label of their class
+        overlaps by more than `iou_thres`."""
+        label = torch.from_numpy(self.labels).double()
+        truth = xywh_to_xyxy(label[:, 1:5]) * torch.tensor(self.size * 2)
+        matches = match_detections(
+            self.boxes[:, :4].numpy(), self.boxes[:, 5].long().numpy(), truth.numpy(), label[:, 0].long().numpy()
+        )
+        labels = torch.cat((truth, torch.ones(len(label), 1), label[:, :1]), 1)
+        unlabelled = self.boxes[torch.from_numpy(matches.overlap <= self.iou_thres)]
+        return replace(self, boxes=torch.cat((labels, unlabelled)))
+
+    def coco_rows(self) -> CocoImage:
+        """Return the detections as COCO's results need them."""
+        return CocoImage(self.image, self.path, self.boxes.numpy())

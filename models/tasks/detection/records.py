@@ -1,0 +1,109 @@
+"""What one image contributes to the metrics of a validation: `ImageRecord`, which travels between processes.
+
+Made for `DetectionMetrics.update`; scores.py reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.tasks.detection.image_info import ImageInfo
+from models.tasks.detection.pairing import match_detections, pair_detections
+from utils.boxes import xywh_to_xyxy
+
+CONFIDENT_THRESHOLD = 0.25  # confidence of detections in the confusion matrix, and of those that are shown
+NO_PAIRS = np.zeros((0, 2), np.int32)
+
+
+class ShownImage(NamedTuple):
+    """Labels and confident detections of an image that is drawn. Boxes in pixels of the file, cut at its edges."""
+
+    path: str
+    size: tuple[int, int]  # width and height of the file's image, pixels
+    labels: np.ndarray  # float32 (m, 5): class, xyxy
+    predictions: np.ndarray  # float32 (k, 6): xyxy, confidence, class, in falling confidence
+
+
+class ImageRecord(NamedTuple):
+    """What one image contributes. k detections, m labels; sides are sqrt(area) in pixels of the file."""
+
+    image: int  # index in the split: records are sorted by it, so that sums do not depend on which process made them
+    overlap: np.ndarray  # (k,) IoU with the label that the detection is matched to, 0 if there is none
+    beaten: np.ndarray  # (k,) the largest IoU with that label of a more confident detection
+    partner_side: np.ndarray  # (k,) side of that label, 0 if there is none
+    confidence: np.ndarray  # (k,)
+    label: np.ndarray  # (k,) class
+    side: np.ndarray  # (k,)
+    true_label: np.ndarray  # (m,) class
+    true_side: np.ndarray  # (m,)
+    paired: np.ndarray = NO_PAIRS  # (p, 2) classes of a label and of the detection taken for it
+    shown: ShownImage | None = None  # of an image that is to be drawn
+
+
+# The columns of no detections and labels, to concatenate if there is no record.
+EMPTY_RECORD = ImageRecord._make((-1, *[np.zeros(0, np.float32)] * 8, NO_PAIRS, None))
+
+
+def image_records(
+    boxes_of: Sequence[Tensor], infos: Sequence[ImageInfo], shown: Collection[int] = ()
+) -> list[ImageRecord]:
+    """Return a record for each image of a batch.
+
+    boxes_of: of each image its detections (k, 6): xyxy in pixels of its file, confidence, class, in falling confidence.
+    shown: indices of the images that are to be drawn.
+    """
+    if not infos:
+        return []
+    counts, true_counts = [len(boxes) for boxes in boxes_of], [len(info.rows) for info in infos]
+    image, true_image = (np.repeat(np.arange(len(infos)), each) for each in (counts, true_counts))
+    detections = torch.cat(list(boxes_of)).numpy()
+    rows = np.concatenate([info.rows for info in infos])
+    boxes, (confidence, label) = detections[:, :4], detections[:, 4:].astype(np.float32).T.copy()
+    sizes = np.array([info.size * 2 for info in infos], np.float32)
+    truth, true_label = xywh_to_xyxy(torch.from_numpy(rows[:, 1:5])).numpy() * sizes[true_image], rows[:, 0]
+    classes = int(max(label.max(initial=0), true_label.max(initial=0))) + 1
+    group, true_group = (image * classes + label).astype(np.int64), (true_image * classes + true_label).astype(np.int64)
+    overlap, partner, beaten = match_detections(boxes, group, truth, true_group)
+    true_side = _side(truth)
+    partner_side = np.where(overlap > 0, np.append(true_side, np.float32(0))[partner], np.float32(0))
+    confident = np.flatnonzero(confidence > CONFIDENT_THRESHOLD)
+    paired, paired_label = pair_detections(boxes[confident], image[confident], truth, true_image)
+    pairs = np.stack((true_label[paired_label], label[confident[paired]]), 1).astype(np.int32)
+    per_image = zip(
+        infos,
+        boxes_of,
+        _split(counts, overlap, beaten, partner_side, confidence, label, _side(boxes)),
+        _split(true_counts, true_label, true_side),
+        _split(np.bincount(true_image[paired_label], minlength=len(infos)), pairs),
+        strict=True,
+    )
+    return [
+        ImageRecord._make((info.image, *detected, *true, *both, _shown(boxes, info) if info.image in shown else None))
+        for info, boxes, detected, true, both in per_image
+    ]
+
+
+def _shown(boxes: Tensor, info: ImageInfo) -> ShownImage:
+    """Return what is drawn of an image with detections (k, 6)."""
+    limit = np.array(info.size * 2, np.float32)
+    corners = xywh_to_xyxy(torch.tensor(info.rows[:, 1:5])).numpy() * limit
+    labels = np.concatenate((info.rows[:, :1], corners.clip(0, limit)), 1)
+    confident = boxes.numpy().astype(np.float32)
+    confident = confident[confident[:, 4] >= CONFIDENT_THRESHOLD]
+    return ShownImage(info.path, info.size, labels, confident[np.argsort(-confident[:, 4], kind="stable")])
+
+
+def _split(counts: Sequence[int] | np.ndarray, *columns: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
+    """Iterate over each image's part of columns that hold the rows of all images, `counts` of each."""
+    return zip(*(np.split(column, np.cumsum(counts)[:-1]) for column in columns), strict=True)
+
+
+def _side(boxes: np.ndarray) -> np.ndarray:
+    """Return the square root of the area of xyxy boxes, (n,)."""
+    width, height = (boxes[:, 2:4] - boxes[:, :2]).clip(min=0).T
+    return np.asarray(np.sqrt(width * height))

@@ -1,0 +1,236 @@
+"""Precision, recall and average precision over a set of images, by YOLOv5's definitions.
+
+Called by `DetectionMetrics.summarise`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from models.tasks.detection.pairing import IOU_THRESHOLDS
+from models.tasks.detection.records import CONFIDENT_THRESHOLD, EMPTY_RECORD, ImageRecord
+
+F1_CONFIDENCES = np.linspace(0, 1, 1000)  # one of which precision and recall are read at
+F1_SMOOTHING_SHARE = 0.1  # width of the window that smooths the F1 curve, as a share of the curve's length
+AP_RECALLS = np.linspace(0, 1, 101)  # between which average precision integrates
+CURVE_POINTS = np.linspace(0, 1, 201)  # confidences and recalls of the curves; every second one is of `AP_RECALLS`
+SIZE_EDGES_PIXELS = (0.0, 16.0, 32.0, 64.0, 96.0, float("inf"))  # COCO separates small, medium, large at 32 and 96
+
+
+class Curves(NamedTuple):
+    """Curves of each class that has labels, at IoU 0.5, (c, 201) each, at `CURVE_POINTS`."""
+
+    precision: np.ndarray  # at a confidence
+    recall: np.ndarray  # at a confidence
+    envelope: np.ndarray  # precision at a recall: the area under it is the AP
+
+
+@dataclass(frozen=True)
+class ClassScores:
+    """Scores of each class that has labels, (c,) unless noted."""
+
+    classes: np.ndarray  # numbers
+    images: np.ndarray  # that have labels of it
+    instances: np.ndarray  # labels
+    precision: np.ndarray
+    recall: np.ndarray
+    ap: np.ndarray  # (c, 10) at each of `IOU_THRESHOLDS`
+    curves: Curves
+
+    def means(self) -> dict[str, float]:
+        """Return the means over the classes, 0 if there are none."""
+        if not len(self.classes):
+            return dict.fromkeys(("precision", "recall", "mAP50", "mAP50-95"), 0.0)
+        values = (self.precision, self.recall, self.ap[:, 0], self.ap)
+        return dict(zip(("precision", "recall", "mAP50", "mAP50-95"), (float(v.mean()) for v in values), strict=True))
+
+
+class SizeScores(NamedTuple):
+    """Scores of the objects whose side, sqrt(area), lies in [low, high) pixels."""
+
+    low: float
+    high: float
+    instances: int
+    ap50: float
+    ap: float
+
+
+class JoinedRecords(NamedTuple):
+    """The records of all images. c classes have labels; n detections are of them, by class, in falling confidence."""
+
+    classes: np.ndarray  # (c,) numbers
+    instances: np.ndarray  # (c,) labels of each
+    images: np.ndarray  # (c,) images that have labels of it
+    true_row: np.ndarray  # (m,) index in `classes` of each label's class
+    true_side: np.ndarray  # (m,)
+    bounds: np.ndarray  # (c + 1,) where each class's detections begin, and where the last one's end
+    overlap: np.ndarray  # (n,) and so on: see ImageRecord
+    beaten: np.ndarray
+    partner_side: np.ndarray
+    confidence: np.ndarray
+    side: np.ndarray
+
+
+def confusion_matrix(records: Sequence[ImageRecord], classes: int) -> np.ndarray:
+    """Return counts by true and predicted class, int64 (classes + 1, classes + 1); the last class is background.
+
+    A label without a detection counts as predicted background, a detection without a label as true background.
+    """
+    records = [EMPTY_RECORD, *records]
+    true = np.concatenate([record.true_label for record in records]).astype(np.int64)
+    confident = [record.label[record.confidence > CONFIDENT_THRESHOLD] for record in records]
+    predicted = np.concatenate(confident).astype(np.int64)
+    matrix = np.zeros((classes + 1, classes + 1), np.int64)
+    np.add.at(matrix, tuple(np.concatenate([record.paired for record in records]).T), 1)
+    matrix[:-1, -1] = np.bincount(true, minlength=classes) - matrix[:-1].sum(1)
+    matrix[-1, :-1] = np.bincount(predicted, minlength=classes) - matrix[:, :-1].sum(0)
+    return matrix
+
+
+def join(records: Sequence[ImageRecord]) -> JoinedRecords:
+    """Return the records of all images as one, the same in whatever order they come: of equal confidences the earlier
+    image's is first."""
+    ordered = sorted(records, key=lambda record: record.image)
+    columns = list(zip(EMPTY_RECORD, *ordered, strict=True))[1:-1]
+    joined = ImageRecord._make((-1, *map(np.concatenate, columns), None))
+    classes, true_row, instances = np.unique(joined.true_label, return_inverse=True, return_counts=True)
+    present = np.concatenate([classes[:0], *(np.unique(record.true_label) for record in ordered)])
+    images = np.bincount(np.searchsorted(classes, present), minlength=len(classes))
+    row = np.searchsorted(classes, joined.label)
+    row[np.append(classes, np.nan)[row] != joined.label] = len(classes)  # of no class that has labels: last
+    row = row.astype(np.min_scalar_type(len(classes)))  # small numbers have a faster stable sort
+    order = np.argsort(row, kind="stable")
+    bounds = np.searchsorted(row[order], np.arange(len(classes) + 1))
+    for start, end in pairwise(bounds):
+        of_class = order[start:end]
+        order[start:end] = of_class[np.argsort(-joined.confidence[of_class], kind="stable")]
+    order = order[: bounds[-1]]
+    return JoinedRecords(
+        classes=classes.astype(np.int64),
+        instances=instances,
+        images=images,
+        true_row=true_row,
+        true_side=joined.true_side,
+        bounds=bounds,
+        overlap=joined.overlap[order],
+        beaten=joined.beaten[order],
+        partner_side=joined.partner_side[order],
+        confidence=joined.confidence[order],
+        side=joined.side[order],
+    )
+
+
+def score_classes(joined: JoinedRecords) -> ClassScores:
+    """Return the scores of each class over all images."""
+    ap = np.zeros((len(joined.classes), len(IOU_THRESHOLDS)))
+    precision, recall = (np.zeros((len(joined.classes), len(F1_CONFIDENCES))) for _ in range(2))
+    curves = Curves(*(np.zeros((len(joined.classes), len(CURVE_POINTS))) for _ in Curves._fields))
+    for row, (detections, count) in enumerate(zip(_class_slices(joined), joined.instances, strict=True)):
+        total = detections.stop - detections.start
+        if not total:
+            continue
+        near, correct = _correct(joined, detections)
+        for column, correct_at_iou in enumerate(correct.T):
+            ap[row, column] = _average_precision(near[correct_at_iou], total, count)
+        hits = near[correct[:, 0]]
+        hits_so_far = np.bincount(hits, minlength=total).cumsum()
+        falling = -joined.confidence[detections]
+        precisions, recalls = hits_so_far / np.arange(1, total + 1), hits_so_far / count
+        for at, precision_at, recall_at in (
+            (F1_CONFIDENCES, precision, recall),
+            (CURVE_POINTS, curves.precision, curves.recall),
+        ):
+            # Above the confidence of the first detection precision is 1 and recall 0.
+            precision_at[row] = np.interp(-at, falling, precisions, left=1)
+            recall_at[row] = np.interp(-at, falling, recalls, left=0)
+        curves.envelope[row] = _envelope(hits, total, count, CURVE_POINTS)
+    best = _best_f1(precision, recall)
+    return ClassScores(joined.classes, joined.images, joined.instances, precision[:, best], recall[:, best], ap, curves)
+
+
+def score_sizes(joined: JoinedRecords) -> list[SizeScores]:
+    """Return the scores of each object size that has labels, means over the classes. Labels and unmatched detections of
+    other sizes are ignored."""
+    scores = []
+    for low, high in pairwise(SIZE_EDGES_PIXELS):
+        in_range = (joined.true_side >= low) & (joined.true_side < high)
+        if in_range.any():
+            ap = _size_ap(joined, np.bincount(joined.true_row[in_range], minlength=len(joined.classes)), low, high)
+            scores.append(SizeScores(low, high, int(in_range.sum()), float(ap[:, 0].mean()), float(ap.mean())))
+    return scores
+
+
+def _size_ap(joined: JoinedRecords, counts: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Return the AP of every class that has labels in the range, (classes of counts > 0, 10).
+
+    counts: (c,) labels in the range.
+    """
+    inside, partner_inside = ((side >= low) & (side < high) for side in (joined.side, joined.partner_side))
+    ap = np.zeros((len(counts), len(IOU_THRESHOLDS)))
+    for row, (detections, count) in enumerate(zip(_class_slices(joined), counts, strict=True)):
+        if not count:
+            continue
+        near, correct = _correct(joined, detections)
+        inside_so_far = inside[detections].cumsum()
+        # A correct detection has the side of its label instead of its own, which shifts the ranks of all behind it.
+        for column, correct_at_iou in enumerate(correct.T):
+            rank = near[correct_at_iou]
+            if len(rank):
+                label_inside = partner_inside[detections][rank]
+                shift = label_inside.cumsum() - inside[detections][rank].cumsum()
+                hits = (inside_so_far[rank] + shift - 1)[label_inside]
+                ap[row, column] = _average_precision(hits, inside_so_far[-1] + shift[-1], count)
+    return ap[counts > 0]
+
+
+def _class_slices(joined: JoinedRecords) -> list[slice]:
+    """Return the detections of each class."""
+    return [slice(start, end) for start, end in pairwise(joined.bounds.tolist())]
+
+
+def _correct(joined: JoinedRecords, detections: slice) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ranks (k,) of a class's detections that may be correct, and at which IoU they are, bool (k, 10)."""
+    near = np.flatnonzero(joined.overlap[detections] >= IOU_THRESHOLDS[0])
+    overlap, beaten = joined.overlap[detections][near, None], joined.beaten[detections][near, None]
+    return near, (overlap >= IOU_THRESHOLDS) & (beaten < IOU_THRESHOLDS)
+
+
+def _average_precision(hits: np.ndarray, total: int, count: int) -> float:
+    """Return the area under the falling envelope of precision over recall, by 101 points; see `_envelope`."""
+    return float(np.trapezoid(_envelope(hits, total, count, AP_RECALLS), AP_RECALLS)) if len(hits) else 0.0
+
+
+def _envelope(hits: np.ndarray, total: int, count: int, at: np.ndarray) -> np.ndarray:
+    """Return the falling envelope of precision at the recalls `at` (n,), which rise from 0 to 1: (n,).
+
+    hits: the ranks of the correct ones among `total` detections in falling confidence. count: of labels. From the
+    recall of one hit to that of the next, the envelope is the next hit's; behind the last it is a line down to 0 at a
+    recall of 1.
+    """
+    if not len(hits):
+        return np.zeros(len(at))
+    correct = np.arange(1, len(hits) + 1)
+    recall = correct / count
+    envelope = np.maximum.accumulate((correct / (hits + 1))[::-1])[::-1]
+    end = recall[-1]
+    tail = np.interp(at, (end, 1.0), (len(hits) / total, 0.0)) if end < 1 else np.zeros(len(at))
+    heights = np.append(envelope, 0.0)[np.searchsorted(recall, at, side="right")]
+    return np.where(end > at, heights, tail)
+
+
+def _best_f1(precision: np.ndarray, recall: np.ndarray) -> int:
+    """Return the index in `F1_CONFIDENCES` at which the smoothed mean F1 over the classes is highest.
+
+    precision, recall: (c, 1000).
+    """
+    if not len(precision):
+        return 0
+    f1 = (2 * precision * recall / (precision + recall + 1e-16)).mean(0)
+    width = round(len(f1) * F1_SMOOTHING_SHARE * 2) // 2 + 1  # odd
+    padded = np.pad(f1, width // 2, mode="edge")
+    return int(np.convolve(padded, np.ones(width) / width, mode="valid").argmax())

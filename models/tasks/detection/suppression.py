@@ -1,0 +1,158 @@
+"""From views of a batch to detections: thresholds and non-maximum suppression.
+
+Called by `DetectionPostprocess`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from models.tasks.contract import Thresholds
+from models.tasks.detection.views import DecodedView, RawView, SuppressedView, decode, decode_xyxy
+from utils.boxes import xywh_to_xyxy
+
+MAX_CANDIDATES = 30_000  # per image, the most confident ones
+FIRST_CANDIDATES_PER_DETECTION = 3  # candidates in the first round, per detection that an image may have
+CANDIDATE_GROWTH = 3  # factor of the candidates in each further round
+# Pixels between the planes of two classes, so that their boxes never overlap; more than any image's side.
+CLASS_OFFSET_PIXELS = 7680
+VECTOR_NUMBERS = 64  # no fewer than any CPU computes at once
+SPAN_NUMBERS = 2**14  # a multiple of that, and fewer than torch divides among threads
+
+
+@torch.no_grad()
+def detect(views: Sequence[RawView | DecodedView], thresholds: Thresholds) -> list[Tensor]:
+    """Return the detections of each image, float32 (k, 6): xyxy in pixels of the batch, confidence, class, in falling
+    confidence.
+
+    A box counts for every class whose objectness x score exceeds `conf_thres`. Of boxes of one class that overlap by
+    more than `iou_thres` the most confident stays, whichever view it is of. There is no time limit: every image is
+    finished. The detections of an image do not depend on the other images.
+    """
+    raw = [view for view in views if isinstance(view, RawView)]
+    if len(raw) == len(views):
+        return _detect_raw(raw, thresholds)
+    parts = [(view.boxes if isinstance(view, DecodedView) else decode(view)).float() for view in views]
+    images = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return [suppress(image[image[:, 4] > thresholds.conf_thres], None, thresholds) for image in images]
+
+
+def filter_detections(view: SuppressedView, thresholds: Thresholds) -> list[Tensor]:
+    """Return the detections of each image, (k, 6), that a suppressing model returned and the thresholds allow."""
+    images = zip(view.detections, view.counts.tolist(), strict=True)
+    detections = [image[: int(count)] for image, count in images]
+    confident = [
+        image[(image[:, 4] > thresholds.conf_thres) & _of_classes(image[:, 5], thresholds)] for image in detections
+    ]
+    return [image[: thresholds.max_det] for image in confident]
+
+
+def suppress(scores: Tensor, cells: Tensor | None, thresholds: Thresholds) -> Tensor:
+    """Return the detections (k, 6) of one image.
+
+    scores: (n, 5 + classes), sigmoids of boxes that may exceed the threshold. cells: (n, 6), see `cell_geometry`; None
+    if the first four numbers of `scores` are xywh in pixels already.
+
+    Only more confident boxes suppress a box, so a few hundred of the most confident mostly decide alone. If too few of
+    them remain, less confident ones are compared with those that do: a suppressed box suppresses nothing.
+    """
+    from torchvision.ops import nms  # here, because the import takes over a second: an error in a flag comes before
+
+    scores = _allowed_scores(scores, thresholds)
+    offset = 0 if thresholds.agnostic_nms else CLASS_OFFSET_PIXELS
+    best = scores[:, 5:].amax(1) * scores[:, 4]
+    detections, compared = scores.new_zeros(0, 6), 0
+    count = min(FIRST_CANDIDATES_PER_DETECTION * thresholds.max_det, MAX_CANDIDATES)
+    while True:
+        row, label, confidence = _most_confident(scores, best, thresholds.conf_thres, count)
+        new_rows = row[compared:]
+        near = scores[new_rows, :4]
+        boxes = xywh_to_xyxy(near) if cells is None else decode_xyxy(near, cells[new_rows])
+        new = torch.cat((boxes, confidence[compared:, None], label[compared:, None]), 1)
+        detections = torch.cat((detections, new))
+        planes = detections[:, :4] + detections[:, 5:] * offset
+        detections = detections[nms(planes, detections[:, 4], thresholds.iou_thres)]
+        if len(detections) >= thresholds.max_det or len(row) < count or count == MAX_CANDIDATES:
+            return detections[: thresholds.max_det]
+        compared, count = count, min(count * CANDIDATE_GROWTH, MAX_CANDIDATES)
+
+
+def _detect_raw(views: Sequence[RawView], thresholds: Thresholds) -> list[Tensor]:
+    """Return what `detect` does for raw maps. Only boxes whose objectness exceeds the threshold are decoded."""
+    outputs, geometries = zip(*(level for view in views for level in view.levels()), strict=True)
+    levels = [raw.flatten(1, 3) for raw in outputs]  # (b, n, 5 + classes)
+    candidates = [level[..., 4].float() > least_logit(thresholds.conf_thres) for level in levels]
+    counts = torch.stack([level.sum(1) for level in candidates], 1)  # (b, levels)
+    boxes = torch.split(torch.cat(candidates, 1).nonzero()[:, 1], counts.flatten().tolist())  # by image, then level
+    cells = torch.cat(geometries)
+    starts = [0, *accumulate(level.shape[1] for level in levels[:-1])]
+    detections = []
+    for image in range(len(levels[0])):
+        by_level = boxes[image * len(levels) : (image + 1) * len(levels)]
+        rows = [level[image][box - start] for level, box, start in zip(levels, by_level, starts, strict=True)]
+        detections.append(suppress(row_sigmoids(rows), cells[torch.cat(by_level)], thresholds))
+    return detections
+
+
+def least_logit(probability: float) -> float:
+    """Return a number that every logit exceeds whose sigmoid, in fp32, exceeds `probability`, and few others do.
+
+    Applied to objectness, which no confidence exceeds.
+    """
+    least = min(probability, 1.0) * (1 - 1e-5)
+    return math.log(least / (1 - least)) if least > 0 else -math.inf
+
+
+def row_sigmoids(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sigmoids of parts (k, 5 + classes), concatenated, in fp32.
+
+    A CPU computes a slightly different sigmoid for the last numbers of a thread's share, those that do not fill a
+    vector. To make a number's sigmoid independent of its position, spans are computed by one thread, with spare rows.
+    """
+    size = parts[0].shape[1]
+    spare = parts[0].new_zeros(math.ceil(VECTOR_NUMBERS / size), size)
+    rows = torch.cat((*parts, spare)).float()
+    for span in torch.split(rows.view(-1), SPAN_NUMBERS if rows.device.type == "cpu" else rows.numel()):
+        span.sigmoid_()
+    return rows[: -len(spare)]
+
+
+def _allowed_scores(scores: Tensor, thresholds: Thresholds) -> Tensor:
+    """Return scores (n, 5 + classes) with 0 for the classes of a box that do not count."""
+    if not thresholds.classes and not thresholds.one_class:
+        return scores
+    counts = torch.ones_like(scores, dtype=torch.bool)
+    if thresholds.one_class:
+        counts[:, 5:] = functional.one_hot(scores[:, 5:].argmax(1), scores.shape[1] - 5).bool()
+    if thresholds.classes:
+        counts[:, 5:] &= _of_classes(torch.arange(scores.shape[1] - 5, device=scores.device), thresholds)
+    return scores.where(counts, 0)
+
+
+def _of_classes(labels: Tensor, thresholds: Thresholds) -> Tensor:
+    """Return which labels are among `classes`, bool of the same shape."""
+    if not thresholds.classes:
+        return torch.ones_like(labels, dtype=torch.bool)
+    return torch.isin(labels, torch.tensor(thresholds.classes, device=labels.device))
+
+
+def _most_confident(scores: Tensor, best: Tensor, conf_thres: float, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first `count` candidates in falling confidence: row of `scores` (n, 5 + classes), class, confidence.
+
+    best: (n,) each row's largest confidence.
+    """
+    least = best.new_zeros(())
+    if count < len(best):  # `count` rows have a candidate of at least that confidence
+        least = best.nan_to_num(0).topk(count, sorted=False).values.amin()
+    (rows,) = (~((best <= conf_thres) | (best < least))).nonzero(as_tuple=True)  # rows with a NaN included
+    confidence = scores[rows, 5:] * scores[rows, 4:5]
+    row, label = ((confidence > conf_thres) & (confidence >= least)).nonzero(as_tuple=True)
+    confidence, order = confidence[row, label].sort(descending=True, stable=True)
+    order = order[:count]
+    return rows[row[order]], label[order].float(), confidence[:count]

@@ -1,0 +1,93 @@
+"""What a detector returned for a batch, in the three forms in which models return it, and the decoding of raw maps.
+
+Made by `DetectionPostprocess.views`, suppressed by suppression.py; exported modules decode with `decode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from utils.boxes import xywh_to_xyxy
+
+
+class RawView(NamedTuple):
+    """The raw maps of a network, which may have been given the images in another size and mirrored."""
+
+    outputs: list[Tensor]  # by level, (b, anchors, h, w, 5 + classes)
+    anchors: Tensor  # (levels, anchors, 2) in cells
+    strides: Tensor  # (levels,) pixels per cell
+    scale: tuple[float, float] = (1.0, 1.0)  # width and height of the images given, as shares of the batch's
+    mirrored_width: int = 0  # pixels: the width of the batch if left and right were swapped, else 0
+    skipped_level: int | None = None  # a level whose boxes are not taken
+
+    def levels(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate over the raw map and the cell geometry of each level whose boxes are taken."""
+        for number, level in enumerate(zip(self.outputs, self.anchors, self.strides, strict=True)):
+            if number != self.skipped_level:
+                yield level[0], cell_geometry(*level, self.scale, self.mirrored_width)
+
+
+class DecodedView(NamedTuple):
+    """The boxes of an exported file."""
+
+    boxes: Tensor  # (b, n, 5 + classes): xywh in pixels of the batch, objectness, class scores
+    outputs: None = None  # no raw maps, of which a loss could be computed
+
+
+class SuppressedView(NamedTuple):
+    """The detections of an exported file with suppression in its graph."""
+
+    detections: Tensor  # (b, m, 6): xyxy in pixels of the batch, confidence, class; rows of zeros behind
+    counts: Tensor  # (b,) rows that are detections
+    outputs: None = None
+
+
+DetectionView: TypeAlias = RawView | DecodedView | SuppressedView
+
+
+def decode(view: RawView) -> Tensor:
+    """Return all boxes of a view, (b, n, 5 + classes), as in `DecodedView`: by level, anchor, row and column."""
+    parts = []
+    for raw, cells in view.levels():
+        scores = raw.flatten(1, 3).float().sigmoid()
+        parts.append(torch.cat((decode_xywh(scores, cells), scores[..., 4:]), 2))
+    return torch.cat(parts, 1)
+
+
+def cell_geometry(
+    raw: Tensor, anchors: Tensor, stride: Tensor, scale: tuple[float, float] = (1.0, 1.0), mirrored_width: int = 0
+) -> Tensor:
+    """Return what the boxes of a level are relative to, (anchors x h x w, 6): column, row, pixels per column and row,
+    width and height of the anchor in pixels of the batch.
+
+    The columns of a mirrored view count from the right, by a negative stride.
+    """
+    _, count, height, width, _ = raw.shape
+    pixels = torch.stack([stride / share for share in scale]).float()
+    columns = torch.arange(width, device=raw.device, dtype=torch.float32)
+    rows = torch.arange(height, device=raw.device, dtype=torch.float32)
+    sides = (anchors * pixels).float()[:, None, None]
+    if mirrored_width:
+        columns = columns - mirrored_width / pixels[0]
+        pixels = pixels * torch.tensor([-1.0, 1.0], device=pixels.device)
+    # Concatenated, not written in place: exported files compute this too, and other runtimes are slow at the latter.
+    parts = (columns[:, None], rows[:, None, None], pixels, sides)
+    return torch.cat([part.expand(count, height, width, part.shape[-1]) for part in parts], -1).view(-1, 6)
+
+
+def decode_xywh(scores: Tensor, cells: Tensor) -> Tensor:
+    """Return boxes (..., 4) in pixels: xy = (2 sigmoid - 0.5 + cell) stride, wh = (2 sigmoid)^2 anchor (YOLOv5's).
+
+    scores: (..., 4 or more), sigmoids. cells: (n, 6), see `cell_geometry`.
+    """
+    centre = (scores[..., :2] * 2 - 0.5 + cells[:, :2]) * cells[:, 2:4]
+    return torch.cat((centre, (scores[..., 2:4] * 2) ** 2 * cells[:, 4:]), -1)
+
+
+def decode_xyxy(scores: Tensor, cells: Tensor) -> Tensor:
+    """Return the boxes of `decode_xywh` as corners, (..., 4)."""
+    return xywh_to_xyxy(decode_xywh(scores, cells))

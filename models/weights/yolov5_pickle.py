@@ -1,0 +1,310 @@
+"""YOLOv5's weight files, which are pickled networks, read without running anything. Called by models/weights/reader.py.
+
+A pickle is a program: it names functions and calls them. Here its classes become inert stubs (`Stub`), from which
+tensors and the YAML are taken; a name outside the lists below is refused.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+from _compat_pickle import IMPORT_MAPPING
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any, ClassVar, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from models.yolo import MODEL_KEYS
+from utils.files import ROOT, read_yaml
+
+# Modules and classes of which a file may hold objects. None is imported: each of these names becomes a stub.
+STUB_MODULES = (
+    *("models", "utils", "ultralytics", "yolov5", "torch.nn.modules", "torch.nn.parallel", "pathlib", "datetime"),
+)
+STUBS = {
+    *("argparse.Namespace", "numpy.dtype", "numpy.ndarray", "_codecs.encode"),  # encode: part of numpy's scalars
+    "builtins.getattr",  # of a method, which YOLOv5's fused layers hold
+    *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
+    *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
+}
+# Classes and values that are not replaced. Built-in ones only: a pickle's BUILD could change the attributes of others.
+BUILTIN_CLASSES = (set, frozenset, list, dict, tuple, int, float, bool, str, complex)
+REAL: dict[str, Any] = {
+    "collections.OrderedDict": collections.OrderedDict,
+    "torch.Size": torch.Size,
+    "torch.device": torch.device,
+    **{f"builtins.{kind.__name__}": kind for kind in BUILTIN_CLASSES},
+    **{f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+}
+# Classes that wrap a network, and the attribute or child that holds it.
+WRAPPERS = {
+    **dict.fromkeys(("DistributedDataParallel", "DataParallel"), "module"),
+    **dict.fromkeys(("AutoShape", "autoShape", "DetectMultiBackend"), "model"),
+    "ModelEMA": "ema",
+}
+MAX_WRAPPERS = 10  # around each other; a hostile file may have a wrapper that contains itself
+CONVOLUTIONS = ("Conv", "DWConv")  # YOLOv5's layers that have the model's activation, and may be fused
+BATCH_NORM_EPSILON = 1e-3  # of these layers
+CLASSIFIER_SIZES = {16: "n", 32: "s", 48: "m", 64: "l", 80: "x"}  # by the channels of the first convolution
+
+
+class UnusableFile(Exception):
+    """Why a weight file cannot be used: the rest of a sentence that begins with its name."""
+
+
+class Stub:
+    """Replaces an object of a class that a pickle names: holds its state, and does nothing."""
+
+    __slots__ = ("state",)
+    class_path: ClassVar[str] = ""  # module and name of the class
+    state: dict[str, Any]
+
+    def __new__(cls, *_: object, **__: object) -> Stub:
+        stub = super().__new__(cls)
+        stub.state = {}
+        return stub
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    # pickle would otherwise set attributes. On the class itself, which a file can name too, this call fails: good.
+    def __setstate__(self, state: object) -> None:
+        self.state = state if isinstance(state, dict) else {}
+
+    # pickle calls these to fill subclasses of list and dict.
+    def append(self, _: object) -> None:
+        pass
+
+    def extend(self, _: object) -> None:
+        pass
+
+    def __setitem__(self, _: object, __: object) -> None:
+        pass
+
+    def __call__(self, *_: object) -> None:
+        """Refuse: objects of a weight file are not called."""
+        raise _refused(self.class_path)
+
+
+def unpickle(data: bytes) -> Any:
+    """Return the content of a file by torch's safe loader, or if that refuses it with stubs in place of classes."""
+    # From memory: torch unpacks a tar archive to wherever the archive says, but only if it is a real file.
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_RESTRICTED_PICKLE)
+
+
+def _refused(name: str) -> UnusableFile:
+    return UnusableFile(
+        f"was refused, and nothing in it was run: it names '{name}', which has no business in a weight file; "
+        "use a file from a source that you trust"
+    )
+
+
+@lru_cache(maxsize=1000)
+def _stub_class(class_path: str) -> type[Stub]:
+    return type(class_path.rpartition(".")[2], (Stub,), {"__slots__": (), "class_path": class_path})
+
+
+class _RestrictedUnpickler(pickle.Unpickler):
+    """Resolves names from the lists above only. torch adds the storages through `persistent_load`."""
+
+    def load(self) -> Any:
+        """Return the next object of the file."""
+        load_storage = getattr(self, "persistent_load", None)
+        if load_storage is not None:
+            self.persistent_load = lambda key: _load_persistent(key, load_storage)  # type: ignore[method-assign]
+        return super().load()
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what a name of the pickle stands for. Raises `UnusableFile` if it is in none of the lists."""
+        module = IMPORT_MAPPING.get(module, module)  # protocols 0 to 2 write __builtin__ for builtins, and so on
+        path = f"{module}.{name}"
+        if "." not in name:  # a dotted name is a path through attributes, from a harmless module to any other
+            if path in REAL:
+                return REAL[path]
+            if path in _REBUILD:
+                rebuild = _REBUILD[path]
+                return lambda *args: rebuild(*args)  # a new function each time: BUILD can change its attributes
+            if path in STUBS or any(f"{module}.".startswith(f"{allowed}.") for allowed in STUB_MODULES):
+                return _stub_class(path)
+        raise _refused(path)
+
+
+def _load_persistent(key: Any, load: Callable[[Any], Any]) -> Any:
+    """Return the storage of `key` by `load`; in files of torch < 1.6 it may be a class with its source."""
+    # torch compares that source with the class's, and writes the difference into a file that the pickle can name.
+    if isinstance(key, tuple) and key[0] in ("module", b"module"):
+        return key[1]
+    return load(key)
+
+
+def rebuild_tensor(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object) -> Tensor:
+    """Return a tensor without the hooks and metadata that the pickle may give it."""
+    if not isinstance(storage, torch.storage.TypedStorage):
+        raise TypeError(f"a tensor without a storage, but with a {type(storage).__name__}")
+    return torch._utils._rebuild_tensor(storage, offset, size, stride)
+
+
+def _rebuild_parameter(data: Tensor, *_: object) -> Tensor:
+    return data
+
+
+_REBUILD: dict[str, Callable[..., Tensor]] = {
+    "torch._utils._rebuild_tensor": rebuild_tensor,
+    "torch._utils._rebuild_tensor_v2": rebuild_tensor,
+    "torch._utils._rebuild_parameter": _rebuild_parameter,
+    "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
+}
+# What torch.load takes in place of the module `pickle`.
+_RESTRICTED_PICKLE = SimpleNamespace(
+    __name__="restricted pickle",
+    Unpickler=_RestrictedUnpickler,
+    load=lambda file, **options: _RestrictedUnpickler(file, **options).load(),
+)
+
+
+# What is in an unpickled network
+
+
+def class_name(stub: Stub) -> str:
+    """Return the name of the class that a stub replaces."""
+    return stub.class_path.rpartition(".")[2]
+
+
+def is_module(value: object) -> TypeGuard[Stub]:
+    """Return whether this is the stub of a torch module."""
+    return isinstance(value, Stub) and isinstance(value.state.get("_modules"), dict)
+
+
+def unwrap(content: Any) -> Any:
+    """Return the network inside the wrappers of YOLOv5 and torch. Raises `UnusableFile` for an ensemble of several."""
+    for _ in range(MAX_WRAPPERS):
+        if not isinstance(content, Stub):
+            break
+        kind, children = class_name(content), content.state.get("_modules") or {}
+        if kind == "Ensemble":
+            if len(children) != 1:
+                raise UnusableFile(f"holds {len(children)} networks, an ensemble; give the weights of one")
+            content = next(iter(children.values()))
+        elif kind in WRAPPERS:
+            content = children.get(WRAPPERS[kind], content.state.get(WRAPPERS[kind]))
+        else:
+            break
+    return content
+
+
+def state_dict(network: Stub) -> dict[str, Tensor]:
+    """Return the state dict that the network would have, without fused layers."""
+    return dict(_named_tensors(network, ""))
+
+
+def model_yaml(network: Stub, state: Mapping[str, Tensor], classes: int) -> dict[str, Any] | None:
+    """Return the model YAML of a network; None if it has none and is none of YOLOv5's classifiers.
+
+    state: its state dict. classes: their number, for a classifier. Raises TypeError if the YAML holds other than plain
+    values.
+    """
+    yaml = network.state.get("yaml")
+    if isinstance(yaml, dict):
+        known = plain_values({key: yaml[key] for key in MODEL_KEYS if key in yaml})  # other programs add their own keys
+        return plain_values(_with_activations(known, network))
+    layers = network.state["_modules"].get("model")
+    last = next(reversed(layers.state["_modules"].values()), None) if is_module(layers) else None
+    first = state.get("model.0.conv.weight")
+    if not is_module(last) or class_name(last) != "Classify" or first is None or len(first) not in CLASSIFIER_SIZES:
+        return None
+    # YOLOv5 saves classifiers without their YAML; the first convolution is of another width in each size.
+    return {**read_yaml(ROOT / "models" / f"yolov5{CLASSIFIER_SIZES[len(first)]}-cls.yaml"), "nc": classes}
+
+
+def _with_activations(yaml: dict[str, Any], network: Stub) -> dict[str, Any]:
+    """Return the YAML with the activations of the network's layers, if the YAML does not name one.
+
+    Up to YOLOv5's release 4.0 they were only in the code: Hardswish or LeakyReLU in `Conv`, LeakyReLU in
+    `BottleneckCSP`.
+    """
+    acts = [layer.state["_modules"].get("act") for layer in _modules(network) if class_name(layer) in CONVOLUTIONS]
+    counts = collections.Counter(text for act in acts if isinstance(act, Stub) and (text := _activation_text(act)))
+    if counts and not yaml.get("activation") and (usual := counts.most_common(1)[0][0]) != "nn.SiLU()":
+        yaml = {**yaml, "activation": usual}
+    layers = network.state["_modules"].get("model")
+    by_index = layers.state["_modules"] if is_module(layers) else {}
+    first_of_head = len(yaml["backbone"]) if isinstance(yaml.get("backbone"), list) else 0
+    for part, start in (("backbone", 0), ("head", first_of_head)):
+        if isinstance(yaml.get(part), list):
+            yaml = {**yaml, part: [_with_slope(row, by_index.get(str(start + k))) for k, row in enumerate(yaml[part])]}
+    return yaml
+
+
+def _with_slope(row: Any, layer: Any) -> Any:
+    """Return a `BottleneckCSP`'s row with the slope of the layer's LeakyReLU, any other row unchanged."""
+    if not is_module(layer) or class_name(layer) != "BottleneckCSP" or not isinstance(row, list) or len(row) != 4:
+        return row
+    act = layer.state["_modules"].get("act")
+    if not isinstance(act, Stub) or class_name(act) != "LeakyReLU" or not isinstance(row[3], list):
+        return row
+    defaults = [True, 1, 0.5]  # of `BottleneckCSP`'s arguments after the channels
+    args = [*row[3][:4], *defaults[len(row[3][:4]) - 1 :]]
+    return [*row[:3], [*args, act.state.get("negative_slope", 0.01)]]
+
+
+def _activation_text(act: Stub) -> str | None:
+    """Return how a YAML writes an activation of torch.nn; None for any other object."""
+    kind = class_name(act)
+    if kind not in nn.modules.activation.__all__:
+        return None
+    constants = getattr(getattr(nn, kind), "__constants__", ())
+    settings = {name: act.state[name] for name in constants if name != "inplace" and name in act.state}
+    return f"nn.{kind}({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
+
+
+def _modules(module: Stub) -> Iterator[Stub]:
+    """Yield a module and all that it contains."""
+    yield module
+    for child in module.state["_modules"].values():
+        if is_module(child):
+            yield from _modules(child)
+
+
+def _named_tensors(module: Stub, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors of a module's state dict."""
+    fields = module.state
+    # anchor_grid: a saved buffer of older files, which follows from the anchors.
+    not_saved = {"anchor_grid", *fields.get("_non_persistent_buffers_set", ())}
+    for name, tensor in {**fields["_parameters"], **fields["_buffers"]}.items():
+        if isinstance(tensor, Tensor) and name not in not_saved:
+            yield prefix + name, tensor
+    if class_name(module) in CONVOLUTIONS and "bn" not in fields["_modules"]:
+        yield from _batch_norm_of_fused(fields["_modules"].get("conv"), prefix)
+    for name, child in fields["_modules"].items():
+        if is_module(child):
+            yield from _named_tensors(child, f"{prefix}{name}.")
+
+
+def _batch_norm_of_fused(convolution: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a BatchNorm that adds the bias of a fused convolution and does nothing else."""
+    bias = convolution.state["_parameters"].get("bias") if is_module(convolution) else None
+    if isinstance(bias, Tensor):
+        ones = torch.ones(bias.shape)
+        yield f"{prefix}bn.weight", ones
+        yield f"{prefix}bn.bias", bias
+        yield f"{prefix}bn.running_mean", torch.zeros(bias.shape)
+        yield f"{prefix}bn.running_var", ones - BATCH_NORM_EPSILON
+        yield f"{prefix}bn.num_batches_tracked", torch.tensor(0)
+
+
+def plain_values(value: Any) -> Any:
+    """Return a copy made of dicts, lists and plain values. Raises TypeError for anything else, such as a stub."""
+    if isinstance(value, dict):
+        return {str(key): plain_values(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_values(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"its model description holds a {type(value).__name__}")

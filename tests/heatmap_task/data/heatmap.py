@@ -1,0 +1,142 @@
+"""Keypoint data: images, and beside each a label file with lines `class x y`, normalised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cv2
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from data.batches import Batch, loader, stacked
+from data.cache import Images, open_images
+from data.dataset import DataSet, Item, Split, labels_text, split_identity
+from data.images import read_image, resize_long_side
+from data.labels import load_labels
+from data.problems import problem_warnings
+from data.sampler import Instances, SampleIndex, evaluation_batches, item_generator, training_batches
+from data.sources import DataSpec, label_file
+from utils.config.hyperparameters import Recipe
+from utils.errors import UserError
+
+
+class ImageInfo(NamedTuple):
+    image: int
+    path: str
+    size: tuple[int, int]  # width and height of the file's image, pixels
+    labels: np.ndarray  # float32 (m, 3): class, normalised x and y
+
+
+@dataclass(frozen=True)
+class HeatmapSplit(Split):
+    images: list[Path]
+    labels: list[np.ndarray]  # (m, 3) each
+    sizes: np.ndarray  # (n, 2), width and height, pixels
+    problems: tuple[str, ...] = ()
+
+    def identity(self) -> dict[str, str]:
+        return split_identity(self.images, b"".join(rows.tobytes() + b";" for rows in self.labels))
+
+    def report(self, title: str) -> list[str]:
+        points = sum(map(len, self.labels))
+        return [f"{title}: {len(self.images)} images, {points} points", *problem_warnings(self.problems, title)]
+
+    def instances(self) -> Instances:
+        images = np.repeat(np.arange(len(self.images)), [len(rows) for rows in self.labels])
+        return Instances(images, np.concatenate(self.labels)[:, 0].astype(np.int64))
+
+    def shown(self, index: int, side: int) -> np.ndarray:
+        return resize_long_side(read_image(self.images[index]), side, smooth=True)
+
+
+class Items(Dataset[Item]):
+    """Images resized to squares; with `fliplr` some of them mirrored."""
+
+    def __init__(self, images: Images, split: HeatmapSplit, seed: int = 0, fliplr: float = 0.0) -> None:
+        self.images, self.split, self.seed, self.fliplr = images, split, seed, fliplr
+
+    def __getitem__(self, sample: SampleIndex) -> Item:
+        image, rows = self.images.read(sample.image), self.split.labels[sample.image].copy()
+        width, height = self.split.sizes[sample.image].tolist()
+        info = ImageInfo(sample.image, str(self.images.files[sample.image]), (width, height), rows.copy())
+        if item_generator(self.seed, sample).random() < self.fliplr:
+            image, rows[:, 1] = image[:, ::-1], 1 - rows[:, 1]
+        return to_pixels(image, sample.shape), torch.from_numpy(rows), info
+
+
+def to_pixels(image: np.ndarray, shape: tuple[int, int]) -> Tensor:
+    """Resize pixels (h, w, 3) BGR to uint8 (3, *shape) RGB."""
+    resized = cv2.resize(np.ascontiguousarray(image), shape[::-1], interpolation=cv2.INTER_LINEAR)
+    return torch.from_numpy(np.ascontiguousarray(resized.transpose(2, 0, 1)[::-1]))
+
+
+@dataclass
+class HeatmapData(DataSet[HeatmapSplit]):
+    @staticmethod
+    def class_names(spec: DataSpec, single_cls: bool) -> dict[int, str]:
+        if not spec.names:
+            raise UserError(f"{spec.file}: `names` must list the classes")
+        return spec.names
+
+    @staticmethod
+    def files(spec: DataSpec) -> dict[str, list[Path]]:
+        images = {split: spec.images(split) for split in ("train", "val")}
+        return images | {f"labels of {split}": list(map(label_file, files)) for split, files in images.items()}
+
+    def split(self, name: str, hyp: Recipe | None = None) -> HeatmapSplit:
+        images, unlisted = self.spec.listing(name)
+        scanned = load_labels(images, f"{name} images", self.options.workers, boxes=False)
+        problems = (*unlisted, *scanned.problems)
+        readable = self.usable(name, scanned.sizes, problems)
+        images = list(compress(images, readable))
+        labels = [np.loadtxt(label_file(image), np.float32, ndmin=2).reshape(-1, 3) for image in images]
+        return HeatmapSplit(images, labels, scanned.sizes[readable], problems)
+
+    def documents(self, train: HeatmapSplit, val: HeatmapSplit) -> dict[str, str]:
+        names = self.spec.names
+        counts = {
+            title: (np.bincount(split.instances().classes, minlength=len(names)),) * 2
+            for title, split in (("train", train), ("val", val))
+        }
+        return {"labels.csv": labels_text(names, counts)}
+
+    @staticmethod
+    def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
+        height, width = image.shape[:2]
+        info = ImageInfo(0, name, (width, height), np.zeros((0, 3), np.float32))
+        return to_pixels(image, sides), torch.zeros(0, 3), info
+
+    @staticmethod
+    def collate(items: Sequence[Item]) -> Batch:
+        images, targets, infos = zip(*items, strict=True)
+        numbers = torch.cat([torch.full((len(rows), 1), float(k)) for k, rows in enumerate(targets)])
+        return Batch(stacked(images), torch.cat((numbers, torch.cat(targets)), 1), infos)
+
+    def train_loader(self, split: HeatmapSplit, batch_size: int, hyp: Recipe, seed: int) -> DataLoader[Any]:
+        batches = training_batches(
+            self.options,
+            split.instances(),
+            split.sizes,
+            batch_size=batch_size,
+            seed=seed,
+            imgsz=self.imgsz,
+            stride=self.stride,
+            near=0,
+            mixed=0,
+        )
+        images = open_images(split.images, 0, False, self.train_cache, split.sizes)
+        items = Items(images, split, seed, getattr(hyp, "fliplr", 0.0))
+        return loader(items, batches, self.collate, self.options.workers)
+
+    def evaluation_batches(self, split: HeatmapSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:
+        return evaluation_batches(split.sizes, batch_size, self.imgsz, self.stride, square=True)
+
+    def evaluation_loader(self, split: HeatmapSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
+        images = open_images(split.images, 0, False, self.options.cache, split.sizes)
+        return loader(Items(images, split), batches, self.collate, self.options.workers)

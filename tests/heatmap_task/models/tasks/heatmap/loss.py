@@ -1,0 +1,44 @@
+"""The loss of heat maps: binary cross-entropy against a Gaussian around each keypoint."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from models.tasks.contract import Batch, Criterion, LossTerms
+
+SIGMA_CELLS = 1.0  # of the Gaussian
+KEYPOINT_WEIGHT = 20.0  # of a cell at a keypoint, against 1 elsewhere
+
+
+class HeatmapCriterion(Criterion):
+    """One term: the mean over all cells of all maps."""
+
+    def __call__(self, outputs: Tensor, batch: Batch) -> LossTerms:
+        """Return the loss of logits (b, classes, h, w)."""
+        logits = outputs.float()
+        target = heat(batch.targets, logits.shape)
+        weight = 1 + (KEYPOINT_WEIGHT - 1) * target
+        total = binary_cross_entropy_with_logits(logits, target, weight, reduction="sum")
+        return LossTerms(total.view(1, 1), total.new_full((1, 1), logits.numel()), total.new_ones(1, 1))
+
+    def objective(self, means: Tensor, images: int) -> Tensor:
+        """Return the mean over the cells of a step."""
+        return means.sum()
+
+    def weight(self, batch: Batch) -> float:
+        """Return the number of images."""
+        return len(batch.infos)
+
+
+def heat(targets: Tensor, shape: torch.Size) -> Tensor:
+    """Return the maps of `shape` (b, classes, h, w) that keypoints (m, 4) ask for: image, class, normalised x and y."""
+    maps = targets.new_zeros(shape)
+    rows = torch.arange(shape[2], device=targets.device)[:, None] + 0.5
+    columns = torch.arange(shape[3], device=targets.device) + 0.5
+    for image, label, x, y in targets.tolist():
+        distance = (columns - x * shape[3]) ** 2 + (rows - y * shape[2]) ** 2
+        part = maps[int(image), int(label)]
+        torch.maximum(part, (-distance / (2 * SIGMA_CELLS**2)).exp(), out=part)
+    return maps

@@ -1,0 +1,76 @@
+"""The metrics of keypoints: the mean distance, and the share of keypoints that are near enough."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, cast
+
+import cv2
+import numpy as np
+
+from models.tasks.contract import Batch, Image, Metrics, Prediction, Split
+from tests.heatmap_task.models.tasks.heatmap.prediction import HeatmapPrediction
+from utils.files import csv_text
+from utils.plots.drawing import draw_captioned
+from utils.summary import Summary
+
+METRIC_NAMES = ("distance", "PCK")
+NEAR = 0.1  # distance, in units of the image's width and height, up to which a keypoint is correct
+MISSED = 1.0  # distance of a keypoint that is not predicted
+
+
+class ImageRecord(NamedTuple):
+    image: int
+    distances: list[tuple[int, float]]  # class and distance of each labelled keypoint
+    shown: list[tuple[float, float]] | None  # predicted keypoints, normalised, if the image is to be drawn
+
+
+class HeatmapMetrics(Metrics):
+    def __init__(self, names: Mapping[int, str], shown: frozenset[int]) -> None:
+        self.names, self.shown = names, shown
+
+    def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[ImageRecord]:
+        return [self._record(prediction) for prediction in cast(Sequence[HeatmapPrediction], predictions)]
+
+    def _record(self, prediction: HeatmapPrediction) -> ImageRecord:
+        points = {
+            int(label): (x / prediction.size[0], y / prediction.size[1])
+            for x, y, _, label in prediction.points.tolist()
+        }
+        distances = []
+        for label, x, y in prediction.labels.tolist():
+            point = points.get(int(label))
+            distances.append((int(label), MISSED if point is None else float(np.hypot(point[0] - x, point[1] - y))))
+        shown = list(points.values()) if prediction.image in self.shown else None
+        return ImageRecord(prediction.image, distances, shown)
+
+    def summarise(self, records: Sequence[ImageRecord]) -> Summary:
+        records = sorted(records, key=lambda record: record.image)
+        pairs = [pair for record in records for pair in record.distances]
+        distance = sum(value for _, value in pairs) / len(pairs)
+        near = sum(value < NEAR for _, value in pairs) / len(pairs)
+        by_class = {name: [value for label, value in pairs if label == number] for number, name in self.names.items()}
+        rows = [[name, len(values), sum(values)] for name, values in by_class.items()]
+        evidence = {
+            "classes": rows,
+            "shown": [[record.image, [list(point) for point in record.shown]] for record in records if record.shown],
+        }
+        row = "{:>22} {:>9} {:>9} {:>9}".format
+        overall = [row("Class", "Points", *METRIC_NAMES), row("all", len(pairs), f"{distance:.4f}", f"{near:.4f}")]
+        details = [row(name[:22], count, f"{total / max(count, 1):.4f}", "-") for name, count, total in rows]
+        metrics = dict(zip(METRIC_NAMES, (distance, near), strict=True))
+        return Summary(metrics, near, overall, details, evidence)
+
+    def documents(self, summary: Summary) -> dict[str, str]:
+        rows = [(name, count, f"{total:.6g}") for name, count, total in summary.evidence["classes"]]
+        return {"points.csv": csv_text(("class", "points", "distance"), rows)}
+
+    def pictures(self, summary: Summary, split: Split, side: int) -> dict[str, Image]:
+        images, captions = [], []
+        for index, points in summary.evidence["shown"][:4]:
+            image = cv2.resize(split.shown(index, side), (side, side))
+            for x, y in points:
+                cv2.circle(image, (int(x * side), int(y * side)), 3, (255, 255, 255))
+            images.append(image)
+            captions.append(f"image {index}")
+        return {"keypoints.jpg": draw_captioned(images, captions)} if images else {}

@@ -1,0 +1,73 @@
+"""Keypoints by heat maps: the factory of the model, loss, predictions and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cv2
+import numpy as np
+from torch import Tensor
+
+from models.export.runtime import whole_strides
+from models.fuse import fuse
+from models.tasks.contract import Batch, ExportModule, ExportSettings, Image, Model, Task, Thresholds
+from models.tasks.heatmap.metrics import METRIC_NAMES
+from models.yolo import build_model
+from tests.heatmap_task.models.tasks.heatmap.head import Heatmap
+from tests.heatmap_task.models.tasks.heatmap.loss import HeatmapCriterion
+from tests.heatmap_task.models.tasks.heatmap.metrics import HeatmapMetrics
+from tests.heatmap_task.models.tasks.heatmap.prediction import HeatmapPostprocess
+from utils.config.hyperparameters import Recipe, number
+from utils.config.ranges import SHARE
+from utils.plots.drawing import draw_captioned
+
+STRIDE = 4  # of models/heatmap.yaml
+
+
+@dataclass(frozen=True)
+class HeatmapRecipe(Recipe):
+    """The keys of the hyperparameter YAML."""
+
+    fliplr: float = number(0.5, SHARE)
+
+
+class HeatmapTask(Task):
+    """One keypoint of each class in an image, at most."""
+
+    recipe = HeatmapRecipe
+    defaults: ClassVar[Mapping[str, Any]] = {"weights": "", "hyp": "data/hyps/heatmap.yaml", "imgsz": 64}
+    refused: ClassVar[Mapping[str, str]] = {
+        "nms": "is for detectors: a heat map has one keypoint per class",
+        "save_json": "is for detectors: COCO's results are boxes",
+    }
+    loss_names = ("heat_loss",)
+    metric_names = METRIC_NAMES
+
+    def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> Model:
+        model = build_model(dict(yaml), nc=len(self.names), source=source, head=Heatmap)
+        model.names, model.stride, model.imgsz = self.names, STRIDE, whole_strides(imgsz, STRIDE)
+        return model
+
+    def criterion(self, model: Model) -> HeatmapCriterion:
+        return HeatmapCriterion()
+
+    def postprocess(self, model: Model, thresholds: Thresholds) -> HeatmapPostprocess:
+        return HeatmapPostprocess(self.names, thresholds)
+
+    def metrics(self, shown: frozenset[int] = frozenset()) -> HeatmapMetrics:
+        return HeatmapMetrics(self.names, shown)
+
+    def inputs(self, batch: Batch) -> Tensor:
+        return batch.images.float().div_(255)
+
+    def export_module(self, model: Model, settings: ExportSettings) -> ExportModule:
+        return ExportModule(fuse(model), None)
+
+    def draw_batch(self, batch: Batch) -> Image:
+        images = [np.ascontiguousarray(one.transpose(1, 2, 0)[..., ::-1]) for one in batch.images.cpu().numpy()]
+        for image, _, x, y in batch.targets.tolist():
+            height, width = images[int(image)].shape[:2]
+            cv2.circle(images[int(image)], (int(x * width), int(y * height)), 3, (255, 255, 255))
+        return draw_captioned(images, [info.path for info in batch.infos])

@@ -1,0 +1,190 @@
+"""Matching and pairing of detections and labels, by hand and against plain implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import pytest
+
+from models.tasks.detection.pairing import (
+    CONFUSION_IOU,
+    IOU_THRESHOLDS,
+    Matches,
+    match_detections,
+    pair_detections,
+)
+
+# Matching for average precision
+
+
+def right_at(threshold: float, overlap: np.ndarray, beaten: np.ndarray) -> list[bool]:
+    """As documented: beaten < t <= overlap."""
+    return ((beaten < threshold) & (threshold <= overlap)).tolist()
+
+
+def bar(height: float, at: float = 0.0) -> list[float]:
+    """A box whose IoU with the one of height 1 at the same position is `height`."""
+    return [at, 0, at + 1, height]
+
+
+def matched(heights: Sequence[float], group: Sequence[int] = (), true_group: Sequence[int] = (0,)) -> Matches:
+    """Bars matched to labels of height 1, all at one position."""
+    boxes, truth = np.array([bar(height) for height in heights]), np.array([bar(1.0)] * len(true_group))
+    groups = np.array(group or [0] * len(heights), np.int64), np.array(true_group, np.int64)
+    return match_detections(boxes.reshape(-1, 4), groups[0], truth.reshape(-1, 4), groups[1], eps=0)
+
+
+def test_of_two_detections_of_a_label_the_confident_one_is_correct_if_it_reaches_the_threshold() -> None:
+    overlap, partner, beaten = matched([0.6, 0.92])  # the first is the more confident
+    assert partner.tolist() == [0, 0]
+    assert overlap.tolist() == pytest.approx([0.6, 0.92])
+    assert right_at(0.5, overlap, beaten) == [True, False]
+    assert right_at(0.6, overlap, beaten) == [True, False]
+    assert right_at(0.65, overlap, beaten) == [False, True]
+    assert right_at(0.9, overlap, beaten) == [False, True]
+    assert right_at(0.95, overlap, beaten) == [False, False]
+
+
+def test_three_detections_of_a_label() -> None:
+    overlap, _, beaten = matched([0.7, 0.6, 0.97])
+    assert beaten.tolist() == pytest.approx([0, 0.7, 0.7])
+    rights = np.array([right_at(t, overlap, beaten) for t in IOU_THRESHOLDS])
+    assert (rights.sum(1) == 1).all()  # the label is found once at every threshold
+    assert rights[:, 0].tolist() == [True] * 5 + [False] * 5
+
+
+def test_a_detection_below_every_threshold_takes_nothing_away() -> None:
+    overlap, _, beaten = matched([0.4, 0.6])
+    assert right_at(0.5, overlap, beaten) == [False, True]
+
+
+def test_each_detection_is_matched_to_its_best_label() -> None:
+    truth = np.array([[0, 0, 1, 1], [0, 0, 1, 0.5], [0, 0, 1, 1]])
+    boxes = np.array([bar(0.8), bar(0.6), bar(0.4), bar(0.5), bar(0.9, at=5)])
+    group = np.zeros(5, np.int64)
+    overlap, partner, beaten = match_detections(boxes, group, truth, group[:3], eps=0)
+    assert partner.tolist() == [0, 1, 1, 1, 0]  # of equal ones the first
+    assert overlap.tolist() == pytest.approx([0.8, 5 / 6, 0.8, 1, 0])
+    assert beaten.tolist() == pytest.approx([0, 0, 5 / 6, 5 / 6, 0])
+
+
+def test_only_labels_of_the_same_group_count() -> None:
+    """Two labels on one spot, a detection of each group, and one of a third."""
+    overlap, partner, beaten = matched([0.9, 0.8, 0.95], [7, 3, 5], [3, 7])
+    assert overlap.tolist() == pytest.approx([0.9, 0.8, 0])
+    assert partner.tolist() == [1, 0, 0]
+    assert right_at(0.75, overlap, beaten) == [True, True, False]
+
+
+def test_matching_nothing() -> None:
+    for detections, labels in ((0, 3), (3, 0), (0, 0)):
+        matches = matched([0.9] * detections, [0] * detections, [0] * labels)
+        assert [len(part) for part in matches] == [detections] * 3
+        assert not any(part.any() for part in matches)
+
+
+def plain_iou(a: np.ndarray, b: np.ndarray) -> float:
+    x, y = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    inside = max(x, 0) * max(y, 0)
+    return inside / ((b[2] - b[0]) * (b[3] - b[1]) + (a[2] - a[0]) * (a[3] - a[1]) - inside + 1e-7)
+
+
+def random_boxes(rng: np.random.Generator, count: int) -> np.ndarray:
+    """On a coarse grid, so that many overlap alike."""
+    low = rng.integers(0, 3, (count, 2)) * 2
+    return np.concatenate((low, low + rng.integers(4, 9, (count, 2))), 1).astype(np.float32)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_matching_as_the_plain_implementation(seed: int) -> None:
+    """Detection by detection, at each threshold: right where no earlier one with the same best label was."""
+    rng = np.random.default_rng(seed)
+    boxes = partial(random_boxes, rng)
+    detections, truth, groups = boxes(40), boxes(rng.integers(12)), int(rng.integers(1, 5))
+    group, true_group = rng.integers(groups, size=len(detections)), rng.integers(groups, size=len(truth))
+    overlap, partner, beaten = match_detections(detections, group, truth, true_group)
+    for threshold in IOU_THRESHOLDS:
+        taken: set[int] = set()
+        for k, box in enumerate(detections):
+            overlaps = [(plain_iou(box, true), -m) for m, true in enumerate(truth) if true_group[m] == group[k]]
+            best, label = max(overlaps, default=(0.0, 0))
+            right = best >= threshold and -label not in taken
+            assert overlap[k] == best
+            assert best == 0 or partner[k] == -label
+            assert right == (beaten[k] < threshold <= overlap[k])
+            if right:
+                taken.add(-label)
+
+
+# Pairing for the confusion matrix
+
+
+def paired(
+    boxes: Sequence[Sequence[float]],
+    truth: Sequence[Sequence[float]],
+    group: Sequence[int] = (),
+    true_group: Sequence[int] = (),
+) -> list[tuple[int, int]]:
+    """Detection and label of each pair; without groups all are of one image."""
+    groups = np.array(group or [0] * len(boxes), np.int64), np.array(true_group or [0] * len(truth), np.int64)
+    pairs = pair_detections(np.array(boxes).reshape(-1, 4), groups[0], np.array(truth).reshape(-1, 4), groups[1], eps=0)
+    return list(zip(*(part.tolist() for part in pairs), strict=True))
+
+
+def test_the_largest_overlap_is_paired_first() -> None:
+    """Whatever the confidences: the second has the label, and the first, which overlaps it too, none."""
+    assert paired([bar(0.6), bar(0.9)], [bar(1)]) == [(1, 0)]
+
+
+def test_a_detection_that_loses_a_label_takes_the_next() -> None:
+    """Overlaps 0.9 and 0.67 of the first detection with the two labels, 0.8 and 0.75 of the second."""
+    assert paired([bar(0.9), bar(0.8)], [bar(1), bar(0.6)]) == [(0, 0), (1, 1)]
+
+
+def test_one_detection_finds_one_label() -> None:
+    assert paired([bar(0.8)], [bar(0.6), bar(1)]) == [(0, 1)]  # 0.75 and 0.8
+
+
+def test_pairs_overlap_by_more_than_the_threshold() -> None:
+    assert CONFUSION_IOU == 0.45
+    assert paired([bar(0.45)], [bar(1)]) == []
+    assert paired([bar(0.4500001)], [bar(1)]) == [(0, 0)]
+
+
+def test_of_equal_overlaps_the_earlier_label_and_then_the_earlier_detection_comes_first() -> None:
+    assert paired([bar(0.9), bar(0.9)], [bar(1)]) == [(0, 0)]
+    assert paired([bar(0.9)], [bar(1), bar(1)]) == [(0, 0)]
+    assert paired([bar(0.9)] * 3, [bar(1)] * 2) == [(0, 0), (1, 1)]
+
+
+def test_images_are_paired_separately_and_follow_each_other() -> None:
+    boxes, truth = [bar(0.7), bar(1), bar(0.9), bar(0.5)], [bar(1), bar(1), bar(1)]
+    # The second image has no label; overlaps 0.7 in the first, 0.9 and 0.5 in the third.
+    assert paired(boxes, truth, [0, 1, 2, 2], [0, 2, 2]) == [(0, 0), (2, 1), (3, 2)]
+
+
+def test_pairing_nothing() -> None:
+    assert paired([], []) == paired([bar(1)], []) == paired([], [bar(1)]) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pairing_as_the_plain_implementation(seed: int) -> None:
+    """The largest remaining overlap, again and again."""
+    rng = np.random.default_rng(seed)
+    boxes = partial(random_boxes, rng)
+    detected, truth = boxes(20), boxes(rng.integers(12))
+    group, true_group = np.sort(rng.integers(3, size=20)), np.sort(rng.integers(3, size=len(truth)))
+    expected = []
+    for image in range(3):
+        detections, true = set(np.flatnonzero(group == image)), set(np.flatnonzero(true_group == image))
+        while remaining := [(plain_iou(detected[k], truth[m]), -m, -k) for k in detections for m in true]:
+            best, label, detection = max(remaining)
+            if best <= CONFUSION_IOU:
+                break
+            expected.append((-detection, -label))
+            detections.remove(-detection)
+            true.remove(-label)
+    pairs = pair_detections(detected, group, truth, true_group)
+    assert list(zip(*(part.tolist() for part in pairs), strict=True)) == expected

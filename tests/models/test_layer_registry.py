@@ -1,0 +1,256 @@
+"""The layers that rows may name: those of torch.nn, and those of a user's file."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from models import layer_registry
+from models.layer_registry import LAYERS, LayerPlacement, Scaling, add_layers, layer_maker
+from models.layers import Detect, Segment
+from models.yolo import build_model
+from utils.errors import UserError
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def small() -> dict[str, Any]:
+    """A network of one level, quick to build."""
+    return {
+        "nc": 2,
+        "depth_multiple": 0.33,
+        "width_multiple": 0.25,
+        "anchors": [[10, 13, 16, 30, 33, 23]],
+        "backbone": [[-1, 1, "Conv", [64, 3, 2]], [-1, 3, "C3", [64]], [-1, 1, "Conv", [128, 3, 2]]],
+        "head": [
+            [-1, 1, "nn.Upsample", ["None", 2, "nearest"]],
+            [[-1, 1], 1, "Concat", [1]],
+            [[-1], 1, "Detect", ["nc", "anchors"]],
+        ],
+    }
+
+
+def on_meta(source: dict[str, Any] | str, **options: Any) -> nn.Module:
+    """The model without memory for its weights."""
+    with torch.device("meta"):
+        return build_model(source, **options)
+
+
+@pytest.mark.parametrize(
+    ("module", "args", "expected"),
+    [
+        ("nn.Identity", [], nn.Identity()),
+        ("torch.nn.Identity", [], nn.Identity()),
+        ("nn.Dropout2d", [0.3], nn.Dropout2d(0.3)),
+        ("nn.ZeroPad2d", [[0, 1, 0, 1]], nn.ZeroPad2d((0, 1, 0, 1))),
+        ("nn.MaxPool2d", [3, 1, 1], nn.MaxPool2d(3, 1, 1)),
+        ("nn.MaxPool2d", [3, 1, 1, 1, "False", "False"], nn.MaxPool2d(3, 1, 1)),
+        ("nn.BatchNorm2d", [], nn.BatchNorm2d(32, 1e-3, 0.03)),
+        ("nn.BatchNorm2d", [1e-5], nn.BatchNorm2d(32)),
+        ("nn.Conv2d", [64, 3, 1, 1], nn.Conv2d(32, 16, 3, 1, 1)),
+        ("nn.ConvTranspose2d", [64, 4, 2, 1], nn.ConvTranspose2d(32, 16, 4, 2, 1)),
+    ],
+)
+def test_layers_of_torch(module: str, args: list[Any], expected: nn.Module) -> None:
+    description = small()
+    description["head"] = [[-1, 1, module, args], [[-1], 1, "Detect", ["nc", "anchors"]]]
+    layer = on_meta(description).model[3]
+    assert (type(layer), repr(layer)) == (type(expected), repr(expected))
+
+
+@pytest.mark.parametrize("name", ["Flatten", "Embedding", "GRU", "MultiheadAttention"])
+@pytest.mark.parametrize("args", [[], [32], [32, 8]])
+def test_layers_of_torch_that_make_no_map(name: str, args: list[Any]) -> None:
+    description = {**small(), "head": [[-1, 1, f"nn.{name}", args], [[-1], 1, "Detect", ["nc", "anchors"]]]}
+    with pytest.raises(UserError, match=r"row [34]: .* does not work"):
+        on_meta(description)
+
+
+# Layers of the user's
+
+OWN = """
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import beside
+from models.layers import Conv, Detect
+
+
+@dataclass
+class Settings:
+    slope: "float" = 0.1
+
+
+class Gate(nn.Module):
+    def __init__(self, c1, c2, kernel=1):
+        super().__init__()
+        self.conv, self.act = Conv(c1, c2, kernel), nn.LeakyReLU(Settings().slope)
+
+    def forward(self, x):
+        return self.act(self.conv(x))
+
+
+class Deep(nn.Module):
+    def __init__(self, c1, c2, n, kernel=1):
+        super().__init__()
+        self.m = nn.Sequential(*(Gate(c1 if k == 0 else c2, c2, kernel) for k in range(n)))
+
+    def forward(self, x):
+        return self.m(x)
+
+
+class Squeeze(nn.Module):
+    def __init__(self, c1, part):
+        super().__init__()
+        self.down, self.up = nn.Linear(c1, c1 // part), nn.Linear(c1 // part, c1)
+
+    def forward(self, x):
+        return x * self.up(self.down(x.mean((2, 3)))).sigmoid()[..., None, None]
+
+
+class Sum(nn.Module):
+    def __init__(self, channels, factor=1):
+        super().__init__()
+        assert isinstance(channels, list)
+        self.weight = nn.Parameter(torch.ones(len(channels)) * factor)
+
+    def forward(self, maps):
+        return sum(weight * x for weight, x in zip(self.weight, maps))
+
+
+class Scale(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
+class Head(Detect):
+    pass
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a test puts its layers, which are forgotten afterwards."""
+    monkeypatch.setattr(layer_registry, "LAYERS", LAYERS.copy())
+    (tmp_path / "beside.py").write_text("")
+    return tmp_path / "mine.py"
+
+
+def test_layers_of_the_users(own: Path) -> None:
+    """Each is called by the names of its parameters; the model learns and is copied like any other."""
+    own.write_text(OWN)
+    before = list(sys.path)
+    names = ["Gate", "Deep", "Squeeze", "Sum", "Scale", "Head"]
+    assert add_layers(own) == add_layers(str(own)) == names
+    assert sys.path == before
+    assert sorted(path.name for path in own.parent.iterdir()) == ["beside.py", "mine.py"]  # no __pycache__
+    description = {
+        **small(),
+        "depth_multiple": 1.0,
+        "backbone": [[-1, 1, "Conv", [64, 3, 2]], [-1, 2, "Gate", [128]], [-1, 3, "Deep", [128, 3]]],
+        "head": [
+            [-1, 1, "Squeeze", [4]],
+            [[-1, 1], 1, "Sum", [2]],
+            [-1, 1, "Scale", [3]],
+            [[-1], 1, "Head", ["nc", "anchors"]],
+        ],
+    }
+    model = copy.deepcopy(build_model(description))
+    gates, deep, squeeze, together, scale, head = model.model[1:]
+    assert [(part.conv.conv.in_channels, part.conv.conv.out_channels) for part in gates] == [(16, 32), (32, 32)]
+    assert [part.conv.conv.kernel_size for part in deep.m] == [(3, 3)] * 3
+    assert (squeeze.down.in_features, squeeze.down.out_features) == (32, 8)
+    assert (together.weight.tolist(), scale.factor) == ([2, 2], 3)
+    assert isinstance(head, Detect)
+    assert model.detect.stride.tolist() == [2]
+    sum(m.sum() for m in model(torch.rand(2, 3, 16, 16))).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_the_example_of_the_docs(own: Path) -> None:
+    text = (REPOSITORY / "docs" / "models.md").read_text()
+    python, description = (text.split(f"```{kind}\n")[1].split("```")[0] for kind in ("python", "yaml"))
+    own.write_text(python)
+    assert add_layers(own) == ["Squeeze", "Stack", "Weighted"]
+    model = build_model(yaml.safe_load(description))
+    assert len(model.model[2].m) == 1 + 2
+    assert [m.shape for m in model(torch.rand(1, 3, 32, 32))] == [(1, 3, 4, 4, 85)]
+
+
+def test_a_layer_of_the_users_that_does_not_work_is_named(own: Path) -> None:
+    own.write_text(
+        "from torch import nn\n\n\nclass Mine(nn.Module):\n    def __init__(self, c1, c2): super().__init__()\n"
+    )
+    add_layers(own)
+    description = small()
+    description["backbone"][1] = [-1, 1, "Mine", [64]]
+    with pytest.raises(UserError, match=r"row 1: Mine with the arguments \[64\].* does not work .*fix that row"):
+        build_model(description)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("class A:\n    x = = 1\n", "mine.py, line 2: invalid syntax; fix the Python there"),
+        ("\n\nimport nothing_of_that_name\n", "mine.py, line 3: ModuleNotFoundError: No module named .*; fix it"),
+        ("def f():\n    return 1 / 0\n\nf()\n", "mine.py, line 2: ZeroDivisionError: division by zero; fix it"),
+        ("import sys\nsys.exit('no')\n", "mine.py, line 2: SystemExit: no; fix it"),
+        ("x = 1\n", "mine.py defines no layer; write a class that extends torch.nn.Module"),
+        ("from torch.nn import Conv2d\n", "mine.py defines no layer"),
+        (
+            "from torch import nn\n\n\nclass New(nn.Module): ...\n\n\nclass C3(nn.Module): ...\n",
+            "mine.py defines a layer 'C3', but there is one of that name; give it another name",
+        ),
+        ("\0\1", "mine.py.*null bytes"),
+    ],
+)
+def test_files_that_bring_no_layers(content: str, message: str, own: Path) -> None:
+    own.write_text(content)
+    modules, path = set(sys.modules), list(sys.path)
+    for _ in range(2):
+        with pytest.raises(UserError, match=message):
+            add_layers(own)
+    assert (set(sys.modules), sys.path, layer_registry.LAYERS) == (modules, path, LAYERS)
+
+
+def test_files_with_layers_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--layers \S*mine.py is not a file; give the path of a Python file"):
+        add_layers(tmp_path / "mine.py")
+    (tmp_path / "mine.txt").write_text("x = 1\n")
+    with pytest.raises(UserError, match=r"mine.txt is no Python file; --layers takes one whose name ends with .py"):
+        add_layers(tmp_path / "mine.txt")
+
+
+# What a row is built with
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "expected"),
+    [("Detect", Detect, True), ("Segment", Detect, True), ("Segment", Segment, True), ("Conv", Detect, False)],
+)
+def test_the_class_that_a_row_makes(name: str, kind: type[nn.Module], expected: bool) -> None:
+    assert layer_maker(name).makes(kind) == expected
+
+
+def test_scaling() -> None:
+    scaling = Scaling(0.33, 0.25, 8, 21)
+    assert [scaling.channels(count) for count in (64, 21, 33)] == [16, 21, 16]
+    assert [scaling.repeats(number) for number in (1, 2, 3, 9)] == [1, 1, 1, 3]
+    placement = LayerPlacement((4, 8), 1, (), scaling)
+    with pytest.raises(ValueError, match="it takes one input, not 2: join them with Concat first"):
+        _ = placement.c1
+    with pytest.raises(ValueError, match="the number of output channels, is missing"):
+        _ = placement.c2

@@ -1,0 +1,279 @@
+"""A new task is new files and one line in models/tasks/__init__.py.
+
+The files of tests/heatmap_task/ and such a line are added to a copy of the checkout, in which the scripts then train,
+validate, resume, detect and export the new task.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from tests.curves import rows
+
+ROOT = Path(__file__).resolve().parents[1]
+NEW_FILES = ROOT / "tests" / "heatmap_task"
+TASKS_FILE = "models/tasks/__init__.py"
+LINE = (
+    '    "heatmap": TaskEntry("models.tasks.heatmap.task:HeatmapTask", "data.heatmap:HeatmapData", "Heatmap", '
+    '"HeatmapModel"),\n'
+)
+COLOURS = {"red": (255, 40, 40), "blue": (40, 40, 255)}
+TRAIN_IMAGES, VAL_IMAGES = 37, 13  # primes, so that no batch size divides them
+PRECISION = 1e-3  # of losses that processes compute together, against one alone
+CELL = 0.05  # change of a metric if one keypoint of 26 moves to the next cell
+
+# What a task is asked for, without the scripts: one step of a training, predictions, metrics and an exported module.
+PARTS = """
+import sys
+from pathlib import Path
+import numpy as np, torch
+from data.dataset import DataOptions, data_source
+from models.tasks import TASKS, task_of
+from models.tasks.contract import ExportSettings, Thresholds
+from utils.files import read_yaml
+from utils.plots.drawing import Style
+
+yaml = read_yaml(Path("models/heatmap.yaml"))
+name = task_of(yaml, "heatmap.yaml")
+assert name == task_of({"head": yaml["head"]}, "heatmap.yaml") == "heatmap"
+source = data_source(sys.argv[1], TASKS[name].data)
+kind = TASKS[name].load()
+task = kind(source.names(), kind.recipe())
+torch.manual_seed(0)
+model = task.build_model(task.model_yaml(yaml), 61)
+assert (model.imgsz, model.stride, model.names) == (64, 4, {0: "red", 1: "blue"}), model.imgsz
+assert model.yaml["task"] == "heatmap"
+data = source.open(model.imgsz, model.stride, DataOptions(cache="ram", image_weights=True))
+train, val = data.split("train", kind.recipe()), data.split("val")
+assert len(data.messages(train, val)) == 2, data.messages(train, val)
+assert data.documents(train, val)["labels.csv"].count("\\n") == 5
+assert task.adapt(model, train) == []
+criterion, optimizer = task.criterion(model), torch.optim.Adam(model.parameters(), 0.01)
+loader = data.train_loader(train, 8, kind.recipe(), 0)
+losses = []
+for epoch in range(6):
+    loader.batch_sampler.set_epoch(epoch)
+    for batch in loader:
+        outputs = model(task.inputs(batch), *criterion.hints(batch))
+        terms = criterion(outputs, batch)
+        loss = criterion.objective(terms.means(terms.counts), len(batch.infos))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+assert losses[-1] < losses[0] / 2, losses
+assert task.draw_batch(batch).ndim == 3
+
+model.eval()
+batches = data.evaluation_batches(val, 4, False)
+val_loader = data.evaluation_loader(val, batches)
+assert len(data.cache_messages(loader)) == len(loader.batch_sampler.messages) == 1
+postprocess, metrics = task.postprocess(model, Thresholds()), task.metrics(frozenset([0, 2]))
+records, predictions = [], []
+with torch.inference_mode():
+    for batch in val_loader:
+        inputs = task.inputs(batch)
+        views = [*postprocess.views(model, inputs, True), *postprocess.views(model, inputs, False)]
+        predictions += postprocess(views, batch)
+        records += metrics.update(predictions[-len(batch.infos):], batch)
+summary = metrics.summarise(records)
+assert metrics.summarise(records[::-1]) == summary
+assert tuple(summary.metrics) == task.metric_names and summary.fitness > 0.5, summary
+assert list(metrics.documents(summary)) == ["points.csv"]
+assert list(metrics.pictures(summary, val, model.imgsz)) == ["keypoints.jpg"]
+for prediction in predictions:
+    image = np.zeros((*prediction.size[::-1], 3), np.uint8)
+    assert prediction.array.shape == (2, 4) and len(prediction.items) == 2 and prediction.describe() == "1 blue, 1 red"
+    assert prediction.draw(image, Style()).any() and not image.any()
+    assert all(part.size for _, part in prediction.crops(image))
+    assert len(prediction.with_labels().label_rows(True)) == 4
+
+module, suppression = task.export_module(model, ExportSettings())
+assert suppression is None
+with torch.inference_mode():
+    torch.testing.assert_close(module(task.inputs(batch)), model(task.inputs(batch)), rtol=1e-3, atol=1e-3)
+print("all parts work")
+"""
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout with the new task: new files, and one line more in one file."""
+    folder = tmp_path_factory.mktemp("checkout")
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [name for name in listed.split("\0") if name and (ROOT / name).is_file() and not name.startswith("tests/")]
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
+    for new in (path for path in NEW_FILES.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
+        target = folder / new.relative_to(NEW_FILES)
+        assert not target.exists(), f"{target} is not new"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(new, target)
+    entry = (folder / TASKS_FILE).read_text(encoding="utf-8")
+    first = "TASKS: dict[str, TaskEntry] = {\n"
+    assert entry.count(first) == 1
+    (folder / TASKS_FILE).write_text(entry.replace(first, first + LINE), encoding="utf-8")
+    changed = {name for name in files if (folder / name).read_bytes() != (ROOT / name).read_bytes()}
+    assert changed == {TASKS_FILE}
+    return folder
+
+
+@pytest.fixture(scope="session")
+def keypoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data YAML of dark images with a red and a blue disc each."""
+    folder = tmp_path_factory.mktemp("keypoints")
+    rng = np.random.default_rng(0)
+    for split, count in {"train": TRAIN_IMAGES, "val": VAL_IMAGES}.items():
+        (folder / "images" / split).mkdir(parents=True)
+        (folder / "labels" / split).mkdir(parents=True)
+        for number in range(count):
+            width, height = int(rng.integers(60, 100)), int(rng.integers(60, 100))
+            pixels = rng.integers(0, 60, (height, width, 3), np.uint8)
+            lines = []
+            for label, colour in enumerate(COLOURS.values()):
+                # The red disc is on the left, so that neither hides the other.
+                x, y = rng.uniform(0.1 + 0.45 * label, 0.4 + 0.45 * label), rng.uniform(0.15, 0.85)
+                near = np.hypot(np.arange(width) - x * width, np.arange(height)[:, None] - y * height) < 5
+                pixels[near] = colour
+                lines.append(f"{label} {x:.6f} {y:.6f}")
+            Image.fromarray(pixels).save(folder / "images" / split / f"{number:02}.png")
+            (folder / "labels" / split / f"{number:02}.txt").write_text("\n".join(lines))
+    file = folder / "keypoints.yaml"
+    content = {"path": str(folder), "train": "images/train", "val": "images/val", "names": dict(enumerate(COLOURS))}
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+@pytest.fixture(scope="session")
+def run(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Runs a script of the copy, which must succeed; returns what it printed."""
+    cache = str(tmp_path_factory.mktemp("cache"))
+    variables = {"WANDB_MODE": "disabled", "XDG_CACHE_HOME": cache, "OMP_NUM_THREADS": "1"}
+
+    def script(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=checkout,
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    return script
+
+
+def train_flags(data: Path, project: Path, *more: str) -> list[str]:
+    how = ["--epochs", "3", "--batch-size", "8", "--workers", "1", "--device", "cpu", "--project", str(project), *more]
+    return ["train.py", "--cfg", "heatmap.yaml", "--data", str(data), *how]
+
+
+@pytest.fixture(scope="session")
+def trained(run: Callable[..., str], keypoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of one process, with its pictures."""
+    project = tmp_path_factory.mktemp("trained")
+    run(*train_flags(keypoints, project))
+    return project / "exp"
+
+
+def test_the_parts_of_the_task(run: Callable[..., str], keypoints: Path) -> None:
+    assert "all parts work" in run("-c", PARTS, str(keypoints))
+
+
+def test_training(trained: Path) -> None:
+    table = rows(trained)
+    assert list(table[0])[:5] == ["epoch", "train/heat_loss", "metrics/distance", "metrics/PCK", "val/heat_loss"]
+    assert len(table) == 3
+    assert table[-1]["train/heat_loss"] < table[0]["train/heat_loss"]
+    names = {path.name for path in trained.iterdir()}
+    assert {"points.csv", "labels.csv", "keypoints.jpg", "train_batch0.jpg", "results.png"} <= names
+
+
+def test_two_processes_train_alike(run: Callable[..., str], keypoints: Path, trained: Path, tmp_path: Path) -> None:
+    run(*train_flags(keypoints, tmp_path, "--noplots", "--processes", "2", "--sync-bn"))
+    for two, one in zip(rows(tmp_path / "exp"), rows(trained), strict=True):
+        assert list(two) == list(one)
+        for name, value in one.items():
+            scale = CELL if name.startswith("metrics/") else PRECISION * abs(value)
+            assert two[name] == pytest.approx(value, abs=scale), name
+
+
+@pytest.mark.parametrize("processes", [(), ("--processes", "2")], ids=["one", "two"])
+def test_resuming(
+    processes: tuple[str, ...], run: Callable[..., str], keypoints: Path, trained: Path, tmp_path: Path
+) -> None:
+    """With more epochs than before."""
+    shutil.copytree(trained, tmp_path / "exp")
+    run("train.py", "--resume", str(tmp_path / "exp"), "--epochs", "4", "--device", "cpu", "--noplots", *processes)
+    table = rows(tmp_path / "exp")
+    assert len(table) == 4
+    assert table[:3] == rows(trained)
+
+
+def points_of(project: Path, name: str = "exp") -> list[list[str]]:
+    with open(project / name / "points.csv", encoding="utf-8", newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_validation_on_one_and_two_processes(
+    run: Callable[..., str], keypoints: Path, trained: Path, tmp_path: Path
+) -> None:
+    what = (
+        "val.py",
+        "--weights",
+        str(trained / "weights/best.pt"),
+        "--data",
+        str(keypoints),
+        "--project",
+        str(tmp_path),
+    )
+    how = ("--imgsz", "64", "--batch-size", "4", "--device", "cpu", "--workers", "1", "--noplots")
+    assert "PCK" in run(*what, *how, "--save-txt", "--save-conf")
+    run(*what, *how, "--processes", "2", "--name", "two")
+    assert points_of(tmp_path) == points_of(tmp_path, "two") == points_of(trained.parent)
+    assert len(list((tmp_path / "exp/labels").iterdir())) == VAL_IMAGES
+    both = ("--weights", str(trained / "weights/best.pt"), str(trained / "weights/last.pt"), "--augment")
+    run("val.py", *both, *what[3:], *how, "--name", "ensemble")
+    assert [row[:2] for row in points_of(tmp_path, "ensemble")] == [row[:2] for row in points_of(tmp_path)]
+
+
+def test_detection(run: Callable[..., str], keypoints: Path, trained: Path, tmp_path: Path) -> None:
+    source = keypoints.parent / "images/val"
+    how = ("--imgsz", "64", "--device", "cpu", "--project", str(tmp_path), "--conf-thres", "0.001")
+    keep = ("--save-txt", "--save-csv", "--save-crop")
+    printed = run("detect.py", "--weights", str(trained / "weights/best.pt"), "--source", str(source), *how, *keep)
+    assert printed.count("1 blue, 1 red") == VAL_IMAGES
+    assert len(list((tmp_path / "exp").glob("*.jpg")) + list((tmp_path / "exp").glob("*.png"))) == VAL_IMAGES
+    assert len(list((tmp_path / "exp/labels").iterdir())) == VAL_IMAGES
+    assert {path.name for path in (tmp_path / "exp/crops").iterdir()} == set(COLOURS)
+
+
+@pytest.mark.parametrize("suffix", ["torchscript", "pt2"])
+def test_export(suffix: str, run: Callable[..., str], keypoints: Path, trained: Path, tmp_path: Path) -> None:
+    weights = shutil.copy2(trained / "weights/best.pt", tmp_path / "best.pt")
+    name = {"torchscript": "torchscript", "pt2": "exported"}[suffix]
+    assert "heatmap, 2 classes" in run("export.py", "--weights", str(weights), "--imgsz", "64", "--include", name)
+    exported = tmp_path / f"best.{suffix}"
+    how = ("--imgsz", "64", "--batch-size", "1", "--device", "cpu", "--workers", "0", "--noplots")
+    project = ("--project", str(tmp_path / "val"))
+    run("val.py", "--weights", str(exported), "--data", str(keypoints), *how, *project)
+    for row, expected in zip(points_of(tmp_path / "val"), points_of(trained.parent), strict=True):
+        assert row[:2] == expected[:2]
+        if row[0] != "class":
+            assert float(row[2]) == pytest.approx(float(expected[2]), abs=0.1)  # a cell may be on the edge of two

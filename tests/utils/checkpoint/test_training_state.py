@@ -1,0 +1,217 @@
+"""What --resume needs: saved, loaded, on other processes, and refused for other data."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from tests.conftest import OnProcesses
+from utils.checkpoint.progress import Progress
+from utils.checkpoint.training_state import Identity, TrainingState, load_weights
+from utils.checkpoint.weight_files import serialised
+from utils.distributed.collectives import Collectives
+from utils.errors import UserError
+from utils.run_folder import RunFolder
+from utils.summary import Summary
+from utils.training.ema import ModelEMA
+from utils.training.optimizer import build_optimizer
+
+IDENTITY = Identity({0: "disc", 1: "ring", 2: "bar"}, 96, {"count": "28", "files": "aaaa", "labels": "bbbb"})
+KEYS = "format names imgsz images progress model ema updates optimizer rates scaler shares wandb_id"
+
+
+class Folder(RunFolder):
+    """Keeps what is saved as the bytes of a file."""
+
+    def __init__(self) -> None:
+        self.states: list[memoryview] = []
+
+    def save_state(self, state: Any) -> None:
+        self.states.append(serialised(state))
+
+    def last(self) -> dict[str, Any]:
+        return torch.load(io.BytesIO(self.states[-1]), weights_only=True)
+
+
+class Scaler:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale = state["scale"]
+
+
+def made(seed: int, saved: dict[str, Any] | None = None, optimizer: str = "SGD") -> TrainingState:
+    """A run that begins, or continues from `saved`, as train.py makes it."""
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    built = build_optimizer(model, optimizer, 0.1, 0.9, 0.01)
+    ema = ModelEMA(model)
+    if saved:
+        load_weights(saved, model, ema)
+    state = TrainingState(
+        identity=IDENTITY,
+        progress=Progress(),
+        model=model,
+        ema=ema,
+        optimizer=accelerator.prepare(built),
+        scaler=Scaler(2.0**seed),
+        loss_sums=torch.zeros(2),
+        collectives=Collectives(accelerator),
+        wandb_id="abc",
+    )
+    if saved:
+        state.load_state(saved)
+    return state
+
+
+def train(state: TrainingState, seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    loss = state.model(torch.rand(8, 3)).square().sum()
+    loss.backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    state.ema.update(state.model)
+    state.loss_sums += loss.detach()
+    state.progress.step += 1
+
+
+def saved(state: TrainingState) -> dict[str, Any]:
+    folder = Folder()
+    state.save(folder)
+    return folder.last()
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_a_run_goes_on_to_the_bit(optimizer: str) -> None:
+    first = made(1, optimizer=optimizer)
+    first.optimizer.param_groups[0]["lr"] = 0.025
+    train(first)
+    state = saved(first)
+    assert " ".join(state) == KEYS
+    second = made(2, state, optimizer)
+    assert same(saved(second), state)
+    for run in (first, second):
+        train(run, seed=1)
+    assert same(saved(second), saved(first))
+    assert second.optimizer.param_groups[0]["lr"] == 0.025
+    assert second.scaler.scale == 2.0
+
+
+def test_a_run_without_a_scaler_takes_any_state() -> None:
+    state = saved(made(1))
+    without = made(2)
+    without.scaler = None
+    without.load_state(state)
+    assert saved(without)["scaler"] is None
+    assert made(3, {**state, "scaler": None}).scaler.scale == 8.0
+
+
+def test_a_finished_run_that_goes_on_is_not_finished() -> None:
+    first = made(1)
+    first.progress.finished, first.progress.summary = True, Summary({"mAP": 0.5}, 0.5, [], [])
+    again = made(2, saved(first))
+    assert not again.progress.finished
+    assert again.progress == Progress(summary=first.progress.summary)
+
+
+def test_the_same_is_not_saved_twice() -> None:
+    run, folder = made(1), Folder()
+    run.save(folder)
+    run.save(folder)
+    assert len(folder.states) == 1
+    run.progress.summary = Summary({}, 0.5, [], [])  # which never changes alone
+    run.save(folder)
+    assert len(folder.states) == 1
+    run.progress.step += 1
+    run.save(folder)
+    assert len(folder.states) == 2
+    assert folder.last()["progress"]["step"] == 1
+
+
+# On several processes
+
+
+def state_of_two() -> dict[str, Any]:
+    """The state of two processes, whose sums and statistics differ."""
+    run = made(1)
+    rank = run.collectives.shard([0, 1])[0]
+    run.loss_sums += torch.tensor([1.0, 10.0]) * (rank + 1)
+    run.model.get_buffer("1.running_mean").fill_(1.0 + rank)
+    run.ema.model.get_buffer("1.running_mean").fill_(3.0 + rank)
+    return saved(run)
+
+
+def shares(state: dict[str, Any]) -> list[Any]:
+    """What a process takes of the state."""
+    run = made(2, state)
+    mean, average = (float(model.get_buffer("1.running_mean")[0]) for model in (run.model, run.ema.model))
+    return [run.loss_sums.tolist(), mean, average]
+
+
+def test_each_process_takes_its_share(on_processes: OnProcesses) -> None:
+    one, other = on_processes(2, state_of_two)
+    assert same(one["shares"], other["shares"])
+    assert [share["totals"].tolist() for share in one["shares"]] == [[1.0, 10.0], [2.0, 20.0]]
+    assert on_processes(2, shares, one) == [[[1.0, 10.0], 1.0, 3.0], [[2.0, 20.0], 2.0, 4.0]]
+    assert shares(one) == [[3.0, 30.0], 1.5, 3.5]  # one process alone: all of the sums, the mean of the statistics
+
+
+def test_equal_statistics_stay_equal_to_the_bit() -> None:
+    run = made(1)
+    train(run)
+    state = saved(run)
+    state["shares"] = [copy.deepcopy(state["shares"][0]) for _ in range(3)]
+    again = made(2, state)
+    assert same(saved(again)["model"], state["model"])
+    assert torch.equal(again.loss_sums, 3 * run.loss_sums)
+
+
+# Classes and images
+
+
+def test_the_same_images() -> None:
+    assert IDENTITY.check({**IDENTITY.state(), "rows": []}) == []
+
+
+def test_other_labels_are_a_warning() -> None:
+    changed = {**IDENTITY.state(), "images": {**IDENTITY.images, "labels": "cccc"}}
+    assert IDENTITY.check(changed) == ["warning: the labels of the training images have changed since the run began"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"names": {0: "disc", 1: "ring"}}, r"\(3 then, 2 now: class 2 was bar and is none\); fix names: in the data"),
+        ({"names": {0: "disc", 1: "bar", 2: "ring"}}, r"\(3 then, 3 now: class 1 was ring and is bar\)"),
+        ({"names": {**IDENTITY.names, 3: "dot"}}, r"\(3 then, 4 now: class 3 was none and is dot\)"),
+        ({"imgsz": 128}, "--imgsz is 128 now, and the run was begun with 96; leave it out"),
+        (
+            {"images": {"count": "27", "files": "dddd", "labels": "eeee"}},
+            r"the training images have changed since the run began \(28 then, 27 now\); bring back the same",
+        ),
+    ],
+)
+def test_other_classes_sizes_and_images_are_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Identity(**{**IDENTITY.state(), **changed}).check(IDENTITY.state())

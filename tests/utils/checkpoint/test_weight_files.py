@@ -1,0 +1,65 @@
+"""Weight files: written, and read again by models/weights/reader.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.weights.reader import read_weights
+from models.weights.transfer import transfer
+from models.yolo import YoloModel, build_model
+from utils.checkpoint.weight_files import serialised, weights_content
+from utils.config.options import TrainOptions
+
+NAMES = {0: "disc", 1: "ring", 2: "bar"}
+
+
+@pytest.fixture
+def written(tiny_yaml: dict[str, Any], tmp_path: Path) -> tuple[Path, YoloModel]:
+    """A file, and the model that was written into it."""
+    model = build_model(tiny_yaml)
+    path = tmp_path / "weights" / "last.pt"
+    path.parent.mkdir()
+    path.write_bytes(serialised(weights_content(model, model.yaml, NAMES, vars(TrainOptions()))))
+    return path, model
+
+
+def test_round_trip(written: tuple[Path, YoloModel]) -> None:
+    path, model = written
+    weights = read_weights(path)
+    assert (weights.source, weights.task) == ("lockstep", "detect")
+    assert weights.names == NAMES
+    assert weights.model == model.yaml
+    assert weights.settings == vars(TrainOptions())
+    state = model.state_dict()
+    assert weights.state.keys() == state.keys()
+    assert all(torch.equal(weights.state[name], value) for name, value in state.items())
+
+
+def test_the_file_is_enough_to_build_the_model(written: tuple[Path, YoloModel]) -> None:
+    path, model = written
+    weights = read_weights(path)
+    assert weights.model is not None
+    again = build_model(weights.model)
+    loaded, total, misfits = transfer(again, weights.state)
+    assert loaded == total
+    assert misfits == []
+    images = torch.rand(1, 3, 32, 32)
+    model.eval(), again.eval()
+    for one, other in zip(model(images), again(images), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_torch_loads_it_without_running_code(written: tuple[Path, YoloModel]) -> None:
+    content = torch.load(written[0], weights_only=True)
+    assert content["format"].startswith("lockstep-")
+    assert not any(value.requires_grad for value in content["state"].values())
+
+
+def test_a_task_of_its_own(tiny_yaml: dict[str, Any], tmp_path: Path) -> None:
+    content = weights_content(build_model(tiny_yaml), {**tiny_yaml, "task": "segment"}, NAMES, {})
+    (tmp_path / "a.pt").write_bytes(serialised(content))
+    assert read_weights(tmp_path / "a.pt").task == "segment"

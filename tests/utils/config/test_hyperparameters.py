@@ -1,0 +1,225 @@
+"""Hyperparameter files and the flags that override them."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+
+from models.tasks.classification.task import ClassificationRecipe
+from utils.config.hyperparameters import Hyperparameters, Recipe, from_mapping, read_hyperparameters
+from utils.errors import UserError
+from utils.files import ROOT, read_yaml
+
+
+def hyperparameters(tmp_path: Path, text: str) -> Hyperparameters:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    return read_hyperparameters(str(path), Hyperparameters)
+
+
+def test_keys_left_out_have_defaults(tmp_path: Path) -> None:
+    assert hyperparameters(tmp_path, "lr0: 0.02\nmosaic: 0\n") == Hyperparameters(lr0=0.02, mosaic=0.0)
+
+
+def test_numbers_come_in_every_spelling(tmp_path: Path) -> None:
+    found = hyperparameters(tmp_path, "lr0: 1e-3\nweight_decay: '5e-4'\nnbs: 32.0\nwarmup_epochs: 2\n")
+    assert (found.lr0, found.weight_decay, found.nbs, found.warmup_epochs) == (0.001, 0.0005, 32, 2.0)
+    assert (type(found.nbs), type(found.warmup_epochs)) == (int, float)
+    assert hyperparameters(tmp_path, "nbs: '1e2'").nbs == 100
+    assert hyperparameters(tmp_path, "nbs: 0").nbs == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr_0: 0.01", r"unknown key 'lr_0' \(did you mean 'lr0'\?\)"),
+        ("lr0: 0.01\nmosiac: 1", r"unknown key 'mosiac' \(did you mean 'mosaic'\?\)"),
+        ("zzzz: 1", "unknown key 'zzzz'$"),
+        ("5: 1", "unknown key '5'"),
+        ("lr0: fast", "lr0 must be a number, not 'fast'"),
+        ("lr0:", "lr0 must be a number, not None"),
+        ("lr0: [0.1]", r"lr0 must be a number, not \[0.1\]"),
+        ("mosaic: yes", "mosaic must be a number, not True"),
+        ("nbs: 1.5", "nbs must be a whole number, not 1.5"),
+        ("nbs: true", "nbs must be a whole number, not True"),
+        ("nbs: .inf", "nbs must be a whole number, not inf"),
+        ("nbs: .nan", "nbs must be a whole number, not nan"),
+        ("lr0: 0", "lr0 is 0; give more than 0"),
+        ("lr0: -1e-3", "lr0 is -0.001; give more than 0"),
+        ("momentum: 1", "momentum is 1; give 0 or more and less than 1"),
+        ("mosaic: 2", "mosaic is 2; give 0 to 1"),
+        ("perspective: 0.01", "perspective is 0.01; give 0 to 0.001"),
+        ("anchor_t: 1", "anchor_t is 1; give more than 1"),
+        ("nbs: -1", "nbs is -1; give 0 or more"),
+        ("crop_scale: 0.5", "unknown key 'crop_scale'"),  # of another task
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=rf"mine\.yaml: {message}"):
+        hyperparameters(tmp_path, text)
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(UserError, match=r"hyperparameter file 'x' is not a file.*high\.yaml, low\.yaml, med\.yaml"):
+        read_hyperparameters("x", Hyperparameters)
+
+
+def test_from_mapping_of_another_type() -> None:
+    @dataclass(frozen=True)
+    class Counts:
+        number: int = 1
+
+    with pytest.raises(UserError, match=r"^a\.yaml: unknown key 'numbre' \(did you mean 'number'\?\)$"):
+        from_mapping(Counts, {"numbre": 2}, Path("a.yaml"))
+
+
+# Single hyperparameters
+
+
+def test_overrides_go_before_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("lr0: 0.02\nmosaic: 0\n")
+    found = read_hyperparameters(str(path), Hyperparameters, {"lr0": "1e-3", "box": "7", "nbs": "32.0"})
+    assert found == Hyperparameters(lr0=0.001, mosaic=0.0, box=7.0, nbs=32)
+    assert type(found.nbs) is int
+    assert read_hyperparameters("classify", ClassificationRecipe, {"crop_scale": "0.5"}).crop_scale == 0.5
+
+
+@pytest.mark.parametrize("kind", [Hyperparameters, ClassificationRecipe])
+def test_every_hyperparameter_can_be_overridden(kind: type[Recipe]) -> None:
+    name = "low" if kind is Hyperparameters else "classify"
+    for field in fields(kind):
+        value = next(value for value in (1, 0.5, 0.0005, 2) if value in field.metadata["within"])
+        assert getattr(read_hyperparameters(name, kind, {field.name: str(value)}), field.name) == value
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"lr0": "abc"}, "--hyp.lr0 must be a number, not 'abc'"),
+        ({"lr0": ""}, "--hyp.lr0 must be a number, not ''"),
+        ({"lr0": "inf"}, "--hyp.lr0 must be a number, not inf"),
+        ({"nbs": "1.5"}, "--hyp.nbs must be a whole number, not 1.5"),
+        ({"lr0": "-1e-3"}, "--hyp.lr0 is -0.001; give more than 0"),
+        ({"degrees": "-3"}, "--hyp.degrees is -3.0; give 0 to 180"),
+        ({"box": "1", "mosaic": "2"}, "--hyp.mosaic is 2.0; give 0 to 1"),
+        ({"lr_0": "1"}, "unknown flag --hyp.lr_0 (did you mean '--hyp.lr0'?)"),
+        ({"weightdecay": "1"}, "unknown flag --hyp.weightdecay (did you mean '--hyp.weight_decay'?)"),
+        ({"zzzz": "1"}, "unknown flag --hyp.zzzz"),
+        ({"": "1"}, "unknown flag --hyp."),
+        ({"cutmix": "0.5"}, "unknown flag --hyp.cutmix"),  # of another task
+    ],
+)
+def test_what_is_wrong_in_an_override_is_named(overrides: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_hyperparameters("low", Hyperparameters, overrides)
+    assert str(caught.value) == message
+
+
+# Shipped recipes
+
+
+CLASSIFY = ("classify", "shapes-cls")  # recipes for classifiers
+AUGMENTATION = ("hsv_h", "hsv_s", "hsv_v", "translate", "scale", "fliplr", "mosaic")
+# what differs from the recipe `low`
+STRONGER = {"lrf": 0.1, "cls": 0.3, "obj": 0.7}
+RECIPES = {
+    "low": {},
+    "med": {**STRONGER, "scale": 0.9, "mixup": 0.1},
+    "high": {**STRONGER, "scale": 0.9, "mixup": 0.1, "copy_paste": 0.1},
+    "VOC": {
+        **{"lr0": 0.00334, "lrf": 0.15135, "momentum": 0.74832, "weight_decay": 0.00025, "warmup_epochs": 3.3835},
+        **{"warmup_momentum": 0.59462, "warmup_bias_lr": 0.18657, "box": 0.02, "cls": 0.21638, "cls_pw": 0.5},
+        **{"obj": 0.51728, "obj_pw": 0.67198, "anchor_t": 3.3744, "anchors": 3.412, "hsv_h": 0.01041},
+        **{"hsv_s": 0.54703, "hsv_v": 0.27739, "translate": 0.04591, "scale": 0.75544, "mosaic": 0.85834},
+        **{"mixup": 0.04266},
+    },
+    "Objects365": {
+        **{"lr0": 0.00258, "lrf": 0.17, "momentum": 0.779, "weight_decay": 0.00058, "warmup_epochs": 1.33},
+        **{"warmup_momentum": 0.86, "warmup_bias_lr": 0.0711, "box": 0.0539, "cls": 0.299, "cls_pw": 0.825},
+        **{"obj": 0.632, "anchor_t": 3.44, "anchors": 3.2, "hsv_h": 0.0188, "hsv_s": 0.704, "hsv_v": 0.36},
+        **{"translate": 0.0902, "scale": 0.491},
+    },
+    "none": {**STRONGER, **dict.fromkeys(AUGMENTATION, 0.0)},
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_those_of_yolov5(name: str) -> None:
+    expected = Hyperparameters(**RECIPES[name])
+    assert read_hyperparameters(name, Hyperparameters) == expected
+    assert read_hyperparameters(f"data/hyps/{name}.yaml", Hyperparameters) == expected
+
+
+def test_all_shipped_recipes_can_be_read() -> None:
+    shipped = sorted((ROOT / "data" / "hyps").glob("*.yaml"))
+    assert {"low", "med", "high", "none", "shapes", *CLASSIFY} <= {path.stem for path in shipped}
+    for path in shipped:
+        kind = ClassificationRecipe if path.stem in CLASSIFY else Hyperparameters
+        found = read_hyperparameters(str(path), kind)
+        assert set(read_yaml(path)) <= {field.name for field in fields(found)}
+    for name in CLASSIFY:
+        with pytest.raises(UserError, match=rf"{name}\.yaml: unknown key 'crop_scale'"):
+            read_hyperparameters(name, Hyperparameters)
+
+
+def test_the_recipe_classify_states_the_defaults() -> None:
+    content = read_yaml(ROOT / "data" / "hyps" / "classify.yaml")
+    assert content == vars(ClassificationRecipe())
+    assert {key: type(value) for key, value in content.items()} == typing.get_type_hints(ClassificationRecipe)
+
+
+def test_the_recipe_of_the_built_in_classification() -> None:
+    """Outlines are all that tells the shapes apart: most of each must stay in the crop, and nothing else is changed."""
+    recipe = read_hyperparameters("shapes-cls", ClassificationRecipe)
+    assert recipe.crop_scale > 0.5
+    others = ("brightness", "contrast", "saturation", "hue", "randaugment", "erasing", "mixup", "cutmix")
+    assert [name for name in others if getattr(recipe, name)] == []
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("hyp.scratch-low.yaml", "low"),
+        ("hyp.scratch-med.yaml", "med"),
+        ("hyp.scratch-high.yaml", "high"),
+        ("hyp.no-augmentation.yaml", "none"),
+        ("hyp.VOC.yaml", "VOC"),
+        ("hyp.Objects365.yaml", "Objects365"),
+    ],
+)
+def test_yolov5s_file_names(theirs: str, ours: str) -> None:
+    expected = read_hyperparameters(ours, Hyperparameters)
+    for name in (theirs, f"data/hyps/{theirs}"):
+        assert read_hyperparameters(name, Hyperparameters) == expected
+
+
+def test_a_users_file_of_yolov5s_name_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "hyp.scratch-low.yaml"
+    path.write_text("lr0: 0.5\n")
+    assert read_hyperparameters(str(path), Hyperparameters) == Hyperparameters(lr0=0.5)
+
+
+# What follows from a recipe
+
+
+@pytest.mark.parametrize(
+    ("nbs", "batch_size", "batches", "decay"),
+    [
+        (64, 16, 4, 1.0),
+        (64, 64, 1, 1.0),
+        (64, 24, 3, 72 / 64),  # 2.67 batches: three of them, 72 images
+        (64, 50, 1, 50 / 64),  # 1.28 batches
+        (64, 256, 1, 4.0),  # a step cannot be less than a batch
+        (16, 5, 3, 15 / 16),
+        (0, 16, 1, 1.0),  # every batch is a step, and the decay is what the file says
+        (0, 512, 1, 1.0),
+    ],
+)
+def test_batches_and_decay_of_a_step(nbs: int, batch_size: int, batches: int, decay: float) -> None:
+    recipe = Recipe(nbs=nbs, weight_decay=0.002)
+    assert recipe.accumulation(batch_size) == batches
+    assert recipe.decay(batch_size) == pytest.approx(0.002 * decay)

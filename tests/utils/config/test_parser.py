@@ -1,0 +1,300 @@
+"""The command line: what is read, the help, the messages for wrong flags, and the order of defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from utils.config.options import BUILT_IN_JOB, DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
+from utils.config.parser import SUGGESTED, check_suggested_defaults, given_flags, parse_options, with_defaults
+from utils.errors import UserError
+
+KINDS = (TrainOptions, ValOptions)
+SCRIPTS = (*KINDS, DetectOptions, ExportOptions)
+EVERY_FIELD = [
+    pytest.param(kind, field, id=f"{kind.__name__}.{field.name}") for kind in KINDS for field in flags_of(kind)
+]
+
+
+def train(*argv: str) -> TrainOptions:
+    return parse_options(TrainOptions, argv)
+
+
+# Flags
+
+
+@pytest.mark.parametrize(("kind", "field"), EVERY_FIELD)
+def test_every_field_is_a_flag(kind: type, field: dataclasses.Field[Any]) -> None:
+    hint = typing.get_type_hints(kind)[field.name]
+    words: list[str]
+    value: Any
+    if hint is bool:
+        words, value = [], True
+    elif hint is str:
+        value = (field.metadata["choices"] or ("some/text",))[-1]
+        words = [value]
+    elif hint in (int, float):
+        value = 7 if 7 in field.metadata["within"] else 0.5
+        words = [str(value)]
+    else:
+        words = ["7", "8"]
+        value = tuple(map(typing.get_args(hint)[0], words))
+    for name in {field.name, field.name.replace("_", "-"), *field.metadata["aliases"]}:
+        options = parse_options(kind, [f"--{name}", *words])
+        assert getattr(options, field.name) == value
+        assert type(getattr(options, field.name)) is (typing.get_origin(hint) or hint)
+        assert dataclasses.replace(options, **{field.name: field.default}) == kind()  # and nothing else changed
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_the_help_has_every_flag_and_default(kind: type, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_options(kind, ["--help"])
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for field in flags_of(kind):
+        assert f"--{field.name.replace('_', '-')}" in text
+        assert field.metadata["help"] in text
+    assert ("(default 640 640)" if kind is ExportOptions else "(default 640)") in text
+    assert text.count("(default ") == len(flags_of(kind))
+    assert ("--hyp.lr0 0.005" in text) == (kind is TrainOptions)
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [
+        (TrainOptions, ["options", "model", "data", "training", "processes", "saving", "logging"]),
+        (ValOptions, ["options", "model", "data", "predictions", "processes", "saving", "logging"]),
+        (DetectOptions, ["options", "model", "images", "predictions", "drawing", "saving", "logging"]),
+        (ExportOptions, ["options", "model", "format", "NMS", "logging"]),
+    ],
+)
+def test_the_help_is_grouped(kind: type, groups: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(kind, ["--help"])
+    text = capsys.readouterr().out
+    assert re.findall(r"(?m)^(\w+):$", text) == groups
+    for field in flags_of(kind):
+        section = text.partition(f"\n{field.metadata['group']}:\n")[2].partition("\n\n")[0]
+        assert f"--{field.name.replace('_', '-')}" in section
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--epohcs", "3"], ["--evolve"], ["--epochs", "0"]])
+def test_a_process_that_does_not_print(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_options(TrainOptions, argv, prints=False)
+    assert caught.value.code == (0 if argv == ["--help"] else 2)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--batch", "4", "--img", "320"],
+        ["--batch-size", "4", "--img-size", "320"],
+        ["--batch_size", "4", "--imgsz", "320"],
+        ["--batch=4", "--img=320"],
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_names_of_yolov5(kind: type, argv: list[str]) -> None:
+    options = parse_options(kind, argv)
+    assert (options.batch_size, options.imgsz) == (4, 320)
+
+
+def test_cache_without_a_value_is_in_memory() -> None:
+    assert train("--cache").cache == "ram"
+    assert train("--cache", "--rect").cache == "ram"
+    assert [train("--cache", where).cache for where in ("disk", "val")] == ["disk", "val"]
+
+
+def test_freeze_takes_several_numbers() -> None:
+    assert train("--freeze", "10").freeze == (10,)
+    assert train("--freeze", "-1").freeze == train("--freeze=-1").freeze == (-1,)
+    assert train("--freeze", "1", "2", "3", "--epochs", "5") == TrainOptions(freeze=(1, 2, 3), epochs=5)
+
+
+def test_tags_are_separated_by_spaces_or_commas() -> None:
+    for words in (["a", "b", "c"], ["a,b,c"], ["a,b", "c"], ["a, b", ",c,"]):
+        assert train("--wandb-tags", *words) == TrainOptions(wandb_tags=("a", "b", "c"))
+    assert train("--wandb-tags=a,7").wandb_tags == ("a", "7")
+    assert train("--wandb-tags", "").wandb_tags == ()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--epoch", "3"], "unknown flag --epoch (did you mean '--epochs'?)"),
+        (["--epohcs=3"], "unknown flag --epohcs=3 (did you mean '--epochs'?)"),
+        (["--batchsize", "3", "--rect"], "unknown flag --batchsize (did you mean '--batch"),
+        (["--zzzzzzz"], "unknown flag --zzzzzzz"),
+        (["--optim", "SGD"], "unknown flag --optim"),  # no abbreviations: they change their meaning with a new flag
+        (["--optimizer", "sgd"], "argument --optimizer: invalid choice: 'sgd'"),
+        (["--cache", "all"], "argument --cache: invalid choice: 'all'"),
+        (["--epochs", "many"], "argument --epochs: invalid int value: 'many'"),
+        (["--epochs"], "argument --epochs: expected one argument"),
+        (["--freeze", "1", "x"], "argument --freeze: invalid int value: 'x'"),
+        (["--freeze", "1.5"], "argument --freeze: invalid int value: '1.5'"),
+        (["--patience", "-1"], "argument --patience: -1 is out of range; give 0 or more"),
+        (["--epochs", "0"], "argument --epochs: 0 is out of range; give 1 or more"),
+        (["--seed", "-1"], "argument --seed: -1 is out of range; give 0 to 4294967295"),
+        (["--dist-timeout", "inf"], "argument --dist-timeout/--dist_timeout: inf is out of range; give 1 to 1000000"),
+        (["--time-limit", "nan"], "argument --time-limit/--time_limit: nan is out of range; give 0 or more"),
+        (["--label-smoothing", "1"], "argument --label-smoothing/--label_smoothing: 1 is out of range; give 0 or more"),
+        (["--wandb-tags"], "argument --wandb-tags/--wandb_tags: expected at least one argument"),
+        (["--hyp.lr0"], "argument --hyp.lr0: expected one argument"),
+        (["--hyp.lr0", "--epochs", "3"], "argument --hyp.lr0: expected one argument"),
+        (["--hyp.lr0", "0.1", "0.2"], "unknown flag 0.2"),
+        (["--name", "--hyp.lr0", "0.1"], "argument --name: expected one argument"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_and_exit_code_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_options(TrainOptions, argv)
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"error: {message}")
+    assert err.endswith(" --help\n")
+    assert err.count("\n") == 1
+
+
+# The built-in job
+
+
+def test_the_built_in_job_applies_where_no_file_is_named() -> None:
+    assert parse_options(TrainOptions, [], BUILT_IN_JOB) == TrainOptions(**BUILT_IN_JOB)
+    given = parse_options(TrainOptions, ["--epochs", "3", "--device", "cpu"], BUILT_IN_JOB)
+    assert given == TrainOptions(**{**BUILT_IN_JOB, "epochs": 3, "device": "cpu"})
+
+
+@pytest.mark.parametrize("flag", ["data", "cfg", "weights", "hyp"])
+def test_yolov5s_defaults_apply_as_soon_as_a_file_is_named(flag: str) -> None:
+    assert parse_options(TrainOptions, [f"--{flag}", "x"], BUILT_IN_JOB) == TrainOptions(**{flag: "x"})
+    default = getattr(TrainOptions(), flag)
+    assert parse_options(TrainOptions, [f"--{flag}", default], BUILT_IN_JOB) == TrainOptions()  # even the default's
+    assert parse_options(TrainOptions, [f"--{flag}="], BUILT_IN_JOB) == TrainOptions(**{flag: ""})
+
+
+def test_a_single_hyperparameter_leaves_the_built_in_job() -> None:
+    found = parse_options(TrainOptions, ["--hyp.lr0", "0.01"], BUILT_IN_JOB)
+    assert found == TrainOptions(**BUILT_IN_JOB, overrides={"lr0": "0.01"})
+
+
+# Single hyperparameters
+
+
+@pytest.mark.parametrize(
+    ("argv", "overrides"),
+    [
+        ([], {}),
+        (["--hyp.lr0", "0.005"], {"lr0": "0.005"}),
+        (["--hyp.lr0=0.005"], {"lr0": "0.005"}),
+        (["--hyp.weight-decay", "0", "--epochs", "3"], {"weight_decay": "0"}),
+        (["--hyp.weight_decay=1e-4", "--hyp.box", "7"], {"weight_decay": "1e-4", "box": "7"}),
+        (["--hyp.lr0", "1", "--hyp.box=2", "--hyp.lr0=3"], {"lr0": "3", "box": "2"}),
+        (["--hyp.weight-decay=1", "--hyp.weight_decay=2"], {"weight_decay": "2"}),
+        (["--hyp.degrees", "-3", "--hyp.box", "-1e-3"], {"degrees": "-3", "box": "-1e-3"}),
+        (
+            ["--hyp.degrees", "-.5", "--hyp.box=-1e-3", "--hyp.cls", "-inf"],
+            {"degrees": "-.5", "box": "-1e-3", "cls": "-inf"},
+        ),
+        (["--hyp", "low", "--hyp.nonsense", "x=y"], {"nonsense": "x=y"}),  # the task knows which there are
+        (["--hyp.lr0="], {"lr0": ""}),
+        (["--hyp.KEY", "1"], {"KEY": "1"}),
+    ],
+)
+def test_overrides_are_kept_as_text(argv: list[str], overrides: dict[str, str]) -> None:
+    found = train(*argv)
+    assert found.overrides == overrides
+    assert found == TrainOptions(hyp=found.hyp, epochs=found.epochs, overrides=overrides)
+    assert given_flags(TrainOptions, argv).get("overrides", {}) == overrides
+    assert with_defaults(found, argv, {"imgsz": 64}).overrides == overrides
+    assert TrainOptions(**yaml.safe_load(yaml.safe_dump(vars(found)))).overrides == overrides
+
+
+def test_overrides_are_flags_of_training_only(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(ValOptions, ["--hyp.lr0", "0.1"])
+    assert capsys.readouterr().err.startswith("error: unknown flag --hyp.lr0")
+
+
+# Defaults of a task and a data set
+
+
+def test_suggested_defaults() -> None:
+    values = {
+        "hyp": "data/hyps/none.yaml",
+        "epochs": 12,
+        "batch_size": 32,
+        "imgsz": 64,
+        "optimizer": "AdamW",
+        "cos_lr": True,
+        "label_smoothing": 0.1,
+    }
+    assert set(values) == set(SUGGESTED)
+    found = check_suggested_defaults(values, Path("a.yaml"))
+    assert found == values
+    assert found is not values
+    assert check_suggested_defaults({}, Path("a.yaml")) == {}
+    assert check_suggested_defaults({"label_smoothing": 0}, Path("a.yaml")) == {"label_smoothing": 0}
+
+
+def test_a_suggested_whole_number_is_an_int() -> None:
+    found = check_suggested_defaults({"imgsz": 64.0, "label_smoothing": 0}, Path("a.yaml"))
+    assert (type(found["imgsz"]), type(found["label_smoothing"])) == (int, float)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1, 2], r"`defaults` must be lines such as `imgsz: 64`, not \[1, 2\]$"),
+        ("imgsz", "`defaults` must be lines such as `imgsz: 64`, not 'imgsz'$"),
+        (
+            {"imgzs": 64},
+            r"unknown key 'imgzs' under `defaults` \(did you mean 'imgsz'\?\); known are hyp, epochs, batch_size, ",
+        ),
+        ({"device": "cpu"}, "unknown key 'device' under `defaults`; known are"),  # a flag, but not the data's business
+        ({5: 1}, "unknown key '5' under `defaults`"),
+        ({"epochs": 3, "imgsz": "64"}, "`imgsz` under `defaults` is '64', which --imgsz refuses$"),
+        ({"imgsz": 64.5}, "`imgsz` under `defaults` is 64.5, which"),
+        ({"imgsz": True}, "`imgsz` under `defaults` is True, which"),
+        ({"imgsz": None}, "`imgsz` under `defaults` is None, which"),
+        ({"imgsz": [64]}, r"`imgsz` under `defaults` is \[64\], which"),
+        ({"imgsz": float("inf")}, "`imgsz` under `defaults` is inf, which"),
+        ({"imgsz": 0}, "`imgsz` under `defaults` is 0, which"),
+        ({"epochs": -3}, "`epochs` under `defaults` is -3, which"),
+        ({"batch_size": -2}, "`batch_size` under `defaults` is -2, which --batch-size refuses$"),
+        ({"label_smoothing": 1.0}, "`label_smoothing` under `defaults` is 1.0, which --label-smoothing refuses$"),
+        ({"label_smoothing": False}, "`label_smoothing` under `defaults` is False, which"),
+        ({"label_smoothing": float("nan")}, "`label_smoothing` under `defaults` is nan, which"),
+        ({"cos_lr": 1}, "`cos_lr` under `defaults` is 1, which"),
+        ({"cos_lr": "yes"}, "`cos_lr` under `defaults` is 'yes', which"),
+        ({"optimizer": "sgd"}, "`optimizer` under `defaults` is 'sgd', which --optimizer refuses$"),
+        ({"optimizer": ["SGD"]}, r"`optimizer` under `defaults` is \['SGD'\], which"),
+        ({"hyp": 3}, "`hyp` under `defaults` is 3, which"),
+    ],
+)
+def test_what_is_wrong_in_a_suggested_default_is_named(values: Any, message: str) -> None:
+    with pytest.raises(UserError, match=rf"^mine\.yaml: {message}"):
+        check_suggested_defaults(values, Path("mine.yaml"))
+
+
+def test_flags_go_before_other_defaults() -> None:
+    argv = ["--epochs", "5", "--imgsz=640", "--name", "x"]
+    task, data = {"epochs": 30, "imgsz": 224, "weights": "", "batch_size": 32}, {"batch_size": 8, "cos_lr": True}
+    found = with_defaults(train(*argv), argv, task, data)
+    assert found == TrainOptions(
+        epochs=5, name="x", weights="", batch_size=8, cos_lr=True
+    )  # 640 is no 224, though given
+    assert with_defaults(train(*argv), argv, data, task).batch_size == 32  # the later one is stronger
+    assert with_defaults(train(*argv), argv) == train(*argv)
+    assert with_defaults(ValOptions(), ["--batch", "4"], {"imgsz": 224, "batch_size": 1}).batch_size == 32

@@ -1,0 +1,248 @@
+"""The options that a run continues with: its settings, the flags of this start, and which changes are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from utils.config.hyperparameters import Hyperparameters, Recipe, number, parse_overrides
+from utils.config.options import TrainOptions, flags_of
+from utils.config.ranges import Range
+from utils.config.resumed import changes, from_plain, resumed_options
+from utils.errors import UserError
+from utils.files import ROOT
+
+LOW = str(ROOT / "data" / "hyps" / "low.yaml")
+RUN = Path("runs") / "exp"
+ADVICE = f"leave it out, or start a new run from {RUN / 'weights' / 'last.pt'}"
+BEGUN = {"epochs": 10, "batch_size": 8, "imgsz": 96, "hyp": LOW, "freeze": (0, 2), "workers": 1, "device": "cpu"}
+
+
+@dataclass(frozen=True)
+class OtherRecipe(Recipe):
+    """The hyperparameters of another task than a detector's."""
+
+    stripes: float = number(3.0, Range(0))
+
+
+def recipe_of(model: Mapping[str, Any]) -> type[Recipe]:
+    return {"detect": Hyperparameters, "other": OtherRecipe}[model["task"]]
+
+
+def saved(hyperparameters: Recipe | None = None, task: str = "detect", **options: Any) -> dict[str, Any]:
+    """The settings of a run, as its settings.yaml gives them back."""
+    settings = {**vars(TrainOptions()), **BEGUN, **options}
+    settings |= {"hyperparameters": vars(hyperparameters or Hyperparameters()), "model": {"task": task, "nc": 3}}
+    read: dict[str, Any] = yaml.safe_load(yaml.safe_dump(settings))
+    return read
+
+
+def resumed(settings: Mapping[str, Any], *flags: str, launched: bool = False) -> TrainOptions:
+    return resumed_options(TrainOptions, flags, RUN, settings, recipe_of, launched)
+
+
+def refused(settings: Mapping[str, Any], *flags: str) -> str:
+    """The message of the error."""
+    with pytest.raises(UserError) as caught:
+        resumed(settings, *flags)
+    return str(caught.value)
+
+
+# What is merged
+
+
+def test_a_run_continues_with_its_settings() -> None:
+    expected = TrainOptions(**BEGUN, project="runs", name="exp", exist_ok=True, resume=str(RUN))  # type: ignore[arg-type]
+    assert resumed(saved()) == resumed(saved(), "--resume", "runs/exp") == expected
+
+
+def test_given_flags_go_before_the_settings() -> None:
+    flags = ("--project", "elsewhere", "--name", "other", "--workers", "3", "--epochs", "20", "--data", "moved.yaml")
+    options = resumed(saved(), *flags)
+    assert (options.workers, options.epochs, options.data) == (3, 20, "moved.yaml")
+    assert (options.project, options.name, options.exist_ok) == ("runs", "exp", True)  # its folder does not change
+
+
+def test_a_launcher_decides_on_devices_and_processes() -> None:
+    settings = saved(device="0,1", processes=2)
+    options = resumed(settings)
+    assert (options.device, options.processes) == ("0,1", 2)
+    options = resumed(settings, launched=True)
+    assert (options.device, options.processes) == ("", 0)
+
+
+def test_a_time_limit_is_not_taken_over() -> None:
+    assert resumed(saved(time_limit=2.5)).time_limit == 0
+    assert resumed(saved(time_limit=2.5), "--time-limit", "3").time_limit == 3
+
+
+def test_settings_of_another_version() -> None:
+    """A flag that no longer exists is left out, and one that did not exist yet has its default."""
+    settings = saved(gone=1)
+    del settings["max_skips"], settings["seed"]
+    options = resumed(settings, "--seed", "0")
+    assert (options.max_skips, options.seed) == (TrainOptions.max_skips, 0)
+
+
+def test_plain_values() -> None:
+    options = TrainOptions(freeze=(1, 2), wandb_tags=("a",), overrides={"lr0": "1"})
+    assert from_plain(TrainOptions, yaml.safe_load(yaml.safe_dump(vars(options)))) == options
+
+
+# What is refused
+
+FIXED = {
+    "weights": ("other.pt", "yolov5s.pt"),
+    "cfg": ("yolov5n.yaml", ""),
+    "batch_size": (16, 8),
+    "rect": (True, False),
+    "noautoanchor": (True, False),
+    "scale_lr": (True, False),
+    "multi_scale": (True, False),
+    "image_weights": (True, False),
+    "repeat_factor": (0.001, 0.0),
+    "close_mosaic": (10, 0),
+    "partners": ("near", "any"),
+    "single_cls": (True, False),
+    "optimizer": ("AdamW", "SGD"),
+    "cos_lr": (True, False),
+    "label_smoothing": (0.1, 0.0),
+    "freeze": ((3,), [0, 2]),
+    "seed": (1, 0),
+}
+
+
+def flags(name: str, value: Any) -> tuple[str, ...]:
+    flag = f"--{name.replace('_', '-')}"
+    if value is True:
+        return (flag,)
+    return (flag, *map(str, value if isinstance(value, (tuple, list)) else (value,)))
+
+
+def test_the_table_has_every_fixed_flag() -> None:
+    fixed = {field.name for field in flags_of(TrainOptions) if field.metadata["fixed"]}
+    assert fixed == {*FIXED, "imgsz"}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_flag_that_the_curve_depends_on(name: str) -> None:
+    now, then = FIXED[name]
+    assert refused(saved(), *flags(name, now)) == (
+        f"{flags(name, now)[0]} is {now!r} now, and {RUN} was started with {then!r}, which its curve depends on; "
+        f"{ADVICE}"
+    )
+    if then not in (False, True):
+        assert resumed(saved(), *flags(name, then)) == resumed(saved())  # the same value is no change
+
+
+def test_the_image_size_is_left_to_the_script() -> None:
+    """The settings have the rounded one, and this is not rounded yet."""
+    assert resumed(saved(), "--imgsz", "90").imgsz == 90
+
+
+def test_a_measured_batch_size_stays() -> None:
+    assert resumed(saved(), "--batch-size", "-1").batch_size == 8
+
+
+def test_hyperparameters_that_have_changed(tmp_path: Path) -> None:
+    hyp = tmp_path / "mine.yaml"
+    hyp.write_text("lr0: 0.01\nmosaic: 1\n")  # the same values, written differently
+    assert resumed(saved(), "--hyp", str(hyp)).hyp == str(hyp)
+    hyp.write_text("lr0: 0.02\nmosaic: 0.5\n")
+    assert refused(saved(), "--hyp", str(hyp)) == (
+        f"--hyp {hyp} has changed since {RUN} was started: lr0 is 0.02 and was 0.01, mosaic is 0.5 and was 1.0; "
+        f"{ADVICE}"
+    )
+
+
+def test_hyperparameters_are_read_as_those_of_the_runs_task(tmp_path: Path) -> None:
+    settings = saved(OtherRecipe(), task="other")
+    hyp = tmp_path / "mine.yaml"
+    hyp.write_text("stripes: 3\n")
+    assert resumed(settings, "--hyp", str(hyp)).hyp == str(hyp)
+    hyp.write_text("stripes: 4\n")
+    assert "stripes is 4.0 and was 3.0" in refused(settings, "--hyp", str(hyp))
+    hyp.write_text("mosaic: 1\n")
+    assert "unknown key 'mosaic'" in refused(settings, "--hyp", str(hyp))
+
+
+def test_hyperparameters_that_are_not_given_are_not_read() -> None:
+    assert resumed(saved(hyp="gone.yaml")).hyp == "gone.yaml"
+
+
+# Single hyperparameters
+
+
+@pytest.fixture
+def faster() -> dict[str, Any]:
+    """The settings of a run that was started with flags for single hyperparameters."""
+    overrides = {"lr0": "2e-2", "mosaic": "0.5"}
+    return saved(Hyperparameters(**parse_overrides(Hyperparameters, overrides)), overrides=overrides)
+
+
+def test_overrides_are_those_of_the_run(faster: dict[str, Any]) -> None:
+    options = resumed(faster)
+    assert options.overrides == {"lr0": "2e-2", "mosaic": "0.5"}
+    assert changes(faster, options) == []
+
+
+def test_an_override_that_is_the_same(faster: dict[str, Any]) -> None:
+    same = ("--hyp.lr0", "0.02", "--hyp.box=0.05")
+    for flags in (same, (*same, "--hyp", LOW), ("--hyp", LOW)):
+        overrides = resumed(faster, *flags).overrides
+        assert parse_overrides(Hyperparameters, overrides).items() >= {"lr0": 0.02, "mosaic": 0.5}.items()
+
+
+@pytest.mark.parametrize(("key", "now", "then"), [("lr0", 0.03, 0.02), ("box", 7.0, 0.05)])
+def test_an_override_that_has_changed(faster: dict[str, Any], key: str, now: float, then: float) -> None:
+    assert refused(faster, f"--hyp.{key}", str(now), "--hyp", LOW) == (
+        f"--hyp.{key} is {now} now, and {RUN} was started with {then}, which its curve depends on; {ADVICE}"
+    )
+
+
+def test_a_file_that_has_changed_below_overrides(faster: dict[str, Any], tmp_path: Path) -> None:
+    hyp = tmp_path / "mine.yaml"
+    hyp.write_text("lr0: 0.5\nbox: 7\n")  # lr0 is overridden, as before
+    message = refused(faster, "--hyp", str(hyp))
+    assert message == f"--hyp {hyp} has changed since {RUN} was started: box is 7.0 and was 0.05; {ADVICE}"
+
+
+def test_overrides_are_checked_as_those_of_the_runs_task(faster: dict[str, Any]) -> None:
+    assert refused(faster, "--hyp.mosiac", "1") == "unknown flag --hyp.mosiac (did you mean '--hyp.mosaic'?)"
+    assert refused(faster, "--hyp.mosaic", "2") == "--hyp.mosaic is 2.0; give 0 to 1"
+
+
+def test_a_run_of_a_version_without_overrides() -> None:
+    settings = saved()
+    del settings["overrides"]
+    assert resumed(settings).overrides == {}
+    assert resumed(settings, "--hyp.lr0", "0.01", "--hyp", LOW).overrides == {"lr0": "0.01"}
+
+
+# What is printed about the other changes
+
+
+def test_changes() -> None:
+    assert changes(saved(), resumed(saved())) == []
+    longer = ("--epochs", "20", "--workers", "3", "--device", "0", "--project", "elsewhere", "--dist-timeout", "9")
+    assert changes(saved(), resumed(saved(), *longer)) == [
+        "--epochs is 20 and was 10",
+        "--dist-timeout is 9.0 and was 1800.0",
+        "--workers is 3 and was 1",
+        "the learning rate from here on is that of a run of 20 epochs",
+    ]
+
+
+def test_several_words_that_have_changed() -> None:
+    """A YAML has lists, and options have tuples."""
+    settings = saved(wandb_tags=["a", "b"])
+    assert resumed(settings).wandb_tags == ("a", "b")
+    assert changes(settings, resumed(settings)) == []
+    assert changes(settings, resumed(settings, "--wandb-tags", "c")) == [
+        "--wandb-tags is ('c',) and was ['a', 'b']",
+    ]

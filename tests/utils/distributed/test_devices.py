@@ -1,0 +1,144 @@
+"""Devices, and what must hold before processes meet."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from utils.distributed.devices import (
+    choose_devices,
+    describe_device,
+    device_name,
+    device_numbers,
+    device_table,
+    loader_workers,
+    processes_to_start,
+)
+from utils.errors import UserError
+from utils.training.memory import check_batch_size
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher; what a test puts into the environment goes with it."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, processes: int, here: int) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+
+
+@pytest.mark.parametrize(
+    ("device", "numbers"),
+    [("", []), ("cpu", []), ("mps", []), ("0", [0]), ("2,3", [2, 3]), ("cuda:1", [1]), ("cuda:1, cuda:0", [1, 0])],
+)
+def test_device_numbers(device: str, numbers: list[int]) -> None:
+    assert device_numbers(device) == numbers
+
+
+@pytest.mark.parametrize("device", ["gpu", "0,", "0,0", "-1", "0;1", "cuda"])
+def test_a_device_that_means_nothing(device: str) -> None:
+    with pytest.raises(UserError, match=f"--device {device}"):
+        device_numbers(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "processes", "expected"),
+    [("", 0, 1), ("cpu", 0, 1), ("0", 0, 1), ("0,1", 0, 2), ("0,1", 2, 2), ("cpu", 3, 3), ("", 2, 2), ("0", 1, 1)],
+)
+def test_processes_to_start(device: str, processes: int, expected: int) -> None:
+    assert processes_to_start(device, processes) == expected
+
+
+@pytest.mark.parametrize(("device", "processes"), [("0,1", 3), ("0", 2), ("mps", 2), ("0,1", 1)])
+def test_processes_that_contradict_the_devices(device: str, processes: int) -> None:
+    with pytest.raises(UserError, match=f"--processes {processes} --device {device}"):
+        processes_to_start(device, processes)
+
+
+def test_processes_that_contradict_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, 4, 4)
+    with pytest.raises(UserError, match="the launcher has started 4"):
+        processes_to_start("cpu", 2)
+    assert processes_to_start("cpu", 4) == 4
+
+
+@pytest.mark.parametrize(
+    ("size", "processes", "proposed"), [(10, 4, "take 8 or 12"), (2, 3, "take 3"), (7, 2, "6 or 8")]
+)
+def test_a_batch_that_cannot_be_shared(
+    size: int, processes: int, proposed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_batch_size(size)
+    launched(monkeypatch, processes, processes)
+    with pytest.raises(UserError, match=f"--batch-size {size} .*{proposed}"):
+        check_batch_size(size)
+    check_batch_size(size * processes)
+
+
+def on_a_machine_with(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "expected"),
+    [("", "2,3", "2,3"), ("", "1", "1"), ("4,5,6,7", "3,0", "7,4"), ("GPU-a,GPU-b", "1", "GPU-b")],
+)
+def test_only_the_named_devices_are_visible(
+    visible: str, device: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So local rank k, which torch gives the k-th visible device, has the k-th that is named."""
+    on_a_machine_with(monkeypatch, visible.count(",") + 1 if visible else 4)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    launched(monkeypatch, device.count(",") + 1, device.count(",") + 1)
+    assert not choose_devices(device)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+
+
+def test_the_cpu_where_there_is_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_machine_with(monkeypatch, 0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert choose_devices("")
+    on_a_machine_with(monkeypatch, 1)
+    assert not choose_devices("")
+    assert choose_devices("cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "there", "here", "said"),
+    [
+        ("7", 4, 1, "torch sees 4 CUDA devices here; try --device 3"),
+        ("0", 0, 1, "no CUDA device here; try --device cpu"),
+        ("0", 4, 2, "names 1 device for the 2 processes"),
+        ("", 1, 4, "started 4 processes on this machine, where torch sees 1 CUDA device;"),
+    ],
+)
+def test_too_few_devices(device: str, there: int, here: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_machine_with(monkeypatch, there)
+    launched(monkeypatch, here, here)
+    with pytest.raises(UserError, match=said):
+        choose_devices(device)
+
+
+def test_workers_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    assert (loader_workers(8), loader_workers(3), loader_workers(0)) == (8, 3, 0)
+    launched(monkeypatch, 8, 4)
+    assert loader_workers(8) == 2
+
+
+def test_devices_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert describe_device(cpu) == f"{torch.get_num_threads()} threads"
+    assert device_name(cpu) == f"{os.uname().nodename} cpu ({torch.get_num_threads()} threads)"
+    assert device_table(["a"], verbose=False) == []
+    assert device_table(["a"], verbose=True) == ["  process 0: a"]
+    assert device_table(["a", "b"], verbose=False) == ["  process 0: a", "  process 1: b"]

@@ -1,0 +1,41 @@
+"""Ranks and world sizes from what a launcher leaves in the environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from utils.distributed.ranks import (
+    SPAWNED,
+    Ranks,
+    launched,
+    local_world_size,
+    print_on_main,
+    ranks,
+    speaks_for_machine,
+    world_size,
+)
+
+
+def test_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert ranks() == Ranks(0, 1, 0, 1)
+    assert (world_size(), local_world_size()) == (1, 1)
+    assert speaks_for_machine()
+    assert not launched()
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert ranks() == Ranks(5, 8, 1, 4)
+    assert (world_size(), local_world_size()) == (8, 4)
+    assert not speaks_for_machine()
+    assert launched()
+    monkeypatch.setenv(SPAWNED, "1")
+    assert not launched()
+
+
+def test_print_on_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    print_on_main("a")
+    monkeypatch.setenv("RANK", "0")
+    print_on_main("b", "c")
+    assert capsys.readouterr().out == "b\nc\n"

@@ -1,0 +1,62 @@
+"""A run folder of a detector with few or many classes, for tests of what is drawn from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+
+from utils.files import csv_text
+from utils.plots.documents import Table
+from utils.plots.run_pictures import PICTURES
+
+VAL_BOXES_HEAD = "image,kind,class,confidence,x1,y1,x2,y2"
+CLASS_NAMES = ["disc", "$x_$", "a long name of a class that goes on and on"]
+# The pictures of a folder with 16 validation images or fewer.
+DRAWN_PICTURES = [name for name in PICTURES if not name.startswith(("val_batch1", "val_batch2"))]
+
+
+def write_table(path: Path, head: str, *rows: str) -> Table:
+    path.write_text("\n".join([head, *rows]) + "\n", encoding="utf-8", errors="surrogateescape")
+    return Table(path)
+
+
+def write_image(path: Path, width: int, height: int, value: int = 90) -> str:
+    cv2.imwrite(str(path), np.full((height, width, 3), value, np.uint8))
+    return str(path)
+
+
+def make_run_folder(folder: Path, classes: int = 3, epochs: int = 3) -> Path:
+    """A detector's run folder."""
+    folder.mkdir()
+    names = [CLASS_NAMES[k] if k < len(CLASS_NAMES) else f"class {k}" for k in range(classes)]
+    known, places = [*names, "background"], [0, 0.25, 0.5, 0.75, 1]
+    image = write_image(folder.parent / f"{folder.name} photo.png", 200, 150)
+    columns = ("epoch", "train/loss", "metrics/mAP_0.5", "metrics/recall", "val/loss", "x/lr0")
+    documents: dict[str, tuple[Any, Any]] = {
+        "results.csv": (columns, [(k, 1 / (k + 1), k / 4, 1 / (k + 2), "", 0.1) for k in range(epochs)]),
+        "confusion_matrix.csv": (
+            ("true \\ predicted", *known),
+            [(name, *(9 * (k == j) + (j == 0) for j in range(len(known)))) for k, name in enumerate(known)],
+        ),
+        "curves.csv": (
+            ("class", "confidence", "precision", "recall"),
+            [(name, place, place, 1 - place) for name in names for place in places],
+        ),
+        "PR_curve.csv": (("class", "recall", "precision"), [(name, p, 1 - p) for name in names for p in places]),
+        "classes.csv": (
+            ("class", "images", "instances", "precision", "recall", "AP50", "AP50-95"),
+            [(name, 1, 1, 1, 1, 0.5 if k else "", 1) for k, name in enumerate(names)],
+        ),
+        "labels.csv": (
+            ("split", "class", "images", "instances"),
+            [(split, name, 3, 5) for split in ("train", "val") for name in names],
+        ),
+        "boxes.csv": (("class", "x", "y", "width", "height"), [(name, 0.5, 0.5, 0.1, 0.2) for name in names]),
+        "val_boxes.csv": (VAL_BOXES_HEAD.split(","), [(image, "label", names[0], "", 1, 2, 60, 70)]),
+    }
+    for name, (head, rows) in documents.items():
+        (folder / name).write_text(csv_text(head, rows))
+    return folder

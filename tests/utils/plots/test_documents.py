@@ -1,0 +1,84 @@
+"""Text files of a run folder: what is read, and what is malformed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.utils.plots.run_folder import write_table
+from utils.plots.documents import MalformedFile, Table, read_confusion, read_curves, read_labels
+
+
+def test_numbers_of_a_table(tmp_path: Path) -> None:
+    """YOLOv5 pads its columns with spaces."""
+    table = write_table(tmp_path / "a.csv", "   epoch,    train/loss,x", "  0, 1.5,inf", "", "1,  ,nan")
+    assert table.columns == ["epoch", "train/loss", "x"]
+    assert table.numbers("train/loss") == pytest.approx([1.5, math.nan], nan_ok=True)
+    assert table.numbers("x") == pytest.approx([math.inf, math.nan], nan_ok=True)
+    assert table.finite_numbers(["epoch", "train/loss"], [0]).tolist() == [[0, 1.5]]
+    with pytest.raises(MalformedFile, match=r"a\.csv has a cell in its column x that is no finite number"):
+        table.finite_numbers(["x"])
+
+
+def test_texts_of_a_table(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbfname,b\r\n"a, b\n", \xff \r\n')
+    table = Table(tmp_path / "a.csv")
+    assert (table.texts("name"), table.texts("b")) == (["a, b\n"], [" \udcff "])
+
+
+def test_a_folder_in_place_of_a_table(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").mkdir()
+    with pytest.raises(MalformedFile, match=r"a\.csv cannot be read: "):
+        Table(tmp_path / "a.csv")
+
+
+def test_confusion_is_read(tmp_path: Path) -> None:
+    table = write_table(
+        tmp_path / "c.csv", "true \\ predicted,a,a,background", "a,1,0,2", "a,0,3,0", "background,4,5,0"
+    )
+    counts, names = read_confusion(table)
+    assert counts.tolist() == [[1, 0, 2], [0, 3, 0], [4, 5, 0]]
+    assert names == ["a", "a", "background"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        (("a,1,0",), "other names in its first column"),
+        (("b,1,0", "a,0,1"), "other names in its first column"),
+        (("a,1,0.5", "b,0,1"), "no whole number"),
+        (("a,1,", "b,0,1"), "no whole number"),
+        (("a,1,99999999999999999999", "b,0,1"), "no whole number"),
+        (("a,1,-1", "b,0,1"), "below 0"),
+    ],
+)
+def test_no_confusion_matrix(rows: tuple[str, ...], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(MalformedFile, match=problem):
+        read_confusion(write_table(tmp_path / "c.csv", "true,a,b", *rows))
+
+
+def test_curves_are_told_apart(tmp_path: Path) -> None:
+    """By the class; and two classes of one name by the places, which begin anew."""
+    rows = ("a,0,.5,1", "a,1,1,0", "b,0,.25,", "b,1,nan,.5", "b,0,.125,.5", "b,1,1,.25")
+    table = write_table(tmp_path / "c.csv", "class,confidence,precision,recall", *rows)
+    recall, precision = read_curves(table, "confidence", ["recall", "precision"])
+    assert recall.names == precision.names == ["a", "b", "b"]
+    assert recall.x.tolist() == [0, 1]
+    assert recall.values == pytest.approx(np.array([[1, 0], [math.nan, 0.5], [0.5, 0.25]]), nan_ok=True)
+    assert precision.values == pytest.approx(np.array([[0.5, 1], [0.25, math.nan], [0.125, 1]]), nan_ok=True)
+
+
+@pytest.mark.parametrize("rows", [("a,0,1", "a,1,1", "b,0,1"), ("a,0,1", "a,1,1", "b,0,1", "b,.5,1"), ("a,,1",)])
+def test_no_curves(rows: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(MalformedFile, match="recall"):
+        read_curves(write_table(tmp_path / "c.csv", "class,recall,precision", *rows), "recall", ["precision"])
+
+
+def test_labels_are_read(tmp_path: Path) -> None:
+    rows = ("train,a,9,20", "train,b,1,2", "val,b,1,3")
+    labels = read_labels(write_table(tmp_path / "l.csv", "split,class,images,instances", *rows))
+    assert (labels.splits, labels.names) == (["train", "val"], ["a", "b"])
+    assert labels.counts.tolist() == [[20, 2], [0, 3]]

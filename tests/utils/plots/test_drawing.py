@@ -1,0 +1,175 @@
+"""Boxes, texts and grids, and the files that pictures are written to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from utils.errors import UserError
+from utils.plots.drawing import (
+    COLOURS,
+    MAX_GRID_IMAGES,
+    MIN_CAPTION_PIXELS,
+    draw_captioned,
+    draw_targets,
+    write_picture,
+)
+
+NO_TARGETS = np.zeros((0, 6), np.float32)
+
+
+@pytest.mark.parametrize(("images", "shape"), [(1, (32, 48)), (2, (32, 96)), (3, (64, 96)), (5, (64, 144))])
+def test_size_of_the_grid(images: int, shape: tuple[int, int]) -> None:
+    picture = draw_targets(np.zeros((images, 3, 32, 48), np.uint8), NO_TARGETS, {})
+    assert picture.shape == (*shape, 3)
+    assert picture.dtype == np.uint8
+
+
+def test_at_most_sixteen_images() -> None:
+    assert draw_targets(np.zeros((MAX_GRID_IMAGES + 9, 3, 8, 8), np.uint8), NO_TARGETS, {}).shape == (32, 32, 3)
+
+
+def test_places_and_colours() -> None:
+    images = np.zeros((3, 3, 8, 8), np.uint8)
+    images[0, 0] = 200  # red, and blue comes first in the picture
+    images[1] = 50
+    picture = draw_targets(images, NO_TARGETS, {})
+    assert picture[4, 4].tolist() == [0, 0, 200]
+    assert picture[4, 12].tolist() == [50, 50, 50]
+    assert picture[12, 4].tolist() == [0, 0, 0]
+    assert picture[12, 12].tolist() == [255, 255, 255]  # no image
+
+
+def test_a_box_is_drawn_on_its_own_image_alone() -> None:
+    images = np.zeros((2, 3, 64, 64), np.uint8)
+    target = np.array([[1, 3, 0.5, 0.5, 0.5, 0.25]], np.float32)  # 16, 24, 48, 40
+    picture = draw_targets(images, target, {3: "x"})
+    assert not picture[:, :64].any()
+    own = picture[:, 64:]
+    for row, column in ((30, 16), (30, 48), (24, 30), (40, 30)):
+        assert own[row, column].any()
+    assert not own[27:38, 19:46].any()  # lines are soft at their edges
+    assert not images.any()  # what was given is not drawn on
+
+
+@pytest.mark.parametrize(
+    ("images", "size", "shape"),
+    [(4, (1200, 1000), (1920, 1600)), (1, (500, 3840), (250, 1920)), (1, (1920, 900), (1920, 900))],
+)
+def test_no_side_of_the_grid_is_too_long(images: int, size: tuple[int, int], shape: tuple[int, int]) -> None:
+    """Boxes are drawn when the images have been shrunk."""
+    target = np.array([[0, 0, 0.5, 0.5, 0.5, 0.5]], np.float32)
+    picture = draw_targets(np.zeros((images, 3, *size), np.uint8), target, {0: ""})
+    assert picture.shape == (*shape, 3)
+    across = 2 if images > 1 else 1
+    height, width = shape[0] // across, shape[1] // across
+    assert picture[height // 2, width // 4].tolist() == pytest.approx(COLOURS[0], abs=3)
+    assert picture[height // 4, width // 2].tolist() == pytest.approx(COLOURS[0], abs=3)
+    assert not picture[height // 2, width // 2].any()
+
+
+def test_names_have_a_ground() -> None:
+    """Dark letters on a light colour and light ones on a dark one."""
+    for label, ink in ((8, 0), (7, 255)):
+        target = np.array([[0, label, 0.5, 0.5, 0.5, 0.5]], np.float32)
+        picture = draw_targets(np.full((1, 3, 200, 200), 128, np.uint8), target, {label: "mmmm"})
+        tag = picture[36:49, 52:80].reshape(-1, 3)
+        assert (tag == COLOURS[label]).all(1).sum() > 100
+        assert abs(tag.mean(1) - ink).min() < 60
+
+
+# Captions: two lines of 16 pixels below each image
+
+
+def grey_images(*values: int, height: int = 40, width: int = 200) -> list[np.ndarray]:
+    return [np.full((height, width, 3), value, np.uint8) for value in values]
+
+
+@pytest.mark.parametrize(("images", "shape"), [(1, (72, 200)), (2, (72, 400)), (5, (144, 600)), (20, (288, 800))])
+def test_size_of_the_captioned_grid(images: int, shape: tuple[int, int]) -> None:
+    picture = draw_captioned(grey_images(*range(images)), ["x"] * images)
+    assert picture.shape == (*shape, 3)
+    assert picture.dtype == np.uint8
+
+
+def test_each_image_is_above_its_caption() -> None:
+    images = grey_images(10, 20, 30)
+    images[0][:, :, 2] = 200
+    picture = draw_captioned(images, ["one line", "two\nlines", ""])
+    assert (picture[:40, :200] == (10, 10, 200)).all()
+    assert (picture[:40, 200:] == 20).all()
+    assert (picture[72:112, :200] == 30).all()
+    dark = picture < 128
+    assert dark[40:56, :200].any()
+    assert not dark[56:72, :200].any()
+    assert dark[40:56, 200:].any()
+    assert dark[56:72, 200:].any()
+    assert (picture[112:, :200] == 255).all()
+    assert (picture[72:, 200:] == 255).all()  # no image
+
+
+def test_a_small_image_stands_in_the_middle_of_its_caption() -> None:
+    picture = draw_captioned(grey_images(0, height=10, width=50), ["", "of no image"])
+    assert picture.shape == (42, MIN_CAPTION_PIXELS, 3)
+    assert (picture[:10, 50:100] == 0).all()
+    assert (picture[:10, :50] == 255).all()
+    assert (picture[:10, 100:] == 255).all()
+
+
+def test_more_lines_than_there_is_room_for() -> None:
+    images = grey_images(0)
+    assert np.array_equal(draw_captioned(images, ["a\nb\nc"]), draw_captioned(images, ["a\nb"]))
+    assert not np.array_equal(draw_captioned(images, ["a\nb"]), draw_captioned(images, ["a\nc"]))
+    assert draw_captioned(images, ["long " * 50]).shape == (72, 200, 3)
+    assert not images[0].any()  # what was given is not drawn on
+
+
+# Files
+
+
+@pytest.fixture
+def picture() -> np.ndarray:
+    smooth = np.linspace(0, 255, 64).astype(np.uint8)
+    return np.dstack([np.tile(smooth, (64, 1))] * 3)
+
+
+def test_a_picture_is_written_in_the_format_of_its_name(picture: np.ndarray, tmp_path: Path) -> None:
+    write_picture(tmp_path / "folder" / "a.png", picture)
+    write_picture(tmp_path / "folder" / "a.bmp", picture)
+    for name in ("a.png", "a.bmp"):
+        assert np.array_equal(cv2.imread(str(tmp_path / "folder" / name)), picture)
+    assert len(list((tmp_path / "folder").iterdir())) == 2  # no temporary file
+
+
+def test_the_bytes_are_those_of_opencv(picture: np.ndarray, tmp_path: Path) -> None:
+    """With its defaults: a quality of 95."""
+    for name in ("a.jpg", "a.png"):
+        write_picture(tmp_path / name, picture)
+        assert (tmp_path / name).read_bytes() == cv2.imencode(name[1:], picture)[1].tobytes()
+    write_picture(tmp_path / "a.jpg", picture, 85)
+    expected = cv2.imencode(".jpg", picture, (cv2.IMWRITE_JPEG_QUALITY, 85))[1].tobytes()
+    assert (tmp_path / "a.jpg").read_bytes() == expected
+
+
+def test_a_compact_png_has_the_same_pixels(picture: np.ndarray, tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.png", picture, compact_png=True)
+    assert np.array_equal(cv2.imread(str(tmp_path / "a.png")), picture)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "problem"),
+    [
+        ("a.nothing", (4, 4), "no such format; let the name end with .png or .jpg"),
+        ("a.jpg", (0, 4), "the picture is empty"),
+        ("a.jpg", (70_000, 4), "OpenCV cannot make a picture of 4x70000"),
+        ("file/a.jpg", (4, 4), "File exists"),
+    ],
+)
+def test_a_picture_that_cannot_be_written(name: str, shape: tuple[int, int], problem: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError) as caught:
+        write_picture(tmp_path / name, np.zeros((*shape, 3), np.uint8))
+    assert str(caught.value) == f"{tmp_path / name} cannot be written: {problem}"

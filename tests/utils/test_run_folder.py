@@ -1,0 +1,133 @@
+"""The files of a run folder; on other processes than the main one there are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from torch import nn
+
+from models.weights.reader import read_weights
+from utils.distributed.collectives import Collectives
+from utils.errors import UserError
+from utils.run_folder import MainRunFolder, RunFolder
+
+
+@pytest.fixture
+def warnings() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def folder(tmp_path: Path, warnings: list[str]) -> MainRunFolder:
+    return MainRunFolder(tmp_path, Collectives(Accelerator(cpu=True)), warnings.append)
+
+
+def fill(folder: RunFolder) -> None:
+    """Write everything that can be."""
+    folder.write_settings({"names": ("ä", "b"), "epochs": 3})
+    folder.write_problems(["a.jpg is empty; left out", "b.jpg too"])
+    folder.write_documents({"classes.csv": "a,b\n", "n\udcffmes.txt": "\udcff"})
+    folder.add_row({"epoch": 0, "loss": 1 / 3, "mAP": None})
+    folder.save_weights(
+        ["last.pt", "best.pt"],
+        nn.Linear(2, 1),
+        yaml={"task": "detect", "nc": 1},
+        names={0: "a"},
+        settings={"epochs": 3},
+    )
+    folder.save_state({"format": "lockstep-state-1", "number": 7})
+    folder.wait_for_writing()
+    folder.finish_writing()
+
+
+def test_files(folder: MainRunFolder, tmp_path: Path) -> None:
+    fill(folder)
+    assert yaml.safe_load((tmp_path / "settings.yaml").read_text().replace("!!python/tuple", "")) == {
+        "names": ["ä", "b"],
+        "epochs": 3,
+    }
+    assert (tmp_path / "problems.txt").read_text() == "a.jpg is empty; left out\nb.jpg too\n"
+    assert (tmp_path / "classes.csv").read_text() == "a,b\n"
+    assert (tmp_path / "n\udcffmes.txt").read_bytes() == b"\xff"
+    assert (tmp_path / "results.csv").read_text() == "epoch,loss,mAP\n0,0.333333333,\n"
+    for name in ("last.pt", "best.pt"):
+        assert read_weights(tmp_path / "weights" / name).names == {0: "a"}
+    assert len(list((tmp_path / "checkpoint").iterdir())) == 1
+
+
+def test_other_processes_write_nothing(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, Collectives(Accelerator(cpu=True)))
+    fill(folder)
+    folder.rewind(None)
+    assert folder.read_state() is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_problems_no_file(folder: MainRunFolder, tmp_path: Path) -> None:
+    folder.write_problems([])
+    assert not (tmp_path / "problems.txt").exists()
+
+
+def test_row_added_is_called_once_the_row_is_in_the_file(tmp_path: Path) -> None:
+    rows: list[str] = []
+
+    def row_added() -> None:
+        rows.append((tmp_path / "results.csv").read_text().splitlines()[-1])
+
+    folder = MainRunFolder(tmp_path, Collectives(Accelerator(cpu=True)), print, row_added)
+    for epoch in range(2):
+        folder.add_row({"epoch": epoch})
+    assert rows == ["0", "1"]
+
+
+def state_of(folder: RunFolder) -> dict[str, Any]:
+    state = folder.read_state()
+    assert state is not None
+    return state
+
+
+def test_rows_are_rewound_to_the_state(folder: MainRunFolder, tmp_path: Path, warnings: list[str]) -> None:
+    folder.add_row({"epoch": 0})
+    folder.save_state({"format": "lockstep-state-1", "weights": torch.ones(3)})
+    folder.add_row({"epoch": 1})
+    folder.finish_writing()
+    (tmp_path / "weights").mkdir()
+    for name in (".results.csv-abc.part", "weights/.last.pt-abc.part"):
+        (tmp_path / name).touch()
+    state = state_of(folder)
+    assert state["rows"] == ["epoch", "0"]
+    folder.rewind(state)
+    assert (tmp_path / "results.csv").read_text() == "epoch\n0\n"
+    assert not list(tmp_path.rglob("*.part"))
+    folder.add_row({"epoch": 1})
+    assert (tmp_path / "results.csv").read_text() == "epoch\n0\n1\n"
+    assert warnings == []
+
+
+def test_a_run_that_begins_anew_has_no_states(folder: MainRunFolder) -> None:
+    folder.save_state({"format": "lockstep-state-1"})
+    folder.finish_writing()
+    folder.rewind(None)
+    assert folder.read_state() is None
+
+
+def test_nothing_to_save(folder: MainRunFolder, tmp_path: Path) -> None:
+    folder.save_weights([], nn.Linear(2, 1), yaml={}, names={}, settings={})
+    folder.finish_writing()
+    assert not (tmp_path / "weights").exists()
+
+
+def test_what_cannot_be_written_is_a_warning_and_in_the_end_an_error(
+    folder: MainRunFolder, tmp_path: Path, warnings: list[str]
+) -> None:
+    (tmp_path / "weights").touch()
+    folder.save_weights(["last.pt"], nn.Linear(2, 1), yaml={"task": "detect"}, names={}, settings={})
+    folder.wait_for_writing()
+    assert [warning.partition(" cannot")[0] for warning in warnings] == [f"warning: {tmp_path}/weights/last.pt"]
+    with pytest.raises(UserError, match=r"last\.pt cannot be written: .*; fix that, and go on with --resume"):
+        folder.finish_writing()

@@ -1,0 +1,25 @@
+"""What all tests of trackers share."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+
+from utils.tracking.tracker import TENSORBOARD, WANDB
+
+
+@pytest.fixture(autouse=True)
+def no_wandb_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_MODE", "WANDB_DISABLED", "WANDB_RUN_ID", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Packages that count as installed."""
+    names = {WANDB, TENSORBOARD}
+    spec = SimpleNamespace(origin="somewhere")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name in names else None)
+    return names

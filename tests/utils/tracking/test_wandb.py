@@ -1,0 +1,137 @@
+"""The tracker of W&B waits for nothing and never fails a run, whatever its process does."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.wandb_files import read, runs
+from tests.wandb_server import serve
+from utils.tracking import wandb
+from utils.tracking.wandb import WandbTracker
+
+
+def replace_process(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Start another program in place of the one that talks to W&B."""
+    monkeypatch.setattr(wandb, "own_python", lambda module: ["python3", "-c", script])
+
+
+ECHO = "import sys\nfor line in sys.stdin: open(sys.argv[1], 'a').write(line)"
+
+
+def test_messages_arrive_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_process(monkeypatch, ECHO)
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "calls")])
+    tracker = WandbTracker(tmp_path, {"id": "x"}, print)
+    tracker.store_init_configuration({"lr0": 0.1, "path": Path("a")})
+    tracker.log({"step": 3, "step/loss": float("nan")}, step=3)
+    tracker.log({"epoch": 1, "step": 3}, step=3)
+    tracker.log_pictures({"pictures/a": tmp_path / "\udcff.jpg"}, 3)
+    tracker.log_line("said")
+    tracker.finish()
+    messages = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    assert [message["method"] for message in messages] == ["start", "log", "log", "log_pictures", "log_line", "finish"]
+    assert messages[0]["config"] == {"lr0": 0.1, "path": "a"}
+    assert messages[0]["run"] == {"id": "x"}
+    assert [message["axis"] for message in messages[1:3]] == ["step", "epoch"]
+    assert messages[3]["files"]["pictures/a"].endswith("\udcff.jpg")
+
+
+def test_a_process_that_never_ends_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_process(monkeypatch, "import subprocess; subprocess.run(['sleep', '600'])")
+    printed: list[str] = []
+    monkeypatch.setattr(wandb, "EXIT_SECONDS", 0.0)
+    tracker = WandbTracker(tmp_path, {"id": "x"}, printed.append)
+    tracker.store_init_configuration({})
+    process = tracker.process
+    time.sleep(0.5)
+    tracker.finish(0.2)
+    assert process is not None
+    assert process.wait(5) == -signal.SIGKILL
+    assert len(printed) == 1
+    assert printed[0].startswith("warning: W&B has not ended after 0 s; what it received is in ")
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "waited"), [(900.0, math.inf, 910.0), (60.0, 10.0, 20.0), (60.0, 90.0, 70.0)]
+)
+def test_how_long_the_end_is_waited_for(
+    given: float, asked: float, waited: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_process(monkeypatch, ECHO)
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "calls")])
+    found: list[float] = []
+    tracker = WandbTracker(tmp_path, {"id": "x"}, print, given)
+    tracker.store_init_configuration({})
+    assert tracker.process is not None
+    monkeypatch.setattr(tracker.process, "wait", found.append)
+    tracker.finish(asked)
+    tracker.finish()
+    assert found == [waited]
+
+
+def test_a_process_that_has_died_is_sent_no_more_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_process(monkeypatch, "")
+    tracker = WandbTracker(tmp_path, {"id": "x"}, print)
+    tracker.store_init_configuration({})
+    assert tracker.process is not None
+    tracker.process.wait()
+    for number in range(100):
+        tracker.log({"step": number, "text": "x" * 10**5}, step=number)
+        time.sleep(0.001)
+    assert tracker.closed
+    assert tracker.messages.qsize() < 100
+    tracker.finish()
+
+
+def test_a_process_that_cannot_be_started_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wandb, "own_python", lambda module: [str(tmp_path / "nowhere")])
+    printed: list[str] = []
+    tracker = WandbTracker(tmp_path, {"id": "x"}, printed.append)
+    tracker.store_init_configuration({})
+    tracker.log({"step": 1}, step=1)
+    tracker.finish()
+    assert printed == ["warning: W&B cannot be started (No such file or directory); training goes on"]
+
+
+def test_replies_are_printed_and_a_stop_is_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replies = [{"print": "hello"}, "no answer", {"print": "stopped", "stop": True}]
+    replace_process(monkeypatch, f"print({json.dumps('rubbish')}, *{list(map(json.dumps, replies))!r}, sep=chr(10))")
+    printed: list[str] = []
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *call: sent.append(call))
+    tracker = WandbTracker(tmp_path, {"id": "x"}, printed.append)
+    tracker.store_init_configuration({})
+    tracker.finish()
+    assert printed == ["hello", "stopped"]
+    assert sent == [(os.getpid(), signal.SIGTERM)]
+
+
+def test_a_server_that_falls_silent_cannot_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    printed: list[str] = []
+    with serve() as server:
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        monkeypatch.setenv("WANDB_BASE_URL", server.address)
+        arguments = {"project": "p", "id": "abc", "name": "n", "entity": None, "group": None, "tags": None}
+        tracker = WandbTracker(tmp_path, arguments, printed.append, timeout=2.0)
+        tracker.store_init_configuration({})
+        end = time.monotonic() + 60
+        while not printed and time.monotonic() < end:
+            time.sleep(0.1)
+        assert printed == [f"W&B: {server.address}/me/p/runs/abc"]
+        server.silent.set()
+        tracker.log({"step": 1, "step/loss": 0.5}, step=1)
+        process = tracker.process
+        tracker.finish()
+    assert process is not None
+    assert process.returncode in (0, 1)  # by itself
+    assert [line.partition(";")[0] for line in printed[1:]] == ["warning: W&B has not received everything within 2 s"]
+    (file,) = runs(tmp_path)
+    assert [row["step/loss"] for row in read(file).rows] == [0.5]  # kept, for `wandb sync`

@@ -1,0 +1,71 @@
+"""The process that talks to W&B: what it does when the training dies, and how it finds the key."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.wandb_files import read, runs
+from utils.background import own_python
+from utils.tracking import wandb_process
+from utils.tracking.wandb_process import connect_timeout, has_key
+
+
+def test_a_half_line_is_the_end_and_the_run_is_closed(tmp_path: Path) -> None:
+    """Its writer was killed while it wrote: what came before is kept, and the run counts as failed."""
+    pytest.importorskip("wandb")
+    run = {"project": "p", "id": "abc", "name": "n", "entity": None, "group": None, "tags": None}
+    messages = [
+        {"method": "start", "folder": str(tmp_path), "run": run, "config": {}, "axes": [], "pid": os.getpid()}
+        | {"timeout": 9.0},
+        {"method": "log", "values": {"step": 1, "step/loss": 0.5}, "step": 1, "axis": "step"},
+        {"method": "log", "values": {"step": 2, "step/loss": 0.25}, "step": 2, "axis": "step"},
+    ]
+    lines = "".join(f"{json.dumps(message)}\n" for message in messages)
+    ended = subprocess.run(
+        [*own_python("utils.tracking.wandb_process"), "train.py"],
+        input=lines[:-20],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "WANDB_MODE": "offline"},
+    )
+    assert "wandb sync" in json.loads(ended.stdout)["print"]
+    (file,) = runs(tmp_path)
+    found = read(file)
+    assert [row["step/loss"] for row in found.rows] == [0.5]
+    assert found.code == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "netrc", "setting", "expected"),
+    [
+        ("", "", None, False),
+        ("WANDB_API_KEY", "", None, True),
+        ("", "machine api.wandb.ai login user password secret", None, True),
+        ("", "machine elsewhere.org login user password secret", None, False),
+        ("", "machine", None, False),  # damaged
+        ("", "", "secret", True),
+    ],
+)
+def test_is_there_a_key(
+    variable: str, netrc: str, setting: Any, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if variable:
+        monkeypatch.setenv(variable, "secret")
+    if netrc:
+        (tmp_path / ".netrc").write_text(netrc)
+    assert has_key(SimpleNamespace(base_url="https://api.wandb.ai", api_key=setting)) == expected
+
+
+def test_the_time_to_reach_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert connect_timeout() == wandb_process.CONNECT_SECONDS
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "7")
+    assert connect_timeout() == 7

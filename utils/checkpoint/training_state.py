@@ -1,0 +1,175 @@
+"""What --resume needs to continue a run to the bit: saved and loaded side by side. Called by train.py.
+
+`load_weights` comes before `Accelerator.prepare`, `TrainingState` holds what it returns. Files: state_files.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from utils.checkpoint.progress import Progress
+from utils.checkpoint.state_files import STATE_FORMAT
+from utils.distributed.deepspeed import gathered_parameters, load_optimizer_state, optimizer_state
+from utils.distributed.ranks import world_size
+from utils.errors import UserError
+
+if TYPE_CHECKING:
+    from utils.distributed.collectives import Collectives
+    from utils.run_folder import RunFolder
+    from utils.training.ema import ModelEMA
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What must be the same if a run is resumed: classes, image size and training images."""
+
+    names: Mapping[int, str]  # of the classes
+    imgsz: int  # pixels
+    images: Mapping[str, str]  # count of the training images, checksums of their files and of the labels
+
+    def state(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        return {"names": self.names, "imgsz": self.imgsz, "images": self.images}
+
+    def check(self, saved: Mapping[str, Any]) -> list[str]:
+        """Compare with what `state` returned when the run was saved and return warnings; `saved` may hold more.
+
+        Raises `UserError` if classes, image size or images have changed.
+        """
+        before, now = list(saved["names"].values()), list(self.names.values())
+        if before != now:
+            raise UserError(
+                f"the classes have changed since the run began ({len(before)} then, {len(now)} now: "
+                f"{_first_difference(before, now)}); fix names: in the data YAML, or start a new run from its "
+                "weights/last.pt"
+            )
+        if saved["imgsz"] != self.imgsz:
+            raise UserError(f"--imgsz is {self.imgsz} now, and the run was begun with {saved['imgsz']}; leave it out")
+        changed = [what for what in self.images if self.images[what] != saved["images"].get(what)]
+        if "files" in changed:
+            raise UserError(
+                f"the training images have changed since the run began ({saved['images'].get('count')} then, "
+                f"{self.images.get('count')} now); bring back the same, or start a new run from its weights/last.pt"
+            )
+        return [f"warning: the {what} of the training images have changed since the run began" for what in changed]
+
+
+def load_weights(saved: Mapping[str, Any], model: nn.Module, ema: ModelEMA) -> None:
+    """Load the weights of a state, before `Accelerator.prepare`: ZeRO-3 partitions them there.
+
+    model: not prepared yet.
+    """
+    model.load_state_dict(saved["model"])
+    ema.load_state(saved)
+
+
+@dataclass(kw_only=True)
+class TrainingState:
+    """The parts of a run that change while it trains, as `Accelerator.prepare` left them.
+
+    Every process holds one, and all must call its methods together.
+    """
+
+    identity: Identity
+    progress: Progress
+    model: nn.Module  # what was prepared, not the wrapper that `Accelerator.prepare` returned
+    parameters: Sequence[nn.Parameter]  # of the model, in the order of the optimizer's groups
+    ema: ModelEMA
+    optimizer: Any  # prepared
+    scaler: Any  # Accelerate's gradient scaler, or None
+    loss_sums: Tensor  # (terms,), of this process over the batches of this epoch
+    collectives: Collectives
+    wandb_id: str
+    _saved_progress: dict[str, Any] | None = field(default=None, init=False)
+
+    def save(self, files: RunFolder) -> None:
+        """Write the state into the run folder, unless nothing was trained since it was last written."""
+        progress = {**self.progress.state(), "summary": None}  # which changes together with the best epoch only
+        if progress == self._saved_progress:
+            return
+        self._saved_progress = progress
+        with gathered_parameters(self.model):
+            files.save_state(self.state())
+
+    def state(self) -> dict[str, Any]:
+        """Return everything as tensors and plain values. Under ZeRO-3 the weights must be gathered meanwhile."""
+        return {
+            "format": STATE_FORMAT,
+            **self.identity.state(),
+            "progress": self.progress.state(),
+            "model": self.model.state_dict(),
+            **self.ema.state(),
+            "optimizer": optimizer_state(self.optimizer, self.parameters),
+            "rates": [group["lr"] for group in self.optimizer.param_groups],
+            "scaler": self.scaler and self.scaler.state_dict(),
+            "shares": self.collectives.gather([self._share()]),
+            "wandb_id": self.wandb_id,
+        }
+
+    def load_state(self, saved: Mapping[str, Any]) -> None:
+        """Take over what `state` returned but for the weights, for which see `load_weights`.
+
+        Before: `Accelerator.prepare`, where DDP copies the main process's buffers to all. After: whatever copies
+        `progress` or `loss_sums`, such as `NonFiniteGuard`.
+        """
+        self.progress.load_state(saved["progress"])
+        self.progress.finished = False  # if the run was, it has more epochs now
+        self._load_shares(saved["shares"])
+        load_optimizer_state(self.optimizer, self.parameters, saved["optimizer"])
+        for group, rate in zip(self.optimizer.param_groups, saved["rates"], strict=True):
+            group["lr"] = rate
+        if self.scaler is not None and saved["scaler"]:
+            self.scaler.load_state_dict(saved["scaler"])
+
+    def _share(self) -> dict[str, Any]:
+        """Return what differs between processes: loss sums, and BatchNorm's statistics of the model and of its EMA."""
+        return {
+            "totals": self.loss_sums.cpu(),
+            **{
+                name: {key: buffer.cpu() for key, buffer in floating_buffers(model).items()}
+                for name, model in self._models().items()
+            },
+        }
+
+    def _load_shares(self, shares: Sequence[Mapping[str, Any]]) -> None:
+        """Take over this process's share.
+
+        If another number of processes saved them, each gets an equal part of the sums and the mean statistics.
+        """
+        share = self.collectives.own_share(shares) or _mean_share(shares, world_size())
+        self.loss_sums.copy_(share["totals"])
+        for name, model in self._models().items():
+            for key, buffer in floating_buffers(model).items():
+                buffer.copy_(share[name][key])
+
+    def _models(self) -> dict[str, nn.Module]:
+        return {"model": self.model, "ema": self.ema.model}
+
+
+def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the floating-point buffers of a model by name: running statistics, which training changes in place."""
+    return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+
+
+def _mean_share(shares: Sequence[Mapping[str, Any]], processes: int) -> dict[str, Any]:
+    mean: dict[str, Any] = {"totals": sum(share["totals"] for share in shares) / processes}
+    for name in ("model", "ema"):
+        mean[name] = {
+            # float64, so that the mean of equal values is that value
+            key: torch.stack([share[name][key].double() for share in shares]).mean(0)
+            for key in shares[0][name]
+        }
+    return mean
+
+
+def _first_difference(before: Sequence[str], now: Sequence[str]) -> str:
+    for number in range(max(len(before), len(now))):
+        old, new = (names[number] if number < len(names) else "none" for names in (before, now))
+        if old != new:
+            return f"class {number} was {old} and is {new}"
+    return ""

@@ -1,0 +1,147 @@
+"""Hyperparameter YAML files, and the flags `--hyp.KEY` that override them.
+
+A task's recipe extends `Recipe`; train.py and utils/config/resumed.py read the files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from utils.config.ranges import BELOW_ONE, FINITE, NOT_NEGATIVE, POSITIVE, SHARE, Range, is_number
+from utils.errors import UserError, nearest
+from utils.files import find_file, read_yaml
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+R = TypeVar("R", bound="Recipe")
+
+OVERRIDE_PREFIX = "--hyp."  # of the flag of a single hyperparameter
+NO_OVERRIDES: Mapping[str, str] = types.MappingProxyType({})
+# YOLOv5's names of the hyperparameter files that have shorter names in data/hyps.
+YOLOV5_HYPS = {
+    "hyp.scratch-low.yaml": "low.yaml",
+    "hyp.scratch-med.yaml": "med.yaml",
+    "hyp.scratch-high.yaml": "high.yaml",
+    "hyp.no-augmentation.yaml": "none.yaml",
+    "hyp.VOC.yaml": "VOC.yaml",
+    "hyp.Objects365.yaml": "Objects365.yaml",
+}
+
+
+def number(default: float, within: Range) -> Any:
+    """Return a dataclass field that is a hyperparameter, with its default and its range."""
+    return dataclasses.field(default=default, metadata={"within": within})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The keys of a hyperparameter YAML that every task has, by YOLOv5's names."""
+
+    lr0: float = number(0.01, POSITIVE)  # learning rate of the first epoch after the warm-up
+    lrf: float = number(0.01, NOT_NEGATIVE)  # last epoch's learning rate as a share of lr0
+    momentum: float = number(0.937, BELOW_ONE)  # of SGD; beta1 of Adam and AdamW
+    weight_decay: float = number(0.0005, NOT_NEGATIVE)
+    # Images per optimizer step, reached by accumulating batches; 0: every batch is a step.
+    nbs: int = number(64, NOT_NEGATIVE)
+    warmup_epochs: float = number(3.0, NOT_NEGATIVE)
+    warmup_momentum: float = number(0.8, BELOW_ONE)
+    warmup_bias_lr: float = number(0.1, NOT_NEGATIVE)
+
+    def accumulation(self, batch_size: int) -> int:
+        """Return the number of batches per optimizer step that comes nearest to `nbs` images."""
+        return max(round(self.nbs / batch_size), 1)
+
+    def decay(self, batch_size: int) -> float:
+        """Return the weight decay in proportion to the images per optimizer step, YOLOv5's rule."""
+        images = batch_size * self.accumulation(batch_size)
+        return self.weight_decay * images / self.nbs if self.nbs else self.weight_decay
+
+
+@dataclass(frozen=True)
+class Hyperparameters(Recipe):
+    """The keys of a hyperparameter YAML for a detector. The defaults are those of data/hyps/low.yaml."""
+
+    box: float = number(0.05, NOT_NEGATIVE)  # gains of the loss terms
+    cls: float = number(0.5, NOT_NEGATIVE)
+    cls_pw: float = number(1.0, POSITIVE)  # weight of positives in the class term
+    obj: float = number(1.0, NOT_NEGATIVE)
+    obj_pw: float = number(1.0, POSITIVE)
+    iou_t: float = number(0.2, SHARE)  # in every YOLOv5 file; not used
+    # A target matches an anchor if width and height differ by less than this factor.
+    anchor_t: float = number(4.0, Range(1, exclusive_minimum=True))
+    # Anchors per level if they are to be computed from the data; 0 keeps the model's.
+    anchors: float = number(0.0, NOT_NEGATIVE)
+    fl_gamma: float = number(0.0, NOT_NEGATIVE)  # focal loss; 0 is off
+    hsv_h: float = number(0.015, SHARE)
+    hsv_s: float = number(0.7, SHARE)
+    hsv_v: float = number(0.4, SHARE)
+    degrees: float = number(0.0, Range(0, 180))
+    translate: float = number(0.1, SHARE)
+    scale: float = number(0.5, BELOW_ONE)
+    shear: float = number(0.0, Range(0, 90, exclusive_maximum=True))
+    perspective: float = number(0.0, Range(0, 0.001))
+    flipud: float = number(0.0, SHARE)
+    fliplr: float = number(0.5, SHARE)
+    mosaic: float = number(1.0, SHARE)
+    mixup: float = number(0.0, SHARE)
+    copy_paste: float = number(0.0, SHARE)
+
+
+def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] = NO_OVERRIDES) -> R:
+    """Read and check a hyperparameter YAML as a task's kind of recipe. Absent keys get the defaults of `kind`.
+
+    name: a path, or a file name of data/hyps or YOLOv5. overrides: values that replace those of the file, as text by
+    key, from flags such as --hyp.lr0. Raises `UserError`.
+    """
+    alias = name if os.path.isfile(name) else YOLOV5_HYPS.get(Path(name).name, name)
+    path = find_file(alias, "hyperparameter file", ["data/hyps"])
+    return dataclasses.replace(from_mapping(kind, read_yaml(path), path), **parse_overrides(kind, overrides))
+
+
+def parse_overrides(kind: type[Recipe], overrides: Mapping[str, str]) -> dict[str, Any]:
+    """Return the numbers of flags such as --hyp.lr0, by key. Raises `UserError` that names the flag."""
+    hints, ranges = _types_and_ranges(kind)
+    for key in overrides:
+        if key not in hints:
+            # All flags share the prefix, so that similarity starts higher than for other words.
+            hint = nearest(OVERRIDE_PREFIX + key, [OVERRIDE_PREFIX + name for name in hints], likeness=0.82)
+            raise UserError(f"unknown flag {OVERRIDE_PREFIX}{key}{hint}")
+    return {key: _number(text, hints[key], ranges[key], OVERRIDE_PREFIX + key) for key, text in overrides.items()}
+
+
+def from_mapping(kind: type[T], values: Mapping[str, Any], source: Path) -> T:
+    """Return a `kind` from the keys of a YAML. Raises `UserError` that names an unknown key or a wrong value."""
+    hints, ranges = _types_and_ranges(kind)
+    for key in values:
+        if key not in hints:
+            raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), hints)}")
+    return kind(**{key: _number(value, hints[key], ranges[key], f"{source}: {key}") for key, value in values.items()})
+
+
+def _types_and_ranges(kind: type[DataclassInstance]) -> tuple[dict[str, Any], dict[str, Range]]:
+    """Return the types and the ranges of a dataclass's fields, by name."""
+    ranges = {field.name: field.metadata.get("within", FINITE) for field in dataclasses.fields(kind)}
+    return typing.get_type_hints(kind), ranges
+
+
+def _number(value: object, kind: type[float], allowed: Range, name: str) -> float:
+    """Return a value as int or float. `name`: what an error message calls it."""
+    if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
+        try:
+            value = float(value)
+        except ValueError:
+            raise UserError(f"{name} must be a number, not '{value}'") from None
+    if not is_number(value) or (kind is int and value != int(value)):
+        raise UserError(f"{name} must be {'a whole number' if kind is int else 'a number'}, not {value!r}")
+    if value not in allowed:
+        raise UserError(f"{name} is {value}; give {allowed}")
+    return kind(value)

@@ -1,0 +1,201 @@
+"""The command line: flags become the options of a script, over the defaults of a job, a task and a data set YAML.
+
+The scripts call `parse_options` and `with_defaults`, utils/config/resumed.py `given_flags`, data/sources.py
+`check_suggested_defaults`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from utils.config.hyperparameters import OVERRIDE_PREFIX
+from utils.config.options import GROUPS, TrainOptions, flags_of
+from utils.config.ranges import Range, is_number
+from utils.config.yolov5_flags import REFUSED
+from utils.console import is_silent
+from utils.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance, SupportsWrite
+
+T = TypeVar("T", bound="DataclassInstance")
+
+# Flags of train.py whose defaults a data set YAML may set under `defaults:`.
+SUGGESTED = ("hyp", "epochs", "batch_size", "imgsz", "optimizer", "cos_lr", "label_smoothing")
+
+
+def parse_options(
+    kind: type[T], argv: Sequence[str], job: Mapping[str, Any] | None = None, prints: bool | None = None
+) -> T:
+    """Return the flags in `argv` as a `kind`. A wrong flag ends the process with exit code 2.
+
+    job: defaults if no flag names data, model, weights or hyperparameters. prints: whether this process prints help
+    and error messages; None: unless the console is silent, as on all but one process of a machine.
+    """
+    given = given_flags(kind, argv, prints)
+    names_files = any(name in given for name in ("data", "cfg", "weights", "hyp"))
+    return kind(**{**({} if names_files or job is None else job), **given})
+
+
+def given_flags(kind: type[DataclassInstance], argv: Sequence[str], prints: bool | None = None) -> dict[str, Any]:
+    """Return the values of the flags that are in `argv`, by field name."""
+    prints = not is_silent() if prints is None else prints
+    parser, words = _build_parser(kind, prints), _join_negative_overrides(argv)
+    if _has_overrides(kind):
+        for name in dict.fromkeys(word.split("=")[0] for word in words if word.startswith(OVERRIDE_PREFIX)):
+            parser.add_argument(name, dest="overrides", action=_Override)
+    return vars(parser.parse_args(words))
+
+
+def with_defaults(options: T, argv: Sequence[str], *defaults: Mapping[str, Any]) -> T:
+    """Return `options` with other defaults for the flags that are not in `argv`; later mappings take precedence."""
+    given = given_flags(type(options), argv)
+    values = {key: value for mapping in defaults for key, value in mapping.items() if key not in given}
+    return dataclasses.replace(options, **values)
+
+
+def check_suggested_defaults(values: object, source: Path) -> dict[str, Any]:
+    """Return the `defaults:` of a data set YAML, by field name of `TrainOptions`. Raises `UserError` that names a key
+    which is unknown or has a wrong value."""
+    if not isinstance(values, dict):
+        raise UserError(f"{source}: `defaults` must be lines such as `imgsz: 64`, not {values!r}")
+    hints = typing.get_type_hints(TrainOptions)
+    fields = {field.name: field.metadata for field in flags_of(TrainOptions) if field.name in SUGGESTED}
+    defaults = {}
+    for key, value in values.items():
+        if key not in fields:
+            raise UserError(
+                f"{source}: unknown key '{key}' under `defaults`{nearest(str(key), fields)}; known are "
+                f"{', '.join(SUGGESTED)}"
+            )
+        metadata, kind = fields[key], hints[key]
+        fits = isinstance(value, kind) if kind in (bool, str) else is_number(value) and kind(value) == value
+        if fits and kind in (int, float):
+            fits = value in metadata["within"]
+        if not fits or (metadata["choices"] and value not in metadata["choices"]):
+            raise UserError(f"{source}: `{key}` under `defaults` is {value!r}, which --{key.replace('_', '-')} refuses")
+        defaults[key] = kind(value)
+    return defaults
+
+
+def _build_parser(kind: type[DataclassInstance], prints: bool) -> argparse.ArgumentParser:
+    epilog = (
+        f"{OVERRIDE_PREFIX}KEY VALUE sets a single hyperparameter, instead of the value in --hyp, such as "
+        f"{OVERRIDE_PREFIX}lr0 0.005"
+    )
+    parser = _Parser(prints, description=kind.__doc__, epilog=epilog if _has_overrides(kind) else None)
+    hints = typing.get_type_hints(kind)
+    groups = {title: parser.add_argument_group(title) for title in GROUPS}  # empty ones are not shown
+    for option in flags_of(kind):
+        names = [option.name, *option.metadata["aliases"]]
+        flags = dict.fromkeys(
+            f"--{word}" for name in names for word in (name.replace("_", "-"), name.replace("-", "_"))
+        )
+        default = " ".join(map(str, option.default)) if isinstance(option.default, tuple) else repr(option.default)
+        text = f"{option.metadata['help']} (default {default or 'none'})"
+        groups[option.metadata["group"]].add_argument(
+            *flags, dest=option.name, help=text, **_argument(hints[option.name], option.metadata)
+        )
+    return parser
+
+
+def _has_overrides(kind: type[DataclassInstance]) -> bool:
+    return any(field.name == "overrides" for field in dataclasses.fields(kind))
+
+
+def _join_negative_overrides(argv: Sequence[str]) -> list[str]:
+    """Return `--hyp.shear -1e-1` as one word: argparse would take -1e-1 for a flag."""
+    words: list[str] = []
+    for word in argv:
+        if words and words[-1].startswith(OVERRIDE_PREFIX) and "=" not in words[-1] and re.match(r"-[\d.in]", word):
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
+
+
+def _argument(hint: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `add_argument` for a field of this type."""
+    if hint is bool:
+        return {"action": "store_true"}
+    is_tuple = typing.get_origin(hint) is tuple
+    kind = typing.get_args(hint)[0] if is_tuple else hint
+    argument: dict[str, Any] = {"type": kind if kind is str else _within(kind, metadata["within"])}
+    if metadata["choices"]:
+        argument["choices"] = metadata["choices"]
+    if is_tuple:
+        return {**argument, "nargs": "+", "action": _Words if metadata["comma_separated"] else _Tuple}
+    if metadata["const"] is not None:
+        argument |= {"nargs": "?", "const": metadata["const"]}
+    return argument
+
+
+def _within(kind: type[float], allowed: Range) -> Callable[[str], float]:
+    def convert(text: str) -> float:
+        value = kind(text)
+        if value not in allowed:
+            raise argparse.ArgumentTypeError(f"{text} is out of range; give {allowed}")
+        return value
+
+    convert.__name__ = kind.__name__  # argparse names it if the text is not a number
+    return convert
+
+
+class _Tuple(argparse.Action):
+    """Store several values as a tuple, so that the dataclass stays immutable."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, tuple(values))
+
+
+class _Words(argparse.Action):
+    """Store several words as a tuple; commas separate words too."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        words = (word.strip() for value in values for word in value.split(","))
+        setattr(namespace, self.dest, tuple(filter(None, words)))
+
+
+class _Override(argparse.Action):
+    """Add the text of a single hyperparameter to the mapping of them."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        key = str(option_string).removeprefix(OVERRIDE_PREFIX).replace("-", "_")
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), key: values})
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that ends with one sentence and exit code 2 on a wrong flag, naming the nearest known one."""
+
+    def __init__(self, prints: bool, *, description: str | None, epilog: str | None) -> None:
+        super().__init__(description=description, epilog=epilog, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+        self.prints = prints
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        if self.prints:
+            super()._print_message(message, file)
+
+    def error(self, message: str) -> NoReturn:
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        if message.startswith("unrecognized arguments: "):
+            wrong = message.split(": ", 1)[1].split()[0]
+            name = wrong.split("=")[0]
+            if instead := REFUSED.get(name.removeprefix("--").replace("-", "_")):
+                self.exit(2, f"error: {name} {instead}\n")
+            message = f"unknown flag {wrong}{nearest(name, known)}"
+        choice = re.match(r"argument (?:--\S+/)*--(\S+): invalid choice: '(\w+)'", message)
+        if choice and (instead := REFUSED.get(f"{choice[1].replace('-', '_')} {choice[2]}")):
+            self.exit(2, f"error: --{choice[1]} {choice[2]} {instead}\n")
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")

@@ -1,0 +1,115 @@
+"""The options of a resumed run: its saved settings, the flags that are given now, and which flags may not change.
+
+utils/checkpoint/resume.py calls `resumed_options`; train.py prints `changes`. `settings` is a run's settings.yaml:
+the options by name, and `hyperparameters` and `model`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from utils.config.hyperparameters import OVERRIDE_PREFIX, Recipe, parse_overrides, read_hyperparameters
+from utils.config.options import flags_of
+from utils.config.parser import given_flags
+from utils.errors import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+RecipeOf = Callable[[Mapping[str, Any]], type[Recipe]]  # from a model's YAML to the kind of its hyperparameters
+
+LAUNCHER_FLAGS = ("device", "processes")  # not taken from the settings under a launcher, which decides on them
+SINGLE_START_FLAGS = ("time_limit",)  # never taken from the settings: a run that reached its limit is to continue
+RUN_FOLDER_FLAGS = ("resume", "project", "name", "exist_ok")
+
+
+def resumed_options(
+    kind: type[T], argv: Sequence[str], run: Path, settings: Mapping[str, Any], recipe_of: RecipeOf, launched: bool
+) -> T:
+    """Return the options that a run continues with: its settings, overridden by the flags in `argv`.
+
+    Settings that are no longer flags are ignored, and new flags have their defaults. launched: whether a launcher
+    started the processes. Raises `UserError` if a flag that the curve depends on differs from the settings.
+    """
+    known = {field.name for field in dataclasses.fields(kind)}
+    dropped = (*SINGLE_START_FLAGS, *(LAUNCHER_FLAGS if launched else ()))
+    saved = {name: value for name, value in settings.items() if name in known and name not in dropped}
+    given = {name: value for name, value in given_flags(kind, argv).items() if name != "resume"}
+    _refuse_changes(kind, run, settings, given)
+    if "hyp" in given or "overrides" in given:
+        _refuse_hyperparameters(run, settings, given, recipe_of(settings["model"]))
+    if "overrides" in given:
+        given["overrides"] = {**saved.get("overrides", {}), **given["overrides"]}
+    given["batch_size"] = settings["batch_size"]  # which --batch-size -1 has measured
+    folder = {"project": str(run.parent), "name": run.name, "exist_ok": True, "resume": str(run)}
+    return from_plain(kind, {**saved, **given, **folder})
+
+
+def from_plain(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Return options from plain values, as YAML and JSON have them: lists become tuples."""
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def changes(settings: Mapping[str, Any], options: DataclassInstance) -> list[str]:
+    """Return a message for each flag that differs from the settings of the run."""
+    skipped = (*RUN_FOLDER_FLAGS, *LAUNCHER_FLAGS, *SINGLE_START_FLAGS)
+    names = [field.name for field in flags_of(type(options)) if not field.metadata["fixed"]]
+    now = {name: getattr(options, name) for name in names if name in settings and name not in skipped}
+    changed = {name: value for name, value in now.items() if _plain(value) != settings[name]}
+    messages = [f"{_flag(name)} is {value!r} and was {settings[name]!r}" for name, value in changed.items()]
+    if "epochs" in changed:
+        messages.append(f"the learning rate from here on is that of a run of {changed['epochs']} epochs")
+    return messages
+
+
+def _refuse_changes(
+    kind: type[DataclassInstance], run: Path, settings: Mapping[str, Any], given: Mapping[str, Any]
+) -> None:
+    """Raise `UserError` if a flag that the curve depends on has changed."""
+    for field in flags_of(kind):
+        name = field.name
+        if not field.metadata["fixed"] or name not in given or name not in settings:
+            continue
+        if name == "imgsz" or (name == "batch_size" and given[name] == -1):
+            continue  # the settings have the rounded image size, which train.py compares, and the measured batch size
+        if _plain(given[name]) != settings[name]:
+            raise _changed(run, _flag(name), given[name], settings[name])
+
+
+def _refuse_hyperparameters(
+    run: Path, settings: Mapping[str, Any], given: Mapping[str, Any], kind: type[Recipe]
+) -> None:
+    saved, overrides = settings["hyperparameters"], given.get("overrides", {})
+    for name, value in parse_overrides(kind, overrides).items():
+        if value != saved.get(name):
+            raise _changed(run, OVERRIDE_PREFIX + name, value, saved.get(name))
+    if "hyp" in given:
+        now = vars(read_hyperparameters(given["hyp"], kind, {**settings.get("overrides", {}), **overrides}))
+        changed = [f"{name} is {now[name]} and was {saved.get(name)}" for name in now if now[name] != saved.get(name)]
+        if changed:
+            raise UserError(
+                f"--hyp {given['hyp']} has changed since {run} was started: {', '.join(changed)}; {_advice(run)}"
+            )
+
+
+def _changed(run: Path, flag: str, now: object, saved: object) -> UserError:
+    return UserError(
+        f"{flag} is {now!r} now, and {run} was started with {saved!r}, which its curve depends on; {_advice(run)}"
+    )
+
+
+def _advice(run: Path) -> str:
+    return f"leave it out, or start a new run from {run / 'weights' / 'last.pt'}"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _plain(value: object) -> object:
+    """Return the value of a flag as YAML has it."""
+    return list(value) if isinstance(value, tuple) else value

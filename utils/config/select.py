@@ -1,0 +1,17 @@
+"""Slices of options: a component gets the settings that it names and no others. The scripts and data sets call it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+
+
+def select(kind: type[T], source: DataclassInstance, **more: Any) -> T:
+    """Return a `kind` with the fields that `source` has under the same names, or as `more` gives them."""
+    names = {field.name for field in dataclasses.fields(kind)} & {field.name for field in dataclasses.fields(source)}
+    return kind(**{**{name: getattr(source, name) for name in names}, **more})

@@ -1,0 +1,79 @@
+"""Every setting of a training run: flags over defaults, and the hyperparameters of its task.
+
+utils/checkpoint/resume.py makes them, train.py completes them when the task is known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from utils.config.hyperparameters import Recipe, read_hyperparameters
+from utils.config.options import BUILT_IN_JOB, TrainOptions
+from utils.config.parser import parse_options, with_defaults
+from utils.config.resumed import changes
+from utils.config.select import select
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The flags of train.py over their defaults, and the hyperparameters of the task.
+
+    argv: the command line. saved: the settings.yaml of the run that is resumed, None for a new one. is_fixed: whether
+    the options are those of an earlier start, so that they contain the defaults of task and data set already.
+    """
+
+    options: TrainOptions
+    argv: Sequence[str] = ()
+    saved: Mapping[str, Any] | None = None
+    is_fixed: bool = False
+    hyp: Recipe = field(default_factory=Recipe)
+
+    @property
+    def accumulation(self) -> int:
+        """Return the batches of an optimizer step."""
+        return self.hyp.accumulation(max(self.options.batch_size, 1))
+
+    @property
+    def changes(self) -> list[str]:
+        """Return a message for each flag that differs from the settings of the run that is resumed."""
+        return changes(self.saved, self.options) if self.saved else []
+
+    def for_task(self, recipe: type[Recipe], *defaults: Mapping[str, Any]) -> Settings:
+        """Return the settings with a task's hyperparameters and other defaults of flags; later ones take precedence.
+
+        Raises `UserError` for a wrong hyperparameter file or flag.
+        """
+        if self.saved:
+            return dataclasses.replace(self, hyp=recipe(**self.saved["hyperparameters"]))
+        options = self.options if self.is_fixed else with_defaults(self.options, self.argv, *defaults)
+        hyp = read_hyperparameters(options.hyp, recipe, options.overrides)
+        return dataclasses.replace(self, options=options, hyp=hyp)
+
+    def with_options(self, **values: Any) -> Settings:
+        """Return the settings with other values of some flags."""
+        return dataclasses.replace(self, options=dataclasses.replace(self.options, **values))
+
+    def select(self, kind: type[T], **values: Any) -> T:
+        """Return a part's own options: the flags that its fields are named like, and `values` for other fields."""
+        return select(kind, self.options, **values)
+
+    def flags(self) -> dict[str, Any]:
+        """Return all flags by name."""
+        return dict(vars(self.options))
+
+    def content(self, model_yaml: Mapping[str, Any], imgsz: int) -> dict[str, Any]:
+        """Return what settings.yaml holds. imgsz: of the model, in whole strides."""
+        return {**self.flags(), "imgsz": imgsz, "hyperparameters": vars(self.hyp), "model": model_yaml}
+
+
+def parse_settings(argv: Sequence[str]) -> Settings:
+    """Return the flags of train.py; without a model, data or hyperparameters those of the built-in job.
+
+    A wrong flag ends the process with exit code 2.
+    """
+    return Settings(parse_options(TrainOptions, argv, BUILT_IN_JOB), tuple(argv))

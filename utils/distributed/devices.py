@@ -1,0 +1,145 @@
+"""Devices: which ones `--device` names, how many processes they need, and how they are described.
+
+Called by the scripts, accelerator and preflight.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+import torch
+
+from utils.distributed.ranks import local_world_size, world_size
+from utils.distributed.rendezvous import prepare_for_gloo
+from utils.errors import UserError
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+def device_numbers(device: str) -> list[int]:
+    """Return the CUDA devices that `--device` names, as numbers among those that torch sees; [] for '', cpu and mps."""
+    if device in ("", "cpu", "mps"):
+        return []
+    words = device.replace("cuda:", "").replace(" ", "").split(",")
+    numbers = [int(word) for word in words if word.isdecimal()]
+    if len(numbers) < len(words) or len(set(numbers)) < len(numbers):
+        raise UserError(f"--device {device}: give cpu, mps, or the numbers of CUDA devices such as 0 or 0,1")
+    return numbers
+
+
+def one_device(device: str) -> torch.device:
+    """Return the device that `--device` names, for a program of a single process; '' is the best there is."""
+    numbers = device_numbers(device)
+    if len(numbers) > 1:
+        raise UserError(f"--device {device}: one device is enough here; name one of them")
+    _check_mps_exists(device)
+    if numbers:
+        _check_devices_exist(device, numbers, torch.cuda.device_count())
+        return torch.device("cuda", numbers[0])
+    if device:
+        return torch.device(device)
+    return torch.device("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def processes_to_start(device: str, processes: int) -> int:
+    """Return how many processes plain python is to start: one for each named device, or `processes`.
+
+    Raises `UserError` if the two contradict each other or the launcher.
+    """
+    named = len(device_numbers(device))
+    if processes and named > 1 and processes != named:
+        raise UserError(f"--processes {processes} --device {device}: one process per device; leave --processes out")
+    if processes > 1 and named == 1:
+        raise UserError(f"--processes {processes} --device {device}: name a device for each process, such as 0,1")
+    if processes > 1 and device == "mps":
+        raise UserError(f"--processes {processes} --device mps: an Apple GPU serves one process only")
+    launched = world_size()
+    if processes and launched > 1 and processes != launched:
+        raise UserError(
+            f"--processes {processes}: the launcher has started {launched} processes; "
+            "leave --processes out and give the number to the launcher"
+        )
+    return processes or max(named, 1)
+
+
+def choose_devices(device: str) -> bool:
+    """Make only the named CUDA devices visible, so that local rank k has the k-th. Returns whether to use the CPU.
+
+    Nothing here may make torch look for devices before the environment says which. Raises `UserError` if there are
+    fewer devices than are named, or than processes.
+    """
+    _check_mps_exists(device)
+    if device in ("cpu", "mps"):
+        return device == "cpu"
+    numbers, processes = device_numbers(device), local_world_size()
+    if numbers:
+        available = torch.cuda.device_count()
+        _check_devices_exist(device, numbers, available)
+        if len(numbers) < processes:
+            raise UserError(
+                f"--device {device} names {_count(len(numbers), 'device')} for the {processes} processes of this "
+                "machine; name one for each"
+            )
+        visible = (os.environ.get(VISIBLE_DEVICES) or ",".join(map(str, range(available)))).split(",")
+        os.environ[VISIBLE_DEVICES] = ",".join(visible[number] for number in numbers)
+    elif torch.cuda.is_available():
+        if processes > torch.cuda.device_count():
+            raise UserError(
+                f"the launcher started {processes} processes on this machine, where torch sees "
+                f"{_count(torch.cuda.device_count(), 'CUDA device')}; start as many processes, or give --device cpu"
+            )
+    else:
+        return world_size() > 1 or not torch.backends.mps.is_available()
+    return False
+
+
+def device_kind(device: str) -> str:
+    """Return cpu, cuda or mps: what `--device` means on this machine, which is prepared as for a run."""
+    on_cpu = choose_devices(device)
+    if on_cpu and world_size() > 1:
+        prepare_for_gloo()
+    return "cpu" if on_cpu else "mps" if device == "mps" or not torch.cuda.is_available() else "cuda"
+
+
+def _check_mps_exists(device: str) -> None:
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise UserError("--device mps: this machine has no Apple GPU that torch can use; try --device cpu")
+
+
+def _check_devices_exist(device: str, numbers: list[int], available: int) -> None:
+    if max(numbers) >= available:
+        count = f"torch sees {_count(available, 'CUDA device')} here" if available else "torch sees no CUDA device here"
+        raise UserError(f"--device {device}: {count}; try --device {available - 1 if available else 'cpu'}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number > 1 else ''}"
+
+
+# What a machine has, for the start of a run and its messages
+
+
+def loader_workers(requested: int) -> int:
+    """Return the loader processes of each training process: as requested, at most this machine's cores over all."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(0, min(requested, cores // local_world_size()))
+
+
+def describe_device(device: torch.device) -> str:
+    """Return the threads of a CPU, or the name and memory of a GPU."""
+    if device.type != "cuda":
+        return f"{torch.get_num_threads()} threads"
+    memory = torch.cuda.get_device_properties(device).total_memory / 2**30
+    return f"{torch.cuda.get_device_name(device)}, {memory:.0f} GiB"
+
+
+def device_name(device: torch.device) -> str:
+    """Return this process's machine, device, and what that is."""
+    return f"{socket.gethostname()} {device} ({describe_device(device)})"
+
+
+def device_table(devices: Sequence[str], verbose: bool) -> list[str]:
+    """Return a line for each process's device if there are several processes, or if `verbose`."""
+    return [f"  process {rank}: {device}" for rank, device in enumerate(devices)] if len(devices) > 1 or verbose else []

@@ -1,0 +1,109 @@
+"""Grids of validation images with their labels or predictions, drawn of val_boxes.csv. Called by `run_pictures`.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+
+from utils.plots.documents import Table
+from utils.plots.drawing import (
+    CAPTION_LINE_PIXELS,
+    MAX_GRID_IMAGES,
+    draw_boxes,
+    fit_text,
+    grid,
+    resize,
+    write_text,
+)
+from utils.summary import DRAWN_IMAGES
+
+MIN_SIDE_PIXELS, MAX_SIDE_PIXELS = 320, 480  # longer side of an image in its grid; other sizes are resized
+GAP_PIXELS = 4  # between images
+UNREADABLE_GREY = 160
+
+
+class BoxesToDraw(NamedTuple):
+    """Boxes on an image in its grid."""
+
+    boxes: np.ndarray  # (n, 4): xyxy in pixels of the resized image
+    classes: list[int]
+    texts: list[str]
+
+
+class ValidationImage(NamedTuple):
+    """A validation image and its rows of val_boxes.csv."""
+
+    path: str
+    image: np.ndarray | None  # uint8 (h, w, 3) BGR, resized; None: it cannot be read
+    boxes: Mapping[str, BoxesToDraw]  # by kind: label or prediction
+
+
+def read_validation_images(table: Table, batch: int, classes: Sequence[str] = ()) -> list[ValidationImage]:
+    """Return the images of a grid, resized for it.
+
+    batch: number of the grid, from 0. classes: all of them in their order, so that each has the colour that it has in
+    pictures of training batches; classes that are not among them come after.
+    """
+    rows_of: dict[str, list[int]] = {}
+    for row, path in enumerate(table.texts("image")):
+        rows_of.setdefault(path, []).append(row)
+    kinds, names = table.texts("kind"), table.texts("class")
+    number = {name: k for k, name in enumerate(dict.fromkeys((*classes, *names)))}
+    images = []
+    for path in list(rows_of)[:DRAWN_IMAGES][batch * MAX_GRID_IMAGES : (batch + 1) * MAX_GRID_IMAGES]:
+        image, scale = _read_resized(Path(path))
+        boxes_by_kind = {}
+        for kind in ("label", "prediction"):
+            rows = [row for row in rows_of[path] if kinds[row] == kind]
+            texts = [names[row] for row in rows]
+            boxes = table.finite_numbers(("x1", "y1", "x2", "y2"), rows) * scale
+            if kind == "prediction":
+                confidences = table.finite_numbers(["confidence"], rows)[:, 0]
+                texts = [f"{text} {confidence:.2f}" for text, confidence in zip(texts, confidences, strict=True)]
+                order = np.argsort(confidences, kind="stable")  # the most confident are drawn over the others
+                boxes, rows, texts = boxes[order], [rows[k] for k in order], [texts[k] for k in order]
+            boxes_by_kind[kind] = BoxesToDraw(boxes, [number[names[row]] for row in rows], texts)
+        images.append(ValidationImage(path, image, boxes_by_kind))
+    return images
+
+
+def _read_resized(path: Path) -> tuple[np.ndarray | None, float]:
+    """Return an image file resized for its grid, None if it cannot be read, and the scale of its sides."""
+    try:
+        image = cv2.imdecode(np.fromfile(path, np.uint8), cv2.IMREAD_COLOR)  # imread does not open every file name
+    except (OSError, ValueError, cv2.error):  # ValueError: a name that no file can have
+        image = None
+    if image is None:
+        return None, 1.0
+    longer_side = max(image.shape[:2])
+    scale = min(MAX_SIDE_PIXELS, max(longer_side, MIN_SIDE_PIXELS)) / longer_side
+    return (image if scale == 1 else resize(image, scale)), scale
+
+
+def draw_validation_images(images: Sequence[ValidationImage], kind: str) -> np.ndarray:
+    """Return a grid of images with their boxes of one `kind`, each above its name; grey if it cannot be read."""
+    tile_width = max([MIN_SIDE_PIXELS, *(one.image.shape[1] for one in images if one.image is not None)])
+    tiles = []
+    for one in images:
+        name = os.path.basename(one.path)
+        if one.image is None:
+            image = np.full((tile_width // 2, tile_width, 3), UNREADABLE_GREY, np.uint8)
+            name += " (cannot be read)"
+        else:
+            image = one.image.copy()
+            draw_boxes(image, *one.boxes[kind])
+        height, width = image.shape[:2]
+        tile = np.full((height + CAPTION_LINE_PIXELS + GAP_PIXELS, tile_width + GAP_PIXELS, 3), 255, np.uint8)
+        left = (tile_width - width) // 2
+        tile[:height, left : left + width] = image
+        write_text(tile, fit_text(name, tile_width - left), (left, height + CAPTION_LINE_PIXELS - 4), (0, 0, 0))
+        tiles.append(tile)
+    return grid(tiles)

@@ -1,0 +1,71 @@
+"""The tracker of TensorBoard: event files in the run folder, written by a thread. `RunLog` makes it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import cv2
+
+from utils.background import Background
+from utils.tracking.log_position import LogPosition
+from utils.tracking.tracker import FINISH_SECONDS, TENSORBOARD, Print, Tracker, axis_of
+
+POSITION_FILE = ".tensorboard.json"  # in the run folder
+
+
+class TensorBoardTracker(Tracker):
+    """Event files in `folder`, of the run with id `run`. print_line: takes a warning."""
+
+    name = TENSORBOARD
+
+    def __init__(self, folder: Path, run: str, print_line: Print) -> None:
+        super().__init__()
+        self.folder, self._position = folder, LogPosition(folder / POSITION_FILE, run)
+        self._background = Background("TensorBoard has failed", print_line)
+
+    @property
+    def tracker(self) -> Any:
+        """The SummaryWriter."""
+        return self._writer
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Open the event file and log the settings as a text."""
+        with suppress(Exception):  # here, not in the thread: loader processes must not be forked within an import
+            importlib.import_module("torch.utils.tensorboard")
+        self._background.do(self._open)
+        text = "".join(f"    {line}\n" for line in json.dumps(values, indent=1, default=str).splitlines())
+        self._background.do(lambda: self._writer.add_text("settings", text))
+
+    def _open(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(self.folder))
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
+        self._background.do(lambda: self._write_scalars(dict(values), step))
+
+    def _write_scalars(self, values: Mapping[str, Any], step: int | None) -> None:
+        axis = axis_of(values)
+        if not self._position.logged_before(axis, values[axis]):
+            for key, value in values.items():
+                self._writer.add_scalar(key, value, step)
+            self._writer.flush()
+            self._position.advance(axis, values[axis])
+
+    def log_pictures(self, files: Mapping[str, Path], step: int) -> None:
+        self._background.do(lambda: self._write_pictures(dict(files), step))
+
+    def _write_pictures(self, files: Mapping[str, Path], step: int) -> None:
+        for key, file in files.items():
+            picture = cv2.imread(str(file))
+            if picture is not None:
+                self._writer.add_image(key, picture[..., ::-1], step, dataformats="HWC")
+
+    def finish(self, timeout: float = FINISH_SECONDS) -> None:
+        self._background.do(lambda: self._writer.close())
+        self._background.finish(min(timeout, FINISH_SECONDS))

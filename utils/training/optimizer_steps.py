@@ -1,0 +1,210 @@
+"""The optimizer steps of a run: prepared for its processes, clipped, skipped if not finite, averaged, and counted.
+
+Called by train.py. On a GPU nothing here waits for the device: whether a step was taken is decided there and read on
+the host one step later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from utils.checkpoint.progress import Progress
+from utils.checkpoint.training_state import Identity, TrainingState, floating_buffers, load_weights
+from utils.config.hyperparameters import Recipe
+from utils.config.select import select
+from utils.console import RemainingTime
+from utils.distributed.prepare import DistributedModel, SyncOptions, place_model, prepare
+from utils.errors import UserError
+from utils.training.ema import ModelEMA
+from utils.training.nonfinite_steps import DeviceValue, NonFiniteGuard, Window, explain_skipped_steps
+from utils.training.optimizer import Schedule, build_optimizer, numbered_parameters, start_momentum, step_if
+from utils.training.step_log import Point, StepLog
+
+if TYPE_CHECKING:
+    from utils.run import Run
+
+CLIP_NORM = 10.0  # largest L2 norm of the gradients of an optimizer step, as in YOLOv5
+
+
+@dataclass(frozen=True)
+class OptimizerOptions(SyncOptions):
+    """The flags of the optimizer, its schedule and its log."""
+
+    epochs: int
+    optimizer: str
+    cos_lr: bool
+    scale_lr: bool
+    log_interval: int
+    max_skips: int
+    wandb_id: str
+
+
+class EndedStep(NamedTuple):
+    """An optimizer step whose outcome the host has yet to read."""
+
+    taken: DeviceValue  # bool
+    batches: int  # accumulated in it
+    step: int
+    window: Window
+
+
+class OptimizerSteps:
+    """The optimizer steps of a run, over the parts that `prepare_training` makes."""
+
+    def __init__(
+        self,
+        run: Run,
+        model: DistributedModel,
+        state: TrainingState,
+        schedule: Schedule,
+        step_log: StepLog,
+        loss_names: Sequence[str],
+        options: OptimizerOptions,
+    ) -> None:
+        self.run, self.model, self.state, self.schedule = run, model, state, schedule
+        self.step_log, self.loss_names, self.batch_size = step_log, loss_names, options.batch_size
+        self.optimizer, self.ema, self.progress = state.optimizer, state.ema, state.progress
+        # Now that the state is loaded: the guard copies what it finds.
+        self.guard = NonFiniteGuard([state.loss_sums, *floating_buffers(model.bare).values()], options.max_skips)
+        trained = self.progress.epoch * schedule.batches + self.progress.batch
+        self.remaining = RemainingTime(options.epochs * schedule.batches - trained)
+        self.ended: deque[EndedStep] = deque()
+        self.points: deque[Point] = deque()  # of the step curves, not yet logged
+
+    @property
+    def behind(self) -> int:
+        """Return how many steps may be counted later: on a GPU one, whose successor is queued before the host waits."""
+        return int(self.state.loss_sums.is_cuda)
+
+    def add_batch(self, losses: Tensor, paths: Iterable[str]) -> None:
+        """Record a batch: its loss terms (k,), this process's share, and the files of its images."""
+        self.state.loss_sums += losses
+        self.step_log.add_batch(losses)
+        self.guard.add_batch(losses, paths)
+        self.remaining.done += 1
+
+    def take(self) -> Tensor:
+        """Clip the gradients and step, unless they are not finite; return whether it was taken, bool () on the device.
+
+        The norm is that of the gradients of all processes, so all skip the same steps.
+        """
+        accelerator, optimizer = self.run.accelerator, self.optimizer
+        norm = self.step_log.norm = accelerator.clip_grad_norm_(self.model.prepared.parameters(), CLIP_NORM)
+        if accelerator.scaler is None and isinstance(norm, Tensor) and norm.device.type in ("cpu", "cuda"):
+            return step_if(optimizer, norm.isfinite())
+        finite = norm is None or math.isfinite(norm)
+        if finite or accelerator.scaler is not None:  # a scaler skips by itself, and must see the overflow
+            optimizer.step()
+        taken = finite and not accelerator.optimizer_step_was_skipped
+        return torch.full((), taken, device=accelerator.device)
+
+    def end(self, taken: Tensor, batches: int, epoch_batches: int) -> None:
+        """Update the EMA, or restore what a skipped step has changed, and log. batches: of the epoch so far."""
+        progress = self.progress
+        accumulated, progress.batch, progress.step = batches - progress.batch, batches, progress.step + 1
+        window = self.guard.end_window(taken)
+        with self.model.gathered():
+            self.ema.update(self.model.bare, taken)
+        self.ended.append(EndedStep(DeviceValue(taken), accumulated, progress.step, window))
+        if self.step_log.is_due(progress.step, last=batches == epoch_batches):
+            epoch = progress.epoch + batches / epoch_batches
+            self.points.append(self.step_log.point(progress.step, epoch, self.optimizer, self.batch_size))
+        self.count(keep=self.behind)
+
+    def count(self, keep: int = 0) -> None:
+        """Count the steps that were taken and those that were not, and log their points, except the last `keep` steps.
+
+        Raises `UserError` on every process after too many skipped steps in a row.
+        """
+        progress = self.progress
+        while len(self.ended) > keep:
+            ended = self.ended.popleft()
+            taken = ended.taken.read()
+            progress.taken += ended.batches * taken
+            progress.skipped += not taken
+            if self.guard.count(taken):
+                self._fail(ended)
+        while self.points and self.points[0].step <= progress.step - keep:
+            point = self.points.popleft()
+            self.run.log_point(self.step_log.values(point), point.step)
+
+    def _fail(self, ended: EndedStep) -> NoReturn:
+        run, guard = self.run, self.guard
+        suspects = run.collectives.gather(guard.suspects(ended.window, self.loss_names))
+        images = sum(run.collectives.gather([sum(len(paths) for _, paths in ended.window)]))
+        precision, lr0 = run.accelerator.mixed_precision, self.schedule.lr0
+        with self.model.gathered():
+            skipped, bare = guard.skipped_in_a_row, self.model.bare
+            cause = explain_skipped_steps(ended.step, skipped, suspects, images, bare, precision, lr0)
+        run.files.wait_for_writing()
+        raise UserError(f"{cause}; the last good state is in {run.path}")
+
+
+def prepare_training(
+    run: Run,
+    model: nn.Module,
+    loader: DataLoader[Any],
+    hyp: Recipe,
+    options: OptimizerOptions,
+    *,
+    loss_names: Sequence[str],
+    identity: Identity,
+    saved: Mapping[str, Any] | None,
+) -> tuple[OptimizerSteps, DataLoader[Any]]:
+    """Make optimizer, schedule and EMA, let Accelerate prepare them, and take over the `saved` state if there is one.
+
+    Returns the steps and the prepared loader. All processes must call it together.
+    """
+    accelerator = run.accelerator
+    place_model(accelerator, model)
+    if options.scale_lr:
+        hyp = replace(hyp, lr0=hyp.lr0 * accelerator.num_processes)
+    optimizer: Any = build_optimizer(model, options.optimizer, hyp.lr0, hyp.momentum, hyp.decay(options.batch_size))
+    schedule = select(Schedule, hyp, epochs=options.epochs, batches=len(loader), cosine=options.cos_lr)
+    ema = ModelEMA(model)
+    if saved:
+        load_weights(saved, model, ema)  # before `prepare`, where ZeRO-3 divides them
+    accumulation = accelerator.gradient_accumulation_steps
+    distributed, optimizer, loader = prepare(
+        accelerator,
+        model,
+        optimizer,
+        loader,
+        options,
+        clip_norm=CLIP_NORM,
+        warmup_steps=schedule.warmup // accumulation,
+    )
+    start_momentum(optimizer)
+    state = TrainingState(
+        identity=identity,
+        progress=Progress(),
+        model=distributed.bare,
+        parameters=numbered_parameters(distributed.bare),
+        ema=ema,
+        optimizer=optimizer,
+        scaler=accelerator.scaler,
+        loss_sums=torch.zeros(len(loss_names), device=accelerator.device),
+        collectives=run.collectives,
+        wandb_id=options.wandb_id,
+    )
+    if saved:
+        state.load_state(saved)
+    step_log = StepLog(
+        loss_names,
+        accelerator.gather,
+        accelerator.device,
+        accelerator.num_processes,
+        options.log_interval,
+        math.ceil(len(loader) / accumulation),
+        enabled=run.is_tracked,
+        scaler=accelerator.scaler,
+    )
+    return OptimizerSteps(run, distributed, state, schedule, step_log, loss_names, options), loader
