@@ -23,14 +23,14 @@ from utils.checkpoint.resume import read_saved_state, settle
 from utils.config.settings import Settings
 from utils.distributed.accelerator import plan, seed_everything, start
 from utils.distributed.exit import TIME_LIMIT, StopRequested, run_main
-from utils.distributed.preflight import Inputs, PreflightSettings, examine
+from utils.distributed.preflight import Inputs, examine
 from utils.distributed.spawn import spawn_for_devices
 from utils.python_api import call, hand_over
 from utils.run import FolderOptions, Run
+from utils.summary import DRAWN_IMAGES
 from utils.tracking.run_log import RunLog, TrackingOptions, wandb_run_id
-from utils.training.memory import auto_batch_size, check_batch_size, explain_out_of_memory, loader_processes
+from utils.training import memory, report
 from utils.training.optimizer_steps import OptimizerOptions, OptimizerSteps, prepare_training
-from utils.training.report import bar_values, best_epoch_table, epoch_line, epoch_timing, results_row
 from val import Evaluator, evaluator, rounding
 
 DRAWN_BATCHES = 3  # training batches that are drawn into the run folder
@@ -65,7 +65,7 @@ class Training:
     task: Task
     criterion: Criterion
     loader: DataLoader[Any]  # this process's share of each batch
-    sampler: Any  # the batches of all processes
+    sampler: Any  # the batches of all processes: data.sampler.GlobalBatches
     steps: OptimizerSteps
     evaluate: Evaluator
     val_split: Split
@@ -92,7 +92,7 @@ class Training:
             if bar.due():
                 share = state.loss_sums * run.accelerator.num_processes / (number + 1)  # taken for the others' too
                 losses = dict(zip(self.task.loss_names, share.tolist(), strict=True))
-                bar.show(bar_values(losses, progress.summary, bar, steps.remaining, run.accelerator.device))
+                bar.show(report.bar_values(losses, progress.summary, bar, steps.remaining, run.accelerator.device))
             if progress.epoch == 0 and number < DRAWN_BATCHES:
                 run.plot(partial(self.draw_batch, batch, number))
         steps.count()
@@ -138,10 +138,10 @@ class Training:
                 self.save_state()  # written while the epoch is validated; nothing else is missing then
             began = time.monotonic()
             summary = self.evaluate([steps.ema.model], run.stop_requested) if final or not options.noval else None
-            timing = epoch_timing(bar, time.monotonic() - began, progress)
-            row = results_row(epoch, losses, summary, self.task.metric_names, steps.optimizer)
+            timing = report.epoch_timing(bar, time.monotonic() - began, progress)
+            row = report.results_row(epoch, losses, summary, self.task.metric_names, steps.optimizer)
             run.files.add_row(row)
-            run.print(epoch_line(epoch, options.epochs, losses, summary, bar.rate, progress.skipped))
+            run.print(report.epoch_line(epoch, options.epochs, losses, summary, bar.rate, progress.skipped))
             if summary and options.verbose:
                 run.print(*summary.table())
             improved = summary is not None and progress.record(epoch, summary.fitness)
@@ -198,7 +198,7 @@ class Training:
         run.charts()
         run.files.finish_writing()
         self.run_log.upload_last(progress)
-        run.print(*best_epoch_table(progress, best, options.quiet), f"results in {run.path}", always=True)
+        run.print(*report.best_epoch_table(progress, best, options.quiet), f"results in {run.path}", always=True)
         run.on_main(lambda: hand_over(best, run.path))
         run.finish()
 
@@ -207,7 +207,7 @@ def train(training: Training) -> None:
     """Run the epochs that are left and report the best one. Raises `StopRequested` if the run is to end early."""
     run, options = training.run, training.options
     with (
-        explain_out_of_memory(options.batch_size, training.steps.model.bare.imgsz),
+        memory.explain_out_of_memory(options.batch_size, training.steps.model.bare.imgsz),
         run.graceful_stop(options.time_limit),
         run.watchdog(options.dist_timeout),
     ):
@@ -257,7 +257,7 @@ def open_data(job: Job, model: Model, processes: int) -> tuple[DataSet[Any], lis
     """Open the data set for the model's images; return warnings about its loader processes too. Raises `UserError`."""
     options = job.settings.select(DataOptions)
     images = max(job.settings.options.batch_size // processes, VALIDATION_BATCH)  # of this process's batch
-    workers, warnings = loader_processes(options.workers, images * 3 * options.largest(model.imgsz) ** 2)
+    workers, warnings = memory.loader_processes(options.workers, images * 3 * options.largest(model.imgsz) ** 2)
     return job.source.open(model.imgsz, model.stride, replace(options, workers=workers)), warnings
 
 
@@ -272,7 +272,7 @@ def assemble(argv: Sequence[str], settings: Settings | None = None) -> Training:
     with run.untimed_barrier():  # one machine may have more to download than another
         job = read_job(settings)
     settings, task = job.settings, job.task
-    check_batch_size(settings.options.batch_size)
+    memory.check_batch_size(settings.options.batch_size)
     accelerator.gradient_accumulation_steps = settings.accumulation
     model, messages = build_model(job)
     data, warnings = open_data(job, model, accelerator.num_processes)
@@ -295,12 +295,13 @@ def assemble(argv: Sequence[str], settings: Settings | None = None) -> Training:
 
     loop, options = settings.select(LoopOptions), settings.options
     loader = data.train_loader(train_split, loop.batch_size, settings.hyp, loop.seed)
-    sampler, batches = loader.batch_sampler, len(loader)
-    validation_batch = min(2 * loop.batch_size, VALIDATION_BATCH)
-    evaluate = evaluator(run, task, model, criterion, data, val_split, validation_batch, shown=options.max_images)
+    sampler: Any = loader.batch_sampler
+    batches = len(loader)
+    validation_batch, shown = min(2 * loop.batch_size, VALIDATION_BATCH), max(options.max_images, DRAWN_IMAGES)
+    evaluate = evaluator(run, task, model, criterion, data, val_split, validation_batch, shown)
     run.print(*(data.cache_messages(loader) or data.cache_messages(evaluate.loader)), *sampler.messages)
     run.print(*plan(accelerator, loop.batch_size, batches, loop.epochs), f"results go to {run.path}")
-    with explain_out_of_memory(loop.batch_size, model.imgsz):
+    with memory.explain_out_of_memory(loop.batch_size, model.imgsz):
         steps, loader = prepare_training(
             run,
             model,
@@ -356,7 +357,7 @@ def measure_batch_size(run: Run, job: Job, model: Model, criterion: Criterion, d
         model.zero_grad()
 
     device, images = run.accelerator.device, len(split.images)
-    size, message = auto_batch_size(train_step, model, device, images, model.imgsz, run.collectives)
+    size, message = memory.auto_batch_size(train_step, model, device, images, model.imgsz, run.collectives)
     run.print(message)
     return size
 
@@ -378,8 +379,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if spawn_for_devices(partial(main, argv), settings.options.device, settings.options.processes):
         return
     if settings.options.doctor:
-        check_batch_size(settings.options.batch_size)
-        examine(settings.select(PreflightSettings), settings.flags(), lambda: preflight_inputs(settings))
+        memory.check_batch_size(settings.options.batch_size)
+        examine(settings.flags(), lambda: preflight_inputs(settings))
     else:
         train(assemble(argv, settings))
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from data.dataset import DataOptions, DataSet, Split, data_source
 from models.ensemble import Members, for_inference, read_members, refuse_flags
@@ -60,7 +61,7 @@ class Evaluator:
     criterion: Criterion
     postprocess: Postprocess
     metrics: Metrics
-    loader: Iterable[Batch]
+    loader: DataLoader[Any]
     images: int
     augment: bool = False
     half: bool = False
@@ -127,14 +128,13 @@ def evaluator(
     shown: int,
     thresholds: Thresholds | None = None,
     square: bool = False,
-    draws: bool = True,
 ) -> Evaluator:
     """Make the evaluator of a split; `model` is one of those that it will be called with.
 
-    batch_size: of a process. shown: images whose predictions are kept for trackers; `draws`: those that are drawn too.
+    batch_size: of a process. shown: images whose predictions are kept, to be drawn and logged.
     """
     batches = run.collectives.shard(data.evaluation_batches(split, batch_size, square))
-    drawn = frozenset(evenly_spaced(len(split.images), max(shown, DRAWN_IMAGES if draws else 0)))
+    drawn = frozenset(evenly_spaced(len(split.images), shown))
     postprocess, metrics = task.postprocess(model, thresholds or Thresholds()), task.metrics(drawn)
     loader = data.evaluation_loader(split, batches)
     return Evaluator(run, task, criterion, postprocess, metrics, loader, len(split.images))
@@ -142,9 +142,8 @@ def evaluator(
 
 def rounding(requested: int, imgsz: int) -> list[str]:
     """Return a message if the image size had to be changed."""
-    return (
-        [] if requested == imgsz else [f"--imgsz {requested} is not a multiple of the model's stride; taking {imgsz}"]
-    )
+    message = f"--imgsz {requested} is not a multiple of the model's stride; taking {imgsz}"
+    return [] if requested == imgsz else [message]
 
 
 @dataclass
@@ -198,11 +197,19 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
     if not options.noplots:
         run.enable_plots()
     evaluate = evaluator(
-        run, task, models[0], task.criterion(models[0]), data, split, options.batch_size,
-        shown=0, thresholds=select(Thresholds, options), square=options.square, draws=not options.noplots,
-    )  # fmt: skip
+        run,
+        task,
+        models[0],
+        task.criterion(models[0]),
+        data,
+        split,
+        batch_size=options.batch_size,
+        thresholds=select(Thresholds, options),
+        square=options.square,
+        shown=0 if options.noplots else DRAWN_IMAGES,
+    )
     if options.show_processes:
-        run.print(*run.process_table(evaluate.loader.batch_sampler))  # type: ignore[attr-defined]
+        run.print(*run.process_table(evaluate.loader.batch_sampler))
     validation = Validation(options, run, members, models, evaluate, split, source.spec.roots, [], False)
     evaluate.augment, evaluate.half, evaluate.keepers = options.augment, half, keepers(validation)
     # Elsewhere the device must be waited for, which takes time, to know when a stage is over.
@@ -214,7 +221,8 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
 
 def keepers(validation: Validation) -> list[Callable[[Batch, Sequence[Prediction]], object]]:
     """Return what keeps the predictions that the flags ask for."""
-    options, chosen = validation.options, []
+    options = validation.options
+    chosen: list[Callable[[Batch, Sequence[Prediction]], object]] = []
     if options.save_json:
         chosen.append(lambda batch, predictions: validation.coco_images.extend(p.coco_rows() for p in predictions))
     if options.save_txt or options.save_hybrid:

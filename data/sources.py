@@ -167,9 +167,18 @@ def read_spec(file: Path) -> DataSpec:
     convert = content.get("convert") or ""
     if convert not in ("", *CONVERTERS):
         raise UserError(f"{file}: `convert` must be one of {', '.join(CONVERTERS)}, not {convert!r}")
-    own = content.get("path") is not None
     return DataSpec(
-        file, names, roots, entries, tuple(doubts), defaults, share, seed, own, content.get("download"), convert
+        file,
+        names,
+        roots,
+        entries,
+        doubts=tuple(doubts),
+        defaults=defaults,
+        split=share,
+        split_seed=seed,
+        own_folder=content.get("path") is not None,
+        download=content.get("download"),
+        convert=convert,
     )
 
 

@@ -54,7 +54,7 @@ class StartingPoint:
         return find_weights(weights, self.yaml, self.source if self.from_yaml else "the model YAML")
 
 
-def starting_point(options: ModelOptions, saved_yaml: dict[str, Any] | None = None) -> StartingPoint:
+def starting_point(options: ModelOptions, saved_yaml: Mapping[str, Any] | None = None) -> StartingPoint:
     """Read the model that --cfg names, else the one inside --weights; `saved_yaml` is that of a run that is resumed.
 
     A file that --weights names beside --cfg is not read here: `with_weights` does it. Raises `UserError`.
@@ -63,7 +63,7 @@ def starting_point(options: ModelOptions, saved_yaml: dict[str, Any] | None = No
         add_layers(options.layers)
     source, content = options.cfg or options.weights, None
     if saved_yaml is not None:
-        yaml = saved_yaml
+        yaml = dict(saved_yaml)
     elif options.cfg:
         yaml = read_yaml(find_file(options.cfg, "model", ["models", "models/hub"]))
     else:

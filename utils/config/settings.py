@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from utils.config.hyperparameters import Recipe, read_hyperparameters
 from utils.config.options import BUILT_IN_JOB, TrainOptions
@@ -16,7 +16,10 @@ from utils.config.parser import parse_options, with_defaults
 from utils.config.resumed import changes
 from utils.config.select import select
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)

@@ -71,12 +71,13 @@ class PreflightSettings:
     dist_timeout: float  # seconds
 
 
-def examine(settings: PreflightSettings, flags: Mapping[str, Any], read: Callable[[], Inputs]) -> None:
+def examine(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> None:
     """Examine all processes of this launch; the main one prints a table and what is wrong.
 
     flags: all of the command line, by name, to be compared. read: reads what the job would, and raises `UserError` if
     it could not. If the job would fail all processes end here, with exit code 1.
     """
+    settings = PreflightSettings(**{field.name: flags[field.name] for field in dataclasses.fields(PreflightSettings)})
     main, errors, kind = ranks().rank == 0, [], ""
     try:
         kind = device_kind(settings.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -22,6 +22,9 @@ from utils.distributed.deepspeed import configure, gathered_parameters
 from utils.distributed.sync_batchnorm import average_statistics, synchronise_batchnorm
 from utils.distributed.sync_dropout import synchronise_dropout
 from utils.memory_format import layout
+
+if TYPE_CHECKING:
+    from models.tasks.contract import Model
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class DistributedModel:
     `bare` is kept, because Accelerate's `unwrap_model` imports deepspeed if that is installed.
     """
 
-    bare: nn.Module
+    bare: Model
     prepared: nn.Module
 
     def gathered(self) -> AbstractContextManager[None]:
@@ -56,7 +59,7 @@ class DistributedModel:
         average_statistics(ema)
 
 
-def place_model(accelerator: Accelerator, model: nn.Module) -> None:
+def place_model(accelerator: Accelerator, model: Model) -> None:
     """Move `model` to the device, with equal weights on all processes. In place; all processes must call it."""
     synchronise_dropout(model)
     # DeepSpeed takes weights in torch's usual format only; the maps, which are larger, follow the images anyway.
@@ -68,7 +71,7 @@ def place_model(accelerator: Accelerator, model: nn.Module) -> None:
 
 def prepare(
     accelerator: Accelerator,
-    model: nn.Module,
+    model: Model,
     optimizer: torch.optim.Optimizer,
     loader: DataLoader,
     options: SyncOptions,

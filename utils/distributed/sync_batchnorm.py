@@ -5,14 +5,16 @@ Called by train.py.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+M = TypeVar("M", bound=nn.Module)
 
-def synchronise_batchnorm(model: nn.Module, over_processes: bool) -> nn.Module:
+
+def synchronise_batchnorm(model: M, over_processes: bool) -> M:
     """Return `model` with BatchNorm layers that are exact in any memory layout; parameters, buffers and names stay.
 
     over_processes: they see the global batch, not the local one. On the CPU they are `ExactBatchNorm`, elsewhere
@@ -20,7 +22,8 @@ def synchronise_batchnorm(model: nn.Module, over_processes: bool) -> nn.Module:
     """
     over_processes = over_processes and _processes() > 1
     if next(iter(model.state_dict().values())).device.type != "cpu":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model) if over_processes else model
+        converted: M = nn.SyncBatchNorm.convert_sync_batchnorm(model) if over_processes else model
+        return converted
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, _BatchNorm) and not isinstance(child, ExactBatchNorm):
@@ -163,11 +166,13 @@ class _Normalise(torch.autograd.Function):
         # and bias by 1e-5 on the largest maps, and that of the input by less than 1e-6.
         backward = torch.ops.aten.native_batch_norm_backward.default
         if not ctx.over_processes:
-            arguments = (grad, input, weight, None, None, mean, deviation, True, ctx.eps)
-            return *backward(*arguments, [True, weight is not None, weight is not None]), None, None, None, None, None
+            mask = [True, weight is not None, weight is not None]
+            statistics = (None, None, mean, deviation)
+            gradients = backward(grad, input, weight, *statistics, train=True, eps=ctx.eps, output_mask=mask)
+            return *gradients, None, None, None, None, None
         gains = torch.ones_like(mean) if weight is None else weight
         _, for_weight, for_bias = backward(
-            grad, input, gains, mean, variance, None, None, False, ctx.eps, [False, True, True]
+            grad, input, gains, mean, variance, None, None, train=False, eps=ctx.eps, output_mask=[False, True, True]
         )
         sums = torch.cat((for_weight, for_bias)).double()
         distributed.all_reduce(sums)

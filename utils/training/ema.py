@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from models.tasks.contract import Model
 
 DECAY = 0.9999
 RAMP_UPDATES = 2000  # YOLOv5's decay is DECAY x (1 - exp(-updates / ramp)), so that early averages follow quickly
@@ -19,7 +22,9 @@ class ModelEMA:
     Every process holds one.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    model: Model
+
+    def __init__(self, model: Model) -> None:
         self.model = copy.deepcopy(model).float().eval().requires_grad_(False)
         self.updates = torch.zeros((), device=next(model.parameters()).device)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from utils.checkpoint.progress import Progress
@@ -29,6 +29,7 @@ from utils.training.optimizer import Schedule, build_optimizer, numbered_paramet
 from utils.training.step_log import Point, StepLog
 
 if TYPE_CHECKING:
+    from models.tasks.contract import Model
     from utils.run import Run
 
 CLIP_NORM = 10.0  # largest L2 norm of the gradients of an optimizer step, as in YOLOv5
@@ -150,7 +151,7 @@ class OptimizerSteps:
 
 def prepare_training(
     run: Run,
-    model: nn.Module,
+    model: Model,
     loader: DataLoader[Any],
     hyp: Recipe,
     options: OptimizerOptions,
