@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from models.tasks.detection.boxes import xywh_to_xyxy
 from models.tasks.detection.suppression import CLASS_OFFSET_PIXELS
 from models.tasks.detection.views import RawView, decode
 from models.yolo import YoloModel
-from utils.boxes import xywh_to_xyxy
 
 CANDIDATES_PER_DETECTION = 10  # pairs of box and class that take part in the suppression, per detection of an image
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from models.tasks.contract import Image, Prediction
+from models.tasks.detection.boxes import xywh_to_xyxy, xyxy_to_xywh
 from models.tasks.detection.pairing import match_detections
-from utils.boxes import xywh_to_xyxy, xyxy_to_xywh
 from utils.coco import CocoImage
 from utils.plots.drawing import Style, draw_predictions
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.tasks.detection.boxes import xywh_to_xyxy
 from models.tasks.detection.image_info import ImageInfo
 from models.tasks.detection.pairing import match_detections, pair_detections
-from utils.boxes import xywh_to_xyxy
 
 CONFIDENT_THRESHOLD = 0.25  # confidence of detections in the confusion matrix, and of those that are shown
 NO_PAIRS = np.zeros((0, 2), np.int32)

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.tasks.contract import Thresholds
+from models.tasks.detection.boxes import xywh_to_xyxy
 from models.tasks.detection.views import DecodedView, RawView, SuppressedView, decode, decode_xyxy
-from utils.boxes import xywh_to_xyxy
 
 MAX_CANDIDATES = 30_000  # per image, the most confident ones
 FIRST_CANDIDATES_PER_DETECTION = 3  # candidates in the first round, per detection that an image may have

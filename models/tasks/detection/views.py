@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from utils.boxes import xywh_to_xyxy
+from models.tasks.detection.boxes import xywh_to_xyxy
 
 
 class RawView(NamedTuple):

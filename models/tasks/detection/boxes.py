@@ -1,0 +1,47 @@
+"""Box formats and overlap. Called by the other modules of the detection task. Imports torch only.
+
+Boxes are tensors (..., 4): xyxy are corners, xywh centre and size, in any one unit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def xywh_to_xyxy(boxes: Tensor) -> Tensor:
+    """Convert boxes from centre and size to corners, (..., 4) each."""
+    centre, half = boxes[..., :2], boxes[..., 2:4] / 2
+    return torch.cat((centre - half, centre + half), -1)
+
+
+def xyxy_to_xywh(boxes: Tensor) -> Tensor:
+    """Convert boxes from corners to centre and size, (..., 4) each."""
+    low, high = boxes[..., :2], boxes[..., 2:4]
+    return torch.cat(((low + high) / 2, high - low), -1)
+
+
+def complete_iou(a: Tensor, b: Tensor, eps: float = 1e-7) -> Tensor:
+    """Return the CIoU (n,) of paired boxes, xywh, (n, 4) each; at most 1. No gradient passes through its weight alpha.
+
+    Zheng et al., "Distance-IoU Loss" (AAAI 2020), equations 7 to 11.
+    """
+    (ax, ay, aw, ah), (bx, by, bw, bh) = a.unbind(-1), b.unbind(-1)
+    hull_w, hull_h = _span(ax, aw, bx, bw), _span(ay, ah, by, bh)
+    intersection = (aw + bw - hull_w).clamp(min=0) * (ah + bh - hull_h).clamp(min=0)
+    iou = intersection / (aw * ah + bw * bh - intersection + eps)
+    distance = ((ax - bx) ** 2 + (ay - by) ** 2) / (hull_w**2 + hull_h**2 + eps)
+    shape = 4 / math.pi**2 * (torch.atan(bw / bh.clamp(min=eps)) - torch.atan(aw / ah.clamp(min=eps))) ** 2
+    with torch.no_grad():
+        alpha = shape / (shape - iou + 1 + eps)
+    return iou - distance - alpha * shape
+
+
+def _span(a: Tensor, a_size: Tensor, b: Tensor, b_size: Tensor) -> Tensor:
+    """Return the length of the smallest interval that holds both.
+
+    The sum of the sizes minus it is their overlap, negative if they are apart.
+    """
+    return torch.maximum(a + a_size / 2, b + b_size / 2) - torch.minimum(a - a_size / 2, b - b_size / 2)
