@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +23,8 @@ from models.tasks.contract import Batch, Criterion, Model, Task
 from utils.checkpoint.resume import read_saved_state, settle
 from utils.config.settings import Settings
 from utils.distributed.accelerator import plan, seed_everything, start
-from utils.distributed.exit import TIME_LIMIT, StopRequested, run_main
-from utils.distributed.preflight import Inputs, examine
+from utils.distributed.exit import StopRequested, run_main
+from utils.distributed.preflight import examine
 from utils.distributed.spawn import spawn_for_devices
 from utils.python_api import call, hand_over
 from utils.run import FolderOptions, Run
@@ -171,12 +172,12 @@ class Training:
         """Save the EMA in weights/ under these names; `then` is called once they are written."""
         self.run.files.save_weights(names, self.steps.ema.model, then, **self.weights_content)
 
-    def leave(self, reason: str) -> None:
+    def leave(self, request: StopRequested) -> None:
         """Save everything before the run ends early; at the time limit validate the EMA too."""
-        run, steps = self.run, self.steps
+        run, steps, reason = self.run, self.steps, request.reason
         self.save_state()
         run.files.finish_writing()
-        if reason == TIME_LIMIT:
+        if request.by_time_limit:
             steps.model.average_statistics(steps.ema.model)
             run.print(*self.evaluate([steps.ema.model]).table())
             self.save_weights(["last.pt"])
@@ -214,7 +215,7 @@ def train(training: Training) -> None:
         try:
             training.run_epochs()
         except StopRequested as request:
-            training.leave(request.reason)
+            training.leave(request)
             raise
     training.finish()
 
@@ -315,8 +316,19 @@ def assemble(argv: Sequence[str], settings: Settings | None = None) -> Training:
     if options.show_processes:
         run.print(*run.process_table(loader.batch_sampler))
     weights_content = {"yaml": model.yaml, "names": task.names, "settings": settings.flags()}
-    parts = {"val_split": val_split, "run_log": run_log, "weights_content": weights_content}
-    return Training(loop, run, task, criterion, loader, sampler, steps, evaluate, **parts)
+    return Training(
+        loop,
+        run,
+        task,
+        criterion,
+        loader,
+        sampler,
+        steps,
+        evaluate,
+        val_split=val_split,
+        run_log=run_log,
+        weights_content=weights_content,
+    )
 
 
 def write_inputs(
@@ -362,11 +374,11 @@ def measure_batch_size(run: Run, job: Job, model: Model, criterion: Criterion, d
     return size
 
 
-def preflight_inputs(settings: Settings) -> Inputs:
+def preflight_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, Sequence[Path]]]:
     """Return what the job reads: settings, and files by what they are for. Raises `UserError` if it could not start."""
     settings, source, start_from, task = read_job(settings)
     task.build_model(start_from.yaml, settings.options.imgsz, start_from.source)
-    files: dict[str, Sequence[Any]] = {**source.files()}
+    files: dict[str, Sequence[Path]] = {**source.files()}
     if start_from.weights:
         files["weights"] = [start_from.find(settings.options.weights)]
     return {**vars(settings.hyp), "model": start_from.yaml, "class names": task.names}, files

@@ -44,6 +44,7 @@ def start(device: str, mixed_precision: str, timeout: float, comm_hook: str = ""
     comm_hook: how the gradients will travel.
     Raises `UserError` if a device is missing or the processes do not meet.
     """
+    deepspeed.refuse_comm_hook(comm_hook)
     processes = world_size()
     on_cpu = choose_devices(device)
     if processes > 1:

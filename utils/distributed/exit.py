@@ -44,7 +44,7 @@ class StopRequested(Stopped):
 
     def __init__(self, reason: str) -> None:
         super().__init__(0 if reason == TIME_LIMIT else 128 + signal.Signals[reason])
-        self.reason = reason
+        self.reason, self.by_time_limit = reason, reason == TIME_LIMIT
 
 
 def run_main(main: Callable[[], object]) -> None:

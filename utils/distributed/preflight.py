@@ -22,7 +22,7 @@ import psutil
 import torch
 from torch import distributed
 
-from utils.distributed.deepspeed import is_requested, missing_packages
+from utils.distributed.deepspeed import is_requested, missing_packages, refuse_comm_hook
 from utils.distributed.devices import device_kind, loader_workers
 from utils.distributed.exit import give_up
 from utils.distributed.preflight_network import BACKENDS, Measured, judge_measurement, measure
@@ -68,6 +68,7 @@ class PreflightSettings:
     device: str
     project: str
     workers: int
+    comm_hook: str
     dist_timeout: float  # seconds
 
 
@@ -80,6 +81,7 @@ def examine(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> None:
     settings = PreflightSettings(**{field.name: flags[field.name] for field in dataclasses.fields(PreflightSettings)})
     main, errors, kind = ranks().rank == 0, [], ""
     try:
+        refuse_comm_hook(settings.comm_hook)
         kind = device_kind(settings.device)
     except UserError as error:
         errors.append(str(error))
