@@ -68,7 +68,6 @@ class PreflightSettings:
     device: str
     project: str
     workers: int
-    comm_hook: str
     dist_timeout: float  # seconds
 
 
@@ -81,7 +80,7 @@ def examine(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> None:
     settings = PreflightSettings(**{field.name: flags[field.name] for field in dataclasses.fields(PreflightSettings)})
     main, errors, kind = ranks().rank == 0, [], ""
     try:
-        refuse_comm_hook(settings.comm_hook)
+        refuse_comm_hook(flags["comm_hook"])
         kind = device_kind(settings.device)
     except UserError as error:
         errors.append(str(error))
