@@ -185,4 +185,4 @@ def for_inference(model: Model, device: torch.device, half: bool, fold: bool = F
         model = fuse(model)
     if half:
         halve(model)
-    return model.to(device, memory_format=layout(device)).eval()  # type: ignore[call-overload, no-any-return]
+    return model.to(device, memory_format=layout(device)).eval()  # type: ignore[call-overload]

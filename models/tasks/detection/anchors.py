@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from models.tasks.contract import Model
+from models.yolo import YoloModel
 
 SUFFICIENT_RECALL = 0.98  # best possible recall above which the anchors stay as they are
 MUTATION_ROUNDS = 1000
@@ -18,7 +18,7 @@ MUTATION_PROBABILITY = 0.9  # of each number
 MUTATION_SPREAD = 0.1  # standard deviation of a mutation's factor, at most
 MUTATION_FACTORS = (0.3, 3.0)  # least and largest
 K_MEANS_ROUNDS = 30
-MIN_SIDE_PIXELS = 2  # boxes with both sides smaller are ignored
+MIN_BOX_SIDE_PIXELS = 2  # boxes with both sides smaller are ignored
 MAX_SAMPLED_BOXES = 20_000  # that the search works on
 
 
@@ -29,7 +29,7 @@ class Fit(NamedTuple):
     anchors_per_box: float
 
 
-def adapt_anchors(model: Model, sides: np.ndarray, threshold: float) -> str:
+def adapt_anchors(model: YoloModel, sides: np.ndarray, threshold: float) -> str:
     """Replace the anchors of a detector, in its head and its YAML, if they fit too few boxes; return a message.
 
     sides: (n, 2) widths and heights of the training boxes, in pixels at the model's image size. threshold: factor
@@ -73,7 +73,7 @@ def find_anchors(sides: np.ndarray, count: int, threshold: float, seed: int = 0)
     The same boxes and seed give the same anchors.
     """
     rng = np.random.default_rng(seed)
-    large = (sides >= MIN_SIDE_PIXELS).any(1)
+    large = (sides >= MIN_BOX_SIDE_PIXELS).any(1)
     sides = sides[large] if large.any() else sides
     if len(sides) > MAX_SAMPLED_BOXES:
         sides = sides[rng.choice(len(sides), MAX_SAMPLED_BOXES, replace=False)]
@@ -82,7 +82,7 @@ def find_anchors(sides: np.ndarray, count: int, threshold: float, seed: int = 0)
     for _ in range(MUTATION_ROUNDS):
         mutates = rng.random(anchors.shape) < MUTATION_PROBABILITY
         factors = 1 + mutates * rng.random() * rng.standard_normal(anchors.shape) * MUTATION_SPREAD
-        mutant = (anchors * factors.clip(*MUTATION_FACTORS)).clip(min=MIN_SIDE_PIXELS)
+        mutant = (anchors * factors.clip(*MUTATION_FACTORS)).clip(min=MIN_BOX_SIDE_PIXELS)
         fitness = _fitness(sides, mutant, threshold)
         if fitness > best:
             anchors, best = mutant, fitness
@@ -111,4 +111,4 @@ def _k_means(sides: np.ndarray, count: int, rng: np.random.Generator) -> np.ndar
         centres = np.stack(
             [cluster.mean(0) if len(cluster) else old for cluster, old in zip(clusters, centres, strict=True)]
         )
-    return np.asarray((centres * spread).clip(min=MIN_SIDE_PIXELS))
+    return np.asarray((centres * spread).clip(min=MIN_BOX_SIDE_PIXELS))

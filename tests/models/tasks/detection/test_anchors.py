@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models.tasks.detection import anchors
-from models.tasks.detection.anchors import MIN_SIDE_PIXELS, SUFFICIENT_RECALL, adapt_anchors, find_anchors, fit
+from models.tasks.detection.anchors import MIN_BOX_SIDE_PIXELS, SUFFICIENT_RECALL, adapt_anchors, find_anchors, fit
 from models.yolo import YoloModel, build_model
 
 YOLOV5 = np.array([[10, 13], [16, 30], [33, 23], [30, 61], [62, 45], [59, 119], [116, 90], [156, 198], [373, 326.0]])
@@ -53,7 +53,7 @@ def test_anchors_are_sorted_by_area() -> None:
     found = find_anchors(np.random.default_rng(1).uniform(4, 200, (200, 2)), 9, 4.0)
     assert found.shape == (9, 2)
     assert (np.diff(found.prod(1)) >= 0).all()
-    assert (found >= MIN_SIDE_PIXELS).all()
+    assert (found >= MIN_BOX_SIDE_PIXELS).all()
 
 
 def test_odd_boxes_are_recalled_by_anchors_of_their_own() -> None:
