@@ -428,14 +428,14 @@ def run(
     """Calls a script here, up to the training: all of its images are loaded then, once. Its exit code and words."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
-    def load_all(trainer: train.Trainer, validate: Any, dashboard: Any) -> None:
-        assert sum(len(batch.infos) for batch in (*trainer.loader, *validate.args[3])) > 0
+    def load_all(training: train.Training) -> None:
+        assert sum(len(batch.infos) for batch in (*training.loader, *training.evaluate.loader)) > 0
         raise Stopped(0)
 
     def call(case: Case) -> tuple[int, str]:
         monkeypatch.setenv("XDG_CACHE_HOME", str(inputs.folder.parent / "cache"))
         monkeypatch.setattr(sys, "argv", [f"{case.script}.py", *flags_of(case, inputs)])
-        monkeypatch.setattr(train, "fit", load_all)
+        monkeypatch.setattr(train, "train", load_all)
         with pytest.raises(SystemExit) as caught:
             run_main((train if case.script == "train" else val).main)
         return int(caught.value.code or 0), "".join(capfd.readouterr())

@@ -18,14 +18,13 @@ from PIL import Image
 from torch import Tensor
 from torchvision.models import resnet18
 
-import train as script
+import train as train_script
 from models.tasks.classification.task import ClassificationTask
 from models.weights.reader import read_weights
 from tests.conftest import ROOT, TRAIN, VAL, OnProcesses, RunScript
 from tests.curves import CLASSIFIED, floats, identical, refused, rows, same_curve
 from tests.machines import ACCELERATE, CONFIGS, on_machine
 from tests.test_deepspeed import needs_deepspeed
-from tests.test_distributed import assemble
 
 FLOWERS = ("daisy", "dandelion", "roses", "sunflowers", "tulips")
 GENTLE = {"lr0": 0.0005, "crop_scale": 0.3}
@@ -114,12 +113,12 @@ def test_under_zero(stage: int, train: Train, alone: Path, tmp_path: Path) -> No
 
 
 def epoch_in_float64(flags: Sequence[str]) -> dict[str, Tensor]:
-    start_from, inputs = script.start_from, ClassificationTask.inputs
-    script.start_from = lambda model, *rest: start_from(model.double(), *rest)
+    build_model, inputs = ClassificationTask.build_model, ClassificationTask.inputs
+    ClassificationTask.build_model = lambda self, *described: build_model(self, *described).double()
     ClassificationTask.inputs = lambda self, batch: inputs(self, batch).double()
-    trainer, *_ = assemble(flags)
-    trainer.train_one_epoch()
-    return dict(trainer.bare.state_dict())
+    training = train_script.assemble(flags)
+    training.train_one_epoch()
+    return dict(training.steps.model.bare.state_dict())
 
 
 def test_a_resnet_in_float64(on_processes: OnProcesses, flowers: Path, tmp_path: Path) -> None:

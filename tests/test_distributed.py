@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,15 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.profiler import ProfilerActivity, profile
 
 import train
+from models.tasks.detection.loss import DetectionCriterion
+from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.task import DetectionTask
 from tests.conftest import ROOT, VAL, OnProcesses, RunScript, free_port
 from tests.curves import LOSSES, SCORES, floats, refused, rows, same_curve
 from tests.machines import ACCELERATE, CONFIGS, by_hand, ip, on_machine
 from tests.wandb_files import one_run
 from utils.distributed.ranks import ranks
-from val import evaluate
+from utils.training.optimizer_steps import OptimizerSteps
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 SHARP = {"nbs": 16, "warmup_epochs": 0.0, "weight_decay": 0.01}
@@ -168,25 +169,6 @@ def test_validation_by_accelerate(run_script: RunScript, photos: Path, shared: P
 # Inside a run: the functions below are called on each process
 
 
-class Assembled(Exception):
-    """Everything is made; the test takes over from here."""
-
-
-def assemble(flags: Sequence[str]) -> tuple[train.Trainer, Any, int]:
-    """What train.py makes of its flags: its trainer, this process's validation loader, the number of images."""
-    made: list[Any] = []
-
-    def take(trainer: train.Trainer, validate: Any, dashboard: Any) -> None:
-        made.extend([trainer, *validate.args[-2:]])
-        raise Assembled
-
-    train.fit = take
-    sys.argv = ["train.py", *flags]
-    with suppress(Assembled):
-        train.main()
-    return made[0], made[1], made[2]
-
-
 @pytest.fixture
 def flags(drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """From scratch, with a learning rate and a decay that bite from the first step on."""
@@ -199,13 +181,13 @@ def flags(drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[
 
 
 def epoch_in_float64(flags: Sequence[str]) -> dict[str, Tensor]:
-    start_from = train.start_from
-    train.start_from = lambda model, *rest: start_from(model.double(), *rest)
+    build_model = DetectionTask.build_model
+    DetectionTask.build_model = lambda self, *described: build_model(self, *described).double()
     DetectionTask.inputs = lambda self, batch: batch.images.double() / 255
-    trainer, *_ = assemble(flags)
-    trainer.train_one_epoch()
-    assert trainer.ema.updates == 1
-    return dict(trainer.bare.state_dict())
+    training = train.assemble(flags)
+    training.train_one_epoch()
+    assert training.steps.ema.updates == 1
+    return dict(training.steps.model.bare.state_dict())
 
 
 def test_one_step_in_float64(on_processes: OnProcesses, flags: list[str], tmp_path: Path) -> None:
@@ -231,17 +213,17 @@ WAITING = {"aten::item", "aten::nonzero", "aten::masked_select", "aten::equal", 
 
 def waits(flags: Sequence[str]) -> tuple[int, int]:
     """Such operations in the training loop, and optimizer steps, on a device that is counted one step behind."""
-    train.Trainer.behind = 1
-    trainer, *_ = assemble(flags)
-    batches = list(trainer.loader)
-    trainer.meter.read = True  # as with a tracker: its points are read later too
-    trainer.model.train()
-    trainer.train_on(batches[0], 0)  # constants go to the device once
-    trainer.train_on(batches[1], 1)
+    OptimizerSteps.behind = 1
+    training = train.assemble(flags)
+    batches = list(training.loader)
+    training.steps.step_log.enabled = True  # as with a tracker: its points are read later too
+    training.steps.model.prepared.train()
+    training.train_on(batches[0], 0)  # constants go to the device once
+    training.train_on(batches[1], 1)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         for number, batch in enumerate(batches[:4], 2):
-            trainer.train_on(batch, number)
-    return sum(event.name in WAITING for event in profiled.events()), trainer.progress.step
+            training.train_on(batch, number)
+    return sum(event.name in WAITING for event in profiled.events()), training.steps.progress.step
 
 
 def test_the_loop_waits_for_nothing_but_the_verdict_on_the_last_step(
@@ -253,26 +235,28 @@ def test_the_loop_waits_for_nothing_but_the_verdict_on_the_last_step(
 
 @pytest.mark.gpu
 def test_the_loop_does_not_synchronise_a_gpu(flags: list[str]) -> None:
-    trainer, *_ = assemble([*flags, "--device", "0"])
-    batches = list(trainer.loader)
-    trainer.meter.read = True  # as with a tracker: its points are read later too
-    trainer.model.train()
+    training = train.assemble([*flags, "--device", "0"])
+    batches = list(training.loader)
+    training.steps.step_log.enabled = True  # as with a tracker: its points are read later too
+    training.steps.model.prepared.train()
     for number, batch in enumerate(batches[:4]):
-        trainer.train_on(batch, number)
+        training.train_on(batch, number)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for number, batch in enumerate(batches[:4], 4):
-            trainer.train_on(batch, number)
+            training.train_on(batch, number)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 def settings(flags: Sequence[str]) -> dict[str, Any]:
-    trainer, *_ = assemble(flags)
-    groups = [{key: value for key, value in g.items() if key != "params"} for g in trainer.optimizer.param_groups]
-    schedule = dataclasses.asdict(trainer.schedule)
-    rates = [tuple(trainer.schedule.at(batch)) for batch in range(20)]
-    return {"groups": groups, "schedule": schedule, "rates": rates, "loss": vars(trainer.task.criterion.settings)}
+    training = train.assemble(flags)
+    steps, criterion = training.steps, training.criterion
+    assert isinstance(criterion, DetectionCriterion)
+    groups = [{key: value for key, value in g.items() if key != "params"} for g in steps.optimizer.param_groups]
+    schedule = dataclasses.asdict(steps.schedule)
+    rates = [tuple(steps.schedule.at(batch)) for batch in range(20)]
+    return {"groups": groups, "schedule": schedule, "rates": rates, "loss": vars(criterion.settings)}
 
 
 def test_settings_do_not_depend_on_the_number_of_processes(on_processes: OnProcesses, flags: list[str]) -> None:
@@ -283,16 +267,17 @@ def test_settings_do_not_depend_on_the_number_of_processes(on_processes: OnProce
 
 def reduced(flags: Sequence[str]) -> tuple[int, int, int, int]:
     """Elements of gradients that DDP reduces in an epoch, those of the model, optimizer steps, batches."""
-    trainer, *_ = assemble(flags)
-    sent = []
+    training = train.assemble(flags)
+    model, sent = training.steps.model.prepared, []
 
     def count(group, bucket):  # without types: torch reads them, and not as text
         sent.append(bucket.buffer().numel())
         return allreduce_hook(group, bucket)
 
-    trainer.model.register_comm_hook(None, count)
-    trainer.train_one_epoch()
-    return sum(sent), sum(p.numel() for p in trainer.model.parameters()), trainer.ema.updates, len(trainer.loader)
+    model.register_comm_hook(None, count)
+    training.train_one_epoch()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return sum(sent), parameters, training.steps.ema.updates, len(training.loader)
 
 
 def test_gradients_travel_once_per_optimizer_step(on_processes: OnProcesses, flags: list[str]) -> None:
@@ -303,15 +288,14 @@ def test_gradients_travel_once_per_optimizer_step(on_processes: OnProcesses, fla
 
 def validated(flags: Sequence[str]) -> tuple[list[int], int, dict[str, float], dict[str, float]]:
     """The images that this process validated, how many it put through the model, and what all of them found."""
-    trainer, loader, images = assemble(flags)
-    seen: list[int] = []
+    training = train.assemble(flags)
+    model, evaluate = training.steps.ema.model, training.evaluate
+    images: list[int] = []
     forwarded = []
-    trainer.ema.model.register_forward_hook(lambda model, inputs, outputs: forwarded.append(len(inputs[0])))
-    summary = evaluate(
-        trainer.run, trainer.task, trainer.ema.model, loader, images,
-        lambda batch, predictions: seen.extend(info.image for info in batch.infos),
-    )  # fmt: skip
-    return seen, sum(forwarded), summary.metrics, summary.losses
+    model.register_forward_hook(lambda model, inputs, outputs: forwarded.append(len(inputs[0])))
+    evaluate.keepers = [lambda batch, predictions: images.extend(info.image for info in batch.infos)]
+    summary = evaluate([model])
+    return images, sum(forwarded), summary.metrics, summary.losses
 
 
 @pytest.mark.long
@@ -333,21 +317,21 @@ def test_every_image_is_validated_once(on_processes: OnProcesses, flags: list[st
     assert (sorted(images), forwarded) == (list(range(VAL)), VAL)
     for count in (2, 4):
         found = on_processes(count, validated, flags)
-        assert sorted(image for seen, *_ in found for image in seen) == list(range(VAL))
+        assert sorted(image for images, *_ in found for image in images) == list(range(VAL))
         assert sorted(part for _, part, *_ in found) == {2: [15, 16], 4: [7, 8, 8, 8]}[count]
         assert all(result[2:] == (metrics, losses) for result in found)
 
 
 def decided(flags: Sequence[str]) -> tuple[float, dict[str, float]]:
     """Validate where every process but the first finds better numbers."""
-    trainer, loader, images = assemble(flags)
-    summarise = trainer.task.summarise
+    summarise = DetectionMetrics.summarise
 
-    def differently(records: Any) -> Any:
-        return dataclasses.replace(summarise(records), fitness=float(ranks().rank))
+    def differently(self: DetectionMetrics, records: Any) -> Any:
+        return dataclasses.replace(summarise(self, records), fitness=float(ranks().rank))
 
-    trainer.task.summarise = differently
-    summary = evaluate(trainer.run, trainer.task, trainer.ema.model, loader, images)
+    DetectionMetrics.summarise = differently
+    training = train.assemble(flags)
+    summary = training.evaluate([training.steps.ema.model])
     return summary.fitness, summary.metrics
 
 
@@ -367,9 +351,8 @@ def started_alike(flags: Sequence[str]) -> list[Tensor]:
         return build(self, *described)
 
     DetectionTask.build_model = differently
-    trainer, *_ = assemble(flags)
-    live = trainer.bare
-    return [*live.state_dict().values(), *trainer.ema.model.state_dict().values()]
+    steps = train.assemble(flags).steps
+    return [*steps.model.bare.state_dict().values(), *steps.ema.model.state_dict().values()]
 
 
 def test_all_start_from_the_main_processs_weights(on_processes: OnProcesses, flags: list[str]) -> None:
