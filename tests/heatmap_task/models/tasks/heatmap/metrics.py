@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 
 from models.tasks.contract import Batch, Image, Metrics, Prediction, Split
-from tests.heatmap_task.models.tasks.heatmap.prediction import HeatmapPrediction
+from models.tasks.heatmap.prediction import HeatmapPrediction
 from utils.files import csv_text
 from utils.plots.drawing import draw_captioned
 from utils.summary import Summary

@@ -13,12 +13,11 @@ from torch import Tensor
 from models.export.runtime import whole_strides
 from models.fuse import fuse
 from models.tasks.contract import Batch, ExportModule, ExportSettings, Image, Model, Task, Thresholds
-from models.tasks.heatmap.metrics import METRIC_NAMES
+from models.tasks.heatmap.head import Heatmap
+from models.tasks.heatmap.loss import HeatmapCriterion
+from models.tasks.heatmap.metrics import METRIC_NAMES, HeatmapMetrics
+from models.tasks.heatmap.prediction import HeatmapPostprocess
 from models.yolo import build_model
-from tests.heatmap_task.models.tasks.heatmap.head import Heatmap
-from tests.heatmap_task.models.tasks.heatmap.loss import HeatmapCriterion
-from tests.heatmap_task.models.tasks.heatmap.metrics import HeatmapMetrics
-from tests.heatmap_task.models.tasks.heatmap.prediction import HeatmapPostprocess
 from utils.config.hyperparameters import Recipe, number
 from utils.config.ranges import SHARE
 from utils.plots.drawing import draw_captioned
