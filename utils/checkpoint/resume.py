@@ -71,7 +71,7 @@ def read_saved_state(
 
 
 def _decide(given: Mapping[str, Any], merge: Callable[[Path, Mapping[str, Any]], Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the fields of `Settled` as plain values, `begun` as YAML: JSON has no numbers as keys."""
+    """Return options and saved settings as plain values, the latter as YAML: JSON has no numbers as keys."""
     run = find_run(given["resume"], Path(given["project"]), given["name"], given["exist_ok"])
     if run is None:
         return {"options": given, "begun": None, "fixed": False}

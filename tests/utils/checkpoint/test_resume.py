@@ -1,4 +1,4 @@
-"""Which run --resume means, what it continues with, when it is finished, and that all processes do the same."""
+"""Which run --resume means, what it continues with, when it is finished, and that all processes decide alike."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from typing import Any
 
 import pytest
 import yaml
+from accelerate import Accelerator
 from torch import distributed
 
 from tests.conftest import OnProcesses
 from utils.checkpoint.progress import Progress
-from utils.checkpoint.resume import Settled, check_same, find_run, settle
+from utils.checkpoint.resume import find_run, read_saved_state, settle
 from utils.checkpoint.state_files import STATE_FORMAT, StateFiles
 from utils.checkpoint.weight_files import serialised
 from utils.config.hyperparameters import Hyperparameters, Recipe
-from utils.config.options import TrainOptions
+from utils.config.options import BUILT_IN_JOB, TrainOptions
 from utils.config.parser import parse_options
+from utils.config.settings import Settings
 from utils.distributed.exit import Stopped
 from utils.distributed.ranks import ranks
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
+from utils.run import FolderOptions, Run
 from utils.summary import Summary
 
 LOW = str(ROOT / "data" / "hyps" / "low.yaml")
@@ -30,9 +33,9 @@ BEGUN = {"epochs": 10, "batch_size": 8, "imgsz": 96, "hyp": LOW, "freeze": (0, 2
 
 
 def begin(run: Path, progress: Progress | None = None, written: float = 0.0, **settings: Any) -> Path:
-    """A run folder as train.py leaves it, with a state where `progress` says how far it came.
+    """Make a run folder as train.py leaves it, with a state if `progress` says how far it is.
 
-    written: when, in seconds; later than that stands nothing.
+    written: the time of the last change to a file, in seconds.
     """
     run.mkdir(parents=True)
     saved = {**vars(TrainOptions()), "project": str(run.parent), "name": run.name, **BEGUN, **settings}
@@ -45,14 +48,19 @@ def begin(run: Path, progress: Progress | None = None, written: float = 0.0, **s
     return run
 
 
-def resumed(*flags: str) -> Settled[TrainOptions]:
-    """What train.py continues with."""
-    return settle(parse_options(TrainOptions, flags), flags, lambda yaml: Hyperparameters)
+def resumed(*flags: str) -> Settings:
+    """Return what train.py starts or continues with."""
+    return settle(flags, lambda yaml: Hyperparameters)
+
+
+def new(*flags: str) -> Settings:
+    """Return the settings of a run that resumes nothing."""
+    return Settings(parse_options(TrainOptions, flags, BUILT_IN_JOB), flags)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of 10 epochs that ended in its fourth, in a project of its own."""
+    """Return the folder of a run of 10 epochs that ended in its fourth, the only one of its project."""
     return begin(tmp_path / "runs" / "exp", Progress(epoch=3, batch=2, step=11))
 
 
@@ -60,13 +68,17 @@ def run(tmp_path: Path) -> Path:
 
 
 def found(*flags: str) -> Path | None:
+    """Return the run folder that --resume means."""
     options = parse_options(TrainOptions, flags)
     return find_run(options.resume, Path(options.project), options.name, options.exist_ok)
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """Runs exp, exp2, exp10, other and expert; of those named exp..., exp10 was written last; of all, other."""
+    """Return a project with the runs exp, exp2, exp10, other and expert.
+
+    exp10 was written last of those named exp and a number, `other` of all.
+    """
     for name, written in {"exp": 100.0, "exp2": 300.0, "exp10": 400.0, "other": 500.0, "expert": 450.0}.items():
         begin(tmp_path / name, written=written)
     (tmp_path / "exp11").mkdir()  # a run that had not begun
@@ -80,7 +92,7 @@ def test_the_newest_is_the_one_that_was_written_last(project: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["results.csv", "checkpoint/00000001-0123456789abcdef.pt"])
-def test_what_a_run_writes_on_its_way_counts(project: Path, name: str) -> None:
+def test_files_that_a_run_writes_later_count(project: Path, name: str) -> None:
     file = project / "exp2" / name
     file.parent.mkdir(exist_ok=True)
     file.touch()
@@ -97,21 +109,21 @@ def test_auto_takes_the_newest_of_its_name(project: Path) -> None:
     assert found(*flags) == project / "exp2"
 
 
-def test_auto_takes_a_name_as_it_stands(tmp_path: Path) -> None:
+def test_auto_takes_a_name_literally(tmp_path: Path) -> None:
     begin(tmp_path / "axb")
     assert found("--project", str(tmp_path), "--resume", "auto", "--name", "a.b") is None
     begin(tmp_path / "a.b2")
     assert found("--project", str(tmp_path), "--resume", "auto", "--name", "a.b") == tmp_path / "a.b2"
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_nothing_to_resume(tmp_path: Path, there: bool) -> None:
+@pytest.mark.parametrize("project_exists", [True, False])
+def test_nothing_to_resume(tmp_path: Path, project_exists: bool) -> None:
     project = tmp_path / "runs"
-    if there:
+    if project_exists:
         (project / "exp").mkdir(parents=True)
     flags = ("--project", str(project), "--resume")
     assert found(*flags, "auto") is None
-    assert resumed(*flags, "auto") == (parse_options(TrainOptions, (*flags, "auto")), None, False)
+    assert resumed(*flags, "auto") == new(*flags, "auto")
     with pytest.raises(UserError, match=rf"there is no run to resume in {project}; .* without --resume"):
         found(*flags)
 
@@ -131,7 +143,7 @@ def test_a_path_to_a_run_or_into_it(
     assert relative.absolute() == project / "exp2"
 
 
-def test_a_run_that_one_stands_in(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run)
     options = resumed("--resume", ".").options
     assert (Path(options.project) / options.name).resolve() == run
@@ -170,19 +182,20 @@ def test_settings_of_something_else(tmp_path: Path, content: str) -> None:
         resumed("--resume", str(tmp_path))
 
 
-# What it goes on with
+# What it continues with
 
 
-def test_without_resume_nothing_is_asked(run: Path) -> None:
+def test_without_resume_it_is_a_new_run(run: Path) -> None:
     flags = ("--project", str(run.parent), "--epochs", "3")
-    assert resumed(*flags) == (parse_options(TrainOptions, flags), None, False)
+    assert resumed(*flags) == new(*flags)
 
 
-def test_a_run_goes_on_with_its_own_settings(run: Path) -> None:
-    options, begun, fixed = resumed("--resume", str(run))
-    assert begun == read_yaml(run / "settings.yaml")
-    assert fixed
-    assert options == TrainOptions(
+def test_a_run_continues_with_its_settings(run: Path) -> None:
+    settings = resumed("--resume", str(run))
+    assert settings.saved == read_yaml(run / "settings.yaml")
+    assert settings.is_fixed
+    assert settings.argv == ("--resume", str(run))
+    assert settings.options == TrainOptions(
         **BEGUN,
         project=str(run.parent),
         name="exp",
@@ -208,30 +221,31 @@ def test_the_kind_of_hyperparameters_is_that_of_the_runs_model(run: Path) -> Non
         return Hyperparameters
 
     flags = ("--resume", str(run), "--hyp", LOW)
-    assert settle(parse_options(TrainOptions, flags), flags, recipe_of).begun is not None
+    assert settle(flags, recipe_of).saved is not None
     assert models == [{"task": "detect", "nc": 3}]
 
 
-def test_a_run_without_a_state_begins_anew_where_it_was(tmp_path: Path) -> None:
+def test_a_run_without_a_state_starts_again_in_its_folder(tmp_path: Path) -> None:
     run = begin(tmp_path / "exp")
-    options, begun, fixed = resumed("--resume", str(run))
-    assert begun is None
-    assert fixed  # by its settings, which know all defaults
+    settings = resumed("--resume", str(run))
+    assert settings.saved is None
+    assert settings.is_fixed  # by its settings, which contain all defaults
+    options = settings.options
     assert (options.project, options.name, options.exist_ok, options.epochs) == (str(tmp_path), "exp", True, 10)
 
 
 def test_a_run_whose_only_state_cannot_be_read(run: Path) -> None:
-    """It is not looked into here: the one who reads it says what is wrong."""
+    """`StateFiles.read` says what is wrong with it."""
     (state,) = StateFiles(run / "checkpoint").files()
     state.write_bytes(state.read_bytes()[:100])
     assert resumed("--resume", str(run)).options.resume == str(run)
 
 
-# A run that is over
+# A run that is finished
 
 
 def ended(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """What is said, once, where there is nothing left to do."""
+    """Return what is printed, once, if there is nothing to resume."""
     with pytest.raises(Stopped) as stopped:
         resumed(*flags)
     assert stopped.value.code == 0
@@ -243,104 +257,126 @@ def ended(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 
 def test_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = begin(tmp_path / "exp", Progress(epoch=10, finished=True))
-    said = f"{run} is finished: nothing to resume; a larger number of --epochs continues it\n"
-    assert ended(capsys, "--resume", str(run)) == said
-    assert ended(capsys, "--resume", str(run), "--epochs", "10") == said
-    assert ended(capsys, "--resume", str(run), "--epochs", "5") == said
-    assert ended(capsys, "--resume", "--project", str(tmp_path)) == said
-    assert ended(capsys, "--resume", "auto", "--project", str(tmp_path)) == said
-    options, begun, _ = resumed("--resume", str(run), "--epochs", "11")
-    assert options.epochs == 11
-    assert begun is not None
+    message = f"{run} is finished: nothing to resume; a larger number of --epochs continues it\n"
+    assert ended(capsys, "--resume", str(run)) == message
+    assert ended(capsys, "--resume", str(run), "--epochs", "10") == message
+    assert ended(capsys, "--resume", str(run), "--epochs", "5") == message
+    assert ended(capsys, "--resume", "--project", str(tmp_path)) == message
+    assert ended(capsys, "--resume", "auto", "--project", str(tmp_path)) == message
+    settings = resumed("--resume", str(run), "--epochs", "11")
+    assert settings.options.epochs == 11
+    assert settings.saved is not None
 
 
-def test_a_run_that_gave_up_is_finished_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_stopped_improving_is_finished_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = begin(tmp_path / "exp", Progress(epoch=6, finished=True))
     assert "is finished" in ended(capsys, "--resume", str(run), "--epochs", "8")
-    assert resumed("--resume", str(run), "--epochs", "12").begun is not None
+    assert resumed("--resume", str(run), "--epochs", "12").saved is not None
 
 
 def test_fewer_epochs_than_are_trained(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = f"{run} has trained 3 epochs; --epochs 3 leaves nothing to do\n"
-    assert ended(capsys, "--resume", str(run), "--epochs", "3") == said
+    message = f"{run} has trained 3 epochs; --epochs 3 leaves nothing to do\n"
+    assert ended(capsys, "--resume", str(run), "--epochs", "3") == message
     assert "--epochs 2 leaves" in ended(capsys, "--resume", str(run), "--epochs", "2")
     assert resumed("--resume", str(run), "--epochs", "4").options.epochs == 4
 
 
 def test_the_best_of_a_run_comes_with_its_progress(tmp_path: Path) -> None:
-    """The state of a run that was validated holds the best summary, as plain values."""
+    """The state of a run that has validated contains the best summary, as plain values."""
     summary = Summary({"metrics/mAP_0.5": 0.5}, 0.5, ["head", "all"], [])
     run = begin(tmp_path / "exp", Progress(epoch=2, best=0.5, best_epoch=1, summary=summary))
-    assert resumed("--resume", str(run)).begun is not None
+    assert resumed("--resume", str(run)).saved is not None
 
 
-# The same classes and images
+# The state that it continues from: that classes and images are checked is for test_training_state.py
 
-
-IDENTITY = {
-    "names": {0: "disc", 1: "ring", 2: "bar"},
+NAMES = {0: "disc", 1: "ring", 2: "bar"}
+IMAGES = {"count": "28", "files": "aaaa", "labels": "bbbb"}
+STATE = {
+    "format": STATE_FORMAT,
+    "names": NAMES,
     "imgsz": 96,
-    "images": {"count": "28", "files": "aaaa", "labels": "bbbb"},
+    "images": IMAGES,
+    "progress": Progress(epoch=3, batch=2, step=11).state(),
+    "rows": ["epoch", "0", "1", "2"],
 }
 
 
-def test_the_same_images() -> None:
-    assert check_same({**IDENTITY, "rows": []}, IDENTITY) == []
+@pytest.fixture
+def stopped_run(tmp_path: Path) -> Path:
+    """Return the folder of a run of 10 epochs whose state is `STATE`, and whose results.csv has one row more."""
+    run = begin(tmp_path / "runs" / "exp")
+    StateFiles(run / "checkpoint").write(serialised(STATE))
+    (run / "results.csv").write_text("epoch\n0\n1\n2\n3\n")
+    return run
 
 
-def test_other_labels_are_a_warning() -> None:
-    changed = {**IDENTITY, "images": {**IDENTITY["images"], "labels": "cccc"}}  # type: ignore[dict-item]
-    assert check_same(IDENTITY, changed) == [
-        "warning: the labels of the training images have changed since the run began"
+def opened(settings: Settings) -> Run:
+    run = Run(Accelerator(cpu=True))
+    run.open_folder(settings.select(FolderOptions))
+    return run
+
+
+def test_the_state_that_a_run_continues_from(stopped_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = resumed("--resume", str(stopped_run), "--epochs", "12")
+    run = opened(settings)
+    changed = {**IMAGES, "labels": "cccc"}
+    identity, saved = read_saved_state(run, settings, NAMES, 96, changed)
+    assert saved == STATE
+    assert identity.state() == {"names": NAMES, "imgsz": 96, "images": changed}  # which the next state contains
+    assert capsys.readouterr().out.splitlines() == [
+        "warning: the labels of the training images have changed since the run began",
+        "--epochs is 12 and was 10",
+        "the learning rate from here on is that of a run of 12 epochs",
+        f"going on with {stopped_run} in epoch 4, after batch 2",
     ]
+    assert (stopped_run / "results.csv").read_text() == "epoch\n0\n1\n2\n"  # of the state
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        (
-            {"names": {0: "disc", 1: "ring"}},
-            r"\(3 then, 2 now: class 2 was bar and is none\); correct `names:`",
-        ),
-        ({"names": {0: "disc", 1: "bar", 2: "ring"}}, r"\(3 then, 3 now: class 1 was ring and is bar\)"),
-        ({"names": {**IDENTITY["names"], 3: "dot"}}, r"\(3 then, 4 now: class 3 was none and is dot\)"),  # type: ignore[dict-item]
-        ({"imgsz": 128}, "--imgsz is 128 now, and the run was started with 96; leave it out"),
-        (
-            {"images": {"count": "27", "files": "dddd", "labels": "eeee"}},
-            r"the training images have changed since the run began \(28 then, 27 now\); restore them",
-        ),
-    ],
-)
-def test_other_classes_sizes_and_images_are_refused(changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        check_same(IDENTITY, {**IDENTITY, **changed})
+def test_the_folder_is_left_alone_if_the_data_differ(stopped_run: Path) -> None:
+    settings = resumed("--resume", str(stopped_run))
+    run = opened(settings)
+    with pytest.raises(UserError, match=r"--imgsz is 128 now, and the run was begun with 96"):
+        read_saved_state(run, settings, NAMES, 128, IMAGES)
+    assert (stopped_run / "results.csv").read_text() == "epoch\n0\n1\n2\n3\n"
+    assert StateFiles(stopped_run / "checkpoint").peek() == STATE
 
 
-# Many processes: the main one decides
+def test_a_new_run_has_no_state_and_removes_that_of_an_earlier_one(stopped_run: Path) -> None:
+    settings = resumed("--project", str(stopped_run.parent), "--exist-ok")
+    run = opened(settings)
+    assert run.path == stopped_run
+    identity, saved = read_saved_state(run, settings, NAMES, 96, IMAGES)
+    assert (identity.names, identity.imgsz, saved) == (NAMES, 96, None)
+    assert StateFiles(stopped_run / "checkpoint").files() == []
 
 
-def settled(project: str, *flags: str) -> str:
-    """What a process is told; those that are not the main one find another project, as on another machine."""
-    own = project if ranks().rank == 0 else "nowhere"
+# Several processes: the main one decides
+
+
+def decided(project: str, *flags: str) -> str:
+    """Return what a process gets; those that are not the main one have another project, as on another machine."""
+    local_project = project if ranks().rank == 0 else "nowhere"
     try:
-        options, begun, fixed = resumed("--project", own, *flags)
-        said = f"{options.project} {options.epochs} {begun is not None} {fixed}"
+        settings = resumed("--project", local_project, *flags)
+        options = settings.options
+        outcome = f"{options.project} {options.epochs} {settings.saved is not None} {settings.is_fixed}"
     except UserError as error:
-        said = f"error: {error}"
+        outcome = f"error: {error}"
     except Stopped as stopped:
-        said = f"stopped {stopped.code}"
-    distributed.init_process_group("gloo")  # what comes next finds the store as it should be
+        outcome = f"stopped {stopped.code}"
+    distributed.init_process_group("gloo")  # the store is still usable
     distributed.barrier()
-    return said
+    return outcome
 
 
 def test_all_processes_do_what_the_main_one_decides(run: Path, on_processes: OnProcesses) -> None:
-    told = on_processes(2, settled, str(run.parent), "--resume", "--epochs", "12")
-    assert told == [f"{run.parent} 12 True True"] * 2
+    outcomes = on_processes(2, decided, str(run.parent), "--resume", "--epochs", "12")
+    assert outcomes == [f"{run.parent} 12 True True"] * 2
 
 
 def test_all_processes_refuse_alike(run: Path, on_processes: OnProcesses) -> None:
-    one, other = on_processes(2, settled, str(run.parent), "--resume", "--seed", "1")
+    one, other = on_processes(2, decided, str(run.parent), "--resume", "--seed", "1")
     assert one.startswith(f"error: --seed is 1 now, and {run} was started with 0")
     assert other == one
 
@@ -349,5 +385,5 @@ def test_all_processes_stop_at_a_finished_run(
     tmp_path: Path, on_processes: OnProcesses, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = begin(tmp_path / "runs" / "exp", Progress(epoch=10, finished=True))
-    assert on_processes(2, settled, str(run.parent), "--resume") == ["stopped 0"] * 2
+    assert on_processes(2, decided, str(run.parent), "--resume") == ["stopped 0"] * 2
     assert capfd.readouterr().out.count("is finished") == 1

@@ -1,4 +1,4 @@
-"""Asked to end by signals and by the time: heard at once, and by all processes at the same step."""
+"""Stopping early, by signals and by the time limit: noticed at once, and by all processes at the same step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import distributed
 from tests.conftest import ROOT, OnProcesses
 from utils.distributed import graceful_stop as stopping
 from utils.distributed.exit import TIME_LIMIT, StopRequested
-from utils.distributed.graceful_stop import STOP_SIGNALS, GracefulStop, exit_code
+from utils.distributed.graceful_stop import STOP_SIGNALS, GracefulStop
 from utils.distributed.ranks import ranks
 
 
@@ -36,7 +36,7 @@ def until(true: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_asks_for_the_end(number: int) -> None:
+def test_a_signal_requests_a_stop(number: int) -> None:
     with GracefulStop() as stop:
         assert stop.after(1) == stop.requested() == ""
         os.kill(os.getpid(), number)
@@ -44,20 +44,20 @@ def test_a_signal_asks_for_the_end(number: int) -> None:
         assert stop.after(2) == stop.after(3) == signal.Signals(number).name
 
 
-def test_other_signals_are_none_of_its_business(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+def test_other_signals_are_ignored() -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
     try:
         with GracefulStop() as stop:
             os.kill(os.getpid(), signal.SIGUSR2)
-            assert until(lambda: heard) == [signal.SIGUSR2]
+            assert until(lambda: received) == [signal.SIGUSR2]
             os.kill(os.getpid(), signal.SIGTERM)
-            assert until(stop.requested) == "SIGTERM"  # it came after the other one, which was passed over
+            assert until(stop.requested) == "SIGTERM"  # it came after the other one, which was ignored
     finally:
         signal.signal(signal.SIGUSR2, before)
 
 
-def test_the_word_is_that_of_the_last_signal() -> None:
+def test_the_reason_is_the_last_signal() -> None:
     with GracefulStop() as stop:
         for number in (signal.SIGUSR1, signal.SIGTERM):
             os.kill(os.getpid(), number)
@@ -67,17 +67,17 @@ def test_the_word_is_that_of_the_last_signal() -> None:
 
 @pytest.fixture
 def handled() -> Iterator[list[int]]:
-    """Signals that came to handlers of others, which were there before."""
-    heard: list[int] = []
-    before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in STOP_SIGNALS}
-    woken = signal.set_wakeup_fd(-1)
-    yield heard
-    signal.set_wakeup_fd(woken)
+    """Signals that reached the handlers that were there before."""
+    received: list[int] = []
+    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in STOP_SIGNALS}
+    wakeup = signal.set_wakeup_fd(-1)
+    yield received
+    signal.set_wakeup_fd(wakeup)
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def test_everything_is_as_before_afterwards(handled: list[int]) -> None:
+def test_handlers_are_restored(handled: list[int]) -> None:
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     with GracefulStop():
         assert [signal.getsignal(number) for number in STOP_SIGNALS] != handlers
@@ -87,16 +87,16 @@ def test_everything_is_as_before_afterwards(handled: list[int]) -> None:
     assert handled == [signal.SIGUSR1]
 
 
-def test_an_error_leaves_it_on_for_there_is_something_to_say(handled: list[int]) -> None:
+def test_an_error_leaves_it_on_so_that_the_reason_can_be_printed(handled: list[int]) -> None:
     def leave() -> None:
         with GracefulStop() as stop:
             os.kill(os.getpid(), signal.SIGTERM)
             raise StopRequested(until(stop.requested))
 
     for _ in range(2):
-        with pytest.raises(StopRequested) as asked:
+        with pytest.raises(StopRequested) as raised:
             leave()
-        assert asked.value.reason == "SIGTERM"
+        assert raised.value.reason == "SIGTERM"
         os.kill(os.getpid(), signal.SIGTERM)
     assert handled == []
 
@@ -116,7 +116,7 @@ with GracefulStop() as stop:
 """
 
 
-def test_a_second_ctrl_c_is_the_end() -> None:
+def test_a_second_ctrl_c_ends_the_process() -> None:
     ended = subprocess.run([sys.executable, "-c", TWO_CTRL_C], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "goes on\n", "interrupted\n")
 
@@ -144,7 +144,7 @@ def test_only_the_main_process_looks_at_the_time(monkeypatch: pytest.MonkeyPatch
 
 
 def test_exit_codes() -> None:
-    assert {word: exit_code(word) for word in ("SIGINT", "SIGUSR1", "SIGTERM", TIME_LIMIT)} == {
+    assert {reason: StopRequested(reason).code for reason in ("SIGINT", "SIGUSR1", "SIGTERM", TIME_LIMIT)} == {
         "SIGINT": 130,
         "SIGUSR1": 138,
         "SIGTERM": 143,
@@ -155,34 +155,34 @@ def test_exit_codes() -> None:
 # Many processes share their gradients, and stop together
 
 STEPS = 10_000  # at most
-Signals = dict[int, tuple[int, int]]  # by rank: the step within which it comes, or 0 for sometime, and the signal
+Signals = dict[int, tuple[int, int]]  # by rank: the step within which it comes, or 0 for any time, and the signal
 Ended = tuple[int, str, str]
 
 
 def train(signals: Signals, hours: float) -> Ended:
-    """The step that this process stops at, the word, and what it is told in a validation."""
-    step, word = 0, ""
+    """Return the step that this process stops at, the reason, and the reason that a validation gets."""
+    step, reason = 0, ""
     when, number = signals.get(ranks().rank, (-1, 0))
-    sometime = threading.Timer(0.02 * random.random(), os.kill, (os.getpid(), number))
+    at_any_time = threading.Timer(0.02 * random.random(), os.kill, (os.getpid(), number))
     with GracefulStop(hours) as stop:
         if when == 0:
-            sometime.start()
-        while not word and step < STEPS:
+            at_any_time.start()
+        while not reason and step < STEPS:
             step += 1
             distributed.all_reduce(torch.ones(1))
             if step == when:
                 os.kill(os.getpid(), number)
                 until(lambda: stop.signal)
-            word = stop.after(step)
+            reason = stop.after(step)
         if when == 0:
-            sometime.join()
+            at_any_time.join()
         distributed.barrier()
-        asked = stop.requested()
-    return step, word, asked
+        requested = stop.requested()
+    return step, reason, requested
 
 
 def runs(cases: list[tuple[Signals, float]]) -> list[Ended]:
-    """One run after another, as where a launcher starts them anew."""
+    """Train one run after another, as if a launcher started them anew."""
     distributed.init_process_group("gloo")
     random.seed(ranks().rank)
     ended = []
@@ -203,11 +203,11 @@ TWO: list[tuple[Signals, float]] = [
     ({1: (5, signal.SIGUSR1), 2: (5, signal.SIGTERM)}, 0),
     ({0: (5, signal.SIGTERM), 1: (6, signal.SIGUSR1)}, 0),
 ]
-SOMETIME: list[tuple[Signals, float]] = [({0: (0, signal.SIGTERM), 2: (0, signal.SIGUSR1)}, 0)] * 30
+AT_ANY_TIME: list[tuple[Signals, float]] = [({0: (0, signal.SIGTERM), 2: (0, signal.SIGUSR1)}, 0)] * 30
 
 
 def test_all_processes_stop_at_the_same_step(on_processes: OnProcesses) -> None:
-    ranks = on_processes(3, runs, [*ONE, *TWO, *SOMETIME])
+    ranks = on_processes(3, runs, [*ONE, *TWO, *AT_ANY_TIME])
     ended = list(zip(*ranks, strict=True))  # by run, then by rank
     assert ended[: len(ONE)] == [
         ((8, "SIGTERM", "SIGTERM"),) * 3,  # the step after the signal
@@ -215,9 +215,9 @@ def test_all_processes_stop_at_the_same_step(on_processes: OnProcesses) -> None:
         ((8, "SIGINT", "SIGINT"),) * 3,
         ((2, TIME_LIMIT, ""),) * 3,  # the main process's clock is past its limit; a validation goes on
     ]
-    steps, words = ([[one[part] for one in run] for run in ended[len(ONE) :]] for part in (0, 1))
+    steps, reasons = ([[one[part] for one in run] for run in ended[len(ONE) :]] for part in (0, 1))
     assert steps[: len(TWO)] == [[6] * 3] * 3
-    assert all(len(set(run)) == 1 and run[0] for run in words)  # of two signals, the one that was written first
-    assert words[2] == ["SIGTERM"] * 3
+    assert all(len(set(run)) == 1 and run[0] for run in reasons)  # of two signals, the one that was written first
+    assert reasons[2] == ["SIGTERM"] * 3
     assert all(len(set(run)) == 1 and run[0] < STEPS for run in steps)
     assert all(one[2] for run in ended[len(ONE) :] for one in run)
