@@ -45,17 +45,17 @@ def test_an_unknown_name() -> None:
         as_arguments(TrainOptions, {"epoch": 1})
 
 
-def test_what_is_handed_over(tmp_path: Path) -> None:
+def test_the_result_is_handed_over(tmp_path: Path) -> None:
     def main(argv: Sequence[str]) -> None:
         assert argv == ["--epochs=1"]
         hand_over(SUMMARY, tmp_path)
 
-    found = call(main, TrainOptions, {"epochs": 1})
+    found = call(main, "train", {"epochs": 1})
     assert found == {"metrics/mAP_0.5": 0.5, "val/box_loss": 2.0, "fitness": 0.25, "folder": str(tmp_path)}
     assert RESULT not in os.environ
 
 
-def test_nobody_has_called(tmp_path: Path) -> None:
+def test_nothing_is_handed_over_without_a_call(tmp_path: Path) -> None:
     hand_over(SUMMARY, tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -68,17 +68,26 @@ def test_a_run_that_ends_early_leaves_the_signals_as_they_were() -> None:
         raise Stopped(130)
 
     with pytest.raises(UserError, match="ended early with exit code 130"):
-        call(main, TrainOptions, {})
+        call(main, "train", {})
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_flags_of_each_script() -> None:
+    words: list[Sequence[str]] = []
+    call(words.append, "val", {"weights": ["a.pt", "b.pt"], "save_json": True})
+    assert words == [["--weights", "a.pt", "b.pt", "--save-json"]]
+    with pytest.raises(UserError, match="unknown argument epochs"):
+        call(words.append, "val", {"epochs": 1})
+    assert len(words) == 1
 
 
 def test_a_finished_run_is_no_error() -> None:
     def main(argv: Sequence[str]) -> None:
         raise Stopped(0)
 
-    assert call(main, TrainOptions, {}) == {}
+    assert call(main, "train", {}) == {}
 
 
 def test_processes_that_have_failed() -> None:
     with pytest.raises(UserError, match="failed with exit code 3; see the messages above"):
-        call(lambda argv: sys.exit(3), TrainOptions, {})
+        call(lambda argv: sys.exit(3), "train", {})

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from accelerate import Accelerator
 
 from tests.conftest import OnProcesses
-from utils.run import Run
+from utils.distributed.exit import TIME_LIMIT, StopRequested
+from utils.run import FolderOptions, Run
 from utils.tracking.tracker import Tracker
 
 
 class Recorder(Tracker):
-    """A tracker that keeps what it gets."""
+    """A tracker that records its calls."""
 
     name = "recorder"
 
@@ -27,7 +32,7 @@ class Recorder(Tracker):
         self.points: list[tuple[Any, Any]] = []
         self.files: list[tuple[list[str], int]] = []
         self.config: dict[str, Any] = {}
-        self.patience = 0.0
+        self.timeout = 0.0
 
     @property
     def tracker(self) -> Recorder:
@@ -39,18 +44,20 @@ class Recorder(Tracker):
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         self.points.append((values, step))
 
-    def line(self, text: str) -> None:
+    def log_line(self, text: str) -> None:
         self.lines.append(text)
 
-    def pictures(self, files: Mapping[str, Path], step: int) -> None:
+    def log_pictures(self, files: Mapping[str, Path], step: int) -> None:
         self.files.append((list(files), step))
 
-    def finish(self, patience: float = 0.0) -> None:
-        self.patience = patience
+    def finish(self, timeout: float = 0.0) -> None:
+        self.timeout = timeout
 
 
 def run_in(folder: Path, quiet: bool = False, exist_ok: bool = False) -> Run:
-    return Run(Accelerator(cpu=True), str(folder), "exp", exist_ok, quiet)
+    run = Run(Accelerator(cpu=True), quiet)
+    run.open_folder(FolderOptions(str(folder), "exp", exist_ok))
+    return run
 
 
 @pytest.mark.parametrize(("quiet", "printed"), [(False, "a\nwarning: b\nc\nd\n"), (True, "warning: b\nd\n")])
@@ -63,6 +70,14 @@ def test_lines(quiet: bool, printed: str, tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().out == printed
     assert recorder.lines == ["a", "warning: b", "c", "d"]  # trackers get all of them
     assert recorder.config == {"epochs": 3}
+
+
+def test_nothing_is_written_before_the_folder_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Run(Accelerator(cpu=True))
+    run.files.write_settings({"epochs": 3})
+    run.files.write_documents({"a.csv": "a"})
+    assert not list(tmp_path.iterdir())
 
 
 def test_folders(tmp_path: Path) -> None:
@@ -83,14 +98,84 @@ def test_points_and_pictures(tmp_path: Path) -> None:
     run.finish(60.0)
     assert (run.path / "a.jpg").is_file()
     assert recorder.files == [(["pictures/a"], 12)]
-    assert recorder.patience == 60.0
+    assert recorder.timeout == 60.0
     run.log_point({"step": 13, "step/loss": 0.5, "step/norm": None}, 13)
     assert recorder.points == [({"step": 13, "step/loss": 0.5}, 13)]
     assert run.step == 13
 
 
+@pytest.mark.parametrize(("verbose", "lines"), [(False, 1), (True, 2)])
+def test_devices(verbose: bool, lines: int) -> None:
+    run = Run(Accelerator(cpu=True))
+    first, *table = run.device_lines(verbose)
+    assert "cpu" in first
+    assert first.endswith("1 process, mixed precision no")
+    (device,) = run.devices
+    assert table == [f"  process 0: {device}"][: lines - 1]
+    assert device.startswith(f"{os.uname().nodename} cpu (")
+
+
+# Ending early
+
+
+def test_signals_stop_a_run_at_its_next_step() -> None:
+    run = Run(Accelerator(cpu=True))
+    run.check_stop(1)  # before there is anything to stop
+    with run.graceful_stop(0.0):
+        run.check_stop(1)
+        assert run.stop_requested() == ""
+        os.kill(os.getpid(), signal.SIGTERM)
+        end = time.monotonic() + 30
+        while not run.stop_requested() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert run.stop_requested() == "SIGTERM"
+        with pytest.raises(StopRequested) as stopped:
+            run.check_stop(2)
+    assert (stopped.value.reason, stopped.value.code) == ("SIGTERM", 143)
+
+
+def test_the_time_limit_stops_a_run() -> None:
+    run = Run(Accelerator(cpu=True))
+    age = time.time() - psutil.Process().create_time()  # seconds
+    with run.graceful_stop(age / 3600 / 2):
+        assert run.stop_requested() == ""  # a validation is finished
+        with pytest.raises(StopRequested) as stopped:
+            run.check_stop(1)
+    assert (stopped.value.reason, stopped.value.code) == (TIME_LIMIT, 0)
+
+
+def test_a_reason_to_stop() -> None:
+    run = Run(Accelerator(cpu=True))
+    run.stop_together("")
+    with pytest.raises(StopRequested, match="exit code 130"):
+        run.stop_together("SIGINT")
+
+
+# Two processes
+
+
+def stop_of_two() -> list[Any]:
+    """Return what a process of two raises if none, both, or one of them has a reason to stop."""
+    run, outcomes = Run(Accelerator(cpu=True)), []
+    main = run.accelerator.is_main_process
+    for reason in ("", "SIGTERM", "" if main else "SIGUSR1", "SIGINT" if main else "SIGTERM"):
+        try:
+            outcomes.append(run.stop_together(reason))
+        except StopRequested as stopped:
+            outcomes.append((stopped.reason, stopped.code))
+    return [*outcomes, len(run.device_lines(verbose=False)), run.devices]
+
+
+def test_two_processes_stop_together(on_processes: OnProcesses) -> None:
+    one, other = on_processes(2, stop_of_two)
+    assert one == other
+    *outcomes, lines, devices = one
+    assert outcomes == [None, ("SIGTERM", 143), ("SIGUSR1", 138), ("SIGINT", 130)]  # the first process's reason
+    assert (lines, len(devices)) == (3, 2)
+
+
 def on_two(folder: str) -> list[Any]:
-    """What a process of two has of a run."""
+    """Return what a process of two has of a run."""
     run, recorder, work = run_in(Path(folder)), Recorder(), []
     run.start_trackers(lambda: [recorder], {}, 0)
     run.on_main(lambda: work.append("done"))

@@ -13,14 +13,14 @@ from torch import nn
 
 from tests.conftest import OnProcesses
 from utils.checkpoint.progress import Progress
-from utils.checkpoint.training_state import Identity, TrainingState, load_weights
+from utils.checkpoint.training_state import Identity, TrainingState, floating_buffers, load_weights
 from utils.checkpoint.weight_files import serialised
 from utils.distributed.collectives import Collectives
 from utils.errors import UserError
 from utils.run_folder import RunFolder
 from utils.summary import Summary
 from utils.training.ema import ModelEMA
-from utils.training.optimizer import build_optimizer
+from utils.training.optimizer import build_optimizer, numbered_parameters
 
 IDENTITY = Identity({0: "disc", 1: "ring", 2: "bar"}, 96, {"count": "28", "files": "aaaa", "labels": "bbbb"})
 KEYS = "format names imgsz images progress model ema updates optimizer rates scaler shares wandb_id"
@@ -63,6 +63,7 @@ def made(seed: int, saved: dict[str, Any] | None = None, optimizer: str = "SGD")
         identity=IDENTITY,
         progress=Progress(),
         model=model,
+        parameters=numbered_parameters(model),
         ema=ema,
         optimizer=accelerator.prepare(built),
         scaler=Scaler(2.0**seed),
@@ -149,7 +150,15 @@ def test_the_same_is_not_saved_twice() -> None:
     assert folder.last()["progress"]["step"] == 1
 
 
-# On several processes
+def test_floating_buffers() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    buffers = floating_buffers(model)
+    assert list(buffers) == ["1.running_mean", "1.running_var"]  # not the count of batches, an integer
+    buffers["1.running_mean"].fill_(2.0)
+    assert model.get_buffer("1.running_mean").tolist() == [2.0] * 4
+
+
+# Several processes
 
 
 def state_of_two() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How the processes of a launch reach each other, and what they decide before there is an Accelerator."""
+"""How the processes of a launch reach each other."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from torch import distributed
 
-from tests.conftest import OnProcesses
-from utils.distributed.agreement import decide_on_main
-from utils.distributed.ranks import ranks
 from utils.distributed.rendezvous import connect, prepare_for_gloo, refuse_uneven_launch
 from utils.errors import UserError
 
@@ -60,7 +56,7 @@ def test_accelerate_cannot_start_unequal_numbers(command: list[str], monkeypatch
         ["bash"],
     ],
 )
-def test_other_launches_are_none_of_that(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_launches_pass(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     parent(monkeypatch, command)
     refuse_uneven_launch()
 
@@ -87,32 +83,3 @@ def test_one_process_has_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     store.write("facts", 1)
     assert store.values("facts") == {0: 1}
     assert connect(1.0, "doctor").values("facts") == {}
-
-
-def test_one_process_decides() -> None:
-    assert decide_on_main("resume", lambda: (1, 2), 1.0, ends=lambda _: True) == (1, 2)
-
-
-def decide() -> list[str]:
-    """What both get if the main process goes on, ends, and raises; the other one's decisions do not count."""
-
-    def work(word: str) -> str:
-        if ranks().rank == 0 and word == "error":
-            raise UserError("no such run")
-        return f"{word} {ranks().rank}"
-
-    got = []
-    for word in ("go", "end", "error"):
-        try:
-            got.append(
-                decide_on_main(word, lambda word=word: work(word), 30.0, ends=lambda word: word.startswith("end"))
-            )
-        except UserError as error:
-            got.append(f"error: {error}")
-    distributed.init_process_group("gloo")  # what comes next finds the store as it should be
-    distributed.barrier()
-    return got
-
-
-def test_the_main_process_decides_for_all(on_processes: OnProcesses) -> None:
-    assert on_processes(2, decide) == [["go 0", "end 0", "error: no such run"]] * 2

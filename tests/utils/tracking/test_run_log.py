@@ -175,8 +175,8 @@ def test_where_a_run_belongs(options: dict[str, Any], project: str, name: str) -
 class Run:
     """What `RunLog.start` calls of a run."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path, self.step, self.trackers = folder, 0, []
+    def __init__(self, folder: Path, devices: list[str]) -> None:
+        self.path, self.devices, self.step, self.trackers = folder, devices, 0, []
         self.printed: list[str] = []
 
     def print(self, *lines: str) -> None:
@@ -193,9 +193,9 @@ def test_the_start_of_a_run(
     uploads: bool, seconds: float, installed: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", "--name", "a b"])
-    run = Run(tmp_path / "exp")
+    run = Run(tmp_path / "exp", ["cpu", "cpu"])
     options = TrackingOptions("runs/train", 3, log_with="all", wandb_id="abc", upload_model=uploads)
-    RunLog(run, options, [], []).start({"lr0": 0.1}, ["cpu", "cpu"], {"yaml": "a"}, 12)
+    RunLog(run, options, [], []).start({"lr0": 0.1}, {"yaml": "a"}, {"progress": Progress(step=12).state()})
     assert [tracker.name for tracker in run.trackers] == ["wandb", "tensorboard"]
     assert run.trackers[0].timeout == seconds
     assert run.step == 12
@@ -207,9 +207,10 @@ def test_the_start_of_a_run(
 
 def test_no_tracker_and_a_warning(installed: set[str], tmp_path: Path) -> None:
     installed.clear()
-    run = Run(tmp_path)
-    RunLog(run, TrackingOptions("runs/train", 3, log_with="wandb"), [], []).start({}, ["cpu"], {}, 0)
+    run = Run(tmp_path, ["cpu"])
+    RunLog(run, TrackingOptions("runs/train", 3, log_with="wandb"), [], []).start({}, {}, None)
     assert run.trackers == []
+    assert run.step == 0
     assert [line.split(",")[0] for line in run.printed] == ["warning: wandb is not installed"]
 
 
