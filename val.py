@@ -190,7 +190,7 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
 
     run.open_folder(select(FolderOptions, options))
     run.quiet = options.quiet
-    lines = [*run.device_lines(verbose=False)[:1], *source.spec.doubts, *split.report(split_name)]
+    lines = [*run.device_lines(verbose=False)[:1], *source.spec.warnings, *split.report(split_name)]
     run.print(*lines, *rounding(options.imgsz, models[0].imgsz), *messages(options, half, members))
     run.files.write_problems(split.problems)
     run.files.write_settings({**vars(options), "imgsz": models[0].imgsz})

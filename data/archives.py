@@ -1,4 +1,7 @@
-"""A data set from the archives that its YAML's `download:` names: fetched once per machine, whole or absent."""
+"""Download a data set from the archives that its YAML's `download:` names: once per machine, whole or absent.
+
+Called by data/sources.py.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,15 @@ from utils.download import download, gigabytes, is_address
 from utils.errors import UserError
 from utils.files import one_at_a_time
 
-BLOCK = 2**20  # bytes that are copied at once
-STRANGERS = ("__MACOSX",)  # folders that a Mac adds to an archive
-DAMAGE = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError)
+COPY_BYTES = 2**20  # that are copied at once
+IGNORED_FOLDERS = ("__MACOSX",)  # which macOS adds to an archive
+# What the standard library raises for a damaged archive.
+ARCHIVE_ERRORS = (
+    *(OSError, EOFError, ValueError, RuntimeError),
+    *(zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError),
+)
 
-Sources = dict[str, tuple[str, ...]]  # addresses of archives, by the folder below the data set's that they go to
+Sources = dict[str, tuple[str, ...]]  # addresses of archives, by the folder below the data set's that they are for
 
 
 class _Member(NamedTuple):
@@ -40,37 +47,37 @@ class _Member(NamedTuple):
 
 
 def archive_sources(value: Any) -> Sources:
-    """What a `download:` says: an address, a list of them, or either by folder. Nothing where it is something else,
-    such as a script."""
+    """Return the addresses in `download:`, which is one, a list, or either by folder; {} for anything else, such as a
+    script."""
     if not isinstance(value, Mapping):
         value = {".": value}
-    found = {}
+    sources = {}
     for folder, addresses in value.items():
         addresses = [addresses] if isinstance(addresses, str) else addresses
-        if not isinstance(addresses, list) or not all(map(is_address, addresses)) or not _inside(str(folder)):
+        if not isinstance(addresses, list) or not all(map(is_address, addresses)) or not _stays_inside(str(folder)):
             return {}
-        found[str(folder)] = tuple(addresses)
-    return found
+        sources[str(folder)] = tuple(addresses)
+    return sources
 
 
 def fetch_dataset(
-    sources: Sources, root: Path, wanted: Sequence[str], finish: Callable[[Path], object] = lambda folder: None
+    sources: Sources, root: Path, expected: Sequence[str], finish: Callable[[Path], object] = lambda folder: None
 ) -> None:
-    """Make the folder `root` of what the archives hold. `wanted`: what a data YAML looks for below it; `finish`: is
-    called on the folder when all is unpacked and nobody sees it yet.
+    """Download and unpack the archives into the folder `root`, unless it has content.
 
-    All is made in a folder beside it, which then takes the name: a process that is killed leaves nothing half, and the
-    next one goes on. Raises `UserError`.
+    expected: the paths below `root` that the data YAML names. finish: called with the unpacked folder before it is
+    renamed to `root`. Everything is made in a folder beside `root`: a killed process leaves nothing incomplete, and the
+    next one continues. Raises `UserError`.
     """
-    mark = hashlib.sha256(repr(sorted(sources.items())).encode()).hexdigest()[:8]
-    work = root.with_name(f".{root.name}-{mark}.download")
+    digest = hashlib.sha256(repr(sorted(sources.items())).encode()).hexdigest()[:8]
+    work = root.with_name(f".{root.name}-{digest}.download")
     with one_at_a_time(root.with_name(f".{root.name}.lock")):
-        if not is_filled(root):
+        if not has_content(root):
             try:
                 for number, (folder, address) in enumerate(
                     (f, a) for f, addresses in sources.items() for a in addresses
                 ):
-                    _bring(address, work, number, folder, root, wanted if folder == "." else ())
+                    _fetch_archive(address, work, number, folder, root, expected if folder == "." else ())
                 finish(work / "files")
                 os.rename(work / "files", root)  # over an empty folder too
                 shutil.rmtree(work, ignore_errors=True)
@@ -81,26 +88,26 @@ def fetch_dataset(
                 ) from None
             finally:
                 with suppress(OSError):
-                    os.rmdir(work)  # where nothing came
+                    os.rmdir(work)  # if nothing was downloaded
 
 
-def is_filled(folder: Path) -> bool:
-    """Is there anything in a folder?"""
+def has_content(folder: Path) -> bool:
+    """Return whether there is anything in a folder."""
     try:
         return any(folder.iterdir())
     except OSError:
         return False
 
 
-def _bring(address: str, work: Path, number: int, folder: str, root: Path, wanted: Sequence[str]) -> None:
-    """Fetch an archive and unpack it below `work`/files, unless that is done."""
+def _fetch_archive(address: str, work: Path, number: int, folder: str, root: Path, expected: Sequence[str]) -> None:
+    """Download an archive and unpack it below `work`/files, unless that is done."""
     target, done = Path(os.path.normpath(root / folder)), work / f"{number}.done"
     if done.is_file():
         return
     name = unquote(PurePosixPath(urlsplit(address).path).name) or "archive"
     archive = download(address, work / f"{number}-{name}", advice=f"fetch it by other means and unpack it to {target}")
     try:
-        unpack(archive, work / "files" / folder, target.name, wanted, address)
+        unpack(archive, work / "files" / folder, target.name, expected, address)
     except UserError:
         archive.unlink()
         raise
@@ -108,95 +115,95 @@ def _bring(address: str, work: Path, number: int, folder: str, root: Path, wante
     archive.unlink()
 
 
-def unpack(archive: Path, folder: Path, own: str, wanted: Sequence[str] = (), name: str = "") -> None:
-    """Unpack a zip or tar archive into `folder`, without the one folder that it holds where that is the data set's
-    `own` or is not in the names that are `wanted`.
+def unpack(archive: Path, folder: Path, dataset: str, expected: Sequence[str] = (), name: str = "") -> None:
+    """Unpack a zip or tar archive into `folder`.
 
-    Nothing is written elsewhere, and files only: an archive with a link or a name that leads out is refused before
-    anything is written. Raises `UserError`, which calls the archive `name`, and OSError where it takes more than is
-    free.
+    If everything in it is in one folder, that level is dropped if it is named `dataset`, or if `expected` paths are
+    below it. Only files below `folder` are written: an archive with a link or a name that leads outside is refused
+    before anything is written. Raises `UserError`, which calls the archive `name`, and OSError if it takes more than
+    is free.
     """
     name = name or str(archive)
     folder.mkdir(parents=True, exist_ok=True)
-    with _damage_told(name), _opened(archive, name) as members:
-        members = _stripped(members, own, wanted)
+    with _errors_name_archive(name), _open_members(archive, name) as members:
+        members = _without_top_folder(members, dataset, expected)
         total, free = sum(member.size for member in members), shutil.disk_usage(folder).free
         if total > free:
-            told = f"{name} unpacks to {gigabytes(total)}, and {gigabytes(free)} are free"
-            raise OSError(errno.ENOSPC, told, str(folder))
-        shown = f"unpacking {name.rpartition('/')[2]}"
-        with tqdm(total=total, desc=shown, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+            message = f"{name} unpacks to {gigabytes(total)}, and {gigabytes(free)} are free"
+            raise OSError(errno.ENOSPC, message, str(folder))
+        title = f"unpacking {name.rpartition('/')[2]}"
+        with tqdm(total=total, desc=title, unit="B", unit_scale=True, disable=None, leave=False) as bar:
             for member in members:
                 path = folder.joinpath(*member.parts)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with member.open() as source, path.open("wb") as file:
-                    while block := source.read(BLOCK):
+                    while block := source.read(COPY_BYTES):
                         file.write(block)
                         bar.update(len(block))
 
 
 @contextmanager
-def _damage_told(name: str) -> Iterator[None]:
+def _errors_name_archive(name: str) -> Iterator[None]:
+    """Turn the errors of a damaged archive into a `UserError`."""
     try:
         yield
-    except DAMAGE as error:
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # of our own disk
+    except ARCHIVE_ERRORS as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # of this machine's disk
             raise
         raise UserError(f"{name} cannot be unpacked ({error}); try again, or unpack it by other means") from None
 
 
 @contextmanager
-def _opened(archive: Path, name: str) -> Iterator[list[_Member]]:
-    """The files of an archive. Raises `UserError` where one of them may not be written."""
+def _open_members(archive: Path, name: str) -> Iterator[list[_Member]]:
+    """Open an archive for its files. Raises `UserError` if one of them must not be written."""
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as opened:
-            yield [_zipped(opened, info, name) for info in opened.infolist() if not info.is_dir()]
+            yield [_zip_member(opened, info, name) for info in opened.infolist() if not info.is_dir()]
     elif tarfile.is_tarfile(archive):
         with tarfile.open(archive) as tar:
-            yield [_tarred(tar, info, name) for info in tar.getmembers() if not info.isdir()]
-            while tar.fileobj and tar.fileobj.read(BLOCK):  # to the checksum, which stands at the end
+            yield [_tar_member(tar, info, name) for info in tar.getmembers() if not info.isdir()]
+            while tar.fileobj and tar.fileobj.read(COPY_BYTES):  # up to the checksum, which is at the end
                 pass
     else:
-        raise UserError(f"what came from {name} is neither a zip nor a tar archive; mend the address")
+        raise UserError(f"what came from {name} is neither a zip nor a tar archive; fix the address")
 
 
-def _zipped(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> _Member:
-    kind = stat.S_IFMT(info.external_attr >> 16)  # 0 where the archive was not made on Unix
+def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> _Member:
+    kind = stat.S_IFMT(info.external_attr >> 16)  # 0 if the archive was not made on Unix
     return _Member(
-        _checked(info.filename, kind in (0, stat.S_IFREG), name), info.file_size, partial(archive.open, info)
+        _member_parts(info.filename, kind in (0, stat.S_IFREG), name), info.file_size, partial(archive.open, info)
     )
 
 
-def _tarred(archive: tarfile.TarFile, info: tarfile.TarInfo, name: str) -> _Member:
+def _tar_member(archive: tarfile.TarFile, info: tarfile.TarInfo, name: str) -> _Member:
     # A regular file has content; mypy cannot know.
-    return _Member(_checked(info.name, info.isreg(), name), info.size, partial(archive.extractfile, info))  # type: ignore[arg-type]
+    return _Member(_member_parts(info.name, info.isreg(), name), info.size, partial(archive.extractfile, info))  # type: ignore[arg-type]
 
 
-def _checked(member: str, regular: bool, name: str) -> tuple[str, ...]:
-    """The parts of a member's name, with either slash between them."""
+def _member_parts(member: str, regular: bool, name: str) -> tuple[str, ...]:
+    """Return the parts of a member's name, which either slash separates. Raises `UserError` for an unsafe member."""
     if not regular:
         raise UserError(f"{name} holds '{member}', which is a link or a device; unpack it by other means")
-    if not _inside(member):
+    if not _stays_inside(member):
         raise UserError(f"{name} holds '{member}', which leads out of the data set; do not trust it")
     return PurePosixPath(member.replace("\\", "/")).parts
 
 
-def _inside(name: str) -> bool:
-    """Does it stay below the folder that it is relative to?"""
+def _stays_inside(name: str) -> bool:
+    """Return whether a path stays below the folder that it is relative to."""
     path = PureWindowsPath(name)  # takes either slash, and drives
     return not (path.anchor or ".." in path.parts or "\0" in name)
 
 
-def _stripped(members: list[_Member], own: str, wanted: Sequence[str]) -> list[_Member]:
-    """Without the top folder that all are in, where it is the data set itself."""
-    members = [member for member in members if member.parts and member.parts[0] not in STRANGERS]
+def _without_top_folder(members: list[_Member], dataset: str, expected: Sequence[str]) -> list[_Member]:
+    """Drop the top folder that all members are in, if it is the data set itself."""
+    members = [member for member in members if member.parts and member.parts[0] not in IGNORED_FOLDERS]
     tops = {member.parts[0] for member in members}
     if len(tops) != 1 or any(len(member.parts) == 1 for member in members):
         return members
     (top,) = tops
     names = {member.parts[:end] for member in members for end in range(1, len(member.parts) + 1)}
-    looked = [PurePosixPath(entry).parts for entry in wanted]
-    found = any((top, *parts) in names and parts not in names for parts in looked if parts)
-    if top == own or found:
+    paths = [PurePosixPath(entry).parts for entry in expected]
+    if top == dataset or any((top, *parts) in names and parts not in names for parts in paths if parts):
         return [member._replace(parts=member.parts[1:]) for member in members]
     return members

@@ -276,9 +276,9 @@ def _by_class(spec: DataSpec, name: str) -> Classes:
 
 def _walk_classes(spec: DataSpec, name: str) -> Classes:
     split_path = spec.split and name == "train" and "train" not in spec.entries
-    parents = [spec.root()] if split_path else spec.places(name)
+    parents = [spec.root()] if split_path else spec.locations(name)
     # Folders of other splits may be below `path:`, and are no classes.
-    excluded = [folder for other in spec.entries if split_path for folder in spec.places(other)]
+    excluded = [folder for other in spec.entries if split_path for folder in spec.locations(other)]
     images: dict[str, set[Path]] = {}
     for parent in parents:
         for folder in _folders(parent):

@@ -26,7 +26,7 @@ from utils.config.hyperparameters import Recipe
 from utils.errors import UserError
 from utils.files import csv_text, find_file
 
-# Pixels, uint8 (3, h, w) RGB; targets; and what the task is told of the image beside its pixels: see `Batch`.
+# Pixels, uint8 (3, h, w) RGB; targets; and what the task needs of the image beside its pixels: see `Batch`.
 Item = tuple[Tensor, Tensor, Any]
 
 
@@ -156,7 +156,7 @@ class DataSet(ABC, Generic[S]):
     def messages(self, train: S, val: S) -> list[str]:
         """Return lines for the console about the splits of a training."""
         reports = [*train.report("train"), *val.report("val")]
-        return [*self.spec.doubts, *reports, *overlap(train.images, val.images)]
+        return [*self.spec.warnings, *reports, *overlap(train.images, val.images)]
 
     @staticmethod
     def cache_messages(loader: DataLoader[Any]) -> list[str]:

@@ -216,7 +216,7 @@ class DetectionData(DataSet[DetectionSplit]):
         labels = load_labels(images, f"{name} labels", self.options.workers, polygons=pastes)
         problems = (*unlisted, *labels.problems)
         readable = self.usable(name, labels.sizes, problems)
-        images, labels = list(compress(images, readable)), labels.keep(readable)
+        images, labels = list(compress(images, readable)), labels.subset(readable)
         if not len(labels.rows):
             problems = (self._no_labels(name, images[0], problems), *problems)
         if self.options.single_cls:

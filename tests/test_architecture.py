@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from data.dataset import dataset_class
-from data.sources import KEYS as DATA_KEYS
+from data.sources import DATA_KEYS
 from models.tasks import TASKS
 from models.tasks.classification.torchvision_models import CLASSIFIER_KEYS
 from models.yolo import MODEL_KEYS

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from data.dataset import dataset_class
-from data.labels import SLACK, scan_image
+from data.labels import COORDINATE_TOLERANCE, scan_image
 from data.sources import read_spec
 from models.layers import Classify, Detect
 from models.tasks import TASKS
@@ -86,8 +86,8 @@ def test_label_files(content: bytes) -> None:
     classes, centres, sides = found.rows[:, 0], found.rows[:, 1:3], found.rows[:, 3:]
     assert (classes >= 0).all()
     assert (classes == classes.round()).all()
-    assert (centres >= -2 * SLACK).all()
-    assert (centres <= 1 + 2 * SLACK).all()
+    assert (centres >= -2 * COORDINATE_TOLERANCE).all()
+    assert (centres <= 1 + 2 * COORDINATE_TOLERANCE).all()
     assert (sides >= 0).all()
     assert all("a.txt" in problem and problem.count("\n") == 0 for problem in found.problems)
 

@@ -269,7 +269,7 @@ def test_a_data_set_that_is_not_what_the_yaml_says(server: Server, tmp_path: Pat
         UserError, match=rf"`train: images/train` does not exist.*not in what was downloaded to {root}$"
     ):
         spec.images("train")
-    with pytest.raises(UserError, match=rf"`download:` is followed only where {root} is missing or empty$"):
+    with pytest.raises(UserError, match=rf"`download:` is followed only if {root} is missing or empty$"):
         spec.images("train")
     assert len(server.asked) == 1
 

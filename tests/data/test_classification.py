@@ -256,7 +256,7 @@ def test_the_choice_is_the_same_elsewhere_and_by_any_number_of_processes(
 ) -> None:
     wanted = {name: names(data_of(whole, "path: .\nsplit: 0.3\n").split(name)) for name in ("train", "val")}
     moved = shutil.copytree(whole, tmp_path_factory.mktemp("other") / "deeper/still")
-    monkeypatch.setattr(labels, "CHUNK", 4)  # or one process would do
+    monkeypatch.setattr(labels, "FILES_PER_CHUNK", 4)  # or one process would do
     data = data_of(moved, "path: .\nsplit: 0.3\n", workers=2)
     assert {name: names(data.split(name)) for name in ("train", "val")} == wanted
 

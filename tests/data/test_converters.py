@@ -373,6 +373,6 @@ def test_the_shipped_yamls_fetch_and_convert(name: str, tmp_path: Path, monkeypa
 @pytest.mark.parametrize("name", ["coco", "coco128", "VOC", "VisDrone", "Objects365"])
 def test_shipped_addresses(name: str) -> None:
     spec = read_spec(ROOT / f"data/{name}.yaml")
-    assert spec.own_folder
+    assert spec.has_path
     assert {"train", "val"} <= set(spec.entries)
     assert bool(spec.download) == (name != "Objects365")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from data.images import JPEG_END, MOST_PIXELS, plain_size, read_image, resize_long_side, scaled_shape
+from data.images import JPEG_END, MAX_PLAIN_PIXELS, plain_size, read_image, resize_long_side, scaled_shape
 from data.labels import EXIF_ORIENTATION, _size_by_pillow, image_size
 from utils.errors import UserError
 
@@ -121,7 +121,7 @@ def test_an_unreadable_image_is_named(tmp_path: Path, content: bytes | None) -> 
     file = tmp_path / "a.jpg"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(UserError, match=r"a\.jpg cannot be read as an image \(.*\); mend or remove it"):
+    with pytest.raises(UserError, match=r"a\.jpg cannot be read as an image \(.*\); fix or remove it"):
         read_image(file)
 
 
@@ -294,7 +294,7 @@ def test_of_anything_unusual_only_pillow_tells_the_size(tmp_path: Path, name: st
 
 
 def test_pillow_limits_the_size_of_huge_images(tmp_path: Path) -> None:
-    head = (MOST_PIXELS // 8).to_bytes(4, "big") + (8).to_bytes(4, "big") + PNG[24:29]
+    head = (MAX_PLAIN_PIXELS // 8).to_bytes(4, "big") + (8).to_bytes(4, "big") + PNG[24:29]
     file = tmp_path / "a.png"
     file.write_bytes(PNG[:8] + chunk(b"IHDR", head) + PNG[33:])
     assert plain_size(str(file)) is None

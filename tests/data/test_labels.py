@@ -251,7 +251,7 @@ def test_plain_text_is_read_as_text_is(content: bytes) -> None:
 
 
 def test_a_long_label_file_is_read_whole(images: list[Path]) -> None:
-    rows = [f"{k} 0.5 0.5 0.25 0.25" for k in range(labels.LABEL_BYTES // 20)]
+    rows = [f"{k} 0.5 0.5 0.25 0.25" for k in range(labels.LABEL_READ_BYTES // 20)]
     labels.label_file(images[0]).write_text("\n".join(rows))
     assert labels._read_ascii(str(labels.label_file(images[0]))) is None
     assert scan_image(images[0]).rows[:, 0].tolist() == list(range(len(rows)))
@@ -398,7 +398,7 @@ def test_two_processes_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.M
     files[70].write_bytes(b"")
     pool, opened = multiprocessing.Pool, []
     monkeypatch.setattr(multiprocessing, "Pool", lambda count: opened.append(count) or pool(count))
-    monkeypatch.setattr(labels, "WORTH", 1e-9)
+    monkeypatch.setattr(labels, "MIN_SECONDS_PER_PROCESS", 1e-9)
     serial = load_labels(files, "labels", 0)
     assert opened == []
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home / "other"))
@@ -623,15 +623,15 @@ def three_boxes() -> Labels:
 
 
 def test_keep_drops_images_with_their_rows() -> None:
-    kept = three_boxes().keep(np.array([False, False, True]))
+    kept = three_boxes().subset(np.array([False, False, True]))
     assert kept.rows.tolist() == [[3, 0.5, 0.5, 0.5, 0.25]]
     assert kept.offsets.tolist() == [0, 1]
     assert kept.sizes.tolist() == [[50, 100]]
     assert kept.problems == ("p",)
-    both = three_boxes().keep(np.array([True, False, True]))
+    both = three_boxes().subset(np.array([True, False, True]))
     assert both.counts.tolist() == [2, 1]
     assert both.of(1)[:, 0].tolist() == [3]
-    none = three_boxes().keep(np.zeros(3, bool))
+    none = three_boxes().subset(np.zeros(3, bool))
     assert (none.rows.shape, none.offsets.tolist(), none.sizes.shape) == ((0, 5), [0], (0, 2))
 
 
@@ -645,7 +645,7 @@ def test_single_class_changes_the_classes_alone() -> None:
 
 def test_side_lengths_are_those_at_the_training_size() -> None:
     # at 100 pixels the images are 100x50 and 50x100
-    lengths = three_boxes().keep(np.array([True, False, True])).side_lengths(100)
+    lengths = three_boxes().subset(np.array([True, False, True])).side_lengths(100)
     assert lengths.tolist() == [[50, 25], [25, 50], [25, 25]]
 
 
@@ -656,7 +656,7 @@ def test_an_unknown_class_is_named_with_its_file() -> None:
         check_classes(three_boxes(), images, 4, Path("data.yaml"))
     assert str(caught.value) == (
         "/set/labels/a.txt has class 4, but `names` of data.yaml ends at 3; "
-        "mend the label or add the class (1 such rows in all)"
+        "fix the label or add the class (1 such rows in all)"
     )
     with pytest.raises(UserError, match=r"^/set/labels/a\.txt has class 2, .* \(3 such rows in all\)$"):
         check_classes(three_boxes(), images, 2, Path("data.yaml"))
@@ -707,10 +707,10 @@ def test_polygons_are_kept_where_they_are_asked_for(outlined: list[Path]) -> Non
 
 def test_polygons_go_with_their_images(outlined: list[Path]) -> None:
     found = load_labels(outlined, "labels", 0, polygons=True)
-    kept = found.keep(np.array([False, True, True])).as_single_class()
+    kept = found.subset(np.array([False, True, True])).as_single_class()
     assert points_of(kept, 0) == points_of(found, 1)
     assert points_of(kept, 1) == []
-    assert points_of(found.keep(np.array([True, False, False])), 0) == points_of(found, 0)
+    assert points_of(found.subset(np.array([True, False, False])), 0) == points_of(found, 0)
 
 
 def test_polygons_of_many_images_are_put_together(
@@ -718,7 +718,7 @@ def test_polygons_of_many_images_are_put_together(
 ) -> None:
     many = outlined * 50
     serial = load_labels(many, "labels", 0, polygons=True)
-    monkeypatch.setattr(labels, "WORTH", 1e-9)
+    monkeypatch.setattr(labels, "MIN_SECONDS_PER_PROCESS", 1e-9)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home / "other"))
     for found in (serial, load_labels(many, "labels", 2, polygons=True)):
         for k in range(150):

@@ -218,7 +218,7 @@ def test_the_shipped_sets_end_with_coco_names(name: str) -> None:
     assert list(content)[-1] == "names"
     assert list(content["names"]) == list(range(80))
     assert [content["names"][k] for k in (0, 1, 11, 79)] == ["person", "bicycle", "stop sign", "toothbrush"]
-    assert set(content) <= set(sources.KEYS)
+    assert set(content) <= set(sources.DATA_KEYS)
 
 
 # where relative paths lead
@@ -322,11 +322,11 @@ def test_a_missing_folder_of_path_is_named_with_every_place_tried(
 def test_the_places_of_a_split_are_its_folders_and_lists_in_order(yaml_file: Path) -> None:
     (yaml_file.parent / "a.txt").touch()
     spec = read_spec(write_spec(yaml_file, train=["images/train", "a.txt", "images"], val="no"))
-    assert spec.places("train") == [yaml_file.parent / name for name in ("images/train", "a.txt", "images")]
+    assert spec.locations("train") == [yaml_file.parent / name for name in ("images/train", "a.txt", "images")]
     with pytest.raises(UserError, match=r"`val: no` does not exist"):
-        spec.places("val")
+        spec.locations("val")
     with pytest.raises(UserError, match=r"data\.yaml has no `test:`"):
-        spec.places("test")
+        spec.locations("test")
 
 
 @pytest.mark.parametrize("entry", [3, {"folder": "images/train"}, ["images/train", 3]])
