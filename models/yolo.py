@@ -74,7 +74,8 @@ class YoloModel(Model):
     def detect(self) -> Detect:
         """The detection head; `detect.stride` has the pixels per cell of each level."""
         head = self.model[-1]
-        assert isinstance(head, Detect)
+        if not isinstance(head, Detect):  # torch.jit.trace asks for every attribute by `hasattr`
+            raise AttributeError("the model has no detection head")
         return head
 
     def forward(self, images: Tensor, *hints: Tensor) -> Any:
