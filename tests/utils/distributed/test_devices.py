@@ -17,7 +17,6 @@ from utils.distributed.devices import (
     processes_to_start,
 )
 from utils.errors import UserError
-from utils.training.memory import check_batch_size
 
 
 @pytest.fixture(autouse=True)
@@ -69,19 +68,6 @@ def test_processes_that_contradict_the_launcher(monkeypatch: pytest.MonkeyPatch)
     assert processes_to_start("cpu", 4) == 4
 
 
-@pytest.mark.parametrize(
-    ("size", "processes", "proposed"), [(10, 4, "take 8 or 12"), (2, 3, "take 3"), (7, 2, "6 or 8")]
-)
-def test_a_batch_that_cannot_be_shared(
-    size: int, processes: int, proposed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_batch_size(size)
-    launched(monkeypatch, processes, processes)
-    with pytest.raises(UserError, match=f"--batch-size {size} .*{proposed}"):
-        check_batch_size(size)
-    check_batch_size(size * processes)
-
-
 def on_a_machine_with(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
@@ -103,7 +89,7 @@ def test_only_the_named_devices_are_visible(
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
 
 
-def test_the_cpu_where_there_is_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_if_there_is_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_machine_with(monkeypatch, 0)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert choose_devices("")
@@ -113,7 +99,7 @@ def test_the_cpu_where_there_is_nothing_else(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("device", "there", "here", "said"),
+    ("device", "devices", "processes", "message"),
     [
         ("7", 4, 1, "torch sees 4 CUDA devices here; try --device 3"),
         ("0", 0, 1, "no CUDA device here; try --device cpu"),
@@ -121,10 +107,12 @@ def test_the_cpu_where_there_is_nothing_else(monkeypatch: pytest.MonkeyPatch) ->
         ("", 1, 4, "started 4 processes on this machine, where torch sees 1 CUDA device;"),
     ],
 )
-def test_too_few_devices(device: str, there: int, here: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_a_machine_with(monkeypatch, there)
-    launched(monkeypatch, here, here)
-    with pytest.raises(UserError, match=said):
+def test_too_few_devices(
+    device: str, devices: int, processes: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_machine_with(monkeypatch, devices)
+    launched(monkeypatch, processes, processes)
+    with pytest.raises(UserError, match=message):
         choose_devices(device)
 
 

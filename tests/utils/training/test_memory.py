@@ -12,16 +12,42 @@ from utils.errors import UserError
 from utils.training.memory import (
     BYTES_PER_MIB,
     auto_batch_size,
+    check_batch_size,
     explain_out_of_memory,
     fitting_workers,
     is_out_of_memory,
     largest_batch,
+    loader_processes,
 )
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, processes: int, here: int) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+
+
+# The batch of all processes
+
+
+@pytest.mark.parametrize(
+    ("size", "processes", "proposed"), [(10, 4, "take 8 or 12"), (2, 3, "take 3"), (7, 2, "6 or 8")]
+)
+def test_a_batch_that_cannot_be_shared(
+    size: int, processes: int, proposed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_batch_size(size)
+    launched(monkeypatch, processes, processes)
+    with pytest.raises(UserError, match=f"--batch-size {size} .*{proposed}"):
+        check_batch_size(size)
+    check_batch_size(size * processes)
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_a_batch_size_of_zero_and_one_that_is_measured(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, processes, processes)
+    check_batch_size(-1)
+    with pytest.raises(UserError, match="--batch-size 0 is too small; give 1 or more, or -1"):
+        check_batch_size(0)
 
 
 # Shared memory
@@ -56,12 +82,23 @@ def test_loader_processes_that_fit(
     assert len(warnings) == (fit < workers)
 
 
-def test_fewer_loader_processes_than_asked_for_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_loader_processes_than_requested_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     shared_memory(monkeypatch, 64)
     assert fitting_workers(8, 10 * BYTES_PER_MIB)[1] == [
         "warning: /dev/shm has 64 MiB free, enough for the batches of 2 loader processes of each training process "
         "instead of 8; make it larger (docker run --shm-size)"
     ]
+
+
+def test_loader_processes_share_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    launched(monkeypatch, 2, 2)
+    shared_memory(monkeypatch, 240)
+    assert loader_processes(16, 10 * BYTES_PER_MIB) == (4, [])  # 8 cores for two training processes
+    shared_memory(monkeypatch, 64)
+    fitting, (warning,) = loader_processes(16, 10 * BYTES_PER_MIB)
+    assert fitting == 1
+    assert "of 1 loader processes of each training process instead of 4" in warning
 
 
 def test_systems_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +115,7 @@ def test_systems_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def message_of(error: BaseException, batch_size: int = 16) -> str:
-    """The message of the error that it becomes."""
+    """Return the message of the error that it becomes."""
     with pytest.raises(UserError) as caught, explain_out_of_memory(batch_size, 640):
         raise error
     assert caught.value.__suppress_context__
@@ -127,7 +164,7 @@ def test_what_to_try(batch_size: int, processes: int, tried: str, monkeypatch: p
     assert f"; try {tried} (in a new run" in message_of(MemoryError(), batch_size)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), ValueError("no"), UserError("mend it")])
+@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), ValueError("no"), UserError("fix it")])
 def test_other_errors_pass(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, explain_out_of_memory(16, 640):
         raise error
@@ -144,15 +181,15 @@ def test_nothing_wrong() -> None:
 
 
 class Device:
-    """One with so much memory, a model that takes `kept`, and `each` for an image; notes which batches were tried."""
+    """A device with `memory`, of which the model takes `fixed` and each image `each`; records the batches tried."""
 
-    def __init__(self, memory: float, kept: int = 100, each: int = 10) -> None:
-        self.memory, self.kept, self.each = memory, kept, each
+    def __init__(self, memory: float, fixed: int = 100, each: int = 10) -> None:
+        self.memory, self.fixed, self.each = memory, fixed, each
         self.tried: list[int] = []
 
     def peak(self, size: int) -> int:
         self.tried.append(size)
-        if (used := self.kept + self.each * size) > self.memory:
+        if (used := self.fixed + self.each * size) > self.memory:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return used
 
@@ -163,10 +200,10 @@ def test_the_largest_batch_leaves_a_fifth_of_the_memory() -> None:
     assert device.tried == [1, 2, 4, 8, 16, 32]
 
 
-@pytest.mark.parametrize(("kept", "each", "free"), [(1, 1, 99), (3, 7, 12345), (500, 1, 1000), (0, 100, 1000)])
-def test_no_larger_one_would_do(kept: int, each: int, free: int) -> None:
-    size = largest_batch(Device(free, kept, each).peak, free, 10**6)
-    assert kept + each * size <= 0.8 * free < kept + each * (size + 1)
+@pytest.mark.parametrize(("fixed", "each", "free"), [(1, 1, 99), (3, 7, 12345), (500, 1, 1000), (0, 100, 1000)])
+def test_it_is_the_largest(fixed: int, each: int, free: int) -> None:
+    size = largest_batch(Device(free, fixed, each).peak, free, 10**6)
+    assert fixed + each * size <= 0.8 * free < fixed + each * (size + 1)
 
 
 @pytest.mark.parametrize("most", [1, 5, 28])
@@ -177,7 +214,7 @@ def test_no_more_than_there_are_images(most: int) -> None:
 
 
 def test_a_batch_that_did_not_fit_is_not_taken() -> None:
-    """Less can be had than is free: the line through what was measured leads beyond what has failed."""
+    """Less can be allocated than is free: the line through the measurements leads beyond what has failed."""
     device = Device(200)
     assert largest_batch(device.peak, 1000, 10_000) == 8  # 100 + 8 x 10; 16 failed
     assert device.tried == [1, 2, 4, 8, 16]
@@ -197,7 +234,7 @@ def test_memory_that_does_not_grow() -> None:
 
 
 class Group:
-    """Collectives of processes whose devices fit batches of these sizes, beside this one."""
+    """Collectives with other processes, whose devices fit batches of these sizes."""
 
     def __init__(self, *local_batches: int) -> None:
         self.local_batches = local_batches
