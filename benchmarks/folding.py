@@ -84,7 +84,7 @@ def main() -> None:
     plain = plain.to(device, memory_format=layout(device)).eval()
     forms = {"folded": fuse(plain), "folded, half": halve(fuse(plain))}
     paths = [Path(item.name) for item in find_media(given.photos)][: given.count]
-    batches = [predictor.kind.collate([predictor.item(read_image(path), str(path))]).to(device) for path in paths]
+    batches = [predictor.data.collate([predictor.item(read_image(path), str(path))]).to(device) for path in paths]
     inputs = [task.inputs(batch) for batch in batches]
     views = [postprocess.views(plain, images, False) for images in inputs]
     expected = [view[0].outputs for view in views]

@@ -92,23 +92,21 @@ def loader(cache=None):
                                 shuffle=True)
     return made
 """
-# Ours is the loop's own step; YOLOv5's stands inside its loop, so it is put together here from the same parts.
-OUR_STEP = """
-import sys, train
-def take(trainer, validate, dashboard):
-    batch = next(iter(trainer.loader))
-    trainer.model.train()
-    for number in range(2 * STEPS):
-        if number == STEPS:
-            begin()
-        trainer.train_on(batch, number)
-    end(STEPS * 16)
-    os._exit(0)
-train.fit = take
-"""
+# Ours is a step of the loop itself; YOLOv5's is inside its loop, so it is assembled here from the same parts.
 OUR_FLAGS = """
-sys.argv = [*FLAGS, "--mixed-precision", os.environ["PRECISION"]]
-train.main()
+flags = [*FLAGS[1:], "--mixed-precision", os.environ["PRECISION"]]
+"""
+OUR_STEP = """
+import train
+training = train.assemble(flags)
+batch = next(iter(training.loader))
+training.steps.model.prepared.train()
+for number in range(2 * STEPS):
+    if number == STEPS:
+        begin()
+    training.train_on(batch, number)
+end(STEPS * 16)
+os._exit(0)
 """
 THEIR_STEP = """
 import torch
@@ -126,11 +124,12 @@ take_steps(lambda: loss(model(images.float() / 255), targets)[0], model, optimiz
 """
 # From the command to the first batch's loss; torch and torchvision are imported before.
 OUR_START = """
-import sys, torchvision
+import torchvision
 begin()
 import train
 from models.tasks.detection.loss import DetectionCriterion
 DetectionCriterion.__call__ = first
+train.main(flags)
 """
 THEIR_START = """
 import sys, torchvision
@@ -263,7 +262,7 @@ class Part:
 def step(model: str, size: int, precision: str = "no") -> Part:
     """Training steps on one batch of 16; YOLOv5's are in float32 on a CPU."""
     variables = {"MODEL": model, "SIZE": str(size), "PRECISION": precision}
-    return Part(OUR_STEP + OUR_FLAGS, THEIRS + THEIR_STEP, ULTRALYTICS + ULTRALYTICS_STEP, variables)
+    return Part(OUR_FLAGS + OUR_STEP, THEIRS + THEIR_STEP, ULTRALYTICS + ULTRALYTICS_STEP, variables)
 
 
 PARTS = {
@@ -277,7 +276,7 @@ PARTS = {
         OURS + "drain(loader('ram'))", THEIRS + "drain(loader('ram'))", ULTRALYTICS + "drain(loader('ram'))"
     ),
     "label scan, cold": Part(OUR_SCAN, THEIR_SCAN, ULTRALYTICS + "begin()\nend(len(dataset()))"),
-    "start, to the first loss": Part(OUR_START + OUR_FLAGS, THEIR_START, variables={"WORKERS": "2"}),
+    "start, to the first loss": Part(OUR_FLAGS + OUR_START, THEIR_START, variables={"WORKERS": "2"}),
     "step, yolov5n at 320": step("yolov5n", 320),
     "step, yolov5s at 640": step("yolov5s", 640),
     "step in bf16, yolov5n at 320": step("yolov5n", 320, "bf16"),

@@ -17,7 +17,7 @@ from torchvision.ops import nms
 
 from data.images import read_image
 from data.media import Frame, Item
-from detect import Labels, Predictor, as_pixels, groups
+from detect import FileNames, Predictor, as_pixels, groups
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
@@ -177,10 +177,10 @@ def test_names_are_given_once() -> None:
         Item("video", "x.mp4"),
         Item("live", "rtsp://h/s?a=1"),
     ]
-    labels = Labels(items)
-    assert list(labels.stems.values()) == ["x", "x-2", "x-3", "s"]
-    assert labels.of(Frame(items[2], np.zeros((1, 1, 3), np.uint8), number=7)) == "x-3_7"
-    assert labels.of(Frame(items[0], np.zeros((1, 1, 3), np.uint8))) == "x"
+    file_names = FileNames(items)
+    assert list(file_names.stems.values()) == ["x", "x-2", "x-3", "s"]
+    assert file_names.of(Frame(items[2], np.zeros((1, 1, 3), np.uint8), number=7)) == "x-3_7"
+    assert file_names.of(Frame(items[0], np.zeros((1, 1, 3), np.uint8))) == "x"
 
 
 # Whole runs

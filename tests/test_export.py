@@ -31,7 +31,7 @@ from utils.config.options import ExportOptions, ValOptions
 from utils.config.parser import parse_options
 from utils.config.yolov5_flags import REFUSED
 from utils.errors import UserError
-from val import fitted
+from val import with_fixed_size
 
 FILES = ("best.onnx", "best.torchscript", "best.pt2", "best_openvino_model")
 YAML = {
@@ -112,11 +112,11 @@ def test_files_of_one_size(weights: Path) -> None:
     assert fixed_size({"a": own, "b": square}) == (64, 64)
     with pytest.raises(UserError, match=r"take images of different sizes \(a 64x64, b 32x64\); export them with --dyn"):
         fixed_size({"a": square, "b": oblong})
-    options = fitted(ValOptions(imgsz=320), (64, 64))
+    options = with_fixed_size(ValOptions(imgsz=320), (64, 64))
     assert (options.imgsz, options.square) == (64, True)
-    assert fitted(ValOptions(imgsz=320), None) == ValOptions(imgsz=320)
+    assert with_fixed_size(ValOptions(imgsz=320), None) == ValOptions(imgsz=320)
     with pytest.raises(UserError, match=r"takes images of 32x64 alone, and val.py makes square ones"):
-        fitted(ValOptions(), (32, 64))
+        with_fixed_size(ValOptions(), (32, 64))
 
 
 def test_what_exported_files_cannot(weights: Path) -> None:
@@ -165,15 +165,16 @@ def test_flags() -> None:
     assert (options.include, options.imgsz, options.batch_size) == (("onnx", "openvino"), (320, 640), 4)
 
 
-def test_a_classifier_gives_logits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["exported", "torchscript"])
+def test_a_classifier_gives_logits(name: str, tmp_path: Path) -> None:
     yaml_ = {"task": "classify", "nc": 3, "backbone": [[-1, 1, "Conv", [8, 3, 2]]], "head": [[-1, 1, "Classify", [3]]]}
     model = build_model(dict(yaml_)).eval()
     content = Weights(model.state_dict(), model.yaml, {0: "a", 1: "b", 2: "c"}, "classify", {}, "lockstep")
     job = prepare("best.pt", content, ExportOptions(imgsz=(32,)), torch.device("cpu"))
-    found = read_exported(write(job, "exported", tmp_path / "best"))
+    program = read_exported(write(job, name, tmp_path / "best"))
     images = torch.randn(3, 3, 32, 32)
-    torch.testing.assert_close(found(images), model(images), rtol=1e-5, atol=1e-6)
-    assert (found.metadata.task, found.metadata.stride) == ("classify", 1)
+    torch.testing.assert_close(program(images), model(images), rtol=1e-5, atol=1e-6)
+    assert (program.metadata.task, program.metadata.stride) == ("classify", 1)
 
 
 # The page

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
 import re
 from collections import defaultdict
@@ -18,7 +17,8 @@ import torch
 import yaml
 
 from data.builtin.shapes import NAMES
-from data.sources import read_spec
+from models.ensemble import Members
+from models.tasks import TASKS
 from models.tasks.classification.task import ClassificationTask
 from models.tasks.detection.task import DetectionTask
 from tests.conftest import RunScript
@@ -29,7 +29,7 @@ from utils.config.options import ValOptions
 from utils.config.parser import parse_options
 from utils.errors import UserError
 from utils.files import read_yaml
-from val import check_flags, precision, write_results
+from val import check_flags, messages, write_coco_results
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -212,13 +212,15 @@ def test_half_on_cuda(shared: Path, photos: Path, tmp_path: Path, run_script: Ru
     assert means[1] == pytest.approx(means[0], abs=0.01)
 
 
-def test_precision_is_told() -> None:
-    assert precision(asked=False, half=False) == []
-    assert precision(asked=True, half=True) == ["weights and images in half precision"]
-    assert precision(asked=True, half=False)[0].startswith("warning: ")
+def test_messages_about_precision() -> None:
+    members = Members({"best.pt": Path("best.pt")}, {}, TASKS["detect"], fixed_size=None)
+    assert messages(ValOptions(), half=False, members=members) == []
+    assert messages(ValOptions(half=True), half=True, members=members) == ["weights and images in half precision"]
+    (warning,) = messages(ValOptions(half=True), half=False, members=members)
+    assert warning.startswith("warning: ")
 
 
-# What does not go together
+# Refused flags
 
 
 @pytest.mark.parametrize(
@@ -229,7 +231,7 @@ def test_precision_is_told() -> None:
         (["--annotations", "absent.json"], r"--annotations absent\.json is not a file"),
     ],
 )
-def test_flags_that_a_classifier_has_no_use_for(flags: list[str], message: str) -> None:
+def test_flags_that_classifiers_refuse(flags: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_flags(parse_options(ValOptions, flags), ClassificationTask.refused)
 
@@ -237,35 +239,41 @@ def test_flags_that_a_classifier_has_no_use_for(flags: list[str], message: str) 
 # COCO's results
 
 
-class Recorder:
-    """The part of a run that results are given to."""
+class RecordingFiles:
+    """Stands in for the files of a run folder: records what is written."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.said = folder, []
+    def __init__(self) -> None:
         self.documents: dict[str, str] = {}
-
-    def say(self, *lines: str) -> None:
-        self.said += lines
 
     def write_documents(self, documents: Mapping[str, str]) -> None:
         self.documents |= documents
 
 
-def test_results_stay_where_annotations_do_not_fit(small_data: Path, tmp_path: Path) -> None:
-    """Where the command line names them it is an error, and else a warning."""
+class RecordingRun:
+    """Stands in for a run: records what is printed and written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.files = path, RecordingFiles()
+        self.lines: list[str] = []
+
+    def print(self, *lines: str) -> None:
+        self.lines += lines
+
+
+def test_results_are_written_even_if_annotations_do_not_fit(tmp_path: Path) -> None:
+    """Such annotations are an error if the command line names them, else a warning."""
     (tmp_path / "annotations").mkdir()
     wrong = tmp_path / "annotations" / "instances_val.json"
     wrong.write_text("{")
-    spec = dataclasses.replace(read_spec(small_data), roots=(tmp_path,))
-    found = [CocoImage(0, "7.jpg", np.array([[0, 0, 2, 1, 0.5, 0]]))]
+    predictions = [CocoImage(0, "7.jpg", np.array([[0, 0, 2, 1, 0.5, 0]]))]
     for flags in ([], ["--annotations", str(wrong)]):
-        run = Recorder(tmp_path)
+        run, options = RecordingRun(tmp_path), parse_options(ValOptions, flags)
         with pytest.raises(UserError, match="is not JSON") if flags else nullcontext():
-            write_results(run, parse_options(ValOptions, flags), spec, found, {0: "cat"}, [Path("7.jpg")], "best")  # type: ignore[arg-type]
-        rows = json.loads(run.documents["best_predictions.json"])
+            write_coco_results(run, options, (tmp_path,), predictions, {0: "cat"}, [Path("7.jpg")], "best")  # type: ignore[arg-type]
+        rows = json.loads(run.files.documents["best_predictions.json"])
         assert rows == [{"image_id": 7, "category_id": 0, "bbox": [0, 0, 2, 1], "score": 0.5}]
-        assert any(line.startswith("warning: ") and "is not JSON" in line for line in run.said) == (not flags)
-        assert list(run.documents) == ["best_predictions.json"]
+        assert any(line.startswith("warning: ") and "is not JSON" in line for line in run.lines) == (not flags)
+        assert list(run.files.documents) == ["best_predictions.json"]
 
 
 def test_other_classes_are_refused(shared: Path, small_data: Path, tmp_path: Path, run_script: RunScript) -> None:

@@ -155,8 +155,9 @@ class Images(NamedTuple):
 def test_a_training_step_reaches_every_parameter(name: str) -> None:
     task, batch = DetectionTask({0: "a", 1: "b", 2: "c"}, Hyperparameters()), Images()
     model = task.build_model(narrow(name), 64).train()
-    terms = task.losses(model(task.inputs(batch), *task.hints(batch)), batch)
-    loss = task.objective(terms.means(terms.counts), 2)
+    criterion = task.criterion(model)
+    terms = criterion(model(task.inputs(batch), *criterion.hints(batch)), batch)
+    loss = criterion.objective(terms.means(terms.counts), 2)
     loss.backward()
     assert loss.isfinite()
     for name_of, parameter in model.named_parameters():

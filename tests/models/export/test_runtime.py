@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from models.export.formats import ExportJob, write
 from models.export.runtime import Exported, ExportMetadata, read_exported, read_metadata, read_model, whole_strides
-from models.weights.reader import EXPORTED
 from models.tasks.detection.export_module import DecodedDetector, GraphSuppression, SuppressedDetector
-from models.weights.reader import read_weights
+from models.weights.reader import EXPORTED, read_weights
 from models.yolo import build_model
 from utils.errors import UserError
 

@@ -95,7 +95,7 @@ def test_official_weights_must_be_those(server: Server, elsewhere: Path) -> None
     damaged = bytearray(weights())
     damaged[len(damaged) // 2] ^= 1
     for name, content, why in (
-        ("yolov5n.pt", weights(), "its SHA-256 is not the one"),
+        ("yolov5n.pt", weights(), "its SHA-256 is not the expected one"),
         ("yolov5s.pt", b"<html>", "what came is not such a file"),
         ("yolov5s.pt", weights()[:-9], "what came is not such a file"),
         ("yolov5s.pt", bytes(damaged), "what came is not such a file"),
@@ -160,7 +160,7 @@ def test_torchvisions_default_weights(server: Server, elsewhere: Path, monkeypat
     assert found == elsewhere / "hub" / "checkpoints" / f"small-{digits}.pth"  # where torch itself looks for it
     assert found.read_bytes() == content
     assert asked == ["resnet34"]
-    with pytest.raises(UserError, match="its SHA-256 is not the one"):
+    with pytest.raises(UserError, match="its SHA-256 is not the expected one"):
         find_weights("DEFAULT", {"task": "classify", "architecture": "resnet18"}, "mine.yaml")
 
 
