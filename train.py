@@ -229,6 +229,17 @@ class Job(NamedTuple):
     task: Task
 
 
+class Inputs(NamedTuple):
+    """All input of a run, found good: its job, the model with the weights that it starts from, and the splits."""
+
+    job: Job
+    model: Model
+    data: DataSet[Any]
+    train_split: Split
+    val_split: Split
+    messages: list[str]
+
+
 def read_job(settings: Settings) -> Job:
     """Read the files that the flags name; download what is missing. Raises `UserError`."""
     start_from = starting_point(settings.select(ModelOptions), settings.saved and settings.saved["model"])
@@ -242,24 +253,26 @@ def read_job(settings: Settings) -> Job:
     return Job(settings, source, replace(start_from, yaml=yaml), task)
 
 
-def build_model(job: Job) -> tuple[Model, list[str]]:
-    """Build the model and load the weights that it starts from; return messages about it too. Raises `UserError`."""
-    options, start_from, task = job.settings.options, job.start, job.task
+def read_inputs(run: Run, settings: Settings) -> Inputs:
+    """Read and check everything that a run needs, and build its model; nothing is written. Raises `UserError`."""
+    with run.untimed_barrier():  # one machine may have more to download than another
+        job = read_job(settings)
+    settings, source, start_from, task = job
+    options, data_options = settings.options, settings.select(DataOptions)
+    memory.check_batch_size(options.batch_size)
     if options.multi_scale:  # a model for one size only says so here
-        largest = job.settings.select(DataOptions).largest(options.imgsz)
-        task.build_model(start_from.yaml, largest, start_from.source)
+        task.build_model(start_from.yaml, data_options.largest(options.imgsz), start_from.source)
     seed_everything(options.seed)
     model = task.build_model(start_from.yaml, options.imgsz, start_from.source)
-    messages = load_and_freeze(model, start_from, task, job.settings.select(ModelOptions))
-    return model, [*messages, *rounding(options.imgsz, model.imgsz)]
-
-
-def open_data(job: Job, model: Model, processes: int) -> tuple[DataSet[Any], list[str]]:
-    """Open the data set for the model's images; return warnings about its loader processes too. Raises `UserError`."""
-    options = job.settings.select(DataOptions)
-    images = max(job.settings.options.batch_size // processes, VALIDATION_BATCH)  # of this process's batch
-    workers, warnings = memory.loader_processes(options.workers, images * 3 * options.largest(model.imgsz) ** 2)
-    return job.source.open(model.imgsz, model.stride, replace(options, workers=workers)), warnings
+    messages = load_and_freeze(model, start_from, task, settings.select(ModelOptions))
+    images = max(options.batch_size // run.accelerator.num_processes, VALIDATION_BATCH)  # of this process's batch
+    batch_bytes = images * 3 * data_options.largest(model.imgsz) ** 2
+    workers, warnings = memory.loader_processes(options.workers, batch_bytes)
+    data = source.open(model.imgsz, model.stride, replace(data_options, workers=workers))
+    with run.untimed_barrier():
+        train_split, val_split = data.split("train", settings.hyp), data.split("val")
+    messages += [*rounding(options.imgsz, model.imgsz), *warnings, *data.messages(train_split, val_split)]
+    return Inputs(job, model, data, train_split, val_split, messages)
 
 
 def assemble(argv: Sequence[str], settings: Settings | None = None) -> Training:
@@ -270,18 +283,12 @@ def assemble(argv: Sequence[str], settings: Settings | None = None) -> Training:
     options = (settings := settings or settle(argv, recipe_of)).options
     accelerator = start(options.device, options.mixed_precision, options.dist_timeout, options.comm_hook)
     run = Run(accelerator, options.quiet)
-    with run.untimed_barrier():  # one machine may have more to download than another
-        job = read_job(settings)
-    settings, task = job.settings, job.task
-    memory.check_batch_size(settings.options.batch_size)
+    inputs = read_inputs(run, settings)
+    (settings, _, _, task), model, data, train_split, val_split, messages = inputs
     accelerator.gradient_accumulation_steps = settings.accumulation
-    model, messages = build_model(job)
-    data, warnings = open_data(job, model, accelerator.num_processes)
-    with run.untimed_barrier():
-        train_split, val_split = data.split("train", settings.hyp), data.split("val")
 
     run.open_folder(settings.select(FolderOptions))
-    run.print(*run.device_lines(options.verbose), *messages, *warnings, *data.messages(train_split, val_split))
+    run.print(*run.device_lines(options.verbose), *messages)
     identity, saved = read_saved_state(run, settings, task.names, model.imgsz, train_split.identity())
     if saved:
         model.load_state_dict(saved["model"])
@@ -289,59 +296,42 @@ def assemble(argv: Sequence[str], settings: Settings | None = None) -> Training:
         run.print(*task.adapt(model, train_split))
     criterion = task.criterion(model)
     if settings.options.batch_size == -1:
-        settings = settings.with_options(batch_size=measure_batch_size(run, job, model, criterion, data, train_split))
+        settings = settings.with_options(batch_size=measure_batch_size(run, inputs, criterion))
         accelerator.gradient_accumulation_steps = settings.accumulation
     settings = settings.with_options(wandb_id=run.collectives.broadcast(wandb_run_id(options.wandb_id, saved)))
-    run_log = write_inputs(run, settings, job, model, data, (train_split, val_split), saved)
+    run_log = write_inputs(run, inputs, settings, saved)
 
-    loop, options = settings.select(LoopOptions), settings.options
+    loop = settings.select(LoopOptions)
     loader = data.train_loader(train_split, loop.batch_size, settings.hyp, loop.seed)
     sampler: Any = loader.batch_sampler
-    batches = len(loader)
     validation_batch, shown = min(2 * loop.batch_size, VALIDATION_BATCH), max(options.max_images, DRAWN_IMAGES)
     evaluate = evaluator(run, task, model, criterion, data, val_split, validation_batch, shown)
     run.print(*(data.cache_messages(loader) or data.cache_messages(evaluate.loader)), *sampler.messages)
-    run.print(*plan(accelerator, loop.batch_size, batches, loop.epochs), f"results go to {run.path}")
+    run.print(*plan(accelerator, loop.batch_size, len(loader), loop.epochs), f"results go to {run.path}")
+    optimizer = settings.select(OptimizerOptions)
     with memory.explain_out_of_memory(loop.batch_size, model.imgsz):
-        steps, loader = prepare_training(
-            run,
-            model,
-            loader,
-            settings.hyp,
-            settings.select(OptimizerOptions),
-            loss_names=task.loss_names,
-            identity=identity,
-            saved=saved,
-        )
+        steps, loader = prepare_training(run, model, loader, settings.hyp, optimizer, task.loss_names, identity, saved)
     if options.show_processes:
         run.print(*run.process_table(loader.batch_sampler))
-    weights_content = {"yaml": model.yaml, "names": task.names, "settings": settings.flags()}
+    content = {"yaml": model.yaml, "names": task.names, "settings": settings.flags()}
     return Training(
-        loop,
-        run,
-        task,
-        criterion,
-        loader,
-        sampler,
-        steps,
-        evaluate,
+        options=loop,
+        run=run,
+        task=task,
+        criterion=criterion,
+        loader=loader,
+        sampler=sampler,
+        steps=steps,
+        evaluate=evaluate,
         val_split=val_split,
         run_log=run_log,
-        weights_content=weights_content,
+        weights_content=content,
     )
 
 
-def write_inputs(
-    run: Run,
-    settings: Settings,
-    job: Job,
-    model: Model,
-    data: DataSet[Any],
-    splits: tuple[Split, Split],
-    saved: Mapping[str, Any] | None,
-) -> RunLog:
+def write_inputs(run: Run, inputs: Inputs, settings: Settings, saved: Mapping[str, Any] | None) -> RunLog:
     """Write what a run begins with into its folder and its trackers; return the log of the latter."""
-    train_split, val_split = splits
+    job, model, data, train_split, val_split, _ = inputs
     content, identity = settings.content(model.yaml, model.imgsz), data.identity(train_split, val_split)
     run.files.write_problems([*train_split.problems, *val_split.problems])
     run.files.write_settings(content)
@@ -354,18 +344,19 @@ def write_inputs(
     return run_log
 
 
-def measure_batch_size(run: Run, job: Job, model: Model, criterion: Criterion, data: DataSet[Any], split: Split) -> int:
+def measure_batch_size(run: Run, inputs: Inputs, criterion: Criterion) -> int:
     """Return the batch size for --batch-size -1, measured by training steps on the first images."""
-    task, data = job.task, data.uncached()
+    (settings, _, _, task), model, data, split, _, _ = inputs
+    uncached = data.uncached()
 
     def train_step(size: int) -> None:
-        loader: Any = data.train_loader(split, size, job.settings.hyp, seed=0)
+        loader: Any = uncached.train_loader(split, size, settings.hyp, seed=0)
         items = [loader.dataset[sample] for sample in loader.batch_sampler.largest()]
         batch = loader.collate_fn(items).to(run.accelerator.device)
         with run.accelerator.autocast():
             outputs = model(task.inputs(batch), *criterion.hints(batch))
         terms = criterion(outputs, batch)
-        criterion.objective(terms.means(terms.counts), size).backward()
+        criterion.objective(terms.means(terms.counts), size).backward()  # type: ignore[no-untyped-call]
         model.zero_grad()
 
     device, images = run.accelerator.device, len(split.images)

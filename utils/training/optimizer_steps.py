@@ -155,7 +155,6 @@ def prepare_training(
     loader: DataLoader[Any],
     hyp: Recipe,
     options: OptimizerOptions,
-    *,
     loss_names: Sequence[str],
     identity: Identity,
     saved: Mapping[str, Any] | None,
