@@ -25,10 +25,9 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from data.dataset import Item as DataItem
-from data.dataset import data_source, dataset_class
+from data.dataset import Item, data_source, dataset_class
 from data.images import read_image
-from data.media import Frame, Item, Media, ahead, find_media, local
+from data.media import Frame, Media, MediaItem, find_media, local_file, prefetched
 from models.ensemble import for_inference, read_members
 from models.tasks.contract import Batch, Prediction, Thresholds
 from utils.config.options import DetectOptions
@@ -112,7 +111,7 @@ class Predictor:
         item = self.item(as_pixels(images), "image")
         return self.predict(self.data.collate([item]))[0].array
 
-    def item(self, image: np.ndarray, name: str) -> DataItem:
+    def item(self, image: np.ndarray, name: str) -> Item:
         """Return an image, uint8 (h, w, 3) BGR, as an item of a batch."""
         return self.data.item(image, name, self.sides, self.stride, self.full)
 
@@ -135,7 +134,7 @@ class Predictor:
 def as_pixels(image: Any) -> np.ndarray:
     """Return an image in any of the forms that `Predictor` takes as uint8 (h, w, 3) BGR. Raises `UserError`."""
     if isinstance(image, str | Path):
-        return read_image(local(Item("picture", str(image))))
+        return read_image(local_file(MediaItem("picture", str(image))))
     if isinstance(image, Image.Image):
         image = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
     if isinstance(image, Tensor):
@@ -189,12 +188,12 @@ def main() -> None:
         raise Stopped(1)
 
 
-def batches(media: Media, predictor: Predictor, batch_size: int) -> Iterator[list[tuple[Frame, DataItem]]]:
+def batches(media: Media, predictor: Predictor, batch_size: int) -> Iterator[list[tuple[Frame, Item]]]:
     """Iterate over the frames of all media with their items, in batches, with a progress bar."""
     frames = ((frame, predictor.item(frame.image, frame.item.name)) for frame in media)
     live = any(item.kind == "live" for item in media.items)
     bar = Bar("looking", media.count(), shown=True)
-    return bar.over(groups(frames if live else ahead(frames), batch_size), len)
+    return bar.over(groups(frames if live else prefetched(frames), batch_size), len)
 
 
 def show_warnings(problems: Sequence[str], shown: int) -> int:
@@ -211,9 +210,9 @@ def frame_name(frame: Frame) -> str:
     return f"{frame.item.name} ({frame.number + 1}{f'/{frame.frames}' if frame.frames else ''})"
 
 
-def groups(frames: Iterable[tuple[Frame, DataItem]], most: int) -> Iterator[list[tuple[Frame, DataItem]]]:
+def groups(frames: Iterable[tuple[Frame, Item]], most: int) -> Iterator[list[tuple[Frame, Item]]]:
     """Iterate over groups of at most `most` successive frames whose items have one shape."""
-    group: list[tuple[Frame, DataItem]] = []
+    group: list[tuple[Frame, Item]] = []
     for frame, item in frames:
         if group and (len(group) == most or group[0][1][0].shape != item[0].shape):
             yield group
@@ -232,8 +231,8 @@ def groups(frames: Iterable[tuple[Frame, DataItem]], most: int) -> Iterator[list
 class FileNames:
     """Stems of the files of each item: its own name, with a number if another item has that already."""
 
-    def __init__(self, items: Sequence[Item]) -> None:
-        self.stems: dict[Item, str] = {}
+    def __init__(self, items: Sequence[MediaItem]) -> None:
+        self.stems: dict[MediaItem, str] = {}
         taken: set[str] = set()
         for item in items:
             stem = Path(item.name.split("?")[0]).stem
@@ -285,7 +284,7 @@ class DrawnFrames(Output):
         self.folder, self.file_names = folder, file_names
         self.style = Style(options.line_thickness, not options.hide_labels, not options.hide_conf)
         self.writes_files, self.window, self.stride = not options.nosave, options.view_img, options.vid_stride
-        self.videos: dict[Item, cv2.VideoWriter] = {}
+        self.videos: dict[MediaItem, cv2.VideoWriter] = {}
 
     def __call__(self, frame: Frame, prediction: Prediction) -> None:
         picture = prediction.draw(frame.image, self.style)

@@ -1,6 +1,7 @@
-"""Augmentation in small pieces. Each takes and returns a `Sample`; random ones draw from the generator given.
+"""Augmentation for detectors, in small functions from `Sample` to `Sample`. Called by data/detection.py.
 
-Distributions and hyperparameter names are YOLOv5's. Boxes are corners in pixels of the sample's own image.
+Random ones draw from the generator that they are given. Distributions and hyperparameter names are YOLOv5's. Boxes are
+corners in pixels of the sample's image.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-GREY = 114  # what is outside every image
-PARTNERS = 3  # other images of a mosaic
-LEAST_SIDE, LEAST_AREA, MOST_ASPECT = 2, 0.1, 100  # what a warped box must keep: pixels, share, long side over short
-MOST_COVERED = 0.3  # of a box there is, by a pasted one
+PADDING_LEVEL = 114  # grey, 0 to 255, outside of every image
+MOSAIC_PARTNERS = 3  # the other images of a mosaic
+MIN_BOX_PIXELS = 2  # a warped box must have longer sides
+MIN_AREA_SHARE = 0.1  # a warped box must have a larger share of its area before
+MAX_BOX_ASPECT = 100  # a warped box must have a smaller ratio of its longer to its shorter side
+MAX_COVERED_SHARE = 0.3  # a pasted object must cover a smaller share of every box
 
 
 class Sample(NamedTuple):
     """An image uint8 (h, w, 3) BGR, its boxes float32 (k, 4) xyxy in pixels, and their classes float32 (k,).
 
-    polygons: the outline of each of the k, (p, 2) x and y in pixels, of no point where none is known; or of none at
-    all, where they are not asked for. They last until objects are pasted along them.
+    polygons: the outline of each box, (p, 2) x and y in pixels, without points if it is unknown; an empty tuple if they
+    are not needed. They are dropped once objects are pasted along them.
     """
 
     image: np.ndarray
@@ -34,7 +37,7 @@ class Sample(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """How an image came into a letterbox: the scale of each axis (x, y) and the offset of its corner (x, y), pixels."""
+    """How an image is placed in a letterbox: the scale of each axis (x, y), and the offset of its corner in pixels."""
 
     scale: tuple[float, float]
     offset: tuple[int, int]
@@ -60,7 +63,7 @@ class AugmentSettings:
 
 
 def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool) -> tuple[Sample, Placement]:
-    """Fit the image into `shape` (height, width) at one scale, centred on grey; `enlarge` false never scales up."""
+    """Fit the image into `shape` (height, width) at one scale, centred on grey. enlarge: scale up if it is smaller."""
     height, width = sample.image.shape[:2]
     ratio = min(shape[0] / height, shape[1] / width)
     if not enlarge:
@@ -71,7 +74,7 @@ def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool) -> tuple[Sa
     left, top = round(spare[0] - 0.1), round(spare[1] - 0.1)  # an odd pixel goes to the right and the bottom
     right, bottom = round(spare[0] + 0.1), round(spare[1] + 0.1)
     if left or top or right or bottom:
-        image = cv2.copyMakeBorder(image, top, bottom, left, right, cv2.BORDER_CONSTANT, value=(GREY, GREY, GREY))
+        image = cv2.copyMakeBorder(image, top, bottom, left, right, cv2.BORDER_CONSTANT, value=(PADDING_LEVEL,) * 3)
     boxes = sample.boxes * ratio + np.array([left, top, left, top], np.float32)
     return Sample(image, boxes, sample.classes), Placement((ratio, ratio), (left, top))
 
@@ -79,104 +82,108 @@ def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool) -> tuple[Sa
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
-def mosaic_places(sizes: Sequence[tuple[int, int]], size: int, rng: np.random.Generator) -> list[Box]:
-    """Where four images of `sizes` (width, height) lie on a canvas of 2 x `size` pixels.
+def mosaic_positions(sizes: Sequence[tuple[int, int]], size: int, rng: np.random.Generator) -> list[Box]:
+    """Return the positions of four images of `sizes` (width, height) on a canvas of 2 x `size` pixels.
 
     They meet at a random centre: the first top left of it, then top right, bottom left, bottom right.
     """
     centre_x, centre_y = (int(v) for v in rng.uniform(size / 2, 3 * size / 2, 2))
-    places: list[Box] = []
+    positions: list[Box] = []
     for number, (width, height) in enumerate(sizes):
         left = centre_x if number % 2 else centre_x - width
         top = centre_y if number // 2 else centre_y - height
-        places.append((left, top, left + width, top + height))
-    return places
+        positions.append((left, top, left + width, top + height))
+    return positions
 
 
 def warp_mosaic(
-    places: Sequence[Box],
+    positions: Sequence[Box],
     load: Callable[[int], Sample],
     canvas: int,
     matrix: np.ndarray,
     scale: float,
     shape: tuple[int, int],
 ) -> Sample:
-    """Four images at `places` on a square canvas, as `matrix` takes its pixels into `shape` (height, width).
+    """Return the mosaic of four images at `positions` on a square canvas, warped into `shape` (height, width).
 
-    Each image goes straight into the result, which is all that is ever made; one that is not seen is not loaded.
-    `load`: gives the image of a place, whose size may be another than the place's. `scale`: the matrix's change of it.
+    The canvas is never drawn: each image is warped straight into the result, and one outside of it is not loaded.
+    load: returns the image of a position by its number; it may be of another size. canvas: its side, pixels. matrix:
+    from pixels of the canvas to those of the result. scale: of the matrix.
     """
     upright = not matrix[[0, 1, 2, 2], [1, 0, 0, 1]].any()
-    result = np.full((*shape, 3), GREY, np.uint8)
+    result = np.full((*shape, 3), PADDING_LEVEL, np.uint8)
     before, after, classes, polygons = [], [], [], []
-    for number, place in enumerate(places):
-        seen = (max(place[0], 0), max(place[1], 0), min(place[2], canvas), min(place[3], canvas))
-        window = _window(seen, matrix, shape, upright) if seen[0] < seen[2] and seen[1] < seen[3] else None
+    for number, position in enumerate(positions):
+        part = (max(position[0], 0), max(position[1], 0), min(position[2], canvas), min(position[3], canvas))
+        window = _window(part, matrix, shape, upright) if part[0] < part[2] and part[1] < part[3] else None
         if window is None:
             continue
         sample = load(number)
-        piece = _Piece(sample.image, place, seen, window)
+        tile = _MosaicTile(sample.image, position, part, window)
         if upright:
-            onto = _put_upright(result, piece, matrix)
+            onto = _draw_upright(result, tile, matrix)
             after.append((sample.boxes * onto[0] + onto[1]).clip(window[:2] * 2, window[2:] * 2))
             polygons += [(one * onto[0][:2] + onto[1][:2]).clip(window[:2], window[2:]) for one in sample.polygons]
         else:
-            _put_tilted(result, piece, matrix)
-            on_canvas = ((one * piece.ratio + place[:2]).clip(0, canvas) for one in sample.polygons)
+            _draw_warped(result, tile, matrix)
+            on_canvas = ((one * tile.ratio + position[:2]).clip(0, canvas) for one in sample.polygons)
             polygons += [warp_points(one, matrix).clip(0, shape[::-1]) for one in on_canvas]
-        before.append((sample.boxes * (piece.ratio * 2) + place[:2] * 2).clip(0, canvas))
+        before.append((sample.boxes * (tile.ratio * 2) + position[:2] * 2).clip(0, canvas))
         classes.append(sample.classes)
     if not classes:
         return Sample(result, np.zeros((0, 4), np.float32), np.zeros(0, np.float32))
     old = np.concatenate(before)
     new = np.concatenate(after) if upright else warp_boxes(old, matrix, shape)
-    kept = worth_keeping(old * scale, new)
-    outlines = tuple(compress(polygons, kept))  # cut at edges point by point, which leaves what is inside as it is
-    return Sample(result, new[kept].astype(np.float32), np.concatenate(classes)[kept], outlines)
+    visible = is_visible(old * scale, new)
+    outlines = tuple(compress(polygons, visible))  # clipped point by point, which changes nothing inside
+    return Sample(result, new[visible].astype(np.float32), np.concatenate(classes)[visible], outlines)
 
 
-def _window(seen: Box, matrix: np.ndarray, shape: tuple[int, int], upright: bool) -> tuple[int, int, int, int] | None:
-    """The upright part of the result, left, top, right, bottom, that a part of the canvas comes into; None for none."""
+def _window(part: Box, matrix: np.ndarray, shape: tuple[int, int], upright: bool) -> tuple[int, int, int, int] | None:
+    """Return the pixels of the result around a warped part of the canvas: left, top, right, bottom; None if outside.
+
+    upright: the matrix only scales and shifts.
+    """
     if upright:
         (a, _, x), (_, d, y) = matrix[:2].tolist()
-        around = [a * seen[0] + x, d * seen[1] + y, a * seen[2] + x, d * seen[3] + y]
+        around = [a * part[0] + x, d * part[1] + y, a * part[2] + x, d * part[3] + y]
     else:
-        around = warp_boxes(np.array([seen]), matrix, shape)[0].tolist()
+        around = warp_boxes(np.array([part]), matrix, shape)[0].tolist()
     height, width = shape
     left, top = max(round(around[0]), 0), max(round(around[1]), 0)
     right, bottom = min(round(around[2]), width), min(round(around[3]), height)
     return (left, top, right, bottom) if left < right and top < bottom else None
 
 
-class _Piece(NamedTuple):
-    """An image of a mosaic on its way into the result."""
+class _MosaicTile(NamedTuple):
+    """An image of a mosaic, and where it is drawn."""
 
     image: np.ndarray  # (h, w, 3)
-    place: Box  # on the canvas
-    seen: Box  # the part of the place that the canvas shows
-    window: tuple[int, int, int, int]  # the part of the result that this comes into: left, top, right, bottom
+    position: Box  # on the canvas, pixels; it may reach beyond it
+    part: Box  # the position, cut at the edges of the canvas
+    window: tuple[int, int, int, int]  # the pixels of the result that it is drawn into: left, top, right, bottom
 
     @property
     def ratio(self) -> tuple[float, float]:
         """Pixels of the canvas per pixel of the image, by x and y."""
         height, width = self.image.shape[:2]
-        left, top, right, bottom = self.place
+        left, top, right, bottom = self.position
         return (right - left) / width, (bottom - top) / height
 
 
-def _put_upright(result: np.ndarray, piece: _Piece, matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Fill a window of the result by resizing the part of the image that falls there.
+def _draw_upright(result: np.ndarray, tile: _MosaicTile, matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Fill a window of the result by resizing the part of the image, in whole pixels, that is drawn there.
 
-    The part is of whole pixels. Returns what takes boxes into the result as it is drawn: factors and shifts, (4,) each.
+    Return what maps boxes of the image to the result as it is drawn: factors and shifts, (4,) each.
     """
-    image, place, seen, window = piece
-    ratio = piece.ratio
+    image, position, part, window = tile
+    ratio = tile.ratio
     firsts, lasts, factors, shifts = [], [], [], []
     for axis in (0, 1):
         low, high = window[axis], window[axis + 2]
         scale, shift = float(matrix[axis, axis]), float(matrix[axis, 2])
-        edges = (((edge - shift) / scale - place[axis]) / ratio[axis] for edge in (low, high))
-        limits = [(edge - place[axis]) / ratio[axis] for edge in (seen[axis], seen[axis + 2])]
+        edges = (((edge - shift) / scale - position[axis]) / ratio[axis] for edge in (low, high))
+        limits = [(edge - position[axis]) / ratio[axis] for edge in (part[axis], part[axis + 2])]
         first, last = (round(min(max(edge, limits[0]), limits[1])) for edge in edges)
         first = min(first, image.shape[1 - axis] - 1)
         last = max(last, first + 1)
@@ -186,28 +193,28 @@ def _put_upright(result: np.ndarray, piece: _Piece, matrix: np.ndarray) -> tuple
         factors.append(factor)
         shifts.append(low - first * factor)
     left, top, right, bottom = window
-    part = image[firsts[1] : lasts[1], firsts[0] : lasts[0]]
-    cv2.resize(part, (right - left, bottom - top), dst=result[top:bottom, left:right], interpolation=cv2.INTER_LINEAR)
+    cut = image[firsts[1] : lasts[1], firsts[0] : lasts[0]]
+    cv2.resize(cut, (right - left, bottom - top), dst=result[top:bottom, left:right], interpolation=cv2.INTER_LINEAR)
     return np.array(factors * 2, np.float32), np.array(shifts * 2, np.float32)
 
 
-def _put_tilted(result: np.ndarray, piece: _Piece, matrix: np.ndarray) -> None:
-    """Warp the image into a window of the result, around what other images have there."""
-    image, place, seen, (left, top, right, bottom) = piece
-    ratio = piece.ratio
-    limits = [round((seen[k] - place[k % 2]) / ratio[k % 2]) for k in range(4)]
-    part = image[limits[1] : limits[3], limits[0] : limits[2]]
-    if not part.size:
+def _draw_warped(result: np.ndarray, tile: _MosaicTile, matrix: np.ndarray) -> None:
+    """Warp the image into a window of the result, without the pixels there that are not the image's."""
+    image, position, part, (left, top, right, bottom) = tile
+    ratio = tile.ratio
+    limits = [round((part[k] - position[k % 2]) / ratio[k % 2]) for k in range(4)]
+    cut = image[limits[1] : limits[3], limits[0] : limits[2]]
+    if not cut.size:
         return
     onto_canvas, into_window = np.diag([*ratio, 1.0]), np.eye(3)
-    onto_canvas[:2, 2] = [place[k] + limits[k] * ratio[k] for k in (0, 1)]
+    onto_canvas[:2, 2] = [position[k] + limits[k] * ratio[k] for k in (0, 1)]
     into_window[:2, 2] = -left, -top
     whole, target = into_window @ matrix @ onto_canvas, result[top:bottom, left:right]
     if matrix[2, :2].any():
         warp = cv2.warpPerspective
     else:
         warp, whole = cv2.warpAffine, whole[:2]
-    warp(part, whole, dsize=target.shape[1::-1], dst=target, borderMode=cv2.BORDER_TRANSPARENT)
+    warp(cut, whole, dsize=target.shape[1::-1], dst=target, borderMode=cv2.BORDER_TRANSPARENT)
 
 
 def random_matrix(
@@ -218,10 +225,10 @@ def random_matrix(
     zoom: float = 1.0,
     unit: float = 1.0,
 ) -> tuple[np.ndarray, float]:
-    """A 3x3 matrix from pixels of `source` (height, width) to those of `target`, and its change of scale.
+    """Return a random 3x3 matrix from pixels of `source` (height, width) to those of `target`, and its scale.
 
-    Centre, perspective, rotation with scale, shear, translation, in that order. zoom: how much larger everything is in
-    the target beside that; unit: pixels of the source that perspective counts as one.
+    It centres, tilts (perspective), turns and scales, shears, and shifts, in that order. zoom: a factor of the random
+    scale. unit: pixels of the source that perspective counts as one.
     """
     perspective = rng.uniform(-settings.perspective, settings.perspective, 2)
     angle = rng.uniform(-settings.degrees, settings.degrees)
@@ -241,7 +248,7 @@ def random_matrix(
 def random_warp(
     sample: Sample, settings: AugmentSettings, shape: tuple[int, int], rng: np.random.Generator, unit: float = 1.0
 ) -> Sample:
-    """Warp the image by a random matrix into `shape` (height, width) and drop the boxes of which too little is left.
+    """Warp the image by a random matrix into `shape` (height, width) and drop the boxes of which too little is visible.
 
     unit: pixels that perspective counts as one.
     """
@@ -251,19 +258,19 @@ def random_warp(
     else:
         image = sample.image
     boxes = warp_boxes(sample.boxes, matrix, shape)
-    kept = worth_keeping(sample.boxes * scale, boxes)
-    return Sample(image, boxes[kept], sample.classes[kept])
+    visible = is_visible(sample.boxes * scale, boxes)
+    return Sample(image, boxes[visible], sample.classes[visible])
 
 
 def _warp_image(image: np.ndarray, matrix: np.ndarray, shape: tuple[int, int], tilted: bool) -> np.ndarray:
-    size, border = (shape[1], shape[0]), (GREY, GREY, GREY)
+    size, border = (shape[1], shape[0]), (PADDING_LEVEL,) * 3
     if tilted:
         return cv2.warpPerspective(image, matrix, dsize=size, borderValue=border)
     return cv2.warpAffine(image, matrix[:2], dsize=size, borderValue=border)
 
 
 def warp_boxes(boxes: np.ndarray, matrix: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """The upright boxes around the warped corners of `boxes` (k, 4), cut at the edges of `shape` (height, width)."""
+    """Return the upright boxes around the warped corners of `boxes` (k, 4), clipped to `shape` (height, width)."""
     points = warp_points(boxes[:, [0, 1, 2, 3, 0, 3, 2, 1]].reshape(-1, 4, 2), matrix)
     around = np.concatenate((points.min(1), points.max(1)), 1)
     height, width = shape
@@ -271,34 +278,34 @@ def warp_boxes(boxes: np.ndarray, matrix: np.ndarray, shape: tuple[int, int]) ->
 
 
 def warp_points(points: np.ndarray, matrix: np.ndarray) -> np.ndarray:
-    """Where `matrix` takes `points` (..., 2), x and y."""
+    """Return points (..., 2), x and y, mapped by `matrix`."""
     corners = np.ones((*points.shape[:-1], 3))
     corners[..., :2] = points
     warped = corners @ matrix.T
     return warped[..., :2] / warped[..., 2:]
 
 
-def worth_keeping(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Which boxes (k,) still show enough: over 2 pixels each way, over a tenth of the area, not a sliver."""
+def is_visible(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Return which warped boxes show enough, bool (k,): over 2 pixels each way, over a tenth of the area, no sliver."""
     old, new = before[:, 2:] - before[:, :2], after[:, 2:] - after[:, :2]
-    big = (new > LEAST_SIDE).all(1)
-    visible = new.prod(1) > LEAST_AREA * old.prod(1)
+    large = (new > MIN_BOX_PIXELS).all(1)
+    enough_area = new.prod(1) > MIN_AREA_SHARE * old.prod(1)
     longer, shorter = new.max(1, initial=0), new.min(1, initial=np.inf)
-    return big & visible & (longer < MOST_ASPECT * shorter)
+    return large & enough_area & (longer < MAX_BOX_ASPECT * shorter)
 
 
 def mixup(a: Sample, b: Sample, rng: np.random.Generator) -> Sample:
-    """The mean of two images of one size, weight from Beta(32, 32), with the boxes of both. Zhang et al. 2018."""
+    """Blend two images of one size, with a weight from Beta(32, 32) and the boxes of both. Zhang et al. 2018."""
     weight = rng.beta(32.0, 32.0)
     image = cv2.addWeighted(a.image, weight, b.image, 1 - weight, 0)
     return Sample(image, np.concatenate((a.boxes, b.boxes)), np.concatenate((a.classes, b.classes)))
 
 
 def copy_paste(sample: Sample, chance: float, rng: np.random.Generator) -> Sample:
-    """Objects with a polygon, each with this chance, mirrored to the other side of the image with their boxes.
+    """Paste mirrored copies of objects with a polygon, each with probability `chance`, on the other side of the image.
 
-    One is left out where it would cover 0.3 of a box there is. After Ghiasi et al. 2021, as YOLOv5 has it. The image is
-    written to.
+    An object that would cover 0.3 of any box is left out. After Ghiasi et al. 2021, as in YOLOv5. The image is changed
+    in place.
     """
     if not chance or not any(map(len, sample.polygons)):
         return sample
@@ -311,7 +318,7 @@ def copy_paste(sample: Sample, chance: float, rng: np.random.Generator) -> Sampl
             continue
         box = np.concatenate((polygon.min(0), polygon.max(0)))
         box[[0, 2]] = image.shape[1] - box[[2, 0]]
-        if (box[2:] - box[:2]).min() <= LEAST_SIDE or covered(boxes, box).max() >= MOST_COVERED:
+        if (box[2:] - box[:2]).min() <= MIN_BOX_PIXELS or covered_shares(boxes, box).max() >= MAX_COVERED_SHARE:
             continue
         mirrored = cv2.flip(image, 1) if mirrored is None else mirrored  # before anything is pasted
         _paste(image, mirrored, polygon, box)
@@ -320,14 +327,14 @@ def copy_paste(sample: Sample, chance: float, rng: np.random.Generator) -> Sampl
     return Sample(image, boxes, classes)
 
 
-def covered(boxes: np.ndarray, box: np.ndarray) -> np.ndarray:
-    """The share of each of `boxes` (k, 4) that `box` (4,) covers, (k,)."""
+def covered_shares(boxes: np.ndarray, box: np.ndarray) -> np.ndarray:
+    """Return the share of each of `boxes` (k, 4) that `box` (4,) covers, (k,)."""
     shared = (np.minimum(boxes[:, 2:], box[2:]) - np.maximum(boxes[:, :2], box[:2])).clip(0).prod(1)
     return shared / (boxes[:, 2:] - boxes[:, :2]).prod(1)
 
 
 def _paste(image: np.ndarray, mirrored: np.ndarray, polygon: np.ndarray, box: np.ndarray) -> None:
-    """Fill `image` with `mirrored` where the mirrored `polygon` is, which `box` is about."""
+    """Copy the pixels of `mirrored` inside the mirrored `polygon` to `image`. box: around the mirrored polygon."""
     left, top = np.floor(box[:2]).astype(int).tolist()
     right, bottom = np.ceil(box[2:]).astype(int).tolist()
     corners = np.stack((image.shape[1] - polygon[:, 0] - left, polygon[:, 1] - top), 1) - 0.5  # to centres of pixels
@@ -337,7 +344,7 @@ def _paste(image: np.ndarray, mirrored: np.ndarray, polygon: np.ndarray, box: np
 
 
 def random_hsv(sample: Sample, settings: AugmentSettings, rng: np.random.Generator) -> Sample:
-    """Hue, saturation and value times random factors; hue turns around, the others end at 255."""
+    """Multiply hue, saturation and value by random factors; hue wraps around, the others end at 255."""
     factors = 1 + rng.uniform(-1, 1, 3) * (settings.hsv_h, settings.hsv_s, settings.hsv_v)
     steps = np.arange(256)
     tables = [(steps * factors[0]) % 180, (steps * factors[1]).clip(0, 255), (steps * factors[2]).clip(0, 255)]
@@ -350,7 +357,7 @@ def random_hsv(sample: Sample, settings: AugmentSettings, rng: np.random.Generat
 
 
 def flip_left_right(sample: Sample) -> Sample:
-    """Mirror left and right."""
+    """Swap left and right."""
     width = sample.image.shape[1]
     boxes = sample.boxes[:, [2, 1, 0, 3]] * np.array([-1, 1, -1, 1], np.float32) + np.array(
         [width, 0, width, 0], np.float32
@@ -359,7 +366,7 @@ def flip_left_right(sample: Sample) -> Sample:
 
 
 def flip_up_down(sample: Sample) -> Sample:
-    """Mirror top and bottom."""
+    """Swap top and bottom."""
     height = sample.image.shape[0]
     boxes = sample.boxes[:, [0, 3, 2, 1]] * np.array([1, -1, 1, -1], np.float32) + np.array(
         [0, height, 0, height], np.float32
@@ -369,32 +376,30 @@ def flip_up_down(sample: Sample) -> Sample:
 
 @dataclass(frozen=True)
 class Augmenter:
-    """The whole chain of one training item.
+    """All augmentation of a training item.
 
-    `load(index)` returns an image's `Sample` with its longer side at `imgsz`, `size(index)` the width and height that
-    it has then; `count` is how many images partners are drawn from (all of them, so that no process's mosaics differ
-    from another's). An item whose longer side is not `imgsz` is the same picture at another scale.
+    An item whose longer side is not `imgsz` is the same picture at another scale.
     """
 
     settings: AugmentSettings
-    imgsz: int
-    count: int
-    load: Callable[[int], Sample]
-    size: Callable[[int], tuple[int, int]]
+    imgsz: int  # pixels
+    count: int  # of the images that partners are drawn from: all, so that mosaics do not depend on the process
+    load: Callable[[int], Sample]  # returns an image by its index, with its longer side at `imgsz`
+    size: Callable[[int], tuple[int, int]]  # returns the width and height of that image
 
     def __call__(
         self, index: int, shape: tuple[int, int], rng: np.random.Generator, partners: Sequence[int] = ()
     ) -> Sample:
-        """The item for image `index` in `shape` (height, width). Every choice comes from `rng`, in a fixed order.
+        """Return the item of image `index` in `shape` (height, width). Every choice comes from `rng`, in a fixed order.
 
-        `partners`: the three other images of its mosaic, and the four of another one to be mixed with it; those that
-        are not given are drawn from all.
+        partners: the three other images of its mosaic, and the four of another mosaic that it may be mixed with; those
+        that are not given are drawn from all.
         """
         settings = self.settings
         if rng.random() < settings.mosaic:
-            sample = self._mosaic([index, *partners[:PARTNERS]], shape, rng)
+            sample = self._mosaic([index, *partners[:MOSAIC_PARTNERS]], shape, rng)
             if rng.random() < settings.mixup:
-                others = partners[PARTNERS:] or [int(rng.integers(self.count))]
+                others = partners[MOSAIC_PARTNERS:] or [int(rng.integers(self.count))]
                 sample = mixup(sample, self._mosaic(others, shape, rng), rng)
         else:
             fitted, _ = letterbox(self.load(index), shape, enlarge=True)
@@ -407,12 +412,12 @@ class Augmenter:
             sample = flip_left_right(sample)
         return sample
 
-    def _mosaic(self, given: Sequence[int], shape: tuple[int, int], rng: np.random.Generator) -> Sample:
-        """Four images, those given and for the rest any, with their places shuffled, warped into `shape`."""
-        chosen = np.array([*given, *rng.integers(self.count, size=4 - len(given))])
+    def _mosaic(self, images: Sequence[int], shape: tuple[int, int], rng: np.random.Generator) -> Sample:
+        """Return a warped mosaic of four images in random order: those given, and any for the rest."""
+        chosen = np.array([*images, *rng.integers(self.count, size=4 - len(images))])
         rng.shuffle(chosen)
-        places = mosaic_places([self.size(int(number)) for number in chosen], self.imgsz, rng)
+        positions = mosaic_positions([self.size(int(number)) for number in chosen], self.imgsz, rng)
         canvas = 2 * self.imgsz
         matrix, scale = random_matrix(self.settings, (canvas, canvas), shape, rng, max(shape) / self.imgsz)
-        sample = warp_mosaic(places, lambda number: self.load(int(chosen[number])), canvas, matrix, scale, shape)
+        sample = warp_mosaic(positions, lambda number: self.load(int(chosen[number])), canvas, matrix, scale, shape)
         return copy_paste(sample, self.settings.copy_paste, rng)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from data.augment import PARTNERS, Augmenter, AugmentSettings, Placement, Sample, letterbox
+from data.augment import MOSAIC_PARTNERS, Augmenter, AugmentSettings, Placement, Sample, letterbox
 from data.batches import Batch, empty_pixels, loader, stacked
 from data.cache import Images, open_images
 from data.dataset import DataSet, Item, Split, labels_text, split_identity
@@ -104,7 +104,7 @@ class TrainingItems(_Items):
         super().__init__(images, labels)
         self.seed, self.sampling = seed, sampling or Sampling()
         # Neighbours share mosaic partners, and a process loads neighbours one after another.
-        load = RecentSamples(self.load, 2 * (PARTNERS + 1))
+        load = RecentSamples(self.load, 2 * (MOSAIC_PARTNERS + 1))
         self.augmenter = Augmenter(augment, images.imgsz, len(images.files), load, self.size)
         self.unmixed = replace(self.augmenter, settings=replace(augment, mosaic=0.0))
 
@@ -269,7 +269,7 @@ class DetectionData(DataSet[DetectionSplit]):
         augment, options = select(AugmentSettings, hyp), self.options
         if options.rect:
             augment = replace(augment, mosaic=0.0)
-        mixed = PARTNERS + (PARTNERS + 1) * (augment.mixup > 0)
+        mixed = MOSAIC_PARTNERS + (MOSAIC_PARTNERS + 1) * (augment.mixup > 0)
         batches = training_batches(
             options,
             split.instances(),
@@ -278,7 +278,7 @@ class DetectionData(DataSet[DetectionSplit]):
             seed=seed,
             imgsz=self.imgsz,
             stride=self.stride,
-            near=PARTNERS,
+            near=MOSAIC_PARTNERS,
             mixed=mixed,
         )
         images = self._open(split, self.train_cache, smooth=False)

@@ -1,4 +1,4 @@
-"""What there is to look at: pictures, videos, cameras, streams and the screen, frame by frame."""
+"""The sources of detect.py, frame by frame: pictures, videos, cameras, streams and the screen."""
 
 from __future__ import annotations
 
@@ -24,53 +24,53 @@ T = TypeVar("T")
 VIDEO_SUFFIXES = frozenset(
     [".asf", ".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".ts", ".webm", ".wmv"]
 )
-LIVE = ("rtsp", "rtmp", "rtp", "tcp", "udp")  # schemes of streams that have no end
-WEB = ("http", "https")
-SCREEN = "screen"
-TRIES = 3  # times that a stream is opened anew where it ends
-PAUSE = 1.0  # seconds before that
-PATIENCE = 20.0  # seconds to wait for a stream's next frame
-FPS = 30.0  # of what does not say
+STREAM_SCHEMES = ("rtsp", "rtmp", "rtp", "tcp", "udp")  # of live streams, which have no end
+WEB_SCHEMES = ("http", "https")
+SCREEN_WORD = "screen"
+STREAM_ATTEMPTS = 3  # to open a stream, if it ends
+RECONNECT_SECONDS = 1.0  # between two attempts
+FRAME_TIMEOUT_SECONDS = 20.0  # to wait for the next frame of a stream
+DEFAULT_FPS = 30.0  # of a video or stream that does not give its rate
 
 
-class Item(NamedTuple):
-    """A picture, a video, or a live stream, and where it is from: a file, an address, a camera's number, the screen."""
+class MediaItem(NamedTuple):
+    """A picture, a video, or a live stream."""
 
     kind: str  # "picture", "video" or "live"
-    name: str
+    name: str  # a file, an address, the number of a camera, or the screen
 
 
 class Frame(NamedTuple):
     """A picture, or one of a video's or stream's.
 
-    image: uint8 (h, w, 3), BGR, as displayed; number: in the video or stream, counted from 0 through all of its frames;
-    fps, frames: of the video or stream, `frames` 0 where there is no telling. Of a picture they are 0 both.
+    image: uint8 (h, w, 3), BGR, as displayed. number: in the video or stream, counted from 0 through all of its frames.
+    fps, frames: of the video or stream; `frames` is 0 if unknown. Of a picture both are 0.
     """
 
-    item: Item
+    item: MediaItem
     image: np.ndarray
     number: int = 0
     fps: float = 0.0
     frames: int = 0
 
 
-def find_media(source: str) -> list[Item]:
-    """What a source names: a file, a folder, a glob, a `.txt` list of any of them, an address, a `.streams` list of
-    streams, a camera's number, or `screen` (with a screen's number, or left, top, width and height).
+def find_media(source: str) -> list[MediaItem]:
+    """Return what a source names: a file, a folder, a glob, a `.txt` list of any of them, an address, a `.streams` list
+    of streams, a camera's number, or `screen` (with a screen's number, or left, top, width and height).
 
-    Raises `UserError` where there is nothing of that name, or nothing that could be looked at in it.
+    Raises `UserError` if it does not exist, or if there is no picture or video in it.
     """
     text = source.strip()
     if not text:
         raise UserError(
             "no source is given; name a file, a folder, a glob, an address or a camera's number by --source"
         )
-    if text.isdigit() or text.split()[0] == SCREEN or urlparse(text).scheme in LIVE:
-        return [Item("live", text)]
-    if urlparse(text).scheme in WEB:
-        return [_on_the_web(text)]
+    if text.isdigit() or text.split()[0] == SCREEN_WORD or urlparse(text).scheme in STREAM_SCHEMES:
+        return [MediaItem("live", text)]
+    if urlparse(text).scheme in WEB_SCHEMES:
+        return [_web_item(text)]
     if text.endswith((".streams", ".txt")):
-        return _listed(Path(text), live=text.endswith(".streams"))
+        return _read_list(Path(text), live=text.endswith(".streams"))
     if os.path.isdir(text):
         paths = [entry.path for entry in os.scandir(text) if entry.is_file()]
     elif os.path.exists(text):
@@ -87,36 +87,38 @@ def find_media(source: str) -> list[Item]:
     return items
 
 
-def _by_suffix(path: str) -> Item | None:
+def _by_suffix(path: str) -> MediaItem | None:
     suffix = os.path.splitext(path)[1].lower()
     if suffix in VIDEO_SUFFIXES:
-        return Item("video", path)
-    return Item("picture", path) if suffix in IMAGE_SUFFIXES else None
+        return MediaItem("video", path)
+    return MediaItem("picture", path) if suffix in IMAGE_SUFFIXES else None
 
 
-def _on_the_web(address: str) -> Item:
-    """A picture or video by its suffix; whatever else is there is taken for a stream."""
+def _web_item(address: str) -> MediaItem:
+    """Return the item at an address: a picture or video by its suffix, else a stream."""
     file = _by_suffix(urlparse(address).path)
-    return Item(file.kind if file else "live", address)
+    return MediaItem(file.kind if file else "live", address)
 
 
-def _listed(file: Path, live: bool) -> list[Item]:
-    """What the lines of a text file name, relative to the working folder or to its own. A line that names nothing is
-    kept: it is said when its turn comes."""
+def _read_list(file: Path, live: bool) -> list[MediaItem]:
+    """Return what the lines of a text file name, relative to the working folder or to the file's.
+
+    A line that names nothing becomes a picture, which is a problem once it is read.
+    """
     try:
         lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--source {file} cannot be read as a list ({error}); name what it lists, one a line") from None
-    items: list[Item] = []
+    items: list[MediaItem] = []
     for line in filter(None, lines):
         beside = str(file.parent / line)
         try:
             if live:
-                items.append(Item("live", line))
+                items.append(MediaItem("live", line))
             else:
                 items += find_media(line if os.path.exists(line) or not os.path.exists(beside) else beside)
         except UserError:
-            items.append(Item("picture", line))
+            items.append(MediaItem("picture", line))
     if not items:
         raise UserError(f"--source {file} lists nothing; give a path or an address a line")
     return items
@@ -124,14 +126,11 @@ def _listed(file: Path, live: bool) -> list[Item]:
 
 @dataclass
 class Media:
-    """The frames of `items`, in their order; those of live streams in turn. Of a video every `stride`-th frame.
+    """Iterates over the frames of `items`, in order; live streams come last and take turns."""
 
-    `problems`: sentences about what could not be read, which grow while the frames are gone through.
-    """
-
-    items: list[Item]
-    stride: int = 1
-    problems: list[str] = field(default_factory=list)
+    items: list[MediaItem]
+    stride: int = 1  # every `stride`-th frame of a video or stream is read
+    problems: list[str] = field(default_factory=list)  # about what could not be read so far
 
     def __iter__(self) -> Iterator[Frame]:
         files = [item for item in self.items if item.kind != "live"]
@@ -142,28 +141,28 @@ class Media:
             yield from self._streams(live)
 
     def count(self) -> int:
-        """How many frames there will be, about; 0 where there is no telling."""
+        """Return the approximate number of frames, 0 if it is unknown."""
         if any(item.kind == "live" for item in self.items):
             return 0
         return sum(1 if item.kind == "picture" else self._length(item) for item in self.items)
 
-    def _length(self, item: Item) -> int:
-        if urlparse(item.name).scheme in WEB:
+    def _length(self, item: MediaItem) -> int:
+        if urlparse(item.name).scheme in WEB_SCHEMES:
             return 1
         video = cv2.VideoCapture(item.name)
         frames = max(int(video.get(cv2.CAP_PROP_FRAME_COUNT)), 0)
         video.release()
         return -(-frames // self.stride)
 
-    def _pictures(self, item: Item) -> Iterator[Frame]:
+    def _pictures(self, item: MediaItem) -> Iterator[Frame]:
         try:
-            yield Frame(item, read_image(local(item)))
+            yield Frame(item, read_image(local_file(item)))
         except UserError as error:
             self.problems.append(str(error))
 
-    def _video(self, item: Item) -> Iterator[Frame]:
+    def _video(self, item: MediaItem) -> Iterator[Frame]:
         try:
-            path = local(item)
+            path = local_file(item)
         except UserError as error:
             self.problems.append(str(error))
             return
@@ -179,11 +178,11 @@ class Media:
             number += 1
         video.release()
         if number == 0:
-            self.problems.append(f"{item.name} cannot be read as a video; mend or remove it")
+            self.problems.append(f"{item.name} cannot be read as a video; fix or remove it")
         elif number < frames:
             self.problems.append(f"{item.name} ends after {number} of {frames} frames; it is cut or damaged there")
 
-    def _streams(self, items: list[Item]) -> Iterator[Frame]:
+    def _streams(self, items: list[MediaItem]) -> Iterator[Frame]:
         streams = [Stream(item, self.stride) for item in items]
         try:
             while streams:
@@ -199,27 +198,27 @@ class Media:
                 stream.close()
 
 
-def local(item: Item) -> Path:
-    """The file of a picture or video; what an address names is downloaded into the cache. Raises `UserError`."""
-    if urlparse(item.name).scheme not in WEB:
+def local_file(item: MediaItem) -> Path:
+    """Return the file of a picture or video, downloaded into the cache if it is an address. Raises `UserError`."""
+    if urlparse(item.name).scheme not in WEB_SCHEMES:
         return Path(item.name)
-    from utils.download import download  # here: few need it
+    from utils.download import download  # here: rarely needed
 
     return download(item.name, cache_folder() / "media" / Path(urlparse(item.name).path).name)
 
 
 def _rate(video: Any) -> float:
     fps = float(video.get(cv2.CAP_PROP_FPS))
-    return fps if 0 < fps < 1000 else FPS
+    return fps if 0 < fps < 1000 else DEFAULT_FPS
 
 
 class Stream:
-    """A live stream, read by a thread that keeps the newest frame alone: who is slow misses frames, and is never late.
+    """A live stream, read by a thread that holds only the newest frame: a slow reader skips frames instead of lagging.
 
-    What ends is opened anew a few times. `problem`: why it has ended.
+    A stream that ends is opened again a few times. problem: why it has ended; '' before.
     """
 
-    def __init__(self, item: Item, stride: int) -> None:
+    def __init__(self, item: MediaItem, stride: int) -> None:
         self.item, self.stride, self.problem = item, stride, ""
         self._newest: Frame | None = None
         self._changed, self._closed = threading.Condition(), False
@@ -227,28 +226,28 @@ class Stream:
         self._thread.start()
 
     def next(self) -> Frame | None:
-        """A frame that was not given yet, as soon as there is one; None where there will be none."""
+        """Wait for a new frame and return it; None if the stream has ended."""
         with self._changed:
-            self._changed.wait_for(lambda: self._newest is not None or self.problem, PATIENCE)
+            self._changed.wait_for(lambda: self._newest is not None or self.problem, FRAME_TIMEOUT_SECONDS)
             frame, self._newest = self._newest, None
             if frame is None and not self.problem:
-                self.problem, self._closed = f"{self.item.name} has sent no frame for {PATIENCE:g} s", True
+                self.problem, self._closed = f"{self.item.name} has sent no frame for {FRAME_TIMEOUT_SECONDS:g} s", True
             return frame
 
     def close(self) -> None:
-        """End the reading."""
+        """Stop reading."""
         self._closed = True
-        self._thread.join(PATIENCE)
+        self._thread.join(FRAME_TIMEOUT_SECONDS)
 
     def _read(self) -> None:
         problem = ""
         try:
             number = 0
-            for attempt in range(TRIES):
+            for attempt in range(STREAM_ATTEMPTS):
                 if self._closed:
                     break
                 if attempt:
-                    time.sleep(PAUSE)
+                    time.sleep(RECONNECT_SECONDS)
                 before = number
                 number = self._follow(number)
                 problem = f"the stream {self.item.name} has ended after {number} frames"
@@ -263,9 +262,9 @@ class Stream:
             self._changed.notify_all()
 
     def _follow(self, number: int) -> int:
-        """Read it to its end; the number of the next frame."""
+        """Read the stream to its end; return the number of the next frame."""
         name = self.item.name
-        for image, fps in _screen(name) if name.split()[0] == SCREEN else _captured(name, self.stride):
+        for image, fps in _screen(name) if name.split()[0] == SCREEN_WORD else _captured(name, self.stride):
             with self._changed:
                 self._newest = Frame(self.item, image, number, fps)
                 self._changed.notify_all()
@@ -291,7 +290,7 @@ def _captured(name: str, stride: int) -> Iterator[tuple[np.ndarray, float]]:
 
 
 def _screen(text: str) -> Iterator[tuple[np.ndarray, float]]:
-    """Pictures of a screen: its number, or left, top, width and height, may follow the word. Raises `UserError`."""
+    """Yield pictures of a screen. text: `screen`, its number, left, top, width, height. Raises `UserError`."""
     try:
         import mss
     except ImportError:
@@ -306,13 +305,13 @@ def _screen(text: str) -> Iterator[tuple[np.ndarray, float]]:
             if values:
                 monitor |= dict(zip(("left", "top", "width", "height"), values, strict=True))
             while True:
-                yield np.ascontiguousarray(np.asarray(grabber.grab(monitor))[..., :3]), FPS
+                yield np.ascontiguousarray(np.asarray(grabber.grab(monitor))[..., :3]), DEFAULT_FPS
     except (mss.exception.ScreenShotError, IndexError) as error:
         raise UserError(f"--source '{text}': the screen cannot be read ({error})") from None
 
 
-def ahead(frames: Iterable[T], count: int = 4) -> Iterator[T]:
-    """The same frames, read by a thread that is up to `count` of them ahead: decoding and looking go side by side."""
+def prefetched(frames: Iterable[T], count: int = 4) -> Iterator[T]:
+    """Yield the same frames, read by a thread up to `count` frames ahead: decoding runs beside inference."""
     room: queue.Queue[Any] = queue.Queue(count)
     ended, stopped = object(), threading.Event()
 

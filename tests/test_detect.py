@@ -16,7 +16,7 @@ from PIL import Image
 from torchvision.ops import nms
 
 from data.images import read_image
-from data.media import Frame, Item
+from data.media import Frame, MediaItem
 from detect import FileNames, Predictor, as_pixels, groups
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
 from models.weights.reader import read_weights
@@ -162,7 +162,7 @@ def test_the_example_of_the_page(
 
 def test_frames_of_one_shape_go_together() -> None:
     def frame(number: int, side: int, kind: str = "picture") -> tuple[Frame, object]:
-        return Frame(Item(kind, str(number)), np.zeros((1, 1, 3), np.uint8)), (torch.zeros(3, side, side),)
+        return Frame(MediaItem(kind, str(number)), np.zeros((1, 1, 3), np.uint8)), (torch.zeros(3, side, side),)
 
     frames = [frame(number, side) for number, side in enumerate((32, 32, 32, 64, 32))]
     assert [[one.item.name for one, _ in group] for group in groups(frames, 2)] == [["0", "1"], ["2"], ["3"], ["4"]]
@@ -172,10 +172,10 @@ def test_frames_of_one_shape_go_together() -> None:
 
 def test_names_are_given_once() -> None:
     items = [
-        Item("picture", "a/x.jpg"),
-        Item("picture", "b/x.png"),
-        Item("video", "x.mp4"),
-        Item("live", "rtsp://h/s?a=1"),
+        MediaItem("picture", "a/x.jpg"),
+        MediaItem("picture", "b/x.png"),
+        MediaItem("video", "x.mp4"),
+        MediaItem("live", "rtsp://h/s?a=1"),
     ]
     file_names = FileNames(items)
     assert list(file_names.stems.values()) == ["x", "x-2", "x-3", "s"]

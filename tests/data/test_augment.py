@@ -11,24 +11,24 @@ import pytest
 
 from data import augment
 from data.augment import (
-    GREY,
+    PADDING_LEVEL,
     Augmenter,
     AugmentSettings,
     Placement,
     Sample,
     copy_paste,
-    covered,
+    covered_shares,
     flip_left_right,
     flip_up_down,
+    is_visible,
     letterbox,
     mixup,
-    mosaic_places,
+    mosaic_positions,
     random_hsv,
     random_matrix,
     random_warp,
     warp_boxes,
     warp_mosaic,
-    worth_keeping,
 )
 
 NOTHING = AugmentSettings()
@@ -59,7 +59,7 @@ def drawing(**values: object) -> Mock:
 
 def moved(image: np.ndarray, left: int, top: int, height: int, width: int) -> np.ndarray:
     """Grey of this size with `image`'s corner at (left, top); all of the image must fit."""
-    canvas = plain(height, width, GREY)
+    canvas = plain(height, width, PADDING_LEVEL)
     canvas[top : top + image.shape[0], left : left + image.shape[1]] = image
     return canvas
 
@@ -110,7 +110,7 @@ def test_letterbox_enlarges_only_where_it_may() -> None:
     image[:, 2:] = 200
     small = sample(image, [1, 0, 3, 2])
     fitted, placement = letterbox(small, (8, 8), enlarge=True)
-    assert (fitted.image[[0, 1, 6, 7]] == GREY).all()
+    assert (fitted.image[[0, 1, 6, 7]] == PADDING_LEVEL).all()
     assert (fitted.image[2:6, :3] == 0).all()
     assert (fitted.image[2:6, 5:] == 200).all()
     assert fitted.boxes.tolist() == [[2, 2, 6, 6]]
@@ -128,7 +128,7 @@ def test_letterbox_always_gives_the_shape_asked_for(shape: tuple[int, int], enla
         for width in range(10, 70, 9):
             fitted, (scale, offset) = letterbox(sample(plain(height, width)), shape, enlarge)
             assert fitted.image.shape == (*shape, 3)
-            inside = (fitted.image != GREY).all(-1)
+            inside = (fitted.image != PADDING_LEVEL).all(-1)
             rows, columns = np.flatnonzero(inside.any(1)), np.flatnonzero(inside.any(0))
             assert (columns[0], rows[0]) == offset
             assert abs(len(rows) - scale[1] * height) <= 0.5
@@ -152,7 +152,7 @@ def test_letterbox_without_boxes() -> None:
 
 def mosaic(samples: list[Sample], size: int, rng: np.random.Generator) -> Sample:
     """The whole canvas, as it is before any warp."""
-    places = mosaic_places([sample.image.shape[1::-1] for sample in samples], size, rng)
+    places = mosaic_positions([sample.image.shape[1::-1] for sample in samples], size, rng)
     return warp_mosaic(places, samples.__getitem__, 2 * size, np.eye(3), 1.0, (2 * size, 2 * size))
 
 
@@ -169,7 +169,7 @@ def test_mosaic_puts_four_corners_at_its_centre() -> None:
         8,
         drawing(uniform=np.array([7.0, 9.0])),
     )
-    canvas = plain(16, 16, GREY)
+    canvas = plain(16, 16, PADDING_LEVEL)
     canvas[1:9, 0:7] = 10  # ends at (7, 9): one column is beyond the edge
     canvas[5:9, 7:15] = 20
     canvas[9:16, 1:7] = 30  # one row is beyond the edge
@@ -188,15 +188,15 @@ def test_mosaic_cuts_what_leaves_the_canvas_on_every_side() -> None:
     assert np.array_equal(top_left[:4, 4:12], images[1][4:])
     assert np.array_equal(top_left[4:12, :4], images[2][:, 4:])
     assert np.array_equal(top_left[4:12, 4:12], images[3])
-    assert (top_left[12:] == GREY).all()
-    assert (top_left[:, 12:] == GREY).all()
+    assert (top_left[12:] == PADDING_LEVEL).all()
+    assert (top_left[:, 12:] == PADDING_LEVEL).all()
     bottom_right = mosaic([sample(image) for image in images], 8, drawing(uniform=np.array([12.0, 12.0]))).image
     assert np.array_equal(bottom_right[4:12, 4:12], images[0])
     assert np.array_equal(bottom_right[4:12, 12:], images[1][:, :4])
     assert np.array_equal(bottom_right[12:, 4:12], images[2][:4])
     assert np.array_equal(bottom_right[12:, 12:], images[3][:4, :4])
-    assert (bottom_right[:4] == GREY).all()
-    assert (bottom_right[:, :4] == GREY).all()
+    assert (bottom_right[:4] == PADDING_LEVEL).all()
+    assert (bottom_right[:, :4] == PADDING_LEVEL).all()
 
 
 def test_the_centre_of_a_mosaic_lies_anywhere_in_the_middle_half() -> None:
@@ -233,15 +233,15 @@ def test_a_warped_mosaic_is_the_canvas_warped(strengths: dict[str, float]) -> No
         sample(smooth(*shape, k), box, classes=[k]) for k, (shape, box) in enumerate(zip(shapes, boxes, strict=True))
     ]
     for _ in range(20):
-        places = mosaic_places([one.image.shape[1::-1] for one in samples], 128, rng)
+        places = mosaic_positions([one.image.shape[1::-1] for one in samples], 128, rng)
         warp, scale = random_matrix(settings, (256, 256), (120, 136), rng)
         drawn = warp_mosaic(places, samples.__getitem__, 256, warp, scale, (120, 136))
         canvas = warp_mosaic(places, samples.__getitem__, 256, np.eye(3), 1.0, (256, 256))
-        expected = cv2.warpPerspective(canvas.image, warp, (136, 120), borderValue=(GREY,) * 3)
+        expected = cv2.warpPerspective(canvas.image, warp, (136, 120), borderValue=(PADDING_LEVEL,) * 3)
         wrong = (np.abs(drawn.image.astype(int) - expected).max(-1) > 20).mean()
         assert wrong < 0.06  # seams, which are a pixel wide
         around = warp_boxes(canvas.boxes, warp, (120, 136))
-        kept = worth_keeping(canvas.boxes * scale, around)
+        kept = is_visible(canvas.boxes * scale, around)
         found = dict(zip(drawn.classes.tolist(), drawn.boxes, strict=True))
         for label, box in zip(canvas.classes[kept], around[kept], strict=True):
             if label in found:  # the smallest part of a box may be kept by one and not by the other
@@ -256,7 +256,7 @@ def test_an_image_that_is_not_seen_is_not_loaded() -> None:
         loaded.append(number)
         return sample(plain(8, 8, 10 * number), [1, 1, 7, 7])
 
-    places = mosaic_places([(8, 8)] * 4, 8, drawing(uniform=np.array([4.0, 4.0])))
+    places = mosaic_positions([(8, 8)] * 4, 8, drawing(uniform=np.array([4.0, 4.0])))
     corner = matrix([1, 0, -5], [0, 1, -5], [0, 0, 1])  # the result begins right of and below the centre
     drawn = warp_mosaic(places, load, 16, corner, 1.0, (6, 6))
     assert loaded == [3]
@@ -267,7 +267,7 @@ def test_an_image_that_is_not_seen_is_not_loaded() -> None:
 def test_an_image_of_another_size_than_its_place_is_resized() -> None:
     """Where the scan and the file disagree."""
     half = sample(plain(4, 4, 50), [1, 1, 3, 3])
-    places = mosaic_places([(8, 8)] * 4, 8, drawing(uniform=np.array([8.0, 8.0])))
+    places = mosaic_positions([(8, 8)] * 4, 8, drawing(uniform=np.array([8.0, 8.0])))
     drawn = warp_mosaic(places, lambda number: half, 16, np.eye(3), 1.0, (16, 16))
     assert (drawn.image == 50).all()
     assert drawn.boxes.tolist()[0] == [2, 2, 6, 6]
@@ -332,14 +332,14 @@ def test_no_boxes_are_warped_to_no_boxes() -> None:
 def test_which_boxes_are_worth_keeping(before: tuple[float, float], after: tuple[float, float], kept: bool) -> None:
     # the place of a box does not matter
     boxes = [np.array([[5, 7, 5 + width, 7 + height]], np.float32) for width, height in (before, after)]
-    assert worth_keeping(*boxes).tolist() == [kept]
+    assert is_visible(*boxes).tolist() == [kept]
 
 
 def test_boxes_are_judged_one_by_one() -> None:
     before = np.array([[0, 0, 10, 10]] * 3, np.float32)
     after = np.array([[0, 0, 10, 10], [0, 0, 1, 10], [4, 4, 9, 9]], np.float32)
-    assert worth_keeping(before, after).tolist() == [True, False, True]
-    assert worth_keeping(np.zeros((0, 4)), np.zeros((0, 4))).tolist() == []
+    assert is_visible(before, after).tolist() == [True, False, True]
+    assert is_visible(np.zeros((0, 4)), np.zeros((0, 4))).tolist() == []
 
 
 # random warp
@@ -785,7 +785,7 @@ def test_an_object_is_not_pasted_where_it_hides_another(right: float, pasted: bo
     before = outlined(noise(20, 40), SQUARE, other)._replace(
         polygons=(np.float32(SQUARE), np.zeros((0, 2), np.float32))
     )
-    assert covered(before.boxes, np.array([32, 4, 38, 10]))[1] == pytest.approx((right - 32) / 10, abs=1e-6)
+    assert covered_shares(before.boxes, np.array([32, 4, 38, 10]))[1] == pytest.approx((right - 32) / 10, abs=1e-6)
     assert len(copy_paste(before, 1.0, np.random.default_rng(0)).boxes) == 2 + pasted
 
 

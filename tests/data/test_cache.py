@@ -165,7 +165,7 @@ def test_what_does_not_fit_into_memory_is_read_from_its_file(tmp_path: Path, mon
     read, seen = cache.read_image, []
     monkeypatch.setattr(cache, "read_image", lambda file: seen.append(file) or read(file))
     monkeypatch.setattr(shared_memory, "_promised", [])
-    free_memory(monkeypatch, round((100 * 12 * 12 * 3 + 200) / cache.MEMORY_SHARE) + 1)
+    free_memory(monkeypatch, round((100 * 12 * 12 * 3 + 200) / cache.CACHE_MEMORY_SHARE) + 1)
     images = opened(files, 12, True, "ram")
     assert "room for 100 of 200 images" in images.messages[0]
     for _ in range(2):
@@ -297,7 +297,7 @@ def test_disk_keeps_file_names_of_any_bytes(tmp_path: Path, no_reading: Callable
 # the budget of the disk: each of the four images takes one block
 
 
-FOR_TWO = 2.5 * cache.BLOCK / cache.DISK_SHARE  # bytes that are free where two of them fit
+FOR_TWO = 2.5 * cache.DISK_BLOCK_BYTES / cache.CACHE_DISK_SHARE  # bytes that are free where two of them fit
 
 
 def test_what_does_not_fit_on_the_disk_is_read_from_its_file(
@@ -321,7 +321,7 @@ def test_gigabytes_on_disk_are_those_of_the_pixels(files: list[Path], monkeypatc
     free_disk(monkeypatch, 100 * 2**30)
     images = open_images(files, 0, False, "disk", np.array([(16384, 8192)] * 4))  # 0.375 GiB each
     assert "room for 4 of 4 images, 0 found from before, 1.50 GiB in" in images.messages[0]
-    free_disk(monkeypatch, (0.375 * 3 + 0.01) * 2**30 / cache.DISK_SHARE)
+    free_disk(monkeypatch, (0.375 * 3 + 0.01) * 2**30 / cache.CACHE_DISK_SHARE)
     cache._on_disk.clear()
     images = open_images(files, 0, False, "disk", np.array([(16384, 8192)] * 4))
     assert "room for 3 of 4 images, 0 found from before, 1.13 GiB in" in images.messages[0]
@@ -332,7 +332,7 @@ def test_a_restart_finds_what_is_on_disk_and_takes_no_more_room(
 ) -> None:
     free_disk(monkeypatch, FOR_TWO)
     wanted = pixels(opened(files, 32, True, "disk"))
-    free_disk(monkeypatch, FOR_TWO - 2 * cache.BLOCK)
+    free_disk(monkeypatch, FOR_TWO - 2 * cache.DISK_BLOCK_BYTES)
     for order in (files, files[::-1]):  # what is there counts wherever it stands in the list
         images = opened(order, 32, True, "disk")
         assert "room for 2 of 4 images, 2 found from before" in images.messages[0]
@@ -340,7 +340,7 @@ def test_a_restart_finds_what_is_on_disk_and_takes_no_more_room(
         assert len(kept_files(cache_home)) == 2
     free_disk(monkeypatch, 0)
     assert "room for 2 of 4 images, 2 found from before" in opened(files, 32, True, "disk").messages[0]
-    free_disk(monkeypatch, FOR_TWO - cache.BLOCK)  # somebody made room
+    free_disk(monkeypatch, FOR_TWO - cache.DISK_BLOCK_BYTES)  # somebody made room
     assert "room for 3 of 4 images, 2 found from before" in opened(files, 32, True, "disk").messages[0]
 
 
@@ -349,7 +349,11 @@ def test_neither_restarts_nor_other_runs_eat_up_what_should_stay_free(
 ) -> None:
     files = [write_image(tmp_path / f"set/{k:02}.png", 32, 20, seed=k) for k in range(16)]
     for imgsz in (32, 32, 24):
-        free_disk(monkeypatch, 10.5 * cache.BLOCK / cache.DISK_SHARE - len(kept_files(cache_home)) * cache.BLOCK)
+        free_disk(
+            monkeypatch,
+            10.5 * cache.DISK_BLOCK_BYTES / cache.CACHE_DISK_SHARE
+            - len(kept_files(cache_home)) * cache.DISK_BLOCK_BYTES,
+        )
         splits = [opened(part, imgsz, True, "disk") for part in (files[:12], files[12:])]
         for images in splits:
             pixels(images)
@@ -372,17 +376,20 @@ def test_two_splits_share_the_room_on_disk(files: list[Path], monkeypatch: pytes
     assert "room for 1 of 1 images" in first.messages[0]
     assert "room for 1 of 3 images" in second.messages[0]
     del first, second
-    assert "room for 2 of 4 images" in opened(files, 32, True, "disk").messages[0]  # nothing of theirs is coming any more
+    # Nothing of theirs is pending any more.
+    assert "room for 2 of 4 images" in opened(files, 32, True, "disk").messages[0]
 
 
 def test_the_disk_is_left_to_others_that_fill_it(
     files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = pixels(opened(files, 32, True, ""))
-    free_disk(monkeypatch, 10 * cache.BLOCK)
+    free_disk(monkeypatch, 10 * cache.DISK_BLOCK_BYTES)
     images = opened(files, 32, True, "disk")
     images.read(0)
-    free_disk(monkeypatch, cache.BLOCK)  # half of what should have stayed free, which the next image would go below
+    free_disk(
+        monkeypatch, cache.DISK_BLOCK_BYTES
+    )  # half of what should have stayed free, which the next image would go below
     with pytest.warns(UserWarning, match=r"no more is written .* \(it would leave 0\.00 GiB free\)") as said:
         assert same(pixels(images), wanted)
     assert len(said) == 1
@@ -457,7 +464,7 @@ def test_processes_fill_the_disk_together(
 ) -> None:
     files = [write_image(tmp_path / f"set/{k:02}.png", 32, 20, seed=k) for k in range(40)]
     wanted = pixels(opened(files, 32, True, ""))
-    free_disk(monkeypatch, 30.5 * cache.BLOCK / cache.DISK_SHARE)
+    free_disk(monkeypatch, 30.5 * cache.DISK_BLOCK_BYTES / cache.CACHE_DISK_SHARE)
     fork = multiprocessing.get_context("fork")
     start, found = fork.Barrier(4), fork.Queue()
     processes = [fork.Process(target=fill, args=(files, turn, start, found)) for turn in range(4)]

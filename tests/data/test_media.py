@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from data import media
-from data.media import Frame, Item, Media, ahead, find_media
+from data.media import Frame, Media, MediaItem, find_media, prefetched
 from utils.errors import UserError
 
 SIDE = 64
@@ -62,9 +62,9 @@ def brightness(frames: list[Frame]) -> list[int]:
 
 def test_a_folder_a_file_and_a_glob(folder: Path) -> None:
     assert find_media(str(folder)) == [
-        Item("picture", str(folder / "a.JPG")),
-        Item("picture", str(folder / "b.png")),
-        Item("video", str(folder / "v.avi")),
+        MediaItem("picture", str(folder / "a.JPG")),
+        MediaItem("picture", str(folder / "b.png")),
+        MediaItem("video", str(folder / "v.avi")),
     ]
     assert names(str(folder / "b.png")) == ["b.png"]
     assert names(str(folder / "*.png")) == ["b.png"]
@@ -87,17 +87,17 @@ def test_a_list(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("source", ["0", "rtsp://camera/1", "rtmp://x/y", "screen", "screen 1", "https://host/live"])
 def test_what_has_no_end(source: str) -> None:
-    assert find_media(source) == [Item("live", source)]
+    assert find_media(source) == [MediaItem("live", source)]
 
 
 def test_addresses_are_known_by_their_suffix() -> None:
-    assert find_media("https://host/a/b.jpg?size=3") == [Item("picture", "https://host/a/b.jpg?size=3")]
-    assert find_media("http://host/b.mp4") == [Item("video", "http://host/b.mp4")]
+    assert find_media("https://host/a/b.jpg?size=3") == [MediaItem("picture", "https://host/a/b.jpg?size=3")]
+    assert find_media("http://host/b.mp4") == [MediaItem("video", "http://host/b.mp4")]
 
 
 def test_a_list_of_streams(tmp_path: Path) -> None:
     (tmp_path / "all.streams").write_text("rtsp://a\n0\n")
-    assert find_media(str(tmp_path / "all.streams")) == [Item("live", "rtsp://a"), Item("live", "0")]
+    assert find_media(str(tmp_path / "all.streams")) == [MediaItem("live", "rtsp://a"), MediaItem("live", "0")]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_frames_of_a_folder(folder: Path) -> None:
 
 
 def test_every_third_frame(folder: Path) -> None:
-    media = Media([Item("video", str(folder / "v.avi"))], stride=3)
+    media = Media([MediaItem("video", str(folder / "v.avi"))], stride=3)
     frames = list(media)
     assert [frame.number for frame in frames] == brightness(frames) == [0, 3, 6]
     assert media.count() == 3
@@ -145,7 +145,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_goes_on(folder: Path) -> None
     (folder / "c.mp4").write_bytes(b"no video")
     content = (folder / "v.avi").read_bytes()
     (folder / "w.avi").write_bytes(content[: len(content) // 2])
-    media = Media([*find_media(str(folder)), Item("picture", "missing.png")])
+    media = Media([*find_media(str(folder)), MediaItem("picture", "missing.png")])
     found = [Path(frame.item.name).name for frame in media]
     assert {"b.png", "v.avi"} <= set(found)
     assert found.count("w.avi") < 7
@@ -192,12 +192,12 @@ def test_addresses_are_downloaded(folder: Path, tmp_path: Path, monkeypatch: pyt
 
 def test_streams_in_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gives its newest frame; one that ends is opened anew, then named; one that cannot be opened is named."""
-    monkeypatch.setattr(media, "TRIES", 2)
-    monkeypatch.setattr(media, "PAUSE", 0.01)
+    monkeypatch.setattr(media, "STREAM_ATTEMPTS", 2)
+    monkeypatch.setattr(media, "RECONNECT_SECONDS", 0.01)
     for name in ("one", "two"):
         (folder / name).write_bytes((folder / "v.avi").read_bytes())  # without the suffix of a file
     with served(folder) as address:
-        streams = Media([Item("live", f"{address}/{name}") for name in ("one", "two", "none")])
+        streams = Media([MediaItem("live", f"{address}/{name}") for name in ("one", "two", "none")])
         frames = list(streams)
     assert {frame.item.name for frame in frames} == {f"{address}/one", f"{address}/two"}
     assert streams.count() == 0
@@ -210,7 +210,7 @@ def test_streams_in_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_slow_reader_gets_the_newest(folder: Path) -> None:
-    stream = media.Stream(Item("live", str(folder / "v.avi")), 1)
+    stream = media.Stream(MediaItem("live", str(folder / "v.avi")), 1)
     deadline = time.monotonic() + 20
     while (stream._newest is None or stream._newest.number < 6) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -221,9 +221,9 @@ def test_a_slow_reader_gets_the_newest(folder: Path) -> None:
 
 
 def test_a_silent_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media, "PATIENCE", 0.05)
+    monkeypatch.setattr(media, "FRAME_TIMEOUT_SECONDS", 0.05)
     monkeypatch.setattr(media.Stream, "_read", lambda self: None)
-    stream = media.Stream(Item("live", "rtsp://nobody"), 1)
+    stream = media.Stream(MediaItem("live", "rtsp://nobody"), 1)
     assert stream.next() is None
     assert stream.problem == "rtsp://nobody has sent no frame for 0.05 s"
 
@@ -239,19 +239,19 @@ def test_the_screen_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ahead_gives_the_same() -> None:
-    frames = [Frame(Item("picture", str(k)), np.zeros((1, 1, 3), np.uint8)) for k in range(20)]
-    assert [frame.item.name for frame in ahead(frames, 3)] == [str(k) for k in range(20)]
+    frames = [Frame(MediaItem("picture", str(k)), np.zeros((1, 1, 3), np.uint8)) for k in range(20)]
+    assert [frame.item.name for frame in prefetched(frames, 3)] == [str(k) for k in range(20)]
 
 
 def test_ahead_hands_errors_on_and_can_be_left() -> None:
     def broken() -> Iterator[Frame]:
-        yield Frame(Item("picture", "a"), np.zeros((1, 1, 3), np.uint8))
+        yield Frame(MediaItem("picture", "a"), np.zeros((1, 1, 3), np.uint8))
         raise UserError("no more")
 
     with pytest.raises(UserError, match="no more"):
-        list(ahead(broken()))
+        list(prefetched(broken()))
     before = threading.active_count()
-    many = ahead((Frame(Item("picture", "a"), np.zeros((1, 1, 3), np.uint8)) for _ in range(1000)), 2)
+    many = prefetched((Frame(MediaItem("picture", "a"), np.zeros((1, 1, 3), np.uint8)) for _ in range(1000)), 2)
     next(many)
     many.close()  # type: ignore[attr-defined]
     assert threading.active_count() == before

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.transforms import MEAN, Augmenter, TransformSettings, centre_crop, drawing_from
+from data.transforms import ERASED_RGB, Augmenter, TransformSettings, centre_crop, torch_seeded_by
 
 SIDE = 32
 EVERYTHING = TransformSettings(
@@ -133,7 +133,7 @@ def test_an_erased_rectangle_has_the_mean_colour() -> None:
         rows, columns = (one != image).any(0).nonzero(as_tuple=True)
         top, bottom, left, right = rows.min(), rows.max() + 1, columns.min(), columns.max() + 1
         wanted = image.clone()
-        wanted[:, top:bottom, left:right] = torch.tensor(MEAN, dtype=torch.uint8).view(3, 1, 1)
+        wanted[:, top:bottom, left:right] = torch.tensor(ERASED_RGB, dtype=torch.uint8).view(3, 1, 1)
         assert torch.equal(one, wanted)
         shapes.add((int(bottom - top), int(right - left)))
     assert len(shapes) > 10
@@ -276,12 +276,12 @@ def test_the_random_numbers_of_others_go_on_as_before(everything: Callable[[int]
 
 
 def test_within_the_context_torch_draws_from_the_generator() -> None:
-    with drawing_from(np.random.default_rng(1)):
+    with torch_seeded_by(np.random.default_rng(1)):
         first = torch.rand(4)
     torch.rand(3)
-    with drawing_from(np.random.default_rng(1)):
+    with torch_seeded_by(np.random.default_rng(1)):
         assert torch.equal(torch.rand(4), first)
-    with drawing_from(np.random.default_rng(2)):
+    with torch_seeded_by(np.random.default_rng(2)):
         assert not torch.equal(torch.rand(4), first)
 
 
@@ -289,7 +289,7 @@ def test_after_an_error_too_random_numbers_go_on_as_before() -> None:
     before = torch.get_rng_state()
 
     def fail() -> None:
-        with drawing_from(np.random.default_rng(1)):
+        with torch_seeded_by(np.random.default_rng(1)):
             torch.rand(1)
             raise ZeroDivisionError
 
