@@ -51,7 +51,7 @@ def test_images_and_labels_have_the_documented_form(hundred: list[tuple[np.ndarr
 
 def test_sizes_classes_and_counts_are_spread(hundred: list[tuple[np.ndarray, np.ndarray]]) -> None:
     labels = np.concatenate([rows for _, rows in hundred])
-    sizes = labels[:, 3:].max(axis=1) * shapes.SIDE
+    sizes = labels[:, 3:].max(axis=1) * shapes.SIDE_PIXELS
     assert sizes.min() >= 8
     assert sizes.max() <= 100
     assert (np.histogram(sizes, [8, 16, 32, 64, 100.01])[0] >= 0.1 * len(sizes)).all()
@@ -67,7 +67,7 @@ def test_sizes_classes_and_counts_are_spread(hundred: list[tuple[np.ndarray, np.
 def test_a_box_is_the_extent_of_the_painted_pixels(label: int, size: float) -> None:
     rng = np.random.default_rng([label, int(size)])
     stencil = shapes.draw_stencil(rng, label, size)
-    placed = shapes._put(stencil, 40, 30)
+    placed = shapes._place_at(stencil, 40, 30)
     assert placed is not None
     assert max(placed.box[2] - placed.box[0], placed.box[3] - placed.box[1]) == pytest.approx(size, abs=0.6)
     check_extent(rng, placed)
@@ -77,12 +77,12 @@ def test_a_box_is_the_extent_of_the_painted_pixels(label: int, size: float) -> N
 def test_a_box_ends_at_the_image_border_and_fits_what_is_seen(label: int) -> None:
     rng = np.random.default_rng(label)
     stencil = shapes.draw_stencil(rng, label, 60.0)
-    placed = shapes._put(stencil, -3, shapes.SIDE - stencil.fill.shape[0] + 3)
+    placed = shapes._place_at(stencil, -3, shapes.SIDE_PIXELS - stencil.fill.shape[0] + 3)
     assert placed is not None
     assert placed.box[0] == 0
-    assert placed.box[3] == shapes.SIDE
+    assert placed.box[3] == shapes.SIDE_PIXELS
     check_extent(rng, placed)
-    assert shapes._put(stencil, -30, 50) is None  # too little of it would be seen
+    assert shapes._place_at(stencil, -30, 50) is None  # too little of it would be seen
 
 
 def check_extent(rng: np.random.Generator, placed: shapes._Object) -> None:
@@ -90,7 +90,7 @@ def check_extent(rng: np.random.Generator, placed: shapes._Object) -> None:
 
     The box ends somewhere in the outermost changed pixels: a pixel that is hardly covered changes by less than 1.
     """
-    image = np.full((shapes.SIDE, shapes.SIDE, 3), 128, np.float32)
+    image = np.full((shapes.SIDE_PIXELS, shapes.SIDE_PIXELS, 3), 128, np.float32)
     shapes.paint(rng, image, placed.stencil, placed.left, placed.top)
     rows, cols = np.nonzero((np.abs(image - 128) > 1e-3).any(axis=2))
     x1, y1, x2, y2 = placed.box
@@ -210,7 +210,7 @@ def test_a_foreign_folder_is_refused_and_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("key", "value"), [("seed", 1), ("drawing", 0), ("train", 3)])
 def test_another_drawing_is_refused_and_kept(tmp_path: Path, key: str, value: int) -> None:
     folder = shapes.draw_dataset(tmp_path / "shapes", train=1, val=1)
-    marker = folder / shapes.MARKER
+    marker = folder / shapes.SHAPES_MARKER_FILE
     marker.write_text(json.dumps({**json.loads(marker.read_text()), key: value}))
     before = contents(tmp_path)
     with pytest.raises(UserError, match=rf"another drawing .* differs in {key}\): remove it"):

@@ -38,7 +38,7 @@ def test_every_image_has_one_whole_shape_of_its_class(monkeypatch: pytest.Monkey
         shapes_cls.draw_image(0, 0, index)
     labels, sizes, rights, bottoms = np.array(painted).T
     assert labels.tolist() == [index % 6 for index in range(120)]
-    assert max(rights.max(), bottoms.max()) <= shapes_cls.SIDE
+    assert max(rights.max(), bottoms.max()) <= shapes_cls.CLS_SIDE_PIXELS
     assert sizes.min() >= 22
     assert sizes.max() <= 58  # a shape of 56 may touch one pixel more at either side
     assert (np.histogram(sizes, [22, 31, 42, 59])[0] >= 20).all()
@@ -72,7 +72,7 @@ def test_no_generator_is_shared_with_the_detection_drawing(tmp_path: Path, monke
 def test_the_data_set_on_disk_is_what_draw_image_gives(tmp_path: Path) -> None:
     folder = shapes_cls.draw_dataset(tmp_path / "deep" / "shapes-cls", seed=7, train=14, val=6)
     files = {f"{split}/{shapes.NAMES[i % 6]}/{i:06d}.jpg" for split, n in (("train", 14), ("val", 6)) for i in range(n)}
-    assert contents(folder).keys() == files | {shapes_cls.MARKER}
+    assert contents(folder).keys() == files | {shapes_cls.SHAPES_CLS_MARKER_FILE}
     stored = cv2.imread(str(folder / "val/square/000002.jpg"))
     assert stored.shape == (64, 64, 3)
     assert np.abs(stored.astype(int) - shapes_cls.draw_image(7, 1, 2)).mean() < 12  # JPEG at its worst on noise
