@@ -45,6 +45,10 @@ TASKS: dict[str, TaskEntry] = {
 }
 
 
+# Of a model that names no task and has no known head: YOLOv5 had detectors only, at first. Building it says what is wrong.
+DEFAULT_TASK = "detect"
+
+
 def task_of(yaml: Mapping[str, Any], source: str) -> str:
     """Return the name of the task that a model YAML is for: its `task:`, else the one whose head is its last row.
 
@@ -53,8 +57,8 @@ def task_of(yaml: Mapping[str, Any], source: str) -> str:
     rows = yaml.get("head")
     last = rows[-1] if isinstance(rows, list) and rows else None
     head = last[2] if isinstance(last, list) and len(last) > 2 else None
-    # A YAML without a known head is taken for a detector's, as YOLOv5 does; building it then says what is wrong.
-    task = str(yaml.get("task") or next((name for name, entry in TASKS.items() if entry.head == head), "detect"))
+    of_head = next((name for name, entry in TASKS.items() if entry.head == head), DEFAULT_TASK)
+    task = str(yaml.get("task") or of_head)
     if task not in TASKS:
         raise UserError(f"{source} is a model for the task '{task}'; give one for {' or '.join(TASKS)}")
     return task

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from models.tasks import TASKS
+from models.tasks import DEFAULT_TASK, TASKS
 from models.weights.yolov5_pickle import (
     Stub,
     UnusableFile,
@@ -168,7 +168,7 @@ def _yolov5_task(kind: str) -> str:
         if entry.yolov5_class == kind:
             return task
     # Before there were other tasks, detectors were called `Model`, or otherwise in other programs.
-    return kind if kind.endswith("Model") and kind != "Model" else "detect"
+    return kind if kind.endswith("Model") and kind != "Model" else DEFAULT_TASK
 
 
 def _as_float32(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
