@@ -25,7 +25,7 @@ from utils.plots.drawing import (
 )
 from utils.summary import DRAWN_IMAGES
 
-MIN_SIDE_PIXELS, MAX_SIDE_PIXELS = 320, 480  # longer side of an image in its grid; other sizes are resized
+MIN_TILE_PIXELS, MAX_TILE_PIXELS = 320, 480  # longer side of an image in its grid; other sizes are resized
 GAP_PIXELS = 4  # between images
 UNREADABLE_GREY = 160
 
@@ -84,13 +84,13 @@ def _read_resized(path: Path) -> tuple[np.ndarray | None, float]:
     if image is None:
         return None, 1.0
     longer_side = max(image.shape[:2])
-    scale = min(MAX_SIDE_PIXELS, max(longer_side, MIN_SIDE_PIXELS)) / longer_side
+    scale = min(MAX_TILE_PIXELS, max(longer_side, MIN_TILE_PIXELS)) / longer_side
     return (image if scale == 1 else resize(image, scale)), scale
 
 
 def draw_validation_images(images: Sequence[ValidationImage], kind: str) -> np.ndarray:
     """Return a grid of images with their boxes of one `kind`, each above its name; grey if it cannot be read."""
-    tile_width = max([MIN_SIDE_PIXELS, *(one.image.shape[1] for one in images if one.image is not None)])
+    tile_width = max([MIN_TILE_PIXELS, *(one.image.shape[1] for one in images if one.image is not None)])
     tiles = []
     for one in images:
         name = os.path.basename(one.path)

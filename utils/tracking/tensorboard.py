@@ -15,7 +15,7 @@ from utils.background import Background
 from utils.tracking.log_position import LogPosition
 from utils.tracking.tracker import FINISH_SECONDS, TENSORBOARD, Print, Tracker, axis_of
 
-POSITION_FILE = ".tensorboard.json"  # in the run folder
+TENSORBOARD_POSITION_FILE = ".tensorboard.json"  # in the run folder
 
 
 class TensorBoardTracker(Tracker):
@@ -25,7 +25,7 @@ class TensorBoardTracker(Tracker):
 
     def __init__(self, folder: Path, run: str, print_line: Print) -> None:
         super().__init__()
-        self.folder, self._position = folder, LogPosition(folder / POSITION_FILE, run)
+        self.folder, self._position = folder, LogPosition(folder / TENSORBOARD_POSITION_FILE, run)
         self._background = Background("TensorBoard has failed", print_line)
 
     @property

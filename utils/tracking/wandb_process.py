@@ -28,9 +28,9 @@ from filelock import FileLock, Timeout
 from utils.background import kill_children
 from utils.tracking.log_position import LogPosition
 
-POSITION_FILE = ".wandb.json"  # in the run folder
-LOCK_FILE = ".wandb.lock"  # in the run folder
-CONNECT_SECONDS = 30.0  # to reach the server, unless the variable WANDB_INIT_TIMEOUT gives another number
+WANDB_POSITION_FILE = ".wandb.json"  # in the run folder
+WANDB_LOCK_FILE = ".wandb.lock"  # in the run folder
+WANDB_CONNECT_SECONDS = 30.0  # to reach the server, unless the variable WANDB_INIT_TIMEOUT gives another number
 ORPHAN_SECONDS = 60.0  # to send what is left if the training process has died
 CLEANUP_SECONDS = 5.0  # that wandb has on exit to remove its temporary files
 EXAMPLE_PIXELS = 640  # longer side of an example image
@@ -77,7 +77,7 @@ class Session:
 
         self.wandb, self.folder, self.timeout = wandb, Path(folder) / "wandb", timeout
         # The W&B process of a training that was killed a moment ago may still be sending.
-        self.lock = FileLock(Path(folder) / LOCK_FILE, timeout=ORPHAN_SECONDS)
+        self.lock = FileLock(Path(folder) / WANDB_LOCK_FILE, timeout=ORPHAN_SECONDS)
         with suppress(Timeout, OSError, NotImplementedError):
             self.lock.acquire()
         settings = wandb.setup().settings
@@ -103,7 +103,7 @@ class Session:
             self.reply(f"W&B: {self.run.url}")
         for pattern, axis in axes:
             self.run.define_metric(pattern, step_metric=axis or None)
-        self.position = LogPosition(Path(folder) / POSITION_FILE, run["id"])
+        self.position = LogPosition(Path(folder) / WANDB_POSITION_FILE, run["id"])
 
     def _settings(self, pid: int, timeout: float) -> Any:
         """Return wandb's settings, without those that an older version does not have."""
@@ -194,7 +194,7 @@ class Session:
 
 def connect_timeout() -> float:
     """Return the seconds that wandb has to reach the server."""
-    return float(os.environ.get("WANDB_INIT_TIMEOUT") or CONNECT_SECONDS)
+    return float(os.environ.get("WANDB_INIT_TIMEOUT") or WANDB_CONNECT_SECONDS)
 
 
 def has_key(settings: Any) -> bool:

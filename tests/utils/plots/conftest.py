@@ -10,4 +10,4 @@ from utils.plots import validation_images
 @pytest.fixture(autouse=True)
 def small_images(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enlarge validation images to half of the usual size: easier numbers."""
-    monkeypatch.setattr(validation_images, "MIN_SIDE_PIXELS", 160)
+    monkeypatch.setattr(validation_images, "MIN_TILE_PIXELS", 160)

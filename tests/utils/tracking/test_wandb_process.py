@@ -66,6 +66,6 @@ def test_is_there_a_key(
 
 
 def test_the_time_to_reach_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert connect_timeout() == wandb_process.CONNECT_SECONDS
+    assert connect_timeout() == wandb_process.WANDB_CONNECT_SECONDS
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "7")
     assert connect_timeout() == 7
