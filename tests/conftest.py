@@ -56,7 +56,7 @@ def pytest_sessionstart() -> None:
 class RunScript(Protocol):
     """Starts a script of the repository as a user does; what it printed, both streams.
 
-    `launcher`: what stands before the script, python alone unless said. `plots`: with its pictures, which take longer
+    `launcher`: what stands before the script, python alone by default. `plots`: with its pictures, which take longer
     than such a run. `variables`: of the environment.
     """
 

@@ -46,17 +46,17 @@ def floats(folder: Path) -> Tensor:
 
 def same_curve(folder: Path, single: Path, losses: float = 1e-5, scores: float = 0.005, weights: float = 1e-5) -> None:
     """Losses and weights relative, scores absolute; everything else in results.csv but precision and recall equal."""
-    for found, expected in zip(rows(folder), rows(single), strict=True):
+    for actual, expected in zip(rows(folder), rows(single), strict=True):
         compared = [name for name in expected if name.startswith(("train/", "val/", "metrics/"))]
         assert {*LOSSES, *SCORES} <= {*compared} or compared == CLASSIFIED
         for name in compared:
             if name.startswith("metrics/") and name not in ("metrics/precision", "metrics/recall"):
-                assert found[name] == pytest.approx(expected[name], abs=scores), name
+                assert actual[name] == pytest.approx(expected[name], abs=scores), name
             elif name.endswith("loss"):
-                assert found[name] == pytest.approx(expected[name], rel=losses), name
+                assert actual[name] == pytest.approx(expected[name], rel=losses), name
         rest = [name for name in expected if name not in compared]
         assert rest == ["epoch", "x/lr0", "x/lr1", "x/lr2"]
-        assert [found[name] for name in rest] == [expected[name] for name in rest]
+        assert [actual[name] for name in rest] == [expected[name] for name in rest]
     gap = (floats(folder) - floats(single)).norm() / floats(single).norm()
     assert gap <= weights
 
@@ -71,8 +71,8 @@ def identical(folder: Path, other: Path) -> None:
     one, two = (state(run) for run in (folder, other))
     for part in ("model", "ema"):
         assert all(torch.equal(one[part][key], two[part][key]) for key in two[part]), part
-    for number, kept in two["optimizer"].items():
-        assert all(torch.equal(one["optimizer"][number][key], kept[key]) for key in kept), number
+    for number, expected in two["optimizer"].items():
+        assert all(torch.equal(one["optimizer"][number][key], expected[key]) for key in expected), number
     assert {**one["progress"], "summary": None} == {**two["progress"], "summary": None}
 
 
@@ -83,7 +83,7 @@ def state(folder: Path) -> dict[str, Any]:
     return content
 
 
-def refused(printed: str, said: str) -> None:
+def refused(printed: str, message: str) -> None:
     assert printed.count("error: ") == 1, printed
-    assert said in printed
+    assert message in printed
     assert 'train.py", line' not in printed  # no traceback of ours; a launcher adds one of its own

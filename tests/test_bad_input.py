@@ -195,10 +195,10 @@ def nothing(inputs: Inputs) -> None:
 
 @dataclass
 class Case:
-    """A row of the table: what is planted, and what is said. Flags may have {set}, the folder of the inputs."""
+    """A row of the table: what is planted, and the message. Flags may have {set}, the folder of the inputs."""
 
     plant: Callable[[Inputs], None]
-    said: str
+    message: str
     flags: str = ""
     code: int = 1
     script: str = "train"
@@ -425,7 +425,7 @@ def flags_of(case: Case, inputs: Inputs) -> list[str]:
 def run(
     inputs: Inputs, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[[Case], tuple[int, str]]]:
-    """Calls a script here, up to the training: all of its images are loaded then, once. Its exit code and words."""
+    """Calls a script here, up to the training: all of its images are loaded then, once. Its exit code and output."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
     def load_all(training: train.Training) -> None:
@@ -457,7 +457,7 @@ def test_an_error(name: str, inputs: Inputs, run: Callable[[Case], tuple[int, st
     sentence = printed.rstrip("\n")
     assert sentence.startswith("error: ")
     assert "\n" not in sentence
-    assert case.said.format(set=inputs.folder) in sentence
+    assert case.message.format(set=inputs.folder) in sentence
     assert not (inputs.folder.parent / "runs").exists()  # no run folder for a run that never began
 
 
@@ -469,7 +469,7 @@ def test_a_warning(name: str, inputs: Inputs, run: Callable[[Case], tuple[int, s
         code, printed = run(case)
     assert code == 0, printed
     warnings = [line for line in printed.splitlines() if line.startswith("warning: ")]
-    assert sum(case.said in warning for warning in warnings) == 1, printed
+    assert sum(case.message in warning for warning in warnings) == 1, printed
     assert "Traceback" not in printed
 
 
@@ -497,7 +497,7 @@ def test_an_error_on_two_processes(name: str, inputs: Inputs, run_script: RunScr
         printed = run_script(f"{case.script}.py", *flags_of(case, inputs), *many, fails=True, OMP_NUM_THREADS="1")
     assert printed.startswith("error: ")
     assert printed.count("\n") == 1
-    assert case.said.format(set=inputs.folder) in printed
+    assert case.message.format(set=inputs.folder) in printed
 
 
 @pytest.mark.parametrize("name", marked(WARNINGS))
@@ -506,7 +506,7 @@ def test_a_warning_on_two_processes(name: str, inputs: Inputs, run_script: RunSc
     case.plant(inputs)
     with untouched(inputs.folder):
         printed = run_script(f"{case.script}.py", *flags_of(case, inputs), "--processes", "2", OMP_NUM_THREADS="1")
-    assert printed.count(case.said) == 1
+    assert printed.count(case.message) == 1
     assert "Traceback" not in printed
 
 

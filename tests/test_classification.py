@@ -71,7 +71,7 @@ def alone(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return project / "exp"
 
 
-# One curve. Seen: losses within 5e-7, weights within 1e-7, scores equal.
+# One curve. Measured: losses within 5e-7, weights within 1e-7, scores equal.
 
 
 def test_the_columns(alone: Path) -> None:
@@ -122,7 +122,7 @@ def epoch_in_float64(flags: Sequence[str]) -> dict[str, Tensor]:
 
 
 def test_a_resnet_in_float64(on_processes: OnProcesses, flowers: Path, tmp_path: Path) -> None:
-    """Five steps of batches of 8. Seen: 2e-13."""
+    """Five steps of batches of 8. Measured: 2e-13."""
     what = ["--data", str(flowers), "--cfg", "resnet18.yaml", "--imgsz", "64", "--batch-size", "8", "--sync-bn"]
     flags = [*what, "--workers", "0", "--device", "cpu", "--noplots", "--project", str(tmp_path)]
     (single,) = on_processes(1, epoch_in_float64, flags)
@@ -207,7 +207,7 @@ def test_resume_looks_at_the_recipe(train: Train, run_script: RunScript, alone: 
 
 
 def test_fine_tuning_the_head_alone(train: Train, flowers: Path, alone: Path, tmp_path: Path) -> None:
-    """From weights of other classes: what fits is kept, what does not is named; nothing but the head learns."""
+    """From weights of other classes: what fits is taken, what does not is named; nothing but the head learns."""
     names = ["tulips", *FLOWERS[:4], "weeds"]  # another order, and one more
     spec = yaml.safe_load(flowers.read_text())
     (tmp_path / "six.yaml").write_text(yaml.safe_dump({**spec, "names": names}))
@@ -331,7 +331,7 @@ def test_the_built_in_job_learns(run_script: RunScript, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_its_defaults_are_taken(run_script: RunScript, tmp_path: Path) -> None:
-    """The data YAML's, and where it says nothing the task's; the command line goes before both."""
+    """The data YAML's, and without an entry there the task's; the command line goes before both."""
     what = ("--cfg", "resnet18", "--data", "data/shapes-cls.yaml", "--batch-size", "256", "--epochs", "1")
     run_script("train.py", *what, "--device", "cpu", "--noval", "--noplots", "--project", str(tmp_path))
     settings = yaml.safe_load((tmp_path / "exp" / "settings.yaml").read_text())
@@ -341,7 +341,7 @@ def test_its_defaults_are_taken(run_script: RunScript, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (("--cfg", "resnet43.yaml"), "model 'resnet43.yaml' is not a file"),
         pytest.param(("--data", "data/shapes.yaml"), "has no folders of images", marks=pytest.mark.long),
@@ -354,8 +354,8 @@ def test_its_defaults_are_taken(run_script: RunScript, tmp_path: Path) -> None:
         (("--weights", "yolov5n-cls.pt"), "yolov5n-cls.pt cannot be downloaded"),
     ],
 )
-def test_bad_input(flags: tuple[str, ...], said: str, train: Train, tmp_path: Path) -> None:
-    refused(train(tmp_path, *flags, fails=True), said)
+def test_bad_input(flags: tuple[str, ...], message: str, train: Train, tmp_path: Path) -> None:
+    refused(train(tmp_path, *flags, fails=True), message)
 
 
 @pytest.mark.gpu

@@ -45,7 +45,7 @@ def test_the_curve_of_one_process(
     photos: Path,
     tmp_path: Path,
 ) -> None:
-    """Asked for is 1e-3; seen: 2e-7. The weights are ordinary: val.py finds what training found. One W&B run only."""
+    """Required: 1e-3; measured: 2e-7. The weights are ordinary: val.py gets training's numbers. One W&B run only."""
     printed = fine_tune(tmp_path, "--sync-bn", launcher=by(name), DS_ACCELERATOR="cpu", WANDB_MODE="offline")
     assert f"2 processes under DeepSpeed ZeRO-{stage}, mixed precision no" in printed
     assert "WARNING" not in printed
@@ -63,7 +63,7 @@ def test_the_curve_of_one_process(
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["zero2_bf16", "zero3_bf16"])
 def test_bf16_stays_near(name: str, single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
-    """8 bits of fraction: losses within 2 % (seen: 0.2 %), and not those of fp32."""
+    """8 bits of fraction: losses within 2 % (measured: 0.2 %), and not those of fp32."""
     printed = fine_tune(tmp_path, "--sync-bn", launcher=by(name), DS_ACCELERATOR="cpu")
     assert "mixed precision bf16" in printed
     same_curve(tmp_path / "exp", single, losses=0.02, scores=0.02, weights=1e-3)
@@ -84,17 +84,17 @@ def test_it_ends_in_order_twenty_times(name: str, run_script: RunScript, drawn: 
 
 @needs_deepspeed
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [(("--comm-hook", "bf16"), "--comm-hook bf16 goes with DDP"), (("--mixed-precision", "fp16"), "take bf16 or no")],
 )
 def test_what_it_cannot_do(
     flags: tuple[str, ...],
-    said: str,
+    message: str,
     fine_tune: Callable[..., str],
     tmp_path: Path,
 ) -> None:
     printed = fine_tune(tmp_path, *flags, launcher=by("zero2"), fails=True, DS_ACCELERATOR="cpu")
-    refused(printed, said)
+    refused(printed, message)
     assert not (tmp_path / "exp").exists()
 
 

@@ -34,7 +34,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 SHARP = {"nbs": 16, "warmup_epochs": 0.0, "weight_decay": 0.01}
 
 
-# One curve. Asked for are 1e-3 for losses and weights; seen: 4e-7 and 1e-7, and equal scores.
+# One curve. Required: 1e-3 for losses and weights; measured: 4e-7 and 1e-7, and equal scores.
 
 
 def test_one_process_learns_something(single: Path) -> None:
@@ -191,7 +191,7 @@ def epoch_in_float64(flags: Sequence[str]) -> dict[str, Tensor]:
 
 
 def test_one_step_in_float64(on_processes: OnProcesses, flags: list[str], tmp_path: Path) -> None:
-    """Nothing may depend on the number of processes: a rate, a decay, a gain, the clipping. Seen: 6e-13.
+    """Nothing may depend on the number of processes: a rate, a decay, a gain, the clipping. Measured: 6e-13.
 
     The step comes after five batches, an epoch, for fewer than `nbs` images.
     """
@@ -287,7 +287,7 @@ def test_gradients_travel_once_per_optimizer_step(on_processes: OnProcesses, fla
 
 
 def validated(flags: Sequence[str]) -> tuple[list[int], int, dict[str, float], dict[str, float]]:
-    """The images that this process validated, how many it put through the model, and what all of them found."""
+    """The images that this process validated, how many it put through the model, and the metrics and losses of all."""
     training = train.assemble(flags)
     model, evaluate = training.steps.ema.model, training.evaluate
     images: list[int] = []
@@ -316,10 +316,10 @@ def test_every_image_is_validated_once(on_processes: OnProcesses, flags: list[st
     ((images, forwarded, metrics, losses),) = on_processes(1, validated, flags)
     assert (sorted(images), forwarded) == (list(range(VAL)), VAL)
     for count in (2, 4):
-        found = on_processes(count, validated, flags)
-        assert sorted(image for images, *_ in found for image in images) == list(range(VAL))
-        assert sorted(part for _, part, *_ in found) == {2: [15, 16], 4: [7, 8, 8, 8]}[count]
-        assert all(result[2:] == (metrics, losses) for result in found)
+        results = on_processes(count, validated, flags)
+        assert sorted(image for images, *_ in results for image in images) == list(range(VAL))
+        assert sorted(part for _, part, *_ in results) == {2: [15, 16], 4: [7, 8, 8, 8]}[count]
+        assert all(result[2:] == (metrics, losses) for result in results)
 
 
 def decided(flags: Sequence[str]) -> tuple[float, dict[str, float]]:
@@ -360,11 +360,11 @@ def test_all_start_from_the_main_processs_weights(on_processes: OnProcesses, fla
     assert all(torch.equal(own, other) for own, other in zip(first, second, strict=True))
 
 
-# One sentence where it cannot work
+# One sentence if it cannot work
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "said"),
+    ("flag", "value", "message"),
     [
         ("--batch-size", "7", "take 6 or 8"),
         ("--data", "nowhere.yaml", "nowhere.yaml"),
@@ -372,22 +372,22 @@ def test_all_start_from_the_main_processs_weights(on_processes: OnProcesses, fla
     ],
 )
 def test_one_sentence_from_two_processes(
-    flag: str, value: str, said: str, run_script: RunScript, flags: list[str]
+    flag: str, value: str, message: str, run_script: RunScript, flags: list[str]
 ) -> None:
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"))
-    refused(run_script("train.py", *flags, flag, value, "--name", "run", launcher=launcher, fails=True), said)
+    refused(run_script("train.py", *flags, flag, value, "--name", "run", launcher=launcher, fails=True), message)
 
 
 @pytest.mark.long
 def test_a_process_that_never_comes(run_script: RunScript, flags: list[str]) -> None:
     port = free_port()
-    for rank, said in ((0, "only 1 of 2 processes came to 127.0.0.1"), (1, "cannot be reached within 3 s")):
+    for rank, message in ((0, "only 1 of 2 processes came to 127.0.0.1"), (1, "cannot be reached within 3 s")):
         begun = time.monotonic()
         printed = run_script("train.py", *flags, "--dist-timeout", "3", fails=True, **by_hand(rank, port))
-        refused(printed, said)
+        refused(printed, message)
         assert len(printed.splitlines()) == 1
         assert port in printed
-        assert time.monotonic() - begun < 60  # seen: 8 s, most of it imports
+        assert time.monotonic() - begun < 60  # measured: 8 s, most of it imports
 
 
 def test_a_port_in_use(run_script: RunScript, flags: list[str]) -> None:
@@ -451,14 +451,14 @@ def test_a_cut_cable(hosts: tuple[str, str], fine_tune: Callable[..., str], tmp_
         for end in ends:
             printed, ended = end.result()
             refused(printed, "did not move, or could not be reached, for 8 s (--dist-timeout) while the others waited")
-            assert ended - cut < 60  # seen: 13 s
+            assert ended - cut < 60  # measured: 13 s
 
 
 @pytest.mark.long
 def test_a_longer_run_stays_as_close_as_two_threads_do(run_script: RunScript, drawn: Path, tmp_path: Path) -> None:
     """Rounding grows: from scratch, with AdamW, by 1e-7 in the first epoch and by some percent in the twentieth.
 
-    Between 1 and 2 processes by at most 3 times as much as between 1 and 2 threads (seen: 1.2 times).
+    Between 1 and 2 processes by at most 3 times as much as between 1 and 2 threads (measured: 1.2 times).
     """
     what = ("--data", str(drawn), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", "data/hyps/shapes.yaml")
     how = ("--optimizer", "AdamW", "--imgsz", "96", "--epochs", "20", "--batch-size", "8", "--workers", "1")

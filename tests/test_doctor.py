@@ -151,10 +151,10 @@ def test_what_differs_between_machines_is_named(
     other = ("bash", "-c", f'{sys.executable} {copy / "train.py"} "${{@:2}}"', "-")
     printed = both("--data", str(tmp_path / "other.yaml"), "--epochs", "7", ends=other, fails=True)
     assert [heads(text) for text in printed] == [1, 0]
-    found = errors(printed[0])
-    assert len(found) == 4, printed
+    messages = errors(printed[0])
+    assert len(messages) == 4, printed
     for error, what in zip(
-        found,
+        messages,
         [
             "the code in utils/training/ema.py differs",
             "the data (train) differs",
@@ -166,7 +166,7 @@ def test_what_differs_between_machines_is_named(
         assert what in error
         assert "rank 0 has " in error
         assert "rank 1 has " in error
-    assert "rank 1 has 27 files" in found[1]
+    assert "rank 1 has 27 files" in messages[1]
     assert not errors(printed[1])
 
 

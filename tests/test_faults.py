@@ -133,7 +133,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.long
 def test_a_full_disk(train: Train, run_script: RunScript, small_disk: Path) -> None:
-    """Training goes on; what could not be written is said at the end, and the state before is whole."""
+    """Training goes on; what could not be written is printed at the end, and the state before is whole."""
     printed = train(small_disk, fails=True)
     assert printed.count("warning: ") == 1
     assert f"{small_disk / 'exp' / 'checkpoint'} cannot be written now: No space left on device" in printed

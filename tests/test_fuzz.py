@@ -44,7 +44,7 @@ anything = st.recursive(
 
 
 def sentence_or(call: Callable[[], Any]) -> Any:
-    """What the call returns; None where it refuses."""
+    """What the call returns; None if it refuses."""
     with suppress(UserError):
         return call()
 
@@ -79,17 +79,17 @@ def test_label_files(content: bytes) -> None:
         (folder / "labels").mkdir()
         Image.new("RGB", (20, 20)).save(folder / "images/a.png")
         (folder / "labels/a.txt").write_bytes(content)
-        found = scan_image(folder / "images/a.png")
-    assert found.size == (20, 20)
-    assert found.rows.shape[1:] == (5,)
-    assert np.isfinite(found.rows).all()
-    classes, centres, sides = found.rows[:, 0], found.rows[:, 1:3], found.rows[:, 3:]
+        labels = scan_image(folder / "images/a.png")
+    assert labels.size == (20, 20)
+    assert labels.rows.shape[1:] == (5,)
+    assert np.isfinite(labels.rows).all()
+    classes, centres, sides = labels.rows[:, 0], labels.rows[:, 1:3], labels.rows[:, 3:]
     assert (classes >= 0).all()
     assert (classes == classes.round()).all()
     assert (centres >= -2 * COORDINATE_TOLERANCE).all()
     assert (centres <= 1 + 2 * COORDINATE_TOLERANCE).all()
     assert (sides >= 0).all()
-    assert all("a.txt" in problem and problem.count("\n") == 0 for problem in found.problems)
+    assert all("a.txt" in problem and problem.count("\n") == 0 for problem in labels.problems)
 
 
 # Data sets
@@ -128,15 +128,15 @@ def test_data_sets(content: Any, listed: str) -> None:
         (folder / "bad.txt").write_text(listed, errors="replace")
         (folder / "list.txt").write_text("images/a.jpg\n")
         spec = sentence_or(lambda: read_spec(write(folder, content)))
-        found = spec and sentence_or(lambda: spec.listing("train"))
+        listing = spec and sentence_or(lambda: spec.listing("train"))
         if spec:
             assert spec.names or content.get("names") is None
             for kind in (dataset_class(entry.data) for entry in TASKS.values()):
                 sentence_or(lambda kind=kind: kind.class_names(spec, False))
                 sentence_or(lambda kind=kind: kind.files(spec))
             assert all(isinstance(name, str) for name in spec.names.values())
-        if found:
-            assert found.images
+        if listing:
+            assert listing.images
 
 
 # Hyperparameters

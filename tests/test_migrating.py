@@ -226,8 +226,8 @@ def test_the_curve_with_them_all(habit: tuple[str, ...], run_script: RunScript, 
     )
     more = ("--multi-scale", "--image_weights", "--close_mosaic=1", "--cache=val", "--project", str(tmp_path))
     printed = run_script("train.py", *flags, *more, "--name=one")
-    for said in ("--image-weights: ", "--multi-scale: each batch at one of ", "--close-mosaic 1: ", "--cache "):
-        assert said in printed
+    for message in ("--image-weights: ", "--multi-scale: each batch at one of ", "--close-mosaic 1: ", "--cache "):
+        assert message in printed
     run_script("train.py", *flags, *more, "--name=two", "--processes=2", OMP_NUM_THREADS="1")
     same_curve(tmp_path / "two", tmp_path / "one")
     best = ("--weights", str(tmp_path / "one" / "weights" / "best.pt"), "--imgsz=64", "--device=cpu", "--workers=0")

@@ -184,7 +184,7 @@ def test_on_other_processes(train: Train, straight: Path, tmp_path: Path) -> Non
 def test_two_machines_without_a_shared_disk(
     hosts: tuple[str, str], train: Train, straight_on_two: Path, tmp_path: Path
 ) -> None:
-    """The second one is told to stop, keeps nothing, and goes on from what the first one has."""
+    """The second one is made to stop, saves nothing, and goes on from what the first one has."""
 
     def on_both(*flags: str, **how: Any) -> list[str]:
         def machine(rank: int) -> str:
@@ -231,9 +231,9 @@ def test_a_finished_run(train: Train, straight: Path, tmp_path: Path) -> None:
     """It is left alone, or made longer; what would break it is named."""
     shutil.copytree(straight, tmp_path / "exp")
     with untouched(tmp_path):
-        said = f"{tmp_path / 'exp'} is finished: nothing to resume"
-        assert said in train(tmp_path, "--resume", "auto")
-        assert said in train(tmp_path, "--resume", str(tmp_path / "exp" / "weights" / "best.pt"))
+        message = f"{tmp_path / 'exp'} is finished: nothing to resume"
+        assert message in train(tmp_path, "--resume", "auto")
+        assert message in train(tmp_path, "--resume", str(tmp_path / "exp" / "weights" / "best.pt"))
         refused(train(tmp_path, "--resume", "--batch-size", "8", fails=True), "--batch-size is 8 now, and")
         refused(train(tmp_path, "--resume", "--epochs", "5", "--imgsz", "96", fails=True), "--imgsz is 96 now")
         data = yaml.safe_load((straight / "settings.yaml").read_text())["data"]

@@ -145,8 +145,8 @@ def test_the_agent_starts_a_trial_under_accelerate(trial: Trial) -> None:
 def test_the_agent_tells_a_trial_which_it_is(trial: Trial, tmp_path: Path) -> None:
     variables = trial.variables
     assert (variables["WANDB_SWEEP_ID"], variables["WANDB_RUN_ID"]) == ("sweep1", "trial1")
-    told = read_yaml(Path(variables["WANDB_SWEEP_PARAM_PATH"]))
-    assert {name: value["value"] for name, value in told.items() if name != "wandb_version"} == {
+    parameters = read_yaml(Path(variables["WANDB_SWEEP_PARAM_PATH"]))
+    assert {name: value["value"] for name, value in parameters.items() if name != "wandb_version"} == {
         name: middle(parameter) for name, parameter in sweep()["parameters"].items()
     }
 
@@ -160,8 +160,8 @@ def test_a_whole_trial(trial: Trial, small_data: Path, run_script: RunScript, tm
     what = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--imgsz", "64", "--batch-size", "4")
     how = ("--epochs", "1", "--workers", "1", "--device", "cpu", "--noautoanchor", "--project", str(tmp_path / "runs"))
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # of an activated environment
-    told = {name: value for name, value in trial.variables.items() if name.startswith("WANDB_")}
-    own = {**told, "WANDB_MODE": "disabled", "PATH": path, "OMP_NUM_THREADS": "1"}
+    wandb_variables = {name: value for name, value in trial.variables.items() if name.startswith("WANDB_")}
+    own = {**wandb_variables, "WANDB_MODE": "disabled", "PATH": path, "OMP_NUM_THREADS": "1"}
     run_script("train.py", *command[at + 1 :], *what, *how, launcher=command[:at], **own)
     settings = read_yaml(tmp_path / "runs" / "exp" / "settings.yaml")
     for name, parameter in sweep()["parameters"].items():

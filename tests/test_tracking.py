@@ -108,11 +108,11 @@ def test_its_config(tracked: tuple[Path, str]) -> None:
 def test_its_epochs_are_the_rows_of_results_csv(tracked: tuple[Path, str]) -> None:
     folder, _ = tracked
     run = only(folder)
-    for found, expected in zip(epochs(run), rows(folder), strict=True):
-        assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-8)
-        assert {f"class/{kind}/disc" for kind in ("AP", "AP50")} <= {*found}
-        assert found["epoch/validation_seconds"] > 0
-        assert 0 <= found["epoch/data_wait"] <= 1
+    for actual, expected in zip(epochs(run), rows(folder), strict=True):
+        assert {key: actual[key] for key in expected} == pytest.approx(expected, rel=1e-8)
+        assert {f"class/{kind}/disc" for kind in ("AP", "AP50")} <= {*actual}
+        assert actual["epoch/validation_seconds"] > 0
+        assert 0 <= actual["epoch/data_wait"] <= 1
     best = max(rows(folder), key=lambda row: 0.1 * row["metrics/mAP_0.5"] + 0.9 * row["metrics/mAP_0.5:0.95"])
     for name in ("mAP_0.5", "mAP_0.5:0.95", "precision", "recall"):
         assert run.summary[f"best/{name}"] == pytest.approx(best[f"metrics/{name}"], rel=1e-8)
@@ -158,10 +158,10 @@ def test_its_pictures(tracked: tuple[Path, str]) -> None:
 def test_its_artifacts(tracked: tuple[Path, str]) -> None:
     folder, _ = tracked
     run = only(folder)
-    found = [(artifact.type, {*artifact.aliases}) for artifact in run.artifacts]
-    assert found[0] == ("dataset", {"latest"})
-    assert ("model", {"latest", "epoch-1", "best"}) in found or ("model", {"latest", "epoch-1"}) in found
-    assert any("best" in aliases for kind, aliases in found if kind == "model")
+    logged = [(artifact.type, {*artifact.aliases}) for artifact in run.artifacts]
+    assert logged[0] == ("dataset", {"latest"})
+    assert ("model", {"latest", "epoch-1", "best"}) in logged or ("model", {"latest", "epoch-1"}) in logged
+    assert any("best" in aliases for kind, aliases in logged if kind == "model")
     contents = run.artifacts[0].manifest.contents
     assert (
         sum(entry.ref.startswith("file://") for entry in contents) == 2 * 36
@@ -215,8 +215,8 @@ def test_a_killed_run_goes_on_in_the_same_run(train: Train, run_script: RunScrip
     assert [part.code for part in parts] == [1, 1, 0]
     logged = [row for part in parts for row in part.rows]
     assert [row["step"] for row in logged if "step" in row] == list(range(1, 9))
-    for found, expected in zip((row for row in logged if "train/box_loss" in row), rows(plain), strict=True):
-        assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-8)
+    for actual, expected in zip((row for row in logged if "train/box_loss" in row), rows(plain), strict=True):
+        assert {key: actual[key] for key in expected} == pytest.approx(expected, rel=1e-8)
     events = tensorboard(tmp_path / "exp")
     assert [event.step for event in events.Scalars("step/lr0")] == list(range(1, 9))
     assert [event.step for event in events.Scalars("val/box_loss")] == [4, 8]
@@ -265,8 +265,8 @@ def test_online_and_killed_and_online_again(train: Train, run_script: RunScript,
     assert server.runs == {name}
     assert server.config["epochs"]["value"] == 2
     assert [row["step"] for row in server.rows if "step" in row] == list(range(1, 9))
-    for found, expected in zip((row for row in server.rows if "train/box_loss" in row), rows(plain), strict=True):
-        assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-8)
+    for actual, expected in zip((row for row in server.rows if "train/box_loss" in row), rows(plain), strict=True):
+        assert {key: actual[key] for key in expected} == pytest.approx(expected, rel=1e-8)
     assert any(file.startswith("media/images/examples/") for file in server.files)
     assert server.code == 0
 

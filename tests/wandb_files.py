@@ -107,10 +107,10 @@ def one_run(folder: Path) -> None:
 
     pytest.importorskip("wandb")
     (file,) = runs(folder)
-    found = read(file)
-    epochs = [row for row in found.rows if "train/box_loss" in row]
+    logged = read(file)
+    epochs = [row for row in logged.rows if "train/box_loss" in row]
     for row, expected in zip(epochs, rows(folder), strict=True):
         assert {key: row[key] for key in expected} == pytest.approx(expected, rel=1e-8)
-    steps = found.column("step")
+    steps = logged.column("step")
     assert steps == sorted(set(steps))
-    assert found.code == 0
+    assert logged.code == 0
