@@ -1,4 +1,4 @@
-"""Fine-tune the official nano on blood cells and set the result beside YOLOv5's own on the same split.
+"""Fine-tune the official nano on blood cells and compare the result with YOLOv5's on the same split.
 
     python -m benchmarks.accuracy [--folder ../shared/data/bccd] [--weights ../shared/weights/yolov5n.pt] [--seeds 0 1]
 
@@ -24,7 +24,7 @@ YOLOV5 = {0: (0.760, 0.425), 1: (0.810, 0.448)}
 
 
 def fine_tune(folder: Path, weights: Path, seed: int, project: Path, extra: list[str]) -> tuple[float, float, float]:
-    """mAP50 and mAP50-95 of the last epoch, and the seconds that the whole command took."""
+    """Train; return mAP50 and mAP50-95 of the last epoch, and the seconds that the whole command took."""
     data = project / "bccd.yaml"
     names = {0: "RBC", 1: "WBC", 2: "Platelets"}
     splits = {split: f"images/{split}" for split in ("train", "val")}
@@ -46,15 +46,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=sorted(YOLOV5))
     options, extra = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as project:
-        found = {
+        outcomes = {
             seed: fine_tune(options.folder, options.weights.resolve(), seed, Path(project), extra)
             for seed in options.seeds
         }
     print(f"{'seed':>6} {'mAP50':>8} {'mAP50-95':>9} {'YOLOv5':>8} {'':>8} {'seconds':>8}")
-    for seed, (map50, map50_95, seconds) in found.items():
+    for seed, (map50, map50_95, seconds) in outcomes.items():
         theirs = YOLOV5.get(seed, (float("nan"), float("nan")))
         print(f"{seed:>6} {map50:8.3f} {map50_95:9.3f} {theirs[0]:8.3f} {theirs[1]:8.3f} {seconds:8.0f}")
-    means = [sum(column) / len(found) for column in list(zip(*found.values(), strict=True))[:2]]
+    means = [sum(column) / len(outcomes) for column in list(zip(*outcomes.values(), strict=True))[:2]]
     print(f"{'mean':>6} {means[0]:8.3f} {means[1]:9.3f} {0.785:8.3f} {0.437:8.3f}")
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.folding --weights yolov5n.pt --photos ../datasets/coco128/images/train2017 [--count 32]
 
-Raw maps are compared, and the detections at confidence 0.25. Half precision is computed on CUDA where there is one,
-else on the CPU, whose kernels for it are slow: then only its agreement is told.
+Raw maps are compared, and the detections at confidence 0.25. Half precision is computed on CUDA if there is a device,
+else on the CPU, whose kernels for it are slow: its time is not printed then.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ def seconds(model: nn.Module, inputs: list[Tensor]) -> float:
     return time.perf_counter() - since
 
 
-def gap(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Largest difference of raw maps over the largest number in them."""
-    return max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
+def gap(outputs: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest difference of raw maps over the largest number in them."""
+    return max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(outputs, expected, strict=True))
 
 
-def paired(found: np.ndarray, expected: np.ndarray) -> tuple[int, float, float]:
-    """How many detections have no partner of their class within 3 pixels; largest difference of the others'
-    confidences, and of their corners, in pixels."""
-    left, alone, confidences, corners = list(range(len(expected))), 0, [0.0], [0.0]
-    for row in found:
-        near = [k for k in left if expected[k, 5] == row[5] and np.abs(expected[k, :4] - row[:4]).max() < 3]
+def paired(rows: np.ndarray, expected: np.ndarray) -> tuple[int, float, float]:
+    """Return how many detections have no partner of their class within 3 pixels, and for the others the largest
+    difference of confidences, and of corners in pixels."""
+    unused, unpaired, confidences, corners = list(range(len(expected))), 0, [0.0], [0.0]
+    for row in rows:
+        near = [k for k in unused if expected[k, 5] == row[5] and np.abs(expected[k, :4] - row[:4]).max() < 3]
         if not near:
-            alone += 1
+            unpaired += 1
             continue
         best = min(near, key=lambda k: np.abs(expected[k, :5] - row[:5]).max())
-        left.remove(best)
+        unused.remove(best)
         confidences.append(abs(float(expected[best, 4] - row[4])))
         corners.append(float(np.abs(expected[best, :4] - row[:4]).max()))
-    return alone + len(left), max(confidences), max(corners)
+    return unpaired + len(unused), max(confidences), max(corners)
 
 
 @torch.inference_mode()
@@ -73,38 +73,39 @@ def main() -> None:
     parser.add_argument("--photos", required=True)
     parser.add_argument("--count", type=int, default=32)
     parser.add_argument("--device", default="")
-    given = parser.parse_args()
-    device = one_device(given.device)
-    predictor = Predictor(given.weights, device=given.device)
-    content = read_weights(Path(given.weights))
+    options = parser.parse_args()
+    device = one_device(options.device)
+    predictor = Predictor(options.weights, device=options.device)
+    content = read_weights(Path(options.weights))
     kind = TASKS["detect"].load()
     task = kind(predictor.names, kind.recipe())
-    (plain,) = load_models(task, {given.weights: content}, 640, given.weights)
+    (plain,) = load_models(task, {options.weights: content}, 640, options.weights)
     postprocess = task.postprocess(plain, Thresholds(0.25, 0.45, 1000, one_class=True))
     plain = plain.to(device, memory_format=layout(device)).eval()
     forms = {"folded": fuse(plain), "folded, half": halve(fuse(plain))}
-    paths = [Path(item.name) for item in find_media(given.photos)][: given.count]
+    paths = [Path(item.name) for item in find_media(options.photos)][: options.count]
     batches = [predictor.data.collate([predictor.item(read_image(path), str(path))]).to(device) for path in paths]
     inputs = [task.inputs(batch) for batch in batches]
     views = [postprocess.views(plain, images, False) for images in inputs]
     expected = [view[0].outputs for view in views]
-    found = {"plain": [postprocess(view, batch)[0].array for view, batch in zip(views, batches, strict=True)]}
+    detections = {"plain": [postprocess(view, batch)[0].array for view, batch in zip(views, batches, strict=True)]}
     for name, model in forms.items():
-        own = [images.half() if "half" in name else images for images in inputs]
-        views = [postprocess.views(model, images, False) for images in own]
+        typed_inputs = [images.half() if "half" in name else images for images in inputs]
+        views = [postprocess.views(model, images, False) for images in typed_inputs]
         outputs = [view[0].outputs for view in views]
         largest = max(gap(o, e) for o, e in zip(outputs, expected, strict=True))
-        found[name] = [postprocess(view, batch)[0].array for view, batch in zip(views, batches, strict=True)]
-        alone, confidence, corner = zip(*map(paired, found[name], found["plain"]), strict=True)
+        detections[name] = [postprocess(view, batch)[0].array for view, batch in zip(views, batches, strict=True)]
+        unpaired, confidence, corner = zip(*map(paired, detections[name], detections["plain"]), strict=True)
+        count = sum(map(len, detections[name]))
         print(
-            f"{name}: raw maps within {largest:.1e} of the largest number; {sum(map(len, found[name]))} detections of "
-            f"{len(paths)} photos, {sum(alone)} without a partner, confidences within {max(confidence):.1e}, corners "
-            f"within {max(corner):.2g} pixels"
+            f"{name}: raw maps within {largest:.1e} of the largest number; {count} detections of {len(paths)} photos, "
+            f"{sum(unpaired)} without a partner, confidences within {max(confidence):.1e}, "
+            f"corners within {max(corner):.2g} pixels"
         )
         if "half" in name and device.type != "cuda":
             continue
-        ratios = [seconds(plain, inputs) / seconds(model, own) for _ in range(ROUNDS)]
-        print(f"{name}: {statistics.median(ratios):.2f} times as fast as plain (median of {ROUNDS} turns)")
+        ratios = [seconds(plain, inputs) / seconds(model, typed_inputs) for _ in range(ROUNDS)]
+        print(f"{name}: {statistics.median(ratios):.2f} times as fast as plain (median of {ROUNDS} rounds)")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m benchmarks.memory --data ../datasets/coco128 [--processes 2] [--workers 4] [--imgsz 640]
 
-Each process goes through all photos once, so that every image was read by some loader process; then the proportional
-set sizes of all processes are added up. The difference should be the decoded images, once.
+Each process reads all photos once, so that every image is read by some loader process; then the proportional set sizes
+of all processes are added up. The difference should be the decoded images, once.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--imgsz", type=int, default=640)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     for cache in ("", "ram"):
-        if not spawn(functools.partial(measure, given, cache), given.processes):
-            measure(given, cache)
+        if not spawn(functools.partial(measure, arguments, cache), arguments.processes):
+            measure(arguments, cache)
 
 
-def measure(given: argparse.Namespace, cache: str) -> None:
+def measure(arguments: argparse.Namespace, cache: str) -> None:
     """Run on each process; the main one prints."""
     collectives = Collectives(start("cpu", "no", 300.0))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "data.yaml"
-        file.write_text(yaml.safe_dump({"path": str(given.data.resolve()), "train": "images", "nc": 80}))
-        options = DataOptions(workers=given.workers, cache=cache)
-        data = DetectionData(read_spec(file), imgsz=given.imgsz, stride=32, options=options)
+        file.write_text(yaml.safe_dump({"path": str(arguments.data.resolve()), "train": "images", "nc": 80}))
+        options = DataOptions(workers=arguments.workers, cache=cache)
+        data = DetectionData(read_spec(file), imgsz=arguments.imgsz, stride=32, options=options)
         split = data.split("train")
     hyp = Hyperparameters(mosaic=0.0)
     loader = data.train_loader(split, batch_size=8, hyp=hyp, seed=0)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.pictures [--data ../shared/data/coco128] [--classes 1 3 80] [--keep FOLDER]
 
-The text files are made up: 100 epochs, curves of 200 points, 5000 training boxes; the validation boxes are the labels
-of 48 of COCO's photos, and predictions near them. --keep leaves all in FOLDER, to look at the pictures.
+The text files are synthetic: 100 epochs, curves of 200 points, 5000 training boxes; the validation boxes are the labels
+of 48 of COCO's photos, and predictions near them. --keep keeps all in FOLDER, to view the pictures.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "coco128")
     parser.add_argument("--classes", type=int, nargs="+", default=[1, 3, 80])
     parser.add_argument("--keep", type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as made_up:
-        folders = {count: (given.keep or Path(made_up)) / f"classes{count}" for count in given.classes}
+        folders = {count: (options.keep or Path(made_up)) / f"classes{count}" for count in options.classes}
         for count, folder in folders.items():
-            write_documents(folder, count, given.data)
+            write_documents(folder, count, options.data)
         with chart_style():  # imports matplotlib
             pass
-        next(iter(PICTURES.values())).draw(Documents(folders[given.classes[0]]))
+        next(iter(PICTURES.values())).draw(Documents(folders[options.classes[0]]))
         rows = {name: [seconds(name, folder) for folder in folders.values()] for name in PICTURES}
         rows["all of these"] = [sum(column) for column in zip(*rows.values(), strict=True)]
         rows["start of the command"] = [child("--help")] * len(folders)
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def seconds(name: str, folder: Path) -> float:
-    """What one picture takes, with reading and writing."""
+    """Return the CPU-seconds of one picture, with reading and writing."""
     before = time.process_time()
     picture = PICTURES[name].draw(Documents(folder))
     if picture is not None:
@@ -72,7 +72,7 @@ def seconds(name: str, folder: Path) -> float:
 
 
 def child(*flags: str) -> float:
-    """What the command takes in a process of its own, as training starts it."""
+    """Return the CPU-seconds of the command in a separate process, as training starts it."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "utils.plots", *flags]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL)
@@ -81,13 +81,13 @@ def child(*flags: str) -> float:
 
 
 def write_documents(folder: Path, count: int, data: Path) -> None:
-    """All text files of a run with `count` classes."""
+    """Write all text files of a run with `count` classes."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(count)
     names = list(yaml.safe_load((ROOT / "data" / "coco128.yaml").read_text())["names"].values())[:count]
     if count > 1:
         names[1] = LONG
-    peaks = np.sort(rng.beta(6, 3, count))[::-1]  # how well each class is found
+    peaks = np.sort(rng.beta(6, 3, count))[::-1]  # how well each class is detected
     documents: dict[str, tuple[Row, Iterator[Row]]] = {
         "results.csv": (results_head(), results(rng)),
         "confusion_matrix.csv": (("true \\ predicted", *names, "background"), confusion(rng, names, peaks)),
@@ -112,11 +112,11 @@ def results_head() -> Row:
 def results(rng: np.random.Generator) -> Iterator[Row]:
     for epoch in range(EPOCHS):
         losses = (np.array((0.045, 0.03, 0.02)) + 0.08 * np.exp(-epoch / 15)) * rng.normal(1, 0.01, 3)
-        found = [peak / (1 + np.exp(-(epoch - 12) / 6)) * rng.normal(1, 0.03) for peak in METRICS.values()]
+        metrics = [peak / (1 + np.exp(-(epoch - 12) / 6)) * rng.normal(1, 0.03) for peak in METRICS.values()]
         val = losses * 0.9 * rng.normal(1, 0.03, 3) + 0.00005 * epoch
         rate = 0.01 * (1 - 0.99 * epoch / EPOCHS)
         rates = (max(rate, 0.1 - 0.03 * epoch), min(rate, 0.003 * epoch), min(rate, 0.003 * epoch))
-        yield (epoch, *losses, *found, *val, *rates)
+        yield (epoch, *losses, *metrics, *val, *rates)
 
 
 def confusion(rng: np.random.Generator, names: list[str], peaks: np.ndarray) -> Iterator[Row]:
@@ -174,11 +174,11 @@ def boxes(rng: np.random.Generator, names: list[str]) -> Iterator[Row]:
 def val_boxes(rng: np.random.Generator, names: list[str], data: Path) -> Iterator[Row]:
     for file in sorted((data / "images").rglob("*.jpg"))[:DRAWN_IMAGES]:
         rows = data / "labels" / file.relative_to(data / "images").with_suffix(".txt")
-        found = [row for row in np.loadtxt(rows, ndmin=2) if row[0] < len(names)] if rows.is_file() else []
-        if not found:
+        labels = [row for row in np.loadtxt(rows, ndmin=2) if row[0] < len(names)] if rows.is_file() else []
+        if not labels:
             yield (file, "image", *[""] * 6)
         height, width = cv2.imread(str(file)).shape[:2]
-        for k, *box in found:
+        for k, *box in labels:
             centre, side = np.array(box).reshape(2, 2) * (width, height)
             yield (file, "label", names[int(k)], "", *(centre - side / 2), *(centre + side / 2))
             if rng.random() < 0.8:

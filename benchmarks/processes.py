@@ -29,7 +29,7 @@ SHARED = ROOT.parent / "shared"
 
 
 class Outcome(NamedTuple):
-    """What a launch left behind."""
+    """The results of one launch."""
 
     rows: list[dict[str, float]]
     weights: Tensor
@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
 
 
 def photos(folder: Path, project: Path) -> Path:
-    """A data YAML that trains and validates on all photos of `folder`, labelled with COCO's classes."""
+    """Write a data YAML that trains and validates on all photos of `folder`, labelled with COCO's classes."""
     names = yaml.safe_load((ROOT / "data" / "coco128.yaml").read_text(encoding="utf-8"))["names"]
     file = project / "photos.yaml"
     file.write_text(yaml.safe_dump({"path": str(folder), "train": "images", "val": "images", "names": names}))
@@ -54,9 +54,9 @@ def launch(name: str, flags: Sequence[str], threads: int, project: Path) -> Outc
 
 
 def line(title: str, outcome: Outcome, first: Outcome) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
     pairs = list(zip(outcome.rows, first.rows, strict=True))
-    losses = [abs(own[key] / other[key] - 1) for own, other in pairs for key in own if "loss" in key]
+    losses = [abs(row[key] / other[key] - 1) for row, other in pairs for key in row if "loss" in key]
     score = abs(outcome.rows[-1]["metrics/mAP_0.5"] - first.rows[-1]["metrics/mAP_0.5"])
     weights = (outcome.weights - first.weights).norm() / first.weights.norm()
     return f"{title:<32} {max(losses):9.1e} {score:9.1e} {weights:9.1e} {outcome.rate:9.0f}"

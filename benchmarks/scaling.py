@@ -38,7 +38,7 @@ MB, MS = 1e6, 1e-3
 
 @dataclass(frozen=True)
 class Layer:
-    """A convolution, or a layer without: what its gradients weigh and what it computes."""
+    """A layer with parameters: the size of its gradients, and the operations of a convolution."""
 
     shapes: tuple[torch.Size, ...]  # of its parameters
     work: float  # operations forward for an image
@@ -50,7 +50,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """A model as far as scaling asks; layers in the order of the forward pass."""
+    """What scaling needs of a model; layers in the order of the forward pass."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -66,32 +66,32 @@ class Model:
 
     @property
     def powersgd(self) -> int:
-        """Bytes that PowerSGD makes of the gradients: two thin factors of each matrix that this halves at least."""
+        """Return the bytes of the gradients under PowerSGD: two thin factors of each matrix that it halves."""
         return sum(thin(shape) for layer in self.layers for shape in layer.shapes)
 
 
 def thin(shape: torch.Size) -> int:
-    """Bytes of a gradient under PowerSGD: torch's rule."""
+    """Return the bytes of a gradient under PowerSGD, by torch's rule."""
     rows, columns = shape[0], shape.numel() // shape[0]
     factors = POWERSGD_RANK * (rows + columns)
     return 4 * (factors if 2 * factors < rows * columns else rows * columns)
 
 
 def read(size: str) -> Model:
-    """The model as it is built here, without memory, and one pass of an image through it."""
+    """Return a model as it is built here: on the meta device, with one image passed through."""
     layers: list[Layer] = []
 
-    def saw(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         shapes = tuple(parameter.shape for parameter in module.parameters(recurse=False))
-        places = output.shape[2] * output.shape[3]
-        work = 2 * module.weight.numel() * places if isinstance(module, nn.Conv2d) else 0
+        cells = output.shape[2] * output.shape[3]
+        work = 2 * module.weight.numel() * cells if isinstance(module, nn.Conv2d) else 0
         layers.append(Layer(shapes, work))
 
     with torch.device("meta"):
         model = build_model(f"yolov5{size}.yaml")
         for module in model.modules():
             if next(module.parameters(recurse=False), None) is not None:
-                module.register_forward_hook(saw)
+                module.register_forward_hook(record)
         model(torch.zeros(1, 3, IMGSZ, IMGSZ))
     norms = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
     return Model(f"yolov5{size}", tuple(layers), norms)
@@ -99,7 +99,7 @@ def read(size: str) -> Model:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines and what is between their GPUs. `gbit`: of each machine's link; `flat`: one ring through all GPUs."""
+    """Machines and the links between their GPUs. `gbit`: of each machine's link; `flat`: one ring through all GPUs."""
 
     gpus: int
     inside: str = "NVLink"
@@ -115,7 +115,7 @@ class Cluster:
         return NEAR if self.machines == 1 else FAR
 
     def seconds(self, size: float) -> float:
-        """Of the all-reduce of so many bytes."""
+        """Return the seconds of an all-reduce of `size` bytes."""
         link, bus = self.gbit * 1e9 / 8, IN_MACHINE[self.inside]
         if self.flat:
             return ring(self.gpus) * size / min(link, bus) + self.latency
@@ -124,13 +124,13 @@ class Cluster:
 
 
 def ring(count: int) -> float:
-    """What of its bytes each of so many sends in a ring all-reduce."""
+    """Return the share of its bytes that each of `count` processes sends in a ring all-reduce."""
     return 2 * (count - 1) / count
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained how. `share`: the bytes that travel of each of the gradients' (bf16: half)."""
+    """What is trained, and how. `share`: of the gradients' bytes, those that are sent (bf16: half)."""
 
     model: Model
     rate: float  # operations a second of a GPU
@@ -139,19 +139,19 @@ class Job:
     nbs: int = Hyperparameters().nbs
 
     def batches(self, gpus: int) -> int:
-        """How many make an optimizer step."""
+        """Return the number of batches per optimizer step."""
         return Hyperparameters(nbs=self.nbs).accumulation(self.per_gpu * gpus)
 
     @property
     def batch(self) -> float:
-        """Seconds that a GPU computes for its part of a batch: backward is twice the forward pass."""
+        """Return the seconds that a GPU computes for its part of a batch: backward is twice the forward pass."""
         return 3 * self.model.work * self.per_gpu / self.rate
 
     def waiting(self, cluster: Cluster) -> float:
-        """Seconds by which the gradients arrive after the backward pass.
+        """Return the seconds by which the gradients arrive after the backward pass.
 
-        A bucket leaves when its last gradient is there and the bucket before has arrived; gradients come in the reverse
-        order of the layers.
+        A bucket is sent once its last gradient is computed and the bucket before it has arrived; gradients come in the
+        reverse order of the layers.
         """
         done, sent, bucket, clock = 0.0, 0, 0, 0.0
         for layer in reversed(self.model.layers):
@@ -163,7 +163,7 @@ class Job:
         return max(clock - done, 0.0)
 
     def efficiency(self, cluster: Cluster) -> float:
-        """Images a second of each GPU in the cluster over those of a GPU alone."""
+        """Return the images per second of each GPU in the cluster over those of a single GPU."""
         if cluster.gpus == 1:
             return 1.0
         batches = self.batches(cluster.gpus)
@@ -173,7 +173,7 @@ class Job:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print it as Markdown."""
+    """Print a table as Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     print("", *(f"| {' | '.join(line)} |" for line in lines), sep="\n")
 
@@ -196,7 +196,7 @@ def main() -> None:
 
 
 def steps(jobs: Sequence[Job]) -> None:
-    """What is computed and sent for a step."""
+    """Print what is computed and sent for a step."""
     head = ["model", "parameters, M", "GFLOP forward", "BatchNorms", "computing, ms"]
     head += ["gradients, MB", "bf16", "powersgd", "1 of 8 sends"]
     rows = []
@@ -209,24 +209,24 @@ def steps(jobs: Sequence[Job]) -> None:
 
 
 def clusters(jobs: Sequence[Job]) -> None:
-    """Efficiency on 8 and on 64 GPUs."""
+    """Print the efficiency on 8 and on 64 GPUs."""
     rows = []
     for job in jobs:
         half, fast = replace(job, share=0.5), replace(job, rate=2 * job.rate)
-        found = [job.efficiency(Cluster(GPUS)), job.efficiency(Cluster(GPUS, "PCIe"))]
-        found += [half.efficiency(Cluster(GPUS, "PCIe"))]
-        found += [job.efficiency(Cluster(64, gbit=gbit)) for gbit in GBIT]
-        found += [half.efficiency(Cluster(64, gbit=gbit)) for gbit in GBIT[:2]]
-        found += [job.efficiency(Cluster(64, gbit=gbit, flat=True)) for gbit in GBIT[:2]]
-        found += [fast.efficiency(Cluster(64, gbit=gbit)) for gbit in GBIT[:2]]
-        rows.append([job.model.name, *(f"{value:.2f}" for value in found)])
+        efficiencies = [job.efficiency(Cluster(GPUS)), job.efficiency(Cluster(GPUS, "PCIe"))]
+        efficiencies += [half.efficiency(Cluster(GPUS, "PCIe"))]
+        efficiencies += [job.efficiency(Cluster(64, gbit=gbit)) for gbit in GBIT]
+        efficiencies += [half.efficiency(Cluster(64, gbit=gbit)) for gbit in GBIT[:2]]
+        efficiencies += [job.efficiency(Cluster(64, gbit=gbit, flat=True)) for gbit in GBIT[:2]]
+        efficiencies += [fast.efficiency(Cluster(64, gbit=gbit)) for gbit in GBIT[:2]]
+        rows.append([job.model.name, *(f"{value:.2f}" for value in efficiencies)])
     head = ["", "NVLink", "PCIe", "PCIe, bf16", *(f"{gbit}" for gbit in GBIT)]
     table([*head, *(f"{gbit}, {what}" for what in ("bf16", "flat", "fast") for gbit in GBIT[:2])], rows)
     print(f"\na flat ring through 64 GPUs sends {ring(64) / ring(64 // GPUS) - 1:.1%} more through a machine's link")
 
 
 def slow(jobs: Sequence[Job]) -> None:
-    """What helps on slow links."""
+    """Print what helps on slow links."""
     ways: dict[str, dict[str, Any]] = {
         "nothing": {},
         "`--comm-hook bf16`": {"share": 0.5},
@@ -246,7 +246,7 @@ def slow(jobs: Sequence[Job]) -> None:
 
 
 def together(jobs: Sequence[Job]) -> None:
-    """What SyncBatchNorm's two collectives per layer cost."""
+    """Print what SyncBatchNorm's two collectives per layer cost."""
     head = ["`--sync-bn`", "collectives per batch"]
     head += [f"{gpus} GPUs, {part}" for gpus in LATENCIES for part in ("ms", "% of a batch")]
     rows = []
@@ -263,7 +263,7 @@ def together(jobs: Sequence[Job]) -> None:
 
 
 def published(job: Job) -> None:
-    """The arithmetic beside the published figures."""
+    """Print the arithmetic beside the published figures."""
     first, rows = PUBLISHED[1].training, []
     for count, row in PUBLISHED.items():
         expected = job.efficiency(Cluster(count))
@@ -275,12 +275,13 @@ def published(job: Job) -> None:
     head = ["GPUs", "published", "speed-up", "efficiency", "computed", "efficiency", "missing, s", "of it"]
     table(head, rows)
     share = first / PUBLISHED[GPUS].training / GPUS / job.efficiency(Cluster(GPUS))
-    found = {gbit: share * job.efficiency(Cluster(64, gbit=gbit)) for gbit in GBIT}
-    print("\n64 GPUs with what is missing on 8: " + ", ".join(f"{k} Gbit/s {value:.2f}" for k, value in found.items()))
+    by_link = {gbit: share * job.efficiency(Cluster(64, gbit=gbit)) for gbit in GBIT}
+    links = ", ".join(f"{gbit} Gbit/s {efficiency:.2f}" for gbit, efficiency in by_link.items())
+    print(f"\n64 GPUs with what is missing on 8: {links}")
 
 
 def epoch(fast: float) -> None:
-    """What an epoch's end weighs."""
+    """Print what the end of an epoch costs."""
     head = [
         "GPUs",
         "batches",
@@ -305,7 +306,7 @@ def epoch(fast: float) -> None:
 
 
 def loading(jobs: Sequence[Job]) -> None:
-    """What the loader must deliver."""
+    """Print what the loader must deliver."""
     head = ["model", "images/s per GPU", "of 8", *(f"cores, {kind}" for kind in LOADER), "for 8, any"]
     rows = []
     for job in jobs:

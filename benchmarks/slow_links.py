@@ -29,7 +29,7 @@ ROUNDS = 7
 
 
 class Sum(nn.Module):
-    """As little work as a backward pass through all parameters can be."""
+    """The sum of all parameters: the cheapest backward pass that reaches each of them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Sum(nn.Module):
 
 
 def seconds(model: DistributedDataParallel, send: bool) -> float:
-    """The median of some backward passes, on the slower process."""
+    """Return the median duration of backward passes, on the slower process."""
     times = []
     for _ in range(ROUNDS):
         distributed.barrier()
@@ -57,7 +57,7 @@ def seconds(model: DistributedDataParallel, send: bool) -> float:
 
 
 def work(names: list[str], gbit: float) -> None:
-    """What runs on each machine; rank 0 prints."""
+    """Measure, on each machine; rank 0 prints."""
     distributed.init_process_group("gloo")
     for name in names:
         bare = build_model(read_yaml(ROOT / "models" / f"{name}.yaml"))
@@ -78,7 +78,7 @@ def work(names: list[str], gbit: float) -> None:
 
 
 def main() -> None:
-    """Build the machines, slow the cable down, and let both work."""
+    """Create the machines, limit the link between them, and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["yolov5n", "yolov5m"])
     parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 10.0])
@@ -98,16 +98,16 @@ def main() -> None:
 
 
 def measure(names: list[str], gbit: float) -> None:
-    """Both machines at one speed."""
-    meeting = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    own = [sys.executable, "-m", "benchmarks.slow_links", "--models", *names, "--gbit", str(gbit)]
+    """Run the measurement on both machines."""
+    rendezvous = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.slow_links", "--models", *names, "--gbit", str(gbit)]
     started = [
         subprocess.Popen(
-            ["ip", "netns", "exec", host, *own],
+            ["ip", "netns", "exec", host, *command],
             cwd=ROOT,
             env={
                 **os.environ,
-                **meeting,
+                **rendezvous,
                 "RANK": str(rank),
                 "GLOO_SOCKET_IFNAME": "cable",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -4,7 +4,7 @@
         [--ultralytics ../ultralytics/.venv/bin/python] [--weights yolov5n.pt]
 
 `--data`: a folder with images/<split> and labels/<split> of photos. They are linked 16 times. Peers that are not named
-are not measured. Each measurement is a process of its own with one thread; medians of `--rounds`.
+are not measured. Each measurement is a separate process with one thread; medians of `--rounds`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TIMES = 16  # that each photo is linked
-FIRST, BATCHES = 2, 12  # batches that are not timed, and that are
+TIMES = 16  # number of links to each photo
+FIRST, BATCHES = 2, 12  # batches that are not timed, then those that are
 STEPS = 4  # training steps that are timed, after as many that are not: one optimizer step
-# What a child does: `begin()` and `end(images)` stand around what is timed. FOLDER holds images/ and labels/.
+# The code of a child process: `begin()` and `end(images)` enclose what is timed. FOLDER holds images/ and labels/.
 CLOCK = """
 import json, os, sys, time
 import torch
@@ -157,7 +157,7 @@ from utils.dataloaders import LoadImagesAndLabels
 begin()
 end(len(LoadImagesAndLabels(FOLDER + "/images/train", 640, 16)))
 """
-# What a validation does from the head on: YOLOv5's decodes all of its maps there, ours later and only what is strong.
+# What a validation does from the head on: YOLOv5's decodes all of its maps there, ours later and only confident cells.
 # The hook is called again when the head is timed: hence the copies of `features`.
 OUR_VALIDATION = """
 from models.tasks.contract import Thresholds
@@ -182,8 +182,8 @@ with torch.inference_mode():
     begin()
     done = [(model.detect(maps), batch) for maps, batch in zip(features[:], batches)]
     views = [(RawView(maps, model.detect.anchors, model.detect.stride), batch) for maps, batch in done]
-    found = [(postprocess([view], batch), batch) for view, batch in views]
-    metrics.summarise([record for predictions, batch in found for record in metrics.update(predictions, batch)])
+    results = [(postprocess([view], batch), batch) for view, batch in views]
+    metrics.summarise([record for predictions, batch in results for record in metrics.update(predictions, batch)])
     end(len(chosen) * 16)
 """
 THEIR_VALIDATION = """
@@ -210,13 +210,13 @@ with torch.inference_mode():
     for maps, (targets, shapes, side) in zip(features[:], done):
         predictions = head(maps)[0]
         targets[:, 2:] *= torch.tensor((side[1], side[0]) * 2)
-        for k, found in enumerate(non_max_suppression(predictions, 0.001, 0.6, multi_label=True, max_det=300)):
+        for k, detections in enumerate(non_max_suppression(predictions, 0.001, 0.6, multi_label=True, max_det=300)):
             wanted = targets[targets[:, 0] == k, 1:]
             boxes = xywh2xyxy(wanted[:, 1:5])
-            scale_boxes(side, found[:, :4], shapes[k][0], shapes[k][1])
+            scale_boxes(side, detections[:, :4], shapes[k][0], shapes[k][1])
             scale_boxes(side, boxes, shapes[k][0], shapes[k][1])
-            right = process_batch(found, torch.cat((wanted[:, :1], boxes), 1), levels)
-            stats.append((right, found[:, 4], found[:, 5], wanted[:, 0]))
+            right = process_batch(detections, torch.cat((wanted[:, :1], boxes), 1), levels)
+            stats.append((right, detections[:, 4], detections[:, 5], wanted[:, 0]))
     ap_per_class(*[torch.cat(parts, 0).numpy() for parts in zip(*stats)], names={k: str(k) for k in range(80)})
     end(len(done) * 16)
 """
@@ -251,7 +251,7 @@ take_steps(lambda: model({**batch, "img": batch["img"].float() / 255})[0].sum(),
 
 @dataclass(frozen=True)
 class Part:
-    """What is measured: the code of each side, and the variables that it finds. '' is not measured."""
+    """What is measured: the code of each side, '' if it is not measured, and environment variables of all."""
 
     ours: str
     yolov5: str
@@ -295,36 +295,37 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--part", default="", help="only parts whose name contains this")
     parser.add_argument("--weights", type=Path, help="official yolov5n.pt, for the validation")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place:
-        folder = linked(given.data, Path(place))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = linked(options.data, Path(temporary))
         sides = {"ours": (sys.executable, ROOT)}
-        if given.yolov5:
-            sides["yolov5"] = (given.python, given.yolov5)
-        if given.ultralytics:
-            sides["ultralytics"] = (given.ultralytics, folder)
+        if options.yolov5:
+            sides["yolov5"] = (options.python, options.yolov5)
+        if options.ultralytics:
+            sides["ultralytics"] = (options.ultralytics, folder)
         print(f"{'milliseconds per image':40} {'':11} {'CPU':>8} {'wall':>8}")
         for name, part in PARTS.items():
-            if given.part in name and (given.weights or "WEIGHTS" not in part.ours):
-                weights = {"WEIGHTS": str(given.weights and given.weights.resolve()), **part.variables}
+            if options.part in name and (options.weights or "WEIGHTS" not in part.ours):
+                weights = {"WEIGHTS": str(options.weights and options.weights.resolve()), **part.variables}
                 able = {side: how for side, how in sides.items() if getattr(part, side)}
-                report(name, able, replace(part, variables=weights), folder, given.rounds)
+                report(name, able, replace(part, variables=weights), folder, options.rounds)
 
 
 def report(name: str, sides: dict[str, tuple[str, Path]], part: Part, folder: Path, rounds: int) -> None:
-    """Measure one part so many times and print it."""
-    found: dict[str, list[list[float]]] = {side: [] for side in sides}
+    """Measure one part `rounds` times and print the medians."""
+    measurements: dict[str, list[list[float]]] = {side: [] for side in sides}
     for _ in range(rounds):
         for side, (python, checkout) in sides.items():
-            found[side].append(measured(python, checkout, getattr(part, side), part.variables, folder))
-    medians = {side: [statistics.median(column) for column in zip(*rows, strict=True)] for side, rows in found.items()}
+            measurements[side].append(measured(python, checkout, getattr(part, side), part.variables, folder))
+    columns = {side: zip(*rows, strict=True) for side, rows in measurements.items()}
+    medians = {side: [statistics.median(column) for column in both] for side, both in columns.items()}
     for side, (cpu, wall) in medians.items():
-        ratios = [f"{theirs / own:8.2f}x" for own, theirs in zip(medians["ours"], (cpu, wall), strict=True)]
+        ratios = [f"{theirs / ours:8.2f}x" for ours, theirs in zip(medians["ours"], (cpu, wall), strict=True)]
         print(f"{name:40} {side:11} {cpu:8.2f} {wall:8.2f} {' '.join(ratios)}", flush=True)
 
 
 def measured(python: str, checkout: Path, snippet: str, variables: Mapping[str, str], folder: Path) -> list[float]:
-    """CPU and wall milliseconds per image of one run in a process of its own."""
+    """Return CPU and wall milliseconds per image of one run in a separate process."""
     cache = folder.parent / "cache"
     shutil.rmtree(cache, ignore_errors=True)
     for leftover in folder.rglob("*.cache"):  # YOLOv5's label cache
@@ -345,9 +346,9 @@ def measured(python: str, checkout: Path, snippet: str, variables: Mapping[str, 
     return json.loads(lines[-1].removeprefix("RESULT "))
 
 
-def linked(source: Path, place: Path) -> Path:
-    """A data set of the photos in `source`, each linked so many times; labels are copied."""
-    folder = place / "set"
+def linked(source: Path, parent: Path) -> Path:
+    """Make a data set of the photos in `source`, each linked `TIMES` times; labels are copied. Return its folder."""
+    folder = parent / "set"
     for kind in ("images", "labels"):
         (folder / kind / "train").mkdir(parents=True)
     for photo in sorted((source / "images").rglob("*.jpg")):

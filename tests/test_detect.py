@@ -53,12 +53,12 @@ def classifier(tmp_path: Path) -> str:
     return str(path)
 
 
-# What is found
+# Predictions
 
 
 def test_against_a_plain_computation(shared: Path, photo: Path, predictor: Predictor) -> None:
     """The forward pass that is held against YOLOv5's (tests/models/test_yolo.py), on a photo that is shrunk and padded
-    by hand, decoded by the formulas and suppressed plainly: of each box its likeliest class alone."""
+    by hand, decoded by the formulas and suppressed by torchvision: only the most probable class of each box."""
     content = read_weights(shared / "weights" / "yolov5n.pt")
     assert content.model
     model = build_model(content.model)
@@ -83,10 +83,10 @@ def test_against_a_plain_computation(shared: Path, photo: Path, predictor: Predi
     confidence, label = scores.max(1)
     sure = confidence > CONFIDENCE
     boxes, confidence, label = boxes[sure], confidence[sure], label[sure]
-    kept = nms(boxes + 7680 * label[:, None], confidence, OVERLAP)
+    survivors = nms(boxes + 7680 * label[:, None], confidence, OVERLAP)
     corners = (boxes - torch.tensor([around[1][0], around[0][0]] * 2)) / gain
     corners = corners.clamp(min=torch.zeros(4), max=torch.tensor([width, height] * 2))
-    expected = torch.cat((corners, confidence[:, None], label[:, None]), 1)[kept].numpy()
+    expected = torch.cat((corners, confidence[:, None], label[:, None]), 1)[survivors].numpy()
     assert len(expected) >= 4
     np.testing.assert_allclose(predictor(photo), expected, rtol=1e-4, atol=1e-2)
 
@@ -106,7 +106,7 @@ def test_every_form_of_an_image_gives_the_same(predictor: Predictor, photo: Path
     np.testing.assert_array_equal(predictor(tensor[None])[0], expected)
 
 
-def test_some_classes_alone(shared: Path, photo: Path, predictor: Predictor) -> None:
+def test_some_classes_only(shared: Path, photo: Path, predictor: Predictor) -> None:
     buses = Predictor(shared / "weights" / "yolov5n.pt", classes=[5], device="cpu")(photo)
     expected = predictor(photo)
     np.testing.assert_array_equal(buses, expected[expected[:, 5] == 5])
@@ -115,15 +115,15 @@ def test_some_classes_alone(shared: Path, photo: Path, predictor: Predictor) -> 
 
 
 def test_a_classifiers_probabilities(classifier: str) -> None:
-    looker = Predictor(classifier, imgsz=64, device="cpu")
-    found = looker(np.full((70, 90, 3), 90, np.uint8))
-    assert found.shape == (3,)
-    assert found.sum() == pytest.approx(1, abs=1e-5)
-    assert looker.names == {0: "cat", 1: "dog", 2: "cow"}
+    model = Predictor(classifier, imgsz=64, device="cpu")
+    probabilities = model(np.full((70, 90, 3), 90, np.uint8))
+    assert probabilities.shape == (3,)
+    assert probabilities.sum() == pytest.approx(1, abs=1e-5)
+    assert model.names == {0: "cat", 1: "dog", 2: "cow"}
 
 
 @pytest.mark.parametrize(
-    ("image", "says"),
+    ("image", "message"),
     [
         (np.zeros((4, 4, 3), np.float32), "a uint8 array"),
         (np.zeros((4, 4, 4), np.uint8), "3 channels, RGB, not 4"),
@@ -132,12 +132,12 @@ def test_a_classifiers_probabilities(classifier: str) -> None:
         ("nowhere.jpg", "nowhere.jpg cannot be read"),
     ],
 )
-def test_what_is_no_image(image: object, says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_invalid_images(image: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         as_pixels(image)
 
 
-def test_grey_images_and_pictures_that_lie_on_their_side() -> None:
+def test_grey_images_and_rotated_pictures() -> None:
     grey = np.arange(12, dtype=np.uint8).reshape(3, 4)
     assert as_pixels(grey).shape == (3, 4, 3)
     picture = Image.fromarray(np.zeros((3, 4, 3), np.uint8))
@@ -170,7 +170,7 @@ def test_frames_of_one_shape_go_together() -> None:
     assert len(next(groups(live, 2))) == 2
 
 
-def test_names_are_given_once() -> None:
+def test_file_names_are_unique() -> None:
     items = [
         MediaItem("picture", "a/x.jpg"),
         MediaItem("picture", "b/x.png"),
@@ -187,7 +187,7 @@ def test_names_are_given_once() -> None:
 
 
 def test_a_folder_with_everything(shared: Path, photo: Path, run_script: RunScript, tmp_path: Path) -> None:
-    """A photo, a video and a broken file: what can be read is looked at, and the exit code says that not all was."""
+    """A photo, a video and a broken file: whatever can be read is processed, and the exit code is 1."""
     folder, image = tmp_path / "in", cv2.resize(cv2.imread(str(photo)), (320, 214))
     folder.mkdir()
     cv2.imwrite(str(folder / "bus.png"), image)
@@ -202,7 +202,7 @@ def test_a_folder_with_everything(shared: Path, photo: Path, run_script: RunScri
         "--save_format", "1", "--vid-stride", "2", "--batch-size", "2", code=1,
     )  # fmt: skip
     assert f"warning: {folder / 'cut.jpg'} cannot be read" in printed
-    assert "4 images looked at; per image: " in printed
+    assert "4 images; per image: " in printed
     line = next(line for line in printed.splitlines() if line.startswith(str(folder / "bus.png")))
     assert "1 bus" in line
     assert line.endswith(" ms")
@@ -243,7 +243,7 @@ def test_bad_input(run_script: RunScript) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         ({"imgsz": (1, 2, 3)}, "--imgsz 1 2 3: give one number of pixels, or height and width"),
         ({"imgsz": 0}, "--imgsz 0: give one"),
@@ -251,8 +251,8 @@ def test_bad_input(run_script: RunScript) -> None:
         ({"weights": []}, "--weights names no file"),
     ],
 )
-def test_what_a_predictor_refuses(flags: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_invalid_arguments_of_a_predictor(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         Predictor(**flags)
 
 

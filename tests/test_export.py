@@ -1,4 +1,4 @@
-"""export.py as a user calls it, what val.py makes of its files, and the code of docs/export.md."""
+"""export.py as a user calls it, its files in val.py, and the code of docs/export.md."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ YAML = {
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A detector's file as train.py writes it; it sees things of all confidences."""
+    """A detector's file as train.py writes it, which detects objects of all confidences."""
     torch.manual_seed(0)
     model = build_model(dict(YAML))
     for level in model.detect.m:
@@ -58,12 +58,12 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(weights: Path, run_script: RunScript) -> str:
-    """What export.py printed, having written all formats beside the weights."""
+    """The output of export.py, which has written all formats beside the weights."""
     flags = ("--include", "onnx", "torchscript", "exported", "openvino", "--imgsz", "60", "--dynamic", "--simplify")
     return run_script("export.py", "--weights", str(weights), *flags)
 
 
-def test_what_is_written_and_said(weights: Path, exported: str) -> None:
+def test_files_and_messages(weights: Path, exported: str) -> None:
     assert sorted(path.name for path in weights.parent.iterdir()) == sorted(["best.pt", *FILES])
     lines = exported.splitlines()
     assert lines[:3] == [
@@ -76,11 +76,11 @@ def test_what_is_written_and_said(weights: Path, exported: str) -> None:
 
 
 def rows(run: Path) -> dict[str, np.ndarray]:
-    """What --save-txt wrote of each image."""
+    """Return the rows that --save-txt wrote for each image."""
     return {file.name: np.loadtxt(file, ndmin=2) for file in sorted((run / "labels").iterdir())}
 
 
-def test_val_finds_the_same(
+def test_val_detects_the_same(
     weights: Path, exported: str, small_data: Path, tmp_path: Path, run_script: RunScript
 ) -> None:
     flags = ("--data", str(small_data), "--imgsz", "64", "--device", "cpu", "--workers", "0", "--conf-thres", "0.3")
@@ -94,11 +94,11 @@ def test_val_finds_the_same(
         np.testing.assert_allclose(one[name], other[name], rtol=1e-3, atol=1e-4)
 
 
-# What scripts make of such files
+# Exported files in the scripts
 
 
 def program(weights: Path, name: str = "best.torchscript", **flags: Any) -> Weights:
-    """The weights as a file of one size, and read again."""
+    """Export the weights for images of one size, and read the file."""
     options = ExportOptions(**{"imgsz": (64, 64), **flags})
     job = prepare("best.pt", read_weights(weights), options, torch.device("cpu"))
     content = read_exported(write(job, "torchscript", weights.parent / "fixed" / name))
@@ -107,9 +107,9 @@ def program(weights: Path, name: str = "best.torchscript", **flags: Any) -> Weig
 
 
 def test_files_of_one_size(weights: Path) -> None:
-    own, square, oblong = read_weights(weights), program(weights), program(weights, imgsz=(32, 64))
-    assert fixed_size({"a": own}) is None
-    assert fixed_size({"a": own, "b": square}) == (64, 64)
+    plain, square, oblong = read_weights(weights), program(weights), program(weights, imgsz=(32, 64))
+    assert fixed_size({"a": plain}) is None
+    assert fixed_size({"a": plain, "b": square}) == (64, 64)
     with pytest.raises(UserError, match=r"take images of different sizes \(a 64x64, b 32x64\); export them with --dyn"):
         fixed_size({"a": square, "b": oblong})
     options = with_fixed_size(ValOptions(imgsz=320), (64, 64))
@@ -119,7 +119,7 @@ def test_files_of_one_size(weights: Path) -> None:
         with_fixed_size(ValOptions(), (32, 64))
 
 
-def test_what_exported_files_cannot(weights: Path) -> None:
+def test_what_exported_files_do_not_support(weights: Path) -> None:
     plain, suppressing = program(weights), program(weights, nms=True)
     check_programs({"a": suppressing}, False)
     check_programs({"a": plain, "b": read_weights(weights)}, False)
@@ -153,7 +153,7 @@ def test_names_of_a_data_set(weights: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [key for key in REFUSED if key.startswith("include ")])
-def test_formats_that_others_make(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_formats(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_options(ExportOptions, ["--include", "onnx", name.removeprefix("include ")])
     assert caught.value.code == 2
@@ -180,21 +180,21 @@ def test_a_classifier_gives_logits(name: str, tmp_path: Path) -> None:
 # The page
 
 
-def block(language: str, containing: str) -> str:
-    """The only code block of docs/export.md in which that stands."""
+def code_block(language: str, containing: str) -> str:
+    """Return the only code block of docs/export.md that contains a text."""
     page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
-    (found,) = [code for code in re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL) if containing in code]
-    return found
+    (block,) = [code for code in re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL) if containing in code]
+    return block
 
 
-def test_the_code_of_the_page_runs_without_us(
+def test_the_code_of_the_page_runs_without_lockstep(
     weights: Path, exported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "photo.png")
     shutil.copy(weights.parent / "best.onnx", tmp_path)
     monkeypatch.chdir(tmp_path)
-    code = block("python", "onnxruntime")
+    code = code_block("python", "onnxruntime")
     assert "models" not in code
     assert len(code.splitlines()) <= 10
     scope: dict[str, Any] = {}
@@ -229,7 +229,7 @@ def photos_of(shared: Path, count: int, height: int, width: int) -> Tensor:
 @pytest.mark.long
 @torch.no_grad()
 def test_agreement_on_photos(official: Path, shared: Path) -> None:
-    """Boxes relative to their numbers, of a pixel at least; confidences as they are."""
+    """Gaps of boxes are relative, to one pixel at least; those of confidences absolute."""
     content = read_weights(official)
     assert content.model is not None
     model = build_model(content.model, nc=80).eval()
@@ -238,11 +238,11 @@ def test_agreement_on_photos(official: Path, shared: Path) -> None:
         run = read_exported(official.parent / name.replace("best", "yolov5n"))
         for size in ((1, 640, 640), (3, 320, 416)):
             images = photos_of(shared, *size)
-            given, expected = run(images), DecodedDetector(model)(images)
-            assert isinstance(given, Tensor)
-            off = (given - expected).abs()
-            assert float((off[..., :4] / expected[..., :4].abs().clamp(min=1)).max()) < 1e-4, (name, size)
-            assert float(off[..., 4:].max()) < 1e-4, (name, size)
+            outputs, expected = run(images), DecodedDetector(model)(images)
+            assert isinstance(outputs, Tensor)
+            gaps = (outputs - expected).abs()
+            assert float((gaps[..., :4] / expected[..., :4].abs().clamp(min=1)).max()) < 1e-4, (name, size)
+            assert float(gaps[..., 4:].max()) < 1e-4, (name, size)
 
 
 @pytest.mark.long
@@ -255,5 +255,5 @@ def test_map_of_photos(official: Path, shared: Path, tmp_path: Path, run_script:
         given = ("--data", str(tmp_path / "photos.yaml"), "--weights", str(official.parent / name), "--device", "cpu")
         printed = run_script("val.py", *given, "--imgsz", "320", "--project", str(tmp_path), "--quiet")
         scores[name] = [float(word) for word in re.findall(r"all +128.*", printed)[0].split()[5:]]
-    for name, found in scores.items():
-        assert found == pytest.approx(scores["yolov5n.pt"], abs=0.001), name
+    for name, score in scores.items():
+        assert score == pytest.approx(scores["yolov5n.pt"], abs=0.001), name

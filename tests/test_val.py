@@ -80,7 +80,7 @@ def test_official_weights(
 
 
 def check_numbers(run: Path) -> None:
-    """What pycocotools says of what YOLOv5's val.py finds."""
+    """Compare with pycocotools' scores of the detections of YOLOv5's val.py."""
     numbers = [float(row["value"]) for row in read_csv(run / "coco.csv")]
     assert len(numbers) == 12
     assert numbers[:3] == pytest.approx([0.365, 0.567, 0.363], abs=0.003)
@@ -95,7 +95,7 @@ def read_csv(file: Path) -> list[dict[str, str]]:
 
 
 def check_documents(run: Path, overall: list[float]) -> None:
-    """What is written agrees with the table's row of all classes, and with itself."""
+    """Check that the written files agree with the table's row of all classes, and with each other."""
     classes = read_csv(run / "classes.csv")
     labelled = [row for row in classes if row["AP50"]]
     assert (len(classes), len(labelled)) == (80, 71)
@@ -110,7 +110,7 @@ def check_documents(run: Path, overall: list[float]) -> None:
     assert counts[-1, -1] == 0
     confident = sum(float(line.split()[5]) > 0.25 for text in (run / "labels").glob("*.txt") for line in text.open())
     assert counts[:, :-1].sum() == confident
-    assert np.trace(counts) > 0.4 * counts[:-1].sum() > counts[-1].sum()  # many are found, and few are made up
+    assert np.trace(counts) > 0.4 * counts[:-1].sum() > counts[-1].sum()  # more are detected than invented
 
     curves = defaultdict(list)
     for row in read_csv(run / "PR_curve.csv"):
@@ -122,11 +122,11 @@ def check_documents(run: Path, overall: list[float]) -> None:
     assert len(read_csv(run / "curves.csv")) == 71 * 201
 
 
-# Several models, several looks
+# Ensembles and --augment
 
 
 def weights(file: Path, yaml: dict[str, Any], names: Mapping[int, str], seed: int = 0) -> str:
-    """Random weights that find something everywhere."""
+    """Write random weights that detect something everywhere; return their path."""
     torch.manual_seed(seed)
     model = DetectionTask(names, Hyperparameters()).build_model(yaml, 64)
     with torch.no_grad():
@@ -151,7 +151,7 @@ def two_models(tiny_yaml: dict[str, Any], tmp_path: Path) -> tuple[str, str]:
 def test_all_at_once_on_two_processes(
     two_models: tuple[str, str], small_data: Path, tmp_path: Path, run_script: RunScript
 ) -> None:
-    """An ensemble that looks several times, text files and COCO's results: all files are those of one process."""
+    """An ensemble with --augment, label files and COCO's results: two processes write the same files as one."""
     how = ("--imgsz", "60", "--batch-size", "3", "--workers", "0", "--device", "cpu", "--project", str(tmp_path))
     save = ("--save-json", "--save-hybrid", "--save-conf", "--max-det", "40", "--conf-thres", "0.2")
     printed = {
@@ -200,7 +200,7 @@ def test_speed(two_models: tuple[str, str], small_data: Path, tmp_path: Path, ru
 
 @pytest.mark.gpu
 def test_half_on_cuda(shared: Path, photos: Path, tmp_path: Path, run_script: RunScript) -> None:
-    """Half precision finds what full precision finds."""
+    """Half precision has the mAP of full precision."""
     means = []
     for flags in (["--mixed-precision", "no"], ["--half"]):
         printed = run_script(
