@@ -83,14 +83,12 @@ def test_killed_in_an_epoch_in_validation_and_in_a_save(
     folder = request.getfixturevalue("straight" if processes == 1 else "straight_on_two")
     rank, code = str(processes - 1), -signal.SIGKILL if processes == 1 else 1
     flags = ("--save-steps", "1", *(HERE if processes > 1 else ()))
-    printed = train(
-        tmp_path, *flags, fault=f"SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:3:{rank}", code=code
-    )
+    fault = f"SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:3:{rank}"
+    printed = train(tmp_path, *flags, fault=fault, code=code)
     assert ("ended by SIGKILL" in printed) == (processes > 1)
     resume(tmp_path, fault="SIGKILL:models.tasks.detection.metrics:DetectionMetrics.update:1:0", code=code)
-    resume(
-        tmp_path, fault="SIGKILL:utils.checkpoint.background_writer:replacing:1:0", code=code
-    )  # results.csv as it was then
+    writing = "SIGKILL:utils.checkpoint.background_writer:replacing:1:0"  # results.csv as it was then
+    resume(tmp_path, fault=writing, code=code)
     resume(tmp_path, fault="SIGKILL:os:fsync:3:0", code=code)
     assert list(tmp_path.rglob("*.part"))
     assert "going on with" in resume(tmp_path)
