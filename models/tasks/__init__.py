@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskEntry:
-    """Where a task is, and how its models are recognised."""
+    """The modules of a task, and how its models are recognised."""
 
     task: str  # module:class, see contract.py
     data: str  # module:class of its data set, for the scripts (data/dataset.py)
@@ -45,7 +45,7 @@ TASKS: dict[str, TaskEntry] = {
 }
 
 
-# Of a model that names no task and has no known head: YOLOv5 had detectors only, at first. Building it says what is wrong.
+# Of a model without a task and a known head: at first YOLOv5 had detectors only. Building it shows what is wrong.
 DEFAULT_TASK = "detect"
 
 
