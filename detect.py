@@ -182,9 +182,9 @@ def main() -> None:
     show_warnings(media.problems, warnings_shown)
     lock.release()
     times = milliseconds_per_image(without_warmup(timer.batches))
-    show(f"{frames_done} images looked at{f'; {format_times(times)}' if frames_done else ''}; results in {folder}")
+    show(f"{frames_done} images{f'; {format_times(times)}' if frames_done else ''}; results in {folder}")
     if media.problems:
-        show(f"warning: not all could be read, or to its end: {len(media.problems)} of the sources, see above")
+        show(f"warning: {len(media.problems)} of the sources could not be read, or not to the end; see above")
         raise Stopped(1)
 
 
@@ -192,7 +192,7 @@ def batches(media: Media, predictor: Predictor, batch_size: int) -> Iterator[lis
     """Iterate over the frames of all media with their items, in batches, with a progress bar."""
     frames = ((frame, predictor.item(frame.image, frame.item.name)) for frame in media)
     live = any(item.kind == "live" for item in media.items)
-    bar = Bar("looking", media.count(), shown=True)
+    bar = Bar("detecting", media.count(), shown=True)
     return bar.over(groups(frames if live else prefetched(frames), batch_size), len)
 
 

@@ -1,4 +1,7 @@
-"""Batches and loaders of all data sets: pixels are written once, into memory that the training process shares."""
+"""Batches and loaders of all data sets: pixels are written once, into memory that the training process shares.
+
+Called by the data sets; `Batch` is what the tasks get.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ class Batch:
     """images: uint8 (b, 3, h, w), RGB. targets: float32, in the form of the data set. infos: b of them.
 
     targets of a detector: (m, 6), image in the batch, class, normalised xywh; of a classifier: (b, classes), shares
-    that add up to 1. infos: what the task asks of an image beside its pixels; each has `image`, the index in the split,
-    and `path`.
+    that add up to 1. infos: what the task needs of an image beside its pixels; each has `image`, the index in the
+    split, and `path`.
     """
 
     images: Tensor

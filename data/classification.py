@@ -35,7 +35,7 @@ MULTI_SCALE_STEP_PIXELS = 32  # between the sizes of batches, if --imgsz is a mu
 
 
 class ImageInfo(NamedTuple):
-    """What the task asks of an image beside its pixels."""
+    """What the task needs of an image beside its pixels."""
 
     image: int  # the index in the split
     path: str

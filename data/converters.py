@@ -26,7 +26,7 @@ from utils.files import replacing
 
 VOC_SETS = ("train", "val", "test")  # in ImageSets/Main; trainval is the first two
 VISDRONE_CLASSES = 10  # categories 1 to 10; 0 are regions to ignore, 11 is anything else
-CUT = "cut at the edge of their image"  # the tally's key of boxes that are not left out, but cut
+CUT_KEY = "cut at the edge of their image"  # the tally's key of boxes that are not left out, but cut
 
 Box = tuple[float, float, float, float]  # left, top, width, height, in pixels
 Points = list[tuple[float, float]]
@@ -37,11 +37,11 @@ class Tally(Counter[str]):
 
     def lines(self, folder: Path) -> list[str]:
         """Return lines for the console. folder: of the label files."""
-        reasons = {why: count for why, count in self.items() if count and why not in ("files", "boxes", CUT)}
+        reasons = {why: count for why, count in self.items() if count and why not in ("files", "boxes", CUT_KEY)}
         out = ", ".join(f"{count} {why}" for why, count in sorted(reasons.items()))
         return [
             f"{self['files']} label files with {self['boxes']} boxes in {folder}"
-            + (f", {self[CUT]} of them {CUT}" if self[CUT] else ""),
+            + (f", {self[CUT_KEY]} of them {CUT_KEY}" if self[CUT_KEY] else ""),
             *([f"left out: {out}"] if out else []),
         ]
 
@@ -67,7 +67,7 @@ def box_row(label: int, box: Box, size: tuple[int, int], tally: Tally) -> str:
         tally["boxes without an area"] += 1
         return ""
     tally["boxes"] += 1
-    tally[CUT] += not inner
+    tally[CUT_KEY] += not inner
     shares = ((x + width / 2) / size[0], (y + height / 2) / size[1], width / size[0], height / size[1])
     return f"{label} {' '.join(f'{share:.6g}' for share in shares)}\n"
 

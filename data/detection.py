@@ -30,12 +30,12 @@ from utils.errors import UserError
 from utils.files import csv_text
 from utils.summary import evenly_spaced
 
-LISTED_BOXES = 5000  # of the training labels that boxes.csv has, at most
+LISTED_BOXES = 5000  # training labels in boxes.csv, at most
 NO_PLACEMENT = Placement((0.0, 0.0), (0, 0))  # of a training item: a mosaic is no part of one file
 
 
 class ImageInfo(NamedTuple):
-    """What the task asks of an image beside its pixels."""
+    """What the task needs of an image beside its pixels."""
 
     image: int  # the index in the split
     path: str

@@ -164,8 +164,8 @@ class Members:
 def read_members(names: Sequence[str], layers: str, augment: bool) -> Members:
     """Read the weight files that --weights names, downloaded if need be.
 
-    layers: a file with layers of the user's, '' for none. augment: whether the models are to look at images more than
-    once. Raises `UserError` if a file cannot be used, or not together with the others.
+    layers: a file with layers of the user's, '' for none. augment: whether the models run on scaled and mirrored images
+    too. Raises `UserError` if a file cannot be used, or not together with the others.
     """
     if layers:
         add_layers(layers)

@@ -1,6 +1,6 @@
 """`fuse`: BatchNorm folded into the convolution before it, for inference.
 
-Called by detect.py and by the tasks for exported files.
+Called by models/ensemble.py for detect.py, and by the tasks for exported files.
 """
 
 from __future__ import annotations

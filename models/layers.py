@@ -42,7 +42,7 @@ def batch_norm(channels: int) -> nn.BatchNorm2d:
 class Conv(nn.Module):
     """Convolution without bias, BatchNorm, activation: (b, c1, h, w) to (b, c2, h / stride, w / stride).
 
-    `padding` None keeps the size at stride 1; `activate` False leaves the activation out.
+    padding: None keeps the size at stride 1. activate: with the activation.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Conv(nn.Module):
         self.act: nn.Module = nn.SiLU() if activate else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, c1, h, w) to (b, c2, h / stride, w / stride)."""
+        """Map (b, c1, h, w) to (b, c2, h / stride, w / stride)."""
         return self.act(self.bn(self.conv(x)))
 
     def set_activation(self, make: Callable[[], nn.Module]) -> None:
@@ -116,7 +116,7 @@ class Focus(nn.Module):
         self.conv = Conv(4 * c1, c2, kernel, stride, padding, groups, activate=activate)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, c1, h, w) to (b, c2, h / 2, w / 2); h and w must be even."""
+        """Map (b, c1, h, w) to (b, c2, h / 2, w / 2); h and w must be even."""
         return self.conv(torch.cat([x[..., row::2, column::2] for column in (0, 1) for row in (0, 1)], 1))
 
 
@@ -128,7 +128,7 @@ class Contract(nn.Module):
         self.gain = gain
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, c, h, w) to (b, c * gain^2, h / gain, w / gain): by row and column of the pixel, then by channel."""
+        """Map (b, c, h, w) to (b, c * gain^2, h / gain, w / gain): by row and column of the pixel, then by channel."""
         cells = x.unflatten(3, (-1, self.gain)).unflatten(2, (-1, self.gain))  # b, c, h, row, w, column
         return cells.permute(0, 3, 5, 1, 2, 4).flatten(1, 3)
 
@@ -141,7 +141,7 @@ class Expand(nn.Module):
         self.gain = gain
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, c, h, w) to (b, c / gain^2, h * gain, w * gain)."""
+        """Map (b, c, h, w) to (b, c / gain^2, h * gain, w * gain)."""
         cells = x.unflatten(1, (self.gain, self.gain, -1))  # b, row, column, c, h, w
         return cells.permute(0, 3, 4, 1, 5, 2).flatten(4, 5).flatten(2, 3)
 
@@ -166,7 +166,7 @@ class MixConv2d(nn.Module):
         self.act = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, c1, h, w) to (b, c2, h / stride, w / stride)."""
+        """Map (b, c1, h, w) to (b, c2, h / stride, w / stride)."""
         return self.act(self.bn(torch.cat([convolve(x) for convolve in self.m], 1)))
 
 
@@ -196,7 +196,7 @@ class Bottleneck(nn.Module):
         self.add = shortcut and c1 == c2
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, c1, h, w) to (b, c2, h, w)."""
+        """Map (b, c1, h, w) to (b, c2, h, w)."""
         y = self.cv2(self.cv1(x))
         return x + y if self.add else y
 
@@ -224,7 +224,7 @@ class CrossConv(nn.Module):
         self.add = shortcut and c1 == c2
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, c1, h, w) to (b, c2, h / stride, w / stride)."""
+        """Map (b, c1, h, w) to (b, c2, h / stride, w / stride)."""
         y = self.cv2(self.cv1(x))
         return x + y if self.add else y
 
@@ -241,7 +241,7 @@ class GhostConv(nn.Module):
         self.cv2 = Conv(half, half, 5, groups=half, activate=activate)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, c1, h, w) to (b, c2, h / stride, w / stride), for an even c2."""
+        """Map (b, c1, h, w) to (b, c2, h / stride, w / stride), for an even c2."""
         y = self.cv1(x)
         return torch.cat((y, self.cv2(y)), 1)
 
@@ -265,7 +265,7 @@ class GhostBottleneck(nn.Module):
             self.shortcut = nn.Sequential(DWConv(c1, c1, kernel, stride, activate=False), Conv(c1, c2, activate=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, c1, h, w) to (b, c2, h / stride, w / stride)."""
+        """Map (b, c1, h, w) to (b, c2, h / stride, w / stride)."""
         return self.conv(x) + self.shortcut(x)
 
 
@@ -296,7 +296,7 @@ class BottleneckCSP(nn.Module):
         self.m = nn.Sequential(*(Bottleneck(hidden, hidden, shortcut, groups, 1.0) for _ in range(repeats)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, c1, h, w) to (b, c2, h, w)."""
+        """Map (b, c1, h, w) to (b, c2, h, w)."""
         deep, bypass = self.cv3(self.m(self.cv1(x))), self.cv2(x)
         return self.cv4(self.act(self.bn(torch.cat((deep, bypass), 1))))
 
@@ -322,7 +322,7 @@ class C3(nn.Module):
         return nn.Sequential(*(Bottleneck(hidden, hidden, shortcut, groups, 1.0) for _ in range(repeats)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, c1, h, w) to (b, c2, h, w)."""
+        """Map (b, c1, h, w) to (b, c2, h, w)."""
         return self.cv3(torch.cat((self.m(self.cv1(x)), self.cv2(x)), 1))
 
 
@@ -375,7 +375,7 @@ class TransformerLayer(nn.Module):
         self.fc2 = nn.Linear(channels, channels, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(cells, b, channels) to the same."""
+        """Map (cells, b, channels) to the same."""
         # The attention weights are not used. They are requested because without them torch takes kernels whose backward
         # adds in a different order each time on CUDA.
         x = x + self.ma(self.q(x), self.k(x), self.v(x), need_weights=True)[0]
@@ -394,7 +394,7 @@ class Transformer(nn.Module):
         self.tr = nn.Sequential(*(TransformerLayer(channels, heads) for _ in range(layers)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, channels, h, w) to the same."""
+        """Map (b, channels, h, w) to the same."""
         cells = x.flatten(2).permute(2, 0, 1)  # (h * w, b, channels)
         return self.tr(cells + self.linear(cells)).permute(1, 2, 0).unflatten(2, x.shape[2:])
 
@@ -410,7 +410,7 @@ class SPP(nn.Module):
         self.m = nn.ModuleList(nn.MaxPool2d(k, 1, k // 2) for k in kernels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, c1, h, w) to (b, c2, h, w)."""
+        """Map (b, c1, h, w) to (b, c2, h, w)."""
         x = self.cv1(x)
         return self.cv2(torch.cat((x, *(pool(x) for pool in self.m)), 1))
 
@@ -426,7 +426,7 @@ class SPPF(nn.Module):
         self.m = nn.MaxPool2d(kernel, 1, kernel // 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, c1, h, w) to (b, c2, h, w)."""
+        """Map (b, c1, h, w) to (b, c2, h, w)."""
         maps = [self.cv1(x)]
         for _ in range(3):
             maps.append(self.m(maps[-1]))
@@ -441,7 +441,7 @@ class Concat(nn.Module):
         self.dimension = dimension
 
     def forward(self, maps: list[Tensor]) -> Tensor:
-        """Maps of equal size in every other dimension, to one."""
+        """Concatenate maps, which have equal sizes in every other dimension."""
         return torch.cat(maps, self.dimension)
 
 
@@ -453,7 +453,7 @@ class DetectConv(nn.Conv2d):
         self.anchors, self.outputs = anchors, outputs
 
     def forward(self, x: Tensor, index: Tensor | None = None) -> Tensor | Level:  # type: ignore[override]
-        """(b, channels, h, w) to the raw map (b, anchors, h, w, outputs), or the `Level` at cells `index` (3, k)."""
+        """Map (b, channels, h, w) to the raw map (b, anchors, h, w, outputs), or a `Level` at cells `index` (3, k)."""
         if index is None:
             raw = super().forward(x)
             return raw.unflatten(1, (self.anchors, self.outputs)).permute(0, 1, 3, 4, 2).contiguous()
@@ -528,7 +528,7 @@ class Detect(Head):
         self.m = nn.ModuleList(DetectConv(c, self.na, self.no) for c in channels)
 
     def forward(self, maps: Sequence[Tensor], cells: Tensor | None = None) -> list[Tensor] | list[Level]:
-        """A map (batch, channels, height, width) per level to logits (batch, anchors, height, width, 5 + nc) each.
+        """Map (batch, channels, height, width) of each level to logits (batch, anchors, height, width, 5 + nc).
 
         cells: (levels, 3, k), image, row and column of the cells whose logits are needed; with it, the result is a
         `Level` for each map, and the other logits, nearly all of them, are not computed.
@@ -548,7 +548,7 @@ class Detect(Head):
 
     @torch.no_grad()
     def initialise_biases(self) -> None:
-        """Start from likely scores: 8 objects per image of 640 px, and 0.6 / nc per class.
+        """Set biases for likely scores at the start: 8 objects per image of 640 px, and 0.6 / nc per class.
 
         The idea is from RetinaNet (arXiv 1708.02002, section 3.3), the numbers from YOLOv5.
         """
@@ -569,7 +569,7 @@ class Proto(nn.Module):
         self.cv3 = Conv(hidden, masks)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, c1, h, w) to (b, masks, 2 h, 2 w)."""
+        """Map (b, c1, h, w) to (b, masks, 2 h, 2 w)."""
         return self.cv3(self.cv2(self.upsample(self.cv1(x))))
 
 
@@ -617,7 +617,7 @@ class Classify(Head):
         self.linear = nn.Linear(CLASSIFY_CHANNELS, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, c1, h, w) to (b, classes)."""
+        """Map (b, c1, h, w) to (b, classes)."""
         return self.linear(self.drop(self.pool(self.conv(x)).flatten(1)))
 
 

@@ -19,7 +19,7 @@ from utils.errors import UserError
 from utils.files import find_file, read_yaml
 from utils.training.optimizer import freeze
 
-NAMED_TENSORS = 5  # that a message names, at most
+MAX_NAMED_TENSORS = 5  # in a message
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> l
     warning = "" if loaded > total / 2 else "warning: these are weights of another model: only "
     messages.append(f"{warning}{loaded} of {total} tensors taken from {name}")
     if misfits:
-        dropped = [f"{tensor} ({_shape(theirs)}, here {_shape(ours)})" for tensor, theirs, ours in misfits]
-        more = f" and {len(dropped) - NAMED_TENSORS} more" if len(dropped) > NAMED_TENSORS else ""
-        messages.append(f"dropped, for they are of another shape: {', '.join(dropped[:NAMED_TENSORS])}{more}")
+        dropped = [f"{tensor} ({_shape(of_file)}, here {_shape(of_model)})" for tensor, of_file, of_model in misfits]
+        more = f" and {len(dropped) - MAX_NAMED_TENSORS} more" if len(dropped) > MAX_NAMED_TENSORS else ""
+        messages.append(f"dropped, for they are of another shape: {', '.join(dropped[:MAX_NAMED_TENSORS])}{more}")
     return messages
 
 

@@ -1,4 +1,4 @@
-"""Work beside the training, in a thread that training never waits for; and processes started for such work.
+"""Run work in a thread that training never waits for; command lines of processes for such work, and their end.
 
 Called by utils/plots, utils/tracking and models/weights/releases.py.
 """

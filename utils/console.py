@@ -13,12 +13,12 @@ from tqdm import tqdm
 T = TypeVar("T")
 REFRESH_SECONDS = 1.0  # between two updates of the values beside a bar: each waits for the device
 BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:12}| {rate_fmt}{postfix}"
-YELLOW = "33"
-_silent: list[bool] = []  # not empty once `silence` was called
+YELLOW = "33"  # ANSI code
+_silent: list[bool] = []  # not empty once `silence` has been called
 
 
 def silence() -> None:
-    """Let this process print nothing of the command line's help and errors: another one of the machine does."""
+    """Stop this process from printing help and errors of the command line: another one of the machine does."""
     _silent.append(True)
 
 

@@ -1,6 +1,6 @@
 """Download files: once per machine, resumed after a lost connection, checked, and never half written.
 
-Called for data sets, official weights and images at addresses.
+Called by data/archives.py, data/media.py and models/weights/releases.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from urllib.request import Request, urlopen
 from tqdm import tqdm
 
 from utils.errors import UserError
-from utils.files import PART, one_at_a_time
+from utils.files import PART_SUFFIX, one_at_a_time
 
 SCHEMES = ("http", "https", "file")
 SERVER_TIMEOUT_SECONDS = 20.0  # that a server may be silent
@@ -83,7 +83,7 @@ def is_address(text: Any) -> bool:
 
 
 def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool]) -> None:
-    """Download, and once more if the content is wrong.
+    """Download a file, a second time if the content is wrong.
 
     Raises OSError, HTTPException, or ValueError if retrying is pointless.
     """
@@ -110,7 +110,7 @@ def _problem(transfer: _Transfer, sha256: str, usable: Callable[[Path], bool]) -
         return "its SHA-256 is not the expected one"
     if transfer.content.md5 and _digest(transfer.part, "md5") != transfer.content.md5:
         return "its MD5 is not the one that the server gives"
-    return "" if usable(transfer.part) else "what came is not such a file, or is damaged"
+    return "" if usable(transfer.part) else "the content is not such a file, or is damaged"
 
 
 class _Transfer:
@@ -177,15 +177,15 @@ class _Transfer:
             self._save(answer, start)
 
     def _part(self) -> Path:
-        mark = hashlib.sha256(f"{self.address}\0{self.content}".encode()).hexdigest()[:12]
-        return self.path.with_name(f".{self.path.name}-{mark}{PART}")
+        digest = hashlib.sha256(f"{self.address}\0{self.content}".encode()).hexdigest()[:12]
+        return self.path.with_name(f".{self.path.name}-{digest}{PART_SUFFIX}")
 
     def _save(self, answer: Any, start: int) -> None:
         """Write the body of an answer, which begins at byte `start`, into `part`."""
         folder, length = self.part.parent, self.content.length
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            for other in folder.glob(f".{glob.escape(self.path.name)}-*{PART}"):
+            for other in folder.glob(f".{glob.escape(self.path.name)}-*{PART_SUFFIX}"):
                 if other != self.part:
                     other.unlink()
             if length and length - start > (free := shutil.disk_usage(folder).free):
@@ -248,7 +248,7 @@ def _digest(path: Path, kind: str) -> bytes:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Turn an OSError of our own disk into a ValueError, which is not retried."""
+    """Turn an OSError of the local disk into a ValueError, which is not retried."""
     try:
         yield
     except OSError as error:

@@ -18,7 +18,7 @@ from utils.errors import UserError
 
 LOCK_FILE = ".lock"  # in a run folder that a run writes to
 LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock for a moment longer
-PART = ".part"  # suffix of a file that is being written
+PART_SUFFIX = ".part"  # of a file that is being written
 ROOT = Path(__file__).resolve().parents[1]  # the repository
 
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]  # the repository
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file beside `path`; on success flush it and rename it to `path`, on failure remove it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=PART)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=PART_SUFFIX)
     try:
         with os.fdopen(handle, "wb") as file:
             yield file

@@ -1,4 +1,7 @@
-"""The memory format of activations and weights. Called by the scripts, models/tasks and utils/checkpoint."""
+"""The memory format of activations and weights.
+
+Called by the tasks, models/ensemble.py, utils/checkpoint, utils/distributed/prepare.py and utils/training/memory.py.
+"""
 
 from __future__ import annotations
 

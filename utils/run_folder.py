@@ -16,7 +16,7 @@ from utils.checkpoint.background_writer import BackgroundWriter
 from utils.checkpoint.state_files import StateFiles
 from utils.checkpoint.weight_files import serialised, weights_content
 from utils.distributed.collectives import Collectives
-from utils.files import PART, lock_folder
+from utils.files import PART_SUFFIX, lock_folder
 
 
 class RunFolder:
@@ -136,7 +136,7 @@ class MainRunFolder(RunFolder):
         self._writer.submit({self._states.folder: lambda: self._states.write(content)})
 
     def rewind(self, state: Mapping[str, Any] | None) -> None:
-        for part in (*self.path.glob(f".*{PART}"), *self.path.glob(f"*/.*{PART}")):
+        for part in (*self.path.glob(f".*{PART_SUFFIX}"), *self.path.glob(f"*/.*{PART_SUFFIX}")):
             part.unlink(missing_ok=True)
         if state is None:
             self._states.clear()

@@ -1,4 +1,4 @@
-"""How long the stages of an evaluation take. val.py and detect.py measure and print them."""
+"""Measure and format the time of the stages of an evaluation. Called by val.py and detect.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing a model into files that other programs run; the same model gives the same bytes. Called by export.py."""
+"""Write a model into files that other programs run; the same model gives the same bytes. Called by export.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from models.export.runtime import (
     FOLDER_FILE,
     ONNX_METADATA_KEY,
     PROGRAM_FILE,
-    SUFFIXES,
+    SUFFIX_OF_FORMAT,
     TORCHSCRIPT_FILE,
     ExportMetadata,
 )
@@ -31,8 +31,8 @@ from utils.files import replacing
 ONNX_OPSET = 18  # the least that torch's exporter writes without a conversion
 # Names of the tensors in ONNX files; the first two are YOLOv5's.
 INPUT_NAME, OUTPUT_NAME, COUNT_NAME = "images", "output0", "count"
-MAX_SIDE_PIXELS = 2**14  # of images that a file for any size takes
-MAX_BATCH = 2**14  # images
+MAX_EXPORT_SIDE_PIXELS = 2**14  # of images for a file that takes any size
+MAX_EXPORT_BATCH = 2**14  # images
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ExportJob:
 
     @cached_property
     def example(self) -> Tensor:
-        """Images of the size asked for. torch.export would take the number of a single one for fixed."""
+        """Images of the requested size; two if their number is dynamic, as torch.export takes a size of 1 for fixed."""
         metadata = self.metadata
         count = max(metadata.batch, 2) if metadata.dynamic else metadata.batch
         dtype = torch.half if metadata.half else torch.float
@@ -58,10 +58,10 @@ class ExportJob:
         shapes = None
         if self.metadata.dynamic:
             stride = self.metadata.stride
-            shapes = {0: torch.export.Dim("batch", min=1, max=MAX_BATCH)}
+            shapes = {0: torch.export.Dim("batch", min=1, max=MAX_EXPORT_BATCH)}
             for axis, name in ((2, "height"), (3, "width")):
-                # At least two strides: torch takes sizes of 1 for fixed.
-                strides = torch.export.Dim(f"{name}_in_strides", min=2, max=MAX_SIDE_PIXELS // stride)
+                # At least two strides: torch.export takes sizes of 1 for fixed.
+                strides = torch.export.Dim(f"{name}_in_strides", min=2, max=MAX_EXPORT_SIDE_PIXELS // stride)
                 shapes[axis] = stride * strides if stride > 1 else strides
         program = torch.export.export(
             self.model, (self.example,), dynamic_shapes=(shapes,) if shapes else None, strict=False
@@ -81,9 +81,9 @@ def write(job: ExportJob, name: str, stem: Path) -> Path:
 
     name: a key of `WRITERS`. Raises `UserError` if the format does not take the model.
     """
-    path = stem.parent / (stem.name + SUFFIXES[name])
+    path = stem.parent / (stem.name + SUFFIX_OF_FORMAT[name])
     try:
-        with _silence(job.verbose):
+        with _suppressed_output(job.verbose):
             WRITERS[name](job, path)
     except UserError:
         raise
@@ -196,7 +196,7 @@ def _openvino(job: ExportJob, path: Path) -> None:
         source.write_bytes(job.onnx)
         model = openvino.convert_model(str(source))
         source.unlink()
-        name = path.name.removesuffix(SUFFIXES["openvino"])
+        name = path.name.removesuffix(SUFFIX_OF_FORMAT["openvino"])
         openvino.save_model(model, str(folder / f"{name}.xml"), compress_to_fp16=job.metadata.half)
         (folder / FOLDER_FILE).write_text(job.metadata.text(), encoding="utf-8")
 
@@ -223,7 +223,7 @@ def _replacing_folder(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _silence(verbose: bool) -> Iterator[None]:
+def _suppressed_output(verbose: bool) -> Iterator[None]:
     """Suppress the exporters' output, unless `verbose`."""
     with ExitStack() as stack:
         if not verbose:

@@ -1,4 +1,4 @@
-"""Exported files: their metadata, and running them as a model. Called by val.py, detect.py and models/ensemble.py.
+"""Exported files: their metadata, and running them as a model. Called by models/ensemble.py.
 
 The reader is chosen by the file's name. ONNX and OpenVINO files hold arithmetic. A `.torchscript` and a `.pt2` hold
 programs of torch's operators; no pickle of classes is loaded from them, nor an expression that torch would pass to
@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 from models.tasks.contract import Model
-from models.weights.reader import EXPORTED, Weights, read_weights
+from models.weights.reader import EXPORTED_SUFFIXES, Weights, read_weights
 from utils.errors import UserError
 
 EXPORT_FORMAT = "lockstep-export-1"
 ONNX_METADATA_KEY = "lockstep"  # beside it are YOLOv5's `stride` and `names`
 TORCHSCRIPT_FILE, PROGRAM_FILE, FOLDER_FILE = "config.txt", "lockstep.json", "metadata.yaml"
-SUFFIXES = dict(zip(("onnx", "torchscript", "exported", "openvino"), EXPORTED, strict=True))
+SUFFIX_OF_FORMAT = dict(zip(("onnx", "torchscript", "exported", "openvino"), EXPORTED_SUFFIXES, strict=True))
 # What sizes in a .pt2 may consist of: sympy evaluates their text.
 SIZE_FUNCTIONS = (
     *("Symbol", "Integer", "Rational", "Float", "Add", "Mul", "Pow", "Abs", "Max", "Min", "Mod", "PythonMod"),
@@ -47,7 +47,7 @@ Runner = Callable[[Tensor], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class ExportMetadata:
-    """What an exported file says about its model. `model` is the YAML of its network."""
+    """The metadata of an exported file. model: the YAML of its network."""
 
     task: str
     names: dict[int, str]
@@ -81,7 +81,7 @@ def read_metadata(text: str) -> ExportMetadata:
 
 def is_exported(path: Path) -> bool:
     """Return whether the name is that of an exported file, or of a folder of OpenVINO's."""
-    return path.name.endswith(EXPORTED)
+    return path.name.endswith(EXPORTED_SUFFIXES)
 
 
 def read_model(path: Path) -> Weights:
@@ -239,10 +239,10 @@ def _openvino(path: Path) -> tuple[str, Callable[[ExportMetadata], Runner]]:
 
 
 READERS: dict[str, Callable[[Path], tuple[str, Callable[[ExportMetadata], Runner]]]] = {
-    SUFFIXES["torchscript"]: _torchscript,
-    SUFFIXES["exported"]: _program,
-    SUFFIXES["onnx"]: _onnx,
-    SUFFIXES["openvino"]: _openvino,
+    SUFFIX_OF_FORMAT["torchscript"]: _torchscript,
+    SUFFIX_OF_FORMAT["exported"]: _program,
+    SUFFIX_OF_FORMAT["onnx"]: _onnx,
+    SUFFIX_OF_FORMAT["openvino"]: _openvino,
 }
 
 
@@ -290,8 +290,8 @@ def _refuse_code(content: bytes, path: Path) -> None:
     evaluates the expressions of sizes."""
     for record in _descriptions(content):
         for key, text in _texts(json.loads(record), ""):
-            fine = {"expr_str": _is_arithmetic, "name": _is_name, "as_name": _is_name, "target": _is_operator}.get(key)
-            if fine and not fine(text):
+            check = {"expr_str": _is_arithmetic, "name": _is_name, "as_name": _is_name, "target": _is_operator}.get(key)
+            if check and not check(text):
                 raise UserError(
                     f"{path} was refused, and nothing in it was run: {text[:80]!r} has no business in a model; "
                     "use a file from a source that you trust"

@@ -27,7 +27,7 @@ class Batch(Protocol):
     """A batch of images, as the data set's loader delivers it.
 
     images: uint8 (b, 3, h, w), RGB. targets: float32, in the form of the task's data set; a detector's are (m, 6):
-    image in the batch, class, xywh as shares of width and height. infos: b of them, what the data set says of each
+    image in the batch, class, xywh as shares of width and height. infos: b of them, what the data set returns for each
     image beside its pixels; every task's have `image`, the index in the split, and `path`.
     """
 
@@ -41,7 +41,7 @@ class Batch(Protocol):
 
 
 class Split(Protocol):
-    """A split of the data set, as far as every task may ask it; a task's own `adapt` may ask more of its own."""
+    """A split of the data set, as far as every task may use it; a task's `adapt` may use more of its data set's."""
 
     def shown(self, index: int, side: int) -> Image:
         """Return an image of the split with its longer side at most `side` pixels."""
@@ -49,7 +49,7 @@ class Split(Protocol):
 
 
 class Model(nn.Module):
-    """A network that carries what is needed to use it: whoever holds one needs to ask nobody else."""
+    """A network with everything that is needed to use it."""
 
     yaml: dict[str, Any]  # builds the same network again
     names: dict[int, str]  # of the classes

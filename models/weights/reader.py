@@ -1,6 +1,6 @@
 """Weight files, read without running anything that they contain: ours, YOLOv5's and bare tensors.
 
-`read_weights` is called by the scripts and by models/export/runtime.py, which reads exported files.
+`read_weights` is called by export.py, models/starting_point.py and models/export/runtime.py: that reads exported files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from utils.errors import UserError
 if TYPE_CHECKING:
     from models.export.runtime import Exported
 
-EXPORTED = (".onnx", ".torchscript", ".pt2", "_openvino_model")  # how the names of export.py's files end
+EXPORTED_SUFFIXES = (".onnx", ".torchscript", ".pt2", "_openvino_model")  # of the names of export.py's files
 CONTENT_KEYS = ("task", "model", "names", "state", "settings")  # of our files, beside `format`
 
 
@@ -61,7 +61,7 @@ def read_weights(path: str | Path) -> Weights:
     Raises `UserError` for anything else, before anything that it names is called.
     """
     path = Path(path)
-    if path.name.endswith(EXPORTED):
+    if path.name.endswith(EXPORTED_SUFFIXES):
         raise UserError(f"{path} is an exported file, which has no weights to take; give the .pt that it was made from")
     data = _read_bytes(path)
     try:

@@ -1,6 +1,6 @@
-"""From what --weights names to a file: YOLOv5's releases, torchvision's weights and W&B artifacts are downloaded.
+"""Find the weight file that --weights names; YOLOv5's releases, torchvision's weights and W&B artifacts are downloaded.
 
-Called by the scripts and models/ensemble.py.
+Called by models/starting_point.py and models/ensemble.py.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from utils.download import download
 from utils.errors import UserError
 from utils.files import ROOT, cache_folder, one_at_a_time
 
-DEFAULT = "DEFAULT"  # the weights that torchvision recommends for an architecture
+TORCHVISION_DEFAULT = "DEFAULT"  # the weights that torchvision recommends for an architecture
 WANDB_PREFIX = "wandb:"
 OPENVINO_SUFFIX = "_openvino_model"  # of an exported folder
-CHECKSUM = re.compile(r"-([0-9a-f]{8,})\.pth$")  # in torchvision's file names: the first digits of the SHA-256
+CHECKSUM_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.pth$")  # in torchvision's file names: the first digits of the SHA-256
 OTHER_TASK = re.compile(r"(yolov5[nsmlx])-\w+\.pt")  # the release files of tasks that are not in `TASKS`
-RELEASE = "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
-SHA256 = {"yolov5n.pt": "4f180cf23ba0717ada0badd6c685026d73d48f184d00fc159c2641284b2ac0a3"}  # of files of RELEASE
+RELEASE_ADDRESS = "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
+RELEASE_SHA256 = {"yolov5n.pt": "4f180cf23ba0717ada0badd6c685026d73d48f184d00fc159c2641284b2ac0a3"}  # of its files
 
 
 def find_weights(name: str, yaml: Mapping[str, Any] | None = None, source: str = "the model YAML") -> Path:
@@ -40,7 +40,7 @@ def find_weights(name: str, yaml: Mapping[str, Any] | None = None, source: str =
     wandb:entity/project/name:alias means an artifact. Raises `UserError`; for an official name it gives the address and
     the path that the file can be put at.
     """
-    if name == DEFAULT:
+    if name == TORCHVISION_DEFAULT:
         return torchvision_weights(yaml or {}, source)
     if name.startswith(WANDB_PREFIX):
         return artifact_weights(name.removeprefix(WANDB_PREFIX))
@@ -60,12 +60,12 @@ def official_weights(name: str, file: str) -> Path:
 
     The environment variable LOCKSTEP_RELEASES gives the address of a mirror's folder.
     """
-    folder = (os.environ.get("LOCKSTEP_RELEASES") or RELEASE).rstrip("/")
+    folder = (os.environ.get("LOCKSTEP_RELEASES") or RELEASE_ADDRESS).rstrip("/")
     cached = cache_folder() / "weights" / file
     return download(
         f"{folder}/{file}",
         cached,
-        sha256=SHA256.get(file, ""),
+        sha256=RELEASE_SHA256.get(file, ""),
         usable=is_whole,
         advice=f"fetch it by other means and put it at {Path(name).absolute()} or {cached}, or start from scratch with "
         "--weights '' --cfg and a model YAML",
@@ -77,10 +77,12 @@ def torchvision_weights(yaml: Mapping[str, Any], source: str) -> Path:
     from models.tasks.classification import torchvision_models
 
     if "architecture" not in yaml:
-        raise UserError(f"--weights {DEFAULT} goes with a --cfg that names an `architecture` of torchvision")
+        raise UserError(
+            f"--weights {TORCHVISION_DEFAULT} goes with a --cfg that names an `architecture` of torchvision"
+        )
     address = torchvision_models.default_weights(torchvision_models.architecture(yaml, source))
     file = Path(address).name
-    digits = CHECKSUM.search(file)
+    digits = CHECKSUM_IN_NAME.search(file)
     return download(address, Path(torch.hub.get_dir()) / "checkpoints" / file, sha256=digits[1] if digits else "")
 
 

@@ -1,4 +1,4 @@
-"""`transfer`: tensors of a weight file into a model. Called by train.py and models/ensemble.py."""
+"""`transfer`: tensors of a weight file into a model. Called by models/starting_point.py and models/ensemble.py."""
 
 from __future__ import annotations
 

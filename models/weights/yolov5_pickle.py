@@ -33,7 +33,7 @@ STUBS = {
 }
 # Classes and values that are not replaced. Built-in ones only: a pickle's BUILD could change the attributes of others.
 BUILTIN_CLASSES = (set, frozenset, list, dict, tuple, int, float, bool, str, complex)
-REAL: dict[str, Any] = {
+REAL_OBJECTS: dict[str, Any] = {
     "collections.OrderedDict": collections.OrderedDict,
     "torch.Size": torch.Size,
     "torch.device": torch.device,
@@ -49,7 +49,7 @@ WRAPPERS = {
 MAX_WRAPPERS = 10  # around each other; a hostile file may have a wrapper that contains itself
 CONVOLUTIONS = ("Conv", "DWConv")  # YOLOv5's layers that have the model's activation, and may be fused
 BATCH_NORM_EPSILON = 1e-3  # of these layers
-CLASSIFIER_SIZES = {16: "n", 32: "s", 48: "m", 64: "l", 80: "x"}  # by the channels of the first convolution
+CLASSIFIER_SIZE_BY_CHANNELS = {16: "n", 32: "s", 48: "m", 64: "l", 80: "x"}  # of the first convolution
 
 
 class UnusableFile(Exception):
@@ -126,8 +126,8 @@ class _RestrictedUnpickler(pickle.Unpickler):
         module = IMPORT_MAPPING.get(module, module)  # protocols 0 to 2 write __builtin__ for builtins, and so on
         path = f"{module}.{name}"
         if "." not in name:  # a dotted name is a path through attributes, from a harmless module to any other
-            if path in REAL:
-                return REAL[path]
+            if path in REAL_OBJECTS:
+                return REAL_OBJECTS[path]
             if path in _REBUILD:
                 rebuild = _REBUILD[path]
                 return lambda *args: rebuild(*args)  # a new function each time: BUILD can change its attributes
@@ -217,10 +217,15 @@ def model_yaml(network: Stub, state: Mapping[str, Tensor], classes: int) -> dict
     layers = network.state["_modules"].get("model")
     last = next(reversed(layers.state["_modules"].values()), None) if is_module(layers) else None
     first = state.get("model.0.conv.weight")
-    if not is_module(last) or class_name(last) != "Classify" or first is None or len(first) not in CLASSIFIER_SIZES:
+    if (
+        not is_module(last)
+        or class_name(last) != "Classify"
+        or first is None
+        or len(first) not in CLASSIFIER_SIZE_BY_CHANNELS
+    ):
         return None
     # YOLOv5 saves classifiers without their YAML; the first convolution is of another width in each size.
-    return {**read_yaml(ROOT / "models" / f"yolov5{CLASSIFIER_SIZES[len(first)]}-cls.yaml"), "nc": classes}
+    return {**read_yaml(ROOT / "models" / f"yolov5{CLASSIFIER_SIZE_BY_CHANNELS[len(first)]}-cls.yaml"), "nc": classes}
 
 
 def _with_activations(yaml: dict[str, Any], network: Stub) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from data.converters import (
     CONVERTERS,
-    CUT,
+    CUT_KEY,
     Tally,
     box_row,
     convert_coco,
@@ -59,7 +59,7 @@ def test_a_row(box: tuple, row: str) -> None:
     tally = Tally()
     assert box_row(3, box, (200, 100), tally) == row
     inside = box[0] >= 0 and box[0] + box[2] <= 200
-    assert (tally["boxes"], tally[CUT]) == (1, 0 if inside else 1)
+    assert (tally["boxes"], tally[CUT_KEY]) == (1, 0 if inside else 1)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_coco128(shared: Path, tmp_path: Path) -> None:
     file = shared / "data/coco128/annotations/instances_train2017.json"
     tally, names = convert_coco(file, tmp_path / "labels")
     assert rows_below(tmp_path / "labels") == rows_below(shared / "data/coco128/labels/train")
-    assert (tally["files"], tally["boxes"], tally["crowds"], tally[CUT]) == (126, 929, 10, 0)
+    assert (tally["files"], tally["boxes"], tally["crowds"], tally[CUT_KEY]) == (126, 929, 10, 0)
     assert names == list(read_spec(ROOT / "data/coco128.yaml").names.values())
     tally, _ = convert_coco(file, tmp_path / "all", crowd=True)
     assert tally["boxes"] == 939

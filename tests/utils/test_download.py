@@ -22,7 +22,7 @@ from tests.web import Answer, Server, failing, sending, serving
 from utils import download as downloads
 from utils.download import download, is_address
 from utils.errors import UserError
-from utils.files import PART, ROOT
+from utils.files import PART_SUFFIX, ROOT
 
 CONTENT = bytes(range(256)) * 20000  # 5 MB: more than is read at once
 
@@ -104,7 +104,7 @@ def test_two_processes_fetch_once_and_go_on_where_a_killed_one_was(server: Serve
         return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
 
     first, end = start(), threading.Event()
-    while not (parts := list(kept.glob(f".*{PART}"))) or parts[0].stat().st_size < 2_000_000:
+    while not (parts := list(kept.glob(f".*{PART_SUFFIX}"))) or parts[0].stat().st_size < 2_000_000:
         assert first.poll() is None
         end.wait(0.02)
     first.kill()
@@ -349,6 +349,6 @@ def test_a_checksum_that_the_server_tells(name: str, server: Server, kept: Path)
 
 def test_what_is_looked_at_and_found_wanting(server: Server, kept: Path) -> None:
     address = server.give("a.bin", sending(b"<html>log in</html>"))
-    with pytest.raises(UserError, match=r"\(what came is not such a file, or is damaged, twice\); ask somebody"):
+    with pytest.raises(UserError, match=r"\(the content is not such a file, or is damaged, twice\); ask somebody"):
         download(address, kept / "a.bin", usable=lambda path: b"html" not in path.read_bytes(), advice="ask somebody")
     assert left(kept) == []

@@ -1,4 +1,7 @@
-"""The loss of a classifier: cross-entropy. Made by `ClassificationTask.criterion`; called by the training loop."""
+"""The loss of a classifier: cross-entropy.
+
+Made by `ClassificationTask.criterion`; called by the training loop and the evaluation.
+"""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from utils.files import csv_text
 from utils.plots.drawing import draw_captioned
 from utils.summary import Summary, confusion_text, dense_counts, sparse_counts
 
-METRIC_NAMES = ("accuracy_top1", "accuracy_top5")
+CLASSIFICATION_METRICS = ("accuracy_top1", "accuracy_top5")
 DRAWN_MISTAKES = 16
-LEAST_PICTURE_SIDE = 160  # pixels, so that captions fit below small images
+MIN_PICTURE_SIDE_PIXELS = 160  # so that captions fit below small images
 
 
 class ImageInfo(Protocol):
@@ -66,7 +66,7 @@ class ClassificationMetrics(Metrics):
         drawn = [[record.image, record.label, record.best[0], record.confidence] for record in mistakes]
         evidence = {"confusion": sparse_counts(confusion), "mistakes": drawn}
         overall, details = self._table(confusion, top1, top5)
-        metrics = dict(zip(METRIC_NAMES, (top1, top5), strict=True))
+        metrics = dict(zip(CLASSIFICATION_METRICS, (top1, top5), strict=True))
         return Summary(metrics, top1, overall, details, evidence, by_class=self._by_class(confusion))
 
     def documents(self, summary: Summary) -> dict[str, str]:
@@ -87,7 +87,7 @@ class ClassificationMetrics(Metrics):
         mistakes = summary.evidence["mistakes"]
         if not mistakes:
             return {}
-        images = [split.shown(image, max(side, LEAST_PICTURE_SIDE)) for image, *_ in mistakes]
+        images = [split.shown(image, max(side, MIN_PICTURE_SIDE_PIXELS)) for image, *_ in mistakes]
         captions = [
             f"{self.names[predicted]} {confidence:.2f}\nis {self.names[label]}"
             for _, label, predicted, confidence in mistakes

@@ -13,7 +13,7 @@ from torch import Tensor
 from models.fuse import fuse
 from models.layers import Classify
 from models.tasks.classification.loss import ClassificationCriterion
-from models.tasks.classification.metrics import METRIC_NAMES, ClassificationMetrics
+from models.tasks.classification.metrics import CLASSIFICATION_METRICS, ClassificationMetrics
 from models.tasks.classification.prediction import ClassificationPostprocess, most_probable
 from models.tasks.classification.torchvision_models import build_classifier
 from models.tasks.contract import Batch, ExportModule, ExportSettings, Image, Model, Task, Thresholds
@@ -70,7 +70,7 @@ class ClassificationTask(Task):
         "save_json": "is for detectors: COCO's results are boxes; --save-txt writes the classes that were found",
     }
     loss_names = ("loss",)
-    metric_names = METRIC_NAMES
+    metric_names = CLASSIFICATION_METRICS
     official_weights = r"yolov5[nsmlx]-cls\.pt"
 
     def __init__(self, names: Mapping[int, str], hyp: ClassificationRecipe, label_smoothing: float = 0.0) -> None:
@@ -105,7 +105,7 @@ class ClassificationTask(Task):
         return ClassificationPostprocess(self.names)
 
     def metrics(self, shown: frozenset[int] = frozenset()) -> ClassificationMetrics:
-        """Return the metrics; the mistakes alone are drawn, whichever images are `shown`."""
+        """Return the metrics; only mistakes are drawn, whichever images are `shown`."""
         return ClassificationMetrics(self.names)
 
     def inputs(self, batch: Batch) -> Tensor:

@@ -1,4 +1,7 @@
-"""The type of `Batch.infos` in this package: what a detection data set says of each image beside its pixels."""
+"""The type of `Batch.infos` in this package: what a detection data set returns for each image beside its pixels.
+
+Used by postprocess.py and records.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The detection loss, as sums and counts, so that means can be taken over the global batch.
 
-Called by `DetectionTask.criterion`.
+Made by `DetectionTask.criterion`; called by the training loop and the evaluation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`DetectionMetrics`: from predictions to the numbers, tables and documents of a validation. Called by val.py."""
+"""`DetectionMetrics`: from predictions to the numbers, tables and documents of a validation.
+
+Made by `DetectionTask.metrics`; called by val.py and train.py.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from models.tasks.detection.report import documents, evidence_of, examples, scor
 from models.tasks.detection.scores import join, score_classes, score_sizes
 from utils.summary import Example, Summary
 
-METRIC_NAMES = ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95")
+DETECTION_METRICS = ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95")
 FITNESS_WEIGHTS = {"mAP50": 0.1, "mAP50-95": 0.9}  # YOLOv5's
 
 
@@ -32,7 +35,7 @@ class DetectionMetrics(Metrics):
         joined = join(records)
         scores = score_classes(joined)
         means = scores.means()
-        metrics = dict(zip(METRIC_NAMES, means.values(), strict=True))
+        metrics = dict(zip(DETECTION_METRICS, means.values(), strict=True))
         fitness = sum(weight * means[name] for name, weight in FITNESS_WEIGHTS.items())
         overall, details = score_table(self.names, len(records), scores, score_sizes(joined))
         by_class = {

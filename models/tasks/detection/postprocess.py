@@ -25,7 +25,7 @@ class DetectionPostprocess(Postprocess):
     """Views of one or several models, and the detections in them. names: of the classes."""
 
     def __init__(self, names: Mapping[int, str], thresholds: Thresholds) -> None:
-        """Raises `UserError` if `thresholds` name an unknown class."""
+        """Raise `UserError` if `thresholds` name an unknown class."""
         if unknown := sorted(set(thresholds.classes) - set(names)):
             raise UserError(f"--classes {unknown[0]}: the model has classes 0 to {len(names) - 1}")
         self.names, self.thresholds = dict(names), thresholds
@@ -52,12 +52,14 @@ class DetectionPostprocess(Postprocess):
     def __call__(self, views: Sequence[View], batch: Batch) -> list[DetectionPrediction]:
         """Return the detections of each image. The boxes of all views, which may be of several models, suppress each
         other; a `SuppressedView` is the only one of its batch."""
-        given = cast("Sequence[DetectionView]", views)
+        detection_views = cast("Sequence[DetectionView]", views)
         infos: Sequence[ImageInfo] = batch.infos
-        if isinstance(given[0], SuppressedView):
-            detections = filter_detections(given[0], self.thresholds)
+        if isinstance(detection_views[0], SuppressedView):
+            detections = filter_detections(detection_views[0], self.thresholds)
         else:
-            detections = detect([view for view in given if not isinstance(view, SuppressedView)], self.thresholds)
+            detections = detect(
+                [view for view in detection_views if not isinstance(view, SuppressedView)], self.thresholds
+            )
         iou_thres = self.thresholds.iou_thres
         return [
             DetectionPrediction(info.image, info.path, info.size, boxes, info.rows, self.names, iou_thres)

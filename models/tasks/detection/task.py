@@ -23,7 +23,7 @@ from models.tasks.contract import (
 from models.tasks.detection.anchors import adapt_anchors
 from models.tasks.detection.export_module import DecodedDetector, GraphSuppression, SuppressedDetector
 from models.tasks.detection.loss import LOSS_NAMES, DetectionCriterion, LossSettings, UnavailableCriterion
-from models.tasks.detection.metrics import METRIC_NAMES, DetectionMetrics
+from models.tasks.detection.metrics import DETECTION_METRICS, DetectionMetrics
 from models.tasks.detection.postprocess import DetectionPostprocess
 from models.yolo import YoloModel, build_model
 from utils.config.hyperparameters import Hyperparameters
@@ -51,13 +51,13 @@ class DetectionTask(Task):
     """Objects with boxes, as YOLOv5 detects them."""
 
     loss_names = LOSS_NAMES
-    metric_names = METRIC_NAMES
+    metric_names = DETECTION_METRICS
     recipe = Hyperparameters
     official_weights = r"yolov5[nsmlx]6?\.pt"
 
     def __init__(self, names: Mapping[int, str], hyp: Hyperparameters, label_smoothing: float = 0.0) -> None:
         super().__init__(names, hyp, label_smoothing)
-        self.anchors = round(hyp.anchors)  # per level, to be found by AutoAnchor; 0: the YAML's
+        self.anchors = round(hyp.anchors)  # per level, that AutoAnchor finds; 0: the YAML's
         self.loss_settings = select(LossSettings, hyp, label_smoothing=label_smoothing)
 
     def model_yaml(self, yaml: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from models.export.formats import ExportJob, write
 from models.export.runtime import Exported, ExportMetadata, read_exported, read_metadata, read_model, whole_strides
 from models.tasks.detection.export_module import DecodedDetector, GraphSuppression, SuppressedDetector
-from models.weights.reader import EXPORTED, read_weights
+from models.weights.reader import EXPORTED_SUFFIXES, read_weights
 from models.yolo import build_model
 from utils.errors import UserError
 
@@ -88,7 +88,7 @@ def test_names(free: dict[str, Path]) -> None:
     ]
     (folder,) = {path.parent for path in free.values()}
     assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in free.values())
-    assert all(path.name.endswith(EXPORTED) for path in free.values())
+    assert all(path.name.endswith(EXPORTED_SUFFIXES) for path in free.values())
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -14,7 +14,7 @@ import torch
 from models.tasks.classification import torchvision_models
 from models.tasks.classification.torchvision_models import architectures, default_weights
 from models.weights import releases
-from models.weights.releases import CHECKSUM, SHA256, find_weights
+from models.weights.releases import CHECKSUM_IN_NAME, RELEASE_SHA256, find_weights
 from tests.web import Server, sending, serving
 from utils.errors import UserError
 
@@ -61,7 +61,7 @@ def test_as_given_first_then_in_the_repository(elsewhere: Path) -> None:
 @pytest.mark.parametrize("name", ["yolov5n.pt", "yolov5x6.pt", "yolov5s-cls.pt", "weights/yolov5s.pt"])
 def test_official_weights_have_an_address(name: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a network one sentence says where from and where to."""
-    monkeypatch.setattr(releases, "RELEASE", "http://127.0.0.1:9/release/")
+    monkeypatch.setattr(releases, "RELEASE_ADDRESS", "http://127.0.0.1:9/release/")
     monkeypatch.setenv("LOCKSTEP_RELEASES", "")
     with pytest.raises(UserError) as caught:
         find_weights(name)
@@ -77,7 +77,7 @@ def test_official_weights_have_an_address(name: str, elsewhere: Path, monkeypatc
 
 
 def test_the_address_of_the_releases() -> None:
-    assert releases.RELEASE == "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
+    assert releases.RELEASE_ADDRESS == "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
 
 
 def test_official_weights_are_downloaded_once(server: Server, elsewhere: Path) -> None:
@@ -96,9 +96,9 @@ def test_official_weights_must_be_those(server: Server, elsewhere: Path) -> None
     damaged[len(damaged) // 2] ^= 1
     for name, content, why in (
         ("yolov5n.pt", weights(), "its SHA-256 is not the expected one"),
-        ("yolov5s.pt", b"<html>", "what came is not such a file"),
-        ("yolov5s.pt", weights()[:-9], "what came is not such a file"),
-        ("yolov5s.pt", bytes(damaged), "what came is not such a file"),
+        ("yolov5s.pt", b"<html>", "the content is not such a file"),
+        ("yolov5s.pt", weights()[:-9], "the content is not such a file"),
+        ("yolov5s.pt", bytes(damaged), "the content is not such a file"),
     ):
         server.give(f"v7.0/{name}", sending(content))
         with pytest.raises(UserError, match=why):
@@ -108,7 +108,7 @@ def test_official_weights_must_be_those(server: Server, elsewhere: Path) -> None
 
 def test_the_known_checksum(shared: Path, server: Server) -> None:
     content = (shared / "weights" / "yolov5n.pt").read_bytes()
-    assert hashlib.sha256(content).hexdigest() == SHA256["yolov5n.pt"]
+    assert hashlib.sha256(content).hexdigest() == RELEASE_SHA256["yolov5n.pt"]
     server.give("v7.0/yolov5n.pt", sending(content))
     assert find_weights("yolov5n.pt").read_bytes() == content
 
@@ -139,7 +139,7 @@ def test_torchvisions_files_have_checksums() -> None:
     for name in architectures():
         address = default_weights(name)
         assert address.startswith("https://download.pytorch.org/models/")
-        assert CHECKSUM.search(address), address
+        assert CHECKSUM_IN_NAME.search(address), address
 
 
 def test_torchvisions_default_weights(server: Server, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.tasks.detection.metrics import METRIC_NAMES, DetectionMetrics
+from models.tasks.detection.metrics import DETECTION_METRICS, DetectionMetrics
 from models.tasks.detection.records import ImageRecord
 from tests.models.tasks.detection.batches import (
     DISC,
@@ -69,7 +69,7 @@ def test_details_per_class_and_size() -> None:
 def test_metrics_and_fitness() -> None:
     spoilt = [record._replace(overlap=np.minimum(record.overlap, 0.72)) for record in three_images()]  # right up to 0.7
     summary = DetectionMetrics(NAMES).summarise(spoilt)
-    assert tuple(summary.metrics) == METRIC_NAMES == ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95")
+    assert tuple(summary.metrics) == DETECTION_METRICS == ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95")
     assert list(summary.metrics.values()) == pytest.approx([1, 1, 0.995, 0.4975], abs=1e-6)
     assert summary.fitness == pytest.approx(0.1 * 0.995 + 0.9 * 0.4975)
 
