@@ -206,7 +206,7 @@ def test_training(trained: Path) -> None:
 
 
 def test_two_processes_train_alike(run: Callable[..., str], keypoints: Path, trained: Path, tmp_path: Path) -> None:
-    run(*train_flags(keypoints, tmp_path, "--noplots", "--processes", "2", "--sync-bn"))
+    run(*train_flags(keypoints, tmp_path, "--noplots", "--workers", "0", "--processes", "2", "--sync-bn"))
     for two, one in zip(rows(tmp_path / "exp"), rows(trained), strict=True):
         assert list(two) == list(one)
         for name, value in one.items():
@@ -220,7 +220,8 @@ def test_resuming(
 ) -> None:
     """With more epochs than before."""
     shutil.copytree(trained, tmp_path / "exp")
-    run("train.py", "--resume", str(tmp_path / "exp"), "--epochs", "4", "--device", "cpu", "--noplots", *processes)
+    how = ("--epochs", "4", "--device", "cpu", "--workers", "0", "--noplots")
+    run("train.py", "--resume", str(tmp_path / "exp"), *how, *processes)
     table = rows(tmp_path / "exp")
     assert len(table) == 4
     assert table[:3] == rows(trained)
@@ -234,22 +235,14 @@ def points_of(project: Path, name: str = "exp") -> list[list[str]]:
 def test_validation_on_one_and_two_processes(
     run: Callable[..., str], keypoints: Path, trained: Path, tmp_path: Path
 ) -> None:
-    what = (
-        "val.py",
-        "--weights",
-        str(trained / "weights/best.pt"),
-        "--data",
-        str(keypoints),
-        "--project",
-        str(tmp_path),
-    )
-    how = ("--imgsz", "64", "--batch-size", "4", "--device", "cpu", "--workers", "1", "--noplots")
-    assert "PCK" in run(*what, *how, "--save-txt", "--save-conf")
-    run(*what, *how, "--processes", "2", "--name", "two")
+    best, last = (str(trained / "weights" / name) for name in ("best.pt", "last.pt"))
+    data = ("--data", str(keypoints), "--project", str(tmp_path))
+    how = (*data, "--imgsz", "64", "--batch-size", "4", "--device", "cpu", "--workers", "0", "--noplots")
+    assert "PCK" in run("val.py", "--weights", best, *how, "--save-txt", "--save-conf")
+    run("val.py", "--weights", best, *how, "--processes", "2", "--name", "two")
     assert points_of(tmp_path) == points_of(tmp_path, "two") == points_of(trained.parent)
     assert len(list((tmp_path / "exp/labels").iterdir())) == VAL_IMAGES
-    both = ("--weights", str(trained / "weights/best.pt"), str(trained / "weights/last.pt"), "--augment")
-    run("val.py", *both, *what[3:], *how, "--name", "ensemble")
+    run("val.py", "--weights", best, last, *how, "--augment", "--name", "ensemble")
     assert [row[:2] for row in points_of(tmp_path, "ensemble")] == [row[:2] for row in points_of(tmp_path)]
 
 
@@ -264,16 +257,24 @@ def test_detection(run: Callable[..., str], keypoints: Path, trained: Path, tmp_
     assert {path.name for path in (tmp_path / "exp/crops").iterdir()} == set(COLOURS)
 
 
+@pytest.fixture(scope="session")
+def exported(run: Callable[..., str], trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the exported files."""
+    folder = tmp_path_factory.mktemp("exported")
+    weights = shutil.copy2(trained / "weights/best.pt", folder / "best.pt")
+    formats = ("--include", "torchscript", "exported")
+    assert "heatmap, 2 classes" in run("export.py", "--weights", str(weights), "--imgsz", "64", *formats)
+    return folder
+
+
 @pytest.mark.parametrize("suffix", ["torchscript", "pt2"])
-def test_export(suffix: str, run: Callable[..., str], keypoints: Path, trained: Path, tmp_path: Path) -> None:
-    weights = shutil.copy2(trained / "weights/best.pt", tmp_path / "best.pt")
-    name = {"torchscript": "torchscript", "pt2": "exported"}[suffix]
-    assert "heatmap, 2 classes" in run("export.py", "--weights", str(weights), "--imgsz", "64", "--include", name)
-    exported = tmp_path / f"best.{suffix}"
+def test_export(
+    suffix: str, run: Callable[..., str], keypoints: Path, trained: Path, exported: Path, tmp_path: Path
+) -> None:
+    what = ("--weights", str(exported / f"best.{suffix}"), "--data", str(keypoints), "--project", str(tmp_path))
     how = ("--imgsz", "64", "--batch-size", "1", "--device", "cpu", "--workers", "0", "--noplots")
-    project = ("--project", str(tmp_path / "val"))
-    run("val.py", "--weights", str(exported), "--data", str(keypoints), *how, *project)
-    for row, expected in zip(points_of(tmp_path / "val"), points_of(trained.parent), strict=True):
+    run("val.py", *what, *how)
+    for row, expected in zip(points_of(tmp_path), points_of(trained.parent), strict=True):
         assert row[:2] == expected[:2]
         if row[0] != "class":
             assert float(row[2]) == pytest.approx(float(expected[2]), abs=0.1)  # a cell may be on the edge of two
