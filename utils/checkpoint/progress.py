@@ -1,4 +1,7 @@
-"""How far a run is, which epoch was the best, and whether it still improves. Called by train.py and run_log.py."""
+"""How far a run is, which epoch was the best, and whether it still improves.
+
+A part of `TrainingState`; train.py counts epochs in it, utils/training/optimizer_steps.py counts batches and steps.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What --resume needs to continue a run to the bit: saved and loaded side by side. Called by train.py.
+"""What --resume needs to continue a run to the bit: saved and loaded side by side.
 
-`load_weights` comes before `Accelerator.prepare`, `TrainingState` holds what it returns. Files: state_files.py.
+Called by utils/training/optimizer_steps.py; resume.py uses `Identity`. `load_weights` comes before
+`Accelerator.prepare`, `TrainingState` holds what it returns. Files: state_files.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Hyperparameter YAML files, and the flags `--hyp.KEY` that override them.
 
-A task's recipe extends `Recipe`; train.py and utils/config/resumed.py read the files.
+A task's recipe extends `Recipe`; settings.py and resumed.py read the files.
 """
 
 from __future__ import annotations

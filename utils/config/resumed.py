@@ -1,6 +1,6 @@
 """The options of a resumed run: its saved settings, the flags that are given now, and which flags may not change.
 
-utils/checkpoint/resume.py calls `resumed_options`; train.py prints `changes`. `settings` is a run's settings.yaml:
+utils/checkpoint/resume.py calls `resumed_options`, settings.py `changes`. `settings` is a run's settings.yaml:
 the options by name, and `hyperparameters` and `model`.
 """
 

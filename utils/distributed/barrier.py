@@ -1,6 +1,6 @@
 """A barrier without a time limit, for work that may take hours on one machine only, such as a download.
 
-Called by the scripts.
+Called by utils/run.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Smaller gradients on slow links: DDP's communication hooks by name. Called by train.py and accelerator."""
+"""Smaller gradients on slow links: DDP's communication hooks by name. Called by prepare and accelerator."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO, if `accelerate launch` requests it: the engine's settings, and parameters that are partitioned.
 
-Called by accelerator, preflight, train.py and what saves a run's state. The package deepspeed is imported only if it is
-used; Accelerate needs transformers beside it, at every stage.
+Called by accelerator, preflight, prepare and utils/checkpoint/training_state.py. The package deepspeed is imported only
+if it is used; Accelerate needs transformers beside it, at every stage.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Devices: which ones `--device` names, how many processes they need, and how they are described.
 
-Called by the scripts, accelerator and preflight.
+Called by the scripts, accelerator, spawn, preflight, utils/run.py and utils/training/memory.py.
 """
 
 from __future__ import annotations

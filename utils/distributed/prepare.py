@@ -1,7 +1,8 @@
-"""Make a model, its optimizer and its loader ready for several processes. Called by train.py.
+"""Make a model, its optimizer and its loader ready for several processes.
 
-What Accelerate's `prepare` does not do is here: layers whose result depends on the whole batch, the memory format,
-equal weights on all processes, DeepSpeed's configuration, and DDP's buffers and compression.
+Called by utils/training/optimizer_steps.py. What Accelerate's `prepare` does not do is here: layers whose
+result depends on the whole batch, the memory format, equal weights on all processes, DeepSpeed's configuration, and
+DDP's buffers and compression.
 """
 
 from __future__ import annotations

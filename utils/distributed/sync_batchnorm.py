@@ -1,6 +1,6 @@
 """BatchNorm in any memory layout and over several processes: exact at every step, or averaged now and then.
 
-Called by train.py.
+Called by prepare.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Dropout that does not depend on the number of processes: each draws for the global batch and takes its slice.
 
-Called by train.py.
+Called by prepare.
 """
 
 from __future__ import annotations

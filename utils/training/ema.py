@@ -1,4 +1,4 @@
-"""The exponential moving average of a model's weights, which is validated and saved. Called by train.py."""
+"""The exponential moving average of a model's weights, which is validated and saved. Made by optimizer_steps.py."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ BYTES_PER_MIB = 2**20
 
 
 def check_batch_size(batch_size: int) -> None:
-    """Raises `UserError` with the two nearest sizes if the processes cannot share a batch evenly."""
+    """Raise `UserError` with the two nearest sizes if the processes cannot share a batch evenly."""
     processes = world_size()
     if not batch_size:
         raise UserError("--batch-size 0 is too small; give 1 or more, or -1 for what the GPU holds")

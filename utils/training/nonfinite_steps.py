@@ -1,6 +1,6 @@
 """Optimizer steps whose gradients are not finite: undone, counted, and explained if they do not end.
 
-Called by train.py; `DeviceValue` by step_log.py too, `floating_buffers` by utils/checkpoint/training_state.py.
+Called by optimizer_steps.py; `DeviceValue` by step_log.py too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Parameter groups, the optimizer, frozen layers, and the schedule as a pure function of the step.
 
-Called by train.py; `parameter_groups` by utils/distributed/deepspeed.py too.
+Called by optimizer_steps.py; `freeze` by models/starting_point.py.
 """
 
 from __future__ import annotations

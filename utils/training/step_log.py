@@ -1,4 +1,7 @@
-"""The step curves of a run: losses, learning rates, speed and memory between two points. Called by train.py."""
+"""The step curves of a run: losses, learning rates, speed and memory between two points.
+
+Called by optimizer_steps.py.
+"""
 
 from __future__ import annotations
 
