@@ -79,16 +79,16 @@ def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool) -> tuple[Sa
     return Sample(image, boxes, sample.classes), Placement((ratio, ratio), (left, top))
 
 
-Box = tuple[float, float, float, float]  # left, top, right, bottom
+Corners = tuple[float, float, float, float]  # left, top, right, bottom
 
 
-def mosaic_positions(sizes: Sequence[tuple[int, int]], size: int, rng: np.random.Generator) -> list[Box]:
+def mosaic_positions(sizes: Sequence[tuple[int, int]], size: int, rng: np.random.Generator) -> list[Corners]:
     """Return the positions of four images of `sizes` (width, height) on a canvas of 2 x `size` pixels.
 
     They meet at a random centre: the first top left of it, then top right, bottom left, bottom right.
     """
     centre_x, centre_y = (int(v) for v in rng.uniform(size / 2, 3 * size / 2, 2))
-    positions: list[Box] = []
+    positions: list[Corners] = []
     for number, (width, height) in enumerate(sizes):
         left = centre_x if number % 2 else centre_x - width
         top = centre_y if number // 2 else centre_y - height
@@ -97,7 +97,7 @@ def mosaic_positions(sizes: Sequence[tuple[int, int]], size: int, rng: np.random
 
 
 def warp_mosaic(
-    positions: Sequence[Box],
+    positions: Sequence[Corners],
     load: Callable[[int], Sample],
     canvas: int,
     matrix: np.ndarray,
@@ -139,7 +139,9 @@ def warp_mosaic(
     return Sample(result, new[visible].astype(np.float32), np.concatenate(classes)[visible], outlines)
 
 
-def _window(part: Box, matrix: np.ndarray, shape: tuple[int, int], upright: bool) -> tuple[int, int, int, int] | None:
+def _window(
+    part: Corners, matrix: np.ndarray, shape: tuple[int, int], upright: bool
+) -> tuple[int, int, int, int] | None:
     """Return the pixels of the result around a warped part of the canvas: left, top, right, bottom; None if outside.
 
     upright: the matrix only scales and shifts.
@@ -159,8 +161,8 @@ class _MosaicTile(NamedTuple):
     """An image of a mosaic, and where it is drawn."""
 
     image: np.ndarray  # (h, w, 3)
-    position: Box  # on the canvas, pixels; it may reach beyond it
-    part: Box  # the position, cut at the edges of the canvas
+    position: Corners  # on the canvas, pixels; it may reach beyond it
+    part: Corners  # the position, cut at the edges of the canvas
     window: tuple[int, int, int, int]  # the pixels of the result that it is drawn into: left, top, right, bottom
 
     @property

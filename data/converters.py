@@ -28,7 +28,7 @@ VOC_SETS = ("train", "val", "test")  # in ImageSets/Main; trainval is the first 
 VISDRONE_CLASSES = 10  # categories 1 to 10; 0 are regions to ignore, 11 is anything else
 CUT_KEY = "cut at the edge of their image"  # the tally's key of boxes that are not left out, but cut
 
-Box = tuple[float, float, float, float]  # left, top, width, height, in pixels
+CocoBox = tuple[float, float, float, float]  # left, top, width, height in pixels, as in COCO
 Points = list[tuple[float, float]]
 
 
@@ -46,7 +46,7 @@ class Tally(Counter[str]):
         ]
 
 
-def box_row(label: int, box: Box, size: tuple[int, int], tally: Tally) -> str:
+def box_row(label: int, box: CocoBox, size: tuple[int, int], tally: Tally) -> str:
     """Return a label row, `class x y width height` as shares of the image; '' if nothing of the box is in the image.
 
     Numbers have 6 digits, as in the published labels of COCO. size: width and height of the image.
@@ -127,7 +127,7 @@ class VocObject(NamedTuple):
     """An object of an XML file."""
 
     name: str
-    box: Box
+    box: CocoBox
     difficult: bool
 
 

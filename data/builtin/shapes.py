@@ -45,7 +45,7 @@ _MIN_CONTRAST_LEVELS = 80.0  # grey levels; see `_contrast`
 _POSITIONS_PER_SIZE = 30  # that are tried before an object is made smaller
 
 Rng = np.random.Generator
-Box = tuple[float, float, float, float]  # x1, y1, x2, y2 in pixels
+Corners = tuple[float, float, float, float]  # x1, y1, x2, y2 in pixels
 Contours = list[np.ndarray]  # each (k, 2) float64 x, y in any unit; a pixel inside an odd number of contours is filled
 
 
@@ -123,7 +123,7 @@ class _Object:
     left: int
     top: int
     mask: np.ndarray
-    box: Box
+    box: Corners
 
 
 def _fit(contours: Contours, size: float, angle: float) -> Contours:
@@ -185,7 +185,7 @@ def _place_at(stencil: Stencil, left: int, top: int) -> _Object | None:
     return _Object(stencil, left, top, mask, box)
 
 
-def _iou(one: Box, other: Box) -> float:
+def _iou(one: Corners, other: Corners) -> float:
     """Return the IoU of two boxes."""
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])
