@@ -319,8 +319,8 @@ def unparsed(call: ast.Call) -> str:
 
 
 def rank_questions(source: str) -> list[str]:
-    """The lines of a source that ask which process it is, and by what; to define a name is not to ask."""
-    found = []
+    """Return the lines of a source that ask which process it is, and by what; to define a name is not to ask."""
+    questions = []
     for node in ast.walk(ast.parse(source)):
         asked: set[str] = set()
         if isinstance(node, ast.Attribute):
@@ -335,8 +335,8 @@ def rank_questions(source: str) -> list[str]:
             asked = {node.value} & RANK_VARIABLES
         elif isinstance(node, ast.Call) and unparsed(node).rpartition(".")[2] in READING_ATTRIBUTES:
             asked = {value.value for value in node.args if isinstance(value, ast.Constant)} & ASKING_FOR_RANK
-        found += [f"{node.lineno}: {name}" for name in sorted(asked)]
-    return found
+        questions += [f"{node.lineno}: {name}" for name in sorted(asked)]
+    return questions
 
 
 @pytest.mark.parametrize(
@@ -487,7 +487,7 @@ def test_tasks_have_data() -> None:
 
 
 class AtImport(ast.NodeVisitor):
-    """Finds reads of the environment that happen when a module is imported: not those inside functions."""
+    """Find reads of the environment that happen when a module is imported: not those inside functions."""
 
     def __init__(self) -> None:
         self.lines: list[int] = []
@@ -727,7 +727,7 @@ def test_data_yamls(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["coco", "coco128"])
 def test_cocos_names_end_the_file_in_block_style(name: str) -> None:
-    """So that other programs, which read them line by line, find them too."""
+    """Other programs read them line by line."""
     path = ROOT / "data" / f"{name}.yaml"
     names = read_yaml(path)["names"]
     assert list(read_yaml(path))[-1] == "names"
@@ -744,7 +744,7 @@ def test_the_readme_names_every_flag() -> None:
 
 
 def test_a_start_does_not_import_what_it_may_not_need() -> None:
-    """Each takes a second or more: a wrong flag is told sooner, and a run begins sooner."""
+    """Each takes a second or more: without them a wrong flag is reported sooner, and a run begins sooner."""
     slow = ["torchvision", "matplotlib", "deepspeed", "transformers", "wandb", "pandas", "scipy"]
     script = f"import sys, train, val; print([name for name in {slow} if name in sys.modules])"
     printed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
