@@ -293,7 +293,7 @@ def messages(options: ValOptions, half: bool, members: Members) -> list[str]:
         lines.append(f"an ensemble of {len(members.files)} models; the losses are those of {first}")
     if size := members.fixed_size:
         lines.append(f"exported for images of {size[0]}x{size[1]} alone: square batches of that size")
-    return lines + ["--augment: each image is looked at several times"] * options.augment
+    return lines + ["--augment: the model runs on scaled and mirrored copies of each image too"] * options.augment
 
 
 def speed(times: Mapping[str, float], options: ValOptions) -> str:
