@@ -285,6 +285,7 @@ def assemble(argv: Sequence[str], settings: Settings | None = None) -> Training:
     run = Run(accelerator, options.quiet)
     inputs = read_inputs(run, settings)
     (settings, _, _, task), model, data, train_split, val_split, messages = inputs
+    options = settings.options  # with the defaults of task and data set
     accelerator.gradient_accumulation_steps = settings.accumulation
 
     run.open_folder(settings.select(FolderOptions))
