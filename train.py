@@ -28,7 +28,6 @@ from utils.distributed.preflight import examine
 from utils.distributed.spawn import spawn_for_devices
 from utils.python_api import call, hand_over
 from utils.run import FolderOptions, Run
-from utils.summary import DRAWN_IMAGES
 from utils.tracking.run_log import RunLog, TrackingOptions, wandb_run_id
 from utils.training import memory, report
 from utils.training.optimizer_steps import OptimizerOptions, OptimizerSteps, prepare_training
@@ -305,8 +304,8 @@ def assemble(argv: Sequence[str], settings: Settings | None = None) -> Training:
     loop = settings.select(LoopOptions)
     loader = data.train_loader(train_split, loop.batch_size, settings.hyp, loop.seed)
     sampler: Any = loader.batch_sampler
-    validation_batch, shown = min(2 * loop.batch_size, VALIDATION_BATCH), max(options.max_images, DRAWN_IMAGES)
-    evaluate = evaluator(run, task, model, criterion, data, val_split, validation_batch, shown)
+    validation_batch = min(2 * loop.batch_size, VALIDATION_BATCH)
+    evaluate = evaluator(run, task, model, criterion, data, val_split, validation_batch, logged=options.max_images)
     run.print(*(data.cache_messages(loader) or data.cache_messages(evaluate.loader)), *sampler.messages)
     run.print(*plan(accelerator, loop.batch_size, len(loader), loop.epochs), f"results go to {run.path}")
     optimizer = settings.select(OptimizerOptions)

@@ -125,16 +125,17 @@ def evaluator(
     data: DataSet[Any],
     split: Split,
     batch_size: int,
-    shown: int,
+    logged: int = 0,
+    draws: bool = True,
     thresholds: Thresholds | None = None,
     square: bool = False,
 ) -> Evaluator:
     """Make the evaluator of a split; `model` is one of those that it will be called with.
 
-    batch_size: of a process. shown: images whose predictions are kept, to be drawn and logged.
+    batch_size: of a process. logged: images whose predictions are kept for trackers. draws: those for pictures are too.
     """
     batches = run.collectives.shard(data.evaluation_batches(split, batch_size, square))
-    drawn = frozenset(evenly_spaced(len(split.images), shown))
+    drawn = frozenset(evenly_spaced(len(split.images), max(logged, DRAWN_IMAGES if draws else 0)))
     postprocess, metrics = task.postprocess(model, thresholds or Thresholds()), task.metrics(drawn)
     loader = data.evaluation_loader(split, batches)
     return Evaluator(run, task, criterion, postprocess, metrics, loader, len(split.images))
@@ -157,8 +158,8 @@ class Validation:
     evaluate: Evaluator
     split: Split
     roots: Sequence[Path]  # folders of the data set
-    coco_images: list[coco.CocoImage]  # predictions of this process, with --save-json
     times_stages: bool  # whether the stages can be timed without slowing them down
+    coco_images: list[coco.CocoImage] = field(default_factory=list)  # predictions of this process, with --save-json
 
 
 def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validation:
@@ -206,15 +207,16 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
         batch_size=options.batch_size,
         thresholds=select(Thresholds, options),
         square=options.square,
-        shown=0 if options.noplots else DRAWN_IMAGES,
+        draws=not options.noplots,
     )
     if options.show_processes:
         run.print(*run.process_table(evaluate.loader.batch_sampler))
-    validation = Validation(options, run, members, models, evaluate, split, source.spec.roots, [], False)
-    evaluate.augment, evaluate.half, evaluate.keepers = options.augment, half, keepers(validation)
     # Elsewhere the device must be waited for, which takes time, to know when a stage is over.
-    validation.times_stages = options.task == "speed" or device.type == "cpu"
-    if validation.times_stages and device.type != "cpu":
+    times_stages = options.task == "speed" or device.type == "cpu"
+    roots = source.spec.roots
+    validation = Validation(options, run, members, models, evaluate, split, roots=roots, times_stages=times_stages)
+    evaluate.augment, evaluate.half, evaluate.keepers = options.augment, half, keepers(validation)
+    if times_stages and device.type != "cpu":
         evaluate.timer = StageTimer(torch.accelerator.synchronize)
     return validation
 
