@@ -5,17 +5,23 @@ Called by utils/plots, utils/tracking and models/weights/releases.py.
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
+from typing import Any
 
 import psutil
 
 from utils.files import ROOT
 
 Job = Callable[[], object]
+_starting = threading.Lock()  # held while `start_process` starts one; other threads do not fork meanwhile
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release)
 
 
 class Background:
@@ -55,6 +61,15 @@ class Background:
                     self.failed = True
                     reason = str(error).partition("\n")[0]
                     self.warn(f"warning: {self.failure} ({type(error).__name__}: {reason}); training goes on")
+
+
+def start_process(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    """Start a process as `subprocess.Popen` does, from a thread beside which others fork, such as for loader processes.
+
+    `Popen` waits for the end of a pipe that a process forked meanwhile would inherit, and hold as long as it lives.
+    """
+    with _starting:
+        return subprocess.Popen(command, text=True, **options)
 
 
 def own_python(module: str, function: str = "main") -> list[str]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
-from utils.background import Background, own_python
+import pytest
+
+from utils.background import Background, own_python, start_process
 
 
 def test_jobs_are_done_in_order() -> None:
@@ -53,3 +59,26 @@ def test_our_modules_are_found_from_a_folder_that_has_modules_of_these_names(tmp
     (tmp_path / "utils" / "__init__.py").write_text("raise RuntimeError('not this one')")
     command = own_python("utils.errors", "UserError")
     assert subprocess.run(command, cwd=tmp_path).returncode == 0
+
+
+def test_no_fork_while_a_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process forked meanwhile would hold the pipe whose end `Popen` waits for, as long as it lives."""
+    popen, started, inside = subprocess.Popen, threading.Event(), threading.Event()
+
+    def slow_popen(*arguments: Any, **options: Any) -> Any:
+        inside.set()
+        time.sleep(0.3)
+        process = popen(*arguments, **options)
+        started.set()
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", slow_popen)
+    thread = threading.Thread(target=lambda: start_process([sys.executable, "-c", ""]).wait())
+    thread.start()
+    assert inside.wait(5)
+    child = os.fork()
+    if not child:
+        os._exit(0 if started.is_set() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    thread.join()
+    assert start_process([sys.executable, "-c", ""]).wait() == 0  # neither side holds the lock

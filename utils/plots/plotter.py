@@ -11,7 +11,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from utils.background import Background, own_python
+from utils.background import Background, own_python, start_process
 from utils.plots.drawing import write_picture
 
 RESULTS_INTERVAL_SECONDS = 60.0  # at least, between two drawings of results.png
@@ -52,21 +52,24 @@ class Plotter:
     def _draw_charts(self, names: Sequence[str]) -> None:
         started = time.time()
         only = ["--only", *names] if names else []
-        ended = subprocess.run(
+        process = start_process(
             [*own_python("utils.plots.__main__"), str(self.folder), "--background", *only],
             env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            text=True,
             errors="replace",
-            timeout=CHARTS_TIMEOUT_SECONDS,
             start_new_session=True,
         )
+        try:
+            errors = process.communicate(timeout=CHARTS_TIMEOUT_SECONDS)[1]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
         pictures = (path for path in sorted(self.folder.iterdir()) if path.suffix in (".png", ".jpg"))
         self.on_drawn({path.name: path for path in pictures if path.stat().st_mtime >= started})
-        if ended.returncode:
-            raise RuntimeError((ended.stderr.strip() or f"exit code {ended.returncode}").splitlines()[-1])
+        if process.returncode:
+            raise RuntimeError((errors.strip() or f"exit code {process.returncode}").splitlines()[-1])
 
     def results_changed(self) -> None:
         """Draw the new results.csv, unless the last drawing began less than a minute ago."""
