@@ -291,7 +291,7 @@ def assemble(argv: Sequence[str], settings: Settings | None = None) -> Training:
     run.print(*run.device_lines(options.verbose), *messages)
     identity, saved = read_saved_state(run, settings, task.names, model.imgsz, train_split.identity())
     if saved:
-        model.load_state_dict(saved["model"])
+        model.load_state_dict(saved["model"])  # `task.criterion` may read what `adapt` changed in it
     elif not options.noautoanchor:
         run.print(*task.adapt(model, train_split))
     criterion = task.criterion(model)
