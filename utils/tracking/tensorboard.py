@@ -15,6 +15,7 @@ from utils.background import Background
 from utils.tracking.log_position import LogPosition
 from utils.tracking.tracker import FINISH_SECONDS, TENSORBOARD, Print, Tracker, axis_of
 
+EVENT_FILES = "events.out.tfevents*"  # as TensorBoard names them
 TENSORBOARD_POSITION_FILE = ".tensorboard.json"  # in the run folder
 
 
@@ -44,7 +45,12 @@ class TensorBoardTracker(Tracker):
     def _open(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self._position.cut_log_file()
+        earlier = {*self.folder.glob(EVENT_FILES)}
         self._writer = SummaryWriter(str(self.folder))
+        self._position.log_file = next(iter({*self.folder.glob(EVENT_FILES)} - earlier), None)
+        self._writer.flush()
+        self._position.store()
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         self._background.do(lambda: self._write_scalars(dict(values), step))
@@ -65,6 +71,8 @@ class TensorBoardTracker(Tracker):
             picture = cv2.imread(str(file))
             if picture is not None:
                 self._writer.add_image(key, picture[..., ::-1], step, dataformats="HWC")
+        self._writer.flush()
+        self._position.store()
 
     def finish(self, timeout: float = FINISH_SECONDS) -> None:
         self._background.do(lambda: self._writer.close())

@@ -29,6 +29,20 @@ def test_another_run_begins_anew(tmp_path: Path) -> None:
     assert not LogPosition(tmp_path / "position.json", "b").logged_before("step", 1)
 
 
+def test_what_was_written_but_not_stored_is_cut_off(tmp_path: Path) -> None:
+    first, log_file = LogPosition(tmp_path / "position.json", "a"), tmp_path / "log"
+    first.log_file = log_file
+    log_file.write_text("1,2,")
+    first.advance("step", 2)
+    log_file.write_text("1,2,3")
+    for run, expected in (("b", "1,2,3"), ("a", "1,2,"), ("a", "1,2,")):
+        LogPosition(tmp_path / "position.json", run).cut_log_file()
+        assert log_file.read_text() == expected
+    log_file.unlink()
+    LogPosition(tmp_path / "position.json", "a").cut_log_file()
+    assert not log_file.exists()
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"name": "a"}', '{"name": "a", "last": 3}'])
 def test_a_damaged_file_counts_for_nothing(content: str, tmp_path: Path) -> None:
     (tmp_path / "position.json").write_text(content)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from utils.tracking.tensorboard import TensorBoardTracker
+import pytest
+
+from utils.tracking.tensorboard import TENSORBOARD_POSITION_FILE, TensorBoardTracker
 
 
 def test_tensorboard_that_fails_is_one_warning(tmp_path: Path) -> None:
@@ -16,3 +18,34 @@ def test_tensorboard_that_fails_is_one_warning(tmp_path: Path) -> None:
     tracker.finish()
     assert len(warnings) == 1
     assert warnings[0].startswith("warning: TensorBoard has failed (")
+
+
+def log_steps(folder: Path, steps: range) -> None:
+    warnings: list[str] = []
+    tracker = TensorBoardTracker(folder, "x", warnings.append)
+    tracker.store_init_configuration({"a": 1})
+    for step in steps:
+        tracker.log({"step": step, "step/loss": 0.5}, step=step)
+    tracker.finish()
+    assert warnings == []
+
+
+def test_a_step_whose_position_was_not_stored_is_logged_once(tmp_path: Path) -> None:
+    """The process is killed after it has written a step to the event file, and before it has stored its position."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    position = tmp_path / TENSORBOARD_POSITION_FILE
+    log_steps(tmp_path, range(1, 3))
+    log_steps(tmp_path, range(2, 4))
+    stored = position.read_text()
+    (events,) = [file for file in tmp_path.glob("events*") if file.name in stored]
+    length = events.stat().st_size
+    log_steps(tmp_path, range(3, 5))
+    (last,) = [file for file in tmp_path.glob("events*") if file.name in position.read_text()]
+    with events.open("ab") as file:  # as if this process had logged step 4, and stored step 3
+        file.write(last.read_bytes()[-60:])
+    last.unlink()
+    position.write_text(stored)
+    log_steps(tmp_path, range(3, 6))
+    assert events.stat().st_size == length
+    scalars = accumulator.EventAccumulator(str(tmp_path), {"scalars": 0}).Reload().Scalars("step/loss")
+    assert [event.step for event in scalars] == [1, 2, 3, 4, 5]
