@@ -49,7 +49,7 @@ from models.layers import (
     Segment,
     batch_norm,
 )
-from utils.errors import UserError, nearest
+from utils.errors import UserError, first_line, nearest
 from utils.files import ROOT
 
 MAX_COUNT = 4096  # classes, channels, repetitions: a larger number is a typing error
@@ -262,8 +262,8 @@ def _load(path: Path, name: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = f", line {lines[-1]}" if lines else ""
-        reason = shortened(str(error).strip().split("\n")[0])
-        raise UserError(f"{path}{line}: {type(error).__name__}: {reason}; fix it, so that the file loads") from error
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{path}{line}: {reason}; fix it, so that the file loads") from error
     finally:
         del sys.modules[name]
         with suppress(ValueError):  # the file may have removed it
@@ -295,8 +295,3 @@ def _maker_by_parameters(layer: type[nn.Module]) -> LayerMaker:
 def is_count(value: Any) -> bool:
     """Return whether `value` is a whole number from 1 to `MAX_COUNT`."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_COUNT
-
-
-def shortened(text: str, length: int = 160) -> str:
-    """Return `text`, cut to `length` characters for a message."""
-    return text if len(text) <= length else text[: length - 3] + "..."

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.layer_registry import MAX_COUNT, LayerPlacement, Scaling, is_count, layer_maker, shortened
+from models.layer_registry import MAX_COUNT, LayerPlacement, Scaling, is_count, layer_maker
 from models.layers import Conv, Detect, Head
 from models.tasks import TASKS, task_of
 from models.tasks.contract import Model
 from utils.config.ranges import is_number
-from utils.errors import UserError, nearest
+from utils.errors import UserError, first_line, nearest, shortened
 from utils.files import find_file, read_yaml
 
 MODEL_KEYS = (
@@ -294,10 +294,9 @@ def _errors_name_row(source: str, row: Row) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = shortened(str(error).strip().split("\n")[0] or type(error).__name__)
         raise UserError(
             f"{source}, row {row.index}: {row.module} with the arguments {shortened(str(list(row.args)))} "
-            f"on rows {list(row.sources)} does not work ({reason}); fix that row"
+            f"on rows {list(row.sources)} does not work ({first_line(error)}); fix that row"
         ) from error
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from utils.errors import first_line
 from utils.files import ROOT
 
 Job = Callable[[], object]
@@ -59,8 +60,8 @@ class Background:
             except Exception as error:
                 if not self.failed:
                     self.failed = True
-                    reason = str(error).partition("\n")[0]
-                    self.warn(f"warning: {self.failure} ({type(error).__name__}: {reason}); training goes on")
+                    reason = f"{type(error).__name__}: {first_line(error, 1000)}"
+                    self.warn(f"warning: {self.failure} ({reason}); training goes on")
 
 
 def start_process(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:

@@ -1,4 +1,4 @@
-"""The error that is shown to the user as one sentence, and suggestions for misspelled words. Imported everywhere."""
+"""The error that is shown to the user as one sentence, and what its message may hold. Imported everywhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from collections.abc import Iterable
 
 class UserError(Exception):
     """An error that the user can fix. Its message says what is wrong, in which file, line or key, and what to do."""
+
+
+def first_line(error: BaseException, length: int = 160) -> str:
+    """Return the first line of an error's message, or its type if there is none, cut to `length` characters."""
+    return shortened(str(error).strip().partition("\n")[0] or type(error).__name__, length)
+
+
+def shortened(text: str, length: int = 160) -> str:
+    """Return `text`, cut to `length` characters for a message."""
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:

@@ -25,7 +25,7 @@ from models.export.runtime import (
     TORCHSCRIPT_FILE,
     ExportMetadata,
 )
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 from utils.files import replacing
 
 ONNX_OPSET = 18  # the least that torch's exporter writes without a conversion
@@ -94,9 +94,10 @@ def write(job: ExportJob, name: str, stem: Path) -> Path:
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}; check the folder and the disk") from None
     except Exception as error:  # torch's exporters fail each in its own way
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0][:200]
         hint = "leave out --dynamic, or " if job.metadata.dynamic else ""
-        raise UserError(f"{name} does not take this model ({reason}); {hint}choose another format") from error
+        raise UserError(
+            f"{name} does not take this model ({first_line(error, 200)}); {hint}choose another format"
+        ) from error
     return path
 
 

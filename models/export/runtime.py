@@ -27,7 +27,7 @@ from torch import Tensor
 
 from models.tasks.contract import Model
 from models.weights.reader import EXPORTED_SUFFIXES, Weights, read_weights
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 
 EXPORT_FORMAT = "lockstep-export-1"
 ONNX_METADATA_KEY = "lockstep"  # beside it are YOLOv5's `stride` and `names`
@@ -152,9 +152,8 @@ def read_exported(path: Path) -> Exported:
     except UserError:
         raise
     except Exception as error:  # each runtime has its own
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0][:160]
         raise UserError(
-            f"{path} cannot be read ({reason}); copy it again, or export it again with export.py"
+            f"{path} cannot be read ({first_line(error)}); copy it again, or export it again with export.py"
         ) from error
     if not text:
         raise UserError(

@@ -28,7 +28,7 @@ from models.weights.yolov5_pickle import (
     unwrap,
 )
 from utils.checkpoint.weight_files import FORMAT
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from models.export.runtime import Exported
@@ -95,8 +95,7 @@ def _damage(data: bytes, error: Exception) -> str:
     try:
         data[:1000].decode("utf-8")
     except UnicodeDecodeError:
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0].split(". ")[0][:160]
-        return f"is not a whole PyTorch weight file ({reason}); copy or download it again"
+        return f"is not a whole PyTorch weight file ({first_line(error).split('. ')[0]}); copy or download it again"
     return "is text, not a weight file (a web page or a Git LFS pointer?); download it again"
 
 

@@ -23,7 +23,7 @@ from utils.console import silence
 from utils.distributed.loader_processes import end_workers, loader_died
 from utils.distributed.ranks import ranks, speaks_for_machine, world_size
 from utils.distributed.store import ask_run_store, run_store
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 
 TIME_LIMIT = "time"  # the reason to stop that is no signal's name
 EXPLAIN_SECONDS = 5.0  # that a failing process leaves another one to print why
@@ -99,7 +99,7 @@ def lost_contact(error: Exception) -> str:
         )
     if closed := re.search(r"(?:closed by peer|Read error|Write error) \[?([\w.:]+?)\]?:\d+", text):
         return f"a process on {closed[1]} has ended or cannot be reached any more; what it printed says why"
-    return f"the contact with the other processes broke ({text.splitlines()[0]}); what they printed says why"
+    return f"the contact with the other processes broke ({first_line(error, 1000)}); what they printed says why"
 
 
 # Ending

@@ -18,7 +18,7 @@ from torch import distributed
 from utils.distributed.preflight_report import MIB, Finding, ProcessFacts, places
 from utils.distributed.ranks import ranks
 from utils.distributed.rendezvous import main_address, new_connection
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 
 MESSAGE_BYTES = 16 * MIB  # of an all-reduce
 REPETITIONS = 5  # of it, of which the fastest counts
@@ -47,7 +47,7 @@ def measure(kind: str, limit: float) -> Measured:
         try:
             done.append(_all_reduce(kind, limit, connected))
         except (RuntimeError, UserError) as error:
-            errors.append((str(error).splitlines() or ["no reason"])[0])
+            errors.append(first_line(error, 1000))
 
     # NCCL's own watch would abort the process at the time-out.
     os.environ.update(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0")

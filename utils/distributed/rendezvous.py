@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from utils.distributed.exit import give_up
 from utils.distributed.ranks import fair_threads, local_world_size, ranks, world_size
 from utils.distributed.store import RunStore, store_key
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 from utils.files import read_yaml
 
 T = TypeVar("T")
@@ -117,23 +117,23 @@ def rendezvous_errors(timeout: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise UserError(_explain(str(error), where, timeout)) from None
+        raise UserError(_explain(error, where, timeout)) from None
     finally:
         timer.cancel()
 
 
-def _explain(error: str, where: str, timeout: float) -> str:
-    if "EADDRINUSE" in error:
+def _explain(error: BaseException, where: str, timeout: float) -> str:
+    text = str(error)
+    if "EADDRINUSE" in text:
         return f"{where} is in use on this machine; give all processes another one (--main_process_port, --master_port)"
-    if joined := re.search(r"(\d+)/(\d+) clients joined", error):
+    if joined := re.search(r"(\d+)/(\d+) clients joined", text):
         return (
             f"only {joined[1]} of {joined[2]} processes came to {where} within {timeout:g} s: start the others, open "
             "the port, or raise --dist-timeout"
         )
-    first_line = error.splitlines()[0]
     return (
-        f"the processes do not reach each other within {timeout:g} s ({first_line}); if a machine has several "
-        "networks, name the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+        f"the processes do not reach each other within {timeout:g} s ({first_line(error, 1000)}); if a machine has "
+        "several networks, name the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
     )
 
 

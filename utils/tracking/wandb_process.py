@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 from filelock import FileLock, Timeout
 
 from utils.background import kill_children
+from utils.errors import first_line
 from utils.tracking.log_position import LogPosition
 
 WANDB_POSITION_FILE = ".wandb.json"  # in the run folder
@@ -56,8 +57,7 @@ class Session:
         """Print the first failure; later ones are silent."""
         if not self.warned:
             self.warned = True
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            self.reply(f"warning: W&B: {reason}; training goes on, results.csv has its numbers")
+            self.reply(f"warning: W&B: {first_line(error, 1000)}; training goes on, results.csv has its numbers")
 
     def start(
         self,
@@ -309,4 +309,4 @@ def fetch() -> None:
         artifact.download(root=folder)
         answer(files=[str(Path(folder) / file.name) for file in artifact.files()])
     except Exception as error:
-        answer(error=str(error).strip().partition("\n")[0])
+        answer(error=first_line(error, 1000))

@@ -17,7 +17,7 @@ from torch import nn
 from torch.func import functional_call
 
 from models.tasks.contract import Model
-from utils.errors import UserError, nearest
+from utils.errors import UserError, first_line, nearest
 
 CLASSIFIER_KEYS = ("task", "architecture", "nc", "args")
 # Two have auxiliary heads, for training alone, that would need a loss of their own; and their pretrained weights expect
@@ -76,7 +76,7 @@ def build_classifier(yaml: Mapping[str, Any], nc: int, imgsz: int, source: str =
     try:
         model: nn.Module = get_model(name, weights=None, num_classes=nc, **AUXILIARY_ARGUMENTS.get(name, {}), **args)
     except Exception as error:  # a user's arguments can fail anywhere
-        raise UserError(f"{source}: {name} cannot be built with the arguments {args} ({_first_line(error)})") from error
+        raise UserError(f"{source}: {name} cannot be built with the arguments {args} ({first_line(error)})") from error
     known = inspect.signature(type(model).__init__).parameters
     if unknown := [key for key in args if key not in known]:  # some builders ignore unknown arguments
         raise UserError(
@@ -97,9 +97,5 @@ def _check_image_size(model: nn.Module, imgsz: int, source: str, name: str) -> N
             functional_call(model, state, torch.zeros(2, 3, imgsz, imgsz, device="meta"))
     except Exception as error:
         raise UserError(
-            f"{source}: {name} does not work with --imgsz {imgsz} ({_first_line(error)}); most are made for 224"
+            f"{source}: {name} does not work with --imgsz {imgsz} ({first_line(error)}); most are made for 224"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0][:160]

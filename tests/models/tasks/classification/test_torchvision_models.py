@@ -140,12 +140,12 @@ def test_yaml_that_describes_no_classifier(yaml: dict[str, Any], message: str) -
     assert "\n" not in str(caught.value)
 
 
-def test_only_the_first_line_of_a_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_line_of_a_reason_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("first line " + "x" * 200 + "\nsecond line")
 
     monkeypatch.setattr(zoo, "get_model", fail)
-    with pytest.raises(UserError, match=r"arguments {} \(first line x{149}\)$"):
+    with pytest.raises(UserError, match=r"arguments {} \(first line x{146}\.\.\.\)$"):
         on_meta("resnet18")
 
 
