@@ -166,9 +166,8 @@ def test_a_data_set_as_references(recorder: Recorder, tmp_path: Path) -> None:
 )
 def test_arguments_of_wandb(options: dict[str, Any], project: str, name: str) -> None:
     given = TrackingOptions(**{"project": "runs/train", "epochs": 1, "wandb_id": "abc", **options})
-    assert wandb_arguments(given, Path("runs/train/exp3")) == {
-        **{"project": project, "name": name, "id": "abc", "entity": None, "group": None, "tags": None}
-    }
+    expected = {"project": project, "name": name, "id": "abc", "entity": None, "group": None, "tags": None}
+    assert wandb_arguments(given, Path("runs/train/exp3")) == expected
 
 
 class Run:
