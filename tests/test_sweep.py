@@ -101,10 +101,8 @@ def test_the_search_space_is_in_the_ranges_of_the_hyperparameters() -> None:
 
 
 def test_the_searched_hyperparameters() -> None:
-    expected = (
-        "lr0 lrf momentum weight_decay warmup_epochs box cls obj hsv_h hsv_s hsv_v degrees translate scale shear "
-    )
-    expected += "fliplr mosaic mixup"
+    expected = "lr0 lrf momentum weight_decay warmup_epochs box cls obj "
+    expected += "hsv_h hsv_s hsv_v degrees translate scale shear fliplr mosaic mixup"
     assert [name.removeprefix(PREFIX) for name in sweep()["parameters"]] == expected.split()
 
 

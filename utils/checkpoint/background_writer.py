@@ -38,7 +38,7 @@ class BackgroundWriter:
         self.submit({path: partial(write_file, path) for path in paths}, then)
 
     def submit(self, jobs: Jobs, then: Callable[[], object] = lambda: None) -> None:
-        """Start `jobs` once the previous ones have ended. A job writes a copy of what training may change meanwhile."""
+        """Start `jobs` once the previous ones have ended. A job writes a copy: training changes tensors meanwhile."""
         self.wait()
 
         def run() -> None:

@@ -44,7 +44,7 @@ def settle(argv: Sequence[str], recipe_of: RecipeOf) -> Settings:
     if not options.resume:
         return settings
     decision = decide_on_main(partial(_decide, settings, recipe_of), "resume", options.dist_timeout)
-    saved = None if decision["begun"] is None else yaml.safe_load(decision["begun"])
+    saved = None if decision["saved"] is None else yaml.safe_load(decision["saved"])
     return Settings(from_plain(type(options), decision["options"]), settings.argv, saved, decision["fixed"])
 
 
@@ -70,18 +70,18 @@ def _decide(settings: Settings, recipe_of: RecipeOf) -> dict[str, Any]:
     given = settings.options
     run = find_run(given.resume, Path(given.project), given.name, given.exist_ok)
     if run is None:
-        return {"options": vars(given), "begun": None, "fixed": False}
+        return {"options": vars(given), "saved": None, "fixed": False}
     saved = read_yaml(run / SETTINGS)
     if "epochs" not in saved or "hyperparameters" not in saved:
         raise UserError(f"{run} is not the folder of a training run, so it cannot be resumed; name one that is")
     options = resumed_options(type(given), settings.argv, run, saved, recipe_of, launched())
     state = StateFiles(run / STATES).peek()
     if state is None:  # the run ended before it saved one, and starts again
-        return {"options": vars(options), "begun": None, "fixed": True}
+        return {"options": vars(options), "saved": None, "fixed": True}
     if reason := _nothing_to_do(run, Progress.from_state(state["progress"]), saved["epochs"], options.epochs):
         print(reason, flush=True)
         raise Stopped(0)
-    return {"options": vars(options), "begun": yaml.safe_dump(saved), "fixed": True}
+    return {"options": vars(options), "saved": yaml.safe_dump(saved), "fixed": True}
 
 
 def _nothing_to_do(run: Path, progress: Progress, epochs_before: int, epochs: int) -> str:

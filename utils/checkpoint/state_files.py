@@ -72,9 +72,8 @@ class StateFiles:
             file.unlink()
 
     def peek(self) -> dict[str, Any] | None:
-        """Return the newest state that can be loaded, None if there is none. Tensors are mapped from the disk.
-
-        No checksum is computed.
+        """Return the newest state that can be loaded, None if there is none. Faster than `read`: it maps the tensors
+        from the disk and computes no checksum.
         """
         for file in self.files():
             try:

@@ -66,13 +66,12 @@ class OptimizerSteps:
         state: TrainingState,
         schedule: Schedule,
         step_log: StepLog,
-        loss_names: Sequence[str],
         options: OptimizerOptions,
     ) -> None:
         self.run, self.model, self.state, self.schedule = run, model, state, schedule
-        self.step_log, self.loss_names, self.batch_size = step_log, loss_names, options.batch_size
+        self.step_log, self.batch_size = step_log, options.batch_size
         self.optimizer, self.ema, self.progress = state.optimizer, state.ema, state.progress
-        # After the state is loaded: the guard copies the tensors.
+        # The state must be loaded before: the guard copies the tensors.
         self.guard = NonFiniteGuard([state.loss_sums, *floating_buffers(model.bare).values()], options.max_skips)
         trained = self.progress.epoch * schedule.batches + self.progress.batch
         self.remaining = RemainingTime(options.epochs * schedule.batches - trained)
@@ -138,7 +137,7 @@ class OptimizerSteps:
 
     def _fail(self, ended: EndedStep) -> NoReturn:
         run, guard = self.run, self.guard
-        suspects = run.collectives.gather(guard.suspects(ended.window, self.loss_names))
+        suspects = run.collectives.gather(guard.suspects(ended.window, self.step_log.terms))
         images = sum(run.collectives.gather([sum(len(paths) for _, paths in ended.window)]))
         precision, lr0 = run.accelerator.mixed_precision, self.schedule.lr0
         with self.model.gathered():
@@ -193,4 +192,4 @@ def prepare_training(
         state.load_state(saved)
     epoch_steps = math.ceil(len(loader) / accumulation)
     step_log = StepLog(loss_names, accelerator, options.log_interval, epoch_steps, enabled=run.is_tracked)
-    return OptimizerSteps(run, distributed, state, schedule, step_log, loss_names, options), loader
+    return OptimizerSteps(run, distributed, state, schedule, step_log, options), loader
