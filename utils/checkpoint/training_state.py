@@ -49,13 +49,13 @@ class Identity:
             )
         if saved["imgsz"] != self.imgsz:
             raise UserError(f"--imgsz is {self.imgsz} now, and the run was started with {saved['imgsz']}; leave it out")
-        changed = [what for what in self.images if self.images[what] != saved["images"].get(what)]
+        changed = [key for key, value in self.images.items() if value != saved["images"].get(key)]
         if "files" in changed:
             raise UserError(
                 f"the training images have changed since the run began ({saved['images'].get('count')} then, "
                 f"{self.images.get('count')} now); restore them, or start a new run from its weights/last.pt"
             )
-        return [f"warning: the {what} of the training images have changed since the run began" for what in changed]
+        return [f"warning: the {key} of the training images have changed since the run began" for key in changed]
 
 
 def load_weights(saved: Mapping[str, Any], model: nn.Module, ema: ModelEMA) -> None:

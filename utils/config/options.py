@@ -56,7 +56,7 @@ class TrainOptions:
     """The flags of train.py."""
 
     weights: str = flag(
-        "yolov5s.pt", "weights to start from, ours or an official YOLOv5 .pt; '' trains from scratch", "model"
+        "yolov5s.pt", "weights to start from: a .pt of Lockstep or YOLOv5; '' trains from scratch", "model"
     )
     cfg: str = flag("", "model YAML; '' takes the one inside --weights", "model")
     layers: str = flag(
@@ -145,10 +145,7 @@ class TrainOptions:
     )
     save_period: int = flag(-1, "epochs between two additional files weights/epochN.pt; -1 writes none", "saving")
     save_steps: int = flag(
-        0,
-        "optimizer steps between two saves of what --resume needs; 0 saves it only after each epoch",
-        "saving",
-        NOT_NEGATIVE,
+        0, "optimizer steps between two saves for --resume; 0 saves only after each epoch", "saving", NOT_NEGATIVE
     )
     time_limit: float = flag(
         0.0,
@@ -220,7 +217,7 @@ class ValOptions:
 
     data: str = flag("data/coco128.yaml", "data set YAML", "data")
     weights: tuple[str, ...] = flag(
-        ("yolov5s.pt",), "weights to validate, ours or an official YOLOv5 .pt; several are an ensemble", "model"
+        ("yolov5s.pt",), "weights to validate: a .pt of Lockstep or YOLOv5; several are an ensemble", "model"
     )
     layers: str = flag("", "Python file with your own layers, which the model contains; the file is executed", "model")
     batch_size: int = flag(32, "images per batch", "data", Range(1), aliases=("batch",))
@@ -286,9 +283,7 @@ class DetectOptions:
     """The flags of detect.py."""
 
     weights: tuple[str, ...] = flag(
-        ("yolov5s.pt",),
-        "weights to predict with, ours, exported or an official YOLOv5 .pt; several are an ensemble",
-        "model",
+        ("yolov5s.pt",), "weights: a .pt of Lockstep or YOLOv5, or an exported file; several are an ensemble", "model"
     )
     source: str = flag(
         "", "file, folder, glob, .txt list, URL, video, camera number, rtsp://..., .streams list, or screen", "images"
@@ -344,7 +339,7 @@ class DetectOptions:
 class ExportOptions:
     """The flags of export.py."""
 
-    weights: tuple[str, ...] = flag(("yolov5s.pt",), "weights to export, ours or an official YOLOv5 .pt", "model")
+    weights: tuple[str, ...] = flag(("yolov5s.pt",), "weights to export: a .pt of Lockstep or YOLOv5", "model")
     data: str = flag("", "data set YAML with the class names; '' takes those inside --weights", "model")
     layers: str = flag("", "Python file with your own layers, which the model contains; the file is executed", "model")
     imgsz: tuple[int, ...] = flag(

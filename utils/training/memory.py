@@ -77,10 +77,10 @@ def explain_out_of_memory(batch_size: int, imgsz: int) -> Iterator[None]:
         processes = world_size()
         half = batch_size // processes // 2 * processes
         instead = f"--batch-size {half}" if half else f"a smaller --imgsz than {imgsz}, or a smaller model"
-        where = "the machine" if of_machine else "a GPU"
+        device = "the machine" if of_machine else "a GPU"
         raise UserError(
-            f"out of memory of {where} with --batch-size {batch_size} at {imgsz} pixels; try {instead} (in a new run: "
-            "the batch size is part of a curve)"
+            f"out of memory of {device} with --batch-size {batch_size} at {imgsz} pixels; try {instead} (in a new run, "
+            "because a curve depends on the batch size)"
         ) from None
 
 
@@ -131,7 +131,7 @@ def largest_batch(peak: Callable[[int], int], free: int, most: int) -> int:
         try:
             peaks.append((size, peak(size)))
         except torch.OutOfMemoryError:
-            most = peaks[-1][0]  # whatever the line says
+            most = peaks[-1][0]  # even if the line leads beyond
             break
     if len(peaks) < 2:
         return 1

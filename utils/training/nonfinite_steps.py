@@ -102,9 +102,9 @@ def explain_skipped_steps(
         terms = ", ".join(dict.fromkeys(terms for _, terms in suspects))
         names = ", ".join(image for image, _ in suspects[:MAX_NAMED_IMAGES])
         more = f" and {len(suspects) - MAX_NAMED_IMAGES} more" if len(suspects) > MAX_NAMED_IMAGES else ""
-        what = f"not finite: {terms} of the images {names}{more}"
+        details = f"not finite: {terms} of the images {names}{more}"
     else:
-        what = f"the loss of its {images} images is finite, and its gradient is not"
+        details = f"the loss of its {images} images is finite, and its gradient is not"
     if not largest < LARGEST_SOUND_WEIGHT:
         cause = f"the weights have grown to {largest:.3g}, so the learning rate (lr0 {lr0:g}) is probably too high"
     elif precision == "fp16":
@@ -112,4 +112,4 @@ def explain_skipped_steps(
     else:
         cause = f"check these images and their labels, and try a lower lr0 than {lr0:g}"
     steps = f"{skipped} optimizer steps in a row were skipped" if skipped > 1 else "an optimizer step was skipped"
-    return f"{steps}, because the gradients were not finite; the last is step {step} ({what}); {cause}"
+    return f"{steps}, because the gradients were not finite; the last is step {step} ({details}); {cause}"

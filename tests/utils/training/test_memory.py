@@ -129,7 +129,7 @@ CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't 
 
 
 @pytest.mark.parametrize(
-    ("error", "where"),
+    ("error", "device"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "a GPU"),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "a GPU"),
@@ -138,10 +138,10 @@ CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't 
         (RuntimeError(CPU), "the machine"),
     ],
 )
-def test_out_of_memory(error: BaseException, where: str) -> None:
+def test_out_of_memory(error: BaseException, device: str) -> None:
     assert message_of(error) == (
-        f"out of memory of {where} with --batch-size 16 at 640 pixels; try --batch-size 8 (in a new run: the batch "
-        "size is part of a curve)"
+        f"out of memory of {device} with --batch-size 16 at 640 pixels; try --batch-size 8 (in a new run, because "
+        "a curve depends on the batch size)"
     )
 
 
