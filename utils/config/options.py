@@ -39,7 +39,7 @@ def flag(
 ) -> Any:
     """Return a dataclass field that is a flag of the command line.
 
-    text: its help. group: one of `GROUPS`. within: the range of a number. const: the value of the flag without a value.
+    text: its help. group: one of `GROUPS`. within: the range of a number. const: its value if it has no argument.
     comma_separated: commas separate the words of a tuple, as spaces do.
     """
     metadata = {"help": text, "group": group, "within": within, "aliases": aliases, "choices": choices}

@@ -1,4 +1,4 @@
-"""YOLOv5's flags and values of flags that are refused here, and what to use instead. The parser reads it."""
+"""YOLOv5's flags, and values of flags, that are refused here, with their replacements. Used by the parser."""
 
 from __future__ import annotations
 

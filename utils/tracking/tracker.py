@@ -82,8 +82,8 @@ def requested_trackers(log_with: str, no_wandb: bool) -> tuple[list[str], list[s
 
     log_with, no_wandb: the flags; '' is W&B if it is installed, without a warning if it is not.
     """
-    variables = os.environ.get("WANDB_MODE"), os.environ.get("WANDB_DISABLED", "").lower()
-    disabled = variables[0] == "disabled" or variables[1] in ("1", "true", "yes", "on")
+    disabled = os.environ.get("WANDB_MODE") == "disabled"
+    disabled |= os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on")
     names = {"": [WANDB], "none": [], "all": list(TRACKERS)}.get(log_with, [log_with])
     names = [name for name in names if name != WANDB or not (no_wandb or disabled)]
     missing = [name for name in names if not _is_installed(name)]

@@ -122,8 +122,9 @@ def auto_batch_size(
 def largest_batch(peak: Callable[[int], int], free: int, most: int) -> int:
     """Return the largest batch, at most `most`, whose peak memory is `AUTO_BATCH_SHARE` of the `free` memory in bytes.
 
-    peak: measures a batch size, in bytes; raises torch's error if it is too large. Memory grows linearly with the
-    batch: sizes are doubled until half of the share is used, and extrapolated by the line through the last two.
+    peak: measures a batch size, in bytes; raises torch's error if it is too large. Memory is a constant, of the weights,
+    plus a share per image: sizes are doubled until half of the limit is used, and the line through the last two sizes
+    is extrapolated.
     """
     limit, peaks = AUTO_BATCH_SHARE * free, [(1, peak(1))]
     while (len(peaks) < 2 or peaks[-1][1] < limit / 2) and peaks[-1][0] < most:
