@@ -122,7 +122,7 @@ def auto_batch_size(
 def largest_batch(peak: Callable[[int], int], free: int, most: int) -> int:
     """Return the largest batch, at most `most`, whose peak memory is `AUTO_BATCH_SHARE` of the `free` memory in bytes.
 
-    peak: measures a batch size, in bytes; raises torch's error if it is too large. Memory is a constant, of the weights,
+    peak: measures a batch size, in bytes; raises torch's error if it is too large. Memory is a constant (the weights)
     plus a share per image: sizes are doubled until half of the limit is used, and the line through the last two sizes
     is extrapolated.
     """
