@@ -280,28 +280,21 @@ def test_files_that_the_architecture_names_exist() -> None:
 # What was tested
 
 
-def ids_of(expression: str) -> set[str]:
-    """Return the ids of the tests of whole runs that a marker expression selects, from the file's name on."""
-    files = sorted(map(str, (ROOT / "tests").glob("test_*.py")))
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-m", expression, *files]
+def ids_of(expression: str, files: set[str]) -> set[str]:
+    """Return the ids of the tests in files below tests/ that a marker expression selects."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-m", expression, *sorted(files)]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return {line.removeprefix("tests/") for line in printed.splitlines() if line.startswith("tests/")}
 
 
 def test_what_was_tested_is_run_by_the_command_that_the_page_names() -> None:
-    makefile = text_of(ROOT / "Makefile")
-    rules = dict(re.findall(r"^(test[\w-]*): .*\n.*-m \"(.*)\"$", makefile, re.MULTILINE))
-    ids = {f"make {rule}": ids_of(rules[rule]) for rule in ("test", "test-long")}
+    rules = dict(re.findall(r"^(test[\w-]*): .*\n.*-m \"(.*)\"$", text_of(ROOT / "Makefile"), re.MULTILINE))
     section = text_of(ROOT / "docs" / "reliability.md").partition("## What was tested")[2]
-    rows = tables(section)[0][1:]
+    rows = [(names(command)[0], names(test)[0]) for _, command, test in tables(section)[0][1:]]
     assert len(rows) > 30
-    for _, command, test in rows:
-        name = names(test)[0]
-        name = name if "::" in name else f"test_resume.py::{name}"
-        cases = {
-            command: {one for one in known if one == name or one.startswith(f"{name}[")}
-            for command, known in ids.items()
-        }
-        chosen = cases.pop(names(command)[0])
-        assert chosen, f"{name} is not run by {command}"
-        assert not any(cases.values()), f"{name} is run by {cases} too: name the case"
+    tests = [test if "::" in test else f"test_resume.py::{test}" for _, test in rows]
+    files = {f"tests/{test.partition('::')[0]}" for test in tests}
+    ids = {f"make {rule}": ids_of(rules[rule], files) for rule in ("test", "test-long")}
+    for (command, _), test in zip(rows, tests, strict=True):
+        run_by = {rule for rule, known in ids.items() if any(f"{one}[".startswith(f"{test}[") for one in known)}
+        assert run_by == {command}, test
