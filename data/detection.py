@@ -20,7 +20,7 @@ from data.batches import Batch, empty_pixels, loader, stacked
 from data.cache import Images, open_images
 from data.dataset import DataSet, Item, Split, labels_text, split_identity
 from data.images import read_image, resize_long_side, scaled_shape
-from data.labels import Labels, check_classes, load_labels
+from data.labels import Content, Labels, check_classes, load_labels
 from data.problems import problem_warnings
 from data.sampler import Instances, SampleIndex, Sampling, evaluation_batches, item_generator, training_batches
 from data.sources import DataSpec, label_file
@@ -213,7 +213,8 @@ class DetectionData(DataSet[DetectionSplit]):
         """
         images, unlisted = self.spec.listing(name)
         pastes = isinstance(hyp, Hyperparameters) and hyp.copy_paste > 0
-        labels = load_labels(images, f"{name} labels", self.options.workers, polygons=pastes)
+        content: Content = "polygons" if pastes else "labels"
+        labels = load_labels(images, f"{name} labels", self.options.workers, content)
         problems = (*unlisted, *labels.problems)
         readable = self.usable(name, labels.sizes, problems)
         images, labels = list(compress(images, readable)), labels.subset(readable)
