@@ -1,4 +1,4 @@
-"""Label files: checked once, in parallel, and cached outside of the data set's folders. Called by the data sets."""
+"""Label files, checked in parallel and cached outside of the data set's folder. Called by the data sets."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from utils.files import cache_folder, one_at_a_time, replacing
 
 CACHE_VERSION = 3
 FILES_PER_CHUNK = 64  # that a scanning process takes at a time
-MIN_SECONDS_PER_PROCESS = 0.5  # of work that makes the start of another process worth it
+MIN_SECONDS_PER_PROCESS = 0.5  # of work, or starting another process takes longer than it saves
 MIN_IMAGE_SIDE_PIXELS = 10  # a smaller image is left out
-COORDINATE_TOLERANCE = 1e-3  # how far outside [0, 1] a coordinate may be (rounding) before its row is refused
-MIN_PIXEL_COORDINATE = 2.0  # a larger coordinate is not a share of a side, but a number of pixels
+COORDINATE_TOLERANCE = 1e-3  # a coordinate may be so far outside [0, 1], by rounding
+MIN_PIXEL_COORDINATE = 2.0  # such coordinates are taken for pixels instead of shares of a side
 
 Content = Literal["images", "labels", "polygons"]  # to scan: no label files; their boxes; their outlines too
 
 
 def offsets_of(counts: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return where each of several parts of a flat array starts, and the end of the last: int64 (n + 1)."""
+    """Return the start of each part of a flat array, and the end of the last, int64 (n + 1). counts: their lengths."""
     return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
 
 
 @dataclass(frozen=True)
 class Polygons:
-    """The outlines of a list of rows, in two flat arrays.
+    """The outlines of m rows, in two flat arrays.
 
-    points: float32 (p, 2), normalised x and y; offsets: int64 (m + 1), row j has points offsets[j] to offsets[j + 1],
+    points: float32 (p, 2), normalised x and y. offsets: int64 (m + 1); row j has points offsets[j] to offsets[j + 1],
     none if it is a box.
     """
 
@@ -50,7 +50,7 @@ class Polygons:
     offsets: np.ndarray
 
     def of(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the points of rows `first` to `end` - 1, and the index of the first point of each but the first."""
+        """Return the points of rows `first` to `end` - 1, and the places to split them at."""
         offsets = self.offsets[first : end + 1]
         return self.points[offsets[0] : offsets[-1]], offsets[1:-1] - offsets[0]
 
@@ -62,11 +62,11 @@ class Polygons:
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of a list of images, in a few flat arrays, which loader processes share instead of copying objects.
+    """The labels of n images in flat arrays, which loader processes share: of objects, each would get a copy.
 
-    rows: float32 (m, 5), class and normalised xywh; offsets: int64 (n + 1), image i has rows offsets[i] to
-    offsets[i + 1]; sizes: int32 (n, 2), width and height in pixels as displayed, (0, 0) if the image is left out;
-    problems: sentences. polygons: the outlines of the rows, if they were requested.
+    rows: float32 (m, 5), class and normalised xywh. offsets: int64 (n + 1); image i has rows offsets[i] to
+    offsets[i + 1]. sizes: int32 (n, 2), width and height in pixels as displayed, (0, 0) if the image is left out.
+    problems: sentences about what is left out. polygons: the outlines of the rows, if requested.
     """
 
     rows: np.ndarray
@@ -92,13 +92,13 @@ class Labels:
         return replace(self, rows=self.rows[of_rows], offsets=offsets, sizes=self.sizes[chosen], polygons=polygons)
 
     def as_single_class(self) -> Labels:
-        """Return the same boxes, all of class 0."""
+        """Return the same boxes with class 0."""
         rows = self.rows.copy()
         rows[:, 0] = 0
         return replace(self, rows=rows)
 
     def side_lengths(self, imgsz: int) -> np.ndarray:
-        """Return width and height of every box, (m, 2), in pixels of images whose longer side is `imgsz`."""
+        """Return width and height of every box in pixels, (m, 2), with the longer side of its image at `imgsz`."""
         scale = imgsz * self.sizes / self.sizes.max(1, keepdims=True)
         return np.repeat(scale, self.counts, axis=0) * self.rows[:, 3:5]
 
@@ -118,7 +118,10 @@ def load_labels(images: Sequence[Path], title: str, workers: int, content: Conte
 
 
 def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: Path) -> None:
-    """Raise a `UserError` that names the first label file with a class which the data YAML's `names` do not have."""
+    """Raise a `UserError` that names the first label file with a class outside of the data YAML's `names`.
+
+    classes: number of names. source: the YAML.
+    """
     wrong = np.flatnonzero(labels.rows[:, 0] >= classes)
     if len(wrong):
         image = images[int(np.searchsorted(labels.offsets, wrong[0], side="right")) - 1]
@@ -130,7 +133,7 @@ def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: 
 
 
 def _key(images: Sequence[Path], content: Content) -> str:
-    """Return a hash of the list and of size and modification time of every image and label file."""
+    """Return a hash of the paths, and of size and modification time of every image and label file."""
     names = list(map(os.fspath, images))
     digest = hashlib.sha256(f"{content} {CACHE_VERSION} {len(names)}\0".encode())
     digest.update(os.fsencode("\0".join(names)))
@@ -203,7 +206,7 @@ def _scan(images: Sequence[Path], title: str, workers: int, content: Content) ->
 def _map_chunks(
     scan: Callable[[Sequence[Path]], Labels], chunks: Sequence[Sequence[Path]], workers: int
 ) -> Iterator[Labels]:
-    """Yield the labels of each chunk, in order; from processes, once the work turns out to be enough for them."""
+    """Yield the labels of each chunk, in order. Processes are started once the work proves to be enough for them."""
     start = time.monotonic()
     for done, chunk in enumerate(chunks):
         elapsed, remaining = time.monotonic() - start, len(chunks) - done
@@ -230,7 +233,7 @@ def _scan_chunk(content: Content, images: Sequence[Path]) -> Labels:
 
 
 class Scan(NamedTuple):
-    """One image and its label file as read: see `Labels`. outlines: (k, 2) per row, if they were requested."""
+    """The result for one image and its label file: see `Labels`. outlines: (k, 2) per row, if requested."""
 
     size: tuple[int, int] = (0, 0)
     rows: np.ndarray = np.zeros((0, 5), np.float32)
@@ -239,7 +242,7 @@ class Scan(NamedTuple):
 
 
 def scan_image(image: Path, content: Content = "labels") -> Scan:
-    """Check one image and its label file. A bad image is left out, of a bad row only the row; both are problems."""
+    """Check one image and its label file. A bad image or row is left out, and is a problem."""
     try:
         size = image_size(image)
     except Exception as error:  # Pillow raises many kinds for a damaged file
@@ -262,16 +265,16 @@ def scan_image(image: Path, content: Content = "labels") -> Scan:
 
 
 def _outline(words: Sequence[str]) -> np.ndarray:
-    """Return the points of a row's polygon, (k, 2); none of a box."""
+    """Return the points of a row's polygon, (k, 2), or none for a box."""
     points = words[1:] if len(words) > 5 else ()
     return np.array(list(map(float, points)), np.float32).reshape(-1, 2)
 
 
 def parse_rows(text: str, file: Path | str) -> tuple[dict[tuple[float, ...], list[str]], list[str]]:
-    """Return the rows of a label file, (class, x, y, width, height), each once, in order, with the words of its line.
+    """Return the rows of a label file, and problems with lines that are left out.
 
-    A line is `class x y w h` or a polygon, `class x1 y1 x2 y2 x3 y3 ...`, normalised. Returns problems too: lines that
-    are left out.
+    A line is a box, `class x y w h`, or a polygon, `class x1 y1 x2 y2 x3 y3 ...`, normalised. Rows are the words of
+    each line by (class, x, y, w, h), in the order of the file.
     """
     rows: dict[tuple[float, ...], list[str]] = {}
     problems = []
@@ -289,7 +292,7 @@ def parse_rows(text: str, file: Path | str) -> tuple[dict[tuple[float, ...], lis
 
 
 def _parse_row(words: Sequence[str]) -> tuple[float, ...]:
-    """Return class and xywh of a row. Raises ValueError, which says what is wrong with it."""
+    """Return class and xywh of a row. Raises ValueError with what is wrong."""
     try:
         row = tuple(map(float, words))
     except ValueError:
@@ -297,7 +300,7 @@ def _parse_row(words: Sequence[str]) -> tuple[float, ...]:
     if len(row) == 5:
         label, x, y, width, height = row
         if 0 <= label == label // 1 and 0 <= x <= 1 and 0 <= y <= 1 and 0 < width <= 1 and 0 < height <= 1:
-            return row  # as nearly all are
+            return row  # nearly all rows
     label, *values = row
     if len(values) != 4 and (len(values) < 6 or len(values) % 2):
         raise ValueError(f"{len(words)} numbers instead of 5 (box) or an odd count from 7 (polygon)")
