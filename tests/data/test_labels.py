@@ -17,7 +17,7 @@ from PIL import ExifTags, Image
 from data import labels
 from data.labels import Content, Labels, check_classes, load_labels, parse_rows, scan_image
 from data.sources import label_file
-from tests.making import plain, write_image, write_label
+from tests.making import plain, spoil, write_image, write_label
 from utils.errors import UserError
 
 FILE = Path("/set/labels/a.txt")
@@ -47,12 +47,9 @@ def images(tmp_path: Path) -> list[Path]:
     ]
 
 
-def spoil(images: list[Path]) -> None:
-    """Make images and labels unreadable, but let the files seem unchanged: a scan would find problems."""
-    for file in [*images, *filter(Path.exists, map(label_file, images))]:
-        status = file.stat()
-        file.write_bytes(b"x" * status.st_size)
-        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+def spoil_all(images: list[Path]) -> None:
+    """Spoil images and labels: a scan would find problems, the cache notices nothing."""
+    spoil(*images, *filter(Path.exists, map(label_file, images)))
 
 
 # Rows
@@ -272,7 +269,7 @@ def test_a_second_load_does_not_scan(images: list[Path]) -> None:
     write_label(images[0], "1 0.5 0.5 0.5 0.25", "bad")
     first = load_labels(images, "labels", 0)
     assert len(first.problems) == 1
-    spoil(images)
+    spoil_all(images)
     assert same(load_labels(images, "labels", 0), first)
 
 
@@ -313,7 +310,7 @@ def test_a_changed_file_is_scanned_again(
         for file, image in zip(files, images, strict=True):
             file.symlink_to(image)
     first = load_labels(files, "labels", 0)
-    spoil([images[2]])  # a scan notices it
+    spoil(images[2])  # a scan notices it
     assert same(load_labels(files, "labels", 0), first)
     change(label_file(images[1]) if changed == "label" else images[1])
     assert str(files[2]) in load_labels(files, "labels", 0).problems[-1]
@@ -332,7 +329,7 @@ def test_another_list_of_images_has_a_cache_of_its_own(images: list[Path]) -> No
     load_labels(images, "labels", 0)
     assert load_labels(images[::-1], "labels", 0).rows[:, 0].tolist() == [0, 2, 1]
     assert load_labels(images[:1], "labels", 0).rows[:, 0].tolist() == [1]
-    spoil(images)
+    spoil_all(images)
     assert load_labels(images, "labels", 0).rows[:, 0].tolist() == [1, 0, 2]
 
 
@@ -368,7 +365,7 @@ def test_a_damaged_cache_file_is_replaced_by_a_new_scan(
     (file,) = (cache_home / "lockstep/labels").iterdir()
     damage(file)
     assert same(load_labels(images, "labels", 0), first)
-    spoil(images)
+    spoil_all(images)
     assert same(load_labels(images, "labels", 0), first)
 
 
