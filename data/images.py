@@ -95,7 +95,7 @@ def _has_late_headers(opened: PngImageFile) -> bool:
     while kind == b"IDAT":
         opened.fp.seek(place)
         length, kind = opened.fp.read(4), opened.fp.read(4)
-        place += 12 + int.from_bytes(length, "big")  # and 4 bytes of length, 4 of kind, 4 of checksum
+        place += 12 + int.from_bytes(length, "big")  # after 4 bytes of length, 4 of kind, and before 4 of checksum
     return kind != b"IEND"
 
 
