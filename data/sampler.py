@@ -94,7 +94,7 @@ class Repeated(Order):
 def image_weights(instances: Instances, count: int) -> np.ndarray:
     """Return the weight of each image, (count,): the sum over its instances of 1 / (instances of their class).
 
-    YOLOv5 also multiplies by 1 - mAP of the class so far; here the samples must be the same after a crash.
+    Unlike YOLOv5's, weights do not depend on the results so far: the samples must be the same after a crash.
     """
     weights = 1 / np.maximum(np.bincount(instances.classes), 1)
     return np.bincount(instances.images, weights=weights[instances.classes], minlength=count)
