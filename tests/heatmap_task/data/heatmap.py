@@ -91,7 +91,7 @@ class HeatmapData(DataSet[HeatmapSplit]):
 
     def split(self, name: str, hyp: Recipe | None = None) -> HeatmapSplit:
         images, unlisted = self.spec.listing(name)
-        scanned = load_labels(images, f"{name} images", self.options.workers, boxes=False)
+        scanned = load_labels(images, f"{name} images", self.options.workers, "images")
         problems = (*unlisted, *scanned.problems)
         readable = self.usable(name, scanned.sizes, problems)
         images = list(compress(images, readable))
