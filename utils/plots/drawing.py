@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ MAX_GRID_IMAGES = 16
 MAX_GRID_PIXELS = 1920  # side of a grid of training images
 SMALL_IMAGE_PIXELS = 160  # an image whose shorter side is below this has thinner lines and smaller letters
 CAPTION_LINE_PIXELS, CAPTION_LINES, MIN_CAPTION_PIXELS = 16, 2, 150  # height and number of lines, least width
+GAP_PIXELS = 4  # between captioned images
 FONT, FONT_SCALE, SMALL_FONT_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.4, 0.3  # letters of about 10 pixels and 8
 DARK_TEXT_LUMA = 140  # text on a brighter background is black, else white
 COMPACT_PNG = (cv2.IMWRITE_PNG_COMPRESSION, 6, cv2.IMWRITE_PNG_STRATEGY, cv2.IMWRITE_PNG_STRATEGY_DEFAULT)
@@ -60,15 +60,6 @@ class Style(NamedTuple):
         return f"{name} {confidence:.2f}" if self.names and self.confidences else name * self.names
 
 
-def draw_predictions(
-    image: np.ndarray, boxes: np.ndarray, classes: Sequence[int], texts: Sequence[str], style: Style
-) -> np.ndarray:
-    """Return a copy of `image` with `boxes` (n, 4), xyxy in pixels, and their texts drawn on it."""
-    image = image.copy()
-    draw_boxes(image, boxes, classes, texts, style.thickness)
-    return image
-
-
 def draw_text_lines(image: np.ndarray, lines: Sequence[str]) -> np.ndarray:
     """Return a copy of `image` with lines of text in its top left corner."""
     image = image.copy()
@@ -101,20 +92,23 @@ def draw_targets(images: np.ndarray, targets: np.ndarray, names: Mapping[int, st
 
 def draw_captioned(images: Sequence[np.ndarray], captions: Sequence[str]) -> np.ndarray:
     """Return a grid of up to 16 images of one shape, each above its caption of up to two lines."""
-    tiles = []
-    for image, caption in zip(images[:MAX_GRID_IMAGES], captions, strict=False):
-        width = max(image.shape[1], MIN_CAPTION_PIXELS)
-        lines = caption.split("\n")
-        tile = np.full((image.shape[0] + CAPTION_LINE_PIXELS * CAPTION_LINES, width, 3), 255, np.uint8)
-        left = (width - image.shape[1]) // 2
-        tile[: image.shape[0], left : left + image.shape[1]] = image
-        for number, line in enumerate(lines[:CAPTION_LINES], 1):
-            write_text(tile, line, (3, image.shape[0] + CAPTION_LINE_PIXELS * number - 5), (0, 0, 0))
-        tiles.append(tile)
-    return grid(tiles)
+    width = max(images[0].shape[1], MIN_CAPTION_PIXELS)
+    lines = [[*caption.split("\n"), ""][:CAPTION_LINES] for caption in captions]
+    return grid([captioned(image, text, width) for image, text in zip(images[:MAX_GRID_IMAGES], lines, strict=False)])
 
 
-def grid(tiles: list[np.ndarray]) -> np.ndarray:
+def captioned(image: np.ndarray, lines: Sequence[str], width: int) -> np.ndarray:
+    """Return a white tile of `width` pixels and a gap, with `image` in the middle and lines of text below it."""
+    height, image_width = image.shape[:2]
+    tile = np.full((height + CAPTION_LINE_PIXELS * len(lines) + GAP_PIXELS, width + GAP_PIXELS, 3), 255, np.uint8)
+    left = (width - image_width) // 2
+    tile[:height, left : left + image_width] = image
+    for number, line in enumerate(lines, 1):
+        write_text(tile, fit_text(line, width - 3), (3, height + CAPTION_LINE_PIXELS * number - 4), (0, 0, 0))
+    return tile
+
+
+def grid(tiles: Sequence[np.ndarray]) -> np.ndarray:
     """Return tiles of one width in about as many rows as columns. A row is as high as its highest tile."""
     columns, width = math.ceil(math.sqrt(len(tiles))), tiles[0].shape[1]
     rows = []
@@ -147,8 +141,9 @@ def draw_boxes(
     for (left, top, right, bottom), k in zip(corners, classes, strict=True):
         colour = COLOURS[k % len(COLOURS)]
         cv2.rectangle(image, (left, top), (right, bottom), colour, thickness or default_thickness, cv2.LINE_AA)
-    for (left, top, *_), k, text in filter(itemgetter(2), zip(corners, classes, texts, strict=True)):
-        _draw_label(image, left, top, text, COLOURS[k % len(COLOURS)], scale)
+    for (left, top, *_), k, text in zip(corners, classes, texts, strict=True):
+        if text:
+            _draw_label(image, left, top, text, COLOURS[k % len(COLOURS)], scale)
 
 
 def _draw_label(
@@ -183,11 +178,7 @@ def fit_text(text: str, width: int, scale: float = FONT_SCALE) -> str:
 
 
 def write_text(
-    image: np.ndarray,
-    text: str,
-    position: tuple[int, int],
-    colour: tuple[int, int, int],
-    scale: float = FONT_SCALE,
+    image: np.ndarray, text: str, position: tuple[int, int], colour: tuple[int, int, int], scale: float = FONT_SCALE
 ) -> None:
     """Draw one line of text; position: x and y of its lower left corner, pixels."""
     cv2.putText(image, printable(text), position, FONT, scale, colour, 1, cv2.LINE_AA)

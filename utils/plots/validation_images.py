@@ -14,19 +14,10 @@ import cv2
 import numpy as np
 
 from utils.plots.documents import Table
-from utils.plots.drawing import (
-    CAPTION_LINE_PIXELS,
-    MAX_GRID_IMAGES,
-    draw_boxes,
-    fit_text,
-    grid,
-    resize,
-    write_text,
-)
+from utils.plots.drawing import MAX_GRID_IMAGES, captioned, draw_boxes, grid, resize
 from utils.summary import DRAWN_IMAGES
 
 MIN_TILE_PIXELS, MAX_TILE_PIXELS = 320, 480  # longer side of an image in its grid; other sizes are resized
-GAP_PIXELS = 4  # between images
 UNREADABLE_GREY = 160
 
 
@@ -90,20 +81,15 @@ def _read_resized(path: Path) -> tuple[np.ndarray | None, float]:
 
 def draw_validation_images(images: Sequence[ValidationImage], kind: str) -> np.ndarray:
     """Return a grid of images with their boxes of one `kind`, each above its name; grey if it cannot be read."""
-    tile_width = max([MIN_TILE_PIXELS, *(one.image.shape[1] for one in images if one.image is not None)])
+    width = max([MIN_TILE_PIXELS, *(one.image.shape[1] for one in images if one.image is not None)])
     tiles = []
     for one in images:
         name = os.path.basename(one.path)
         if one.image is None:
-            image = np.full((tile_width // 2, tile_width, 3), UNREADABLE_GREY, np.uint8)
+            image = np.full((width // 2, width, 3), UNREADABLE_GREY, np.uint8)
             name += " (cannot be read)"
         else:
             image = one.image.copy()
             draw_boxes(image, *one.boxes[kind])
-        height, width = image.shape[:2]
-        tile = np.full((height + CAPTION_LINE_PIXELS + GAP_PIXELS, tile_width + GAP_PIXELS, 3), 255, np.uint8)
-        left = (tile_width - width) // 2
-        tile[:height, left : left + width] = image
-        write_text(tile, fit_text(name, tile_width - left), (left, height + CAPTION_LINE_PIXELS - 4), (0, 0, 0))
-        tiles.append(tile)
+        tiles.append(captioned(image, [name], width))
     return grid(tiles)

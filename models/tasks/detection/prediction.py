@@ -15,7 +15,7 @@ from models.tasks.contract import Image, Prediction
 from models.tasks.detection.boxes import xywh_to_xyxy, xyxy_to_xywh
 from models.tasks.detection.pairing import match_detections
 from utils.coco import CocoImage
-from utils.plots.drawing import Style, draw_predictions
+from utils.plots.drawing import Style, draw_boxes
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,9 @@ class DetectionPrediction(Prediction):
         rows = self.boxes.flip(0)
         classes = [int(label) for label in rows[:, 5].tolist()]
         texts = [style.text(self.names[k], value) for k, value in zip(classes, rows[:, 4].tolist(), strict=True)]
-        return draw_predictions(image, rows[:, :4].numpy(), classes, texts, style)
+        drawn: Image = image.copy()
+        draw_boxes(drawn, rows[:, :4].numpy(), classes, texts, style.thickness)
+        return drawn
 
     def crops(self, image: Image) -> list[tuple[str, Image]]:
         """Return the part of `image` that each box covers, with its class name; none is empty."""
