@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from utils.errors import UserError, nearest
+from utils.errors import UserError, first_line, nearest
 from utils.files import ROOT, csv_text, read_yaml
 
 UNUSED_CATEGORY_IDS = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # of 1 to 90: COCO's 80 classes have the others
@@ -192,8 +192,8 @@ def score(annotations: Annotations, rows: Sequence[Mapping[str, Any]]) -> list[f
         evaluation.summarize()
     except Exception as error:  # whatever the annotations lack
         raise UserError(
-            f"{annotations.file} cannot be used ({type(error).__name__}: {str(error).partition(chr(10))[0]}); give a "
-            "file of COCO annotations, with id, bbox, area and iscrowd"
+            f"{annotations.file} cannot be used ({type(error).__name__}: {first_line(error)}); give a file of COCO "
+            "annotations, with id, bbox, area and iscrowd"
         ) from error
     return [float(value) for value in evaluation.stats[: len(COCO_METRICS)]]
 

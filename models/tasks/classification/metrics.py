@@ -22,12 +22,10 @@ MIN_PICTURE_SIDE_PIXELS = 160  # so that captions fit below small images
 
 
 class ImageInfo(Protocol):
-    """What the metrics ask of an image."""
+    """The type of `Batch.infos`, as the metrics use it."""
 
-    @property
-    def image(self) -> int: ...
-    @property
-    def label(self) -> int: ...
+    image: int  # index in the split
+    label: int  # class
 
 
 class ImageRecord(NamedTuple):

@@ -6,7 +6,7 @@ Made by `DetectionTask.criterion`; called by the training loop and the evaluatio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,17 +46,10 @@ class LossSettings:
     label_smoothing: float = 0.0
 
     def scaled(self, levels: int, classes: int, imgsz: int) -> LossSettings:
-        """Return the gains for a model of `levels` and `classes` at an image size in pixels; the hyperparameter file's
-        are for 3, 80 and 640."""
+        """Return the settings scaled to a model. Those of the hyperparameter file are for 3 levels, 80 classes, 640."""
         share = 3 / levels
-        return LossSettings(
-            **{
-                **vars(self),
-                "box": self.box * share,
-                "obj": self.obj * share * (imgsz / 640) ** 2,
-                "cls": self.cls * share * classes / 80,
-            }
-        )
+        obj, cls = self.obj * share * (imgsz / 640) ** 2, self.cls * share * classes / 80
+        return replace(self, box=self.box * share, obj=obj, cls=cls)
 
 
 class DetectionCriterion(Criterion):

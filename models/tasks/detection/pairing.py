@@ -9,7 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from models.tasks.detection.boxes import EPSILON
+
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)  # at which a detection may be correct: COCO's
+
 CONFUSION_IOU = 0.45  # above which the confusion matrix takes a detection for a label, of whatever class
 
 
@@ -30,9 +33,7 @@ class Pairs(NamedTuple):
     label: np.ndarray  # (p,)
 
 
-def match_detections(
-    boxes: np.ndarray, group: np.ndarray, true_boxes: np.ndarray, true_group: np.ndarray, eps: float = 1e-7
-) -> Matches:
+def match_detections(boxes: np.ndarray, group: np.ndarray, true_boxes: np.ndarray, true_group: np.ndarray) -> Matches:
     """Match each detection to the label of its group, which is its class in its image, that it overlaps most.
 
     boxes: (k, 4) xyxy, most confident first within a group. true_boxes: (m, 4). group, true_group: integers. At a
@@ -44,7 +45,7 @@ def match_detections(
     if not len(paired):
         return Matches(overlap, partner, beaten)
     starts = counts.cumsum() - counts
-    shared = _overlaps(boxes[detection], true_boxes[label], eps)
+    shared = _overlaps(boxes[detection], true_boxes[label])
     overlap[paired] = np.maximum.reduceat(shared, starts)
     # The first label of those that overlap most.
     best = np.where(shared == np.repeat(overlap[paired], counts), np.arange(len(shared)), len(shared) - 1)
@@ -60,7 +61,7 @@ def match_detections(
 
 
 def pair_detections(
-    boxes: np.ndarray, group: np.ndarray, true_boxes: np.ndarray, true_group: np.ndarray, eps: float = 1e-7
+    boxes: np.ndarray, group: np.ndarray, true_boxes: np.ndarray, true_group: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Pair detections and labels of a group, which is an image, one to one, in falling IoU.
 
@@ -68,7 +69,7 @@ def pair_detections(
     the indices of the pairs' detections and labels, (p,) each, group by group.
     """
     pairs = _pairs(group, true_group)
-    overlap = _overlaps(boxes[pairs.detection], true_boxes[pairs.label], eps)
+    overlap = _overlaps(boxes[pairs.detection], true_boxes[pairs.label])
     near = np.flatnonzero(overlap > CONFUSION_IOU)
     detection, label = pairs.detection[near], pairs.label[near]
     order = np.lexsort((detection, label, -overlap[near], true_group[label]))
@@ -93,9 +94,9 @@ def _pairs(group: np.ndarray, true_group: np.ndarray) -> Pairs:
     return Pairs(paired, counts, np.repeat(paired, counts), labels[index])
 
 
-def _overlaps(a: np.ndarray, b: np.ndarray, eps: float) -> np.ndarray:
+def _overlaps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return the intersection over union of paired boxes, xyxy, (n, 4) each: (n,)."""
     span = (np.minimum(a[:, 2:], b[:, 2:]) - np.maximum(a[:, :2], b[:, :2])).clip(min=0)
     intersection: np.ndarray = span[:, 0] * span[:, 1]
     areas = [(box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1]) for box in (a, b)]
-    return np.asarray(intersection / (areas[1] + areas[0] - intersection + eps))
+    return np.asarray(intersection / (areas[1] + areas[0] - intersection + EPSILON))

@@ -15,6 +15,7 @@ import numpy as np
 from models.tasks.detection.pairing import IOU_THRESHOLDS
 from models.tasks.detection.records import CONFIDENT_THRESHOLD, EMPTY_RECORD, ImageRecord
 
+DETECTION_METRICS = ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95")
 F1_CONFIDENCES = np.linspace(0, 1, 1000)  # one of which precision and recall are read at
 F1_SMOOTHING_SHARE = 0.1  # width of the window that smooths the F1 curve, as a share of the curve's length
 AP_RECALLS = np.linspace(0, 1, 101)  # between which average precision integrates
@@ -43,11 +44,10 @@ class ClassScores:
     curves: Curves
 
     def means(self) -> dict[str, float]:
-        """Return the means over the classes, 0 if there are none."""
-        if not len(self.classes):
-            return dict.fromkeys(("precision", "recall", "mAP50", "mAP50-95"), 0.0)
+        """Return the `DETECTION_METRICS`: means over the classes, 0 if there are none."""
         values = (self.precision, self.recall, self.ap[:, 0], self.ap)
-        return dict(zip(("precision", "recall", "mAP50", "mAP50-95"), (float(v.mean()) for v in values), strict=True))
+        means = (float(value.mean()) if len(self.classes) else 0.0 for value in values)
+        return dict(zip(DETECTION_METRICS, means, strict=True))
 
 
 class SizeScores(NamedTuple):

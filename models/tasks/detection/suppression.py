@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from models.tasks.contract import Thresholds
 from models.tasks.detection.boxes import xywh_to_xyxy
-from models.tasks.detection.views import DecodedView, RawView, SuppressedView, decode, decode_xyxy
+from models.tasks.detection.views import DecodedView, RawView, SuppressedView, decode, decode_xywh
 
 MAX_CANDIDATES = 30_000  # per image, the most confident ones
 FIRST_CANDIDATES_PER_DETECTION = 3  # candidates in the first round, per detection that an image may have
@@ -39,18 +39,14 @@ def detect(views: Sequence[RawView | DecodedView], thresholds: Thresholds) -> li
     if len(raw) == len(views):
         return _detect_raw(raw, thresholds)
     parts = [(view.boxes if isinstance(view, DecodedView) else decode(view)).float() for view in views]
-    images = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    return [suppress(image[image[:, 4] > thresholds.conf_thres], None, thresholds) for image in images]
+    return [suppress(image[image[:, 4] > thresholds.conf_thres], None, thresholds) for image in torch.cat(parts, 1)]
 
 
 def filter_detections(view: SuppressedView, thresholds: Thresholds) -> list[Tensor]:
     """Return the detections of each image, (k, 6), that a suppressing model returned and the thresholds allow."""
-    images = zip(view.detections, view.counts.tolist(), strict=True)
-    detections = [image[: int(count)] for image, count in images]
-    confident = [
-        image[(image[:, 4] > thresholds.conf_thres) & _of_classes(image[:, 5], thresholds)] for image in detections
-    ]
-    return [image[: thresholds.max_det] for image in confident]
+    detections = [image[: int(count)] for image, count in zip(view.detections, view.counts.tolist(), strict=True)]
+    allowed = [(image[:, 4] > thresholds.conf_thres) & _of_classes(image[:, 5], thresholds) for image in detections]
+    return [image[mask][: thresholds.max_det] for image, mask in zip(detections, allowed, strict=True)]
 
 
 def suppress(scores: Tensor, cells: Tensor | None, thresholds: Thresholds) -> Tensor:
@@ -73,7 +69,7 @@ def suppress(scores: Tensor, cells: Tensor | None, thresholds: Thresholds) -> Te
         row, label, confidence = _most_confident(scores, best, thresholds.conf_thres, count)
         new_rows = row[compared:]
         near = scores[new_rows, :4]
-        boxes = xywh_to_xyxy(near) if cells is None else decode_xyxy(near, cells[new_rows])
+        boxes = xywh_to_xyxy(near if cells is None else decode_xywh(near, cells[new_rows]))
         new = torch.cat((boxes, confidence[compared:, None], label[compared:, None]), 1)
         detections = torch.cat((detections, new))
         planes = detections[:, :4] + detections[:, 5:] * offset

@@ -11,8 +11,6 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from models.tasks.detection.boxes import xywh_to_xyxy
-
 
 class RawView(NamedTuple):
     """The raw maps of a network, which may have been given the images in another size and mirrored."""
@@ -86,8 +84,3 @@ def decode_xywh(scores: Tensor, cells: Tensor) -> Tensor:
     """
     centre = (scores[..., :2] * 2 - 0.5 + cells[:, :2]) * cells[:, 2:4]
     return torch.cat((centre, (scores[..., 2:4] * 2) ** 2 * cells[:, 4:]), -1)
-
-
-def decode_xyxy(scores: Tensor, cells: Tensor) -> Tensor:
-    """Return the boxes of `decode_xywh` as corners, (..., 4)."""
-    return xywh_to_xyxy(decode_xywh(scores, cells))
