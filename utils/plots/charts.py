@@ -39,33 +39,33 @@ MATPLOTLIB_SETTINGS: Any = {
     "legend.fontsize": 8,
 }
 MAX_NAME_CHARACTERS = 40  # the middle of a longer name is cut out
-UNSMOOTHED_ALPHA = 0.35  # of the exact values behind a smoothed line
+UNSMOOTHED_ALPHA = 0.35  # of exact values under a smoothed line
 GREY = "0.6"
 CATEGORICAL_COLOURS = 10  # in matplotlib's tab10
 
 MAX_SUBPLOT_COLUMNS = 5  # side by side
 SUBPLOT_INCHES = (3.2, 2.5)  # width and height, with title and ticks
-SMOOTHING_SPAN_PART = 40  # the smoothing is as wide as the epochs divided by this
-MAX_SMOOTHING_POINTS = 4.0  # but no wider than this number of points
-MIN_RELATIVE_SPAN = 0.03  # of an axis, as a share of the values: less would show noise
+SMOOTHING_SPAN_PART = 40  # number of epochs per epoch of the smoothing's width
+MAX_SMOOTHING_POINTS = 4.0  # largest width of the smoothing, in points
+MIN_RELATIVE_SPAN = 0.03  # of an axis, as a share of the largest value: a smaller span would show noise
 
-MAX_CONFUSION_NAMES = 121  # classes that a confusion matrix names: 120 and background
-MAX_CELL_TEXTS = 1000  # cells with a number, the largest ones: each takes 1 ms
+MAX_CONFUSION_NAMES = 121  # 120 classes and background: a larger matrix has no names
+MAX_CELL_TEXTS = 1000  # the largest numbers are written: each takes 1 ms
 
-MAX_NAMED_CURVES = 20  # classes; of more only the extremes have colours and names
-EXTREME_CLASSES = 5  # of the best, and of the worst
+MAX_NAMED_CURVES = 20  # classes; of more, only the best and the worst have colours and names
+EXTREME_CLASSES = 5  # best classes, and worst classes
 
 MAX_BAR_NAMES = 160  # classes
 MAX_OUTLINES = 1000  # boxes drawn around one centre
 DENSITY_BINS = 50  # along each side
-LOG_SCALE_RATIO = 50  # largest count of a split by its smallest, above which the axis is logarithmic
+LOG_SCALE_RATIO = 50  # between a split's largest and smallest count, above which the axis is logarithmic
 
 
 @contextmanager
 def chart_style() -> Iterator[None]:
-    """Draw with matplotlib's defaults and our settings, whatever the user's matplotlibrc contains.
+    """Draw with matplotlib's defaults and our settings instead of the user's matplotlibrc.
 
-    Warnings are silenced: a character that the font lacks is drawn as a box.
+    Warnings, such as of a character that the font lacks, are silenced.
     """
     import matplotlib
 
@@ -78,9 +78,9 @@ def chart_style() -> Iterator[None]:
 
 
 def render(make_figure: Callable[..., Figure], *arguments: Any) -> np.ndarray:
-    """Return the figure that `make_figure` makes of `arguments` as a picture, uint8 (h, w, 3) BGR.
+    """Return the picture of `make_figure(*arguments)`, uint8 (h, w, 3) BGR.
 
-    The picture includes whatever extends beyond the figure, such as long names.
+    It includes all that extends beyond the figure, such as long names.
     """
     with chart_style():
         content = io.BytesIO()
@@ -113,8 +113,7 @@ def colours(count: int) -> list[Any]:
 def results_figure(runs: Mapping[str, Columns]) -> Figure:
     """Plot every column but `epoch` over the epochs, in a subplot each.
 
-    runs: the columns of results.csv by the run's name. Of one run the exact values are drawn, and smoothed; of several
-    each has a colour.
+    runs: columns of results.csv by the name of the run. Lines are exact and smoothed values, in a colour for each run.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -139,8 +138,8 @@ def results_figure(runs: Mapping[str, Columns]) -> Figure:
 def subplot_positions(names: Sequence[str]) -> dict[str, tuple[int, int]]:
     """Return row and column of the subplot of each of `names`.
 
-    Validation losses are below the training losses, metrics beside them in two rows, and other columns beside these or,
-    if that is too wide, below.
+    Validation losses are below the training losses, metrics to their right in two rows, other columns to the right of
+    the metrics or, if that is too wide, below.
     """
     groups = {prefix: [name for name in names if name.startswith(prefix)] for prefix in ("train/", "val/", "metrics/")}
     train, val, metrics = groups.values()
@@ -167,11 +166,11 @@ def smooth(epochs: np.ndarray, values: np.ndarray, width: float) -> np.ndarray:
 
 
 def smoothing_width(epochs: Sequence[np.ndarray]) -> float:
-    """Return the width for `smooth`, in epochs, that suits several runs, given the epochs of each.
+    """Return the width for `smooth`, in epochs, for several runs, given the epochs of each.
 
-    From one point to four, less if a run has ten or fewer, and one epoch if no run has two.
+    It is one to four points, less if a run has ten points or fewer, and one epoch if no run has two points.
     """
-    lines = [run for run in epochs if len(run) > 1]  # of two points or more
+    lines = [run for run in epochs if len(run) > 1]  # with two points or more
     step = max((np.ptp(run) / (len(run) - 1) for run in lines), default=0.0)
     if not step:
         return 1.0
@@ -180,7 +179,7 @@ def smoothing_width(epochs: Sequence[np.ndarray]) -> float:
 
 
 def best(columns: Columns, name: str) -> tuple[float, float]:
-    """Return the highest value of a column and its (first) epoch; nan for both if there is no value."""
+    """Return the highest value of a column and its first epoch, or nan for both if there is no value."""
     epochs, values = _finite(columns, name)
     if not len(values):
         return math.nan, math.nan
@@ -189,7 +188,7 @@ def best(columns: Columns, name: str) -> tuple[float, float]:
 
 
 def _finite(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the epochs and values of a column whose values are finite."""
+    """Return the epochs and values of the rows in which both are finite."""
     finite = np.isfinite(columns[name]) & np.isfinite(columns["epoch"])
     return columns["epoch"][finite], columns[name][finite]
 
@@ -228,7 +227,7 @@ def _draw_subplot(axes: Axes, name: str, runs: Mapping[str, Columns]) -> None:
 def confusion_figure(counts: np.ndarray, names: Sequence[str], by_share: bool) -> Figure:
     """Draw the confusion matrix `counts` (c, c), true class by predicted class, with the numbers in its cells.
 
-    by_share: as shares of the true class instead of counts. If there are many cells, only the largest have numbers.
+    by_share: as shares of the true class instead of counts. Of many cells only the largest have numbers.
     """
     from matplotlib.colors import Normalize, SymLogNorm
     from matplotlib.figure import Figure
@@ -264,7 +263,7 @@ def confusion_figure(counts: np.ndarray, names: Sequence[str], by_share: bool) -
 def cell_texts(counts: np.ndarray, by_share: bool, short: bool = False) -> list[tuple[int, int, str]]:
     """Return row, column and text of the cells of `counts` (c, c), the largest numbers first.
 
-    by_share: shares of the row's sum; those that round to 0 are left out. short: counts of at most four characters.
+    by_share: shares of the row's sum; shares that round to 0 are omitted. short: counts of at most four characters.
     """
     from matplotlib.ticker import EngFormatter
 
@@ -280,7 +279,7 @@ def cell_texts(counts: np.ndarray, by_share: bool, short: bool = False) -> list[
 
 
 def shares_of(counts: np.ndarray) -> np.ndarray:
-    """Return each row of counts (c, c) as shares of its sum, or zeros if that is 0."""
+    """Divide each row of counts (c, c) by its sum; a row of zeros stays zero."""
     return counts / np.maximum(counts.sum(1, keepdims=True), 1)
 
 
@@ -309,7 +308,7 @@ def mean_curve(values: np.ndarray) -> np.ndarray:
 def confidence_figure(metric: str, curves: Curves, operating_point: int) -> Figure:
     """Plot the curves of a metric over the confidence.
 
-    operating_point: index of the confidence that is marked, and whose values the legend names.
+    operating_point: index of the confidence that is marked and whose values are in the legend.
     """
     mean = mean_curve(curves.values)
     top = int(np.argmax(mean))
@@ -324,7 +323,7 @@ def confidence_figure(metric: str, curves: Curves, operating_point: int) -> Figu
 
 
 def recall_figure(curves: Curves, ap50: np.ndarray) -> Figure:
-    """Plot precision over recall. ap50: (c,), each class's AP at an IoU of 0.5, nan if it has none."""
+    """Plot precision over recall. ap50: (c,), each class's AP at an IoU of 0.5 or nan."""
     mean = float(np.mean(ap50[np.isfinite(ap50)])) if np.isfinite(ap50).any() else 0.0
     figure = _curves_figure(curves, ap50, mean_curve(curves.values), f"mAP50 {mean:.3f}", "AP50")
     figure.axes[0].set(xlabel="recall", ylabel="precision")
@@ -334,7 +333,7 @@ def recall_figure(curves: Curves, ap50: np.ndarray) -> Figure:
 def _curves_figure(curves: Curves, scores: np.ndarray, mean: np.ndarray, label: str, heading: str) -> Figure:
     """Plot a thin line for each class, a thick one for their mean, and a legend with the score (c,) of each class.
 
-    label: of the mean. heading: of the classes in the legend.
+    label: legend of the mean. heading: of the classes in the legend.
     """
     from matplotlib import colormaps
     from matplotlib.collections import LineCollection
@@ -381,7 +380,7 @@ class Labels(NamedTuple):
 
 
 def labels_figure(labels: Labels, classes: np.ndarray, boxes: np.ndarray) -> Figure:
-    """Plot the labels of each class and split and, if there are boxes, their outlines, centres and sizes.
+    """Plot the number of labels of each class and split and, if there are boxes, their outlines, centres and sizes.
 
     boxes: (n, 4), normalised xywh. classes: (n,), the number of each box's class.
     """

@@ -17,11 +17,11 @@ from utils.errors import UserError
 from utils.files import replacing
 
 MAX_GRID_IMAGES = 16
-MAX_GRID_PIXELS = 1920  # side of a grid of training images
-SMALL_IMAGE_PIXELS = 160  # an image whose shorter side is below this has thinner lines and smaller letters
+MAX_GRID_PIXELS = 1920  # longest side of a grid of training images
+SMALL_IMAGE_PIXELS = 160  # shorter side of images below which lines are thinner and letters smaller
 CAPTION_LINE_PIXELS, CAPTION_LINES, MIN_CAPTION_PIXELS = 16, 2, 150  # height and number of lines, least width
 GAP_PIXELS = 4  # between captioned images
-FONT, FONT_SCALE, SMALL_FONT_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.4, 0.3  # letters of about 10 pixels and 8
+FONT, FONT_SCALE, SMALL_FONT_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.4, 0.3  # letters of about 10 and 8 pixels
 DARK_TEXT_LUMA = 140  # text on a brighter background is black, else white
 COMPACT_PNG = (cv2.IMWRITE_PNG_COMPRESSION, 6, cv2.IMWRITE_PNG_STRATEGY, cv2.IMWRITE_PNG_STRATEGY_DEFAULT)
 COLOURS = (
@@ -56,7 +56,7 @@ class Style(NamedTuple):
     confidences: bool = True
 
     def text(self, name: str, confidence: float) -> str:
-        """Return the text beside a box, or for the class of an image."""
+        """Return the text for a box or for the class of an image."""
         return f"{name} {confidence:.2f}" if self.names and self.confidences else name * self.names
 
 
@@ -69,7 +69,7 @@ def draw_text_lines(image: np.ndarray, lines: Sequence[str]) -> np.ndarray:
 
 
 def draw_targets(images: np.ndarray, targets: np.ndarray, names: Mapping[int, str]) -> np.ndarray:
-    """Return a grid of up to 16 images of a batch with their boxes; no side of it is longer than 1920 pixels.
+    """Return a grid of up to 16 images of a batch with their boxes, at most 1920 pixels wide and high.
 
     images: uint8 (b, 3, h, w) RGB. targets: (m, 6): image in the batch, class, normalised xywh.
     """
@@ -130,9 +130,9 @@ def resize(image: np.ndarray, scale: float) -> np.ndarray:
 def draw_boxes(
     image: np.ndarray, boxes: np.ndarray, classes: Sequence[int], texts: Sequence[str], thickness: int = 0
 ) -> None:
-    """Draw boxes (n, 4), xyxy in pixels, in the colours of `classes`; then their texts, so that no line crosses one.
+    """Draw boxes (n, 4), xyxy in pixels, in the colours of `classes`, then their texts over all lines.
 
-    thickness: of lines, pixels; 0 chooses by the size of the image. An empty text is not drawn.
+    thickness: of lines, in pixels; 0: by the size of the image. An empty text is not drawn.
     """
     limit = 2 * max(image.shape[:2])
     corners = np.clip(boxes, -limit, limit).astype(int).tolist()
@@ -149,7 +149,7 @@ def draw_boxes(
 def _draw_label(
     image: np.ndarray, left: int, top: int, text: str, colour: tuple[int, int, int], scale: float = FONT_SCALE
 ) -> None:
-    """Draw `text` on a background of `colour`: above the point, or below it at the top edge, and within the image."""
+    """Draw `text` on a background of `colour` above the point, or below it at the top edge, within the image."""
     text = fit_text(text, image.shape[1] - 4, scale)
     (width, height), baseline = cv2.getTextSize(text, FONT, scale, 1)
     label_height = height + baseline + 2
@@ -163,12 +163,12 @@ def _draw_label(
 
 
 def printable(text: str) -> str:
-    """Return `text` with a ? for every unprintable character: a lone surrogate makes OpenCV abort."""
+    """Replace unprintable characters by ?: a lone surrogate makes OpenCV abort."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def fit_text(text: str, width: int, scale: float = FONT_SCALE) -> str:
-    """Return `text`, with its middle cut out if it is wider than `width` pixels."""
+    """Return `text`, without its middle if it is wider than `width` pixels."""
     text = shortened = printable(text)
     length = len(text)
     while length > 4 and cv2.getTextSize(shortened, FONT, scale, 1)[0][0] > width:
@@ -185,9 +185,9 @@ def write_text(
 
 
 def write_picture(path: Path, picture: np.ndarray, jpeg_quality: int = 95, compact_png: bool = False) -> None:
-    """Write a picture in the format of the path's suffix; the file is replaced, never half written.
+    """Write a picture in the format of the path's suffix, replacing the file atomically. Raises `UserError`.
 
-    compact_png: compress a PNG to about a third of what OpenCV's faster default gives. Raises `UserError`.
+    compact_png: compress a PNG more slowly than by OpenCV's default, to about a third of the size.
     """
     encoding = {".jpg": (cv2.IMWRITE_JPEG_QUALITY, jpeg_quality), ".png": COMPACT_PNG if compact_png else ()}
     if not picture.size:
@@ -195,7 +195,7 @@ def write_picture(path: Path, picture: np.ndarray, jpeg_quality: int = 95, compa
     try:
         encoded, content = cv2.imencode(path.suffix, picture, encoding.get(path.suffix, ()))
     except cv2.error:
-        raise UserError(f"{path} cannot be written: no such format; let the name end with .png or .jpg") from None
+        raise UserError(f"{path} cannot be written: unknown format; give a name that ends with .png or .jpg") from None
     if not encoded:
         height, width = picture.shape[:2]
         raise UserError(f"{path} cannot be written: OpenCV cannot make a picture of {width}x{height}")

@@ -42,8 +42,5 @@ def complete_iou(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _span(a: Tensor, a_size: Tensor, b: Tensor, b_size: Tensor) -> Tensor:
-    """Return the length of the smallest interval that holds both.
-
-    The sum of the sizes minus it is their overlap, negative if they are apart.
-    """
+    """Return the length of the smallest interval that contains both; a, b: their centres."""
     return torch.maximum(a + a_size / 2, b + b_size / 2) - torch.minimum(a - a_size / 2, b - b_size / 2)

@@ -11,9 +11,8 @@ import numpy as np
 
 from models.tasks.detection.boxes import EPSILON
 
-IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)  # at which a detection may be correct: COCO's
-
-CONFUSION_IOU = 0.45  # above which the confusion matrix takes a detection for a label, of whatever class
+IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)  # COCO's
+CONFUSION_IOU = 0.45  # above which the confusion matrix pairs a detection with a label of any class
 
 
 class Matches(NamedTuple):
@@ -25,19 +24,19 @@ class Matches(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """All pairs of a detection and a label of one group: detection by detection, the labels of each in their order."""
+    """All pairs of a detection and a label in the same group, by detection, then by label."""
 
-    paired: np.ndarray  # (d,) the detections that have any
-    counts: np.ndarray  # (d,) how many
+    paired: np.ndarray  # (d,) the detections that have pairs
+    counts: np.ndarray  # (d,) the number of their pairs
     detection: np.ndarray  # (p,)
     label: np.ndarray  # (p,)
 
 
 def match_detections(boxes: np.ndarray, group: np.ndarray, true_boxes: np.ndarray, true_group: np.ndarray) -> Matches:
-    """Match each detection to the label of its group, which is its class in its image, that it overlaps most.
+    """Match each detection to the label that it overlaps most in its group, that is its class in its image.
 
     boxes: (k, 4) xyxy, most confident first within a group. true_boxes: (m, 4). group, true_group: integers. At a
-    threshold t a detection is correct if beaten < t <= overlap: of those that reach t the most confident has the label.
+    threshold t a detection is correct if beaten < t <= overlap: the most confident of those that reach t.
     """
     overlap, beaten = np.zeros((2, len(boxes)), np.result_type(boxes, true_boxes))
     partner = np.zeros(len(boxes), np.int64)
@@ -47,10 +46,10 @@ def match_detections(boxes: np.ndarray, group: np.ndarray, true_boxes: np.ndarra
     starts = counts.cumsum() - counts
     shared = _overlaps(boxes[detection], true_boxes[label])
     overlap[paired] = np.maximum.reduceat(shared, starts)
-    # The first label of those that overlap most.
+    # The first of the labels with the largest overlap.
     best = np.where(shared == np.repeat(overlap[paired], counts), np.arange(len(shared)), len(shared) - 1)
     partner[paired] = np.where(overlap[paired] > 0, label[np.minimum.reduceat(best, starts)], 0)
-    # Rivals for a label in falling confidence: the largest overlap so far, by its rank, because a sum would round it.
+    # Detections of one label in falling confidence: the largest overlap so far, as a rank, which a sum does not round.
     near = np.flatnonzero(overlap >= IOU_THRESHOLDS[0])
     near = near[np.argsort(partner[near], kind="stable")]
     values, rank = np.unique(overlap[near], return_inverse=True)
@@ -63,7 +62,7 @@ def match_detections(boxes: np.ndarray, group: np.ndarray, true_boxes: np.ndarra
 def pair_detections(
     boxes: np.ndarray, group: np.ndarray, true_boxes: np.ndarray, true_group: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pair detections and labels of a group, which is an image, one to one, in falling IoU.
+    """Pair detections and labels of a group, that is an image, one to one in falling IoU.
 
     Boxes (k, 4) and (m, 4) xyxy. Of equal overlaps the earlier label comes first, then the earlier detection. Returns
     the indices of the pairs' detections and labels, (p,) each, group by group.
