@@ -15,6 +15,7 @@ from models.tasks.detection.records import CONFIDENT_THRESHOLD, ImageRecord
 from models.tasks.detection.scores import (
     AP_RECALLS,
     CURVE_POINTS,
+    DETECTION_METRICS,
     SIZE_EDGES_PIXELS,
     ClassScores,
     SizeScores,
@@ -22,13 +23,13 @@ from models.tasks.detection.scores import (
     join,
 )
 
-PERFECT = 0.995  # the area by 101 points falls to 0 at the last of them: 100 intervals, the last one half full
+PERFECT = 0.995  # of 100 intervals between 101 points the last one counts half, because precision ends at 0
 
 
 def record(
     image: int = 0, detections: Sequence[tuple[float, ...]] = (), labels: Sequence[tuple[float, float]] = ()
 ) -> ImageRecord:
-    """detections: confidence, class, overlap, beaten, own side, the label's side; labels: class, side."""
+    """detections: confidence, class, overlap, beaten, side, side of the label. labels: class, side."""
     confidence, label, overlap, beaten, side, partner = np.array(detections, float).reshape(-1, 6).T
     true_label, true_side = np.array(labels, float).reshape(-1, 2).T
     return ImageRecord(image, overlap, beaten, partner, confidence, label, side, true_label, true_side)
@@ -54,7 +55,7 @@ def score_sizes(records: list[ImageRecord]) -> list[SizeScores]:
 
 
 def test_confusion_by_hand() -> None:
-    """Two labels of class 0 and one of 1; a right detection, one of class 2 for 1, one for nothing, one too weak."""
+    """Two labels of class 0 and one of 1; a hit, a detection of class 2 for 1, a false one, a weak one."""
     image = record(3, [hit(0.9), miss(0.8, 2), miss(0.7, 2), miss(CONFIDENT_THRESHOLD, 1)], [(0, 20), (1, 20), (0, 20)])
     image = image._replace(paired=np.array([[0, 0], [1, 2]], np.int32))
     expected = [[1, 0, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 1, 0]]
@@ -74,7 +75,7 @@ def test_confusion_of_nothing() -> None:
 
 
 def test_average_precision_by_hand() -> None:
-    """Right, wrong, right of 2 labels: recall 1/2, 1/2, 1 and precision 1, 1/2, 2/3; the envelope is 1, then 2/3.
+    """Hit, miss, hit of 2 labels: recall 1/2, 1/2, 1 and precision 1, 1/2, 2/3; the envelope is 1, then 2/3.
 
     By 101 points: 1 at 0 ... 0.49, 2/3 at 0.5 ... 0.99, 0 at 1.
     """
@@ -96,13 +97,13 @@ def test_perfect_detections() -> None:
     records = [record(k, [hit(0.9, k % 2), hit(0.8, 1)], [(k % 2, 20), (1, 20)]) for k in range(6)]
     scores = score_classes(records)
     np.testing.assert_allclose(scores.ap, PERFECT)
-    assert scores.means() == pytest.approx({"precision": 1, "recall": 1, "mAP50": PERFECT, "mAP50-95": PERFECT})
+    assert scores.means() == pytest.approx(dict(zip(DETECTION_METRICS, (1, 1, PERFECT, PERFECT), strict=True)))
 
 
 def test_overlap_decides_at_each_threshold() -> None:
     scores = score_classes([record(0, [hit(0.9, overlap=0.72)], [(0, 20)])])
     np.testing.assert_allclose(scores.ap, [[PERFECT] * 5 + [0] * 5])
-    assert scores.means()["mAP50-95"] == pytest.approx(PERFECT / 2)
+    assert scores.means()["mAP_0.5:0.95"] == pytest.approx(PERFECT / 2)
 
 
 def test_confidence_orders_the_detections_of_all_images() -> None:
@@ -114,14 +115,14 @@ def test_confidence_orders_the_detections_of_all_images() -> None:
 def test_no_detections() -> None:
     scores = score_classes([record(0, [], [(0, 20), (2, 20)])])
     assert scores.classes.tolist() == [0, 2]
-    assert scores.means() == {"precision": 0, "recall": 0, "mAP50": 0, "mAP50-95": 0}
+    assert scores.means() == dict.fromkeys(DETECTION_METRICS, 0)
 
 
 def test_no_labels() -> None:
     records = [record(0, [miss(0.9)]), record(1)]
     scores = score_classes(records)
     assert scores.classes.tolist() == []
-    assert scores.means() == {"precision": 0, "recall": 0, "mAP50": 0, "mAP50-95": 0}
+    assert scores.means() == dict.fromkeys(DETECTION_METRICS, 0)
     assert score_sizes(records) == []
 
 
@@ -227,7 +228,7 @@ def equal(a: ClassScores, b: ClassScores) -> bool:
 def test_order_of_the_records_does_not_matter() -> None:
     records = random_records(40, seed=0)
     scores, sizes = score_classes(records), score_sizes(records)
-    assert 0 < scores.means()["mAP50"] < 0.9
+    assert 0 < scores.means()["mAP_0.5"] < 0.9
     assert len(sizes) == 5
     for seed in range(3):
         random.Random(seed).shuffle(records)
