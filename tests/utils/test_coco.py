@@ -1,4 +1,4 @@
-"""COCO's results and metrics, by hand."""
+"""COCO's results and metrics, with numbers worked out by hand."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from PIL import Image
 from tests.utils.plots.run_folder import VAL_BOXES_HEAD, write_image, write_table
 from utils.files import csv_text
 from utils.plots.documents import MalformedFile, Table
-from utils.plots.drawing import CAPTION_LINE_PIXELS, COLOURS
-from utils.plots.validation_images import GAP_PIXELS, ValidationImage, draw_validation_images, read_validation_images
+from utils.plots.drawing import CAPTION_LINE_PIXELS, COLOURS, GAP_PIXELS
+from utils.plots.validation_images import ValidationImage, draw_validation_images, read_validation_images
 
 
 def read_rows(folder: Path, *rows: str) -> list[ValidationImage]:
@@ -26,8 +26,8 @@ def read_rows(folder: Path, *rows: str) -> list[ValidationImage]:
     ("size", "shown"),
     [((960, 480), (480, 240)), ((480, 300), (480, 300)), ((200, 100), (200, 100)), ((40, 80), (80, 160))],
 )
-def test_photos_are_fitted(size: tuple[int, int], shown: tuple[int, int], tmp_path: Path) -> None:
-    """Shrunk to 480 pixels, enlarged to 160, and their boxes with them."""
+def test_photos_are_resized(size: tuple[int, int], shown: tuple[int, int], tmp_path: Path) -> None:
+    """To at most 480 and at least 160 pixels, with their boxes."""
     row = f"{write_image(tmp_path / 'a.png', *size)},label,x,,{size[0] / 4},0,{size[0]},{size[1] / 2}"
     (found,) = read_rows(tmp_path, row)
     assert found.image is not None
@@ -40,9 +40,9 @@ def test_photos_are_fitted(size: tuple[int, int], shown: tuple[int, int], tmp_pa
     )
 
 
-def test_a_photo_is_as_it_is_displayed(tmp_path: Path) -> None:
+def test_photos_are_rotated_by_their_exif_orientation(tmp_path: Path) -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by a quarter
+    exif[0x0112] = 6  # a quarter turn
     Image.new("RGB", (300, 200)).save(tmp_path / "a.jpg", exif=exif)
     (found,) = read_validation_images(
         write_table(tmp_path / "b.csv", VAL_BOXES_HEAD, f"{tmp_path}/a.jpg,image,,,,,,"), 0
@@ -51,8 +51,8 @@ def test_a_photo_is_as_it_is_displayed(tmp_path: Path) -> None:
     assert found.image.shape == (300, 200, 3)
 
 
-def test_marks_are_told_apart(tmp_path: Path) -> None:
-    """Labels and predictions; the surest comes last and so lies on top; a class has one number in all."""
+def test_boxes_by_image_and_kind(tmp_path: Path) -> None:
+    """The most confident prediction is last, on top; a class has the same number in all images."""
     one, two = (write_image(tmp_path / name, 200, 200) for name in ("1.png", "2.png"))
     rows = (
         f"{two},prediction,disc,0.875,1,2,3,4",
@@ -61,7 +61,7 @@ def test_marks_are_told_apart(tmp_path: Path) -> None:
         f"{two},label,disc,,13,14,15,16",
     )
     first, second = read_rows(tmp_path, *rows)
-    assert (first.path, second.path) == (two, one)  # in the order in which they come
+    assert (first.path, second.path) == (two, one)  # in the order of the file
     assert first.boxes["prediction"].texts == ["bar 0.25", "disc 0.88"]
     assert first.boxes["prediction"].classes == [1, 0]
     assert first.boxes["prediction"].boxes.tolist() == [[9, 10, 11, 12], [1, 2, 3, 4]]
@@ -72,7 +72,7 @@ def test_marks_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_class_has_one_colour(tmp_path: Path) -> None:
-    """Boxes of the labels and of the predictions are in the same place and colour; the ground of the text is, too."""
+    """Labels and predictions of a class have the same colour, as have their texts' backgrounds."""
     path = write_image(tmp_path / "a.png", 400, 300)
     rows = (
         f"{path},label,bar,,20,20,40,40",
@@ -92,7 +92,7 @@ def test_a_class_has_one_colour(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["intermediate hinged traffic-sign " * 9, "猫 $x$ \udcff\n", ""])
 def test_text_stays_within_the_photo(name: str, tmp_path: Path) -> None:
-    """A box in a corner: nothing of its name is outside, and the name has its ground."""
+    """The name of a box in a corner is inside of the image, on a background."""
     path = write_image(tmp_path / "a.png", 300, 200)
     (tmp_path / "b.csv").write_text(
         csv_text(
@@ -110,7 +110,7 @@ def test_text_stays_within_the_photo(name: str, tmp_path: Path) -> None:
 
 
 def test_a_long_name_keeps_its_confidence(tmp_path: Path) -> None:
-    """What does not fit is cut from its middle."""
+    """The middle of a long name is cut."""
     path, name = write_image(tmp_path / "a.png", 300, 200), "intermediate hinged traffic-sign " * 9
     pictures = []
     for confidence in (0.5, 0.75):
@@ -118,11 +118,11 @@ def test_a_long_name_keeps_its_confidence(tmp_path: Path) -> None:
         pictures.append(draw_validation_images(read_rows(tmp_path, row), "prediction"))
     rows, columns, _ = np.nonzero(pictures[0] != pictures[1])
     assert rows.max() < 100
-    assert columns.min() > 260  # at its end
+    assert columns.min() > 260  # at the end
 
 
-def test_photos_that_cannot_be_read(tmp_path: Path) -> None:
-    """Grey, without boxes, and named."""
+def test_unreadable_photos(tmp_path: Path) -> None:
+    """They are grey, without boxes, and named."""
     (tmp_path / "no image.jpg").write_text("text")
     (tmp_path / "empty.jpg").touch()
     paths = [str(tmp_path / name) for name in ("missing.jpg", "no image.jpg", "empty.jpg", ".")]
@@ -178,13 +178,13 @@ def test_a_row_of_the_grid_is_as_high_as_its_highest_photo(tmp_path: Path) -> No
         ("label,x,,a,2,3,4", "x1"),
     ],
 )
-def test_no_photos(row: str, problem: str, tmp_path: Path) -> None:
+def test_malformed_boxes(row: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(MalformedFile, match=f"column {problem}"):
         read_rows(tmp_path, f"a.jpg,{row}")
 
 
 def test_a_class_has_the_colour_that_it_has_in_training(tmp_path: Path) -> None:
-    """By its number among all classes, whichever comes first in the file of boxes."""
+    """The colour depends on the number among all classes, not on the order of the file."""
     cv2.imwrite(str(tmp_path / "a.png"), np.zeros((320, 320, 3), np.uint8))
     table = write_table(tmp_path / "b.csv", VAL_BOXES_HEAD, f"{tmp_path}/a.png,label,ring,,10,50,100,100")
     (found,) = read_validation_images(table, 0, ["disc", "square", "ring"])
