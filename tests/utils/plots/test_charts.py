@@ -221,8 +221,8 @@ def test_the_picture_includes_the_names_of_runs(count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 10, 11, 20, 21, 80])
 def test_all_colours_differ(count: int) -> None:
-    found = colours(count)
-    assert len(set(found)) == len(found) == count
+    values = colours(count)
+    assert len(set(values)) == len(values) == count
 
 
 # Confusion matrix
@@ -310,8 +310,8 @@ def test_many_classes_are_not_named(size: int, named: bool, styled: None) -> Non
 
 
 def test_f1_by_hand() -> None:
-    found = f1(np.array([1, 0.5, 0, 0.25, NAN]), np.array([1, 0.25, 0, 0, 1]))
-    assert found == pytest.approx([1, 1 / 3, 0, 0, NAN], nan_ok=True)
+    values = f1(np.array([1, 0.5, 0, 0.25, NAN]), np.array([1, 0.25, 0, 0, 1]))
+    assert values == pytest.approx([1, 1 / 3, 0, 0, NAN], nan_ok=True)
 
 
 def test_the_mean_is_over_classes_that_have_a_value() -> None:
@@ -433,12 +433,12 @@ def test_at_most_a_thousand_outlines(styled: None) -> None:
 def test_densities_of_centres_and_sizes(styled: None) -> None:
     """Colours depend on the root of the count."""
     _, _, centres, sizes = labels_figure(LABELS, np.array([1, 0]), BOXES).axes
-    found = np.asarray(centres.get_images()[0].get_array().filled(0))
-    assert np.argwhere(found).tolist() == [[12, 25]]  # row, column of 50: y 0.25, x 0.5
-    assert found[12, 25] == pytest.approx(2**0.5)
+    values = np.asarray(centres.get_images()[0].get_array().filled(0))
+    assert np.argwhere(values).tolist() == [[12, 25]]  # row, column of 50: y 0.25, x 0.5
+    assert values[12, 25] == pytest.approx(2**0.5)
     assert centres.yaxis_inverted()  # y goes down, as in an image
-    found = np.asarray(sizes.get_images()[0].get_array().filled(0))
-    assert np.argwhere(found).tolist() == [[20, 10], [25, 49]]
+    values = np.asarray(sizes.get_images()[0].get_array().filled(0))
+    assert np.argwhere(values).tolist() == [[20, 10], [25, 49]]
     assert (sizes.get_xlabel(), sizes.get_ylabel()) == ("width", "height")
     assert not sizes.yaxis_inverted()
 

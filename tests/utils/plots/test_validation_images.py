@@ -29,11 +29,11 @@ def read_rows(folder: Path, *rows: str) -> list[ValidationImage]:
 def test_photos_are_resized(size: tuple[int, int], shown: tuple[int, int], tmp_path: Path) -> None:
     """To at most 480 and at least 160 pixels, with their boxes."""
     row = f"{write_image(tmp_path / 'a.png', *size)},label,x,,{size[0] / 4},0,{size[0]},{size[1] / 2}"
-    (found,) = read_rows(tmp_path, row)
-    assert found.image is not None
-    assert found.image.shape == (*shown[::-1], 3)
-    assert found.boxes["label"].boxes == pytest.approx(np.array([[shown[0] / 4, 0, shown[0], shown[1] / 2]]))
-    assert draw_validation_images([found], "label").shape == (
+    (photo,) = read_rows(tmp_path, row)
+    assert photo.image is not None
+    assert photo.image.shape == (*shown[::-1], 3)
+    assert photo.boxes["label"].boxes == pytest.approx(np.array([[shown[0] / 4, 0, shown[0], shown[1] / 2]]))
+    assert draw_validation_images([photo], "label").shape == (
         shown[1] + CAPTION_LINE_PIXELS + GAP_PIXELS,
         max(shown[0], 160) + GAP_PIXELS,
         3,
@@ -44,11 +44,11 @@ def test_photos_are_rotated_by_their_exif_orientation(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn
     Image.new("RGB", (300, 200)).save(tmp_path / "a.jpg", exif=exif)
-    (found,) = read_validation_images(
+    (photo,) = read_validation_images(
         write_table(tmp_path / "b.csv", VAL_BOXES_HEAD, f"{tmp_path}/a.jpg,image,,,,,,"), 0
     )
-    assert found.image is not None
-    assert found.image.shape == (300, 200, 3)
+    assert photo.image is not None
+    assert photo.image.shape == (300, 200, 3)
 
 
 def test_boxes_by_image_and_kind(tmp_path: Path) -> None:
@@ -79,8 +79,8 @@ def test_a_class_has_one_colour(tmp_path: Path) -> None:
         f"{path},label,disc,,100,80,300,280",
         f"{path},prediction,disc,.5,100,80,300,280",
     )
-    (found,) = read_rows(tmp_path, *rows)
-    labels, predictions = (draw_validation_images([found], kind) for kind in ("label", "prediction"))
+    (photo,) = read_rows(tmp_path, *rows)
+    labels, predictions = (draw_validation_images([photo], kind) for kind in ("label", "prediction"))
     for picture in (labels, predictions):
         for x, y in ((100, 200), (300, 200), (200, 80), (200, 280), (100, 70)):  # edges, and the text's corner
             assert picture[y, x].tolist() == pytest.approx(COLOURS[1], abs=3)
@@ -101,8 +101,8 @@ def test_text_stays_within_the_photo(name: str, tmp_path: Path) -> None:
         ),
         errors="surrogateescape",
     )
-    (found,) = read_validation_images(Table(tmp_path / "b.csv"), 0)
-    picture = draw_validation_images([found], "label")
+    (photo,) = read_validation_images(Table(tmp_path / "b.csv"), 0)
+    picture = draw_validation_images([photo], "label")
     assert picture.shape == (200 + CAPTION_LINE_PIXELS + GAP_PIXELS, 300 + GAP_PIXELS, 3)
     assert (picture[:200, 300:] == 255).all()
     if name:
@@ -128,9 +128,9 @@ def test_unreadable_photos(tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("missing.jpg", "no image.jpg", "empty.jpg", ".")]
     rows = [(path, "label", "x", "", 1, 1, 50, 50) for path in paths]
     (tmp_path / "b.csv").write_text(csv_text(VAL_BOXES_HEAD.split(","), rows))
-    found = read_validation_images(Table(tmp_path / "b.csv"), 0)
-    assert [one.image for one in found] == [None] * 4
-    picture = draw_validation_images(found, "label")
+    photo = read_validation_images(Table(tmp_path / "b.csv"), 0)
+    assert [one.image for one in photo] == [None] * 4
+    picture = draw_validation_images(photo, "label")
     assert picture.shape == (2 * (80 + CAPTION_LINE_PIXELS + GAP_PIXELS), 2 * (160 + GAP_PIXELS), 3)
     assert (picture[:80, :160] == 160).all()
     assert (picture[80 : 80 + CAPTION_LINE_PIXELS, :160] < 100).any()
@@ -145,9 +145,9 @@ def test_a_file_of_any_name(tmp_path: Path) -> None:
             errors="surrogateescape"
         )
     )
-    (found,) = read_validation_images(Table(tmp_path / "b.csv"), 0)
-    assert found.image is not None
-    assert (draw_validation_images([found], "label")[:200, :200] == 90).all()
+    (photo,) = read_validation_images(Table(tmp_path / "b.csv"), 0)
+    assert photo.image is not None
+    assert (draw_validation_images([photo], "label")[:200, :200] == 90).all()
 
 
 def test_grids_of_sixteen_and_no_more_than_three(tmp_path: Path) -> None:
@@ -159,10 +159,10 @@ def test_grids_of_sixteen_and_no_more_than_three(tmp_path: Path) -> None:
 
 def test_a_row_of_the_grid_is_as_high_as_its_highest_photo(tmp_path: Path) -> None:
     paths = [write_image(tmp_path / f"{k}.png", 200, height) for k, height in enumerate((50, 120, 80, 60))]
-    found = read_validation_images(
+    photo = read_validation_images(
         write_table(tmp_path / "b.csv", VAL_BOXES_HEAD, *(f"{path},image,,,,,," for path in paths)), 0
     )
-    picture = draw_validation_images(found, "label")
+    picture = draw_validation_images(photo, "label")
     below = 120 + CAPTION_LINE_PIXELS + GAP_PIXELS
     assert picture.shape == (below + 80 + CAPTION_LINE_PIXELS + GAP_PIXELS, 2 * (200 + GAP_PIXELS), 3)
     assert (picture[below : below + 80, :200] == 90).all()
@@ -187,6 +187,6 @@ def test_a_class_has_the_colour_that_it_has_in_training(tmp_path: Path) -> None:
     """The colour depends on the number among all classes, not on the order of the file."""
     cv2.imwrite(str(tmp_path / "a.png"), np.zeros((320, 320, 3), np.uint8))
     table = write_table(tmp_path / "b.csv", VAL_BOXES_HEAD, f"{tmp_path}/a.png,label,ring,,10,50,100,100")
-    (found,) = read_validation_images(table, 0, ["disc", "square", "ring"])
-    assert found.boxes["label"].classes == [2]
-    assert (draw_validation_images([found], "label") == COLOURS[2]).all(2).any()
+    (photo,) = read_validation_images(table, 0, ["disc", "square", "ring"])
+    assert photo.boxes["label"].classes == [2]
+    assert (draw_validation_images([photo], "label") == COLOURS[2]).all(2).any()

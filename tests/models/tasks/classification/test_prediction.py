@@ -38,10 +38,12 @@ def of(*shares: float, names: dict[int, str] = CLASS_NAMES) -> ClassificationPre
 
 
 def test_predictions_are_probabilities() -> None:
-    found = probabilities([ClassificationView(LOGITS)])
-    torch.testing.assert_close(found, torch.tensor([[1 / 3, 1 / 3, 1 / 3], [0.5, 0.25, 0.25]]))
+    predicted = probabilities([ClassificationView(LOGITS)])
+    torch.testing.assert_close(predicted, torch.tensor([[1 / 3, 1 / 3, 1 / 3], [0.5, 0.25, 0.25]]))
     thresholds = Thresholds(conf_thres=0.9, iou_thres=0.9, max_det=1)
-    assert torch.equal(probabilities([ClassificationView(LOGITS)], thresholds), found)  # thresholds are for detectors
+    assert torch.equal(
+        probabilities([ClassificationView(LOGITS)], thresholds), predicted
+    )  # thresholds are for detectors
 
 
 def test_predictions_name_their_images() -> None:
@@ -52,8 +54,8 @@ def test_predictions_name_their_images() -> None:
 
 def test_views_are_averaged() -> None:
     """The mean of the probabilities, as [1/3, 1/3, 1/3] and [1/2, 1/4, 1/4]."""
-    found = probabilities([ClassificationView(LOGITS), ClassificationView(LOGITS.flip(0))])
-    torch.testing.assert_close(found, torch.tensor([[5 / 12, 7 / 24, 7 / 24]] * 2))
+    predicted = probabilities([ClassificationView(LOGITS), ClassificationView(LOGITS.flip(0))])
+    torch.testing.assert_close(predicted, torch.tensor([[5 / 12, 7 / 24, 7 / 24]] * 2))
 
 
 @pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16])

@@ -185,8 +185,8 @@ def test_another_number_of_classes_changes_the_last_layer_alone() -> None:
 
 def test_weights_with_a_version_are_loaded() -> None:
     model = build_classifier({"architecture": "mnasnet0_5"}, 3, 64)
-    found = transfer(model, {key: value + 1 for key, value in model.state_dict().items()})
-    assert found.loaded == found.total
+    result = transfer(model, {key: value + 1 for key, value in model.state_dict().items()})
+    assert result.loaded == result.total
 
 
 # All of them

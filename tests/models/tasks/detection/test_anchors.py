@@ -1,4 +1,4 @@
-"""AutoAnchor: how anchors fit boxes, how they are found, and when those of a model are replaced."""
+"""AutoAnchor: how anchors fit boxes, how they are computed, and when those of a model are replaced."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def tall_boxes(count: int = 300) -> np.ndarray:
 )
 def test_fit(threshold: float, recall: float, anchors_per_box: float) -> None:
     sides = np.array([[10, 10], [40, 10], [100, 100.0]])
-    found = fit(sides, np.array([[10, 10], [30, 30.0]]), threshold)
-    assert found == pytest.approx((recall, anchors_per_box))
+    result = fit(sides, np.array([[10, 10], [30, 30.0]]), threshold)
+    assert result == pytest.approx((recall, anchors_per_box))
 
 
 def test_fit_needs_less_than_the_threshold() -> None:
@@ -63,8 +63,8 @@ def test_mutation_improves_the_anchors(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def similarity() -> float:
         """Return the mean similarity of a box and its best anchor, by the worse side; 1 if equal."""
-        found = find_anchors(sides, 2, 4.0)
-        worse = [[min(min(w / a, a / w), min(h / b, b / h)) for a, b in found] for w, h in sides]
+        result = find_anchors(sides, 2, 4.0)
+        worse = [[min(min(w / a, a / w), min(h / b, b / h)) for a, b in result] for w, h in sides]
         return float(np.max(worse, axis=1).mean())
 
     mutated = similarity()
@@ -75,16 +75,16 @@ def test_mutation_improves_the_anchors(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("sides", [[[10, 20]], [[10, 20], [40, 30]], [[16, 16]] * 50])
 def test_fewer_kinds_of_boxes_than_anchors(sides: list[list[float]]) -> None:
     boxes = np.array(sides, dtype=float)
-    found = find_anchors(boxes, 9, 4.0)
-    assert found.shape == (9, 2)
-    assert np.isfinite(found).all()
-    assert fit(boxes, found, 4.0).recall == 1
+    result = find_anchors(boxes, 9, 4.0)
+    assert result.shape == (9, 2)
+    assert np.isfinite(result).all()
+    assert fit(boxes, result, 4.0).recall == 1
 
 
 def test_boxes_of_a_pixel_are_ignored() -> None:
     many = np.concatenate((np.ones((500, 2)), np.full((20, 2), 40.0)))
-    found = find_anchors(many, 2, 4.0)
-    assert fit(many[500:], found, 1.5).anchors_per_box == 2
+    result = find_anchors(many, 2, 4.0)
+    assert fit(many[500:], result, 1.5).anchors_per_box == 2
 
 
 # The anchors of a model

@@ -18,6 +18,7 @@ from tests.making import tiny_detector
 @pytest.fixture
 def model() -> YoloModel:
     """Return a detector with many detections of different confidence."""
+    torch.manual_seed(0)
     model = build_model(tiny_detector()).eval()
     for level in model.detect.m:
         nn.init.normal_(level.weight, std=2)

@@ -19,14 +19,14 @@ def test_label_rows() -> None:
         torch.tensor([[0, 0, 10, 20, 0.875, 1.0]]),
         torch.zeros(0, 6),
     ]
-    found = predictions(boxes, infos)
-    assert [one.label_rows(False) for one in found] == [
+    predicted = predictions(boxes, infos)
+    assert [one.label_rows(False) for one in predicted] == [
         ["2 0.2 0.2 0.2 0.2", "0 0.5 0.5 1 1"],
         ["1 0.166667 0.333333 0.333333 0.666667"],
         [],
     ]
-    assert found[0].label_rows(True) == ["2 0.2 0.2 0.2 0.2 0.5", "0 0.5 0.5 1 1 0.25"]
-    assert found[0].label_rows(True, corners=True) == ["2 10 20 30 60 0.5", "0 0 0 100 200 0.25"]
+    assert predicted[0].label_rows(True) == ["2 0.2 0.2 0.2 0.2 0.5", "0 0.5 0.5 1 1 0.25"]
+    assert predicted[0].label_rows(True, corners=True) == ["2 10 20 30 60 0.5", "0 0 0 100 200 0.25"]
 
 
 def test_with_labels() -> None:
@@ -44,8 +44,8 @@ def test_with_labels() -> None:
             [0, 0, 10, 20, 0.5, 1],
         ]
     ).double()
-    found = predictions([boxes, boxes[-1:]], infos)
-    first, second = (one.with_labels().label_rows(True) for one in found)
+    predicted = predictions([boxes, boxes[-1:]], infos)
+    first, second = (one.with_labels().label_rows(True) for one in predicted)
     assert first == [
         "1 0.4 0.2 0.4 0.2 1",
         "0 0.4 0.2 0.4 0.2 0.8",
@@ -55,7 +55,7 @@ def test_with_labels() -> None:
     assert second == ["1 0.05 0.05 0.1 0.1 0.5"]
     none = predictions([boxes[:0]] * 2, infos)
     assert [one.with_labels().label_rows(False) for one in none] == [["1 0.4 0.2 0.4 0.2"], []]
-    records = DetectionMetrics(CLASS_NAMES).update(found, grey_batch(*infos))
+    records = DetectionMetrics(CLASS_NAMES).update(predicted, grey_batch(*infos))
     assert len(records[0].confidence) == 5  # metrics do not see the labels
 
 
@@ -69,20 +69,20 @@ def test_coco_rows_are_in_pixels_of_the_file() -> None:
 
 def test_array_items_and_description() -> None:
     boxes = torch.tensor([[1, 2, 3, 4, 0.75, 2], [5, 6, 7, 8, 0.5, 0], [1, 1, 2, 2, 0.25, 2]]).double()
-    found, nothing = predictions([boxes, boxes[:0]], [ImageInfo(), ImageInfo()])
-    assert found.array.dtype == np.float32
-    assert found.array.tolist() == boxes.tolist()
+    predicted, nothing = predictions([boxes, boxes[:0]], [ImageInfo(), ImageInfo()])
+    assert predicted.array.dtype == np.float32
+    assert predicted.array.tolist() == boxes.tolist()
     assert nothing.array.shape == (0, 6)
-    assert found.items == [("bar", 0.75), ("disc", 0.5), ("bar", 0.25)]
-    assert found.describe() == "1 disc, 2 bars"
+    assert predicted.items == [("bar", 0.75), ("disc", 0.5), ("bar", 0.25)]
+    assert predicted.describe() == "1 disc, 2 bars"
     assert (nothing.items, nothing.describe()) == ([], "nothing")
 
 
 def test_crops() -> None:
     image = np.arange(20 * 30 * 3, dtype=np.uint8).reshape(20, 30, 3)
     boxes = torch.tensor([[2.5, 3.5, 10, 8, 0.75, 1], [5, 5, 5, 5, 0.5, 0]]).double()
-    (found,) = predictions([boxes], [ImageInfo()])
-    ((name, crop),) = found.crops(image)  # the second box has no pixels
+    (predicted,) = predictions([boxes], [ImageInfo()])
+    ((name, crop),) = predicted.crops(image)  # the second box has no pixels
     assert name == "traffic light"
     assert np.array_equal(crop, image[3:8, 2:10])
 

@@ -142,7 +142,7 @@ def test_images_and_instances_are_counted() -> None:
 
 
 def test_precision_and_recall_are_read_where_the_smoothed_f1_is_highest() -> None:
-    """One label, found at 0.8, and a mistake at 0.2, between which precision falls from 1 to 1/2 on a line.
+    """One label, a hit at 0.8 and a miss at 0.2; precision falls linearly from 1 to 1/2 between them.
 
     The mean over a tenth of the confidences is highest where its window ends at 0.8, so at 0.75.
     """
@@ -152,7 +152,7 @@ def test_precision_and_recall_are_read_where_the_smoothed_f1_is_highest() -> Non
 
 
 def test_all_classes_are_read_at_one_confidence() -> None:
-    """Class 0 is found at 0.9, and class 1 at 0.3 only: the best mean F1 is where both are found, up to 0.3."""
+    """Hits of class 0 at 0.9 and of class 1 at 0.3: the mean F1 is best up to 0.3."""
     scores = score_classes([record(0, [hit(0.9), hit(0.3, label=1), miss(0.5)], [(0, 20), (1, 20)])])
     assert scores.recall.tolist() == pytest.approx([1, 1])
     assert scores.precision.tolist() == pytest.approx([0.5, 1], abs=1e-6)
@@ -162,7 +162,7 @@ def test_all_classes_are_read_at_one_confidence() -> None:
 
 
 def test_curves_by_hand() -> None:
-    """Two labels, one found at 0.8; a mistake at 0.4. In between precision falls on a line from 1 to 1/2."""
+    """Two labels, a hit at 0.8 and a miss at 0.4; precision falls linearly from 1 to 1/2 between them."""
     curves = score_classes([record(0, [hit(0.8), miss(0.4)], [(0, 20), (0, 20)])]).curves
     assert CURVE_POINTS[[0, 1, 100, 200]].tolist() == [0, 0.005, 0.5, 1]
     assert curves.precision[0, [0, 79, 81, 120, 159, 161, 200]].tolist() == pytest.approx(
@@ -241,7 +241,7 @@ def test_order_of_the_records_does_not_matter() -> None:
 
 def test_a_label_of_another_size_has_no_influence() -> None:
     small = record(0, [hit(0.9, side=10, partner=10)], [(0, 10)])
-    large = record(1, [], [(0, 50)])  # never found
+    large = record(1, [], [(0, 50)])  # not detected
     wrong = record(2, [miss(0.99, side=50)])  # and a detection of nothing
     alone = score_sizes([small])
     both = score_sizes([small, large, wrong])
@@ -263,7 +263,7 @@ def test_a_false_detection_counts_in_its_own_size() -> None:
 
 
 def test_a_correct_detection_counts_in_the_size_of_its_label() -> None:
-    """A label of 40 pixels found by a box of 28: right at low thresholds for the label's size, wrong nowhere else."""
+    """A detection of 28 pixels of a label of 40: correct at 0.5 for the label's size, false for no other size."""
     records = [
         record(0, [hit(0.9, overlap=0.52, side=28, partner=40)], [(0, 40)]),
         record(1, [hit(0.5, side=20, partner=20)], [(0, 20)]),
@@ -320,7 +320,7 @@ def plain_scores(records: list[ImageRecord], low: float, high: float) -> list[li
 
 
 def matched_records(seed: int, classes: int, images: int = 12) -> list[ImageRecord]:
-    """Images as they come from matching: a label is found once at most; few distinct confidences."""
+    """Return records as from matching: at most one hit per label, few distinct confidences."""
     rng = np.random.default_rng(seed)
     records = []
     for image in rng.permutation(images):
