@@ -31,7 +31,7 @@ def make_run_folder(folder: Path, classes: int = 3, epochs: int = 3) -> Path:
     folder.mkdir()
     names = [CLASS_NAMES[k] if k < len(CLASS_NAMES) else f"class {k}" for k in range(classes)]
     known, positions = [*names, "background"], [0, 0.25, 0.5, 0.75, 1]
-    image = write_image(folder.parent / f"{folder.name} photo.png", 200, 150)
+    image = write_image(folder.parent / f"{folder.name} photo.png", 320, 150)
     columns = ("epoch", "train/loss", "metrics/mAP_0.5", "metrics/recall", "val/loss", "x/lr0")
     documents: dict[str, tuple[Any, Any]] = {
         "results.csv": (columns, [(k, 1 / (k + 1), k / 4, 1 / (k + 2), "", 0.1) for k in range(epochs)]),

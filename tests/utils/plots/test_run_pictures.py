@@ -17,7 +17,7 @@ from utils.plots.documents import Documents
 from utils.plots.drawing import CAPTION_LINE_PIXELS, GAP_PIXELS
 from utils.plots.run_pictures import PICTURES, best_epochs, run_names
 
-GRID_SHAPE = (150 + CAPTION_LINE_PIXELS + GAP_PIXELS, 200 + GAP_PIXELS)  # of an image of 200 x 150
+GRID_SHAPE = (150 + CAPTION_LINE_PIXELS + GAP_PIXELS, 320 + GAP_PIXELS)  # of an image of 320 x 150
 
 
 @pytest.mark.parametrize("classes", [1, 80])

@@ -24,10 +24,10 @@ def read_rows(folder: Path, *rows: str) -> list[ValidationImage]:
 
 @pytest.mark.parametrize(
     ("size", "shown"),
-    [((960, 480), (480, 240)), ((480, 300), (480, 300)), ((200, 100), (200, 100)), ((40, 80), (80, 160))],
+    [((960, 480), (480, 240)), ((480, 300), (480, 300)), ((320, 100), (320, 100)), ((40, 80), (160, 320))],
 )
 def test_photos_are_resized(size: tuple[int, int], shown: tuple[int, int], tmp_path: Path) -> None:
-    """To at most 480 and at least 160 pixels, with their boxes."""
+    """To at most 480 and at least 320 pixels, with their boxes."""
     row = f"{write_image(tmp_path / 'a.png', *size)},label,x,,{size[0] / 4},0,{size[0]},{size[1] / 2}"
     (photo,) = read_rows(tmp_path, row)
     assert photo.image is not None
@@ -35,7 +35,7 @@ def test_photos_are_resized(size: tuple[int, int], shown: tuple[int, int], tmp_p
     assert photo.boxes["label"].boxes == pytest.approx(np.array([[shown[0] / 4, 0, shown[0], shown[1] / 2]]))
     assert draw_validation_images([photo], "label").shape == (
         shown[1] + CAPTION_LINE_PIXELS + GAP_PIXELS,
-        max(shown[0], 160) + GAP_PIXELS,
+        max(shown[0], 320) + GAP_PIXELS,
         3,
     )
 
@@ -43,17 +43,17 @@ def test_photos_are_resized(size: tuple[int, int], shown: tuple[int, int], tmp_p
 def test_photos_are_rotated_by_their_exif_orientation(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn
-    Image.new("RGB", (300, 200)).save(tmp_path / "a.jpg", exif=exif)
+    Image.new("RGB", (400, 200)).save(tmp_path / "a.jpg", exif=exif)
     (photo,) = read_validation_images(
         write_table(tmp_path / "b.csv", VAL_BOXES_HEAD, f"{tmp_path}/a.jpg,image,,,,,,"), 0
     )
     assert photo.image is not None
-    assert photo.image.shape == (300, 200, 3)
+    assert photo.image.shape == (400, 200, 3)
 
 
 def test_boxes_by_image_and_kind(tmp_path: Path) -> None:
     """The most confident prediction is last, on top; a class has the same number in all images."""
-    one, two = (write_image(tmp_path / name, 200, 200) for name in ("1.png", "2.png"))
+    one, two = (write_image(tmp_path / name, 400, 400) for name in ("1.png", "2.png"))
     rows = (
         f"{two},prediction,disc,0.875,1,2,3,4",
         f"{one},label,bar,,5,6,7,8",
@@ -93,25 +93,25 @@ def test_a_class_has_one_colour(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["intermediate hinged traffic-sign " * 9, "猫 $x$ \udcff\n", ""])
 def test_text_stays_within_the_photo(name: str, tmp_path: Path) -> None:
     """The name of a box in a corner is inside of the image, on a background."""
-    path = write_image(tmp_path / "a.png", 300, 200)
+    path = write_image(tmp_path / "a.png", 400, 200)
     (tmp_path / "b.csv").write_text(
         csv_text(
             VAL_BOXES_HEAD.split(","),
-            [(path, "label", name, "", 290, 0, 300, 10), (path, "label", "x", "", -9e9, 0, 9e9, 190)],
+            [(path, "label", name, "", 390, 0, 400, 10), (path, "label", "x", "", -9e9, 0, 9e9, 190)],
         ),
         errors="surrogateescape",
     )
     (photo,) = read_validation_images(Table(tmp_path / "b.csv"), 0)
     picture = draw_validation_images([photo], "label")
-    assert picture.shape == (200 + CAPTION_LINE_PIXELS + GAP_PIXELS, 300 + GAP_PIXELS, 3)
-    assert (picture[:200, 300:] == 255).all()
+    assert picture.shape == (200 + CAPTION_LINE_PIXELS + GAP_PIXELS, 400 + GAP_PIXELS, 3)
+    assert (picture[:200, 400:] == 255).all()
     if name:
-        assert (picture[:14, 225:285] == COLOURS[0]).all(2).sum() > 100  # to the left of the box
+        assert (picture[:14, 325:385] == COLOURS[0]).all(2).sum() > 100  # to the left of the box
 
 
 def test_a_long_name_keeps_its_confidence(tmp_path: Path) -> None:
     """The middle of a long name is cut."""
-    path, name = write_image(tmp_path / "a.png", 300, 200), "intermediate hinged traffic-sign " * 9
+    path, name = write_image(tmp_path / "a.png", 400, 200), "intermediate hinged traffic-sign " * 9
     pictures = []
     for confidence in (0.5, 0.75):
         row = f"{path},prediction,{name},{confidence},100,100,200,150"
@@ -131,15 +131,15 @@ def test_unreadable_photos(tmp_path: Path) -> None:
     photo = read_validation_images(Table(tmp_path / "b.csv"), 0)
     assert [one.image for one in photo] == [None] * 4
     picture = draw_validation_images(photo, "label")
-    assert picture.shape == (2 * (80 + CAPTION_LINE_PIXELS + GAP_PIXELS), 2 * (160 + GAP_PIXELS), 3)
-    assert (picture[:80, :160] == 160).all()
-    assert (picture[80 : 80 + CAPTION_LINE_PIXELS, :160] < 100).any()
+    assert picture.shape == (2 * (160 + CAPTION_LINE_PIXELS + GAP_PIXELS), 2 * (320 + GAP_PIXELS), 3)
+    assert (picture[:160, :320] == 160).all()
+    assert (picture[160 : 160 + CAPTION_LINE_PIXELS, :320] < 100).any()
 
 
 def test_a_file_of_any_name(tmp_path: Path) -> None:
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff \xc3\xbc, $")
     os.mkdir(folder)
-    os.replace(write_image(tmp_path / "a.png", 200, 200), f"{folder}/\udcfe.png")
+    os.replace(write_image(tmp_path / "a.png", 400, 400), f"{folder}/\udcfe.png")
     (tmp_path / "b.csv").write_bytes(
         csv_text(VAL_BOXES_HEAD.split(","), [(f"{folder}/\udcfe.png", "image", *[""] * 6)]).encode(
             errors="surrogateescape"
@@ -158,15 +158,15 @@ def test_grids_of_sixteen_and_no_more_than_three(tmp_path: Path) -> None:
 
 
 def test_a_row_of_the_grid_is_as_high_as_its_highest_photo(tmp_path: Path) -> None:
-    paths = [write_image(tmp_path / f"{k}.png", 200, height) for k, height in enumerate((50, 120, 80, 60))]
+    paths = [write_image(tmp_path / f"{k}.png", 320, height) for k, height in enumerate((50, 120, 80, 60))]
     photo = read_validation_images(
         write_table(tmp_path / "b.csv", VAL_BOXES_HEAD, *(f"{path},image,,,,,," for path in paths)), 0
     )
     picture = draw_validation_images(photo, "label")
     below = 120 + CAPTION_LINE_PIXELS + GAP_PIXELS
-    assert picture.shape == (below + 80 + CAPTION_LINE_PIXELS + GAP_PIXELS, 2 * (200 + GAP_PIXELS), 3)
-    assert (picture[below : below + 80, :200] == 90).all()
-    assert (picture[50 + CAPTION_LINE_PIXELS : below, :200] == 255).all()
+    assert picture.shape == (below + 80 + CAPTION_LINE_PIXELS + GAP_PIXELS, 2 * (320 + GAP_PIXELS), 3)
+    assert (picture[below : below + 80, :320] == 90).all()
+    assert (picture[50 + CAPTION_LINE_PIXELS : below, :320] == 255).all()
 
 
 @pytest.mark.parametrize(
