@@ -45,7 +45,7 @@ CATEGORICAL_COLOURS = 10  # in matplotlib's tab10
 
 MAX_SUBPLOT_COLUMNS = 5  # side by side
 SUBPLOT_INCHES = (3.2, 2.5)  # width and height, with title and ticks
-SMOOTHING_SPAN_PART = 40  # number of epochs per epoch of the smoothing's width
+SMOOTHING_SPAN_PART = 40  # the smoothing's width is this part of the epochs
 MAX_SMOOTHING_POINTS = 4.0  # largest width of the smoothing, in points
 MIN_RELATIVE_SPAN = 0.03  # of an axis, as a share of the largest value: a smaller span would show noise
 

@@ -162,9 +162,9 @@ def _at_least_float32(values: Tensor) -> Tensor:
 def _overlap_map(shape: torch.Size, index: Tensor, matched: Tensor, overlaps: Tensor) -> Tensor:
     """Return the objectness target, `shape` (b, anchors, h, w): the overlap of each matched cell.
 
-    index: (3, k); matched and overlaps: (k, anchors). If several targets share a cell, the last one counts. In YOLOv5
-    the last one depends on the device; here it is the last in order (neighbour, anchor, target) on every device and,
-    because the order within an image is that of its labels, on any number of processes.
+    index: (3, k); matched and overlaps: (k, anchors). If several targets share a cell, the last one counts. YOLOv5
+    leaves the order undefined; here it is (neighbour, anchor, target) on every device and, because the order within an
+    image is that of its labels, on any number of processes.
     """
     _, anchors, rows, columns = shape
     image, row, column = (part.view(len(NEIGHBOURS), 1, -1) for part in index)
