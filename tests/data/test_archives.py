@@ -266,10 +266,10 @@ def test_an_archive_that_is_refused_leaves_nothing(server: Server, tmp_path: Pat
 def test_a_data_set_that_is_not_what_the_yaml_says(server: Server, tmp_path: Path, root: Path) -> None:
     spec = read_spec(write_spec(tmp_path, download=server.give("x", sending(zipped({"pictures/a.jpg": b""})))))
     with pytest.raises(
-        UserError, match=rf"`train: images/train` does not exist.*not in what was downloaded to {root}$"
+        UserError, match=rf"`train: images/train` does not exist.*not in the download at {root}$"
     ):
         spec.images("train")
-    with pytest.raises(UserError, match=rf"`download:` is followed only if {root} is missing or empty$"):
+    with pytest.raises(UserError, match=rf"`download:` is used only if {root} is missing or empty$"):
         spec.images("train")
     assert len(server.asked) == 1
 
@@ -286,7 +286,7 @@ def test_what_is_there_is_left_alone(server: Server, tmp_path: Path, root: Path)
 
 def test_without_a_path_nothing_is_fetched(server: Server, tmp_path: Path) -> None:
     spec = read_spec(write_spec(tmp_path, path=None, download=server.give("x", sending(zipped(FILES)))))
-    with pytest.raises(UserError, match=r"does not exist.*; give .*data\.yaml a `path:`"):
+    with pytest.raises(UserError, match=r"does not exist.*; add `path:` to .*data\.yaml"):
         spec.images("train")
     assert server.asked == []
 
@@ -304,7 +304,7 @@ def test_a_script_is_told_and_never_run(script: str, tmp_path: Path, root: Path)
     mark = tmp_path / "mark"
     file = write_spec(tmp_path, download=script.format(mark=mark))
     with pytest.raises(
-        UserError, match=r"`train: images/train` does not exist.*is no address but a script, which is not"
+        UserError, match=r"`train: images/train` does not exist.*is a script, not an address, and is never run"
     ):
         read_spec(file).images("train")
     assert not mark.exists()

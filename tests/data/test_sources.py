@@ -177,7 +177,7 @@ def test_a_share_is_held_out_by_a_seed(yaml_file: Path, share: float, seed: int)
 
 @pytest.mark.parametrize("share", [1, -0.1, 20, True, "20%", [0.2], float("nan"), float("inf")])
 def test_a_share_outside_0_to_1_is_refused(yaml_file: Path, share: object) -> None:
-    with pytest.raises(UserError, match=r"data\.yaml: `split` must be the share that is held out for validation"):
+    with pytest.raises(UserError, match=r"data\.yaml: `split` must be the share to hold out for validation"):
         read_spec(write_spec(yaml_file, split=share))
 
 
