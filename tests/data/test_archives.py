@@ -265,9 +265,7 @@ def test_an_archive_that_is_refused_leaves_nothing(server: Server, tmp_path: Pat
 
 def test_a_data_set_that_is_not_what_the_yaml_says(server: Server, tmp_path: Path, root: Path) -> None:
     spec = read_spec(write_spec(tmp_path, download=server.give("x", sending(zipped({"pictures/a.jpg": b""})))))
-    with pytest.raises(
-        UserError, match=rf"`train: images/train` does not exist.*not in the download at {root}$"
-    ):
+    with pytest.raises(UserError, match=rf"`train: images/train` does not exist.*not in the download at {root}$"):
         spec.images("train")
     with pytest.raises(UserError, match=rf"`download:` is used only if {root} is missing or empty$"):
         spec.images("train")
