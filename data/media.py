@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import glob
 import os
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 from urllib.parse import urlparse
 
 import cv2
@@ -301,33 +302,12 @@ def _screen(text: str) -> Iterator[tuple[np.ndarray, float]]:
 
 def prefetched(frames: Iterable[T], count: int = 4) -> Iterator[T]:
     """Yield the frames, read by a thread up to `count` frames ahead: decoding overlaps with inference."""
-    buffer: queue.Queue[Any] = queue.Queue(count)
-    ended, stopped = object(), threading.Event()
-
-    def put(value: Any) -> None:
-        while not stopped.is_set():
-            try:
-                return buffer.put(value, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def fill() -> None:
-        try:
-            for frame in frames:
-                put(frame)
-                if stopped.is_set():
-                    return
-            put(ended)
-        except BaseException as error:
-            put(error)
-
-    thread = threading.Thread(target=fill, daemon=True)
-    thread.start()
+    iterator, end = iter(frames), object()
+    reader = ThreadPoolExecutor(1)
     try:
-        while (value := buffer.get()) is not ended:
-            if isinstance(value, BaseException):
-                raise value
-            yield value
+        pending = deque(reader.submit(next, iterator, end) for _ in range(count))
+        while (frame := pending.popleft().result()) is not end:
+            pending.append(reader.submit(next, iterator, end))
+            yield cast(T, frame)
     finally:
-        stopped.set()
-        thread.join()
+        reader.shutdown(cancel_futures=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
@@ -77,24 +77,29 @@ def failing(code: int, times: int, then: Answer) -> Answer:
 
 
 @contextmanager
+def running(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Run a quiet server on loopback within the `with` block, and yield its address."""
+    handler.log_message = lambda *_: None  # type: ignore[method-assign]
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:
+        listening.handle_error = lambda *_: None  # type: ignore[method-assign]  # the client closed the connection
+        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.server_port}"
+        finally:
+            listening.shutdown()
+            thread.join()
+
+
+@contextmanager
 def serving() -> Iterator[Server]:
-    """Run a server within the `with` block."""
+    """Run a server for downloads within the `with` block."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             server.asked.append((self.path, first_byte(self)))
-            with suppress(ConnectionError):  # the client may have closed the connection
-                server.answers.get(self.path, lambda handler: handler.send_error(404))(self)
+            server.answers.get(self.path, lambda handler: handler.send_error(404))(self)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-        server = Server(f"http://127.0.0.1:{listening.server_port}")
-        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server
-        finally:
-            listening.shutdown()
-            thread.join()
+    with running(Handler) as address:
+        server = Server(address)
+        yield server
