@@ -57,9 +57,7 @@ def archive_sources(value: Any) -> Sources:
     return sources
 
 
-def fetch_dataset(
-    sources: Sources, root: Path, expected: Sequence[str], finish: Callable[[Path], object] = lambda folder: None
-) -> None:
+def fetch_dataset(sources: Sources, root: Path, expected: Sequence[str], finish: Callable[[Path], object]) -> None:
     """Download and unpack the archives into the folder `root`, unless it has content.
 
     Everything is written to a folder beside `root`, which is renamed at the end: `root` is never incomplete, and the
@@ -73,9 +71,8 @@ def fetch_dataset(
     with one_at_a_time(root.with_name(f".{root.name}.lock")):
         if not has_content(root):
             try:
-                for number, (folder, address) in enumerate(
-                    (f, a) for f, addresses in sources.items() for a in addresses
-                ):
+                archives = [(folder, address) for folder, addresses in sources.items() for address in addresses]
+                for number, (folder, address) in enumerate(archives):
                     _fetch_archive(address, work, number, folder, root, expected if folder == "." else ())
                 finish(work / "files")
                 os.rename(work / "files", root)  # over an empty folder too

@@ -180,7 +180,7 @@ def _draw_upright(result: np.ndarray, tile: _MosaicTile, matrix: np.ndarray) -> 
     """
     image, position, part, window = tile
     ratio = tile.ratio
-    firsts, lasts, factors, shifts = [], [], [], []
+    spans, factors, shifts = [], [], []
     for axis in (0, 1):
         low, high = window[axis], window[axis + 2]
         scale, shift = float(matrix[axis, axis]), float(matrix[axis, 2])
@@ -190,13 +190,12 @@ def _draw_upright(result: np.ndarray, tile: _MosaicTile, matrix: np.ndarray) -> 
         first = min(first, image.shape[1 - axis] - 1)
         last = max(last, first + 1)
         factor = (high - low) / (last - first)
-        firsts.append(first)
-        lasts.append(last)
+        spans.append(slice(first, last))
         factors.append(factor)
         shifts.append(low - first * factor)
     left, top, right, bottom = window
-    cut = image[firsts[1] : lasts[1], firsts[0] : lasts[0]]
-    cv2.resize(cut, (right - left, bottom - top), dst=result[top:bottom, left:right], interpolation=cv2.INTER_LINEAR)
+    target = result[top:bottom, left:right]
+    cv2.resize(image[spans[1], spans[0]], target.shape[1::-1], dst=target, interpolation=cv2.INTER_LINEAR)
     return np.array(factors * 2, np.float32), np.array(shifts * 2, np.float32)
 
 

@@ -238,12 +238,11 @@ class Stream:
                     break
                 if attempt:
                     time.sleep(RECONNECT_SECONDS)
-                before = number
                 number = self._follow(number)
                 problem = f"the stream {self.item.name} ended after {number} frames"
                 if number == 0:
                     problem = f"{self.item.name} cannot be opened as a stream or camera; check its address or number"
-                    if before == 0 and self.item.name.isdigit():
+                    if self.item.name.isdigit():  # a camera
                         break
         except UserError as error:
             problem = str(error)

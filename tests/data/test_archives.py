@@ -295,4 +295,4 @@ def test_a_script_is_never_run(script: str, tmp_path: Path, root: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path, root: Path, server: Server) -> None:
     root.parent.touch()
     with pytest.raises(UserError, match=rf"cannot be (written|downloaded).*{root.parent}"):
-        fetch_dataset({".": (server.give("x", sending(zipped(FILES))),)}, root, [])
+        fetch_dataset({".": (server.give("x", sending(zipped(FILES))),)}, root, [], lambda folder: None)

@@ -204,7 +204,7 @@ def test_a_silent_stream_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         name = f"http://127.0.0.1:{silent.getsockname()[1]}/live"
         stream = Stream(MediaItem("live", name), 1)
         assert stream.next() is None
-    assert stream.problem == f"{name} has sent no frame for 0.2 s"
+        assert stream.problem == f"{name} has sent no frame for 0.2 s"
     stream.close()
 
 
