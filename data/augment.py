@@ -17,10 +17,10 @@ import numpy as np
 
 PADDING_LEVEL = 114  # grey, 0 to 255, outside of every image
 MOSAIC_PARTNERS = 3  # the other images of a mosaic
-MIN_BOX_PIXELS = 2  # exclusive bound of a warped box's sides
-MIN_AREA_SHARE = 0.1  # exclusive bound of a warped box's area over its area before
-MAX_BOX_ASPECT = 100  # exclusive bound of a warped box's longer side over its shorter one
-MAX_COVERED_SHARE = 0.3  # exclusive bound of the share of any box that a pasted object covers
+MIN_BOX_PIXELS = 2  # exclusive lower bound of a warped box's sides
+MIN_AREA_SHARE = 0.1  # exclusive lower bound of a warped box's area over its area before
+MAX_BOX_ASPECT = 100  # exclusive upper bound of a warped box's longer side over its shorter one
+MAX_COVERED_SHARE = 0.3  # exclusive upper bound of the share of any box that a pasted object covers
 
 Corners = tuple[float, float, float, float]  # left, top, right, bottom
 

@@ -216,7 +216,7 @@ def convert_voc(
     """
     tally, sets = Tally(), voc_sets(source)
     if images and not any(each.images for each in sets):
-        raise UserError(f"{source} is no VOCdevkit, so its images are not known; leave --images out")
+        raise UserError(f"{source} is not a VOCdevkit, so the images are not known; leave --images out")
     annotations = {}
     for file in with_progress(sorted({file for each in sets for file in each.files}), "reading"):
         if file.exists():  # the challenge's lists name images without a published annotation

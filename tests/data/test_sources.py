@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from data.builtin import shapes, shapes_cls
 from data.images import IMAGE_SUFFIXES
@@ -363,21 +361,13 @@ def test_the_last_folder_named_images_becomes_labels(image: str, labels: str) ->
     assert label_file(Path(image)) == Path(labels)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(
-    st.sampled_from(["", "/", "../"]),
-    st.lists(st.sampled_from(["images", "labels", "a", "images.jpg", ".images", "Images", "ä"]), max_size=4),
-    st.sampled_from(["a", "a.b", ".a", "images", "a..b", "images/images"]),
-    st.sampled_from([".jpg", ".PNG"]),
-)
-def test_the_label_file_follows_from_the_parts_of_the_path(
-    root: str, folders: list[str], stem: str, suffix: str
-) -> None:
-    image = Path(root, *folders, stem + suffix)
-    parts = list(image.parts)
-    named_images = [k for k, part in enumerate(parts[:-1]) if part == "images"]
-    for k in named_images[-1:]:
-        parts[k] = "labels"
-    expected = Path(*parts).with_suffix(".txt")
-    assert label_file(image) == expected
-    assert label_name(str(image)) == str(expected)
+def test_the_label_file_follows_from_the_parts_of_the_path() -> None:
+    names = ["images", "labels", "a", "images.jpg", ".images", "Images", "ä"]
+    folders = [parts for length in range(4) for parts in product(names, repeat=length)]
+    files = ["a.jpg", "a.b.PNG", ".a.jpg", "images.jpg", "a..b.jpg", "images/images.jpg"]
+    for root, parts, file in product(["", "/", "../"], folders, files):
+        image = Path(root, *parts, file)
+        expected = list(image.parts)
+        for k in [k for k, part in enumerate(expected[:-1]) if part == "images"][-1:]:
+            expected[k] = "labels"
+        assert label_name(str(image)) == str(label_file(image)) == str(Path(*expected).with_suffix(".txt"))
