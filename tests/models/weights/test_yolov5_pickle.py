@@ -26,7 +26,7 @@ from models.weights.reader import Weights, read_weights
 from models.weights.transfer import transfer
 from models.weights.yolov5_pickle import rebuild_tensor
 from models.yolo import YoloModel, build_model
-from tests.models.weights.files import save_bytes, save_legacy, save_old_pickle, save_pickle, save_zip, text
+from tests.models.weights.files import Call, save_bytes, save_legacy, save_old_pickle, save_pickle, save_zip, text
 from utils.errors import UserError
 
 # YOLOv5's files
@@ -277,16 +277,6 @@ def test_a_module_that_contains_itself(name: str, fields: dict[str, str], messag
 
 
 # Files that would run code
-
-
-class Call:
-    """An object whose pickle is a call."""
-
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        self.call = function, args
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self.call
 
 
 WRITE = "open('written', 'w').close()"
