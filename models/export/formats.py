@@ -73,7 +73,29 @@ class ExportJob:
     @cached_property
     def onnx(self) -> bytes:
         """The bytes of an ONNX file: the same for the same model."""
-        return _onnx_content(self)
+        import onnx  # noqa: F401  # so that the error names the missing package
+        import onnxscript  # noqa: F401
+
+        metadata = self.metadata
+        program = torch.onnx.export(
+            self.program,
+            (),
+            dynamo=True,
+            input_names=[INPUT_NAME],
+            output_names=[OUTPUT_NAME, COUNT_NAME] if metadata.suppression else [OUTPUT_NAME],
+            opset_version=self.opset,
+            external_data=False,
+            verbose=self.verbose,
+        )
+        assert program is not None
+        model = program.model_proto
+        if (written := model.opset_import[0].version) != self.opset:
+            raise UserError(f"--opset {self.opset} is not possible for this model; leave it out, or give {written}")
+        _tidy(model, metadata)
+        names, stride = str(metadata.names), str(metadata.stride)
+        for key, value in ((ONNX_METADATA_KEY, metadata.text()), ("names", names), ("stride", stride)):
+            model.metadata_props.add(key=key, value=value)
+        return model.SerializeToString(deterministic=True)
 
 
 def write(job: ExportJob, name: str, stem: Path) -> Path:
@@ -141,36 +163,10 @@ def _onnx(job: ExportJob, path: Path) -> None:
         file.write(job.onnx)
 
 
-def _onnx_content(job: ExportJob) -> bytes:
-    import onnx  # noqa: F401  # so that the error names the missing package
-    import onnxscript  # noqa: F401
-
-    program = torch.onnx.export(
-        job.program,
-        (),
-        dynamo=True,
-        input_names=[INPUT_NAME],
-        output_names=[OUTPUT_NAME, COUNT_NAME] if job.metadata.suppression else [OUTPUT_NAME],
-        opset_version=job.opset,
-        external_data=False,
-        verbose=job.verbose,
-    )
-    assert program is not None
-    model = program.model_proto
-    if (written := model.opset_import[0].version) != job.opset:
-        raise UserError(f"--opset {job.opset} is not possible for this model; leave it out, or give {written}")
-    _tidy(model, job.metadata)
-    stride, names = str(job.metadata.stride), str(job.metadata.names)
-    del model.metadata_props[:]
-    for key, value in ((ONNX_METADATA_KEY, job.metadata.text()), ("names", names), ("stride", stride)):
-        model.metadata_props.add(key=key, value=value)
-    return model.SerializeToString(deterministic=True)
-
-
 def _tidy(model: Any, metadata: ExportMetadata) -> None:
     """Remove metadata that depends on this machine, and name the dynamic sizes."""
     graph = model.graph
-    for part in (graph, *graph.node, *graph.input, *graph.output, *graph.initializer, *model.functions):
+    for part in (model, graph, *graph.node, *graph.input, *graph.output, *graph.initializer, *model.functions):
         del part.metadata_props[:]
     del graph.value_info[:]
     if metadata.dynamic:
