@@ -10,11 +10,12 @@ import inspect
 import io
 import json
 import math
+import os
 import re
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -189,13 +190,11 @@ def _torchscript(path: Path) -> tuple[str, Callable[[ExportMetadata], Runner]]:
 
 def _program(path: Path) -> tuple[str, Callable[[ExportMetadata], Runner]]:
     import torchvision.ops  # noqa: F401
-    from accelerate.utils import patch_environment
 
     extra = {PROGRAM_FILE: ""}
     content = path.read_bytes()
     _refuse_code(content, path)
-    # Of tensors only: torch.load would try any other pickle next.
-    with patch_environment(TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"):
+    with _no_pickled_classes():
         program = torch.export.load(io.BytesIO(content), extra_files=extra)
 
     def start(metadata: ExportMetadata) -> Runner:
@@ -270,6 +269,18 @@ def _torch_runner(module: Callable[..., Any], device: torch.device) -> Runner:
         return (outputs,) if isinstance(outputs, Tensor) else outputs
 
     return run
+
+
+@contextmanager
+def _no_pickled_classes() -> Iterator[None]:
+    """Restrict torch.export.load to pickles of tensors: it would load any other pickle next."""
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
 def _refuse_code(content: bytes, path: Path) -> None:
