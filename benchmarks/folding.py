@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from data.images import read_image
 from data.media import find_media
 from detect import Predictor
-from models.ensemble import halve, load_models
+from models.ensemble import halve, load_model
 from models.fuse import fuse
 from models.tasks import TASKS
 from models.tasks.contract import Thresholds
@@ -79,7 +79,7 @@ def main() -> None:
     content = read_weights(Path(options.weights))
     kind = TASKS["detect"].load()
     task = kind(predictor.names, kind.recipe())
-    (plain,) = load_models(task, {options.weights: content}, 640, options.weights)
+    plain = load_model(task, content, 640, options.weights, options.weights)
     postprocess = task.postprocess(plain, Thresholds(0.25, 0.45, 1000, one_class=True))
     plain = plain.to(device, memory_format=layout(device)).eval()
     forms = {"folded": fuse(plain), "folded, half": halve(fuse(plain))}
