@@ -20,7 +20,8 @@ from utils.files import ROOT, read_yaml
 from utils.training.ema import ModelEMA
 
 # Too many parameters for a small machine.
-LARGE = ("regnet_y_128gf", "vit_h_14", "vit_l_16", "vit_l_32", "convnext_large", "efficientnet_v2_l", "vgg")
+NOT_BUILT = "regnet_y_128gf"  # 2.6 GB, and not possible on the meta device
+LARGE = ("vit_h_14", "vit_l_16", "vit_l_32", "convnext_large", "efficientnet_v2_l", "vgg")
 
 
 def on_meta(name: str, nc: int = 3, imgsz: int = 64, **yaml: Any) -> Any:
@@ -193,13 +194,11 @@ def test_weights_with_a_version_are_loaded() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", architectures())
+@pytest.mark.parametrize("name", [name for name in architectures() if name != NOT_BUILT])
 def test_every_architecture(name: str) -> None:
     """It is built, its average returns logits, and every dropout layer is synchronised."""
     place: AbstractContextManager[object] = nullcontext()
     if name.startswith(LARGE):
-        if name.startswith("regnet"):
-            pytest.skip("it is large, and cannot be built without memory")
         place = torch.device("meta")
     with place:
         model = build_classifier({"architecture": name}, 3, 224)
