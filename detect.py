@@ -1,4 +1,4 @@
-"""Detect in pictures, videos and streams: `python detect.py --weights best.pt --source photos`.
+"""Detect objects in images, videos and streams: `python detect.py --weights best.pt --source photos`.
 
 From Python:
 
@@ -53,8 +53,8 @@ from utils.stage_times import (
 class Predictor:
     """A model, or an ensemble of several, for images of any size.
 
-    The arguments are the flags of detect.py: `weights` a name or several, `imgsz` a number or (height, width). Raises
-    `UserError`, whose text says what to do.
+    The arguments are the flags of detect.py: `weights` is one name or several, `imgsz` one number or (height, width).
+    Raises `UserError`, whose message says what to do.
     """
 
     def __init__(
@@ -95,17 +95,17 @@ class Predictor:
 
     @property
     def names(self) -> dict[int, str]:
-        """The classes by their numbers."""
+        """Class names by class number."""
         return dict(self.task.names)
 
     def __call__(self, images: Any) -> Any:
-        """Return what is in an image, or in each of a list of images.
+        """Return the prediction for an image, or for each of a list of images.
 
         An image: a path or address, a PIL image, an array (h, w, 3) or (h, w) of uint8 in RGB, or a tensor (3, h, w) of
         uint8, or of floats in 0 to 1. A tensor (b, 3, h, w) is a list.
 
-        Boxes are float32 (k, 6): xyxy in pixels of the image, confidence, class, the most confident first. Models for
-        whole images return the probability of each class, float32 (classes,).
+        A detector returns float32 (k, 6): xyxy in pixels of the image, confidence, class, the most confident first. A
+        classifier returns the probability of each class, float32 (classes,).
         """
         if isinstance(images, (list, tuple)) or (isinstance(images, Tensor) and images.ndim == 4):
             return [self(image) for image in images]
@@ -127,7 +127,7 @@ class Predictor:
 
 
 def as_pixels(image: Any) -> np.ndarray:
-    """Return an image in any of the forms that `Predictor` takes as uint8 (h, w, 3) BGR. Raises `UserError`."""
+    """Convert an image in any form that `Predictor` takes to uint8 (h, w, 3) BGR. Raises `UserError`."""
     if isinstance(image, str | Path):
         return read_image(local_file(MediaItem("picture", str(image))))
     if isinstance(image, Image.Image):
@@ -150,7 +150,7 @@ def as_pixels(image: Any) -> np.ndarray:
 
 
 def main() -> None:
-    """Detect as the flags say."""
+    """Detect from the command line."""
     options = parse_options(DetectOptions, sys.argv[1:])
     media = Media(find_media(options.source), options.vid_stride)
     names = {field.name for field in fields(DetectOptions)} & set(Predictor.__init__.__annotations__)
@@ -192,14 +192,14 @@ def batches(media: Media, predictor: Predictor, batch_size: int) -> Iterator[lis
 
 
 def show_warnings(problems: Sequence[str], shown: int) -> int:
-    """Print the problems that are new, after the `shown` first ones; return how many there are."""
+    """Print the problems after the first `shown` ones; return the number of all."""
     for problem in problems[shown:]:
         show(f"warning: {problem}")
     return len(problems)
 
 
 def frame_name(frame: Frame) -> str:
-    """Return a frame's name for people."""
+    """Return the name of a frame for the console."""
     if frame.item.kind == "picture":
         return frame.item.name
     return f"{frame.item.name} ({frame.number + 1}{f'/{frame.frames}' if frame.frames else ''})"
@@ -224,7 +224,7 @@ def groups(frames: Iterable[tuple[Frame, Item]], most: int) -> Iterator[list[tup
 
 
 class FileNames:
-    """Stems of the files of each item: its own name, with a number if another item has that already."""
+    """File stems of the items: each item's own name, with a number if an earlier item has the same."""
 
     def __init__(self, items: Sequence[MediaItem]) -> None:
         self.stems: dict[MediaItem, str] = {}
@@ -238,28 +238,28 @@ class FileNames:
             self.stems.setdefault(item, free)
 
     def of(self, frame: Frame) -> str:
-        """Return the stem of a frame's files: of a video with the frame's number."""
+        """Return the stem of a frame's files; for videos it ends with the frame number."""
         stem = self.stems[frame.item]
         return stem if frame.item.kind == "picture" else f"{stem}_{frame.number}"
 
 
 class Output(ABC):
-    """Writes something about every frame: entered before the first, called with each, left after the last."""
+    """Writes something about every frame: a context manager over all frames, called with each."""
 
     def __enter__(self) -> Output:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close what is open."""
+        """Close open files."""
         return
 
     @abstractmethod
     def __call__(self, frame: Frame, prediction: Prediction) -> None:
-        """Write what is to be written of a frame."""
+        """Write one frame."""
 
 
 def requested_outputs(options: DetectOptions, folder: Path, file_names: FileNames) -> list[Output]:
-    """Return the outputs that the flags ask for."""
+    """Return the outputs that the flags request."""
     outputs: list[Output] = []
     if not options.nosave or options.view_img:
         outputs.append(DrawnFrames(folder, file_names, options))
@@ -295,7 +295,7 @@ class DrawnFrames(Output):
             self._video(frame, picture).write(picture)
 
     def _video(self, frame: Frame, picture: np.ndarray) -> cv2.VideoWriter:
-        """Return the writer of the frame's video; one is closed when the next one begins, but for streams."""
+        """Return the writer of the frame's video. A new video closes the one before; streams stay open side by side."""
         if frame.item not in self.videos:
             if frame.item.kind == "video":
                 self._close()

@@ -34,8 +34,8 @@ from utils.training.optimizer_steps import OptimizerOptions, OptimizerSteps, pre
 from val import Evaluator, evaluator, rounding
 
 DRAWN_BATCHES = 3  # training batches that are drawn into the run folder
-VALIDATION_BATCH = 32  # images that a process validates at a time, at most: whatever the number of processes
-TRACKER_SECONDS = 10.0  # that trackers have to send what is left if the run is asked to end
+VALIDATION_BATCH = 32  # images per process and validation batch, at most
+TRACKER_SECONDS = 10.0  # for trackers to send the rest when a run is stopped early
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class Training:
         """Train the rest of an epoch: one pass over the training images.
 
         Returns the mean of each loss term over its batches, the same on every process, and the progress bar, which has
-        measured how fast it went. Raises `StopRequested` if the run is to end.
+        measured the rate. Raises `StopRequested` if the run must end.
         """
         run, steps, state, size = self.run, self.steps, self.steps.state, self.options.batch_size
         progress, batches = state.progress, len(self.loader)
         steps.model.prepared.train()
-        self.loader.set_epoch(progress.epoch)  # type: ignore[attr-defined]  # Accelerate hands it on to the sampler
+        self.loader.set_epoch(progress.epoch)  # type: ignore[attr-defined]  # Accelerate passes it on to the sampler
         self.sampler.skip(progress.batch)
         bar = run.bar(f"epoch {progress.epoch + 1}/{self.options.epochs}", batches * size, progress.batch * size)
         steps.step_log.start_epoch(bar)
@@ -90,7 +90,7 @@ class Training:
             run.beat()
             self.train_on(batch, number)
             if bar.due():
-                share = state.loss_sums * run.accelerator.num_processes / (number + 1)  # taken for the others' too
+                share = state.loss_sums * run.accelerator.num_processes / (number + 1)  # estimated from this process
                 losses = dict(zip(self.task.loss_names, share.tolist(), strict=True))
                 bar.show(report.bar_values(losses, progress.summary, bar, steps.remaining, run.accelerator.device))
             if progress.epoch == 0 and number < DRAWN_BATCHES:
@@ -105,11 +105,11 @@ class Training:
         return {f"train_batch{number}.jpg": self.task.draw_batch(batch)}
 
     def train_on(self, batch: Batch, number: int) -> None:
-        """Forward and backward, and the optimizer's step if the batch is the last of the accumulated ones."""
+        """Run forward and backward, and the optimizer step if the batch is the last of the accumulated ones."""
         accelerator, criterion, steps = self.run.accelerator, self.criterion, self.steps
         images = self.options.batch_size * accelerator.gradient_accumulation_steps  # of an optimizer step
         batches_so_far = steps.progress.epoch * len(self.loader) + number
-        torch.manual_seed(self.options.seed + batches_so_far)  # what a model draws, in dropout, ignores the past
+        torch.manual_seed(self.options.seed + batches_so_far)  # dropout depends on the batch alone
         with accelerator.accumulate(steps.model.prepared):
             steps.schedule.apply(steps.optimizer, batches_so_far)
             outputs = steps.model.prepared(self.task.inputs(batch), *criterion.hints(batch))
@@ -128,14 +128,14 @@ class Training:
             self.save_state()
 
     def run_epochs(self) -> None:
-        """Train and validate epoch by epoch. Raises `StopRequested` if the run is to end."""
+        """Train and validate epoch by epoch. Raises `StopRequested` if the run must end."""
         options, run, steps, progress = self.options, self.run, self.steps, self.steps.progress
         while not progress.finished:
             epoch = progress.epoch
             losses, bar = self.train_one_epoch()
             final = epoch + 1 == options.epochs
             if not options.nosave:
-                self.save_state()  # written while the epoch is validated; nothing else is missing then
+                self.save_state()  # written while the epoch is validated; only its scores are missing
             began = time.monotonic()
             summary = self.evaluate([steps.ema.model], run.stop_requested) if final or not options.noval else None
             timing = report.epoch_timing(bar, time.monotonic() - began, progress)
@@ -153,9 +153,9 @@ class Training:
                 self.run_log.log_examples(partial(self.evaluate.metrics.examples, summary), epoch)
             progress.finished = final or progress.stalled(options.patience)
             latest = ["last.pt"] + ["best.pt"] * improved if progress.finished or not options.nosave else []
-            kept = [f"epoch{epoch}.pt"] * (options.save_period > 0 and epoch % options.save_period == 0)
-            upload = partial(self.run_log.upload, kept, "latest", f"epoch-{epoch}", *["best"] * improved)
-            self.save_weights([*latest, *kept], upload)
+            numbered = [f"epoch{epoch}.pt"] * (options.save_period > 0 and epoch % options.save_period == 0)
+            upload = partial(self.run_log.upload, numbered, "latest", f"epoch-{epoch}", *["best"] * improved)
+            self.save_weights([*latest, *numbered], upload)
             progress.next_epoch()
             steps.state.loss_sums.zero_()
             steps.guard.snapshot()
@@ -163,12 +163,12 @@ class Training:
         self.save_state()  # finished: no weights are missing
 
     def save_state(self) -> None:
-        """Save everything that --resume needs to go on from here. All processes must call it together."""
+        """Save everything that --resume needs to continue from here. All processes must call it together."""
         self.steps.count()
         self.steps.state.save(self.run.files)
 
     def save_weights(self, names: Sequence[str], then: Callable[[], object] = lambda: None) -> None:
-        """Save the EMA in weights/ under these names; `then` is called once they are written."""
+        """Save the EMA in weights/ under these names. then: called once they are written."""
         self.run.files.save_weights(names, self.steps.ema.model, then, **self.weights_content)
 
     def leave(self, request: StopRequested) -> None:
@@ -187,7 +187,7 @@ class Training:
         run.collectives.broadcast(None)  # no process ends while another one still writes
 
     def finish(self) -> None:
-        """Draw, upload and print what is due at the end of a run."""
+        """Draw, upload and print the results of the run."""
         run, options, progress, best = self.run, self.options, self.steps.progress, self.steps.progress.summary
         assert best is not None
         if progress.epoch < options.epochs:
@@ -204,7 +204,7 @@ class Training:
 
 
 def train(training: Training) -> None:
-    """Run the epochs that are left and report the best one. Raises `StopRequested` if the run is to end early."""
+    """Run the remaining epochs and print the best one. Raises `StopRequested` if the run ends early."""
     run, options = training.run, training.options
     with (
         memory.explain_out_of_memory(options.batch_size, training.steps.model.bare.imgsz),
@@ -229,7 +229,7 @@ class Job(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """All input of a run, found good: its job, the model with the weights that it starts from, and the splits."""
+    """All input of a run, checked: its job, the model with its initial weights, and the splits."""
 
     job: Job
     model: Model
@@ -259,7 +259,7 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     settings, source, start_from, task = job
     options, data_options = settings.options, settings.select(DataOptions)
     memory.check_batch_size(options.batch_size)
-    if options.multi_scale:  # a model for one size only says so here
+    if options.multi_scale:  # a model of one size only raises here
         task.build_model(start_from.yaml, data_options.largest(options.imgsz), start_from.source)
     seed_everything(options.seed)
     model = task.build_model(start_from.yaml, options.imgsz, start_from.source)
@@ -275,9 +275,9 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
 
 
 def assemble(argv: Sequence[str], settings: Settings | None = None) -> Training:
-    """Make the parts of a run from its flags. Nothing is written before all input is found good.
+    """Make the parts of a run from its flags. Nothing is written before all input has been checked.
 
-    settings: what `settle` has made of `argv`, if it has. Raises `UserError`.
+    settings: the result of `settle(argv, ...)`, if there is one already. Raises `UserError`.
     """
     options = (settings := settings or settle(argv, recipe_of)).options
     accelerator = start(options.device, options.mixed_precision, options.dist_timeout, options.comm_hook)
@@ -330,7 +330,7 @@ def assemble(argv: Sequence[str], settings: Settings | None = None) -> Training:
 
 
 def write_inputs(run: Run, inputs: Inputs, settings: Settings, saved: Mapping[str, Any] | None) -> RunLog:
-    """Write what a run begins with into its folder and its trackers; return the log of the latter."""
+    """Write settings, problems and data documents into the run folder, and start the trackers; return their log."""
     job, model, data, train_split, val_split, _ = inputs
     content, identity = settings.content(model.yaml, model.imgsz), data.identity(train_split, val_split)
     run.files.write_problems([*train_split.problems, *val_split.problems])
@@ -366,7 +366,7 @@ def measure_batch_size(run: Run, inputs: Inputs, criterion: Criterion) -> int:
 
 
 def preflight_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, Sequence[Path]]]:
-    """Return what the job reads: settings, and files by what they are for. Raises `UserError` if it could not start."""
+    """Return the settings of a job and its files by purpose. Raises `UserError` if it could not start."""
     settings, source, start_from, task = read_job(settings)
     task.build_model(start_from.yaml, settings.options.imgsz, start_from.source)
     files: dict[str, Sequence[Path]] = {**source.files()}
@@ -376,7 +376,7 @@ def preflight_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train as the flags say."""
+    """Train from the command line."""
     argv = sys.argv[1:] if argv is None else argv
     settings = settle(argv, recipe_of)
     if spawn_for_devices(partial(main, argv), settings.options.device, settings.options.processes):
@@ -392,7 +392,7 @@ def run(**flags: Any) -> dict[str, Any]:
     """Train from Python: `train.run(data="my.yaml", weights="yolov5n.pt", imgsz=320)`. The flags are those of the
     command, by their names with underscores.
 
-    Returns what the best epoch reached, by the names of results.csv, its `fitness` and the run's `folder`. Raises
+    Returns the values of the best epoch by the names of results.csv, its `fitness`, and the run's `folder`. Raises
     `UserError` if the command would end with an error.
     """
     return call(main, "train", flags)

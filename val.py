@@ -34,9 +34,9 @@ from utils.run import FolderOptions, Run
 from utils.stage_times import POSTPROCESSING, StageTimer, format_times, milliseconds_per_image, without_warmup
 from utils.summary import DRAWN_IMAGES, Summary, evenly_spaced
 
-MANY_CLASSES = 50  # from here on a row per class is printed on demand only
+MANY_CLASSES = 50  # with more, a row per class is printed only with --verbose
 SPEED_DEFAULTS = {"conf_thres": 0.25, "iou_thres": 0.45, "square": True}  # of flags with --task speed
-SPLIT_OF_TASK = {"speed": "val"}  # the split of a --task that is none
+SPLIT_OF_TASK = {"speed": "val"}  # the split of a --task that does not name one
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Evaluator:
                 break
             with run.accelerator.autocast():
                 batch, views = self.inference.views(models, batch, timer)
-            if views[0].outputs is not None:  # an exported file may return nothing that losses could be computed of
+            if views[0].outputs is not None:  # some exported files return no raw outputs
                 terms = self.criterion(views[0].outputs, batch)
                 losses.append((batch.infos[0].image, self.criterion.weight(batch), terms.means(terms.counts).tolist()))
             timer.end_stage("losses")
@@ -115,7 +115,8 @@ def evaluator(
 ) -> Evaluator:
     """Make the evaluator of a split; `model` is one of those that it will be called with.
 
-    batch_size: of a process. logged: images whose predictions are kept for trackers. draws: those for pictures are too.
+    batch_size: images per process. logged: number of images whose predictions go to trackers. draws: whether pictures
+    are drawn too.
     """
     batches = run.collectives.shard(data.evaluation_batches(split, batch_size, square))
     drawn = frozenset(evenly_spaced(len(split.images), max(logged, DRAWN_IMAGES if draws else 0)))
@@ -125,7 +126,7 @@ def evaluator(
 
 
 def rounding(requested: int, imgsz: int) -> list[str]:
-    """Return a message if the image size had to be changed."""
+    """Return a message if the image size was rounded."""
     message = f"--imgsz {requested} is not a multiple of the model's stride; taking {imgsz}"
     return [] if requested == imgsz else [message]
 
@@ -146,9 +147,9 @@ class Validation:
 
 
 def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validation:
-    """Make the parts of a validation from its flags. Nothing is written before all input is found good.
+    """Make the parts of a validation from its flags. Nothing is written before all input has been checked.
 
-    options: what the parser has made of `argv`, if it has. Raises `UserError`.
+    options: the parsed `argv`, if it is parsed already. Raises `UserError`.
     """
     options = options or parse_options(ValOptions, argv)
     run = Run(start(options.device, "no" if options.half else options.mixed_precision, options.dist_timeout))
@@ -194,7 +195,7 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
     )
     if options.show_processes:
         run.print(*run.process_table(evaluate.loader.batch_sampler))
-    # Elsewhere the device must be waited for, which takes time, to know when a stage is over.
+    # On other devices a stage is over only after a synchronisation, which takes time.
     times_stages = options.task == "speed" or device.type == "cpu"
     roots = source.spec.roots
     validation = Validation(options, run, members, models, evaluate, split, roots=roots, times_stages=times_stages)
@@ -206,7 +207,7 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
 
 
 def keepers(validation: Validation) -> list[Callable[[Batch, Sequence[Prediction]], object]]:
-    """Return what keeps the predictions that the flags ask for."""
+    """Return the functions that write or collect predictions, as the flags ask for."""
     options = validation.options
     chosen: list[Callable[[Batch, Sequence[Prediction]], object]] = []
     if options.save_json:
@@ -221,7 +222,7 @@ def keepers(validation: Validation) -> list[Callable[[Batch, Sequence[Prediction
 def write_labels(
     folder: Path, with_confidence: bool, hybrid: bool, batch: Batch, predictions: Sequence[Prediction]
 ) -> None:
-    """Write a label file for each image of the batch. hybrid: its labels, and the predictions that match none."""
+    """Write a label file for each image of a batch. hybrid: its labels, and the predictions that match none of them."""
     for prediction in predictions:
         rows = (prediction.with_labels() if hybrid else prediction).label_rows(with_confidence)
         (folder / f"{Path(prediction.path).stem}.txt").write_text("".join(f"{row}\n" for row in rows))
@@ -330,7 +331,7 @@ def write_coco_results(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Validate as the flags say."""
+    """Validate from the command line."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse_options(ValOptions, argv)
     if not spawn_for_devices(partial(main, argv), options.device, options.processes):
