@@ -50,8 +50,7 @@ pytest.register_assert_rewrite("tests.curves")
 
 
 def pytest_sessionstart() -> None:
-    """A hard exit of a process that runs tests would look like the success of all of them. Runs are not tracked, and
-    fetch no official weights, unless a test wants it."""
+    """Turn hard exits of this process into failures, and trackers and downloads off."""
     os.environ["WANDB_MODE"] = "disabled"
     os.environ["LOCKSTEP_RELEASES"] = "http://127.0.0.1:9/releases/download"  # where nobody answers
     tests, leave = os.getpid(), os._exit
@@ -88,10 +87,10 @@ def seeded() -> None:
 
 
 class RunScript(Protocol):
-    """Starts a script of the repository as a user does; what it printed, both streams.
+    """Runs a script of the repository as a user does; returns what it printed to both streams.
 
-    `launcher`: what stands before the script, python alone by default. `plots`: with its pictures, which take longer
-    than such a run. `variables`: of the environment.
+    launcher: the command before the script, by default python. plots: with pictures, which take longer than such a run.
+    variables: of the environment.
     """
 
     def __call__(
@@ -108,11 +107,12 @@ class RunScript(Protocol):
 
 @pytest.fixture(scope="session")
 def run_script(tmp_path_factory: pytest.TempPathFactory) -> RunScript:
-    """Runs are given a cache of their own, and must end with `code`, or where they are to fail with 1 or 2.
-
-    None may leave a process behind.
-    """
-    cache = str(tmp_path_factory.mktemp("cache"))
+    """Runs get their own cache folder, must end with `code`, or with 1 or 2 if `fails`, and leave no process behind."""
+    cache = {
+        "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
+        # DeepSpeed compiles an operation for 100 s at its first start: once for all processes that run tests
+        "TORCH_EXTENSIONS_DIR": str(common_root(tmp_path_factory) / "torch_extensions"),
+    }
 
     def run(
         script: str,
@@ -127,7 +127,7 @@ def run_script(tmp_path_factory: pytest.TempPathFactory) -> RunScript:
         mark = f"LOCKSTEP_TEST={uuid4()}"  # launchers start sessions and groups of their own, but keep the environment
         started = subprocess.Popen(
             ["env", mark, *launcher, str(ROOT / script), *flags, *quick],
-            env={**os.environ, "XDG_CACHE_HOME": cache, **variables},
+            env={**os.environ, **cache, **variables},
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -180,7 +180,7 @@ def call_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
 
 
 def left_behind(mark: str, patience: float = 10.0) -> list[psutil.Process]:
-    """Processes with a mark in their environment that live on after their run: loaders end themselves within 5 s."""
+    """Return the processes with a mark in their environment that outlive `patience` seconds; loaders need up to 5."""
     end = time.monotonic() + patience
     while (alive := list(_living(mark))) and time.monotonic() < end:
         time.sleep(0.1)
@@ -196,14 +196,14 @@ def _living(mark: str) -> Iterator[psutil.Process]:
 
 
 class OnProcesses(Protocol):
-    """Calls a function of a test file on so many processes that can talk to each other; what each returned, by rank."""
+    """Calls a function of a test file on `count` connected processes; returns what each returned, by rank."""
 
     def __call__(self, count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]: ...
 
 
 @pytest.fixture
 def on_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnProcesses:
-    """One thread each: they share the machine. What is returned must be tensors and plain values."""
+    """Each process has one thread. The function must return tensors and plain values."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def run(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -232,10 +232,7 @@ def free_port() -> str:
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """Two machines: the names of network namespaces joined by a cable, 10.77.0.1 and 10.77.0.2.
-
-    Skips where making them is not permitted.
-    """
+    """Two machines: the names of two network namespaces joined by a cable, 10.77.0.1 and 10.77.0.2."""
     names = tuple(f"lockstep{os.getpid()}{letter}" for letter in "ab")
     if not shutil.which("ip"):
         not_here("the command ip (package iproute2)")
@@ -291,10 +288,15 @@ def drawn_classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Runs that several files compare with; processes of pytest-xdist share them
 
 
+def common_root(factory: pytest.TempPathFactory) -> Path:
+    """Return the temporary folder of all processes that run tests."""
+    root = factory.getbasetemp()
+    return root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
     """Return a folder that `make` fills, once for all processes that run tests."""
-    root = factory.getbasetemp()
-    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / name
+    folder = common_root(factory) / name
     with FileLock(f"{folder}.lock"):
         done = folder / "done"
         if not done.exists():

@@ -1,4 +1,4 @@
-"""Reading and comparing what runs leave behind."""
+"""Read and compare run folders."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SCORES = ["metrics/mAP_0.5", "metrics/mAP_0.5:0.95"]
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
-    """Of results.csv, without what was not measured."""
+    """Return the rows of results.csv, without empty cells."""
     with (folder / "results.csv").open() as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 @contextmanager
 def untouched(folder: Path) -> Iterator[None]:
-    """Within, no file of a folder may be written, be it with the same bytes, nor come or go."""
+    """Check that nothing in a folder is written, not even the same bytes, added or removed inside the context."""
     before = _snapshot(folder)
     yield
     assert _snapshot(folder) == before
@@ -45,7 +45,10 @@ def floats(folder: Path) -> Tensor:
 
 
 def same_curve(folder: Path, single: Path, losses: float = 1e-5, scores: float = 0.001, weights: float = 1e-5) -> None:
-    """Losses and weights relative, scores absolute; everything else in results.csv but precision and recall equal."""
+    """Check that two runs agree: losses and weights relatively, scores absolutely, rates and epochs exactly.
+
+    Precision and recall are not compared: the confidence that they are given at may jump.
+    """
     for actual, expected in zip(rows(folder), rows(single), strict=True):
         compared = [name for name in expected if name.startswith(("train/", "val/", "metrics/"))]
         assert {*LOSSES, *SCORES} <= {*compared} or compared == CLASSIFIED
@@ -62,7 +65,7 @@ def same_curve(folder: Path, single: Path, losses: float = 1e-5, scores: float =
 
 
 def identical(folder: Path, other: Path) -> None:
-    """results.csv to the byte; weights, EMA and the optimizer's state to the bit."""
+    """Check that two runs are equal: results.csv to the byte, weights, EMA and the optimizer's state to the bit."""
     assert (folder / "results.csv").read_bytes() == (other / "results.csv").read_bytes()
     for name in ("last.pt", "best.pt"):
         one, two = (torch.load(run / "weights" / name, weights_only=True)["state"] for run in (folder, other))
@@ -77,7 +80,7 @@ def identical(folder: Path, other: Path) -> None:
 
 
 def state(folder: Path) -> dict[str, Any]:
-    """The last state of a run."""
+    """Return the last state of a run."""
     content = StateFiles(folder / "checkpoint").read(print)
     assert content is not None
     return content
