@@ -52,7 +52,7 @@ def test_one_is_killed_under_a_launcher(train: Train, tmp_path: Path) -> None:
     """Its SIGTERM to those that are left does not keep them from saying who is not."""
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"))
     printed = train(tmp_path, launcher=launcher, fault=f"SIGKILL:{LOSSES}:3:1", fails=True)
-    refused(printed, f"error: process 1 on {os.uname().nodename} ended without a word, or cannot be reached")
+    refused(printed, f"error: process 1 on {os.uname().nodename} ended without an error message, or cannot be reached")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_one_is_killed_under_a_launcher(train: Train, tmp_path: Path) -> None:
 def test_one_stalls(fault: str, train: Train, tmp_path: Path) -> None:
     """Who it was, and where it and those that waited were."""
     printed = train(tmp_path, *HERE, "--dist-timeout", "10", fault=fault, fails=True)
-    what = "did not move" if fault.startswith("stall") else "did not move, or could not be reached,"
+    what = "made no progress" if fault.startswith("stall") else "made no progress, or could not be reached,"
     refused(printed, f"error: process 1 on {os.uname().nodename} {what} for 10 s (--dist-timeout)")
     stacks = tmp_path / "exp" / "stacks"
     assert str(stacks) in printed
@@ -72,7 +72,7 @@ def test_one_stalls(fault: str, train: Train, tmp_path: Path) -> None:
 
 def test_a_loader_process_is_killed(train: Train, tmp_path: Path) -> None:
     printed = train(tmp_path, fault="SIGKILL:data.augment:Augmenter.__call__:3", fails=True)
-    refused(printed, "error: a loader process was ended")
+    refused(printed, "error: a loader process was killed")
     assert "Traceback" not in printed
 
 

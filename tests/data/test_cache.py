@@ -164,7 +164,7 @@ def test_what_does_not_fit_into_memory_is_read_from_its_file(tmp_path: Path, mon
     wanted = pixels(opened(files, 12, True, ""))
     read, seen = cache.read_image, []
     monkeypatch.setattr(cache, "read_image", lambda file: seen.append(file) or read(file))
-    monkeypatch.setattr(shared_memory, "_promised", [])
+    monkeypatch.setattr(shared_memory, "reserved_bytes", [])
     free_memory(monkeypatch, round((100 * 12 * 12 * 3 + 200) / cache.CACHE_MEMORY_SHARE) + 1)
     images = opened(files, 12, True, "ram")
     assert "room for 100 of 200 images" in images.messages[0]
