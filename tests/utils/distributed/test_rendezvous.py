@@ -1,4 +1,4 @@
-"""How the processes of a launch reach each other."""
+"""Checks and settings before the processes of a launch connect."""
 
 from __future__ import annotations
 
@@ -8,25 +8,17 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from tests.making import launched, without_launcher
 from utils.distributed.rendezvous import connect, prepare_for_gloo, refuse_uneven_launch
 from utils.errors import UserError
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher; what a test puts into the environment goes with it."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_launcher(monkeypatch)
 
 
-def launched(monkeypatch: pytest.MonkeyPatch, processes: int, here: int) -> None:
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
-    monkeypatch.setenv("LOCAL_RANK", "0")
-
-
-def parent(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+def set_parent(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
     monkeypatch.setattr(psutil, "Process", lambda _: SimpleNamespace(cmdline=lambda: command))
 
 
@@ -38,11 +30,11 @@ def parent(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
         ["/x/accelerate", "launch", "--config_file", "accelerate_configs/2node.yaml", "--num_processes=5", "train.py"],
     ],
 )
-def test_accelerate_cannot_start_unequal_numbers(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    parent(monkeypatch, command)
-    with pytest.raises(
-        UserError, match=r"do not fit on 2 machines; take a multiple of 2, or .*torch\.distributed\.run"
-    ):
+def test_accelerate_launch_must_divide_the_processes_evenly(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_parent(monkeypatch, command)
+    with pytest.raises(UserError, match=r"cannot be divided among 2 machines: use a multiple of 2, or torch\.distrib"):
         refuse_uneven_launch()
 
 
@@ -56,17 +48,17 @@ def test_accelerate_cannot_start_unequal_numbers(command: list[str], monkeypatch
         ["bash"],
     ],
 )
-def test_other_launches_pass(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    parent(monkeypatch, command)
+def test_other_launches_are_accepted(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    set_parent(monkeypatch, command)
     refuse_uneven_launch()
 
 
-def test_gloo_takes_the_interface_that_leads_to_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_uses_the_interface_with_a_route_to_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     launched(monkeypatch, 2, 2)
     prepare_for_gloo()
-    assert "GLOO_SOCKET_IFNAME" not in os.environ  # one machine: nothing to choose
+    assert "GLOO_SOCKET_IFNAME" not in os.environ  # not needed on one machine
     launched(monkeypatch, 4, 2)
     prepare_for_gloo()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
@@ -75,10 +67,7 @@ def test_gloo_takes_the_interface_that_leads_to_the_main_process(monkeypatch: py
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
 
 
-# Before there is an Accelerator
-
-
-def test_one_process_has_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_gets_a_new_store_in_memory() -> None:
     store = connect(1.0, "doctor")
     store.write("facts", 1)
     assert store.values("facts") == {0: 1}
