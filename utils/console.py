@@ -90,15 +90,12 @@ class Bar:
             bar_format=BAR_FORMAT,
         ) as self._bar:
             source = iter(batches)
-            while True:
-                before = time.monotonic()
-                try:
-                    batch = next(source)
-                except StopIteration:
-                    break
-                self.waited += time.monotonic() - before
+            asked = time.monotonic()
+            for batch in source:
+                self.waited += time.monotonic() - asked
                 yield batch
                 self._bar.update(size(batch))
+                asked = time.monotonic()
         self.seconds = time.monotonic() - self.started
 
     @property

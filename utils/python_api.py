@@ -47,8 +47,7 @@ def call(main: Callable[[Sequence[str]], object], script: str, flags: Mapping[st
             signal.set_wakeup_fd(-1)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        result: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-        return result
+        return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def hand_over(summary: Summary, folder: Path) -> None:

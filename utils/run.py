@@ -64,11 +64,9 @@ class Run:
         name = numbered_folder(project, options.name, options.exist_ok).name if self._is_main else ""
         # The name is broadcast, not the path: --project may differ between machines.
         self.path = project / self.collectives.broadcast(name)
-        self.files = (
-            MainRunFolder(self.path, self.collectives, self.print, self._draw_results)
-            if self._is_main
-            else RunFolder(self.path, self.collectives)
-        )
+        self.files = RunFolder(self.path, self.collectives)
+        if self._is_main:
+            self.files = MainRunFolder(self.path, self.collectives, self.print, self._draw_results)
 
     def untimed_barrier(self) -> AbstractContextManager[None]:
         """Return a context for work of any duration, such as a download; all processes leave it together."""

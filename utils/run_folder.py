@@ -38,11 +38,7 @@ class RunFolder:
         """
 
     def save_weights(
-        self,
-        files: Sequence[str],
-        model: nn.Module,
-        then: Callable[[], object] = lambda: None,
-        **content: Any,
+        self, files: Sequence[str], model: nn.Module, then: Callable[[], object] = lambda: None, **content: Any
     ) -> None:
         """Write files with the same content into weights/ in the background, then call `then`.
 
@@ -106,11 +102,7 @@ class MainRunFolder(RunFolder):
         self.row_added()
 
     def save_weights(
-        self,
-        files: Sequence[str],
-        model: nn.Module,
-        then: Callable[[], object] = lambda: None,
-        **content: Any,
+        self, files: Sequence[str], model: nn.Module, then: Callable[[], object] = lambda: None, **content: Any
     ) -> None:
         if files:
             paths = [self.path / "weights" / name for name in files]

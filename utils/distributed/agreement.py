@@ -39,5 +39,4 @@ def decide_on_main(decide: Callable[[], dict[str, Any]], name: str, timeout: flo
         raise UserError(answer["error"])
     if "exit_code" in answer:
         raise Stopped(answer["exit_code"])
-    value: dict[str, Any] = answer["value"]
-    return value
+    return answer["value"]

@@ -9,7 +9,6 @@ import signal
 import socket
 import threading
 import time
-from types import TracebackType
 
 import psutil
 
@@ -43,9 +42,7 @@ class GracefulStop:
         threading.Thread(target=self._listen, daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:
             return  # this process is about to print the error and exit: the launcher's SIGTERM must not end it before
         signal.set_wakeup_fd(self._wakeup)

@@ -19,8 +19,7 @@ def synchronise_batchnorm(model: M, over_processes: bool) -> M:
     """
     over_processes = over_processes and _processes() > 1
     if next(iter(model.state_dict().values())).device.type != "cpu":
-        converted: M = nn.SyncBatchNorm.convert_sync_batchnorm(model) if over_processes else model
-        return converted
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model) if over_processes else model
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, _BatchNorm) and not isinstance(child, ExactBatchNorm):

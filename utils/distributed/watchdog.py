@@ -8,7 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NamedTuple
 
 from utils.distributed.exit import give_up_after_first, process_names, raise_alarm
@@ -49,9 +49,7 @@ class Watchdog:
             threading.Thread(target=self.watch, daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.on = False
 
     def watch(self) -> None:
