@@ -79,12 +79,12 @@ def test_a_missing_process_is_an_error(doctor: Callable[..., str]) -> None:
     printed = doctor(*flags, fails=True, **by_hand(0, port))
     assert heads(printed) == 1
     (error,) = errors(printed)
-    assert "no answer from rank 1 within 3 s: start the same command there" in error
+    assert "no answer from rank 1" in error
     assert f"open 127.0.0.1 port {port}" in error
     printed = doctor(*flags, fails=True, **by_hand(1, port))
     assert heads(printed) == 0
     (error,) = errors(printed)
-    assert f"the main process at 127.0.0.1 port {port} cannot be reached within 3 s" in error
+    assert f"the main process at 127.0.0.1 port {port} cannot be reached" in error
 
 
 # Two machines
@@ -205,6 +205,6 @@ def test_the_main_port_is_closed(hosts: tuple[str, str], both: Callable[..., lis
     close_ports(hosts, but="22")
     printed = both(patience="4", fails=True)
     (error,) = errors(printed[0])
-    assert "no answer from rank 1 within 4 s" in error
+    assert "no answer from rank 1" in error
     (error,) = errors(printed[1])
-    assert "the main process at 10.77.0.1 port 29500 cannot be reached within 4 s" in error
+    assert "the main process at 10.77.0.1 port 29500 cannot be reached" in error

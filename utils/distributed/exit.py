@@ -121,18 +121,18 @@ def _end_as_survivor(message: str) -> NoReturn:
 
     def explain() -> str:
         present: dict[int, bool] = ask_run_store(lambda store: store.values("present"), {})
-        gone = set(range(world_size())) - set(present) - {ranks().rank}
-        lost = f"{process_names(sorted(gone))} ended without an error message, or cannot be reached"
-        return f"error: {lost if gone else message}"
+        missing = set(range(world_size())) - set(present) - {ranks().rank}
+        lost = f"{process_names(sorted(missing))} ended without an error message, or cannot be reached"
+        return f"error: {lost if missing else message}"
 
     give_up_after_first(explain)
 
 
 def give_up_after_first(explain: Callable[[], str], code: int = 1) -> NoReturn:
-    """Exit at once; the first process to fail prints the result of `explain`, the others wait until it has."""
+    """Exit as `give_up` does. The first process to fail prints the result of `explain`; the others wait for that."""
     if is_first_to_fail():
         give_up(explain(), code)
-    time.sleep(EXPLAIN_SECONDS)  # if this process exits earlier, the first may be ended before it has printed
+    time.sleep(EXPLAIN_SECONDS)  # if this process exits earlier, the first one may be ended before it has printed
     give_up("", code)
 
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from tests.making import launched, without_launcher
-from utils.distributed.rendezvous import connect, prepare_for_gloo, refuse_uneven_launch
+from utils.distributed.rendezvous import (
+    connect,
+    prepare_for_gloo,
+    refuse_uneven_launch,
+    rendezvous_errors,
+    wait_for_main_address,
+)
 from utils.errors import UserError
 
 
@@ -65,6 +72,39 @@ def test_gloo_uses_the_interface_with_a_route_to_the_main_process(monkeypatch: p
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
     prepare_for_gloo()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+
+
+def test_an_unreachable_main_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, 2, 1)
+    monkeypatch.setenv("RANK", "1")
+    with socket.socket() as closed:  # bound, but not listening
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(UserError) as raised:
+            wait_for_main_address(0.1)
+    assert str(raised.value) == (
+        f"the main process at 127.0.0.1 port {port} cannot be reached within 0.1 s (connection refused): start it, "
+        "open the port, check the address, or raise --dist-timeout"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("EADDRINUSE: address already in use", "10.0.0.1 port 29501 is in use on this machine; give all processes"),
+        ("Timed out. 1/2 clients joined.", "only 1 of 2 processes connected to 10.0.0.1 port 29501 within 5 s: start"),
+        ("no route\nmore", "the processes cannot reach each other within 5 s (no route); if a machine has several"),
+    ],
+)
+def test_errors_of_the_rendezvous(error: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, 2, 1)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29501")
+    with pytest.raises(UserError) as raised, rendezvous_errors(5.0):
+        raise RuntimeError(error)
+    assert str(raised.value).startswith(message)
 
 
 def test_one_process_gets_a_new_store_in_memory() -> None:

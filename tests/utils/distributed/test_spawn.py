@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 
 from tests.conftest import OnProcesses
+from utils.distributed import spawn as spawn_module
 from utils.distributed.exit import run_main, sign_in
 from utils.distributed.ranks import Ranks, ranks
 from utils.distributed.spawn import spawn
@@ -106,6 +107,7 @@ def test_a_failed_run_prints_one_line(
 
 def test_a_killed_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(spawn_module, "SHUTDOWN_SECONDS", 0.1)
     with pytest.raises(UserError, match=r"process 1 on \S+ was killed by SIGKILL"):
         spawn(kill_the_second, 2)
 
