@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,15 +59,25 @@ def test_no_result_is_written_without_a_call(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_signal_handlers_are_restored_after_an_early_end() -> None:
-    before = signal.getsignal(signal.SIGINT)
-
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (Stopped(0), ""),
+        (Stopped(130), "the run ended early with exit code 130"),
+        (SystemExit(3), "the run failed with exit code 3; see the messages above"),
+    ],
+)
+def test_the_end_of_a_script_is_an_error_and_restores_signal_handlers(error: BaseException, message: str) -> None:
     def main(argv: Sequence[str]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise Stopped(130)
+        raise error
 
-    with pytest.raises(UserError, match="ended early with exit code 130"):
-        call(main, "train", {})
+    before = signal.getsignal(signal.SIGINT)
+    if message:
+        with pytest.raises(UserError, match=message):
+            call(main, "train", {})
+    else:
+        assert call(main, "train", {}) == {}
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -79,15 +88,3 @@ def test_each_script_has_its_own_flags() -> None:
     with pytest.raises(UserError, match="unknown argument epochs"):
         call(words.append, "val", {"epochs": 1})
     assert len(words) == 1
-
-
-def test_exit_code_0_is_no_error() -> None:
-    def main(argv: Sequence[str]) -> None:
-        raise Stopped(0)
-
-    assert call(main, "train", {}) == {}
-
-
-def test_failed_processes_are_an_error() -> None:
-    with pytest.raises(UserError, match="failed with exit code 3; see the messages above"):
-        call(lambda argv: sys.exit(3), "train", {})

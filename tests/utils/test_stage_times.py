@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from utils import stage_times
@@ -54,11 +52,3 @@ def test_the_first_batch_is_left_out_unless_it_is_the_only_one() -> None:
     assert without_warmup(batches) == batches[1:]
     assert without_warmup(batches[:1]) == batches[:1]
     assert without_warmup([]) == []
-
-
-def test_a_timer_without_a_device() -> None:
-    timer = StageTimer()
-    timer.start_batch(1)
-    time.sleep(0.002)
-    timer.end_stage(INFERENCE)
-    assert timer.batches[0].seconds[INFERENCE] >= 0.002
