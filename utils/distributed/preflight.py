@@ -153,7 +153,7 @@ def _examine_process(
     if is_requested() and (missing := missing_packages()):
         errors.append(f"DeepSpeed is requested, but {' and '.join(missing)} cannot be imported; install them here too")
     project = Path(flags["project"]).absolute()
-    folder = next(path for path in (project, *project.parents) if path.exists())
+    folder = next(path for path in (project, *project.parents) if path.exists())  # where the run folder will be
     if ranks().rank == 0 and not (folder.is_dir() and os.access(folder, os.W_OK)):
         errors.append(f"{folder} is not writable; choose another --project")
     compared = {f"--{name}".replace("_", "-"): value for name, value in flags.items() if name not in MACHINE_FLAGS}
