@@ -28,7 +28,7 @@ from torch import Tensor
 from data.dataset import Item, data_source, dataset_class
 from data.images import read_image
 from data.media import Frame, Media, MediaItem, find_media, local_file, prefetched
-from models.ensemble import for_inference, read_members
+from models.ensemble import Inference, for_inference, read_members
 from models.tasks.contract import Batch, Prediction, Thresholds
 from utils.config.options import DetectOptions
 from utils.config.parser import parse_options
@@ -83,11 +83,12 @@ class Predictor:
         kind = members.entry.load()
         self.task = kind(source.names() if source else members.class_names, kind.recipe())
         self.data = dataset_class(members.entry.data)
-        self.augment, self.half = augment, half and self.device.type == "cuda"
+        self.half = half and self.device.type == "cuda"
         models = members.build(self.task, max(sides), data or "the names")
         self.models = [for_inference(model, self.device, self.half, fold=True) for model in models]
         thresholds = Thresholds(conf_thres, iou_thres, max_det, tuple(classes), agnostic_nms, one_class=True)
-        self.postprocess = self.task.postprocess(models[0], thresholds)
+        postprocess = self.task.postprocess(models[0], thresholds)
+        self.inference = Inference(self.task, postprocess, self.device, augment, self.half)
         self.stride = math.lcm(*(model.stride for model in models))
         whole = [math.ceil(side / self.stride) * self.stride for side in sides]
         self.sides, self.full = members.fixed_size or (whole[0], whole[-1]), members.fixed_size is not None
@@ -117,16 +118,10 @@ class Predictor:
 
     @torch.inference_mode()
     def predict(self, batch: Batch, timer: StageTimer | None = None) -> Sequence[Prediction]:
-        """Return what is in each image of a batch."""
+        """Return the prediction for each image of a batch."""
         timer = timer or StageTimer()
-        timer.start_batch(len(batch.infos))
-        batch = batch.to(self.device)
-        inputs = self.task.inputs(batch)
-        inputs = inputs.half() if self.half else inputs
-        timer.end_stage(PREPARING)
-        views = [view for model in self.models for view in self.postprocess.views(model, inputs, self.augment)]
-        timer.end_stage(INFERENCE)
-        predictions = self.postprocess(views, batch)
+        batch, views = self.inference.views(self.models, batch, timer)
+        predictions = self.inference.postprocess(views, batch)
         timer.end_stage(POSTPROCESSING)
         return predictions
 

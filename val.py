@@ -18,8 +18,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from data.dataset import DataOptions, DataSet, Split, data_source
-from models.ensemble import Members, for_inference, read_members, refuse_flags
-from models.tasks.contract import Batch, Criterion, Metrics, Model, Postprocess, Prediction, Task, Thresholds
+from models.ensemble import Inference, Members, for_inference, read_members, refuse_flags
+from models.tasks.contract import Batch, Criterion, Metrics, Model, Prediction, Task, Thresholds
 from utils import coco
 from utils.config.options import ValOptions
 from utils.config.parser import parse_options, with_defaults
@@ -31,15 +31,7 @@ from utils.distributed.spawn import spawn_for_devices
 from utils.errors import UserError
 from utils.python_api import call, hand_over
 from utils.run import FolderOptions, Run
-from utils.stage_times import (
-    INFERENCE,
-    POSTPROCESSING,
-    PREPARING,
-    StageTimer,
-    format_times,
-    milliseconds_per_image,
-    without_warmup,
-)
+from utils.stage_times import POSTPROCESSING, StageTimer, format_times, milliseconds_per_image, without_warmup
 from utils.summary import DRAWN_IMAGES, Summary, evenly_spaced
 
 MANY_CLASSES = 50  # from here on a row per class is printed on demand only
@@ -51,20 +43,17 @@ SPLIT_OF_TASK = {"speed": "val"}  # the split of a --task that is none
 class Evaluator:
     """Validates models over this process's share of a split.
 
-    loader: delivers that share. images: in the whole split, for the progress bar. augment: run the models on scaled and
-    mirrored images too. half: the models' weights are in half precision. timer: measures the stages. keepers: called
-    with each batch and its predictions.
+    loader: delivers that share. images: in the whole split, for the progress bar. timer: measures the stages. keepers:
+    called with each batch and its predictions.
     """
 
     run: Run
     task: Task
     criterion: Criterion
-    postprocess: Postprocess
+    inference: Inference
     metrics: Metrics
     loader: DataLoader[Any]
     images: int
-    augment: bool = False
-    half: bool = False
     timer: StageTimer = field(default_factory=StageTimer)
     keepers: Sequence[Callable[[Batch, Sequence[Prediction]], object]] = ()
 
@@ -83,19 +72,13 @@ class Evaluator:
             run.beat()
             if stop_requested():
                 break
-            timer.start_batch(len(batch.infos))
-            batch = batch.to(run.accelerator.device)
-            inputs = self.task.inputs(batch)
-            inputs = inputs.half() if self.half else inputs
-            timer.end_stage(PREPARING)
             with run.accelerator.autocast():
-                views = [view for model in models for view in self.postprocess.views(model, inputs, self.augment)]
-            timer.end_stage(INFERENCE)
+                batch, views = self.inference.views(models, batch, timer)
             if views[0].outputs is not None:  # an exported file may return nothing that losses could be computed of
                 terms = self.criterion(views[0].outputs, batch)
                 losses.append((batch.infos[0].image, self.criterion.weight(batch), terms.means(terms.counts).tolist()))
             timer.end_stage("losses")
-            predictions = self.postprocess(views, batch)
+            predictions = self.inference.postprocess(views, batch)
             timer.end_stage(POSTPROCESSING)
             for keep in self.keepers:
                 keep(batch, predictions)
@@ -136,9 +119,9 @@ def evaluator(
     """
     batches = run.collectives.shard(data.evaluation_batches(split, batch_size, square))
     drawn = frozenset(evenly_spaced(len(split.images), max(logged, DRAWN_IMAGES if draws else 0)))
-    postprocess, metrics = task.postprocess(model, thresholds or Thresholds()), task.metrics(drawn)
+    inference = Inference(task, task.postprocess(model, thresholds or Thresholds()), run.accelerator.device)
     loader = data.evaluation_loader(split, batches)
-    return Evaluator(run, task, criterion, postprocess, metrics, loader, len(split.images))
+    return Evaluator(run, task, criterion, inference, task.metrics(drawn), loader, len(split.images))
 
 
 def rounding(requested: int, imgsz: int) -> list[str]:
@@ -215,7 +198,8 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
     times_stages = options.task == "speed" or device.type == "cpu"
     roots = source.spec.roots
     validation = Validation(options, run, members, models, evaluate, split, roots=roots, times_stages=times_stages)
-    evaluate.augment, evaluate.half, evaluate.keepers = options.augment, half, keepers(validation)
+    evaluate.inference = replace(evaluate.inference, augment=options.augment, half=half)
+    evaluate.keepers = keepers(validation)
     if times_stages and device.type != "cpu":
         evaluate.timer = StageTimer(torch.accelerator.synchronize)
     return validation

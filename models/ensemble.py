@@ -18,12 +18,13 @@ from models.export.runtime import Exported, read_model
 from models.fuse import fuse
 from models.layer_registry import add_layers
 from models.tasks import TASKS, TaskEntry, task_of
-from models.tasks.contract import Model, Task
+from models.tasks.contract import Batch, Model, Postprocess, Task, View
 from models.weights.reader import Weights
 from models.weights.releases import find_weights
 from models.weights.transfer import transfer
 from utils.errors import UserError
 from utils.memory_format import layout
+from utils.stage_times import INFERENCE, PREPARING, StageTimer
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -186,3 +187,26 @@ def for_inference(model: Model, device: torch.device, half: bool, fold: bool = F
     if half:
         halve(model)
     return model.to(device, memory_format=layout(device)).eval()  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class Inference:
+    """Runs the models of an ensemble. augment: on scaled and mirrored images too. half: their weights are in half
+    precision, and so must their inputs be."""
+
+    task: Task
+    postprocess: Postprocess
+    device: torch.device
+    augment: bool = False
+    half: bool = False
+
+    def views(self, models: Sequence[Model], batch: Batch, timer: StageTimer) -> tuple[Batch, list[View]]:
+        """Return the batch on the device, and what the models return for it; `timer` measures both stages."""
+        timer.start_batch(len(batch.infos))
+        batch = batch.to(self.device)
+        inputs = self.task.inputs(batch)
+        inputs = inputs.half() if self.half else inputs
+        timer.end_stage(PREPARING)
+        views = [view for model in models for view in self.postprocess.views(model, inputs, self.augment)]
+        timer.end_stage(INFERENCE)
+        return batch, views

@@ -44,7 +44,7 @@ def floats(folder: Path) -> Tensor:
     return torch.cat([value.double().flatten() for value in state.values() if value.is_floating_point()])
 
 
-def same_curve(folder: Path, single: Path, losses: float = 1e-5, scores: float = 0.005, weights: float = 1e-5) -> None:
+def same_curve(folder: Path, single: Path, losses: float = 1e-5, scores: float = 0.001, weights: float = 1e-5) -> None:
     """Losses and weights relative, scores absolute; everything else in results.csv but precision and recall equal."""
     for actual, expected in zip(rows(folder), rows(single), strict=True):
         compared = [name for name in expected if name.startswith(("train/", "val/", "metrics/"))]

@@ -20,7 +20,6 @@ from data.sources import DATA_KEYS
 from models.tasks import TASKS
 from models.tasks.classification.torchvision_models import CLASSIFIER_KEYS
 from models.yolo import MODEL_KEYS
-from utils.config.options import TrainOptions, flags_of
 from utils.files import read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -733,14 +732,6 @@ def test_cocos_names_end_the_file_in_block_style(name: str) -> None:
     assert list(read_yaml(path))[-1] == "names"
     assert path.read_text().rstrip().splitlines()[-81:] == ["names:", *(f"  {k}: {v}" for k, v in names.items())]
     assert (len(names), names[0], names[79]) == (80, "person", "toothbrush")
-
-
-def test_the_readme_names_every_flag() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for option in flags_of(TrainOptions):
-        names = [option.name.replace("_", "-"), *option.metadata["aliases"]]
-        missing = [name for name in names if f"`--{name}`" not in readme]
-        assert not missing, f"README.md does not name --{missing[0]}"
 
 
 def test_a_start_does_not_import_what_it_may_not_need() -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import signal
 import struct
-import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +16,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState
 from PIL import Image
 
-import train
-import val
 from models.yolo import build_model
-from tests.conftest import RunScript
+from tests.conftest import CallMain, RunScript
 from tests.curves import untouched
 from utils.checkpoint.weight_files import weights_content
-from utils.distributed.exit import Stopped, run_main
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
 ROW = "0 0.5 0.5 0.25 0.25\n"
@@ -421,38 +415,12 @@ def flags_of(case: Case, inputs: Inputs) -> list[str]:
     return [*own, *(more if case.script == "train" else []), *project, *case.flags.format(set=folder).split()]
 
 
-@pytest.fixture
-def run(
-    inputs: Inputs, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Iterator[Callable[[Case], tuple[int, str]]]:
-    """Calls a script here, up to the training: all of its images are loaded then, once. Its exit code and output."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-
-    def load_all(training: train.Training) -> None:
-        assert sum(len(batch.infos) for batch in (*training.loader, *training.evaluate.loader)) > 0
-        raise Stopped(0)
-
-    def call(case: Case) -> tuple[int, str]:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(inputs.folder.parent / "cache"))
-        monkeypatch.setattr(sys, "argv", [f"{case.script}.py", *flags_of(case, inputs)])
-        monkeypatch.setattr(train, "train", load_all)
-        with pytest.raises(SystemExit) as caught:
-            run_main((train if case.script == "train" else val).main)
-        return int(caught.value.code or 0), "".join(capfd.readouterr())
-
-    yield call
-    AcceleratorState._reset_state(reset_partial_state=True)
-    signal.set_wakeup_fd(-1)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
 @pytest.mark.parametrize("name", ERRORS)
-def test_an_error(name: str, inputs: Inputs, run: Callable[[Case], tuple[int, str]]) -> None:
+def test_an_error(name: str, inputs: Inputs, call_main: CallMain) -> None:
     case = ERRORS[name]
     case.plant(inputs)
     with untouched(inputs.folder):
-        code, printed = run(case)
+        code, printed = call_main(f"{case.script}.py", *flags_of(case, inputs))
     assert code == case.code
     sentence = printed.rstrip("\n")
     assert sentence.startswith("error: ")
@@ -462,11 +430,11 @@ def test_an_error(name: str, inputs: Inputs, run: Callable[[Case], tuple[int, st
 
 
 @pytest.mark.parametrize("name", WARNINGS)
-def test_a_warning(name: str, inputs: Inputs, run: Callable[[Case], tuple[int, str]]) -> None:
+def test_a_warning(name: str, inputs: Inputs, call_main: CallMain) -> None:
     case = WARNINGS[name]
     case.plant(inputs)
     with untouched(inputs.folder):
-        code, printed = run(case)
+        code, printed = call_main(f"{case.script}.py", *flags_of(case, inputs))
     assert code == 0, printed
     warnings = [line for line in printed.splitlines() if line.startswith("warning: ")]
     assert sum(case.message in warning for warning in warnings) == 1, printed
@@ -474,11 +442,12 @@ def test_a_warning(name: str, inputs: Inputs, run: Callable[[Case], tuple[int, s
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_nothing_wrong(name: str, inputs: Inputs, run: Callable[[Case], tuple[int, str]]) -> None:
+def test_nothing_wrong(name: str, inputs: Inputs, call_main: CallMain) -> None:
     FINE[name](inputs)
     weights = inputs.folder / "weights.pt"
     with untouched(inputs.folder):
-        code, printed = run(Case(nothing, "", f"--weights {weights}" if weights.is_file() else ""))
+        case = Case(nothing, "", f"--weights {weights}" if weights.is_file() else "")
+        code, printed = call_main("train.py", *flags_of(case, inputs))
     assert code == 0, printed
     assert "warning" not in printed.lower()
     assert "error" not in printed.lower()
@@ -510,9 +479,7 @@ def test_a_warning_on_two_processes(name: str, inputs: Inputs, run_script: RunSc
     assert "Traceback" not in printed
 
 
-def test_without_permission(
-    inputs: Inputs, run: Callable[[Case], tuple[int, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_permission(inputs: Inputs, call_main: CallMain, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root may read everything: for it the system's answer is played."""
     closed = inputs.folder / "images/train/0.jpg"
     closed.chmod(0)
@@ -528,6 +495,6 @@ def test_without_permission(
 
         for module in (os, Image):
             monkeypatch.setattr(module, "open", refusing(module.open))
-    code, printed = run(Case(nothing, ""))
+    code, printed = call_main("train.py", *flags_of(Case(nothing, ""), inputs))
     assert code == 0
     assert "0.jpg: not readable as an image ([Errno 13] Permission denied" in printed

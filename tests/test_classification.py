@@ -1,9 +1,10 @@
-"""Classification: the same promises as a detector's, on photos of flowers and on the built-in shapes."""
+"""Classification: the same promises as a detector's, on drawn shapes."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,41 +20,28 @@ from torch import Tensor
 from torchvision.models import resnet18
 
 import train as train_script
+from data.builtin.shapes import NAMES
 from models.tasks.classification.task import ClassificationTask
 from models.weights.reader import read_weights
-from tests.conftest import ROOT, TRAIN, VAL, OnProcesses, RunScript
+from tests.conftest import ROOT, VAL, CallMain, OnProcesses, RunScript
 from tests.curves import CLASSIFIED, floats, identical, refused, rows, same_curve
+from tests.faults.fault_points import planted
 from tests.machines import ACCELERATE, CONFIGS, on_machine
-from tests.test_deepspeed import needs_deepspeed
+from tests.making import noise
 
-FLOWERS = ("daisy", "dandelion", "roses", "sunflowers", "tulips")
 GENTLE = {"lr0": 0.0005, "crop_scale": 0.3}
 Train = Callable[..., str]
 
 
 @pytest.fixture(scope="session")
-def flowers(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The data YAML of some of the photos: 37 to train and 31 to validate, in folders of links."""
-    folder = tmp_path_factory.mktemp("flowers")
-    photos = sorted((shared / "data" / "flowers").rglob("*.jpg"), key=lambda photo: photo.name)
-    for split, chosen in {"train": photos[:TRAIN], "val": photos[TRAIN : TRAIN + VAL]}.items():
-        for photo in chosen:
-            (folder / split / photo.parent.name).mkdir(parents=True, exist_ok=True)
-            (folder / split / photo.parent.name / photo.name).symlink_to(photo)
-    file = folder / "flowers.yaml"
-    file.write_text(yaml.safe_dump({"path": str(folder), "train": "train", "val": "val"}))
-    return file
-
-
-@pytest.fixture(scope="session")
-def train(run_script: RunScript, flowers: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
+def train(run_script: RunScript, drawn_classes: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
     """Trains yolov5n-cls from scratch for two epochs, on one thread per process; what it printed.
 
     Not a ResNet: from scratch, with its small epsilon, rounding grows a thousandfold in five steps, on one process too.
     """
     hyp = tmp_path_factory.mktemp("hyp") / "gentle.yaml"
     hyp.write_text(yaml.safe_dump(GENTLE))
-    what = ("--data", str(flowers), "--cfg", "yolov5n-cls.yaml", "--hyp", str(hyp), "--imgsz", "64")
+    what = ("--data", str(drawn_classes), "--cfg", "yolov5n-cls.yaml", "--hyp", str(hyp), "--imgsz", "64")
     how = ("--epochs", "2", "--batch-size", "8", "--workers", "1", "--device", "cpu")
 
     def run(project: Path, *flags: str, **more: Any) -> str:
@@ -103,9 +91,7 @@ def test_two_machines(hosts: tuple[str, str], train: Train, alone: Path, tmp_pat
     assert not (tmp_path / "1").exists()
 
 
-@needs_deepspeed
-@pytest.mark.long
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)])
 def test_under_zero(stage: int, train: Train, alone: Path, tmp_path: Path) -> None:
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / f"deepspeed_zero{stage}.yaml"))
     train(tmp_path, "--sync-bn", launcher=launcher, DS_ACCELERATOR="cpu")
@@ -121,9 +107,9 @@ def epoch_in_float64(flags: Sequence[str]) -> dict[str, Tensor]:
     return dict(training.steps.model.bare.state_dict())
 
 
-def test_a_resnet_in_float64(on_processes: OnProcesses, flowers: Path, tmp_path: Path) -> None:
+def test_a_resnet_in_float64(on_processes: OnProcesses, drawn_classes: Path, tmp_path: Path) -> None:
     """Five steps of batches of 8. Measured: 2e-13."""
-    what = ["--data", str(flowers), "--cfg", "resnet18.yaml", "--imgsz", "64", "--batch-size", "8", "--sync-bn"]
+    what = ["--data", str(drawn_classes), "--cfg", "resnet18.yaml", "--imgsz", "64", "--batch-size", "8", "--sync-bn"]
     flags = [*what, "--workers", "0", "--device", "cpu", "--noplots", "--project", str(tmp_path)]
     (single,) = on_processes(1, epoch_in_float64, flags)
     for state in on_processes(2, epoch_in_float64, flags):
@@ -153,7 +139,7 @@ def test_dropout_does_not_depend_on_the_processes(train: Train, tmp_path: Path) 
 
 @pytest.mark.long
 def test_statistics_are_averaged_without_sync_bn(
-    train: Train, run_script: RunScript, flowers: Path, tmp_path: Path
+    train: Train, run_script: RunScript, drawn_classes: Path, tmp_path: Path
 ) -> None:
     """What two processes have validated is what one validates: every image of a prime number of them, once."""
     train(tmp_path, "--processes", "2")
@@ -162,7 +148,7 @@ def test_statistics_are_averaged_without_sync_bn(
     last, tables = rows(tmp_path / "exp")[-1], []
     for name, more in (("one", ()), ("two", ("--processes", "2", "--batch-size", "7"))):
         printed = run_script(
-            "val.py", "--data", str(flowers), "--weights", weights, *how, *more, "--name", name, "--save-txt",
+            "val.py", "--data", str(drawn_classes), "--weights", weights, *how, *more, "--name", name, "--save-txt",
             OMP_NUM_THREADS="1",
         )  # fmt: skip
         tables.append([line for line in printed.splitlines() if line.startswith(" ")])
@@ -176,7 +162,7 @@ def test_statistics_are_averaged_without_sync_bn(
 # Resumed
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_killed_and_resumed(processes: int, train: Train, run_script: RunScript, alone: Path, tmp_path: Path) -> None:
     """In an epoch, then in a validation."""
     here = ("--processes", "2") if processes > 1 else ()
@@ -184,13 +170,12 @@ def test_killed_and_resumed(processes: int, train: Train, run_script: RunScript,
     if processes > 1:
         train(tmp_path, *here, "--name", "straight")
         straight = tmp_path / "straight"
-    planted = {"PYTHONPATH": str(ROOT / "tests" / "faults"), "OMP_NUM_THREADS": "1"}
     code, rank = (-signal.SIGKILL, 0) if processes == 1 else (1, 1)
-    fault = f"SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:3:{rank}"
-    train(tmp_path, *here, "--save-steps", "1", "--name", "killed", **planted, FAULT=fault, code=code)
-    fault = "SIGKILL:models.tasks.classification.metrics:ClassificationMetrics.update:1:0"
+    fault = planted("SIGKILL", "optimizer step", 3, rank)
+    train(tmp_path, *here, "--save-steps", "1", "--name", "killed", **fault, code=code)
     resume = ("--resume", str(tmp_path / "killed"))
-    run_script("train.py", *resume, **planted, FAULT=fault, code=code)
+    fault = planted("SIGKILL", "validation batch of a classifier", rank=0)
+    run_script("train.py", *resume, **fault, OMP_NUM_THREADS="1", code=code)
     assert "going on with" in run_script("train.py", *resume, OMP_NUM_THREADS="1")
     identical(tmp_path / "killed", straight)
 
@@ -206,21 +191,21 @@ def test_resume_looks_at_the_recipe(train: Train, run_script: RunScript, alone: 
 # The recipe's options
 
 
-def test_fine_tuning_the_head_alone(train: Train, flowers: Path, alone: Path, tmp_path: Path) -> None:
+def test_fine_tuning_the_head_alone(train: Train, drawn_classes: Path, alone: Path, tmp_path: Path) -> None:
     """From weights of other classes: what fits is taken, what does not is named; nothing but the head learns."""
-    names = ["tulips", *FLOWERS[:4], "weeds"]  # another order, and one more
-    spec = yaml.safe_load(flowers.read_text())
+    names = [*reversed(NAMES), "weeds"]  # another order, and one more
+    spec = yaml.safe_load(drawn_classes.read_text())
     (tmp_path / "six.yaml").write_text(yaml.safe_dump({**spec, "names": names}))
     weights = str(alone / "weights" / "last.pt")
     flags = ("--data", str(tmp_path / "six.yaml"), "--weights", weights, "--freeze", "-1")
     printed = train(tmp_path, *flags)
-    assert "dropped, for they are of another shape: model.9.linear.weight (5x1280, here 6x1280)" in printed
-    assert "model.9.linear.bias (5, here 6)" in printed
+    assert "dropped, for they are of another shape: model.9.linear.weight (6x1280, here 7x1280)" in printed
+    assert "model.9.linear.bias (6, here 7)" in printed
     assert "layers 0, 1, 2, 3, 4, 5, 6, 7, 8 are frozen" in printed
     assert "has no images of the class 'weeds'" in printed
     before, after = (read_weights(run / "weights" / "last.pt").state for run in (alone, tmp_path / "exp"))
     assert torch.equal(before["model.8.cv3.conv.weight"], after["model.8.cv3.conv.weight"])
-    assert after["model.9.linear.weight"].shape == (6, 1280)
+    assert after["model.9.linear.weight"].shape == (7, 1280)
 
 
 def test_local_weights_of_torchvision(train: Train, tmp_path: Path) -> None:
@@ -233,9 +218,8 @@ def test_local_weights_of_torchvision(train: Train, tmp_path: Path) -> None:
     assert "layers 0, 1, 2, 3, 4, 5, 6, 7, 8 are frozen" in printed
 
 
-def test_a_detectors_backbone(train: Train, shared: Path, tmp_path: Path) -> None:
-    weights = str(shared / "weights" / "yolov5n.pt")
-    printed = train(tmp_path, "--weights", weights, "--epochs", "1")
+def test_a_detectors_backbone(train: Train, learned: Path, tmp_path: Path) -> None:
+    printed = train(tmp_path, "--weights", str(learned), "--epochs", "1")
     assert "is a model for another task, 'detect'" in printed
     assert "taken from" in printed
 
@@ -267,35 +251,35 @@ def test_a_loss_that_is_not_finite(train: Train, tmp_path: Path) -> None:
 # A split of one folder, and the run folder
 
 
-def test_one_folder(shared: Path, train: Train, run_script: RunScript, tmp_path: Path) -> None:
-    """Photos of all kinds, one that cannot be read; the split and the classes' numbers are written down."""
-    folder, pixels = tmp_path / "photos", np.random.default_rng(0).integers(0, 255, (40, 50, 3), np.uint8)
-    for flower in FLOWERS:
-        (folder / flower).mkdir(parents=True)
-        for photo in sorted((shared / "data" / "flowers" / flower).glob("*.jpg"))[:8]:
-            (folder / flower / photo.name).symlink_to(photo)
-    Image.fromarray(pixels).convert("L").save(folder / "roses" / "grey.png")
-    Image.fromarray(pixels).convert("CMYK").save(folder / "roses" / "cmyk.jpg")
-    Image.fromarray(pixels).convert("RGBA").save(folder / "tulips" / "alpha.png")
-    (folder / "tulips" / "broken.jpg").write_bytes(b"\xff\xd8nothing")
+def test_one_folder(drawn_classes: Path, train: Train, run_script: RunScript, tmp_path: Path) -> None:
+    """Images of all kinds, one that cannot be read; the split and the classes' numbers are written down."""
+    folder = tmp_path / "photos"
+    shutil.copytree(drawn_classes.with_suffix("") / "train", folder)
+    pixels = noise(50, 40)
+    Image.fromarray(pixels).convert("L").save(folder / "ring" / "grey.png")
+    Image.fromarray(pixels).convert("CMYK").save(folder / "ring" / "cmyk.jpg")
+    Image.fromarray(pixels).convert("RGBA").save(folder / "bar" / "alpha.png")
+    (folder / "bar" / "broken.jpg").write_bytes(b"\xff\xd8nothing")
     data = tmp_path / "photos.yaml"
     data.write_text(yaml.safe_dump({"path": str(folder), "split": 0.25}))
     flags = ("--data", str(data), "--epochs", "1")
     printed = train(tmp_path, *flags)
-    assert "train: 33 images of 5 classes" in printed
-    assert "val: 10 images of 5 classes" in printed
+    assert "train: 29 images of 6 classes" in printed
+    assert "val: 11 images of 6 classes" in printed
     assert "broken.jpg: not readable as an image" in printed
     run = tmp_path / "exp"
-    assert json.loads((run / "class_indices.json").read_text()) == {str(k): name for k, name in enumerate(FLOWERS)}
+    assert json.loads((run / "class_indices.json").read_text()) == {
+        str(k): name for k, name in enumerate(sorted(NAMES))
+    }
     table = [line.split(",") for line in (run / "split.csv").read_text().splitlines()]
     assert table[0] == ["split", "class", "image"]
-    assert len({row[2] for row in table[1:]}) == len(table) - 1 == 43
+    assert len({row[2] for row in table[1:]}) == len(table) - 1 == 40
     assert all(row[1] == Path(row[2]).parent.name for row in table[1:])
     assert "broken.jpg" in (run / "problems.txt").read_text()
     refused(train(tmp_path, *flags, "--strict", fails=True), "broken.jpg: not readable as an image")
     how = ("--imgsz", "64", "--device", "cpu", "--workers", "0", "--project", str(tmp_path / "val"))
     printed = run_script("val.py", "--data", str(data), "--weights", str(run / "weights" / "last.pt"), *how)
-    assert "val: 10 images of 5 classes" in printed
+    assert "val: 11 images of 6 classes" in printed
 
 
 def test_the_run_folder(train: Train, tmp_path: Path) -> None:
@@ -344,7 +328,7 @@ def test_its_defaults_are_taken(run_script: RunScript, tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (("--cfg", "resnet43.yaml"), "model 'resnet43.yaml' is not a file"),
-        pytest.param(("--data", "data/shapes.yaml"), "has no folders of images", marks=pytest.mark.long),
+        (("--data", "data/shapes.yaml"), "has no folders of images"),
         (("--single-cls",), "--single-cls leaves a classifier nothing to tell apart"),
         (("--rect",), "--rect is for detectors"),
         (("--hyp", "low.yaml"), "low.yaml: unknown key 'box'"),
@@ -354,8 +338,13 @@ def test_its_defaults_are_taken(run_script: RunScript, tmp_path: Path) -> None:
         (("--weights", "yolov5n-cls.pt"), "yolov5n-cls.pt cannot be downloaded"),
     ],
 )
-def test_bad_input(flags: tuple[str, ...], message: str, train: Train, tmp_path: Path) -> None:
-    refused(train(tmp_path, *flags, fails=True), message)
+def test_bad_input(
+    flags: tuple[str, ...], message: str, call_main: CallMain, drawn_classes: Path, tmp_path: Path
+) -> None:
+    given = ("--data", str(drawn_classes), "--cfg", "yolov5n-cls.yaml", "--imgsz", "64", "--device", "cpu")
+    code, printed = call_main("train.py", *given, "--project", str(tmp_path / "runs"), *flags)
+    assert code in (1, 2)
+    refused(printed, message)
 
 
 @pytest.mark.gpu

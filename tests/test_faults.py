@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import operator
 import os
 import shutil
 import subprocess
@@ -13,28 +15,33 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import ROOT, RunScript
+from tests.conftest import RunScript, not_here
 from tests.curves import refused, rows
+from tests.faults.fault_points import POINTS, planted
 from tests.machines import ACCELERATE, CONFIGS
 from utils.checkpoint.state_files import StateFiles
 
 HERE = ("--processes", "2")
-LOSSES = "models.tasks.detection.loss:DetectionCriterion.__call__"
 Train = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
 def train(run_script: RunScript, small_data: Path, recipe: Path) -> Train:
-    """A short run into a project; what it printed. `fault`: what tests/faults plants."""
+    """Train for a short time into a project; return what was printed."""
     what = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", str(recipe))
     how = ("--imgsz", "64", "--epochs", "3", "--batch-size", "4", "--workers", "1", "--device", "cpu")
 
-    def run(project: Path, *more: str, fault: str = "", **options: Any) -> str:
-        planted = {"FAULT": fault, "PYTHONPATH": str(ROOT / "tests" / "faults"), "OMP_NUM_THREADS": "1"}
-        flags = (*what, *how, "--noautoanchor", "--project", str(project), *more)
-        return run_script("train.py", *flags, **{**planted, **options})
+    def run(project: Path, *more: str, **options: Any) -> str:
+        flags = (*what, *how, "--noautoanchor", "--noplots", "--project", str(project), *more)
+        return run_script("train.py", *flags, **{"OMP_NUM_THREADS": "1", **options})
 
     return run
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_fault_point_is_there(point: str) -> None:
+    module, function = POINTS[point]
+    assert callable(operator.attrgetter(function)(importlib.import_module(module)))
 
 
 # One of several processes
@@ -42,7 +49,7 @@ def train(run_script: RunScript, small_data: Path, recipe: Path) -> Train:
 
 def test_one_raises(train: Train, tmp_path: Path) -> None:
     """An error of ours, or of a user's own layer: its traceback, and once who it was."""
-    printed = train(tmp_path, *HERE, fault=f"raise:{LOSSES}:3:1", fails=True)
+    printed = train(tmp_path, *HERE, **planted("raise", "loss", 3, rank=1), fails=True)
     assert printed.count("Traceback") == 1
     assert printed.count("error: ") == 1
     assert f"error: process 1 on {os.uname().nodename} failed: ValueError: a planted fault" in printed
@@ -51,27 +58,25 @@ def test_one_raises(train: Train, tmp_path: Path) -> None:
 def test_one_is_killed_under_a_launcher(train: Train, tmp_path: Path) -> None:
     """Its SIGTERM to those that are left does not keep them from saying who is not."""
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"))
-    printed = train(tmp_path, launcher=launcher, fault=f"SIGKILL:{LOSSES}:3:1", fails=True)
+    printed = train(tmp_path, launcher=launcher, **planted("SIGKILL", "loss", 3, rank=1), fails=True)
     refused(printed, f"error: process 1 on {os.uname().nodename} ended without an error message, or cannot be reached")
 
 
-@pytest.mark.parametrize(
-    "fault", [f"stall:{LOSSES}:3:1", pytest.param(f"SIGSTOP:{LOSSES}:3:1", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("fault", ["stall", pytest.param("SIGSTOP", marks=pytest.mark.long)])
 def test_one_stalls(fault: str, train: Train, tmp_path: Path) -> None:
     """Who it was, and where it and those that waited were."""
-    printed = train(tmp_path, *HERE, "--dist-timeout", "10", fault=fault, fails=True)
-    what = "made no progress" if fault.startswith("stall") else "made no progress, or could not be reached,"
+    printed = train(tmp_path, *HERE, "--dist-timeout", "10", **planted(fault, "loss", 3, rank=1), fails=True)
+    what = "made no progress" if fault == "stall" else "made no progress, or could not be reached,"
     refused(printed, f"error: process 1 on {os.uname().nodename} {what} for 10 s (--dist-timeout)")
     stacks = tmp_path / "exp" / "stacks"
     assert str(stacks) in printed
     assert "_call_impl" in (stacks / "process0.txt").read_text() or "train_on" in (stacks / "process0.txt").read_text()
-    if fault.startswith("stall"):
+    if fault == "stall":
         assert "in go_wrong" in (stacks / "process1.txt").read_text()
 
 
 def test_a_loader_process_is_killed(train: Train, tmp_path: Path) -> None:
-    printed = train(tmp_path, fault="SIGKILL:data.augment:Augmenter.__call__:3", fails=True)
+    printed = train(tmp_path, **planted("SIGKILL", "sample", 3), fails=True)
     refused(printed, "error: a loader process was killed")
     assert "Traceback" not in printed
 
@@ -99,7 +104,7 @@ def test_too_many_steps_are_not_finite(processes: tuple[str, ...], train: Train,
 
 
 def test_out_of_memory(train: Train, tmp_path: Path) -> None:
-    printed = train(tmp_path, *HERE, fault=f"memory:{LOSSES}:1:1", fails=True)
+    printed = train(tmp_path, *HERE, **planted("memory", "loss", rank=1), fails=True)
     refused(printed, "error: out of memory of a GPU with --batch-size 4 at 64 pixels; try --batch-size 2")
 
 
@@ -126,7 +131,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=50m", "tmpfs", str(folder)], capture_output=True)
     if made.returncode:
-        pytest.skip(f"a disk cannot be mounted here: {made.stderr.decode().strip()}")
+        not_here(f"permission to mount a disk ({made.stderr.decode().strip()})")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 
@@ -152,7 +157,7 @@ def test_little_shared_memory(train: Train, tmp_path: Path) -> None:
     """Batches that do not fit into /dev/shm are loaded without loader processes, instead of a bus error."""
     little = 'mount -t tmpfs -o size=100k tmpfs /dev/shm && exec "$@"'
     if not shutil.which("unshare") or subprocess.run(["unshare", "-m", "sh", "-c", little, "sh", "true"]).returncode:
-        pytest.skip("mounting in a namespace is not permitted here")
+        not_here("permission to mount in a namespace")
     launcher = ("unshare", "-m", "sh", "-c", little, "sh", sys.executable)
     printed = train(tmp_path, "--epochs", "1", launcher=launcher)
     assert "warning: /dev/shm has 0 MiB free, enough for the batches of 0 loader processes" in printed

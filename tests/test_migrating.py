@@ -69,10 +69,17 @@ OTHERS = ["hubconf.py", "segment/", "classify/", "opt.yaml", "hyp.yaml", "detect
 FATES = ("as there", "differs", "refused")
 
 
+def section(heading: str) -> str:
+    """Return a section of the page, up to the next heading of its level or a higher one."""
+    level = heading.partition(" ")[0]
+    text = PAGE.read_text(encoding="utf-8").partition(f"\n{heading}\n")[2]
+    assert text, heading
+    return re.split(rf"\n#{{2,{len(level)}}} ", text)[0]
+
+
 def rows(heading: str) -> list[list[str]]:
-    """The cells of a section's first table, without its head."""
-    section = PAGE.read_text(encoding="utf-8").partition(f"\n{heading}")[2].partition("\n## ")[0]
-    table = re.search(r"\n\|[-|]+\|\n((?:\|.*\n)+)", section)
+    """Return the cells of a section's first table, without its head."""
+    table = re.search(r"\n\|[-|]+\|\n((?:\|.*\n)+)", section(heading))
     assert table, heading
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()]
 
@@ -81,29 +88,35 @@ def flags(cell: str) -> list[str]:
     return [name.removeprefix("--") for name in re.findall(r"`(--[\w-]+)`", cell)]
 
 
+def fates(script: str) -> list[tuple[str, str]]:
+    """Return the flags of a script's section, each with what became of it."""
+    same = section(f"### {script}").partition("As in YOLOv5:")[2].partition("\n\n")[0]
+    listed = [(name, "as there") for name in flags(same)]
+    return listed + [(name, row[1]) for row in rows(f"### {script}") for name in flags(row[0])]
+
+
 SCRIPTS: dict[str, tuple[type, list[str]]] = {
     "train.py": (TrainOptions, TRAIN),
     "val.py": (ValOptions, VAL),
     "detect.py": (DetectOptions, DETECT),
     "export.py": (ExportOptions, EXPORT),
 }
-ROWS = [
-    pytest.param(kind, name, row[1], id=f"{script}{name}")
+FATES_OF_FLAGS = [
+    pytest.param(kind, name, fate, id=f"{script}{name}")
     for script, (kind, _) in SCRIPTS.items()
-    for row in rows(f"## The flags of {script}")
-    for name in flags(row[0])
+    for name, fate in fates(script)
 ]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_flag_of_yolov5_is_there_once(script: str) -> None:
-    named = [name for row in rows(f"## The flags of {script}") for name in flags(row[0])]
+    named = [name for name, _ in fates(script)]
     assert len(named) == len(set(named))
     assert set(SCRIPTS[script][1]) <= set(named)
     assert set(named) <= {*SCRIPTS[script][1], "batch"}  # what argparse made of it there: an abbreviation
 
 
-@pytest.mark.parametrize(("kind", "name", "fate"), ROWS)
+@pytest.mark.parametrize(("kind", "name", "fate"), FATES_OF_FLAGS)
 def test_a_flag_is_what_the_page_says(kind: type, name: str, fate: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert fate in FATES
     known = {other: field for field in flags_of(kind) for other in (field.name, *field.metadata["aliases"])}
@@ -123,8 +136,7 @@ def test_a_flag_is_what_the_page_says(kind: type, name: str, fate: str, capsys: 
 
 
 def test_the_flags_of_classification_say_what_replaces_them(capsys: pytest.CaptureFixture[str]) -> None:
-    section = PAGE.read_text(encoding="utf-8").partition("The flags of classify/train.py")[2]
-    named = [name for line in section.partition("\n## ")[0].splitlines() for name in flags(line[: line.find("|", 1)])]
+    named = [name for row in rows("### classify/train.py") for name in flags(row[0])]
     assert named == CLASSIFY
     for name in named:
         with pytest.raises(SystemExit):
@@ -137,29 +149,12 @@ def test_the_fate_of_a_file(name: str) -> None:
     assert [row for row in rows("## Files and programs") if name in row[0]], name
 
 
-def test_its_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#]*)(#[\w-]*)?\)", PAGE.read_text(encoding="utf-8"))
-    assert links
-    for file, anchor in links:
-        text = (PAGE.parent / file).read_text(encoding="utf-8")
-        titles = {
-            re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"(?m)^#+ (.*)", text)
-        }
-        assert not anchor or anchor[1:] in titles, f"{file}{anchor}"
-
-
 def test_what_is_new_is_a_flag() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    known = {field.name for kind, _ in SCRIPTS.values() for field in flags_of(kind)}
-    new = flags(text.partition("\nNew here:")[2].partition("\n## ")[0])
-    assert new
-    assert {name.replace("-", "_") for name in new if name not in ("wandb-", "hyp.NAME")} <= known
-
-
-def test_the_commands_name_what_is_there() -> None:
-    for path in re.findall(r"`[^`]*?((?:data|models)/[\w/.-]+\.yaml)", PAGE.read_text(encoding="utf-8")):
-        theirs = Path(path).name.startswith("hyp.")
-        assert theirs or (ROOT / path).is_file(), path
+    for script in ("train.py", "detect.py"):
+        new = flags(section(f"### {script}").partition("\nNew here:")[2])
+        assert new
+        known = {field.name for field in flags_of(SCRIPTS[script][0])}
+        assert {name.replace("-", "_") for name in new} <= known
 
 
 # A run with a habit

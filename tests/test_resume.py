@@ -19,6 +19,7 @@ import yaml
 
 from tests.conftest import RECIPE, ROOT, RunScript, left_behind
 from tests.curves import identical, refused, rows, same_curve, untouched
+from tests.faults.fault_points import planted
 from tests.machines import ACCELERATE, CONFIGS, on_machine
 from utils.checkpoint.state_files import StateFiles
 from utils.files import lock_folder
@@ -39,61 +40,76 @@ def flags(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[s
 
 @pytest.fixture(scope="module")
 def train(run_script: RunScript, flags: tuple[str, ...]) -> Train:
-    """Trains into a project; what it printed. `fault`: what tests/faults plants."""
+    """Train into a project; return what was printed."""
 
-    def run(project: Path, *more: str, fault: str = "", **how: Any) -> str:
-        planted = {"FAULT": fault, "PYTHONPATH": str(ROOT / "tests" / "faults"), "OMP_NUM_THREADS": "1"}
-        return run_script("train.py", *flags, "--project", str(project), *more, **{**planted, **how})
+    def run(project: Path, *more: str, **how: Any) -> str:
+        return run_script("train.py", *flags, "--project", str(project), *more, **{"OMP_NUM_THREADS": "1", **how})
 
     return run
 
 
 @pytest.fixture(scope="module")
 def resume(run_script: RunScript) -> Train:
-    """`--resume` and no other flag than the project."""
+    """Resume the run in a project, with no other flag; return what was printed."""
 
-    def run(project: Path, *more: str, fault: str = "", **how: Any) -> str:
-        planted = {"FAULT": fault, "PYTHONPATH": str(ROOT / "tests" / "faults"), "OMP_NUM_THREADS": "1"}
-        return run_script("train.py", "--resume", "--project", str(project), *more, **{**planted, **how})
+    def run(project: Path, *more: str, **how: Any) -> str:
+        given = ("--resume", "--project", str(project), *more)
+        return run_script("train.py", *given, **{"OMP_NUM_THREADS": "1", **how})
 
     return run
 
 
 @pytest.fixture(scope="module")
-def straight(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nothing happens to."""
-    train(project := tmp_path_factory.mktemp("straight"))
+def undisturbed(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of one process that nothing happens to."""
+    train(project := tmp_path_factory.mktemp("undisturbed"))
     return project / "exp"
 
 
 @pytest.fixture(scope="module")
-def straight_on_two(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    train(project := tmp_path_factory.mktemp("straight2"), *HERE)
+def undisturbed_on_two(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    train(project := tmp_path_factory.mktemp("undisturbed2"), *HERE)
     return project / "exp"
 
 
 # Killed
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_killed_in_an_epoch_in_validation_and_in_a_save(
-    processes: int, train: Train, resume: Train, request: pytest.FixtureRequest, tmp_path: Path
+    train: Train, resume: Train, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """Three times, one after another; what is left behind half written goes."""
-    folder = request.getfixturevalue("straight" if processes == 1 else "straight_on_two")
-    rank, code = str(processes - 1), -signal.SIGKILL if processes == 1 else 1
-    flags = ("--save-steps", "1", *(HERE if processes > 1 else ()))
-    fault = f"SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:3:{rank}"
-    printed = train(tmp_path, *flags, fault=fault, code=code)
-    assert ("ended by SIGKILL" in printed) == (processes > 1)
-    resume(tmp_path, fault="SIGKILL:models.tasks.detection.metrics:DetectionMetrics.update:1:0", code=code)
-    writing = "SIGKILL:utils.checkpoint.background_writer:replacing:1:0"  # results.csv as it was then
-    resume(tmp_path, fault=writing, code=code)
-    resume(tmp_path, fault="SIGKILL:os:fsync:3:0", code=code)
+    """Killed four times, one after another; files that were half written are removed."""
+    train(tmp_path, "--save-steps", "1", **planted("SIGKILL", "optimizer step", 3), code=-signal.SIGKILL)
+    for point, number in (("validation batch", 1), ("file replacement", 1), ("flush to disk", 3)):
+        resume(tmp_path, **planted("SIGKILL", point, number), code=-signal.SIGKILL)
     assert list(tmp_path.rglob("*.part"))
     assert "going on with" in resume(tmp_path)
-    identical(tmp_path / "exp", folder)
+    identical(tmp_path / "exp", undisturbed)
     assert not list(tmp_path.rglob("*.part"))
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        pytest.param((("optimizer step", 6, 1),), id="in an epoch"),
+        pytest.param(
+            (("optimizer step", 3, 1), ("validation batch", 1, 0), ("file replacement", 1, 0), ("flush to disk", 3, 0)),
+            id="four times",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_one_of_two_processes_is_killed(
+    points: Sequence[tuple[str, int, int]], train: Train, resume: Train, undisturbed_on_two: Path, tmp_path: Path
+) -> None:
+    """Both end; the run goes on from the last state."""
+    (point, number, rank), *others = points
+    printed = train(tmp_path, *HERE, "--save-steps", "1", **planted("SIGKILL", point, number, rank), code=1)
+    assert "ended by SIGKILL" in printed
+    for point, number, rank in others:
+        resume(tmp_path, **planted("SIGKILL", point, number, rank), code=1)
+    assert "going on with" in resume(tmp_path)
+    identical(tmp_path / "exp", undisturbed_on_two)
 
 
 @pytest.mark.long
@@ -103,7 +119,7 @@ def test_killed_at_twenty_random_moments(
 ) -> None:
     """Each run is killed after another time, wherever it is, until one comes through; then the next begins."""
     more = ("--epochs", "8", "--save-steps", "1", *(HERE if processes > 1 else ()))
-    train(tmp_path / "straight", *more)
+    train(tmp_path / "undisturbed", *more)
     moments, kills = random.Random(processes), 0
     while kills < 20:
         project = tmp_path / f"killed{kills}"
@@ -119,22 +135,22 @@ def test_killed_at_twenty_random_moments(
             else:
                 assert run.returncode == 0
                 break
-        identical(project / "exp", tmp_path / "straight" / "exp")
+        identical(project / "exp", tmp_path / "undisturbed" / "exp")
 
 
-def test_a_launcher_starts_it_again(train: Train, straight_on_two: Path, tmp_path: Path) -> None:
+def test_a_launcher_starts_it_again(train: Train, undisturbed_on_two: Path, tmp_path: Path) -> None:
     """--max_restarts and --resume auto: the killed process is back, and so is the run."""
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"), "--max_restarts", "1")
-    fault = "SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:6:1"
-    printed = train(tmp_path, "--resume", "auto", launcher=launcher, fault=fault)
+    fault = planted("SIGKILL", "optimizer step", 6, rank=1)
+    printed = train(tmp_path, "--resume", "auto", launcher=launcher, **fault)
     assert "going on with" in printed
-    identical(tmp_path / "exp", straight_on_two)
+    identical(tmp_path / "exp", undisturbed_on_two)
 
 
 @pytest.mark.parametrize("damage", ["cut", pytest.param("flip", marks=pytest.mark.long)])
-def test_a_damaged_state(damage: str, train: Train, resume: Train, straight: Path, tmp_path: Path) -> None:
+def test_a_damaged_state(damage: str, train: Train, resume: Train, undisturbed: Path, tmp_path: Path) -> None:
     """The one before is taken, and the end is the same."""
-    train(tmp_path, fault="SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:10", code=-signal.SIGKILL)
+    train(tmp_path, **planted("SIGKILL", "optimizer step", 10), code=-signal.SIGKILL)
     newest = StateFiles(tmp_path / "exp" / "checkpoint").files()[0]
     content = newest.read_bytes()
     newest.write_bytes(
@@ -143,7 +159,7 @@ def test_a_damaged_state(damage: str, train: Train, resume: Train, straight: Pat
     printed = resume(tmp_path)
     assert printed.count(f"warning: {newest} is damaged") == 1
     assert "going on with" in printed
-    identical(tmp_path / "exp", straight)
+    identical(tmp_path / "exp", undisturbed)
 
 
 # Asked to end
@@ -152,35 +168,35 @@ def test_a_damaged_state(damage: str, train: Train, resume: Train, straight: Pat
 @pytest.mark.parametrize(
     ("word", "code"), [("SIGTERM", 143), pytest.param("SIGUSR1", 138, marks=pytest.mark.long), ("SIGINT", 130)]
 )
-def test_asked_to_end(word: str, code: int, train: Train, resume: Train, straight: Path, tmp_path: Path) -> None:
-    printed = train(tmp_path, fault=f"{word}:models.tasks.detection.loss:DetectionCriterion.__call__:1", code=code)
+def test_asked_to_end(word: str, code: int, train: Train, resume: Train, undisturbed: Path, tmp_path: Path) -> None:
+    printed = train(tmp_path, **planted(word, "loss"), code=code)
     assert f"stopped by {word} in epoch 1, after batch 2; all is saved: go on with --resume" in printed
     assert not (tmp_path / "exp" / "results.csv").exists()
     resume(tmp_path)
-    identical(tmp_path / "exp", straight)
+    identical(tmp_path / "exp", undisturbed)
 
 
-def test_asked_to_end_in_validation_on_two(train: Train, resume: Train, straight_on_two: Path, tmp_path: Path) -> None:
+def test_asked_to_end_in_validation_on_two(
+    train: Train, resume: Train, undisturbed_on_two: Path, tmp_path: Path
+) -> None:
     """One process hears the signal while it validates; nothing of the training is done again."""
-    fault = "SIGTERM:models.tasks.detection.metrics:DetectionMetrics.update:1:0"
-    printed = train(tmp_path, *HERE, fault=fault, code=143)
+    printed = train(tmp_path, *HERE, **planted("SIGTERM", "validation batch", rank=0), code=143)
     assert "stopped by SIGTERM in epoch 1, after batch 7; all is saved" in printed
     resume(tmp_path)
-    identical(tmp_path / "exp", straight_on_two)
+    identical(tmp_path / "exp", undisturbed_on_two)
 
 
-def test_on_other_processes(train: Train, straight: Path, tmp_path: Path) -> None:
+def test_on_other_processes(train: Train, undisturbed: Path, tmp_path: Path) -> None:
     """Two stop in mid-epoch, one goes on: the curve is that of one."""
-    fault = "SIGTERM:models.tasks.detection.loss:DetectionCriterion.__call__:9:1"
-    printed = train(tmp_path, *HERE, "--sync-bn", fault=fault, code=143)
+    printed = train(tmp_path, *HERE, "--sync-bn", **planted("SIGTERM", "loss", 9, rank=1), code=143)
     assert "in epoch 2, after batch 4" in printed
     train(tmp_path, "--sync-bn", "--resume", "auto")
-    same_curve(tmp_path / "exp", straight)
+    same_curve(tmp_path / "exp", undisturbed)
 
 
 @pytest.mark.long
 def test_two_machines_without_a_shared_disk(
-    hosts: tuple[str, str], train: Train, straight_on_two: Path, tmp_path: Path
+    hosts: tuple[str, str], train: Train, undisturbed_on_two: Path, tmp_path: Path
 ) -> None:
     """The second one is made to stop, saves nothing, and goes on from what the first one has."""
 
@@ -191,50 +207,48 @@ def test_two_machines_without_a_shared_disk(
         with ThreadPoolExecutor() as pool:
             return list(pool.map(machine, (0, 1)))
 
-    printed = on_both(fault="SIGTERM:models.tasks.detection.loss:DetectionCriterion.__call__:9:1", fails=True)
+    printed = on_both(**planted("SIGTERM", "loss", 9, rank=1), fails=True)
     assert "stopped by SIGTERM in epoch 2, after batch 4" in printed[0]
     assert "going on with" in on_both("--resume", "auto")[0]
     assert not (tmp_path / "1").exists()
-    identical(tmp_path / "0" / "exp", straight_on_two)
+    identical(tmp_path / "0" / "exp", undisturbed_on_two)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("stage", ["1", "3"])
-def test_under_another_stage_of_zero(stage: str, train: Train, straight: Path, tmp_path: Path) -> None:
-    """ZeRO-2 stops, another stage goes on, and then one process without DeepSpeed."""
-    pytest.importorskip("deepspeed")
-    fault = "SIGTERM:models.tasks.detection.loss:DetectionCriterion.__call__:2:1"
-    for config, planted, fails in (("2", fault, True), (stage, fault.replace(":2:1", ":6:0"), True)):
+@pytest.mark.parametrize("stage", [pytest.param("1", marks=pytest.mark.long), "3"])
+def test_under_another_stage_of_zero(stage: str, train: Train, undisturbed: Path, tmp_path: Path) -> None:
+    """ZeRO-2 stops, another stage goes on and stops, and one process without DeepSpeed ends the run."""
+    for config, number, rank in (("2", 2, 1), (stage, 6, 0)):
         launcher = (*ACCELERATE, "--config_file", str(CONFIGS / f"deepspeed_zero{config}.yaml"))
-        printed = train(tmp_path, "--sync-bn", "--resume", "auto", launcher=launcher, fault=planted, fails=fails)
+        fault = planted("SIGTERM", "loss", number, rank)
+        printed = train(tmp_path, "--sync-bn", "--resume", "auto", launcher=launcher, fails=True, **fault)
         assert "stopped by SIGTERM" in printed
     train(tmp_path, "--sync-bn", "--resume", "auto")
-    same_curve(tmp_path / "exp", straight)
+    same_curve(tmp_path / "exp", undisturbed)
 
 
-def test_the_time_limit(train: Train, straight: Path, tmp_path: Path) -> None:
+def test_the_time_limit(train: Train, undisturbed: Path, tmp_path: Path) -> None:
     """Over at the first step: saved, validated, exit code 0."""
     printed = train(tmp_path, "--time-limit", "0.0001")
     assert "stopped by the time limit of 0.0001 hours in epoch 1, after batch 2; all is saved" in printed
     assert "mAP50-95" in printed
     assert (tmp_path / "exp" / "weights" / "last.pt").is_file()
     train(tmp_path, "--resume", "auto")
-    identical(tmp_path / "exp", straight)
+    identical(tmp_path / "exp", undisturbed)
 
 
 # What is resumed
 
 
-def test_a_finished_run(train: Train, straight: Path, tmp_path: Path) -> None:
+def test_a_finished_run(train: Train, undisturbed: Path, tmp_path: Path) -> None:
     """It is left alone, or made longer; what would break it is named."""
-    shutil.copytree(straight, tmp_path / "exp")
+    shutil.copytree(undisturbed, tmp_path / "exp")
     with untouched(tmp_path):
         message = f"{tmp_path / 'exp'} is finished: nothing to resume"
         assert message in train(tmp_path, "--resume", "auto")
         assert message in train(tmp_path, "--resume", str(tmp_path / "exp" / "weights" / "best.pt"))
         refused(train(tmp_path, "--resume", "--batch-size", "8", fails=True), "--batch-size is 8 now, and")
         refused(train(tmp_path, "--resume", "--epochs", "5", "--imgsz", "96", fails=True), "--imgsz is 96 now")
-        data = yaml.safe_load((straight / "settings.yaml").read_text())["data"]
+        data = yaml.safe_load((undisturbed / "settings.yaml").read_text())["data"]
         other = tmp_path / "other.yaml"
         other.write_text(Path(data).read_text().replace("0: disc", "0: disk"))
         printed = train(tmp_path, "--resume", "--epochs", "5", "--data", str(other), fails=True)
@@ -247,7 +261,7 @@ def test_a_finished_run(train: Train, straight: Path, tmp_path: Path) -> None:
     assert "--epochs is 4 and was 3" in printed
     assert "the learning rate from here on is that of a run of 4 epochs" in printed
     assert [row["epoch"] for row in rows(tmp_path / "exp")] == [0, 1, 2, 3]
-    assert rows(tmp_path / "exp")[:3] == rows(straight)
+    assert rows(tmp_path / "exp")[:3] == rows(undisturbed)
     rate = RECIPE["lr0"] * (1 - 0.27 * (1 - (0.25 * 0.99 + 0.01)))  # at 27 of 100 batches of warm-up to epoch 4 of 4
     assert rows(tmp_path / "exp")[3]["x/lr0"] == pytest.approx(rate)
 
@@ -263,18 +277,18 @@ def test_nothing_to_resume(train: Train, tmp_path: Path) -> None:
 def test_on_a_gpu(precision: str, train: Train, tmp_path: Path) -> None:
     """The same bytes and bits there, the scaler's included."""
     flags = ("--device", "0", "--mixed-precision", precision)
-    train(tmp_path / "straight", *flags)
-    train(tmp_path, *flags, fault="SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:6", code=-signal.SIGKILL)
+    train(tmp_path / "undisturbed", *flags)
+    train(tmp_path, *flags, **planted("SIGKILL", "optimizer step", 6), code=-signal.SIGKILL)
     train(tmp_path, *flags, "--resume", "auto")
-    identical(tmp_path / "exp", tmp_path / "straight" / "exp")
+    identical(tmp_path / "exp", tmp_path / "undisturbed" / "exp")
 
 
-def test_killed_before_there_was_a_state(train: Train, straight: Path, tmp_path: Path) -> None:
+def test_killed_before_there_was_a_state(train: Train, undisturbed: Path, tmp_path: Path) -> None:
     """It begins again, in the same folder."""
-    train(tmp_path, fault="SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:1", code=-signal.SIGKILL)
+    train(tmp_path, **planted("SIGKILL", "optimizer step"), code=-signal.SIGKILL)
     train(tmp_path, "--resume", "auto")
     assert [folder.name for folder in tmp_path.iterdir()] == ["exp"]
-    identical(tmp_path / "exp", straight)
+    identical(tmp_path / "exp", undisturbed)
 
 
 def test_a_folder_that_a_live_run_is_writing(train: Train, tmp_path: Path) -> None:
@@ -327,9 +341,9 @@ def test_ctrl_c_twice(processes: Sequence[str], flags: tuple[str, ...], tmp_path
     """The second one does not wait for the end of the step, which here never comes."""
     command = [sys.executable, "train.py", *flags, "--project", str(tmp_path), *processes, "--save-steps", "1"]
     mark = f"LOCKSTEP_TEST={tmp_path}"
-    fault = "FAULT=stall:models.tasks.detection.loss:DetectionCriterion.__call__:3:0"
     run = subprocess.Popen(
-        ["env", mark, "OMP_NUM_THREADS=1", fault, f"PYTHONPATH={ROOT / 'tests' / 'faults'}", *command],
+        ["env", mark, *command],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **planted("stall", "loss", 3, rank=0)},
         cwd=ROOT,
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,

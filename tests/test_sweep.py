@@ -1,4 +1,4 @@
-"""A W&B sweep: what sweep.yaml searches, and a trial of it, started as W&B's agent starts one."""
+"""The W&B sweep of sweep.yaml: its search space, and a trial as W&B's agent starts it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from utils.files import ROOT, read_yaml
 
 PREFIX = OVERRIDE_PREFIX.removeprefix("--")
 RANGES: dict[str, Range] = {name: f.metadata["within"] for name, f in Hyperparameters.__dataclass_fields__.items()}
-# W&B's own (config/schema.json of its package `sweeps` 0.3): what must be there, what may be, and names of parameters
-MUST, MAY = {"program", "method", "metric", "parameters"}, {"project", "name", "run_cap", "early_terminate", "command"}
+# Keys and parameter names by W&B's schema (config/schema.json of its package `sweeps` 0.3).
+REQUIRED = {"program", "method", "metric", "parameters"}
+OPTIONAL = {"project", "name", "run_cap", "early_terminate", "command"}
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 
 class Trial(NamedTuple):
-    """What an agent starts: words of a command, and the environment."""
+    """The process that an agent starts: words of a command, and the environment."""
 
     command: list[str]
     variables: dict[str, str]
@@ -40,7 +41,7 @@ def sweep() -> dict[str, Any]:
 
 
 def middle(parameter: Mapping[str, Any]) -> float:
-    """A value that the search may choose, and no default has."""
+    """Return a value of the search space that is not a default."""
     least, most = parameter["min"], parameter["max"]
     logarithmic = parameter["distribution"].startswith("log_")
     return math.exp(0.6 * math.log(least) + 0.4 * math.log(most)) if logarithmic else 0.6 * least + 0.4 * most
@@ -48,10 +49,10 @@ def middle(parameter: Mapping[str, Any]) -> float:
 
 @pytest.fixture
 def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
-    """The middle of every range, handed to W&B's agent as its server does; the agent starts nothing."""
+    """Return the trial that W&B's agent would start for the middle of every range."""
     wandb_agent = pytest.importorskip("wandb.wandb_agent")
     for name in ("WANDB_RUN_ID", "WANDB_SWEEP_PARAM_PATH"):
-        monkeypatch.setenv(name, "")  # the agent sets these; afterwards they are as before
+        monkeypatch.setenv(name, "")  # the agent sets these; monkeypatch restores them
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "wandb"))
     monkeypatch.setenv("WANDB_SWEEP_ID", "sweep1")
     started: list[Trial] = []
@@ -70,13 +71,12 @@ def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
     return started[0]
 
 
-# What is searched
+# The search space
 
 
-def test_the_sweep_has_what_wandb_knows() -> None:
+def test_the_keys_follow_the_schema_of_wandb() -> None:
     content = sweep()
-    assert set(content) >= MUST
-    assert set(content) <= MUST | MAY
+    assert REQUIRED <= set(content) <= REQUIRED | OPTIONAL
     assert content["method"] == "bayes"
     assert content["metric"] == {"name": "best/fitness", "goal": "maximize"}
     assert (ROOT / content["program"]).is_file()
@@ -85,44 +85,25 @@ def test_the_sweep_has_what_wandb_knows() -> None:
     assert stop["type"] == "hyperband"
 
 
-def test_all_that_is_searched_is_in_range() -> None:
+def test_the_search_space_is_in_the_ranges_of_the_hyperparameters() -> None:
     parameters = sweep()["parameters"]
     for name, parameter in parameters.items():
         assert NAME.fullmatch(name)
         assert name.startswith(PREFIX)
         assert set(parameter) == {"distribution", "min", "max"}
         assert parameter["distribution"] in ("uniform", "log_uniform_values"), name
-        for end in (parameter["min"], parameter["max"]):
-            assert isinstance(end, float), name  # 1e-3 would be text
-            assert end in RANGES[name.removeprefix(PREFIX)], name
+        for bound in (parameter["min"], parameter["max"]):
+            assert isinstance(bound, float), name  # 1e-3 would be text
+            assert bound in RANGES[name.removeprefix(PREFIX)], name
+        assert parameter["min"] <= getattr(Hyperparameters, name.removeprefix(PREFIX)) <= parameter["max"], name
         assert parameter["min"] < parameter["max"]
         assert parameter["min"] > 0 or parameter["distribution"] == "uniform"
 
 
-def test_the_usual_ones_are_searched() -> None:
-    searched = {name.removeprefix(PREFIX) for name in sweep()["parameters"]}
-    assert searched >= {"lr0", "lrf", "momentum", "weight_decay", "warmup_epochs", "box", "cls", "obj"}
-    assert searched >= {
-        "hsv_h",
-        "hsv_s",
-        "hsv_v",
-        "degrees",
-        "translate",
-        "scale",
-        "shear",
-        "fliplr",
-        "mosaic",
-        "mixup",
-    }
-    assert not searched & {"iou_t", "copy_paste"}  # no effect
-
-
-def test_recipes_lie_within_what_is_searched() -> None:
-    """So that a sweep can find what is known to be good."""
-    recipe = vars(Hyperparameters())
-    for name, parameter in sweep()["parameters"].items():
-        value = recipe[name.removeprefix(PREFIX)]
-        assert parameter["min"] <= value <= parameter["max"], name
+def test_the_searched_hyperparameters() -> None:
+    expected = "lr0 lrf momentum weight_decay warmup_epochs box cls obj "
+    expected += "hsv_h hsv_s hsv_v degrees translate scale shear fliplr mosaic mixup"
+    assert [name.removeprefix(PREFIX) for name in sweep()["parameters"]] == expected.split()
 
 
 # A trial
@@ -142,7 +123,7 @@ def test_the_agent_starts_a_trial_under_accelerate(trial: Trial) -> None:
     assert not any("${" in word for word in trial.command)
 
 
-def test_the_agent_tells_a_trial_which_it_is(trial: Trial, tmp_path: Path) -> None:
+def test_the_environment_of_a_trial(trial: Trial, tmp_path: Path) -> None:
     variables = trial.variables
     assert (variables["WANDB_SWEEP_ID"], variables["WANDB_RUN_ID"]) == ("sweep1", "trial1")
     parameters = read_yaml(Path(variables["WANDB_SWEEP_PARAM_PATH"]))
@@ -152,7 +133,7 @@ def test_the_agent_tells_a_trial_which_it_is(trial: Trial, tmp_path: Path) -> No
 
 
 def test_a_whole_trial(trial: Trial, small_data: Path, run_script: RunScript, tmp_path: Path) -> None:
-    """Another job and launch file; all else is the agent's."""
+    """The command of the agent, with another job and launch file."""
     swap = {"accelerate_configs/multi_gpu.yaml": str(CONFIGS / "cpu.yaml")}
     command = [swap.get(word, word) for word in trial.command]
     command[command.index("--num_processes") + 1] = "2"
@@ -161,8 +142,8 @@ def test_a_whole_trial(trial: Trial, small_data: Path, run_script: RunScript, tm
     how = ("--epochs", "1", "--workers", "1", "--device", "cpu", "--noautoanchor", "--project", str(tmp_path / "runs"))
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # of an activated environment
     wandb_variables = {name: value for name, value in trial.variables.items() if name.startswith("WANDB_")}
-    own = {**wandb_variables, "WANDB_MODE": "disabled", "PATH": path, "OMP_NUM_THREADS": "1"}
-    run_script("train.py", *command[at + 1 :], *what, *how, launcher=command[:at], **own)
+    variables = {**wandb_variables, "WANDB_MODE": "disabled", "PATH": path, "OMP_NUM_THREADS": "1"}
+    run_script("train.py", *command[at + 1 :], *what, *how, launcher=command[:at], **variables)
     settings = read_yaml(tmp_path / "runs" / "exp" / "settings.yaml")
     for name, parameter in sweep()["parameters"].items():
         key = name.removeprefix(PREFIX)

@@ -1,4 +1,4 @@
-"""What trackers get: whole runs, whose W&B files and TensorBoard events are read back."""
+"""Whole runs with trackers; their W&B files and TensorBoard events are read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from tests.wandb_server import serve
 from utils.files import read_yaml
 
 Train = Callable[..., str]
-UNSET = ("env", "-u", "WANDB_MODE", sys.executable)  # as most people have it
+UNSET = ("env", "-u", "WANDB_MODE", sys.executable)  # the usual environment
+KILL_IN_STEP_6 = "SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:6"
+KILL_IN_VALIDATION = "SIGKILL:models.tasks.detection.metrics:DetectionMetrics.summarise:1"
 PICTURES = [
     *("labels", "train_batch0", "train_batch1", "train_batch2", "val_batch0_labels", "val_batch0_pred", "results"),
     *("PR_curve", "P_curve", "R_curve", "F1_curve", "confusion_matrix", "confusion_matrix_counts"),
@@ -34,60 +36,59 @@ STEP = [
 ]
 
 
+def fault_variables(fault: str) -> dict[str, str]:
+    return {"FAULT": fault, "PYTHONPATH": str(ROOT / "tests" / "faults")}
+
+
 @pytest.fixture(scope="module")
 def train(run_script: RunScript, small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Trains two epochs of seven batches of four images, eight optimizer steps, into a project; what it printed."""
+    """Return a function that trains two epochs of seven batches, eight optimizer steps, and returns the output."""
     recipe = tmp_path_factory.mktemp("hyp") / "often.yaml"
     recipe.write_text(yaml.safe_dump({**RECIPE, "nbs": 8}))
     what = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", str(recipe))
     how = ("--imgsz", "64", "--epochs", "2", "--batch-size", "4", "--workers", "1", "--device", "cpu", "--noautoanchor")
 
-    def run(project: Path, *more: str, fault: str = "", **given: Any) -> str:
-        planted = {"FAULT": fault, "PYTHONPATH": str(ROOT / "tests" / "faults"), "OMP_NUM_THREADS": "1"}
-        return run_script("train.py", *what, *how, "--project", str(project), *more, **{**planted, **given})
+    def run(project: Path, *flags: str, fault: str = "", **variables: Any) -> str:
+        variables = {**fault_variables(fault), "OMP_NUM_THREADS": "1", **variables}
+        return run_script("train.py", *what, *how, "--project", str(project), *flags, **variables)
 
     return run
 
 
 @pytest.fixture(scope="module")
 def tracked(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run of two processes with everything, whose user has no key; what it printed."""
+    """Return the folder and the output of a run of two processes with all trackers and uploads, without a key."""
     project = tmp_path_factory.mktemp("tracked")
-    flags = (
-        "--wandb-project",
-        "shapes",
-        "--wandb-group",
-        "small",
-        "--wandb-tags",
-        "one",
-        "two",
-        "--wandb-name",
-        "first",
-    )
-    uploads = ("--upload-model", "--save-period", "1", "--upload-dataset", "--bbox-interval", "1", "--max-images", "3")
+    flags = "--processes 2 --log-with all --verbose --wandb-project shapes --wandb-group small --wandb-tags one two"
+    uploads = "--upload-model --save-period 1 --upload-dataset --bbox-interval 1 --max-images 3 --wandb-name first"
     home = {"HOME": str(project), "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    more = ("--processes", "2", "--log-with", "all", *flags, *uploads)
-    return project / "exp", train(project, *more, launcher=UNSET, plots=True, **home)
+    return project / "exp", train(project, *flags.split(), *uploads.split(), launcher=UNSET, plots=True, **home)
 
 
 def only(folder: Path) -> Logged:
-    """The one W&B run of a folder."""
+    """Return the only W&B run of a folder."""
     (file,) = wandb_files.runs(folder)
     return wandb_files.read(file)
 
 
-def epochs(logged: Logged) -> list[dict[str, Any]]:
-    return [row for row in logged.rows if "train/box_loss" in row]
+def epochs(logged: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Return the logged values of the epochs, which must contain the rows of results.csv in `folder`."""
+    values = [row for row in logged if "train/box_loss" in row]
+    for actual, expected in zip(values, rows(folder), strict=True):
+        assert {key: actual[key] for key in expected} == pytest.approx(expected, rel=1e-8)
+    return values
 
 
-def test_one_run_of_two_processes(tracked: tuple[Path, str]) -> None:
+def test_two_processes_are_one_run(tracked: tuple[Path, str]) -> None:
     folder, printed = tracked
     run = only(folder)
     assert (run.project, run.group, run.name, sorted(run.tags)) == ("shapes", "small", "first", ["one", "two"])
     assert run.code == 0
-    assert printed.count("wandb sync") == 1  # the hint
+    assert printed.count("wandb sync") == 1
     assert "no key" in printed
     assert "warning" not in printed
+    assert all(f"process {rank}: " in printed for rank in (0, 1))  # --verbose
+    assert sum(line.split()[:1] == ["disc"] for line in printed.splitlines()) == 3  # of each epoch, and at the end
     assert run.id == read_yaml(folder / "settings.yaml")["wandb_id"]
 
 
@@ -108,8 +109,7 @@ def test_its_config(tracked: tuple[Path, str]) -> None:
 def test_its_epochs_are_the_rows_of_results_csv(tracked: tuple[Path, str]) -> None:
     folder, _ = tracked
     run = only(folder)
-    for actual, expected in zip(epochs(run), rows(folder), strict=True):
-        assert {key: actual[key] for key in expected} == pytest.approx(expected, rel=1e-8)
+    for actual in epochs(run.rows, folder):
         assert {f"class/{kind}/disc" for kind in ("AP", "AP50")} <= {*actual}
         assert actual["epoch/validation_seconds"] > 0
         assert 0 <= actual["epoch/data_wait"] <= 1
@@ -165,9 +165,7 @@ def test_its_artifacts(tracked: tuple[Path, str]) -> None:
     assert ("model", {"latest", "epoch-1", "best"}) in logged or ("model", {"latest", "epoch-1"}) in logged
     assert any("best" in aliases for kind, aliases in logged if kind == "model")
     contents = run.artifacts[0].manifest.contents
-    assert (
-        sum(entry.ref.startswith("file://") for entry in contents) == 2 * 36
-    )  # images and labels, none of them copied
+    assert sum(entry.ref.startswith("file://") for entry in contents) == 2 * 36  # images and labels, as references
     assert [entry.path for entry in contents if not entry.ref] == ["small.yaml"]
 
 
@@ -188,28 +186,24 @@ def tensorboard(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def plain(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one process without trackers."""
+    """Return the folder of a run of one process without trackers."""
     project = tmp_path_factory.mktemp("plain")
     train(project, "--log-with", "none", WANDB_MODE="offline")
     assert not (project / "exp" / "wandb").exists()
     return project / "exp"
 
 
-def test_a_killed_run_goes_on_in_the_same_run(train: Train, run_script: RunScript, plain: Path, tmp_path: Path) -> None:
-    """Killed after its sixth step with a state of its fourth, and then in its last validation."""
-    more = ("--log-with", "all")
-    train(
-        tmp_path,
-        *more,
-        fault="SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:6",
-        code=-signal.SIGKILL,
-        WANDB_MODE="offline",
-    )
-    planted = "SIGKILL:models.tasks.detection.metrics:DetectionMetrics.summarise:1"
-    fault = {"FAULT": planted, "PYTHONPATH": str(ROOT / "tests" / "faults")}
-    again = ("--resume", "--project", str(tmp_path))
-    run_script("train.py", *again, WANDB_MODE="offline", OMP_NUM_THREADS="1", code=-signal.SIGKILL, **fault)
-    run_script("train.py", *again, WANDB_MODE="offline", OMP_NUM_THREADS="1")
+def test_noplots(plain: Path) -> None:
+    assert not [file for file in plain.rglob("*") if file.suffix in (".jpg", ".png")]
+
+
+def test_a_killed_run_is_continued(train: Train, run_script: RunScript, plain: Path, tmp_path: Path) -> None:
+    """It is killed after its sixth step, with a state of its fourth, and then in its last validation."""
+    variables = {"WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
+    train(tmp_path, "--log-with", "all", fault=KILL_IN_STEP_6, code=-signal.SIGKILL, **variables)
+    again = ("train.py", "--resume", "--project", str(tmp_path))
+    run_script(*again, code=-signal.SIGKILL, **variables, **fault_variables(KILL_IN_VALIDATION))
+    run_script(*again, **variables)
     identical(tmp_path / "exp", plain)
     parts = [wandb_files.read(file) for file in wandb_files.runs(tmp_path / "exp")]
     assert len(parts) == 3
@@ -217,8 +211,7 @@ def test_a_killed_run_goes_on_in_the_same_run(train: Train, run_script: RunScrip
     assert [part.code for part in parts] == [1, 1, 0]
     logged = [row for part in parts for row in part.rows]
     assert [row["step"] for row in logged if "step" in row] == list(range(1, 9))
-    for actual, expected in zip((row for row in logged if "train/box_loss" in row), rows(plain), strict=True):
-        assert {key: actual[key] for key in expected} == pytest.approx(expected, rel=1e-8)
+    epochs(logged, plain)
     events = tensorboard(tmp_path / "exp")
     assert [event.step for event in events.Scalars("step/lr0")] == list(range(1, 9))
     assert [event.step for event in events.Scalars("val/box_loss")] == [4, 8]
@@ -226,7 +219,7 @@ def test_a_killed_run_goes_on_in_the_same_run(train: Train, run_script: RunScrip
 
 @contextmanager
 def server(answers: bool) -> Iterator[str]:
-    """An address on loopback where nobody listens, or where somebody listens who never says a word."""
+    """Return an address on loopback where nothing listens, or where a server accepts connections and never answers."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         if answers:
@@ -244,20 +237,15 @@ def test_a_server_that_cannot_be_reached(answers: bool, train: Train, plain: Pat
     assert "warning: W&B: " in printed
     assert printed.count("wandb sync") == 1
     run = only(tmp_path / "exp")
-    assert [row["epoch"] for row in epochs(run)] == [0, 1]
+    epochs(run.rows, plain)
     assert run.code == 0
 
 
-def test_online_and_killed_and_online_again(train: Train, run_script: RunScript, plain: Path, tmp_path: Path) -> None:
-    """Against a server on loopback: one run, in which every step and every epoch is once."""
+def test_a_killed_run_is_continued_online(train: Train, run_script: RunScript, plain: Path, tmp_path: Path) -> None:
+    """A server on loopback has one run, with each step and epoch once."""
     with serve() as server:
         online = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": server.address, "WANDB_MODE": "online"}
-        killed = train(
-            tmp_path,
-            fault="SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:6",
-            code=-signal.SIGKILL,
-            **online,
-        )
+        killed = train(tmp_path, fault=KILL_IN_STEP_6, code=-signal.SIGKILL, **online)
         again = ("--resume", "--project", str(tmp_path))
         printed = run_script("train.py", *again, OMP_NUM_THREADS="1", **online)
     identical(tmp_path / "exp", plain)
@@ -267,27 +255,24 @@ def test_online_and_killed_and_online_again(train: Train, run_script: RunScript,
     assert server.runs == {name}
     assert server.config["epochs"]["value"] == 2
     assert [row["step"] for row in server.rows if "step" in row] == list(range(1, 9))
-    for actual, expected in zip((row for row in server.rows if "train/box_loss" in row), rows(plain), strict=True):
-        assert {key: actual[key] for key in expected} == pytest.approx(expected, rel=1e-8)
+    epochs(server.rows, plain)
     assert any(file.startswith("media/images/examples/") for file in server.files)
     assert server.code == 0
 
 
-def test_wandb_that_breaks_or_is_killed(train: Train, plain: Path, tmp_path: Path) -> None:
-    for name, fault in (
-        ("breaks", "raise:utils.tracking.wandb_process:Session.log:3"),
-        ("dies", "SIGKILL:utils.tracking.wandb_process:Session.log:3"),
-    ):
-        printed = train(tmp_path, "--name", name, fault=fault, WANDB_MODE="offline")
-        identical(tmp_path / name, plain)
-        assert printed.count("warning") == (name == "breaks")
+@pytest.mark.parametrize(("failure", "warnings"), [("raise", 1), ("SIGKILL", 0)])
+def test_a_failure_of_wandb_does_not_change_the_run(
+    failure: str, warnings: int, train: Train, plain: Path, tmp_path: Path
+) -> None:
+    printed = train(tmp_path, fault=f"{failure}:utils.tracking.wandb_process:Session.log:3", WANDB_MODE="offline")
+    identical(tmp_path / "exp", plain)
+    assert printed.count("warning") == warnings
 
 
-def test_a_run_that_is_asked_to_end_closes_its_run(train: Train, tmp_path: Path) -> None:
-    """By SIGTERM, after its third step: what was logged is there, and training says how to go on."""
-    printed = train(
-        tmp_path, fault="SIGTERM:utils.distributed.graceful_stop:GracefulStop.after:3", code=143, WANDB_MODE="offline"
-    )
+def test_a_run_that_is_stopped_by_a_signal_is_logged(train: Train, tmp_path: Path) -> None:
+    """It is stopped by SIGTERM after its third step."""
+    fault = "SIGTERM:utils.distributed.graceful_stop:GracefulStop.after:3"
+    printed = train(tmp_path, fault=fault, code=143, WANDB_MODE="offline")
     assert "go on with --resume" in printed
     run = only(tmp_path / "exp")
     assert run.code == 0
@@ -295,23 +280,11 @@ def test_a_run_that_is_asked_to_end_closes_its_run(train: Train, tmp_path: Path)
     assert any("go on with --resume" in line for line in run.lines)
 
 
-def test_quiet_and_verbose(train: Train, tmp_path: Path) -> None:
-    printed = train(tmp_path, "--quiet")
+def test_a_quiet_run_with_tensorboard(train: Train, tmp_path: Path) -> None:
+    printed = train(tmp_path, "--quiet", "--log-with", "tensorboard", "--epochs", "1", launcher=UNSET)
     lines = printed.splitlines()
     assert lines[0].startswith("best epoch: ")
-    assert lines[1].split()[0] == "Class"
-    assert lines[2].split()[0] == "all"
+    assert [line.split()[0] for line in lines[1:3]] == ["Class", "all"]
     assert lines[3:] == [f"results in {tmp_path / 'exp'}"]
-    printed = train(tmp_path, "--verbose", "--name", "more", "--epochs", "1")
-    assert "process 0: " in printed
-    assert sum(line.split()[:1] == ["disc"] for line in printed.splitlines()) == 2  # of the epoch, and at the end
-
-
-def test_noplots_draws_none(plain: Path) -> None:
-    assert not [file for file in plain.rglob("*") if file.suffix in (".jpg", ".png")]
-
-
-def test_tensorboard_alone(train: Train, tmp_path: Path) -> None:
-    train(tmp_path, "--log-with", "tensorboard", "--epochs", "1", launcher=UNSET)
     assert not (tmp_path / "exp" / "wandb").exists()
     assert list((tmp_path / "exp").glob("events.out.tfevents*"))

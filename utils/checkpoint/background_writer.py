@@ -1,4 +1,4 @@
-"""Writing files in a background thread, so that training continues meanwhile. Called by utils/run_folder.py."""
+"""Write files in a background thread while training continues. Called by utils/run_folder.py."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from utils.errors import UserError
 from utils.files import replacing
 
-Jobs = Mapping[Path, Callable[[], None]]  # by what is written: the function that writes it, and nothing else
+Jobs = Mapping[Path, Callable[[], None]]  # by path: the function that writes it
 
 
 class BackgroundWriter:
-    """Runs one set of jobs after another. A failure is one warning, and is tried again in the end.
+    """Runs one set of jobs after another. A job that fails is one warning, and is repeated by `finish`.
 
     warn: called with the warnings.
     """
@@ -30,15 +30,26 @@ class BackgroundWriter:
         self, paths: Sequence[Path], content: memoryview | bytes, then: Callable[[], object] = lambda: None
     ) -> None:
         """Write `content` into each file, whole or not at all, and call `then` once all are written."""
-        self.submit({path: partial(_write, path, content) for path in paths}, then)
+
+        def write_file(path: Path) -> None:
+            with replacing(path) as file:
+                file.write(content)
+
+        self.submit({path: partial(write_file, path) for path in paths}, then)
 
     def submit(self, jobs: Jobs, then: Callable[[], object] = lambda: None) -> None:
-        """Start `jobs` once those before have ended. A job holds a copy of what it writes: training may change it."""
+        """Start `jobs` once the previous ones have ended. A job writes a copy: training changes tensors meanwhile."""
         self.wait()
-        self.running = jobs, self.pool.submit(_run, jobs, then)
+
+        def run() -> None:
+            for job in jobs.values():
+                job()
+            then()
+
+        self.running = jobs, self.pool.submit(run)
 
     def wait(self) -> None:
-        """Wait until the last jobs have ended; warn if they failed."""
+        """Wait until the last jobs have ended, and warn if they failed."""
         if self.running is None:
             return
         (jobs, future), self.running = self.running, None
@@ -66,14 +77,3 @@ class BackgroundWriter:
                     f"--resume {run_folder}"
                 ) from None
             self.failed.pop(path)
-
-
-def _run(jobs: Jobs, then: Callable[[], object]) -> None:
-    for job in jobs.values():
-        job()
-    then()
-
-
-def _write(path: Path, content: memoryview | bytes) -> None:
-    with replacing(path) as file:
-        file.write(content)

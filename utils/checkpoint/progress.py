@@ -1,6 +1,6 @@
-"""How far a run is, which epoch was the best, and whether it still improves.
+"""The progress of a run: its epoch, batch and step, its best epoch, and whether it still improves.
 
-A part of `TrainingState`; train.py counts epochs in it, utils/training/optimizer_steps.py counts batches and steps.
+A part of `TrainingState`. train.py counts epochs in it, utils/training/optimizer_steps.py batches and steps.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from utils.summary import Summary
 
 @dataclass
 class Progress:
-    """The counters of a run. Every process holds the same, so that all decide alike."""
+    """The counters of a run. They are equal on all processes, so that all decide alike."""
 
-    epoch: int = 0  # the one being trained, or the next
-    batch: int = 0  # batches of this epoch that are trained; if all are, its validation comes next
-    step: int = 0  # optimizer steps, those skipped included
+    epoch: int = 0  # the current one, or the next
+    batch: int = 0  # trained batches of this epoch; after the last one comes the validation
+    step: int = 0  # optimizer steps, including skipped ones
     best: float = float("-inf")  # fitness
     best_epoch: int = -1
-    validated: int = -1  # the last epoch that was
+    validated: int = -1  # the last validated epoch
     summary: Summary | None = None  # of the best epoch
-    skipped: int = 0  # optimizer steps without finite gradients
-    taken: int = 0  # batches of this epoch whose step was taken
+    skipped: int = 0  # optimizer steps whose gradients were not finite
+    taken: int = 0  # batches of this epoch whose optimizer step was taken
     finished: bool = False
 
     def __str__(self) -> str:
@@ -51,14 +51,10 @@ class Progress:
         return asdict(self)
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `state` returned."""
-        summary = saved["summary"]
-        loaded = Progress(**{**saved, "summary": summary and Summary(**summary)})
-        vars(self).update(vars(loaded))
+        """Load what `state` returned."""
+        vars(self).update(vars(Progress.from_state(saved)))
 
     @classmethod
     def from_state(cls, saved: Mapping[str, Any]) -> Progress:
-        """Return the progress of which `state` returned `saved`."""
-        progress = cls()
-        progress.load_state(saved)
-        return progress
+        """Return the progress whose `state` is `saved`."""
+        return cls(**{**saved, "summary": saved["summary"] and Summary(**saved["summary"])})

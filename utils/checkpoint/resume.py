@@ -1,4 +1,4 @@
-"""--resume: which run folder it means, with what options the run continues, and whether its data are the same.
+"""--resume: the run folder that it names, the options of the resumed run, and the state that it continues from.
 
 train.py calls `settle` before anything else is read, and `read_saved_state` once the data set is known.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,27 +36,22 @@ YOLOV5_SETTINGS = "opt.yaml"  # in a run folder of YOLOv5
 def settle(argv: Sequence[str], recipe_of: RecipeOf) -> Settings:
     """Return the settings that a run starts or continues with; the main process decides for all.
 
-    recipe_of: the kind of hyperparameters of a model's YAML. Raises `Stopped` with exit code 0 if the run is finished,
-    and `UserError` if there is nothing to resume or a flag in `argv` must not change.
+    recipe_of: returns the kind of hyperparameters for a model's YAML. Raises `Stopped` with exit code 0 if the run is
+    finished, and `UserError` if there is nothing to resume or a flag in `argv` must not change.
     """
     settings = parse_settings(argv)
-    given = settings.flags()
-    if not given["resume"]:
+    options = settings.options
+    if not options.resume:
         return settings
-    kind = type(settings.options)
-
-    def merge(run: Path, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        return vars(resumed_options(kind, argv, run, saved, recipe_of, launched()))
-
-    decision = decide_on_main(partial(_decide, given, merge), "resume", given["dist_timeout"])
-    saved = None if decision["begun"] is None else yaml.safe_load(decision["begun"])
-    return Settings(from_plain(kind, decision["options"]), settings.argv, saved, decision["fixed"])
+    decision = decide_on_main(partial(_decide, settings, recipe_of), "resume", options.dist_timeout)
+    saved = None if decision["saved"] is None else yaml.safe_load(decision["saved"])
+    return Settings(from_plain(type(options), decision["options"]), settings.argv, saved, decision["fixed"])
 
 
 def read_saved_state(
     run: Run, settings: Settings, names: Mapping[int, str], imgsz: int, images: Mapping[str, str]
 ) -> tuple[Identity, dict[str, Any] | None]:
-    """Return what identifies a run, and the state that it continues from, None for a new run; rewind its folder to it.
+    """Return the identity of a run and its saved state, None for a new run; rewind the run folder to that state.
 
     names: of the classes. imgsz: pixels. images: counts and hashes of the training images and labels. Raises
     `UserError` if these differ from the saved state's, before anything in the folder changes.
@@ -70,22 +65,23 @@ def read_saved_state(
     return identity, saved
 
 
-def _decide(given: Mapping[str, Any], merge: Callable[[Path, Mapping[str, Any]], Mapping[str, Any]]) -> dict[str, Any]:
+def _decide(settings: Settings, recipe_of: RecipeOf) -> dict[str, Any]:
     """Return options and saved settings as plain values, the latter as YAML: JSON has no numbers as keys."""
-    run = find_run(given["resume"], Path(given["project"]), given["name"], given["exist_ok"])
+    given = settings.options
+    run = find_run(given.resume, Path(given.project), given.name, given.exist_ok)
     if run is None:
-        return {"options": given, "begun": None, "fixed": False}
-    settings = read_yaml(run / SETTINGS)
-    if "epochs" not in settings or "hyperparameters" not in settings:
+        return {"options": vars(given), "saved": None, "fixed": False}
+    saved = read_yaml(run / SETTINGS)
+    if "epochs" not in saved or "hyperparameters" not in saved:
         raise UserError(f"{run} is not the folder of a training run, so it cannot be resumed; name one that is")
-    options = merge(run, settings)
+    options = resumed_options(type(given), settings.argv, run, saved, recipe_of, launched())
     state = StateFiles(run / STATES).peek()
     if state is None:  # the run ended before it saved one, and starts again
-        return {"options": options, "begun": None, "fixed": True}
-    if reason := _nothing_to_do(run, Progress.from_state(state["progress"]), settings["epochs"], options["epochs"]):
+        return {"options": vars(options), "saved": None, "fixed": True}
+    if reason := _nothing_to_do(run, Progress.from_state(state["progress"]), saved["epochs"], options.epochs):
         print(reason, flush=True)
         raise Stopped(0)
-    return {"options": options, "begun": yaml.safe_dump(settings), "fixed": True}
+    return {"options": vars(options), "saved": yaml.safe_dump(saved), "fixed": True}
 
 
 def _nothing_to_do(run: Path, progress: Progress, epochs_before: int, epochs: int) -> str:
@@ -97,7 +93,7 @@ def _nothing_to_do(run: Path, progress: Progress, epochs_before: int, epochs: in
 
 
 def find_run(resume: str, project: Path, name: str, exist_ok: bool) -> Path | None:
-    """Return the run folder that --resume means, None if `auto` finds none.
+    """Return the run folder that --resume names, None if it is `auto` and there is no run.
 
     Raises `UserError` if a path is not in a run folder, or the project has none.
     """
@@ -125,7 +121,7 @@ def find_run(resume: str, project: Path, name: str, exist_ok: bool) -> Path | No
 
 
 def newest(project: Path, pattern: str) -> Path | None:
-    """Return the run folder that was written to last, of those whose name matches `pattern`; None if there is none."""
+    """Return the last written run folder whose name matches `pattern`, None if there is none."""
     runs = [file.parent for file in project.glob(f"*/{SETTINGS}") if re.fullmatch(pattern, file.parent.name)]
     return max(runs, key=_last_written, default=None)
 

@@ -1,6 +1,6 @@
-"""The files in checkpoint/ of a run folder, from which --resume goes on: written whole, checked when they are read.
+"""The files in checkpoint/ of a run folder, which --resume reads: replaced as a whole, and verified by a checksum.
 
-Called by utils/run_folder.py and utils/checkpoint/resume.py. What is in them is utils/checkpoint/training_state.py's.
+Called by utils/run_folder.py and resume.py; training_state.py makes their content.
 """
 
 from __future__ import annotations
@@ -23,21 +23,18 @@ CHECKSUM_DIGITS = 16  # hexadecimal, in the name of a file
 
 
 class StateFiles:
-    """The states in a run's folder `checkpoint/`: number-checksum.pt, the newest and the one before it.
-
-    The checksum in the name tells whether a file is whole, whatever has happened to it since.
-    """
+    """The states in `checkpoint/` of a run: the two newest, as NUMBER-CHECKSUM.pt. The checksum shows any damage."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.last: Path | None = None  # the file written or read last, which is known to be whole
+        self.last: Path | None = None  # the file that was written or read last: it is intact
 
     def files(self) -> list[Path]:
-        """Return all files, the newest first."""
+        """Return the files, newest first."""
         return sorted(self.folder.glob("[0-9]*-*.pt"), reverse=True)
 
     def write(self, content: memoryview) -> None:
-        """Write a state, whole or not at all; then remove all older ones but the last that is known to be whole."""
+        """Write a state, whole or not at all; then remove all others except the last one known to be intact."""
         number = max((int(file.stem.partition("-")[0]) for file in self.files()), default=0) + 1
         path = self.folder / f"{number:08d}-{_checksum(content)}.pt"
         with replacing(path) as file:
@@ -48,7 +45,7 @@ class StateFiles:
         self.last = path
 
     def read(self, warn: Callable[[str], object]) -> dict[str, Any] | None:
-        """Return the newest state that is whole, with a warning for each that is not; None if there are no files.
+        """Return the newest intact state, None if there are no files; warn of each damaged one.
 
         Raises `UserError` if all files are damaged, or if one cannot be read.
         """
@@ -61,35 +58,35 @@ class StateFiles:
             if file.stem.partition("-")[2] == _checksum(content):
                 self.last = file
                 return _load(file, io.BytesIO(content))
-            warn(f"warning: {file} is damaged (its checksum is another); taking the one before")
+            warn(f"warning: {file} is damaged (its checksum does not match); trying the one before")
         if files:
             raise UserError(
-                f"no state in {self.folder} is whole, so the run cannot go on; start a new one from its weights/last.pt"
+                f"all states in {self.folder} are damaged, so the run cannot go on; start a new one from its "
+                "weights/last.pt"
             )
         return None
 
     def clear(self) -> None:
-        """Remove all states: those of an earlier run in this folder."""
+        """Remove all states."""
         for file in self.files():
             file.unlink()
 
     def peek(self) -> dict[str, Any] | None:
-        """Return the newest state that can be loaded, without its checksum and with its tensors mapped from the disk.
-
-        None if there is no such state.
+        """Return the newest state that can be loaded, None if there is none. Faster than `read`: it maps the tensors
+        from the disk and computes no checksum.
         """
         for file in self.files():
             try:
                 return _load(file, file)
             except (UserError, OSError, RuntimeError, UnpicklingError, EOFError, zipfile.BadZipFile, ValueError):
-                continue  # `read` will tell what is wrong with it
+                continue  # `read` will report it
         return None
 
 
 def _load(file: Path, source: io.BytesIO | Path) -> dict[str, Any]:
     content = torch.load(source, map_location="cpu", weights_only=True, mmap=isinstance(source, Path))
     if content.get("format") != STATE_FORMAT:
-        raise UserError(f"{file} was written by another version, as {content.get('format')}; take that version")
+        raise UserError(f"{file} has the format {content.get('format')} of another version; resume with that version")
     return content
 
 

@@ -1,13 +1,14 @@
-"""What --resume needs to continue a run to the bit: saved and loaded side by side.
+"""The state of a run, with which --resume continues it bit by bit: saved and loaded side by side.
 
 Called by utils/training/optimizer_steps.py; resume.py uses `Identity`. `load_weights` comes before
-`Accelerator.prepare`, `TrainingState` holds what it returns. Files: state_files.py.
+`Accelerator.prepare`; a `TrainingState` holds what that returns. state_files.py writes the files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Identity:
-    """What must be the same if a run is resumed: classes, image size and training images."""
+    """The data of a run, which must be the same if it is resumed: classes, image size and training images."""
 
     names: Mapping[int, str]  # of the classes
     imgsz: int  # pixels
@@ -35,13 +36,10 @@ class Identity:
 
     def state(self) -> dict[str, Any]:
         """Return the fields as plain values."""
-        return {"names": self.names, "imgsz": self.imgsz, "images": self.images}
+        return dict(vars(self))
 
     def check(self, saved: Mapping[str, Any]) -> list[str]:
-        """Compare with what `state` returned when the run was saved and return warnings; `saved` may hold more.
-
-        Raises `UserError` if classes, image size or images have changed.
-        """
+        """Compare with a saved state and return warnings; raise `UserError` if classes, size or images have changed."""
         before, now = list(saved["names"].values()), list(self.names.values())
         if before != now:
             raise UserError(
@@ -50,47 +48,41 @@ class Identity:
                 "weights/last.pt"
             )
         if saved["imgsz"] != self.imgsz:
-            raise UserError(f"--imgsz is {self.imgsz} now, and the run was begun with {saved['imgsz']}; leave it out")
-        changed = [what for what in self.images if self.images[what] != saved["images"].get(what)]
+            raise UserError(f"--imgsz is {self.imgsz} now, and the run was started with {saved['imgsz']}; leave it out")
+        changed = [key for key, value in self.images.items() if value != saved["images"].get(key)]
         if "files" in changed:
             raise UserError(
                 f"the training images have changed since the run began ({saved['images'].get('count')} then, "
-                f"{self.images.get('count')} now); bring back the same, or start a new run from its weights/last.pt"
+                f"{self.images.get('count')} now); restore them, or start a new run from its weights/last.pt"
             )
-        return [f"warning: the {what} of the training images have changed since the run began" for what in changed]
+        return [f"warning: the {key} of the training images have changed since the run began" for key in changed]
 
 
 def load_weights(saved: Mapping[str, Any], model: nn.Module, ema: ModelEMA) -> None:
-    """Load the weights of a state, before `Accelerator.prepare`: ZeRO-3 partitions them there.
-
-    model: not prepared yet.
-    """
+    """Load the weights of a state into a model that is not prepared yet: ZeRO-3 partitions them then."""
     model.load_state_dict(saved["model"])
     ema.load_state(saved)
 
 
 @dataclass(kw_only=True)
 class TrainingState:
-    """The parts of a run that change while it trains, as `Accelerator.prepare` left them.
-
-    Every process holds one, and all must call its methods together.
-    """
+    """The prepared parts of a run that training changes. All processes must call its methods together."""
 
     identity: Identity
     progress: Progress
-    model: nn.Module  # what was prepared, not the wrapper that `Accelerator.prepare` returned
+    model: nn.Module  # without the wrapper that `Accelerator.prepare` returned
     parameters: Sequence[nn.Parameter]  # of the model, in the order of the optimizer's groups
     ema: ModelEMA
     optimizer: Any  # prepared
     scaler: Any  # Accelerate's gradient scaler, or None
-    loss_sums: Tensor  # (terms,), of this process over the batches of this epoch
+    loss_sums: Tensor  # (terms,), over this epoch's batches of this process
     collectives: Collectives
     wandb_id: str
     _saved_progress: dict[str, Any] | None = field(default=None, init=False)
 
     def save(self, files: RunFolder) -> None:
-        """Write the state into the run folder, unless nothing was trained since it was last written."""
-        progress = {**self.progress.state(), "summary": None}  # which changes together with the best epoch only
+        """Write the state into the run folder, unless it is the last written one."""
+        progress = {**self.progress.state(), "summary": None}  # the summary changes with the best epoch only
         if progress == self._saved_progress:
             return
         self._saved_progress = progress
@@ -98,7 +90,7 @@ class TrainingState:
             files.save_state(self.state())
 
     def state(self) -> dict[str, Any]:
-        """Return everything as tensors and plain values. Under ZeRO-3 the weights must be gathered meanwhile."""
+        """Return the state as tensors and plain values. Under ZeRO-3 the weights must be gathered."""
         return {
             "format": STATE_FORMAT,
             **self.identity.state(),
@@ -113,13 +105,13 @@ class TrainingState:
         }
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `state` returned but for the weights, for which see `load_weights`.
+        """Load what `state` returned, except for the weights (`load_weights`).
 
-        Before: `Accelerator.prepare`, where DDP copies the main process's buffers to all. After: whatever copies
-        `progress` or `loss_sums`, such as `NonFiniteGuard`.
+        Call it after `Accelerator.prepare`, where DDP copies the main process's buffers to all, and before anything
+        copies `progress` or `loss_sums`, such as `NonFiniteGuard`.
         """
         self.progress.load_state(saved["progress"])
-        self.progress.finished = False  # if the run was, it has more epochs now
+        self.progress.finished = False  # a finished run that is resumed has more epochs now
         self._load_shares(saved["shares"])
         load_optimizer_state(self.optimizer, self.parameters, saved["optimizer"])
         for group, rate in zip(self.optimizer.param_groups, saved["rates"], strict=True):
@@ -128,19 +120,17 @@ class TrainingState:
             self.scaler.load_state_dict(saved["scaler"])
 
     def _share(self) -> dict[str, Any]:
-        """Return what differs between processes: loss sums, and BatchNorm's statistics of the model and of its EMA."""
-        return {
-            "totals": self.loss_sums.cpu(),
-            **{
-                name: {key: buffer.cpu() for key, buffer in floating_buffers(model).items()}
-                for name, model in self._models().items()
-            },
+        """Return this process's part: loss sums, and BatchNorm's statistics of the model and of its EMA."""
+        statistics = {
+            name: {key: buffer.cpu() for key, buffer in floating_buffers(model).items()}
+            for name, model in self._models().items()
         }
+        return {"totals": self.loss_sums.cpu(), **statistics}
 
     def _load_shares(self, shares: Sequence[Mapping[str, Any]]) -> None:
-        """Take over this process's share.
+        """Load this process's share.
 
-        If another number of processes saved them, each gets an equal part of the sums and the mean statistics.
+        If another number of processes has saved them, each gets an equal part of the sums, and the mean statistics.
         """
         share = self.collectives.own_share(shares) or _mean_share(shares, world_size())
         self.loss_sums.copy_(share["totals"])
@@ -153,7 +143,7 @@ class TrainingState:
 
 
 def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the floating-point buffers of a model by name: running statistics, which training changes in place."""
+    """Return the floating-point buffers of a model by name, such as running statistics."""
     return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
 
 
@@ -169,8 +159,5 @@ def _mean_share(shares: Sequence[Mapping[str, Any]], processes: int) -> dict[str
 
 
 def _first_difference(before: Sequence[str], now: Sequence[str]) -> str:
-    for number in range(max(len(before), len(now))):
-        old, new = (names[number] if number < len(names) else "none" for names in (before, now))
-        if old != new:
-            return f"class {number} was {old} and is {new}"
-    return ""
+    pairs = enumerate(zip_longest(before, now, fillvalue="none"))
+    return next((f"class {number} was {old} and is {new}" for number, (old, new) in pairs if old != new), "")

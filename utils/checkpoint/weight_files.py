@@ -1,6 +1,6 @@
-"""Weight files, which people use: tensors and plain values, nothing that runs when they are loaded.
+"""Weight files: tensors and plain values; loading one runs no code.
 
-Called by utils/run_folder.py; models/weights/reader.py reads them. Imports utils only.
+Called by utils/run_folder.py; models/weights/reader.py reads them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def serialised(content: Any) -> memoryview:
 def weights_content(
     model: nn.Module, yaml: Mapping[str, Any], names: Mapping[int, str], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the content of a weight file: `model`, usually an EMA in fp32, and all that is needed to use it.
+    """Return the content of a weight file: the weights of `model` and all that is needed to use them.
 
-    yaml: of the model, with its task. names: of the classes. settings: of the run, for people only.
+    yaml: of the model, with its task. names: of the classes. settings: of the run, for information.
     """
     return {
         "format": FORMAT,

@@ -1,13 +1,9 @@
-"""Hyperparameter YAML files, and the flags `--hyp.KEY` that override them.
-
-A task's recipe extends `Recipe`; settings.py and resumed.py read the files.
-"""
+"""Hyperparameter YAML files, and the flags `--hyp.KEY` that override them. A task's recipe extends `Recipe`."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,8 +21,8 @@ T = TypeVar("T", bound="DataclassInstance")
 R = TypeVar("R", bound="Recipe")
 
 OVERRIDE_PREFIX = "--hyp."  # of the flag of a single hyperparameter
-NO_OVERRIDES: Mapping[str, str] = types.MappingProxyType({})
-# YOLOv5's names of the hyperparameter files that have shorter names in data/hyps.
+NO_OVERRIDES: Mapping[str, str] = {}
+# The files of data/hyps by YOLOv5's names.
 YOLOV5_HYPS = {
     "hyp.scratch-low.yaml": "low.yaml",
     "hyp.scratch-med.yaml": "med.yaml",
@@ -47,7 +43,7 @@ class Recipe:
     """The keys of a hyperparameter YAML that every task has, by YOLOv5's names."""
 
     lr0: float = number(0.01, POSITIVE)  # learning rate of the first epoch after the warm-up
-    lrf: float = number(0.01, NOT_NEGATIVE)  # last epoch's learning rate as a share of lr0
+    lrf: float = number(0.01, NOT_NEGATIVE)  # learning rate of the last epoch, as a share of lr0
     momentum: float = number(0.937, BELOW_ONE)  # of SGD; beta1 of Adam and AdamW
     weight_decay: float = number(0.0005, NOT_NEGATIVE)
     # Images per optimizer step, reached by accumulating batches; 0: every batch is a step.
@@ -97,10 +93,10 @@ class Hyperparameters(Recipe):
 
 
 def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] = NO_OVERRIDES) -> R:
-    """Read and check a hyperparameter YAML as a task's kind of recipe. Absent keys get the defaults of `kind`.
+    """Read and check a hyperparameter YAML as a `kind`, whose defaults the absent keys get.
 
-    name: a path, or a file name of data/hyps or YOLOv5. overrides: values that replace those of the file, as text by
-    key, from flags such as --hyp.lr0. Raises `UserError`.
+    name: a path, or a file name of data/hyps or of YOLOv5. overrides: values of flags such as --hyp.lr0, as text by
+    key, which replace those of the file. Raises `UserError`.
     """
     alias = name if os.path.isfile(name) else YOLOV5_HYPS.get(Path(name).name, name)
     path = find_file(alias, "hyperparameter file", ["data/hyps"])
@@ -108,7 +104,7 @@ def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] 
 
 
 def parse_overrides(kind: type[Recipe], overrides: Mapping[str, str]) -> dict[str, Any]:
-    """Return the numbers of flags such as --hyp.lr0, by key. Raises `UserError` that names the flag."""
+    """Return the numbers of flags such as --hyp.lr0, by key. Raises `UserError` for a wrong flag."""
     hints, ranges = _types_and_ranges(kind)
     for key in overrides:
         if key not in hints:
@@ -119,7 +115,7 @@ def parse_overrides(kind: type[Recipe], overrides: Mapping[str, str]) -> dict[st
 
 
 def from_mapping(kind: type[T], values: Mapping[str, Any], source: Path) -> T:
-    """Return a `kind` from the keys of a YAML. Raises `UserError` that names an unknown key or a wrong value."""
+    """Return a `kind` with the values of a YAML. Raises `UserError` for an unknown key or a wrong value."""
     hints, ranges = _types_and_ranges(kind)
     for key in values:
         if key not in hints:
@@ -134,7 +130,7 @@ def _types_and_ranges(kind: type[DataclassInstance]) -> tuple[dict[str, Any], di
 
 
 def _number(value: object, kind: type[float], allowed: Range, name: str) -> float:
-    """Return a value as int or float. `name`: what an error message calls it."""
+    """Return a value as int or float. name: of the value, for error messages."""
     if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
         try:
             value = float(value)

@@ -1,12 +1,12 @@
 """The flags of train.py, val.py, detect.py and export.py: a frozen dataclass per script, a field per flag.
 
-The scripts, the parser and utils/config/resumed.py use them; other modules get slices (utils/config/select.py).
+The scripts and utils/config/ use them; other modules get slices (utils/config/select.py). The flags of train.py that a
+resumed run must not change are in utils/config/resumed.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 NEWEST = "newest"  # --resume without a value: the newest run of --project
 AUTO = "auto"  # --resume auto: the newest run of --name if there is one, else a new run
-# Headings of --help, in this order; a script shows those that its flags name.
+PRECISIONS = ("no", "fp16", "bf16")
+# Headings of --help, in this order; a script shows those of its flags.
 GROUPS = (
     *("model", "data", "images", "training", "format", "predictions", "NMS", "drawing"),
     *("processes", "saving", "logging"),
@@ -29,31 +30,20 @@ def flag(
     default: object,
     text: str,
     group: str,
+    within: Range = FINITE,
     *,
     aliases: tuple[str, ...] = (),
     choices: tuple[str, ...] = (),
     const: str | None = None,
-    within: Range = FINITE,
-    fixed: bool = False,
     comma_separated: bool = False,
 ) -> Any:
     """Return a dataclass field that is a flag of the command line.
 
-    text: its help; group: one of GROUPS; const: its value if the flag is given bare.
-    within: the range of a number. fixed: the training curve depends on it, so that a run cannot be resumed with
-    another value. comma_separated: commas separate the words of a tuple, as spaces do.
+    text: its help. group: one of `GROUPS`. within: the range of a number. const: its value if it has no argument.
+    comma_separated: commas separate the words of a tuple, as spaces do.
     """
-    metadata = {
-        "help": text,
-        "group": group,
-        "aliases": aliases,
-        "choices": choices,
-        "const": const,
-        "within": within,
-        "fixed": fixed,
-        "comma_separated": comma_separated,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+    metadata = {"help": text, "group": group, "within": within, "aliases": aliases, "choices": choices}
+    return dataclasses.field(default=default, metadata={**metadata, "const": const, "comma_separated": comma_separated})
 
 
 def flags_of(kind: type[DataclassInstance]) -> list[dataclasses.Field[Any]]:
@@ -66,75 +56,55 @@ class TrainOptions:
     """The flags of train.py."""
 
     weights: str = flag(
-        "yolov5s.pt",
-        "weights to start from, ours or an official YOLOv5 .pt; '' trains from scratch",
-        "model",
-        fixed=True,
+        "yolov5s.pt", "weights to start from: a .pt of Lockstep or YOLOv5; '' trains from scratch", "model"
     )
-    cfg: str = flag("", "model YAML; '' takes the one inside --weights", "model", fixed=True)
+    cfg: str = flag("", "model YAML; '' takes the one inside --weights", "model")
     layers: str = flag(
         "", "Python file with your own layers, which the model YAML may name; the file is executed", "model"
     )
     data: str = flag("data/coco128.yaml", "data set YAML", "data")
     hyp: str = flag("data/hyps/low.yaml", "hyperparameter YAML", "training")
-    epochs: int = flag(100, "passes over the training images", "training", within=Range(1))
+    epochs: int = flag(100, "passes over the training images", "training", Range(1))
     batch_size: int = flag(
         16,
         "images per batch, in total over all processes; -1 measures how many the GPU memory holds",
         "training",
+        Range(-1),
         aliases=("batch",),
-        within=Range(-1),
-        fixed=True,
     )
     imgsz: int = flag(
-        640,
-        "side of the square that images are fitted into, in pixels",
-        "data",
-        aliases=("img", "img-size"),
-        within=IMGSZ,
-        fixed=True,
+        640, "side of the square that images are fitted into, in pixels", "data", IMGSZ, aliases=("img", "img-size")
     )
-    rect: bool = flag(
-        False, "batches of similar aspect ratio with little padding; no shuffling, no mosaic", "data", fixed=True
-    )
+    rect: bool = flag(False, "batches of similar aspect ratio with little padding; no shuffling, no mosaic", "data")
     multi_scale: bool = flag(
-        False,
-        "a random image size for each batch, 0.5 to 1.5 times --imgsz, the same on every process",
-        "training",
-        fixed=True,
+        False, "a random image size for each batch, 0.5 to 1.5 times --imgsz, the same on every process", "training"
     )
     image_weights: bool = flag(
-        False,
-        "sample images in proportion to the rarity of their classes, instead of each once per epoch",
-        "data",
-        fixed=True,
+        False, "sample images in proportion to the rarity of their classes, instead of each once per epoch", "data"
     )
     repeat_factor: float = flag(
         0.0,
         "repeat images of classes that occur in a smaller share of the images than this, such as 0.001; 0 is off",
         "data",
-        within=BELOW_ONE,
-        fixed=True,
+        BELOW_ONE,
     )
-    close_mosaic: int = flag(
-        0, "number of final epochs that train without mosaic and mixup", "data", within=NOT_NEGATIVE, fixed=True
-    )
+    close_mosaic: int = flag(0, "number of final epochs that train without mosaic and mixup", "data", NOT_NEGATIVE)
     partners: str = flag(
         "any",
         "images that mosaic and a classifier's mixup combine: any, or near ones in the epoch's order, which is faster",
         "data",
         choices=("any", "near"),
-        fixed=True,
     )
     strict: bool = flag(False, "problems in single images and label rows are errors instead of warnings", "data")
     resume: str = flag(
-        "", "resume a run: the newest of --project, or a run folder; auto: if there is one", "training", const=NEWEST
+        "",
+        "resume the newest run of --project, or the run of a folder; auto: the newest of --name, or a new run",
+        "training",
+        const=NEWEST,
     )
     nosave: bool = flag(False, "write weights only at the end", "saving")
     noval: bool = flag(False, "validate only after the last epoch", "training")
-    noautoanchor: bool = flag(
-        False, "keep the model's anchors without checking that they suit the data", "model", fixed=True
-    )
+    noautoanchor: bool = flag(False, "keep the model's anchors without checking that they suit the data", "model")
     noplots: bool = flag(False, "write no pictures into the run folder", "saving")
     cache: str = flag(
         "",
@@ -147,62 +117,48 @@ class TrainOptions:
         "", "cpu, mps or CUDA devices such as 0 or 0,1 (one process each); '' takes the best available", "processes"
     )
     processes: int = flag(
-        0, "number of processes to start on this machine if there is no launcher", "processes", within=Range(1)
+        0, "number of processes to start on this machine if there is no launcher", "processes", Range(1)
     )
-    dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", "processes", within=Range(1, 1e6))
+    dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", "processes", Range(1, 1e6))
     sync_bn: bool = flag(
         False, "BatchNorm over the batch of all processes, so that the curve is that of one process", "processes"
     )
-    scale_lr: bool = flag(False, "multiply the learning rate by the number of processes", "training", fixed=True)
+    scale_lr: bool = flag(False, "multiply the learning rate by the number of processes", "training")
     comm_hook: str = flag(
         "", "compress the gradients that processes exchange", "processes", choices=("fp16", "bf16", "powersgd")
     )
-    single_cls: bool = flag(False, "treat all classes as one", "model", fixed=True)
-    optimizer: str = flag("SGD", "optimizer", "training", choices=("SGD", "Adam", "AdamW"), fixed=True)
-    workers: int = flag(
-        8, "loader processes per training process, at most one per CPU core", "data", within=NOT_NEGATIVE
-    )
+    single_cls: bool = flag(False, "treat all classes as one", "model")
+    optimizer: str = flag("SGD", "optimizer", "training", choices=("SGD", "Adam", "AdamW"))
+    workers: int = flag(8, "loader processes per training process, at most one per CPU core", "data", NOT_NEGATIVE)
     project: str = flag("runs/train", "folder in which run folders are made", "saving")
     name: str = flag("exp", "name of the run folder; a number is added if it is taken", "saving")
     exist_ok: bool = flag(False, "write into project/name even if it exists", "saving")
-    cos_lr: bool = flag(False, "cosine learning rate instead of linear", "training", fixed=True)
-    label_smoothing: float = flag(
-        0.0, "label smoothing epsilon of the class term", "training", within=BELOW_ONE, fixed=True
-    )
+    cos_lr: bool = flag(False, "cosine learning rate instead of linear", "training")
+    label_smoothing: float = flag(0.0, "label smoothing epsilon of the class term", "training", BELOW_ONE)
     patience: int = flag(
-        100, "stop after this many epochs without a better fitness; 0 never stops", "training", within=NOT_NEGATIVE
+        100, "stop after this many epochs without a better fitness; 0 never stops", "training", NOT_NEGATIVE
     )
     freeze: tuple[int, ...] = flag(
         (0,),
         "N freezes the first N layers (backbone 10), -1 all but the last (the head); several numbers freeze just those",
         "model",
-        fixed=True,
     )
     save_period: int = flag(-1, "epochs between two additional files weights/epochN.pt; -1 writes none", "saving")
     save_steps: int = flag(
-        0,
-        "optimizer steps between two saves of what --resume needs; 0 saves it only after each epoch",
-        "saving",
-        within=NOT_NEGATIVE,
+        0, "optimizer steps between two saves for --resume; 0 saves only after each epoch", "saving", NOT_NEGATIVE
     )
     time_limit: float = flag(
         0.0,
         "hours after which training stops at the next step, saved and validated; 0 never stops",
         "training",
-        within=NOT_NEGATIVE,
+        NOT_NEGATIVE,
     )
     max_skips: int = flag(
-        20,
-        "stop after this many consecutive optimizer steps whose gradients are not finite",
-        "training",
-        within=Range(1),
+        20, "stop after this many consecutive optimizer steps whose gradients are not finite", "training", Range(1)
     )
-    seed: int = flag(0, "seed of every random choice", "training", within=Range(0, 2**32 - 1), fixed=True)
+    seed: int = flag(0, "seed of every random choice", "training", Range(0, 2**32 - 1))
     mixed_precision: str = flag(
-        "",
-        "autocast precision; '' takes the launcher's, else bf16 or fp16 on CUDA",
-        "training",
-        choices=("no", "fp16", "bf16"),
+        "", "autocast precision; '' takes the launcher's, else bf16 or fp16 on CUDA", "training", choices=PRECISIONS
     )
     log_with: str = flag(
         "",
@@ -215,7 +171,7 @@ class TrainOptions:
         0,
         "optimizer steps between two points of the step curves; 0: about 20 points per epoch",
         "logging",
-        within=NOT_NEGATIVE,
+        NOT_NEGATIVE,
     )
     wandb_project: str = flag(
         "", "W&B project; '' is the last folder of --project, or lockstep for runs/train", "logging"
@@ -231,10 +187,10 @@ class TrainOptions:
         -1,
         "epochs between two W&B pictures of validation boxes; -1: ten pictures per run, 0: none",
         "logging",
-        within=Range(-1),
+        Range(-1),
     )
     max_images: int = flag(
-        16, "number of validation images in W&B, the same ones every time", "logging", within=Range(0, 1000)
+        16, "number of validation images in W&B, the same ones every time", "logging", Range(0, 1000)
     )
     upload_model: bool = flag(
         False, "upload weights to W&B: each --save-period, and last.pt and best.pt at the end", "logging"
@@ -261,20 +217,16 @@ class ValOptions:
 
     data: str = flag("data/coco128.yaml", "data set YAML", "data")
     weights: tuple[str, ...] = flag(
-        ("yolov5s.pt",), "weights to validate, ours or an official YOLOv5 .pt; several are an ensemble", "model"
+        ("yolov5s.pt",), "weights to validate: a .pt of Lockstep or YOLOv5; several are an ensemble", "model"
     )
     layers: str = flag("", "Python file with your own layers, which the model contains; the file is executed", "model")
-    batch_size: int = flag(32, "images per batch", "data", aliases=("batch",), within=Range(1))
+    batch_size: int = flag(32, "images per batch", "data", Range(1), aliases=("batch",))
     imgsz: int = flag(
-        640,
-        "side of the square that images are fitted into, in pixels",
-        "data",
-        aliases=("img", "img-size"),
-        within=IMGSZ,
+        640, "side of the square that images are fitted into, in pixels", "data", IMGSZ, aliases=("img", "img-size")
     )
-    conf_thres: float = flag(0.001, "lowest confidence of a detection", "predictions", within=SHARE)
-    iou_thres: float = flag(0.6, "overlap above which NMS drops the weaker of two boxes", "predictions", within=SHARE)
-    max_det: int = flag(300, "maximum detections per image", "predictions", within=Range(1))
+    conf_thres: float = flag(0.001, "lowest confidence of a detection", "predictions", SHARE)
+    iou_thres: float = flag(0.6, "overlap above which NMS drops the weaker of two boxes", "predictions", SHARE)
+    max_det: int = flag(300, "maximum detections per image", "predictions", Range(1))
     task: str = flag(
         "val",
         "split to evaluate; speed: measure the time per image, at the thresholds of detect.py",
@@ -290,10 +242,10 @@ class ValOptions:
         "", "cpu, mps or CUDA devices such as 0 or 0,1 (one process each); '' takes the best available", "processes"
     )
     processes: int = flag(
-        0, "number of processes to start on this machine if there is no launcher", "processes", within=Range(1)
+        0, "number of processes to start on this machine if there is no launcher", "processes", Range(1)
     )
-    dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", "processes", within=Range(1, 1e6))
-    workers: int = flag(8, "loader processes, at most one per CPU core", "data", within=NOT_NEGATIVE)
+    dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", "processes", Range(1, 1e6))
+    workers: int = flag(8, "loader processes, at most one per CPU core", "data", NOT_NEGATIVE)
     single_cls: bool = flag(False, "treat all classes as one", "data")
     square: bool = flag(
         False, "square batches, instead of rectangular ones of similar aspect ratio with less padding", "data"
@@ -318,10 +270,7 @@ class ValOptions:
     name: str = flag("exp", "name of the run folder; a number is added if it is taken", "saving")
     exist_ok: bool = flag(False, "write into project/name even if it exists", "saving")
     mixed_precision: str = flag(
-        "",
-        "autocast precision; '' takes the launcher's, else bf16 or fp16 on CUDA",
-        "model",
-        choices=("no", "fp16", "bf16"),
+        "", "autocast precision; '' takes the launcher's, else bf16 or fp16 on CUDA", "model", choices=PRECISIONS
     )
     show_processes: bool = flag(
         False, "list every process: host, rank, device and its part of the first batches", "processes"
@@ -334,9 +283,7 @@ class DetectOptions:
     """The flags of detect.py."""
 
     weights: tuple[str, ...] = flag(
-        ("yolov5s.pt",),
-        "weights to predict with, ours, exported or an official YOLOv5 .pt; several are an ensemble",
-        "model",
+        ("yolov5s.pt",), "weights: a .pt of Lockstep or YOLOv5, or an exported file; several are an ensemble", "model"
     )
     source: str = flag(
         "", "file, folder, glob, .txt list, URL, video, camera number, rtsp://..., .streams list, or screen", "images"
@@ -346,31 +293,31 @@ class DetectOptions:
         (640,),
         "size that images are fitted into, in pixels: one number, or height and width",
         "images",
+        IMGSZ,
         aliases=("img", "img-size"),
-        within=IMGSZ,
     )
-    conf_thres: float = flag(0.25, "lowest confidence of a detection", "predictions", within=SHARE)
-    iou_thres: float = flag(0.45, "overlap above which NMS drops the weaker of two boxes", "predictions", within=SHARE)
-    max_det: int = flag(1000, "maximum detections per image", "predictions", within=Range(1))
+    conf_thres: float = flag(0.25, "lowest confidence of a detection", "predictions", SHARE)
+    iou_thres: float = flag(0.45, "overlap above which NMS drops the weaker of two boxes", "predictions", SHARE)
+    max_det: int = flag(1000, "maximum detections per image", "predictions", Range(1))
     batch_size: int = flag(
         1,
         "images per batch; only consecutive images of the same shape are batched",
         "images",
+        Range(1),
         aliases=("batch",),
-        within=Range(1),
     )
     device: str = flag("", "cpu, mps or the number of a CUDA device; '' takes the best available", "model")
     layers: str = flag("", "Python file with your own layers, which the model contains; the file is executed", "model")
     view_img: bool = flag(False, "show the results in a window, if OpenCV and a display are available", "drawing")
     save_txt: bool = flag(False, "write detections as labels/*.txt into the run folder", "saving")
     save_format: int = flag(
-        0, "with --save-txt: 0 is normalised x y w h, 1 is pixels x1 y1 x2 y2", "saving", within=Range(0, 1)
+        0, "with --save-txt: 0 is normalised x y w h, 1 is pixels x1 y1 x2 y2", "saving", Range(0, 1)
     )
     save_csv: bool = flag(False, "write detections into predictions.csv", "saving")
     save_conf: bool = flag(False, "with --save-txt: add the confidence", "saving")
     save_crop: bool = flag(False, "write the content of each box as crops/CLASS/*.jpg", "saving")
     nosave: bool = flag(False, "write no pictures or videos", "saving")
-    classes: tuple[int, ...] = flag((), "class numbers to detect; none: all", "predictions", within=NOT_NEGATIVE)
+    classes: tuple[int, ...] = flag((), "class numbers to detect; none: all", "predictions", NOT_NEGATIVE)
     agnostic_nms: bool = flag(False, "boxes of different classes suppress each other too", "predictions")
     augment: bool = flag(
         False,
@@ -380,11 +327,11 @@ class DetectOptions:
     project: str = flag("runs/detect", "folder in which run folders are made", "saving")
     name: str = flag("exp", "name of the run folder; a number is added if it is taken", "saving")
     exist_ok: bool = flag(False, "write into project/name even if it exists", "saving")
-    line_thickness: int = flag(3, "line width of boxes, in pixels", "drawing", within=Range(1, 100))
+    line_thickness: int = flag(3, "line width of boxes, in pixels", "drawing", Range(1, 100))
     hide_labels: bool = flag(False, "draw boxes without names", "drawing")
     hide_conf: bool = flag(False, "draw names without confidences", "drawing")
     half: bool = flag(False, "weights and images in half precision on CUDA; other devices use full precision", "model")
-    vid_stride: int = flag(1, "use every n-th frame of a video or stream", "images", within=Range(1))
+    vid_stride: int = flag(1, "use every n-th frame of a video or stream", "images", Range(1))
     quiet: bool = flag(False, "print only warnings and the last line", "logging")
 
 
@@ -392,18 +339,18 @@ class DetectOptions:
 class ExportOptions:
     """The flags of export.py."""
 
-    weights: tuple[str, ...] = flag(("yolov5s.pt",), "weights to export, ours or an official YOLOv5 .pt", "model")
+    weights: tuple[str, ...] = flag(("yolov5s.pt",), "weights to export: a .pt of Lockstep or YOLOv5", "model")
     data: str = flag("", "data set YAML with the class names; '' takes those inside --weights", "model")
     layers: str = flag("", "Python file with your own layers, which the model contains; the file is executed", "model")
     imgsz: tuple[int, ...] = flag(
         (640, 640),
         "size of the images, in pixels: one number, or height and width",
         "format",
+        IMGSZ,
         aliases=("img", "img-size"),
-        within=IMGSZ,
     )
     batch_size: int = flag(
-        1, "images per batch that the exported file takes", "format", aliases=("batch",), within=Range(1, 4096)
+        1, "images per batch that the exported file takes", "format", Range(1, 4096), aliases=("batch",)
     )
     device: str = flag("cpu", "cpu or the number of the CUDA device on which .torchscript and .pt2 will run", "model")
     include: tuple[str, ...] = flag(
@@ -415,18 +362,16 @@ class ExportOptions:
     dynamic: bool = flag(
         False, "ONNX, OpenVINO, .pt2: any number of images, of any height and width in whole strides", "format"
     )
-    half: bool = flag(False, "half precision; on CUDA", "format")
-    opset: int = flag(18, "ONNX operator set", "format", within=Range(1, 100))
+    half: bool = flag(False, "half precision, on CUDA only", "format")
+    opset: int = flag(18, "ONNX operator set", "format", Range(1, 100))
     nms: bool = flag(
         False, "include non-maximum suppression in the file, which then outputs detections instead of all boxes", "NMS"
     )
     agnostic_nms: bool = flag(False, "with --nms: boxes of different classes suppress each other too", "NMS")
-    topk_per_class: int = flag(100, "with --nms: maximum detections per class and image", "NMS", within=Range(1))
-    topk_all: int = flag(100, "with --nms: maximum detections per image", "NMS", within=Range(1, 10_000))
-    iou_thres: float = flag(
-        0.45, "with --nms: overlap above which the weaker of two boxes is dropped", "NMS", within=SHARE
-    )
-    conf_thres: float = flag(0.25, "with --nms: lowest confidence of a detection", "NMS", within=SHARE)
+    topk_per_class: int = flag(100, "with --nms: maximum detections per class and image", "NMS", Range(1))
+    topk_all: int = flag(100, "with --nms: maximum detections per image", "NMS", Range(1, 10_000))
+    iou_thres: float = flag(0.45, "with --nms: overlap above which the weaker of two boxes is dropped", "NMS", SHARE)
+    conf_thres: float = flag(0.25, "with --nms: lowest confidence of a detection", "NMS", SHARE)
     simplify: bool = flag(False, "has no effect: ONNX files are always simplified", "format")
     inplace: bool = flag(False, "has no effect: boxes are never decoded in place", "format")
     verbose: bool = flag(False, "show the messages of the exporters", "logging")
@@ -434,15 +379,13 @@ class ExportOptions:
 
 OPTIONS_OF_SCRIPT = {"train": TrainOptions, "val": ValOptions}  # of the scripts that can be called from Python
 # The defaults of `python train.py` if none of --data, --cfg, --weights and --hyp is given.
-BUILT_IN_JOB: Mapping[str, Any] = types.MappingProxyType(
-    {
-        "weights": "",
-        "cfg": "models/yolov5n.yaml",
-        "data": "data/shapes.yaml",
-        "hyp": "data/hyps/shapes.yaml",
-        "epochs": 13,
-        "batch_size": 8,
-        "imgsz": 160,
-        "optimizer": "AdamW",
-    }
-)
+BUILT_IN_JOB: Mapping[str, Any] = {
+    "weights": "",
+    "cfg": "models/yolov5n.yaml",
+    "data": "data/shapes.yaml",
+    "hyp": "data/hyps/shapes.yaml",
+    "epochs": 13,
+    "batch_size": 8,
+    "imgsz": 160,
+    "optimizer": "AdamW",
+}

@@ -1,7 +1,6 @@
 """The command line: flags become the options of a script, over the defaults of a job, a task and a data set YAML.
 
-The scripts call `parse_options` and `with_defaults`, utils/config/resumed.py `given_flags`, data/sources.py
-`check_suggested_defaults`.
+Called by the scripts and utils/config/; data/sources.py calls `check_suggested_defaults`.
 """
 
 from __future__ import annotations
@@ -30,27 +29,28 @@ T = TypeVar("T", bound="DataclassInstance")
 SUGGESTED = ("hyp", "epochs", "batch_size", "imgsz", "optimizer", "cos_lr", "label_smoothing")
 
 
-def parse_options(
-    kind: type[T], argv: Sequence[str], job: Mapping[str, Any] | None = None, prints: bool | None = None
-) -> T:
+def parse_options(kind: type[T], argv: Sequence[str], job: Mapping[str, Any] | None = None) -> T:
     """Return the flags in `argv` as a `kind`. A wrong flag ends the process with exit code 2.
 
-    job: defaults if no flag names data, model, weights or hyperparameters. prints: whether this process prints help
-    and error messages; None: unless the console is silent, as on all but one process of a machine.
+    job: defaults if no flag names data, model, weights or hyperparameters.
     """
-    given = given_flags(kind, argv, prints)
+    given = given_flags(kind, argv)
     names_files = any(name in given for name in ("data", "cfg", "weights", "hyp"))
     return kind(**{**({} if names_files or job is None else job), **given})
 
 
-def given_flags(kind: type[DataclassInstance], argv: Sequence[str], prints: bool | None = None) -> dict[str, Any]:
+def given_flags(kind: type[DataclassInstance], argv: Sequence[str]) -> dict[str, Any]:
     """Return the values of the flags that are in `argv`, by field name."""
-    prints = not is_silent() if prints is None else prints
-    parser, words = _build_parser(kind, prints), _join_negative_overrides(argv)
-    if _has_overrides(kind):
+    parser, words = _build_parser(kind), _join_negative_overrides(argv)
+    if "overrides" in kind.__dataclass_fields__:
+        parser.epilog = (
+            f"{OVERRIDE_PREFIX}KEY VALUE sets a single hyperparameter, instead of the value in --hyp, such as "
+            f"{OVERRIDE_PREFIX}lr0 0.005"
+        )
         for name in dict.fromkeys(word.split("=")[0] for word in words if word.startswith(OVERRIDE_PREFIX)):
             parser.add_argument(name, dest="overrides", action=_Override)
-    return vars(parser.parse_args(words))
+    given = vars(parser.parse_args(words))
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
 def with_defaults(options: T, argv: Sequence[str], *defaults: Mapping[str, Any]) -> T:
@@ -61,8 +61,10 @@ def with_defaults(options: T, argv: Sequence[str], *defaults: Mapping[str, Any])
 
 
 def check_suggested_defaults(values: object, source: Path) -> dict[str, Any]:
-    """Return the `defaults:` of a data set YAML, by field name of `TrainOptions`. Raises `UserError` that names a key
-    which is unknown or has a wrong value."""
+    """Return the `defaults:` of a data set YAML, by field name of `TrainOptions`.
+
+    Raises `UserError` for an unknown key or a wrong value.
+    """
     if not isinstance(values, dict):
         raise UserError(f"{source}: `defaults` must be lines such as `imgsz: 64`, not {values!r}")
     hints = typing.get_type_hints(TrainOptions)
@@ -84,12 +86,8 @@ def check_suggested_defaults(values: object, source: Path) -> dict[str, Any]:
     return defaults
 
 
-def _build_parser(kind: type[DataclassInstance], prints: bool) -> argparse.ArgumentParser:
-    epilog = (
-        f"{OVERRIDE_PREFIX}KEY VALUE sets a single hyperparameter, instead of the value in --hyp, such as "
-        f"{OVERRIDE_PREFIX}lr0 0.005"
-    )
-    parser = _Parser(prints, description=kind.__doc__, epilog=epilog if _has_overrides(kind) else None)
+def _build_parser(kind: type[DataclassInstance]) -> argparse.ArgumentParser:
+    parser = _Parser(description=kind.__doc__, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     hints = typing.get_type_hints(kind)
     groups = {title: parser.add_argument_group(title) for title in GROUPS}  # empty ones are not shown
     for option in flags_of(kind):
@@ -103,10 +101,6 @@ def _build_parser(kind: type[DataclassInstance], prints: bool) -> argparse.Argum
             *flags, dest=option.name, help=text, **_argument(hints[option.name], option.metadata)
         )
     return parser
-
-
-def _has_overrides(kind: type[DataclassInstance]) -> bool:
-    return any(field.name == "overrides" for field in dataclasses.fields(kind))
 
 
 def _join_negative_overrides(argv: Sequence[str]) -> list[str]:
@@ -130,7 +124,7 @@ def _argument(hint: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
     if metadata["choices"]:
         argument["choices"] = metadata["choices"]
     if is_tuple:
-        return {**argument, "nargs": "+", "action": _Words if metadata["comma_separated"] else _Tuple}
+        return {**argument, "nargs": "+", "action": _Words if metadata["comma_separated"] else "store"}
     if metadata["const"] is not None:
         argument |= {"nargs": "?", "const": metadata["const"]}
     return argument
@@ -147,23 +141,14 @@ def _within(kind: type[float], allowed: Range) -> Callable[[str], float]:
     return convert
 
 
-class _Tuple(argparse.Action):
-    """Store several values as a tuple, so that the dataclass stays immutable."""
-
-    def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
-    ) -> None:
-        setattr(namespace, self.dest, tuple(values))
-
-
 class _Words(argparse.Action):
-    """Store several words as a tuple; commas separate words too."""
+    """Store several words as a list; commas separate words too."""
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
         words = (word.strip() for value in values for word in value.split(","))
-        setattr(namespace, self.dest, tuple(filter(None, words)))
+        setattr(namespace, self.dest, list(filter(None, words)))
 
 
 class _Override(argparse.Action):
@@ -177,14 +162,10 @@ class _Override(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that ends with one sentence and exit code 2 on a wrong flag, naming the nearest known one."""
-
-    def __init__(self, prints: bool, *, description: str | None, epilog: str | None) -> None:
-        super().__init__(description=description, epilog=epilog, argument_default=argparse.SUPPRESS, allow_abbrev=False)
-        self.prints = prints
+    """A parser that ends the process with one line and exit code 2 for a wrong flag, naming the nearest known one."""
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
-        if self.prints:
+        if not is_silent():  # as on all but one process of a machine
             super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Ranges of numbers, for flags, hyperparameters and keys of YAML files. It imports nothing of the repository."""
+"""Ranges of numbers, for flags, hyperparameters and keys of YAML files. Imports nothing of the repository."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeGuard
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether this is a finite int or float that fits into a float; True and False do not count."""
+    """Return whether `value` is a finite int or float that fits into a float; bools are not numbers."""
     try:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
@@ -17,7 +17,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 @dataclass(frozen=True)
 class Range:
-    """The finite numbers from `minimum` to `maximum`; an exclusive bound is not in the range itself."""
+    """The finite numbers from `minimum` to `maximum`, without exclusive bounds."""
 
     minimum: float = -math.inf
     maximum: float = math.inf

@@ -1,7 +1,7 @@
-"""The options of a resumed run: its saved settings, the flags that are given now, and which flags may not change.
+"""The options of a resumed run: its saved settings, the flags that are given now, and which flags must not change.
 
-utils/checkpoint/resume.py calls `resumed_options`, settings.py `changes`. `settings` is a run's settings.yaml:
-the options by name, and `hyperparameters` and `model`.
+`settings` is the content of a run's settings.yaml: the options by name, `hyperparameters` and `model`. Called by
+utils/checkpoint/resume.py and settings.py.
 """
 
 from __future__ import annotations
@@ -22,8 +22,14 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 RecipeOf = Callable[[Mapping[str, Any]], type[Recipe]]  # from a model's YAML to the kind of its hyperparameters
 
-LAUNCHER_FLAGS = ("device", "processes")  # not taken from the settings under a launcher, which decides on them
-SINGLE_START_FLAGS = ("time_limit",)  # never taken from the settings: a run that reached its limit is to continue
+# The training curve depends on these: a run cannot be resumed with another value. For the image size, which settings
+# hold rounded, see `Identity.check`.
+CURVE_FLAGS = (
+    *("weights", "cfg", "batch_size", "rect", "multi_scale", "image_weights", "repeat_factor", "close_mosaic"),
+    *("partners", "noautoanchor", "scale_lr", "single_cls", "optimizer", "cos_lr", "label_smoothing", "freeze", "seed"),
+)
+LAUNCHER_FLAGS = ("device", "processes")  # not taken from the settings under a launcher, which decides them
+SINGLE_START_FLAGS = ("time_limit",)  # never taken from the settings: a run that reached its limit must continue
 RUN_FOLDER_FLAGS = ("resume", "project", "name", "exist_ok")
 
 
@@ -39,7 +45,7 @@ def resumed_options(
     dropped = (*SINGLE_START_FLAGS, *(LAUNCHER_FLAGS if launched else ()))
     saved = {name: value for name, value in settings.items() if name in known and name not in dropped}
     given = {name: value for name, value in given_flags(kind, argv).items() if name != "resume"}
-    _refuse_changes(kind, run, settings, given)
+    _refuse_changes(run, settings, given)
     if "hyp" in given or "overrides" in given:
         _refuse_hyperparameters(run, settings, given, recipe_of(settings["model"]))
     if "overrides" in given:
@@ -50,32 +56,26 @@ def resumed_options(
 
 
 def from_plain(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return options from plain values, as YAML and JSON have them: lists become tuples."""
+    """Return options from the plain values of a YAML or JSON file: lists become tuples."""
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def changes(settings: Mapping[str, Any], options: DataclassInstance) -> list[str]:
     """Return a message for each flag that differs from the settings of the run."""
-    skipped = (*RUN_FOLDER_FLAGS, *LAUNCHER_FLAGS, *SINGLE_START_FLAGS)
-    names = [field.name for field in flags_of(type(options)) if not field.metadata["fixed"]]
-    now = {name: getattr(options, name) for name in names if name in settings and name not in skipped}
-    changed = {name: value for name, value in now.items() if _plain(value) != settings[name]}
+    skipped = ("imgsz", *CURVE_FLAGS, *RUN_FOLDER_FLAGS, *LAUNCHER_FLAGS, *SINGLE_START_FLAGS)
+    names = [field.name for field in flags_of(type(options)) if field.name in settings and field.name not in skipped]
+    changed = {name: value for name in names if _plain(value := getattr(options, name)) != settings[name]}
     messages = [f"{_flag(name)} is {value!r} and was {settings[name]!r}" for name, value in changed.items()]
     if "epochs" in changed:
         messages.append(f"the learning rate from here on is that of a run of {changed['epochs']} epochs")
     return messages
 
 
-def _refuse_changes(
-    kind: type[DataclassInstance], run: Path, settings: Mapping[str, Any], given: Mapping[str, Any]
-) -> None:
+def _refuse_changes(run: Path, settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raise `UserError` if a flag that the curve depends on has changed."""
-    for field in flags_of(kind):
-        name = field.name
-        if not field.metadata["fixed"] or name not in given or name not in settings:
-            continue
-        if name == "imgsz" or (name == "batch_size" and given[name] == -1):
-            continue  # the settings have the rounded image size, which train.py compares, and the measured batch size
+    for name in CURVE_FLAGS:
+        if name not in given or name not in settings or (name == "batch_size" and given[name] == -1):
+            continue  # -1 is measured, and the settings hold the result
         if _plain(given[name]) != settings[name]:
             raise _changed(run, _flag(name), given[name], settings[name])
 
@@ -111,5 +111,5 @@ def _flag(name: str) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return the value of a flag as YAML has it."""
+    """Return the value of a flag as it is read from a YAML."""
     return list(value) if isinstance(value, tuple) else value

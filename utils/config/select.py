@@ -1,4 +1,4 @@
-"""Slices of options: a component gets the settings that it names and no others. The scripts and data sets call it."""
+"""Slices of options: a component gets the settings that it names and no others. Used by the scripts and data sets."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ T = TypeVar("T", bound="DataclassInstance")
 
 
 def select(kind: type[T], source: DataclassInstance, **more: Any) -> T:
-    """Return a `kind` with the fields that `source` has under the same names, or as `more` gives them."""
+    """Return a `kind` with the fields of `source` that have the same names, overridden by `more`."""
     names = {field.name for field in dataclasses.fields(kind)} & {field.name for field in dataclasses.fields(source)}
     return kind(**{**{name: getattr(source, name) for name in names}, **more})

@@ -1,6 +1,6 @@
-"""Every setting of a training run: flags over defaults, and the hyperparameters of its task.
+"""The settings of a training run: flags over defaults, and the hyperparameters of its task.
 
-utils/checkpoint/resume.py makes them, train.py completes them when the task is known.
+Made by utils/checkpoint/resume.py, completed by train.py when the task is known.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ T = TypeVar("T", bound="DataclassInstance")
 class Settings:
     """The flags of train.py over their defaults, and the hyperparameters of the task.
 
-    argv: the command line. saved: the settings.yaml of the run that is resumed, None for a new one. is_fixed: whether
-    the options are those of an earlier start, so that they contain the defaults of task and data set already.
+    argv: the command line. saved: the settings.yaml of the resumed run, None for a new one. is_fixed: whether the
+    options are those of an earlier start, which contain the defaults of task and data set.
     """
 
     options: TrainOptions
@@ -38,12 +38,12 @@ class Settings:
 
     @property
     def accumulation(self) -> int:
-        """Return the batches of an optimizer step."""
+        """Number of batches per optimizer step."""
         return self.hyp.accumulation(max(self.options.batch_size, 1))
 
     @property
     def changes(self) -> list[str]:
-        """Return a message for each flag that differs from the settings of the run that is resumed."""
+        """A message for each flag that differs from the settings of the resumed run."""
         return changes(self.saved, self.options) if self.saved else []
 
     def for_task(self, recipe: type[Recipe], *defaults: Mapping[str, Any]) -> Settings:
@@ -62,7 +62,7 @@ class Settings:
         return dataclasses.replace(self, options=dataclasses.replace(self.options, **values))
 
     def select(self, kind: type[T], **values: Any) -> T:
-        """Return a part's own options: the flags that its fields are named like, and `values` for other fields."""
+        """Return the options of a component: the flags with the names of its fields, overridden by `values`."""
         return select(kind, self.options, **values)
 
     def flags(self) -> dict[str, Any]:
@@ -70,12 +70,12 @@ class Settings:
         return dict(vars(self.options))
 
     def content(self, model_yaml: Mapping[str, Any], imgsz: int) -> dict[str, Any]:
-        """Return what settings.yaml holds. imgsz: of the model, in whole strides."""
+        """Return the content of settings.yaml. imgsz: of the model, in whole strides."""
         return {**self.flags(), "imgsz": imgsz, "hyperparameters": vars(self.hyp), "model": model_yaml}
 
 
 def parse_settings(argv: Sequence[str]) -> Settings:
-    """Return the flags of train.py; without a model, data or hyperparameters those of the built-in job.
+    """Return the flags of train.py; if they name no model, data or hyperparameters, those of the built-in job.
 
     A wrong flag ends the process with exit code 2.
     """

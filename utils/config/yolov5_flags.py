@@ -1,4 +1,4 @@
-"""YOLOv5's flags and values of flags that are refused here, and what to use instead. The parser reads it."""
+"""YOLOv5's flags, and values of flags, that are refused here, with their replacements. Used by the parser."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ SWEEPS = (
 SEGMENTATION = (
     "is for segmentation, which is not built in; a detector learns from polygon labels by the boxes around them"
 )
-# By flag with underscores, or by flag and value; a script that has the flag accepts it. An error message is the flag
-# followed by this text.
+# By flag with underscores, or by flag and value. The error message is the flag and this text; a script that has the
+# flag accepts it.
 REFUSED = {
     **dict.fromkeys(("evolve", "evolve_population", "resume_evolve"), SWEEPS),
     "bucket": "is not built in: copy the run folder with your cloud's own command, such as gsutil rsync or aws s3 sync",

@@ -1,4 +1,4 @@
-"""How far a run is logged, stored in its folder: what is trained again after a crash is not logged twice.
+"""The last logged position of a run, stored in its folder, so that a resumed run logs nothing twice.
 
 Used by the trackers of W&B and TensorBoard.
 """
@@ -12,10 +12,10 @@ from pathlib import Path
 
 
 class LogPosition:
-    """The last position on each axis that a tracker has logged, over all processes that trained one run.
+    """The last position on each axis that a tracker has logged, in this process or an earlier one.
 
-    file: stores the positions. run: the run's id; positions of another run are ignored, as is a damaged file.
-    log_file: a file beside it that grows with each position, if the tracker has one; its length is stored too.
+    file: stores the positions. run: the run's id; positions of another run and a damaged file are ignored.
+    log_file: a file in the same folder to which the tracker appends, if any; its length is stored too.
     """
 
     def __init__(self, file: Path, run: str) -> None:
@@ -29,10 +29,10 @@ class LogPosition:
                 self.last = dict(stored["last"])
                 name, length = stored["length"]
                 self._length_before = str(name), int(length)
-        self._last_before = dict(self.last)  # what earlier processes logged
+        self._last_before = dict(self.last)  # of earlier processes
 
     def cut_log_file(self) -> None:
-        """Remove what the earlier process wrote into its log file but did not store: it was killed in between."""
+        """Remove the end of the earlier log file, written before the process was killed but not stored here."""
         if self._length_before:
             name, length = self._length_before
             log_file = self.file.with_name(name)
@@ -40,16 +40,16 @@ class LogPosition:
                 os.truncate(log_file, length)
 
     def logged_before(self, axis: str, position: float) -> bool:
-        """Return whether an earlier process logged this position; positions of this one never count."""
+        """Return whether an earlier process logged this position; positions of this process do not count."""
         return position <= self._last_before.get(axis, float("-inf"))
 
     def advance(self, axis: str, position: float) -> None:
-        """Store that `position` is logged."""
+        """Store `position` as logged."""
         self.last[axis] = position
         self.store()
 
     def store(self) -> None:
-        """Store the positions and the log file's length by replacing the file: a kill may come at any moment."""
+        """Store the positions and the length of the log file. The file is replaced: a kill does not damage it."""
         stored: dict[str, object] = {"name": self.run, "last": self.last}
         if self.log_file:
             stored["length"] = self.log_file.name, self.log_file.stat().st_size

@@ -1,4 +1,4 @@
-"""What a training run sends to its trackers, and when: settings, epochs, examples and artifacts. train.py calls it."""
+"""The log of a training run in its trackers: settings, epochs, examples and artifacts. Called by train.py."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from utils.checkpoint.progress import Progress
 
 EXAMPLES_KEY = "examples/validation"
-EXAMPLES_PER_RUN = 10  # how often examples are logged if no interval is given
-YOLOV5_PROJECT = "train"  # the last folder of YOLOv5's --project, which stands for no project in particular
+EXAMPLES_PER_RUN = 10  # times that examples are logged if no interval is given
+DEFAULT_PROJECT = "train"  # the last folder of the default --project; W&B's project is then "lockstep"
 ID_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 ID_LENGTH = 8
 
@@ -51,11 +51,11 @@ class TrackingOptions:
 
 
 class LoggedRun(Protocol):
-    """The part of `utils.run.Run` that a log uses: the run folder, and the trackers of the main process."""
+    """The part of `utils.run.Run` that a log uses."""
 
     path: Path
-    devices: list[str]  # one of each process
-    step: int  # the last optimizer step that something was logged at
+    devices: list[str]  # of the processes
+    step: int  # the last optimizer step with a logged value
 
     @property
     def trackers(self) -> list[Tracker]: ...
@@ -78,9 +78,9 @@ class RunLog:
         self.examples_interval = max(options.epochs // EXAMPLES_PER_RUN, 1) if interval < 0 else interval  # epochs
 
     def start(self, settings: Mapping[str, Any], dataset: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
-        """Make the trackers and log what describes the run.
+        """Make the trackers and log the configuration of the run.
 
-        settings: all of the run. dataset: what identifies its files. saved: the state that the run resumes from.
+        settings: all settings. dataset: identifies the files of the data set. saved: the state of a resumed run.
         """
         config = {
             **settings,
@@ -117,9 +117,9 @@ class RunLog:
         self.run.log_point(values, progress.step)
 
     def log_examples(self, examples: Callable[[], Sequence[Example]], epoch: int) -> None:
-        """Log validation images with their boxes if that is due in this epoch, the same images each time.
+        """Log validation images with their boxes if they are due in this epoch, the same images each time.
 
-        examples: makes them; it is called on the main process only, and only if they are due.
+        examples: returns them; called on the main process only, and only if they are due.
         """
         due = self.examples_interval and (epoch % self.examples_interval == 0 or epoch + 1 == self.options.epochs)
         trackers = self.run.trackers
@@ -163,7 +163,7 @@ class RunLog:
     ) -> None:
         """Log the data set as an artifact with --upload-dataset: the YAML, and references to all files.
 
-        files: returns them by their kind, which becomes a folder of the artifact. identity: the artifact's metadata.
+        files: returns files by kind; a kind is a folder of the artifact. identity: the artifact's metadata.
         """
         if not self.options.upload_dataset or not self.run.trackers:
             return
@@ -178,24 +178,19 @@ class RunLog:
 
 
 def wandb_run_id(requested: str, state: Mapping[str, Any] | None) -> str:
-    """Return the id of a run for trackers: the requested one, that of the resumed state, or a new one.
+    """Return the id of a run for trackers: the requested id, that of the resumed state, WANDB_RUN_ID, or a random one.
 
-    A new one differs between processes; broadcast the main process's.
+    W&B sweeps set WANDB_RUN_ID. Random ids differ between processes: broadcast that of the main process.
     """
-    return requested or (state or {}).get("wandb_id") or new_id()
-
-
-def new_id() -> str:
-    """Return the id that a sweep or the starting process has chosen (WANDB_RUN_ID), else a random one."""
-    chosen = os.environ.get("WANDB_RUN_ID")
-    return chosen or "".join(random.SystemRandom().choices(ID_CHARACTERS, k=ID_LENGTH))
+    existing = requested or (state or {}).get("wandb_id") or os.environ.get("WANDB_RUN_ID")
+    return existing or "".join(random.SystemRandom().choices(ID_CHARACTERS, k=ID_LENGTH))
 
 
 def wandb_arguments(options: TrackingOptions, folder: Path) -> dict[str, Any]:
-    """Return the arguments of `wandb.init` that say what the run in `folder` is called and where it belongs."""
+    """Return the arguments of `wandb.init` that name the run in `folder`: project, entity, group, tags, name, id."""
     project = Path(options.project).name
     return {
-        "project": options.wandb_project or ("lockstep" if project == YOLOV5_PROJECT else project),
+        "project": options.wandb_project or ("lockstep" if project == DEFAULT_PROJECT else project),
         "entity": options.wandb_entity or None,
         "group": options.wandb_group or None,
         "tags": list(options.wandb_tags) or None,
@@ -205,7 +200,7 @@ def wandb_arguments(options: TrackingOptions, folder: Path) -> dict[str, Any]:
 
 
 def git_commit() -> str:
-    """Return the commit of this code, with "+" if files have changed since; '' if this is no git checkout."""
+    """Return the git commit of this code, with "+" if files have changed since; '' without a git checkout."""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--match=", "--dirty=+"]
         return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()

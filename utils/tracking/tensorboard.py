@@ -1,4 +1,4 @@
-"""The tracker of TensorBoard: event files in the run folder, written by a thread. `RunLog` makes it."""
+"""The tracker of TensorBoard: event files in the run folder, written by a thread. Made by `RunLog`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TENSORBOARD_POSITION_FILE = ".tensorboard.json"  # in the run folder
 
 
 class TensorBoardTracker(Tracker):
-    """Event files in `folder`, of the run with id `run`. print_line: takes a warning."""
+    """Event files in `folder`, of the run with id `run`. print_line: prints a warning."""
 
     name = TENSORBOARD
 
@@ -36,7 +36,7 @@ class TensorBoardTracker(Tracker):
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Open the event file and log the settings as a text."""
-        with suppress(Exception):  # here, not in the thread: loader processes must not be forked within an import
+        with suppress(Exception):  # not in the thread: loader processes must not be forked during an import
             importlib.import_module("torch.utils.tensorboard")
         self._background.do(self._open)
         text = "".join(f"    {line}\n" for line in json.dumps(values, indent=1, default=str).splitlines())

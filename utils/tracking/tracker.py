@@ -1,7 +1,7 @@
-"""The base class of trackers, the axes of what is logged, and which trackers flags and environment ask for.
+"""The base class of trackers, the axes of logged values, and the trackers that flags and environment request.
 
-`RunLog` and utils/run.py call trackers; W&B's is in wandb.py, TensorBoard's in tensorboard.py. Trackers exist on the
-main process only. A new one is a subclass, its name in `TRACKERS`, and a line in `RunLog`.
+Called by `RunLog` and utils/run.py, on the main process only. A new tracker is a subclass, its name in `TRACKERS`, and
+a line in `RunLog`.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ AXES = (
 )  # pairs of a pattern of keys and the key of their x axis, '' for an axis itself
 WANDB, TENSORBOARD = "wandb", "tensorboard"
 TRACKERS = (WANDB, TENSORBOARD)  # also the names of the packages to install
-FINISH_SECONDS = 60.0  # that a tracker has, at the end of a run, to send what is left
+FINISH_SECONDS = 60.0  # time limit of a tracker to send the rest at the end of a run
 Print = Callable[[str], object]  # prints a line on the console
 
 
 def axis_of(values: Mapping[str, Any]) -> str:
-    """Return the key of `values` that is the x of the others."""
+    """Return the key of the x axis of `values`."""
     return EPOCH if EPOCH in values else STEP
 
 
 class Tracker(GeneralTracker):
-    """A tracker of Accelerate's that also takes pictures, examples, artifacts and console output.
+    """An Accelerate tracker that also takes pictures, examples, artifacts and console output.
 
-    No method waits or raises, but for `finish`, which waits. Each does nothing unless a subclass overrides it.
+    Methods neither wait nor raise, except that `finish` waits. Each does nothing unless a subclass overrides it.
     """
 
     main_process_only = True
     requires_logging_directory = False
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
-        """Log numbers by key at an optimizer step; one of the keys is "step" or "epoch", the x of the others."""
+        """Log numbers by key at an optimizer step; the key "step" or "epoch" is the x axis of the others."""
 
     def log_pictures(self, files: Mapping[str, Path], step: int) -> None:
         """Log picture files by key at an optimizer step."""
@@ -52,8 +52,8 @@ class Tracker(GeneralTracker):
     ) -> None:
         """Log images with boxes that can be switched on and off.
 
-        examples: `file`, `name`, and `labels` and `predictions`, the fields of `utils.summary.Box` each. names: of the
-        classes.
+        examples: with `file`, `name`, and lists `labels` and `predictions` of boxes, each the fields of
+        `utils.summary.Box`. names: of the classes.
         """
 
     def log_artifact(
@@ -67,22 +67,23 @@ class Tracker(GeneralTracker):
     ) -> None:
         """Log a version of an artifact.
 
-        files: uploaded. references: pairs of a path and a name in the artifact, of which only the path is stored.
+        files: to upload. references: pairs of a path and a name in the artifact, of which only the path is stored.
         """
 
     def log_line(self, text: str) -> None:
         """Log a line of the console output."""
 
     def finish(self, timeout: float = FINISH_SECONDS) -> None:
-        """Send what is left and close the run, within `timeout` seconds."""
+        """Send the rest and close the run, within `timeout` seconds."""
 
 
 def requested_trackers(log_with: str, no_wandb: bool) -> tuple[list[str], list[str]]:
     """Return the names of the trackers to use, and warnings about packages that are not installed.
 
-    log_with, no_wandb: the flags; '' is W&B if it is installed, and gives no warning if it is not.
+    log_with, no_wandb: the flags; '' is W&B if it is installed, without a warning if it is not.
     """
-    disabled = os.environ.get("WANDB_MODE") == "disabled" or _is_true(os.environ.get("WANDB_DISABLED", ""))
+    disabled = os.environ.get("WANDB_MODE") == "disabled"
+    disabled |= os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on")
     names = {"": [WANDB], "none": [], "all": list(TRACKERS)}.get(log_with, [log_with])
     names = [name for name in names if name != WANDB or not (no_wandb or disabled)]
     missing = [name for name in names if not _is_installed(name)]
@@ -93,7 +94,3 @@ def requested_trackers(log_with: str, no_wandb: bool) -> tuple[list[str], list[s
 def _is_installed(name: str) -> bool:
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None  # no origin: a folder of that name in the current one
-
-
-def _is_true(text: str) -> bool:
-    return text.lower() in ("1", "true", "yes", "on")

@@ -1,6 +1,6 @@
-"""The tracker of Weights & Biases: it sends messages to a process of its own (wandb_process.py), and waits for none.
+"""The tracker of Weights & Biases: it sends messages to a process (wandb_process.py) and never waits for it.
 
-`RunLog` makes it. Nothing here imports the package wandb.
+Made by `RunLog`. Nothing here imports the package wandb.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from typing import Any
 from utils.background import kill_children, own_python
 from utils.tracking.tracker import AXES, FINISH_SECONDS, WANDB, Print, Tracker, axis_of
 
-UPLOAD_SECONDS = 900.0  # that the W&B process has, at the end of a run that uploads artifacts, to send what is left
-EXIT_SECONDS = 10.0  # that the W&B process has beyond that to exit; then it is killed
+UPLOAD_SECONDS = 900.0  # time limit of the W&B process to send the rest at the end of a run that uploads artifacts
+EXIT_SECONDS = 10.0  # additional time limit for its exit; then it is killed
 
 
 class WandbTracker(Tracker):
-    """A W&B run in a process of its own. A message is a JSON object on a line: the name of a method of
-    `wandb_process.Session`, and its arguments.
+    """A W&B run in another process. A message is a line of JSON: a method of `wandb_process.Session` and its arguments.
 
     folder: of the run. run: arguments of `wandb.init` (project, entity, group, tags, name, id). print_line: prints a
-    line on the console. timeout: seconds to send what is left at the end of the run.
+    line on the console. timeout: seconds to send the rest at the end of the run.
     """
 
     name = WANDB
@@ -41,15 +40,15 @@ class WandbTracker(Tracker):
         self.folder, self.run, self.print_line, self.timeout = folder, run, print_line, timeout
         self.process: subprocess.Popen[str] | None = None
         self.messages: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
-        self.closed = False  # nobody reads messages any more
+        self.closed = False  # once it is True, nobody reads messages
 
     @property
     def tracker(self) -> WandbTracker:
-        """This tracker: the W&B run itself lives in the other process."""
+        """This tracker, because the W&B run is in the other process."""
         return self
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Start the process, and in it the run, with its settings."""
+        """Start the process, and the run in it with its settings."""
         try:
             self.process = subprocess.Popen(
                 [*own_python("utils.tracking.wandb_process"), *sys.argv],
@@ -57,7 +56,7 @@ class WandbTracker(Tracker):
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
-                start_new_session=True,  # without a terminal wandb asks nothing, and Ctrl-C does not reach it
+                start_new_session=True,  # without a terminal wandb asks no questions and gets no Ctrl-C
             )
         except OSError as error:
             self.closed = True
@@ -68,15 +67,8 @@ class WandbTracker(Tracker):
         ]
         for thread in self._threads:
             thread.start()
-        self._send(
-            "start",
-            folder=str(self.folder.absolute()),
-            run=self.run,
-            config=values,
-            axes=AXES,
-            pid=os.getpid(),
-            timeout=self.timeout,
-        )
+        folder, pid = str(self.folder.absolute()), os.getpid()
+        self._send("start", folder=folder, run=self.run, config=values, axes=AXES, pid=pid, timeout=self.timeout)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         self._send("log", values=values, step=step, axis=axis_of(values))
@@ -98,21 +90,14 @@ class WandbTracker(Tracker):
         references: Sequence[tuple[str, str]] = (),
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        self._send(
-            "log_artifact",
-            name=name,
-            kind=kind,
-            aliases=aliases,
-            files=[str(file.absolute()) for file in files],
-            references=references,
-            metadata=metadata,
-        )
+        content = {"name": name, "kind": kind, "aliases": aliases, "references": references, "metadata": metadata}
+        self._send("log_artifact", files=[str(file.absolute()) for file in files], **content)
 
     def log_line(self, text: str) -> None:
         self._send("log_line", text=text)
 
     def finish(self, timeout: float = FINISH_SECONDS) -> None:
-        """Close the run; what is not sent in time stays on disk, for `wandb sync`."""
+        """Close the run; data that is not sent in time stays on disk, for `wandb sync`."""
         if self.process is None:
             return
         self._send("finish")
@@ -121,9 +106,7 @@ class WandbTracker(Tracker):
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            self.print_line(
-                f"warning: W&B has not ended after {timeout:.0f} s; what it received is in {self.folder / 'wandb'}"
-            )
+            self.print_line(f"warning: W&B has not ended after {timeout:.0f} s; its data is in {self.folder / 'wandb'}")
             kill_children(self.process.pid)
             self.process.kill()
         for thread in self._threads:
@@ -135,9 +118,9 @@ class WandbTracker(Tracker):
             self.messages.put({"method": method, **arguments})
 
     def _write(self, process: subprocess.Popen[str]) -> None:
-        """Write messages to the process until it is closed or has ended, after which they are dropped."""
+        """Write messages to the process until it is closed or has ended; later messages are dropped."""
         assert process.stdin is not None
-        with suppress(OSError, ValueError):  # the process has ended, and has printed the reason
+        with suppress(OSError, ValueError):  # the process has ended and printed the reason
             while message := self.messages.get():
                 process.stdin.write(json.dumps(message, default=str) + "\n")
                 process.stdin.flush()
@@ -145,7 +128,7 @@ class WandbTracker(Tracker):
         self.closed = True
 
     def _read(self, process: subprocess.Popen[str]) -> None:
-        """Print what the process has to say, and hand on a request to stop the training."""
+        """Print the replies of the process; stop the training if one requests that."""
         assert process.stdout is not None
         for line in process.stdout:
             with suppress(ValueError, TypeError, KeyError):  # not a reply of `Session`

@@ -2,8 +2,8 @@
 
 utils/tracking/wandb.py starts it with `main`, models/weights/releases.py with `fetch`. It reads a JSON object per line,
 calls the method of `Session` that the object names, and replies with JSON lines. The training process never waits for
-it and never imports wandb; if something hangs or breaks here, this process can be killed. If its input ends without
-`finish`, the training process has died, and the run is closed with what was received.
+it and never imports wandb, so this process can be killed if it hangs. If its input ends without `finish`, the training
+process has died, and the run is closed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from utils.tracking.log_position import LogPosition
 WANDB_POSITION_FILE = ".wandb.json"  # in the run folder
 WANDB_LOCK_FILE = ".wandb.lock"  # in the run folder
 WANDB_CONNECT_SECONDS = 30.0  # to reach the server, unless the variable WANDB_INIT_TIMEOUT gives another number
-ORPHAN_SECONDS = 60.0  # to send what is left if the training process has died
-CLEANUP_SECONDS = 5.0  # that wandb has on exit to remove its temporary files
+ORPHAN_SECONDS = 60.0  # to send the rest if the training process has died
+CLEANUP_SECONDS = 5.0  # for wandb to remove its temporary files on exit
 EXAMPLE_PIXELS = 640  # longer side of an example image
 
 
@@ -45,16 +45,12 @@ class Session:
         self.warned = False
 
     def reply(self, text: str, **more: Any) -> None:
-        """Have the training process print `text`. more: `stop=True` to end the training."""
+        """Make the training process print `text`. more: `stop=True` ends the training."""
         with suppress(OSError, ValueError):
             print(json.dumps({"print": text, **more}), file=self.replies, flush=True)
 
-    def stop(self) -> None:
-        """End the training: the button "stop" on the run's page was pressed."""
-        self.reply("W&B: the run is stopped from its page", stop=True)
-
     def warn(self, error: BaseException) -> None:
-        """Print the first failure; later ones are silent."""
+        """Report the first failure; later ones are silent."""
         if not self.warned:
             self.warned = True
             self.reply(f"warning: W&B: {first_line(error, 1000)}; training goes on, results.csv has its numbers")
@@ -71,7 +67,7 @@ class Session:
         """Start the run, or continue the one with this id.
 
         run: arguments of `wandb.init`. axes: pairs of a pattern of keys and the key of their x axis, '' for an axis
-        itself. pid: of the training process. timeout: seconds to send what is left at the end of the run.
+        itself. pid: of the training process. timeout: seconds to send the rest at the end of the run.
         """
         import wandb
 
@@ -84,18 +80,13 @@ class Session:
         mode = os.environ.get("WANDB_MODE") or settings.mode
         if mode == "disabled":
             raise SystemExit(0)
-        common = {
-            **run,
-            "dir": folder,
-            "config": dict(config),
-            "resume": "allow",
-            "settings": self._settings(pid, timeout),
-        }
+        wandb_settings = self._settings(pid, timeout)
+        common = {**run, "dir": folder, "config": dict(config), "resume": "allow", "settings": wandb_settings}
         offline_reason = "offline" if mode in ("offline", "dryrun") else ""
         if not offline_reason and not has_key(settings):
-            offline_reason = "no key (wandb login), so the run is kept on this machine"
+            offline_reason = "no key (wandb login), so the run is stored on this machine"
         if not offline_reason and not self._start_online(common):
-            offline_reason = "the run is kept on this machine"
+            offline_reason = "the run is stored on this machine"
         if offline_reason:
             self.run = wandb.init(mode="offline", **common)
             self.reply(f"W&B: {offline_reason}; upload it with: wandb sync {Path(self.run.dir).parent}")
@@ -108,8 +99,10 @@ class Session:
     def _settings(self, pid: int, timeout: float) -> Any:
         """Return wandb's settings, without those that an older version does not have."""
         known = getattr(self.wandb.Settings, "model_fields", {})
-        # wandb copies its settings; a bound method in place of the lambda would be copied with the whole session.
-        newer: dict[str, Any] = {"x_stats_pid": pid, "finish_timeout": timeout, "stop_fn": lambda: self.stop()}
+        newer: dict[str, Any] = {"x_stats_pid": pid, "finish_timeout": timeout}
+        # Called for the button "stop" of the run's page. It is a lambda because wandb copies its settings: a bound
+        # method would be copied with the whole session.
+        newer["stop_fn"] = lambda: self.reply("W&B: the run is stopped from its page", stop=True)
         return self.wandb.Settings(
             silent=True,
             init_timeout=connect_timeout(),
@@ -130,7 +123,7 @@ class Session:
         return True
 
     def log(self, values: Mapping[str, Any], step: int, axis: str) -> None:
-        """Log numbers by key at an optimizer step. axis: the key that is the x of the others."""
+        """Log numbers by key at an optimizer step. axis: the key of their x axis."""
         if not self.position.logged_before(axis, values[axis]):
             self._log(values, step)
             self.position.advance(axis, values[axis])
@@ -145,7 +138,7 @@ class Session:
     def log_examples(
         self, key: str, examples: Sequence[Mapping[str, Any]], names: Sequence[str], step: int, epoch: int
     ) -> None:
-        """Log images with the boxes of their labels and predictions, which can be switched on and off."""
+        """Log images with boxes of labels and predictions; see `Tracker.log_examples`."""
         if self.position.logged_before(key, epoch):
             return
         classes = dict(enumerate(names))
@@ -182,7 +175,7 @@ class Session:
         print(text, flush=True)
 
     def finish(self, code: int = 0) -> None:
-        """Send what is left and close the run; what is not sent in time stays on disk. code: of the training's exit."""
+        """Send the rest and close the run; data that is not sent in time stays on disk. code: exit code of the run."""
         started = time.monotonic()
         self.run.finish(exit_code=code)
         if time.monotonic() - started >= self.timeout:
@@ -198,7 +191,7 @@ def connect_timeout() -> float:
 
 
 def has_key(settings: Any) -> bool:
-    """Return whether wandb has a key for the server: in its variables, its settings or ~/.netrc."""
+    """Return whether wandb has a key for the server, in the environment, its settings or ~/.netrc."""
     if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
         return True
     if getattr(settings, "api_key", None):
@@ -254,10 +247,10 @@ def _open_replies() -> TextIO:
 def main() -> None:
     """Serve a run: call the methods that the lines of standard input name."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # meant for the training, which sends `finish` before it ends
+        signal.signal(number, signal.SIG_IGN)  # for the training process, which sends `finish` before it ends
     replies = _open_replies()
-    sys.argv = sys.argv[1:]  # W&B shows the training's command
-    session, finished = Session(replies), False
+    sys.argv = sys.argv[1:]  # the command of the training, which W&B shows
+    session, method = Session(replies), ""
     for line in sys.stdin:
         if not line.endswith("\n"):  # the training process died while it wrote
             break
@@ -269,10 +262,9 @@ def main() -> None:
             session.warn(error)
             if method == "start":
                 exit_now(1)
-        finished = finished or method == "finish"
-        if finished:
+        if method == "finish":
             break
-    if not finished and hasattr(session, "run"):
+    if method != "finish" and hasattr(session, "run"):
         _exit_after(ORPHAN_SECONDS)
         with suppress(Exception):
             session.finish(code=1)

@@ -1,4 +1,4 @@
-"""The exponential moving average of a model's weights, which is validated and saved. Made by optimizer_steps.py."""
+"""The exponential moving average (EMA) of a model, which is validated and saved. Made by optimizer_steps.py."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ RAMP_UPDATES = 2000  # YOLOv5's decay is DECAY x (1 - exp(-updates / ramp)), so 
 
 
 class ModelEMA:
-    """A copy of the model in fp32 whose floating-point tensors, buffers included, follow the model's.
-
-    Every process holds one.
-    """
+    """An average of the model's floating-point tensors, including buffers, in fp32. Every process holds one."""
 
     model: Model
 
@@ -30,7 +27,7 @@ class ModelEMA:
 
     @torch.no_grad()
     def update(self, model: nn.Module, taken: Tensor | bool = True) -> None:
-        """Follow `model` after an optimizer step. taken: bool (), on the model's device; False changes nothing."""
+        """Update the average after an optimizer step. taken: bool (), on the model's device; False changes nothing."""
         self.updates += taken
         # 1 - decay, written so that it is exact for a small one
         share = ((1 - DECAY) + DECAY * (-self.updates / RAMP_UPDATES).exp()) * taken
@@ -44,7 +41,7 @@ class ModelEMA:
         return {"ema": self.model.state_dict(), "updates": int(self.updates)}
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `state` returned; `saved` may hold more."""
+        """Load what `state` returned; `saved` may contain more."""
         self.model.load_state_dict(saved["ema"])
         self.updates.fill_(saved["updates"])
 

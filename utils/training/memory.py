@@ -1,7 +1,4 @@
-"""What fits: a batch into a device (AutoBatch), loader batches into shared memory; and the error if one does not.
-
-Called by train.py.
-"""
+"""Memory: batch sizes that fit a device (AutoBatch), loader batches in shared memory, errors. Called by train.py."""
 
 from __future__ import annotations
 
@@ -26,10 +23,10 @@ SHARED_MEMORY = "/dev/shm"
 BATCHES_PER_WORKER = 3  # that a loader process holds: two prefetched, one that is being trained on
 AUTO_BATCH_SHARE = 0.8  # of the free memory of a device, as in YOLOv5
 CPU_BATCH_SIZE = 16  # for --batch-size -1 if there is no GPU to measure
-COPIES_OF_WEIGHTS = 3  # that a run holds beside what a step takes: EMA, and at most two of the optimizer (Adam)
-# Messages of errors for which torch has no type of its own: of the machine's memory, of the driver, of cuBLAS.
+COPIES_OF_WEIGHTS = 3  # that a run holds beside the memory of a step: EMA, and at most two of the optimizer (Adam)
+# Messages of errors for which torch has no type: of the machine's memory, of the driver and of cuBLAS.
 MACHINE_FULL = "can't allocate memory"
-MEMORY_MESSAGES = (MACHINE_FULL, "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+GPU_FULL = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 BYTES_PER_MIB = 2**20
 
 
@@ -48,15 +45,11 @@ def check_batch_size(batch_size: int) -> None:
 
 
 def loader_processes(requested: int, batch_bytes: int) -> tuple[int, list[str]]:
-    """Return how many of the `requested` loader processes this machine has cores and memory for, and warnings."""
-    return fitting_workers(loader_workers(requested), batch_bytes)
+    """Return the number of loader processes that this machine has cores and shared memory for, and warnings.
 
-
-def fitting_workers(workers: int, batch_bytes: int) -> tuple[int, list[str]]:
-    """Return how many of `workers` loader processes fit with their batches into shared memory, and warnings.
-
-    With more of them the system would end them with a bus error.
+    requested: the largest number. A process whose batches exceed the shared memory ends with a bus error.
     """
+    workers = loader_workers(requested)
     try:
         disk = os.statvfs(SHARED_MEMORY)
     except (OSError, AttributeError):
@@ -73,27 +66,22 @@ def fitting_workers(workers: int, batch_bytes: int) -> tuple[int, list[str]]:
 
 @contextmanager
 def explain_out_of_memory(batch_size: int, imgsz: int) -> Iterator[None]:
-    """Turn errors about memory into a `UserError` that names a batch size to try."""
+    """Turn a lack of memory, of a device or of the machine, into a `UserError` that names a batch size to try."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+    except (MemoryError, RuntimeError) as error:
+        of_machine = isinstance(error, MemoryError) or MACHINE_FULL in str(error)
+        of_gpu = isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in GPU_FULL)
+        if not of_machine and not of_gpu:
             raise
         processes = world_size()
         half = batch_size // processes // 2 * processes
         instead = f"--batch-size {half}" if half else f"a smaller --imgsz than {imgsz}, or a smaller model"
-        where = "the machine" if isinstance(error, MemoryError) or MACHINE_FULL in str(error) else "a GPU"
+        device = "the machine" if of_machine else "a GPU"
         raise UserError(
-            f"out of memory of {where} with --batch-size {batch_size} at {imgsz} pixels; try {instead} (in a new run: "
-            "the batch size is part of a curve)"
+            f"out of memory of {device} with --batch-size {batch_size} at {imgsz} pixels; try {instead} (in a new run, "
+            "because a curve depends on the batch size)"
         ) from None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the error is a lack of memory, of a device or of the machine."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in MEMORY_MESSAGES)
 
 
 def auto_batch_size(
@@ -106,8 +94,8 @@ def auto_batch_size(
 ) -> tuple[int, str]:
     """Return the batch size of all processes that the memory of the smallest GPU allows, and a message about it.
 
-    train_step: takes a number of images, runs forward and backward of `model` on as many, and drops the gradients.
-    images: in the training set. The model is moved to `device` and otherwise left as it was.
+    train_step: takes a number of images, runs forward and backward of `model` on a batch of that size, and drops the
+    gradients. images: in the training set. The model is moved to `device` and otherwise unchanged.
     """
     processes = world_size()
     if device.type != "cuda":
@@ -132,11 +120,11 @@ def auto_batch_size(
 
 
 def largest_batch(peak: Callable[[int], int], free: int, most: int) -> int:
-    """Return the largest batch, at most `most`, whose peak memory is a share of the `free` memory in bytes.
+    """Return the largest batch, at most `most`, whose peak memory is `AUTO_BATCH_SHARE` of the `free` memory in bytes.
 
-    peak: measures a batch size, in bytes; may raise torch's error for too large ones. Memory grows linearly with the
-    batch, so sizes are doubled until half of the share is used, and the line through the last two is followed: not from
-    one alone, for the weights may take most of it.
+    peak: measures a batch size, in bytes; raises torch's error if it is too large. Memory is a constant (the weights)
+    plus a share per image: sizes are doubled until half of the limit is used, and the line through the last two sizes
+    is extrapolated.
     """
     limit, peaks = AUTO_BATCH_SHARE * free, [(1, peak(1))]
     while (len(peaks) < 2 or peaks[-1][1] < limit / 2) and peaks[-1][0] < most:
@@ -144,7 +132,7 @@ def largest_batch(peak: Callable[[int], int], free: int, most: int) -> int:
         try:
             peaks.append((size, peak(size)))
         except torch.OutOfMemoryError:
-            most = peaks[-1][0]  # whatever the line says
+            most = peaks[-1][0]  # even if the line leads beyond
             break
     if len(peaks) < 2:
         return 1

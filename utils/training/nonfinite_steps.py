@@ -1,6 +1,6 @@
-"""Optimizer steps whose gradients are not finite: undone, counted, and explained if they do not end.
+"""Optimizer steps whose gradients are not finite: undone, counted, and explained if there are too many.
 
-Called by optimizer_steps.py; `DeviceValue` by step_log.py too.
+Called by optimizer_steps.py; step_log.py uses `DeviceValue`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Window = list[tuple[Tensor, list[str]]]  # of each batch between two optimizer s
 
 
 class DeviceValue:
-    """A small tensor that is copied to the host without waiting, and read later, when that is mostly done."""
+    """A small tensor that is copied to the host asynchronously, to be read later."""
 
     def __init__(self, value: Tensor) -> None:
         self.on_host, self.copied = value, None
@@ -35,10 +35,9 @@ class DeviceValue:
 
 
 class NonFiniteGuard:
-    """Restores what the batches of a skipped optimizer step have changed beside the weights.
+    """Restores the tensors beside the weights that the batches of a skipped optimizer step have changed.
 
-    tensors: changed in place, such as BatchNorm's statistics and sums of losses. limit: skipped steps in a row that end
-    the run.
+    tensors: changed in place, such as BatchNorm's statistics and loss sums. limit: of skipped steps in a row.
     """
 
     def __init__(self, tensors: Sequence[Tensor], limit: int) -> None:
@@ -52,12 +51,12 @@ class NonFiniteGuard:
         self.window.append((losses, list(images)))
 
     def snapshot(self) -> None:
-        """Make the present values those that are restored."""
+        """Save the present values of the tensors, to restore them."""
         self.saved = torch.cat([tensor.flatten() for tensor in self.live])
 
     @torch.no_grad()
     def end_window(self, taken: Tensor) -> Window:
-        """Keep or restore the values after an optimizer step, which was `taken` or not; return its batches.
+        """Save the values after an optimizer step that was taken, or restore them; return the batches of the step.
 
         taken: bool () on the device; nothing waits for it.
         """
@@ -76,7 +75,7 @@ class NonFiniteGuard:
 
     @staticmethod
     def suspects(window: Window, loss_names: Sequence[str]) -> list[tuple[str, str]]:
-        """Return images of this process's batches whose loss is not finite, each with the terms that are not."""
+        """Return the images of this process's batches whose loss is not finite, each with these loss terms."""
         images_and_terms = []
         for losses, images in window:
             terms = [name for name, value in zip(loss_names, losses.tolist(), strict=True) if not math.isfinite(value)]
@@ -93,10 +92,9 @@ def explain_skipped_steps(
     precision: str,
     lr0: float,
 ) -> str:
-    """Return a message about `skipped` skipped steps in a row: the last one, its images and the probable cause.
+    """Return a message about `skipped` skipped steps in a row: the last step, its images and the probable cause.
 
-    suspects: those of all processes. images: count in the last step's window, over all processes. precision: of the
-    autocast.
+    suspects: of all processes. images: number of images of the last step, on all processes. precision: of autocast.
     """
     sizes = [float(parameter.detach().abs().max()) for parameter in model.parameters() if parameter.numel()]
     largest = float("nan") if any(map(math.isnan, sizes)) else max(sizes, default=0.0)  # max may pass over a NaN
@@ -104,14 +102,14 @@ def explain_skipped_steps(
         terms = ", ".join(dict.fromkeys(terms for _, terms in suspects))
         names = ", ".join(image for image, _ in suspects[:MAX_NAMED_IMAGES])
         more = f" and {len(suspects) - MAX_NAMED_IMAGES} more" if len(suspects) > MAX_NAMED_IMAGES else ""
-        what = f"not finite: {terms} of the images {names}{more}"
+        details = f"not finite: {terms} of the images {names}{more}"
     else:
-        what = f"the loss of its {images} images is finite, and its gradient is not"
+        details = f"the loss of its {images} images is finite, and its gradient is not"
     if not largest < LARGEST_SOUND_WEIGHT:
         cause = f"the weights have grown to {largest:.3g}, so the learning rate (lr0 {lr0:g}) is probably too high"
     elif precision == "fp16":
         cause = "fp16 probably overflows: try --mixed-precision bf16 or no"
     else:
-        cause = f"look at these images and their labels, and try a lower lr0 than {lr0:g}"
+        cause = f"check these images and their labels, and try a lower lr0 than {lr0:g}"
     steps = f"{skipped} optimizer steps in a row were skipped" if skipped > 1 else "an optimizer step was skipped"
-    return f"{steps}, for the gradients were not finite; the last is step {step} ({what}); {cause}"
+    return f"{steps}, because the gradients were not finite; the last is step {step} ({details}); {cause}"

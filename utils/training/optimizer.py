@@ -32,7 +32,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def numbered_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters in the order of the groups, by which torch numbers them in an optimizer's state."""
+    """Return the parameters in the order of the groups, in which torch numbers them in an optimizer's state."""
     return [parameter for group in parameter_groups(model, 0.0) for parameter in group["params"]]
 
 
@@ -48,7 +48,7 @@ def build_optimizer(
 
 
 def start_momentum(optimizer: Any) -> None:
-    """Set SGD's momentum buffers to zero before the first step, so that they exist if that one is skipped.
+    """Set SGD's momentum buffers to zero before the first step, so that they exist if it is skipped.
 
     optimizer: prepared by Accelerate.
     """
@@ -60,9 +60,9 @@ def start_momentum(optimizer: Any) -> None:
 
 
 def step_if(optimizer: Any, finite: Tensor) -> Tensor:
-    """Take a step of a fused optimizer, which Accelerate has prepared, only if `finite`, bool (); return `finite`.
+    """Take a step of a fused optimizer, prepared by Accelerate, if `finite`, bool (); return `finite`.
 
-    The kernels read it on the device, as they read the `found_inf` of a gradient scaler, so nothing waits for it.
+    The kernels read it on the device, like the `found_inf` of a gradient scaler, so nothing waits for it.
     """
     inner = optimizer.optimizer
     inner.found_inf = (~finite).float()
@@ -72,10 +72,10 @@ def step_if(optimizer: Any, finite: Tensor) -> Tensor:
 
 
 def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
-    """Freeze layers and return their numbers: (N,) is the first N, (-N,) all but the last N, several are these alone.
+    """Freeze layers and return their numbers: (N,) is the first N, (-N,) all but the last N, several are these layers.
 
-    The layers are the children of the model's attribute `model` or, without it, of the model. Raises `UserError` for a
-    number that is not one of them.
+    The layers are the children of `model.model`, or of a model without that attribute. Raises `UserError` for a number
+    that is no layer.
     """
     layered = dict(model.named_children()).get("model", model)
     rows = list(layered.children())
@@ -98,7 +98,7 @@ def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
 
 
 class Rates(NamedTuple):
-    """Learning rate of each group, and momentum, of one step."""
+    """Learning rates of the parameter groups, and momentum."""
 
     lrs: tuple[float, float, float]
     momentum: float
@@ -106,7 +106,7 @@ class Rates(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rates and momentum as a function of the batch number: no state, so resuming needs none.
+    """Learning rates and momentum as a pure function of the batch number.
 
     The rate falls from epoch to epoch, linearly or as a cosine, from lr0 to lr0 x lrf. Warm-up interpolates linearly:
     biases start at `warmup_bias_lr`, the other groups at 0, the momentum at `warmup_momentum`.

@@ -1,7 +1,6 @@
-"""The optimizer steps of a run: prepared for its processes, clipped, skipped if not finite, averaged, and counted.
+"""The optimizer steps of a run: clipped, skipped if not finite, averaged, counted and logged. Called by train.py.
 
-Called by train.py. On a GPU nothing here waits for the device: whether a step was taken is decided there and read on
-the host one step later.
+On a GPU nothing here waits for the device: it decides whether a step is taken, and the host reads that one step later.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class OptimizerOptions(SyncOptions):
 
 
 class EndedStep(NamedTuple):
-    """An optimizer step whose outcome the host has yet to read."""
+    """An optimizer step; the host does not know yet whether it was taken."""
 
     taken: DeviceValue  # bool
     batches: int  # accumulated in it
@@ -67,13 +66,12 @@ class OptimizerSteps:
         state: TrainingState,
         schedule: Schedule,
         step_log: StepLog,
-        loss_names: Sequence[str],
         options: OptimizerOptions,
     ) -> None:
         self.run, self.model, self.state, self.schedule = run, model, state, schedule
-        self.step_log, self.loss_names, self.batch_size = step_log, loss_names, options.batch_size
+        self.step_log, self.batch_size = step_log, options.batch_size
         self.optimizer, self.ema, self.progress = state.optimizer, state.ema, state.progress
-        # Now that the state is loaded: the guard copies what it finds.
+        # The state must be loaded before: the guard copies the tensors.
         self.guard = NonFiniteGuard([state.loss_sums, *floating_buffers(model.bare).values()], options.max_skips)
         trained = self.progress.epoch * schedule.batches + self.progress.batch
         self.remaining = RemainingTime(options.epochs * schedule.batches - trained)
@@ -82,7 +80,7 @@ class OptimizerSteps:
 
     @property
     def behind(self) -> int:
-        """Return how many steps may be counted later: on a GPU one, whose successor is queued before the host waits."""
+        """Number of steps that may be counted later: one on a GPU, so that the next is queued before the host waits."""
         return int(self.state.loss_sums.is_cuda)
 
     def add_batch(self, losses: Tensor, paths: Iterable[str]) -> None:
@@ -93,9 +91,9 @@ class OptimizerSteps:
         self.remaining.done += 1
 
     def take(self) -> Tensor:
-        """Clip the gradients and step, unless they are not finite; return whether it was taken, bool () on the device.
+        """Clip the gradients and take a step if they are finite; return whether it was taken, bool () on the device.
 
-        The norm is that of the gradients of all processes, so all skip the same steps.
+        The norm is that of the reduced gradients, so all processes skip the same steps.
         """
         accelerator, optimizer = self.run.accelerator, self.optimizer
         norm = self.step_log.norm = accelerator.clip_grad_norm_(self.model.prepared.parameters(), CLIP_NORM)
@@ -108,7 +106,7 @@ class OptimizerSteps:
         return torch.full((), taken, device=accelerator.device)
 
     def end(self, taken: Tensor, batches: int, epoch_batches: int) -> None:
-        """Update the EMA, or restore what a skipped step has changed, and log. batches: of the epoch so far."""
+        """Update the EMA, or undo the changes of a skipped step, and log. batches: of the epoch so far."""
         progress = self.progress
         accumulated, progress.batch, progress.step = batches - progress.batch, batches, progress.step + 1
         window = self.guard.end_window(taken)
@@ -121,7 +119,7 @@ class OptimizerSteps:
         self.count(keep=self.behind)
 
     def count(self, keep: int = 0) -> None:
-        """Count the steps that were taken and those that were not, and log their points, except the last `keep` steps.
+        """Count taken and skipped steps, all but the last `keep`, and log their points.
 
         Raises `UserError` on every process after too many skipped steps in a row.
         """
@@ -139,7 +137,7 @@ class OptimizerSteps:
 
     def _fail(self, ended: EndedStep) -> NoReturn:
         run, guard = self.run, self.guard
-        suspects = run.collectives.gather(guard.suspects(ended.window, self.loss_names))
+        suspects = run.collectives.gather(guard.suspects(ended.window, self.step_log.terms))
         images = sum(run.collectives.gather([sum(len(paths) for _, paths in ended.window)]))
         precision, lr0 = run.accelerator.mixed_precision, self.schedule.lr0
         with self.model.gathered():
@@ -159,7 +157,7 @@ def prepare_training(
     identity: Identity,
     saved: Mapping[str, Any] | None,
 ) -> tuple[OptimizerSteps, DataLoader[Any]]:
-    """Make optimizer, schedule and EMA, let Accelerate prepare them, and take over the `saved` state if there is one.
+    """Make optimizer, schedule and EMA, let Accelerate prepare them, and load the `saved` state if there is one.
 
     Returns the steps and the prepared loader. All processes must call it together.
     """
@@ -171,16 +169,11 @@ def prepare_training(
     schedule = select(Schedule, hyp, epochs=options.epochs, batches=len(loader), cosine=options.cos_lr)
     ema = ModelEMA(model)
     if saved:
-        load_weights(saved, model, ema)  # before `prepare`, where ZeRO-3 divides them
+        load_weights(saved, model, ema)  # before `prepare`, where ZeRO-3 partitions them
     accumulation = accelerator.gradient_accumulation_steps
+    warmup_steps = schedule.warmup // accumulation
     distributed, optimizer, loader = prepare(
-        accelerator,
-        model,
-        optimizer,
-        loader,
-        options,
-        clip_norm=CLIP_NORM,
-        warmup_steps=schedule.warmup // accumulation,
+        accelerator, model, optimizer, loader, options, clip_norm=CLIP_NORM, warmup_steps=warmup_steps
     )
     start_momentum(optimizer)
     state = TrainingState(
@@ -197,14 +190,6 @@ def prepare_training(
     )
     if saved:
         state.load_state(saved)
-    step_log = StepLog(
-        loss_names,
-        accelerator.gather,
-        accelerator.device,
-        accelerator.num_processes,
-        options.log_interval,
-        math.ceil(len(loader) / accumulation),
-        enabled=run.is_tracked,
-        scaler=accelerator.scaler,
-    )
-    return OptimizerSteps(run, distributed, state, schedule, step_log, loss_names, options), loader
+    epoch_steps = math.ceil(len(loader) / accumulation)
+    step_log = StepLog(loss_names, accelerator, options.log_interval, epoch_steps, enabled=run.is_tracked)
+    return OptimizerSteps(run, distributed, state, schedule, step_log, options), loader

@@ -1,4 +1,4 @@
-"""How an epoch is reported: its row of results.csv, its line on the console, values for trackers. train.py calls it."""
+"""The report of an epoch: its row of results.csv, its console line, its values for trackers. Called by train.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def results_row(
     metric_names: Sequence[str],
     optimizer: torch.optim.Optimizer,
 ) -> dict[str, float | None]:
-    """Return a row of results.csv: YOLOv5's columns, empty if the epoch was not validated."""
+    """Return a row of results.csv with YOLOv5's columns; those of the validation are None without a `summary`."""
     return {
         "epoch": epoch,
         **{f"train/{name}": value for name, value in losses.items()},
@@ -32,7 +32,7 @@ def results_row(
 def epoch_line(
     epoch: int, epochs: int, losses: Mapping[str, float], summary: Summary | None, rate: float, skipped: int
 ) -> str:
-    """Return the console's line for an epoch. rate: images per second. skipped: optimizer steps of the run so far."""
+    """Return the console line of an epoch. rate: images per second. skipped: optimizer steps skipped so far."""
     parts = [f"{name} {value:.4f}" for name, value in losses.items()]
     parts += [f"{name} {value:.4f}" for name, value in (summary.metrics if summary else {}).items()]
     parts += [f"{rate:.0f} images/s"] if rate else []
@@ -41,7 +41,7 @@ def epoch_line(
 
 
 def epoch_timing(bar: Bar, validation_seconds: float, progress: Progress) -> dict[str, float]:
-    """Return what trackers get of an epoch beside its row: seconds, and the optimizer steps skipped so far."""
+    """Return the timing of an epoch for trackers, and the optimizer steps skipped so far."""
     return {
         "images_per_second": bar.rate,
         "train_seconds": bar.seconds,
@@ -58,13 +58,9 @@ def best_epoch_table(progress: Progress, best: Summary, brief: bool) -> list[str
 
 
 def bar_values(
-    losses: Mapping[str, float],
-    best: Summary | None,
-    bar: Bar,
-    remaining: RemainingTime,
-    device: torch.device,
+    losses: Mapping[str, float], best: Summary | None, bar: Bar, remaining: RemainingTime, device: torch.device
 ) -> dict[str, str]:
-    """Return what stands beside the progress bar. losses: means over the epoch so far. best: of the best epoch."""
+    """Return the values beside the progress bar. losses: means over the epoch so far. best: of the best epoch."""
     values = {name.removesuffix("_loss"): f"{value:.4f}" for name, value in losses.items()}
     if best:
         name, metric = list(best.metrics.items())[-1]

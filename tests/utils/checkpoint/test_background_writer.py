@@ -1,4 +1,4 @@
-"""Files written in the background: a failure is warned of once, tried again in the end, and then an error."""
+"""Files written in the background: a failure is a warning, and is repeated at the end, where it is an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def writer(warnings: list[str]) -> BackgroundWriter:
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """A folder that cannot be made, until the file in its place is removed: root may write everywhere else."""
+    """Return a folder that cannot be made until the file in its place is removed; root may write everywhere else."""
     (tmp_path / "weights").touch()
     return tmp_path / "weights"
 
@@ -39,8 +39,7 @@ def test_files_are_written(writer: BackgroundWriter, warnings: list[str], tmp_pa
     assert warnings == []
 
 
-def test_training_goes_on_meanwhile(writer: BackgroundWriter) -> None:
-    """One job runs in the background; the next waits for its end."""
+def test_jobs_run_in_the_background_one_after_another(writer: BackgroundWriter) -> None:
     done: list[str] = []
     go = threading.Event()
 
@@ -58,7 +57,7 @@ def test_training_goes_on_meanwhile(writer: BackgroundWriter) -> None:
     assert done == ["slow", "quick"]
 
 
-def test_a_failure_is_one_warning(writer: BackgroundWriter, warnings: list[str], weights: Path) -> None:
+def test_a_repeated_failure_is_one_warning(writer: BackgroundWriter, warnings: list[str], weights: Path) -> None:
     for number in range(3):
         writer.write([weights / "last.pt", weights / "best.pt"], b"%d" % number)
         writer.write([weights.parent / "results.csv"], b"epoch")
@@ -69,7 +68,7 @@ def test_a_failure_is_one_warning(writer: BackgroundWriter, warnings: list[str],
     assert (weights.parent / "results.csv").read_bytes() == b"epoch"
 
 
-def test_each_file_that_fails_is_a_warning(writer: BackgroundWriter, warnings: list[str], weights: Path) -> None:
+def test_each_other_file_that_fails_is_a_warning(writer: BackgroundWriter, warnings: list[str], weights: Path) -> None:
     writer.write([weights / "last.pt"], b"1")
     writer.write([weights / "last.pt", weights / "best.pt"], b"2")
     writer.write([weights / "best.pt"], b"3")
@@ -80,7 +79,7 @@ def test_each_file_that_fails_is_a_warning(writer: BackgroundWriter, warnings: l
     ]
 
 
-def test_a_full_disk_keeps_the_old_file(
+def test_a_full_disk_leaves_the_old_file(
     writer: BackgroundWriter, warnings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(handle: int) -> None:
@@ -103,7 +102,7 @@ def test_a_full_disk_keeps_the_old_file(
     assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
 
 
-def test_what_is_not_written_in_the_end_is_an_error(writer: BackgroundWriter, weights: Path) -> None:
+def test_a_file_that_cannot_be_written_at_the_end_is_an_error(writer: BackgroundWriter, weights: Path) -> None:
     writer.write([weights / "last.pt"], b"1")
     with pytest.raises(UserError) as caught:
         writer.finish(weights.parent)
@@ -112,7 +111,7 @@ def test_what_is_not_written_in_the_end_is_an_error(writer: BackgroundWriter, we
     )
 
 
-def test_a_later_success_is_the_end_of_it(writer: BackgroundWriter, warnings: list[str], weights: Path) -> None:
+def test_a_later_success_ends_a_failure(writer: BackgroundWriter, warnings: list[str], weights: Path) -> None:
     writer.write([weights / "last.pt"], b"1")
     writer.wait()
     weights.unlink()
@@ -122,8 +121,8 @@ def test_a_later_success_is_the_end_of_it(writer: BackgroundWriter, warnings: li
     assert len(warnings) == 1
 
 
-def test_what_is_tried_again_touches_nothing_newer(writer: BackgroundWriter, weights: Path) -> None:
-    """The best failed together with the last, and was the best to the end; another last was written since."""
+def test_a_repeated_job_overwrites_nothing_newer(writer: BackgroundWriter, weights: Path) -> None:
+    """best.pt and last.pt failed together; only last.pt was written since."""
     writer.write([weights / "last.pt", weights / "best.pt"], b"best")
     writer.wait()
     weights.unlink()
@@ -133,7 +132,7 @@ def test_what_is_tried_again_touches_nothing_newer(writer: BackgroundWriter, wei
     assert (weights / "last.pt").read_bytes() == b"last"
 
 
-def test_the_newest_of_those_that_failed_is_tried_again(writer: BackgroundWriter, weights: Path) -> None:
+def test_the_newest_failed_job_is_repeated(writer: BackgroundWriter, weights: Path) -> None:
     for number in range(3):
         writer.write([weights / "last.pt"], b"%d" % number)
     writer.wait()
@@ -142,7 +141,7 @@ def test_the_newest_of_those_that_failed_is_tried_again(writer: BackgroundWriter
     assert (weights / "last.pt").read_bytes() == b"2"
 
 
-def test_an_error_without_the_system_s_words(writer: BackgroundWriter, warnings: list[str]) -> None:
+def test_an_error_without_a_system_message(writer: BackgroundWriter, warnings: list[str]) -> None:
     def fail() -> None:
         raise OSError("the archive is too large")
 
@@ -152,7 +151,7 @@ def test_an_error_without_the_system_s_words(writer: BackgroundWriter, warnings:
     assert warnings == ["warning: a cannot be written now: the archive is too large; training goes on"]
 
 
-def test_a_mistake_of_ours_is_raised(writer: BackgroundWriter, warnings: list[str]) -> None:
+def test_a_programming_error_is_raised(writer: BackgroundWriter, warnings: list[str]) -> None:
     writer.submit({Path("a"): lambda: [].pop()})
     with pytest.raises(IndexError):
         writer.wait()

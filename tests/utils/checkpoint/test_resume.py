@@ -1,4 +1,4 @@
-"""Which run --resume means, what it continues with, when it is finished, and that all processes decide alike."""
+"""--resume: the run that it names, its options and state, and the decision for all processes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,7 @@ BEGUN = {"epochs": 10, "batch_size": 8, "imgsz": 96, "hyp": LOW, "freeze": (0, 2
 
 
 def begin(run: Path, progress: Progress | None = None, written: float = 0.0, **settings: Any) -> Path:
-    """Make a run folder as train.py leaves it, with a state if `progress` says how far it is.
-
-    written: the time of the last change to a file, in seconds.
-    """
+    """Make a run folder as train.py does, with a state if there is a `progress`. written: time of its files, s."""
     run.mkdir(parents=True)
     saved = {**vars(TrainOptions()), "project": str(run.parent), "name": run.name, **BEGUN, **settings}
     saved |= {"hyperparameters": vars(Hyperparameters()), "model": {"task": "detect", "nc": 3}}
@@ -49,7 +46,7 @@ def begin(run: Path, progress: Progress | None = None, written: float = 0.0, **s
 
 
 def resumed(*flags: str) -> Settings:
-    """Return what train.py starts or continues with."""
+    """Return the settings that train.py starts or continues with."""
     return settle(flags, lambda yaml: Hyperparameters)
 
 
@@ -64,11 +61,11 @@ def run(tmp_path: Path) -> Path:
     return begin(tmp_path / "runs" / "exp", Progress(epoch=3, batch=2, step=11))
 
 
-# Which run
+# The run folder
 
 
-def found(*flags: str) -> Path | None:
-    """Return the run folder that --resume means."""
+def named(*flags: str) -> Path | None:
+    """Return the run folder that --resume names."""
     options = parse_options(TrainOptions, flags)
     return find_run(options.resume, Path(options.project), options.name, options.exist_ok)
 
@@ -81,14 +78,14 @@ def project(tmp_path: Path) -> Path:
     """
     for name, written in {"exp": 100.0, "exp2": 300.0, "exp10": 400.0, "other": 500.0, "expert": 450.0}.items():
         begin(tmp_path / name, written=written)
-    (tmp_path / "exp11").mkdir()  # a run that had not begun
+    (tmp_path / "exp11").mkdir()  # of a run that had not begun
     return tmp_path
 
 
-def test_the_newest_is_the_one_that_was_written_last(project: Path) -> None:
-    assert found("--project", str(project), "--resume") == project / "other"
+def test_the_newest_run_is_the_last_written_one(project: Path) -> None:
+    assert named("--project", str(project), "--resume") == project / "other"
     os.utime(project / "exp" / "settings.yaml", (600, 600))
-    assert found("--project", str(project), "--resume") == project / "exp"
+    assert named("--project", str(project), "--resume") == project / "exp"
 
 
 @pytest.mark.parametrize("name", ["results.csv", "checkpoint/00000001-0123456789abcdef.pt"])
@@ -97,23 +94,23 @@ def test_files_that_a_run_writes_later_count(project: Path, name: str) -> None:
     file.parent.mkdir(exist_ok=True)
     file.touch()
     os.utime(file, (700, 700))
-    assert found("--project", str(project), "--resume") == project / "exp2"
+    assert named("--project", str(project), "--resume") == project / "exp2"
 
 
-def test_auto_takes_the_newest_of_its_name(project: Path) -> None:
+def test_auto_is_the_newest_run_of_the_name(project: Path) -> None:
     flags = ("--project", str(project), "--resume", "auto")
-    assert found(*flags) == project / "exp10"
-    assert found(*flags, "--exist-ok") == project / "exp"
-    assert found(*flags, "--name", "other") == project / "other"
+    assert named(*flags) == project / "exp10"
+    assert named(*flags, "--exist-ok") == project / "exp"
+    assert named(*flags, "--name", "other") == project / "other"
     os.utime(project / "exp2" / "settings.yaml", (410, 410))
-    assert found(*flags) == project / "exp2"
+    assert named(*flags) == project / "exp2"
 
 
 def test_auto_takes_a_name_literally(tmp_path: Path) -> None:
     begin(tmp_path / "axb")
-    assert found("--project", str(tmp_path), "--resume", "auto", "--name", "a.b") is None
+    assert named("--project", str(tmp_path), "--resume", "auto", "--name", "a.b") is None
     begin(tmp_path / "a.b2")
-    assert found("--project", str(tmp_path), "--resume", "auto", "--name", "a.b") == tmp_path / "a.b2"
+    assert named("--project", str(tmp_path), "--resume", "auto", "--name", "a.b") == tmp_path / "a.b2"
 
 
 @pytest.mark.parametrize("project_exists", [True, False])
@@ -122,10 +119,10 @@ def test_nothing_to_resume(tmp_path: Path, project_exists: bool) -> None:
     if project_exists:
         (project / "exp").mkdir(parents=True)
     flags = ("--project", str(project), "--resume")
-    assert found(*flags, "auto") is None
+    assert named(*flags, "auto") is None
     assert resumed(*flags, "auto") == new(*flags, "auto")
     with pytest.raises(UserError, match=rf"there is no run to resume in {project}; .* without --resume"):
-        found(*flags)
+        named(*flags)
 
 
 @pytest.mark.parametrize("inside", ["", "settings.yaml", "checkpoint", "weights/last.pt", "checkpoint/1-a.pt"])
@@ -136,9 +133,9 @@ def test_a_path_to_a_run_or_into_it(
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         path.touch()
-    assert found("--resume", str(path)) == project / "exp2"
+    assert named("--resume", str(path)) == project / "exp2"
     monkeypatch.chdir(tmp_path)
-    relative = found("--resume", str(path.relative_to(tmp_path)))
+    relative = named("--resume", str(path.relative_to(tmp_path)))
     assert relative is not None
     assert relative.absolute() == project / "exp2"
 
@@ -150,39 +147,39 @@ def test_the_current_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_of_yolov5(project: Path) -> None:
-    weights = project / "theirs" / "weights" / "last.pt"
+    weights = project / "yolov5" / "weights" / "last.pt"
     weights.parent.mkdir(parents=True)
     weights.touch()
-    (project / "theirs" / "opt.yaml").touch()
-    for path in (weights, project / "theirs"):
+    (project / "yolov5" / "opt.yaml").touch()
+    for path in (weights, project / "yolov5"):
         with pytest.raises(
-            UserError, match=rf"is a run of YOLOv5.* --weights {weights} --hyp {project}/theirs/hyp.yaml"
+            UserError, match=rf"is a run of YOLOv5.* --weights {weights} --hyp {project}/yolov5/hyp.yaml"
         ):
-            found("--resume", str(path))
+            named("--resume", str(path))
 
 
-def test_a_path_that_is_no_run(project: Path) -> None:
+def test_a_path_that_is_not_a_run(project: Path) -> None:
     with pytest.raises(UserError, match=rf"--resume {project}: neither it nor .*settings\.yaml"):
-        found("--resume", str(project))
+        named("--resume", str(project))
     deep = project / "exp" / "a" / "b" / "c"
     deep.mkdir(parents=True)
     with pytest.raises(UserError, match="neither it nor"):
-        found("--resume", str(deep))
+        named("--resume", str(deep))
 
 
-def test_a_path_that_is_not_there(project: Path) -> None:
+def test_a_missing_path(project: Path) -> None:
     with pytest.raises(UserError, match=rf"--resume {project}/exp3: there is no such file or folder"):
-        found("--resume", str(project / "exp3"))
+        named("--resume", str(project / "exp3"))
 
 
 @pytest.mark.parametrize("content", ["epochs: 3\n", "hyperparameters: {}\n", "names: [a]\n"])
-def test_settings_of_something_else(tmp_path: Path, content: str) -> None:
+def test_settings_that_are_not_of_a_training_run(tmp_path: Path, content: str) -> None:
     (tmp_path / "settings.yaml").write_text(content)
     with pytest.raises(UserError, match=rf"{tmp_path} is not the folder of a training run"):
         resumed("--resume", str(tmp_path))
 
 
-# What it continues with
+# The settings of a resumed run
 
 
 def test_without_resume_it_is_a_new_run(run: Path) -> None:
@@ -213,7 +210,7 @@ def test_flags_and_settings_are_merged(run: Path, monkeypatch: pytest.MonkeyPatc
         resumed("--resume", str(run), "--seed", "1")
 
 
-def test_the_kind_of_hyperparameters_is_that_of_the_runs_model(run: Path) -> None:
+def test_hyperparameters_are_those_of_the_model_of_the_run(run: Path) -> None:
     models = []
 
     def recipe_of(model: Mapping[str, Any]) -> type[Recipe]:
@@ -229,23 +226,23 @@ def test_a_run_without_a_state_starts_again_in_its_folder(tmp_path: Path) -> Non
     run = begin(tmp_path / "exp")
     settings = resumed("--resume", str(run))
     assert settings.saved is None
-    assert settings.is_fixed  # by its settings, which contain all defaults
+    assert settings.is_fixed  # its settings contain all defaults
     options = settings.options
     assert (options.project, options.name, options.exist_ok, options.epochs) == (str(tmp_path), "exp", True, 10)
 
 
 def test_a_run_whose_only_state_cannot_be_read(run: Path) -> None:
-    """`StateFiles.read` says what is wrong with it."""
+    """`StateFiles.read` reports the error."""
     (state,) = StateFiles(run / "checkpoint").files()
     state.write_bytes(state.read_bytes()[:100])
     assert resumed("--resume", str(run)).options.resume == str(run)
 
 
-# A run that is finished
+# Finished runs
 
 
 def ended(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """Return what is printed, once, if there is nothing to resume."""
+    """Return the line that is printed if there is nothing to resume."""
     with pytest.raises(Stopped) as stopped:
         resumed(*flags)
     assert stopped.value.code == 0
@@ -288,7 +285,7 @@ def test_the_best_of_a_run_comes_with_its_progress(tmp_path: Path) -> None:
     assert resumed("--resume", str(run)).saved is not None
 
 
-# The state that it continues from: that classes and images are checked is for test_training_state.py
+# The saved state; test_training_state.py tests the check of classes and images
 
 NAMES = {0: "disc", 1: "ring", 2: "bar"}
 IMAGES = {"count": "28", "files": "aaaa", "labels": "bbbb"}
@@ -323,7 +320,7 @@ def test_the_state_that_a_run_continues_from(stopped_run: Path, capsys: pytest.C
     changed = {**IMAGES, "labels": "cccc"}
     identity, saved = read_saved_state(run, settings, NAMES, 96, changed)
     assert saved == STATE
-    assert identity.state() == {"names": NAMES, "imgsz": 96, "images": changed}  # which the next state contains
+    assert identity.state() == {"names": NAMES, "imgsz": 96, "images": changed}  # as the next state
     assert capsys.readouterr().out.splitlines() == [
         "warning: the labels of the training images have changed since the run began",
         "--epochs is 12 and was 10",
@@ -333,10 +330,10 @@ def test_the_state_that_a_run_continues_from(stopped_run: Path, capsys: pytest.C
     assert (stopped_run / "results.csv").read_text() == "epoch\n0\n1\n2\n"  # of the state
 
 
-def test_the_folder_is_left_alone_if_the_data_differ(stopped_run: Path) -> None:
+def test_the_folder_is_unchanged_if_the_data_differ(stopped_run: Path) -> None:
     settings = resumed("--resume", str(stopped_run))
     run = opened(settings)
-    with pytest.raises(UserError, match=r"--imgsz is 128 now, and the run was begun with 96"):
+    with pytest.raises(UserError, match=r"--imgsz is 128 now, and the run was started with 96"):
         read_saved_state(run, settings, NAMES, 128, IMAGES)
     assert (stopped_run / "results.csv").read_text() == "epoch\n0\n1\n2\n3\n"
     assert StateFiles(stopped_run / "checkpoint").peek() == STATE
@@ -351,39 +348,17 @@ def test_a_new_run_has_no_state_and_removes_that_of_an_earlier_one(stopped_run: 
     assert StateFiles(stopped_run / "checkpoint").files() == []
 
 
-# Several processes: the main one decides
+# Several processes: the main one decides; test_agreement.py tests its errors
 
 
-def decided(project: str, *flags: str) -> str:
-    """Return what a process gets; those that are not the main one have another project, as on another machine."""
-    local_project = project if ranks().rank == 0 else "nowhere"
-    try:
-        settings = resumed("--project", local_project, *flags)
-        options = settings.options
-        outcome = f"{options.project} {options.epochs} {settings.saved is not None} {settings.is_fixed}"
-    except UserError as error:
-        outcome = f"error: {error}"
-    except Stopped as stopped:
-        outcome = f"stopped {stopped.code}"
+def decided(project: str) -> list[Any]:
+    """Return the settings of a process; other processes than the main one have no such project, as on a machine."""
+    settings = resumed("--project", project if ranks().rank == 0 else "nowhere", "--resume", "--epochs", "12")
     distributed.init_process_group("gloo")  # the store is still usable
     distributed.barrier()
-    return outcome
+    return [vars(settings.options), settings.saved, settings.is_fixed]
 
 
-def test_all_processes_do_what_the_main_one_decides(run: Path, on_processes: OnProcesses) -> None:
-    outcomes = on_processes(2, decided, str(run.parent), "--resume", "--epochs", "12")
-    assert outcomes == [f"{run.parent} 12 True True"] * 2
-
-
-def test_all_processes_refuse_alike(run: Path, on_processes: OnProcesses) -> None:
-    one, other = on_processes(2, decided, str(run.parent), "--resume", "--seed", "1")
-    assert one.startswith(f"error: --seed is 1 now, and {run} was started with 0")
-    assert other == one
-
-
-def test_all_processes_stop_at_a_finished_run(
-    tmp_path: Path, on_processes: OnProcesses, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run = begin(tmp_path / "runs" / "exp", Progress(epoch=10, finished=True))
-    assert on_processes(2, decided, str(run.parent), "--resume") == ["stopped 0"] * 2
-    assert capfd.readouterr().out.count("is finished") == 1
+def test_all_processes_have_the_settings_of_the_main_one(run: Path, on_processes: OnProcesses) -> None:
+    expected = resumed("--project", str(run.parent), "--resume", "--epochs", "12")
+    assert on_processes(2, decided, str(run.parent)) == [[vars(expected.options), expected.saved, True]] * 2

@@ -1,4 +1,4 @@
-"""What --resume needs: saved, loaded, on other processes, and refused for other data."""
+"""The state for --resume: saved, loaded on any number of processes, and refused for other data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEYS = "format names imgsz images progress model ema updates optimizer rates sca
 
 
 class Folder(RunFolder):
-    """Keeps what is saved as the bytes of a file."""
+    """Stores saved states as the bytes of a file."""
 
     def __init__(self) -> None:
         self.states: list[memoryview] = []
@@ -51,7 +51,7 @@ class Scaler:
 
 
 def made(seed: int, saved: dict[str, Any] | None = None, optimizer: str = "SGD") -> TrainingState:
-    """A run that begins, or continues from `saved`, as train.py makes it."""
+    """Return a run that begins or continues from `saved`, as train.py makes it."""
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -104,7 +104,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-def test_a_run_goes_on_to_the_bit(optimizer: str) -> None:
+def test_a_resumed_run_is_identical_bit_by_bit(optimizer: str) -> None:
     first = made(1, optimizer=optimizer)
     first.optimizer.param_groups[0]["lr"] = 0.025
     train(first)
@@ -119,7 +119,7 @@ def test_a_run_goes_on_to_the_bit(optimizer: str) -> None:
     assert second.scaler.scale == 2.0
 
 
-def test_a_run_without_a_scaler_takes_any_state() -> None:
+def test_a_run_without_a_scaler_loads_any_state() -> None:
     state = saved(made(1))
     without = made(2)
     without.scaler = None
@@ -128,7 +128,7 @@ def test_a_run_without_a_scaler_takes_any_state() -> None:
     assert made(3, {**state, "scaler": None}).scaler.scale == 8.0
 
 
-def test_a_finished_run_that_goes_on_is_not_finished() -> None:
+def test_a_finished_run_that_is_resumed_is_not_finished() -> None:
     first = made(1)
     first.progress.finished, first.progress.summary = True, Summary({"mAP": 0.5}, 0.5, [], [])
     again = made(2, saved(first))
@@ -136,12 +136,12 @@ def test_a_finished_run_that_goes_on_is_not_finished() -> None:
     assert again.progress == Progress(summary=first.progress.summary)
 
 
-def test_the_same_is_not_saved_twice() -> None:
+def test_an_unchanged_run_is_not_saved_again() -> None:
     run, folder = made(1), Folder()
     run.save(folder)
     run.save(folder)
     assert len(folder.states) == 1
-    run.progress.summary = Summary({}, 0.5, [], [])  # which never changes alone
+    run.progress.summary = Summary({}, 0.5, [], [])  # the summary never changes alone
     run.save(folder)
     assert len(folder.states) == 1
     run.progress.step += 1
@@ -153,7 +153,7 @@ def test_the_same_is_not_saved_twice() -> None:
 def test_floating_buffers() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     buffers = floating_buffers(model)
-    assert list(buffers) == ["1.running_mean", "1.running_var"]  # not the count of batches, an integer
+    assert list(buffers) == ["1.running_mean", "1.running_var"]  # without the count of batches, an integer
     buffers["1.running_mean"].fill_(2.0)
     assert model.get_buffer("1.running_mean").tolist() == [2.0] * 4
 
@@ -161,32 +161,33 @@ def test_floating_buffers() -> None:
 # Several processes
 
 
-def state_of_two() -> dict[str, Any]:
-    """The state of two processes, whose sums and statistics differ."""
+def state_and_shares() -> tuple[dict[str, Any], list[Any]]:
+    """Return the state of two processes whose sums and statistics differ, and the share that this process loads."""
     run = made(1)
     rank = run.collectives.shard([0, 1])[0]
     run.loss_sums += torch.tensor([1.0, 10.0]) * (rank + 1)
     run.model.get_buffer("1.running_mean").fill_(1.0 + rank)
     run.ema.model.get_buffer("1.running_mean").fill_(3.0 + rank)
-    return saved(run)
+    state = saved(run)
+    return state, share(state)
 
 
-def shares(state: dict[str, Any]) -> list[Any]:
-    """What a process takes of the state."""
+def share(state: dict[str, Any]) -> list[Any]:
+    """Return what a process loads of the shares in a state."""
     run = made(2, state)
     mean, average = (float(model.get_buffer("1.running_mean")[0]) for model in (run.model, run.ema.model))
     return [run.loss_sums.tolist(), mean, average]
 
 
-def test_each_process_takes_its_share(on_processes: OnProcesses) -> None:
-    one, other = on_processes(2, state_of_two)
-    assert same(one["shares"], other["shares"])
-    assert [share["totals"].tolist() for share in one["shares"]] == [[1.0, 10.0], [2.0, 20.0]]
-    assert on_processes(2, shares, one) == [[[1.0, 10.0], 1.0, 3.0], [[2.0, 20.0], 2.0, 4.0]]
-    assert shares(one) == [[3.0, 30.0], 1.5, 3.5]  # one process alone: all of the sums, the mean of the statistics
+def test_each_process_loads_its_share(on_processes: OnProcesses) -> None:
+    (state, first), (other_state, second) = on_processes(2, state_and_shares)
+    assert same(state["shares"], other_state["shares"])
+    assert [part["totals"].tolist() for part in state["shares"]] == [[1.0, 10.0], [2.0, 20.0]]
+    assert [first, second] == [[[1.0, 10.0], 1.0, 3.0], [[2.0, 20.0], 2.0, 4.0]]
+    assert share(state) == [[3.0, 30.0], 1.5, 3.5]  # one process: the whole sums, the mean statistics
 
 
-def test_equal_statistics_stay_equal_to_the_bit() -> None:
+def test_the_mean_of_equal_statistics_is_exact() -> None:
     run = made(1)
     train(run)
     state = saved(run)
@@ -199,11 +200,11 @@ def test_equal_statistics_stay_equal_to_the_bit() -> None:
 # Classes and images
 
 
-def test_the_same_images() -> None:
+def test_equal_images() -> None:
     assert IDENTITY.check({**IDENTITY.state(), "rows": []}) == []
 
 
-def test_other_labels_are_a_warning() -> None:
+def test_changed_labels_are_a_warning() -> None:
     changed = {**IDENTITY.state(), "images": {**IDENTITY.images, "labels": "cccc"}}
     assert IDENTITY.check(changed) == ["warning: the labels of the training images have changed since the run began"]
 
@@ -214,13 +215,13 @@ def test_other_labels_are_a_warning() -> None:
         ({"names": {0: "disc", 1: "ring"}}, r"\(3 then, 2 now: class 2 was bar and is none\); fix names: in the data"),
         ({"names": {0: "disc", 1: "bar", 2: "ring"}}, r"\(3 then, 3 now: class 1 was ring and is bar\)"),
         ({"names": {**IDENTITY.names, 3: "dot"}}, r"\(3 then, 4 now: class 3 was none and is dot\)"),
-        ({"imgsz": 128}, "--imgsz is 128 now, and the run was begun with 96; leave it out"),
+        ({"imgsz": 128}, "--imgsz is 128 now, and the run was started with 96; leave it out"),
         (
             {"images": {"count": "27", "files": "dddd", "labels": "eeee"}},
-            r"the training images have changed since the run began \(28 then, 27 now\); bring back the same",
+            r"the training images have changed since the run began \(28 then, 27 now\); restore them",
         ),
     ],
 )
-def test_other_classes_sizes_and_images_are_refused(changed: dict[str, Any], message: str) -> None:
+def test_changed_classes_sizes_and_images_are_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Identity(**{**IDENTITY.state(), **changed}).check(IDENTITY.state())

@@ -1,9 +1,8 @@
-"""Weight files: written, and read again by models/weights/reader.py."""
+"""Weight files: written, and read by models/weights/reader.py."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import YoloModel, build_model
+from tests.making import tiny_detector
 from utils.checkpoint.weight_files import serialised, weights_content
 from utils.config.options import TrainOptions
 
@@ -18,9 +18,9 @@ NAMES = {0: "disc", 1: "ring", 2: "bar"}
 
 
 @pytest.fixture
-def written(tiny_yaml: dict[str, Any], tmp_path: Path) -> tuple[Path, YoloModel]:
-    """A file, and the model that was written into it."""
-    model = build_model(tiny_yaml)
+def written(tmp_path: Path) -> tuple[Path, YoloModel]:
+    """Return a weight file and its model."""
+    model = build_model(tiny_detector())
     path = tmp_path / "weights" / "last.pt"
     path.parent.mkdir()
     path.write_bytes(serialised(weights_content(model, model.yaml, NAMES, vars(TrainOptions()))))
@@ -39,7 +39,7 @@ def test_round_trip(written: tuple[Path, YoloModel]) -> None:
     assert all(torch.equal(weights.state[name], value) for name, value in state.items())
 
 
-def test_the_file_is_enough_to_build_the_model(written: tuple[Path, YoloModel]) -> None:
+def test_the_model_can_be_built_from_the_file(written: tuple[Path, YoloModel]) -> None:
     path, model = written
     weights = read_weights(path)
     assert weights.model is not None
@@ -59,7 +59,7 @@ def test_torch_loads_it_without_running_code(written: tuple[Path, YoloModel]) ->
     assert not any(value.requires_grad for value in content["state"].values())
 
 
-def test_a_task_of_its_own(tiny_yaml: dict[str, Any], tmp_path: Path) -> None:
-    content = weights_content(build_model(tiny_yaml), {**tiny_yaml, "task": "segment"}, NAMES, {})
+def test_the_task_is_that_of_the_yaml(tmp_path: Path) -> None:
+    content = weights_content(build_model(tiny_detector()), {**tiny_detector(), "task": "segment"}, NAMES, {})
     (tmp_path / "a.pt").write_bytes(serialised(content))
     assert read_weights(tmp_path / "a.pt").task == "segment"

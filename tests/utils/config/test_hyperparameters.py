@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from models.tasks.classification.task import ClassificationRecipe
+from tests.making import write_yaml
 from utils.config.hyperparameters import Hyperparameters, Recipe, from_mapping, read_hyperparameters
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
@@ -20,14 +21,14 @@ def hyperparameters(tmp_path: Path, text: str) -> Hyperparameters:
     return read_hyperparameters(str(path), Hyperparameters)
 
 
-def test_keys_left_out_have_defaults(tmp_path: Path) -> None:
+def test_absent_keys_have_defaults(tmp_path: Path) -> None:
     assert hyperparameters(tmp_path, "lr0: 0.02\nmosaic: 0\n") == Hyperparameters(lr0=0.02, mosaic=0.0)
 
 
-def test_numbers_come_in_every_spelling(tmp_path: Path) -> None:
-    found = hyperparameters(tmp_path, "lr0: 1e-3\nweight_decay: '5e-4'\nnbs: 32.0\nwarmup_epochs: 2\n")
-    assert (found.lr0, found.weight_decay, found.nbs, found.warmup_epochs) == (0.001, 0.0005, 32, 2.0)
-    assert (type(found.nbs), type(found.warmup_epochs)) == (int, float)
+def test_numbers_are_converted(tmp_path: Path) -> None:
+    recipe = hyperparameters(tmp_path, "lr0: 1e-3\nweight_decay: '5e-4'\nnbs: 32.0\nwarmup_epochs: 2\n")
+    assert (recipe.lr0, recipe.weight_decay, recipe.nbs, recipe.warmup_epochs) == (0.001, 0.0005, 32, 2.0)
+    assert (type(recipe.nbs), type(recipe.warmup_epochs)) == (int, float)
     assert hyperparameters(tmp_path, "nbs: '1e2'").nbs == 100
     assert hyperparameters(tmp_path, "nbs: 0").nbs == 0
 
@@ -57,12 +58,12 @@ def test_numbers_come_in_every_spelling(tmp_path: Path) -> None:
         ("crop_scale: 0.5", "unknown key 'crop_scale'"),  # of another task
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_an_error_names_the_file_and_the_key(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UserError, match=rf"mine\.yaml: {message}"):
         hyperparameters(tmp_path, text)
 
 
-def test_a_file_that_is_not_there() -> None:
+def test_a_missing_file() -> None:
     with pytest.raises(UserError, match=r"hyperparameter file 'x' is not a file.*high\.yaml, low\.yaml, med\.yaml"):
         read_hyperparameters("x", Hyperparameters)
 
@@ -79,12 +80,11 @@ def test_from_mapping_of_another_type() -> None:
 # Single hyperparameters
 
 
-def test_overrides_go_before_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("lr0: 0.02\nmosaic: 0\n")
-    found = read_hyperparameters(str(path), Hyperparameters, {"lr0": "1e-3", "box": "7", "nbs": "32.0"})
-    assert found == Hyperparameters(lr0=0.001, mosaic=0.0, box=7.0, nbs=32)
-    assert type(found.nbs) is int
+def test_overrides_replace_values_of_the_file(tmp_path: Path) -> None:
+    path = write_yaml(tmp_path / "mine.yaml", {"lr0": 0.02, "mosaic": 0})
+    recipe = read_hyperparameters(str(path), Hyperparameters, {"lr0": "1e-3", "box": "7", "nbs": "32.0"})
+    assert recipe == Hyperparameters(lr0=0.001, mosaic=0.0, box=7.0, nbs=32)
+    assert type(recipe.nbs) is int
     assert read_hyperparameters("classify", ClassificationRecipe, {"crop_scale": "0.5"}).crop_scale == 0.5
 
 
@@ -113,7 +113,7 @@ def test_every_hyperparameter_can_be_overridden(kind: type[Recipe]) -> None:
         ({"cutmix": "0.5"}, "unknown flag --hyp.cutmix"),  # of another task
     ],
 )
-def test_what_is_wrong_in_an_override_is_named(overrides: dict[str, str], message: str) -> None:
+def test_an_error_names_the_override(overrides: dict[str, str], message: str) -> None:
     with pytest.raises(UserError) as caught:
         read_hyperparameters("low", Hyperparameters, overrides)
     assert str(caught.value) == message
@@ -124,7 +124,7 @@ def test_what_is_wrong_in_an_override_is_named(overrides: dict[str, str], messag
 
 CLASSIFY = ("classify", "shapes-cls")  # recipes for classifiers
 AUGMENTATION = ("hsv_h", "hsv_s", "hsv_v", "translate", "scale", "fliplr", "mosaic")
-# what differs from the recipe `low`
+# Differences from the recipe `low`
 STRONGER = {"lrf": 0.1, "cls": 0.3, "obj": 0.7}
 RECIPES = {
     "low": {},
@@ -148,7 +148,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipes_are_those_of_yolov5(name: str) -> None:
+def test_recipes_equal_those_of_yolov5(name: str) -> None:
     expected = Hyperparameters(**RECIPES[name])
     assert read_hyperparameters(name, Hyperparameters) == expected
     assert read_hyperparameters(f"data/hyps/{name}.yaml", Hyperparameters) == expected
@@ -159,11 +159,7 @@ def test_all_shipped_recipes_can_be_read() -> None:
     assert {"low", "med", "high", "none", "shapes", *CLASSIFY} <= {path.stem for path in shipped}
     for path in shipped:
         kind = ClassificationRecipe if path.stem in CLASSIFY else Hyperparameters
-        found = read_hyperparameters(str(path), kind)
-        assert set(read_yaml(path)) <= {field.name for field in fields(found)}
-    for name in CLASSIFY:
-        with pytest.raises(UserError, match=rf"{name}\.yaml: unknown key 'crop_scale'"):
-            read_hyperparameters(name, Hyperparameters)
+        read_hyperparameters(str(path), kind)
 
 
 def test_the_recipe_classify_states_the_defaults() -> None:
@@ -173,15 +169,15 @@ def test_the_recipe_classify_states_the_defaults() -> None:
 
 
 def test_the_recipe_of_the_built_in_classification() -> None:
-    """Outlines are all that tells the shapes apart: most of each must stay in the crop, and nothing else is changed."""
+    """Only the outline distinguishes the shapes: crops must contain most of it, and colours must not matter."""
     recipe = read_hyperparameters("shapes-cls", ClassificationRecipe)
     assert recipe.crop_scale > 0.5
-    others = ("brightness", "contrast", "saturation", "hue", "randaugment", "erasing", "mixup", "cutmix")
-    assert [name for name in others if getattr(recipe, name)] == []
+    off = ("brightness", "contrast", "saturation", "hue", "randaugment", "erasing", "mixup", "cutmix")
+    assert [name for name in off if getattr(recipe, name)] == []
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
+    ("yolov5_name", "name"),
     [
         ("hyp.scratch-low.yaml", "low"),
         ("hyp.scratch-med.yaml", "med"),
@@ -191,19 +187,18 @@ def test_the_recipe_of_the_built_in_classification() -> None:
         ("hyp.Objects365.yaml", "Objects365"),
     ],
 )
-def test_yolov5s_file_names(theirs: str, ours: str) -> None:
-    expected = read_hyperparameters(ours, Hyperparameters)
-    for name in (theirs, f"data/hyps/{theirs}"):
-        assert read_hyperparameters(name, Hyperparameters) == expected
+def test_file_names_of_yolov5(yolov5_name: str, name: str) -> None:
+    expected = read_hyperparameters(name, Hyperparameters)
+    for path in (yolov5_name, f"data/hyps/{yolov5_name}"):
+        assert read_hyperparameters(path, Hyperparameters) == expected
 
 
-def test_a_users_file_of_yolov5s_name_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "hyp.scratch-low.yaml"
-    path.write_text("lr0: 0.5\n")
+def test_an_existing_file_is_read_even_if_yolov5_has_its_name(tmp_path: Path) -> None:
+    path = write_yaml(tmp_path / "hyp.scratch-low.yaml", {"lr0": 0.5})
     assert read_hyperparameters(str(path), Hyperparameters) == Hyperparameters(lr0=0.5)
 
 
-# What follows from a recipe
+# Accumulation and weight decay
 
 
 @pytest.mark.parametrize(
@@ -215,11 +210,11 @@ def test_a_users_file_of_yolov5s_name_is_read(tmp_path: Path) -> None:
         (64, 50, 1, 50 / 64),  # 1.28 batches
         (64, 256, 1, 4.0),  # a step cannot be less than a batch
         (16, 5, 3, 15 / 16),
-        (0, 16, 1, 1.0),  # every batch is a step, and the decay is what the file says
+        (0, 16, 1, 1.0),  # every batch is a step, with the decay of the file
         (0, 512, 1, 1.0),
     ],
 )
-def test_batches_and_decay_of_a_step(nbs: int, batch_size: int, batches: int, decay: float) -> None:
+def test_accumulated_batches_and_weight_decay(nbs: int, batch_size: int, batches: int, decay: float) -> None:
     recipe = Recipe(nbs=nbs, weight_decay=0.002)
     assert recipe.accumulation(batch_size) == batches
     assert recipe.decay(batch_size) == pytest.approx(0.002 * decay)

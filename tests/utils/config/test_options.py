@@ -1,4 +1,4 @@
-"""The flags of the scripts: their defaults and ranges, and those of the built-in job."""
+"""The flags of the scripts: defaults, ranges, and the built-in job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from utils.config.parser import parse_options
 from utils.files import ROOT
 
 KINDS = (TrainOptions, ValOptions)
-# YOLOv5's own, except for the recipe's file name.
+# Of YOLOv5, except for the recipe's file name.
 YOLOV5_TRAIN = {
     "weights": "yolov5s.pt",
     "cfg": "",
@@ -72,13 +72,13 @@ YOLOV5_VAL = {
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(TrainOptions, YOLOV5_TRAIN), (ValOptions, YOLOV5_VAL)])
-def test_defaults_are_those_of_yolov5(kind: type, expected: dict[str, Any]) -> None:
+def test_defaults_equal_those_of_yolov5(kind: type, expected: dict[str, Any]) -> None:
     options = parse_options(kind, [])
     assert {name: getattr(options, name) for name in expected} == expected
     assert options == kind()
 
 
-def test_all_fields_but_one_are_flags() -> None:
+def test_all_fields_except_overrides_are_flags() -> None:
     assert [field.name for field in fields(TrainOptions) if field not in flags_of(TrainOptions)] == ["overrides"]
     assert flags_of(ValOptions) == list(fields(ValOptions))
 

@@ -1,4 +1,4 @@
-"""The command line: what is read, the help, the messages for wrong flags, and the order of defaults."""
+"""The command line: values, help, messages for wrong flags, and the precedence of defaults."""
 
 from __future__ import annotations
 
@@ -86,9 +86,12 @@ def test_the_help_is_grouped(kind: type, groups: list[str], capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["--epohcs", "3"], ["--evolve"], ["--epochs", "0"]])
-def test_a_process_that_does_not_print(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_silent_process_prints_nothing(
+    argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("utils.config.parser.is_silent", lambda: True)
     with pytest.raises(SystemExit) as caught:
-        parse_options(TrainOptions, argv, prints=False)
+        parse_options(TrainOptions, argv)
     assert caught.value.code == (0 if argv == ["--help"] else 2)
     assert capsys.readouterr() == ("", "")
 
@@ -103,12 +106,12 @@ def test_a_process_that_does_not_print(argv: list[str], capsys: pytest.CaptureFi
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_names_of_yolov5(kind: type, argv: list[str]) -> None:
+def test_aliases_of_yolov5(kind: type, argv: list[str]) -> None:
     options = parse_options(kind, argv)
     assert (options.batch_size, options.imgsz) == (4, 320)
 
 
-def test_cache_without_a_value_is_in_memory() -> None:
+def test_cache_without_a_value_is_ram() -> None:
     assert train("--cache").cache == "ram"
     assert train("--cache", "--rect").cache == "ram"
     assert [train("--cache", where).cache for where in ("disk", "val")] == ["disk", "val"]
@@ -170,23 +173,20 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(
 # The built-in job
 
 
-def test_the_built_in_job_applies_where_no_file_is_named() -> None:
+def test_the_built_in_job_applies_if_no_file_is_named() -> None:
     assert parse_options(TrainOptions, [], BUILT_IN_JOB) == TrainOptions(**BUILT_IN_JOB)
-    given = parse_options(TrainOptions, ["--epochs", "3", "--device", "cpu"], BUILT_IN_JOB)
-    assert given == TrainOptions(**{**BUILT_IN_JOB, "epochs": 3, "device": "cpu"})
+    options = parse_options(TrainOptions, ["--epochs", "3", "--hyp.lr0", "0.01"], BUILT_IN_JOB)
+    assert options == TrainOptions(**{**BUILT_IN_JOB, "epochs": 3, "overrides": {"lr0": "0.01"}})
 
 
 @pytest.mark.parametrize("flag", ["data", "cfg", "weights", "hyp"])
-def test_yolov5s_defaults_apply_as_soon_as_a_file_is_named(flag: str) -> None:
+def test_the_defaults_of_yolov5_apply_if_a_file_is_named(flag: str) -> None:
     assert parse_options(TrainOptions, [f"--{flag}", "x"], BUILT_IN_JOB) == TrainOptions(**{flag: "x"})
     default = getattr(TrainOptions(), flag)
-    assert parse_options(TrainOptions, [f"--{flag}", default], BUILT_IN_JOB) == TrainOptions()  # even the default's
+    assert (
+        parse_options(TrainOptions, [f"--{flag}", default], BUILT_IN_JOB) == TrainOptions()
+    )  # even if it is the default
     assert parse_options(TrainOptions, [f"--{flag}="], BUILT_IN_JOB) == TrainOptions(**{flag: ""})
-
-
-def test_a_single_hyperparameter_leaves_the_built_in_job() -> None:
-    found = parse_options(TrainOptions, ["--hyp.lr0", "0.01"], BUILT_IN_JOB)
-    assert found == TrainOptions(**BUILT_IN_JOB, overrides={"lr0": "0.01"})
 
 
 # Single hyperparameters
@@ -207,18 +207,17 @@ def test_a_single_hyperparameter_leaves_the_built_in_job() -> None:
             ["--hyp.degrees", "-.5", "--hyp.box=-1e-3", "--hyp.cls", "-inf"],
             {"degrees": "-.5", "box": "-1e-3", "cls": "-inf"},
         ),
-        (["--hyp", "low", "--hyp.nonsense", "x=y"], {"nonsense": "x=y"}),  # the task knows which there are
+        (["--hyp", "low", "--hyp.nonsense", "x=y"], {"nonsense": "x=y"}),  # the task checks the name
         (["--hyp.lr0="], {"lr0": ""}),
         (["--hyp.KEY", "1"], {"KEY": "1"}),
     ],
 )
-def test_overrides_are_kept_as_text(argv: list[str], overrides: dict[str, str]) -> None:
-    found = train(*argv)
-    assert found.overrides == overrides
-    assert found == TrainOptions(hyp=found.hyp, epochs=found.epochs, overrides=overrides)
+def test_overrides_are_text(argv: list[str], overrides: dict[str, str]) -> None:
+    options = train(*argv)
+    assert options == TrainOptions(hyp=options.hyp, epochs=options.epochs, overrides=overrides)
     assert given_flags(TrainOptions, argv).get("overrides", {}) == overrides
-    assert with_defaults(found, argv, {"imgsz": 64}).overrides == overrides
-    assert TrainOptions(**yaml.safe_load(yaml.safe_dump(vars(found)))).overrides == overrides
+    assert with_defaults(options, argv, {"imgsz": 64}).overrides == overrides
+    assert TrainOptions(**yaml.safe_load(yaml.safe_dump(vars(options)))).overrides == overrides
 
 
 def test_overrides_are_flags_of_training_only(capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,16 +240,16 @@ def test_suggested_defaults() -> None:
         "label_smoothing": 0.1,
     }
     assert set(values) == set(SUGGESTED)
-    found = check_suggested_defaults(values, Path("a.yaml"))
-    assert found == values
-    assert found is not values
+    defaults = check_suggested_defaults(values, Path("a.yaml"))
+    assert defaults == values
+    assert defaults is not values
     assert check_suggested_defaults({}, Path("a.yaml")) == {}
-    assert check_suggested_defaults({"label_smoothing": 0}, Path("a.yaml")) == {"label_smoothing": 0}
 
 
-def test_a_suggested_whole_number_is_an_int() -> None:
-    found = check_suggested_defaults({"imgsz": 64.0, "label_smoothing": 0}, Path("a.yaml"))
-    assert (type(found["imgsz"]), type(found["label_smoothing"])) == (int, float)
+def test_suggested_defaults_have_the_types_of_their_flags() -> None:
+    defaults = check_suggested_defaults({"imgsz": 64.0, "label_smoothing": 0}, Path("a.yaml"))
+    assert defaults == {"imgsz": 64, "label_smoothing": 0}
+    assert (type(defaults["imgsz"]), type(defaults["label_smoothing"])) == (int, float)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +261,7 @@ def test_a_suggested_whole_number_is_an_int() -> None:
             {"imgzs": 64},
             r"unknown key 'imgzs' under `defaults` \(did you mean 'imgsz'\?\); known are hyp, epochs, batch_size, ",
         ),
-        ({"device": "cpu"}, "unknown key 'device' under `defaults`; known are"),  # a flag, but not the data's business
+        ({"device": "cpu"}, "unknown key 'device' under `defaults`; known are"),  # a flag, but not one of `SUGGESTED`
         ({5: 1}, "unknown key '5' under `defaults`"),
         ({"epochs": 3, "imgsz": "64"}, "`imgsz` under `defaults` is '64', which --imgsz refuses$"),
         ({"imgsz": 64.5}, "`imgsz` under `defaults` is 64.5, which"),
@@ -283,18 +282,16 @@ def test_a_suggested_whole_number_is_an_int() -> None:
         ({"hyp": 3}, "`hyp` under `defaults` is 3, which"),
     ],
 )
-def test_what_is_wrong_in_a_suggested_default_is_named(values: Any, message: str) -> None:
+def test_an_error_names_the_suggested_default(values: Any, message: str) -> None:
     with pytest.raises(UserError, match=rf"^mine\.yaml: {message}"):
         check_suggested_defaults(values, Path("mine.yaml"))
 
 
-def test_flags_go_before_other_defaults() -> None:
-    argv = ["--epochs", "5", "--imgsz=640", "--name", "x"]
+def test_flags_take_precedence_over_other_defaults() -> None:
+    argv = ["--epochs", "5", "--imgsz=640", "--name", "x"]  # 640 is the default, but given
     task, data = {"epochs": 30, "imgsz": 224, "weights": "", "batch_size": 32}, {"batch_size": 8, "cos_lr": True}
-    found = with_defaults(train(*argv), argv, task, data)
-    assert found == TrainOptions(
-        epochs=5, name="x", weights="", batch_size=8, cos_lr=True
-    )  # 640 is no 224, though given
-    assert with_defaults(train(*argv), argv, data, task).batch_size == 32  # the later one is stronger
+    options = with_defaults(train(*argv), argv, task, data)
+    assert options == TrainOptions(epochs=5, name="x", weights="", batch_size=8, cos_lr=True)
+    assert with_defaults(train(*argv), argv, data, task).batch_size == 32  # later mappings take precedence
     assert with_defaults(train(*argv), argv) == train(*argv)
     assert with_defaults(ValOptions(), ["--batch", "4"], {"imgsz": 224, "batch_size": 1}).batch_size == 32

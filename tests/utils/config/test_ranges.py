@@ -15,7 +15,7 @@ def test_numbers(value: object) -> None:
 
 
 @pytest.mark.parametrize("value", [True, False, None, "1", [1], math.nan, math.inf, -math.inf, 10**400])
-def test_what_is_not_a_number(value: object) -> None:
+def test_values_that_are_not_numbers(value: object) -> None:
     assert not is_number(value)
 
 
@@ -46,5 +46,5 @@ def test_bounds(allowed: Range, inside: tuple[float, ...], outside: tuple[float,
         (Range(0, 0.001), "0 to 0.001"),
     ],
 )
-def test_its_text_completes_an_error_message(allowed: Range, text: str) -> None:
+def test_the_text_completes_an_error_message(allowed: Range, text: str) -> None:
     assert str(allowed) == text

@@ -1,4 +1,4 @@
-"""What is sent to the trackers of a run, and when."""
+"""The values that a run sends to its trackers, and when."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from tests.conftest import ROOT
 from utils.checkpoint.progress import Progress
 from utils.summary import Box, Example, Summary
-from utils.tracking.run_log import RunLog, TrackingOptions, git_commit, new_id, wandb_arguments, wandb_run_id
+from utils.tracking.run_log import RunLog, TrackingOptions, git_commit, wandb_arguments, wandb_run_id
 
 
 class Recorder:
-    """A tracker that keeps what it is sent."""
+    """A tracker that records its calls."""
 
     def __init__(self) -> None:
         self.examples: list[tuple[Any, ...]] = []
@@ -67,7 +67,7 @@ def make_log(recorder: Recorder | None, folder: Path = Path("runs/exp"), **optio
         (5, 0, []),
     ],
 )
-def test_when_examples_are_shown(epochs: int, interval: int, expected: list[int], recorder: Recorder) -> None:
+def test_the_epochs_with_examples(epochs: int, interval: int, expected: list[int], recorder: Recorder) -> None:
     log = make_log(recorder, epochs=epochs, bbox_interval=interval)
     for epoch in range(epochs):
         log.log_examples(eight_examples, epoch)
@@ -75,7 +75,7 @@ def test_when_examples_are_shown(epochs: int, interval: int, expected: list[int]
 
 
 @pytest.mark.parametrize(("most", "shown"), [(2, [0, 4]), (16, list(range(8)))])
-def test_the_same_examples_every_time(most: int, shown: list[int], recorder: Recorder) -> None:
+def test_the_same_examples_are_logged_each_time(most: int, shown: list[int], recorder: Recorder) -> None:
     log = make_log(recorder, epochs=2, max_images=most)
     log.log_examples(eight_examples, 0)
     log.log_examples(eight_examples, 1)
@@ -86,7 +86,7 @@ def test_the_same_examples_every_time(most: int, shown: list[int], recorder: Rec
     assert (key, names, step) == ("examples/validation", ["cat", "dog"], 7)
 
 
-def test_nothing_to_show(recorder: Recorder) -> None:
+def test_nothing_is_logged_without_examples(recorder: Recorder) -> None:
     make_log(recorder, max_images=0).log_examples(eight_examples, 0)
     make_log(recorder).log_examples(list, 0)
     assert recorder.examples == []
@@ -121,14 +121,14 @@ def test_the_point_of_an_epoch() -> None:
     assert log.run.points[1] == ({"epoch": 0}, 0)  # type: ignore[attr-defined]
 
 
-def test_weights_at_the_end(recorder: Recorder) -> None:
+def test_the_last_weights_are_uploaded(recorder: Recorder) -> None:
     log = make_log(recorder, upload_model=True)
     log.upload_last(Progress(epoch=3, best_epoch=1))
     log.upload_last(Progress(epoch=3, best_epoch=2))
-    found = [
+    uploads = [
         (kind, aliases, [file.name for file in content["files"]]) for _, kind, aliases, content in recorder.artifacts
     ]
-    assert found == [
+    assert uploads == [
         ("model", ["best", "epoch-1"], ["best.pt"]),
         ("model", ["latest", "epoch-2"], ["last.pt"]),
         ("model", ["latest", "best", "epoch-2"], ["best.pt"]),
@@ -136,7 +136,7 @@ def test_weights_at_the_end(recorder: Recorder) -> None:
     assert {name for name, *_ in recorder.artifacts} == {"run_abc_model"}
 
 
-def test_nothing_is_uploaded_unasked(recorder: Recorder, tmp_path: Path) -> None:
+def test_nothing_is_uploaded_without_the_flags(recorder: Recorder, tmp_path: Path) -> None:
     log = make_log(recorder)
     log.upload_last(Progress(epoch=3, best_epoch=1))
     log.upload_dataset(tmp_path / "a.yaml", dict, {})
@@ -152,8 +152,8 @@ def test_a_data_set_as_references(recorder: Recorder, tmp_path: Path) -> None:
     make_log(recorder, upload_dataset=True).upload_dataset(tmp_path / "my set.yaml", lambda: files, {"count": 2})
     ((name, kind, _, content),) = recorder.artifacts
     assert (name, kind, content["metadata"]) == ("my-set", "dataset", {"count": 2})
-    found = [(Path(path).relative_to(tmp_path).as_posix(), where) for path, where in content["references"]]
-    assert found == [("a/0.jpg", "train/a/0.jpg"), ("b/0.jpg", "train/b/0.jpg"), ("0.txt", "labels/0.txt")]
+    references = [(Path(path).relative_to(tmp_path).as_posix(), name) for path, name in content["references"]]
+    assert references == [("a/0.jpg", "train/a/0.jpg"), ("b/0.jpg", "train/b/0.jpg"), ("0.txt", "labels/0.txt")]
 
 
 @pytest.mark.parametrize(
@@ -164,16 +164,14 @@ def test_a_data_set_as_references(recorder: Recorder, tmp_path: Path) -> None:
         ({"project": "runs/cats", "wandb_project": "mine", "wandb_name": "first"}, "mine", "first"),
     ],
 )
-def test_where_a_run_belongs(options: dict[str, Any], project: str, name: str) -> None:
-    found = wandb_arguments(
-        TrackingOptions(**{"project": "runs/train", "epochs": 1, "wandb_id": "abc", **options}), Path("runs/train/exp3")
-    )
-    assert (found["project"], found["name"], found["id"]) == (project, name, "abc")
-    assert (found["entity"], found["group"], found["tags"]) == (None, None, None)
+def test_arguments_of_wandb(options: dict[str, Any], project: str, name: str) -> None:
+    given = TrackingOptions(**{"project": "runs/train", "epochs": 1, "wandb_id": "abc", **options})
+    expected = {"project": project, "name": name, "id": "abc", "entity": None, "group": None, "tags": None}
+    assert wandb_arguments(given, Path("runs/train/exp3")) == expected
 
 
 class Run:
-    """What `RunLog.start` calls of a run."""
+    """The methods of a run that `RunLog.start` calls."""
 
     def __init__(self, folder: Path, devices: list[str]) -> None:
         self.path, self.devices, self.step, self.trackers = folder, devices, 0, []
@@ -214,20 +212,19 @@ def test_no_tracker_and_a_warning(installed: set[str], tmp_path: Path) -> None:
     assert [line.split(",")[0] for line in run.printed] == ["warning: wandb is not installed"]
 
 
-def test_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len({new_id() for _ in range(100)}) == 100
-    assert all(character.isalnum() for character in new_id())
-    monkeypatch.setenv("WANDB_RUN_ID", "fromthesweep")
-    assert new_id() == "fromthesweep"
-
-
 @pytest.mark.parametrize(
     ("requested", "state", "expected"),
-    [("mine", {"wandb_id": "old"}, "mine"), ("", {"wandb_id": "old"}, "old"), ("", {}, "new"), ("", None, "new")],
+    [("mine", {"wandb_id": "old"}, "mine"), ("", {"wandb_id": "old"}, "old"), ("", {}, "sweep"), ("", None, "sweep")],
 )
 def test_the_id_of_a_run(requested: str, state: Any, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_RUN_ID", "new")
+    monkeypatch.setenv("WANDB_RUN_ID", "sweep")
     assert wandb_run_id(requested, state) == expected
+
+
+def test_a_new_id_is_random() -> None:
+    ids = {wandb_run_id("", None) for _ in range(100)}
+    assert len(ids) == 100
+    assert all(id.isalnum() and len(id) == 8 for id in ids)
 
 
 def test_the_commit_of_the_code() -> None:

@@ -1,4 +1,4 @@
-"""Trackers are chosen by flags and environment, among those that are installed."""
+"""The trackers that flags and environment request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from utils.tracking.tracker import TENSORBOARD, WANDB, requested_trackers
         ("all", True, [TENSORBOARD]),
     ],
 )
-def test_which_are_requested(log_with: str, no_wandb: bool, expected: list[str], installed: set[str]) -> None:
+def test_requested_trackers(log_with: str, no_wandb: bool, expected: list[str], installed: set[str]) -> None:
     assert requested_trackers(log_with, no_wandb) == (expected, [])
 
 
@@ -30,14 +30,14 @@ def test_which_are_requested(log_with: str, no_wandb: bool, expected: list[str],
     ("name", "value", "off"),
     [("WANDB_MODE", "disabled", True), ("WANDB_MODE", "offline", False), ("WANDB_DISABLED", "true", True)],
 )
-def test_the_environment_can_switch_wandb_off(
+def test_the_environment_can_disable_wandb(
     name: str, value: str, off: bool, installed: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
     assert requested_trackers("all", False)[0] == ([TENSORBOARD] if off else [WANDB, TENSORBOARD])
 
 
-def test_a_missing_package_is_a_warning_only_if_it_was_asked_for(installed: set[str]) -> None:
+def test_a_missing_package_is_a_warning_only_if_it_is_requested(installed: set[str]) -> None:
     installed.clear()
     assert requested_trackers("", False) == ([], [])
     names, warnings = requested_trackers("all", False)
@@ -46,6 +46,6 @@ def test_a_missing_package_is_a_warning_only_if_it_was_asked_for(installed: set[
     assert all("pip install" in line for line in warnings)
 
 
-def test_a_folder_of_that_name_is_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_that_name_is_not_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=None))
     assert requested_trackers("", False) == ([], [])

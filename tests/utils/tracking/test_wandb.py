@@ -1,4 +1,4 @@
-"""The tracker of W&B waits for nothing and never fails a run, whatever its process does."""
+"""The tracker of W&B neither waits for its process nor fails if the process does."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_messages_arrive_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     tracker.log({"step": 3, "step/loss": float("nan")}, step=3)
     tracker.log({"epoch": 1, "step": 3}, step=3)
     tracker.log_pictures({"pictures/a": tmp_path / "\udcff.jpg"}, 3)
-    tracker.log_line("said")
+    tracker.log_line("a line")
     tracker.finish()
     messages = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
     assert [message["method"] for message in messages] == ["start", "log", "log", "log_pictures", "log_line", "finish"]
@@ -55,28 +55,27 @@ def test_a_process_that_never_ends_is_killed(tmp_path: Path, monkeypatch: pytest
     assert process is not None
     assert process.wait(5) == -signal.SIGKILL
     assert len(printed) == 1
-    assert printed[0].startswith("warning: W&B has not ended after 0 s; what it received is in ")
+    assert printed[0].startswith("warning: W&B has not ended after 0 s; its data is in ")
 
 
 @pytest.mark.parametrize(
-    ("given", "asked", "waited"), [(900.0, math.inf, 910.0), (60.0, 10.0, 20.0), (60.0, 90.0, 70.0)]
+    ("limit", "timeout", "expected"), [(900.0, math.inf, 910.0), (60.0, 10.0, 20.0), (60.0, 90.0, 70.0)]
 )
-def test_how_long_the_end_is_waited_for(
-    given: float, asked: float, waited: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_time_limit_of_the_end(
+    limit: float, timeout: float, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replace_process(monkeypatch, ECHO)
-    monkeypatch.setattr("sys.argv", [str(tmp_path / "calls")])
-    found: list[float] = []
-    tracker = WandbTracker(tmp_path, {"id": "x"}, print, given)
+    replace_process(monkeypatch, "")
+    limits: list[float] = []
+    tracker = WandbTracker(tmp_path, {"id": "x"}, print, limit)
     tracker.store_init_configuration({})
     assert tracker.process is not None
-    monkeypatch.setattr(tracker.process, "wait", found.append)
-    tracker.finish(asked)
+    monkeypatch.setattr(tracker.process, "wait", limits.append)
+    tracker.finish(timeout)
     tracker.finish()
-    assert found == [waited]
+    assert limits == [expected]
 
 
-def test_a_process_that_has_died_is_sent_no_more_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_to_a_dead_process_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_process(monkeypatch, "")
     tracker = WandbTracker(tmp_path, {"id": "x"}, print)
     tracker.store_init_configuration({})
@@ -100,8 +99,8 @@ def test_a_process_that_cannot_be_started_is_a_warning(tmp_path: Path, monkeypat
     assert printed == ["warning: W&B cannot be started (No such file or directory); training goes on"]
 
 
-def test_replies_are_printed_and_a_stop_is_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replies = [{"print": "hello"}, "no answer", {"print": "stopped", "stop": True}]
+def test_replies_are_printed_and_can_stop_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replies = [{"print": "hello"}, "not a reply", {"print": "stopped", "stop": True}]
     replace_process(monkeypatch, f"print({json.dumps('rubbish')}, *{list(map(json.dumps, replies))!r}, sep=chr(10))")
     printed: list[str] = []
     sent: list[tuple[int, int]] = []
@@ -113,7 +112,7 @@ def test_replies_are_printed_and_a_stop_is_handed_on(tmp_path: Path, monkeypatch
     assert sent == [(os.getpid(), signal.SIGTERM)]
 
 
-def test_a_server_that_falls_silent_cannot_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_stops_answering_does_not_delay_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     printed: list[str] = []
     with serve() as server:
@@ -134,4 +133,4 @@ def test_a_server_that_falls_silent_cannot_hold_up_the_end(tmp_path: Path, monke
     assert process.returncode in (0, 1)  # by itself
     assert [line.partition(";")[0] for line in printed[1:]] == ["warning: W&B has not received everything within 2 s"]
     (file,) = runs(tmp_path)
-    assert [row["step/loss"] for row in read(file).rows] == [0.5]  # kept, for `wandb sync`
+    assert [row["step/loss"] for row in read(file).rows] == [0.5]  # stored for `wandb sync`

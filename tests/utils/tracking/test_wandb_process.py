@@ -1,4 +1,4 @@
-"""The process that talks to W&B: what it does when the training dies, and how it finds the key."""
+"""The W&B process: the end of a training that has died, the key, and the time limit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from utils.tracking import wandb_process
 from utils.tracking.wandb_process import connect_timeout, has_key
 
 
-def test_a_half_line_is_the_end_and_the_run_is_closed(tmp_path: Path) -> None:
-    """Its writer was killed while it wrote: what came before is kept, and the run counts as failed."""
+def test_half_a_line_closes_the_run(tmp_path: Path) -> None:
+    """The training was killed while it wrote: the earlier lines are logged, and the run has failed."""
     pytest.importorskip("wandb")
     run = {"project": "p", "id": "abc", "name": "n", "entity": None, "group": None, "tags": None}
     messages = [
@@ -38,9 +38,9 @@ def test_a_half_line_is_the_end_and_the_run_is_closed(tmp_path: Path) -> None:
     )
     assert "wandb sync" in json.loads(ended.stdout)["print"]
     (file,) = runs(tmp_path)
-    found = read(file)
-    assert [row["step/loss"] for row in found.rows] == [0.5]
-    assert found.code == 1
+    run_file = read(file)
+    assert [row["step/loss"] for row in run_file.rows] == [0.5]
+    assert run_file.code == 1
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_half_line_is_the_end_and_the_run_is_closed(tmp_path: Path) -> None:
         ("", "", "secret", True),
     ],
 )
-def test_is_there_a_key(
+def test_the_key_is_found(
     variable: str, netrc: str, setting: Any, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -1,4 +1,4 @@
-"""The moving average of a model, by hand."""
+"""The moving average of a model, compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from utils.training.ema import ModelEMA
 
 
 def decay(update: int) -> float:
-    """YOLOv5's: 0.9999 (1 - exp(-updates / 2000))."""
+    """Return YOLOv5's decay: 0.9999 (1 - exp(-updates / 2000))."""
     return 0.9999 * (1 - math.exp(-update / 2000))
 
 
 def network(value: float) -> nn.Module:
-    """A layer and a norm whose every floating value is this."""
+    """Return a linear layer and a BatchNorm with all floating-point values equal to `value`."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     fill(model, value)
     return model
@@ -46,7 +46,7 @@ def test_two_updates_by_hand() -> None:
         torch.testing.assert_close(value, torch.full_like(value, second), msg=name)
 
 
-def test_a_step_that_was_not_taken_moves_nothing() -> None:
+def test_a_skipped_step_changes_nothing() -> None:
     model = network(1)
     ema = ModelEMA(model)
     fill(model, 3)
@@ -62,7 +62,7 @@ def test_a_step_that_was_not_taken_moves_nothing() -> None:
     torch.testing.assert_close(ema.model.get_parameter("0.weight"), torch.full((2, 2), expected))
 
 
-def test_late_averages_are_slow() -> None:
+def test_the_final_decay() -> None:
     model = network(0)
     ema = ModelEMA(model)
     ema.updates.fill_(99_999)
@@ -71,8 +71,8 @@ def test_late_averages_are_slow() -> None:
     assert ema.model[0].weight[0, 0].item() == pytest.approx(1e-4, rel=1e-3)  # type: ignore[index]
 
 
-def test_whole_numbers_are_left_as_they_were_copied() -> None:
-    """BatchNorm counts its batches, and with a momentum of its own, as here, it does nothing with the count."""
+def test_integers_are_not_averaged() -> None:
+    """BatchNorm's count of batches has no effect if it has a momentum, as here."""
     model = network(1)
     model(torch.rand(3, 2))
     ema = ModelEMA(model)
@@ -96,7 +96,7 @@ def test_the_average_is_in_fp32() -> None:
     assert next(model.parameters()).dtype == torch.float16
 
 
-def test_the_model_stays_as_it_was() -> None:
+def test_the_model_is_unchanged() -> None:
     model = network(1).train()
     ema = ModelEMA(model)
     ema.model[0].weight.fill_(7)  # type: ignore[union-attr, operator]

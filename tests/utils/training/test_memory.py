@@ -1,30 +1,24 @@
-"""How much fits, and the messages if it does not."""
+"""Batches and loader processes that fit the memory, and the messages if they do not."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.making import launched
 from utils.errors import UserError
 from utils.training.memory import (
     BYTES_PER_MIB,
     auto_batch_size,
     check_batch_size,
     explain_out_of_memory,
-    fitting_workers,
-    is_out_of_memory,
     largest_batch,
     loader_processes,
 )
-
-
-def launched(monkeypatch: pytest.MonkeyPatch, processes: int, here: int) -> None:
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
-
 
 # The batch of all processes
 
@@ -53,14 +47,20 @@ def test_a_batch_size_of_zero_and_one_that_is_measured(processes: int, monkeypat
 # Shared memory
 
 
-def shared_memory(monkeypatch: pytest.MonkeyPatch, mib: int) -> None:
-    monkeypatch.setattr(
-        os, "statvfs", lambda path: SimpleNamespace(f_bavail=mib * BYTES_PER_MIB // 4096, f_frsize=4096)
-    )
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Return a function that sets the number of cores and the free shared memory in MiB."""
+
+    def set_machine(cores: int, mib: int) -> None:
+        free = SimpleNamespace(f_bavail=mib * BYTES_PER_MIB // 4096, f_frsize=4096)
+        monkeypatch.setattr(os, "statvfs", lambda path: free)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores), raising=False)
+
+    return set_machine
 
 
 @pytest.mark.parametrize(
-    ("mib", "workers", "here", "fit"),
+    ("mib", "workers", "here", "expected"),
     [
         (64, 8, 1, 2),  # three batches of 10 MiB for each loader process
         (60, 8, 1, 2),
@@ -68,54 +68,57 @@ def shared_memory(monkeypatch: pytest.MonkeyPatch, mib: int) -> None:
         (29, 8, 1, 0),
         (240, 8, 1, 8),
         (1000, 8, 1, 8),
-        (240, 8, 2, 4),  # training processes share it
+        (240, 8, 2, 4),  # training processes share the memory
         (29, 0, 1, 0),
     ],
 )
 def test_loader_processes_that_fit(
-    mib: int, workers: int, here: int, fit: int, monkeypatch: pytest.MonkeyPatch
+    mib: int,
+    workers: int,
+    here: int,
+    expected: int,
+    machine: Callable[[int, int], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shared_memory(monkeypatch, mib)
+    machine(64, mib)
     launched(monkeypatch, 2 * here, here)
-    fitting, warnings = fitting_workers(workers, 10 * BYTES_PER_MIB)
-    assert fitting == fit
-    assert len(warnings) == (fit < workers)
+    fitting, warnings = loader_processes(workers, 10 * BYTES_PER_MIB)
+    assert fitting == expected
+    assert len(warnings) == (expected < workers)
 
 
-def test_fewer_loader_processes_than_requested_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared_memory(monkeypatch, 64)
-    assert fitting_workers(8, 10 * BYTES_PER_MIB)[1] == [
-        "warning: /dev/shm has 64 MiB free, enough for the batches of 2 loader processes of each training process "
-        "instead of 8; make it larger (docker run --shm-size)"
-    ]
-
-
-def test_loader_processes_share_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+def test_loader_processes_share_cores_and_memory(
+    machine: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     launched(monkeypatch, 2, 2)
-    shared_memory(monkeypatch, 240)
+    machine(8, 240)
     assert loader_processes(16, 10 * BYTES_PER_MIB) == (4, [])  # 8 cores for two training processes
-    shared_memory(monkeypatch, 64)
-    fitting, (warning,) = loader_processes(16, 10 * BYTES_PER_MIB)
-    assert fitting == 1
-    assert "of 1 loader processes of each training process instead of 4" in warning
+    machine(8, 64)
+    assert loader_processes(16, 10 * BYTES_PER_MIB) == (
+        1,
+        [
+            "warning: /dev/shm has 64 MiB free, enough for the batches of 1 loader processes of each training process "
+            "instead of 4; make it larger (docker run --shm-size)"
+        ],
+    )
 
 
-def test_systems_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_systems_without_shared_memory(machine: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(path: str) -> None:
         raise FileNotFoundError(path)
 
+    machine(8, 0)
     monkeypatch.setattr(os, "statvfs", missing)
-    assert fitting_workers(8, 10 * BYTES_PER_MIB) == (8, [])
+    assert loader_processes(8, 10 * BYTES_PER_MIB) == (8, [])
     monkeypatch.delattr(os, "statvfs")
-    assert fitting_workers(8, 10 * BYTES_PER_MIB) == (8, [])
+    assert loader_processes(8, 10 * BYTES_PER_MIB) == (8, [])
 
 
 # Running out of memory
 
 
 def message_of(error: BaseException, batch_size: int = 16) -> str:
-    """Return the message of the error that it becomes."""
+    """Return the message of the `UserError` for an error."""
     with pytest.raises(UserError) as caught, explain_out_of_memory(batch_size, 640):
         raise error
     assert caught.value.__suppress_context__
@@ -126,7 +129,7 @@ CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't 
 
 
 @pytest.mark.parametrize(
-    ("error", "where"),
+    ("error", "device"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "a GPU"),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "a GPU"),
@@ -135,10 +138,10 @@ CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't 
         (RuntimeError(CPU), "the machine"),
     ],
 )
-def test_out_of_memory(error: BaseException, where: str) -> None:
+def test_out_of_memory(error: BaseException, device: str) -> None:
     assert message_of(error) == (
-        f"out of memory of {where} with --batch-size 16 at 640 pixels; try --batch-size 8 (in a new run: the batch "
-        "size is part of a curve)"
+        f"out of memory of {device} with --batch-size 16 at 640 pixels; try --batch-size 8 (in a new run, because "
+        "a curve depends on the batch size)"
     )
 
 
@@ -159,7 +162,9 @@ def test_torch_s_own_error_on_a_cpu() -> None:
         (4, 4, "a smaller --imgsz than 640, or a smaller model"),
     ],
 )
-def test_what_to_try(batch_size: int, processes: int, tried: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_message_proposes_a_smaller_batch(
+    batch_size: int, processes: int, tried: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launched(monkeypatch, processes, processes)
     assert f"; try {tried} (in a new run" in message_of(MemoryError(), batch_size)
 
@@ -169,19 +174,13 @@ def test_other_errors_pass(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, explain_out_of_memory(16, 640):
         raise error
     assert caught.value is error
-    assert not is_out_of_memory(error)
-
-
-def test_nothing_wrong() -> None:
-    with explain_out_of_memory(16, 640):
-        pass
 
 
 # AutoBatch
 
 
 class Device:
-    """A device with `memory`, of which the model takes `fixed` and each image `each`; records the batches tried."""
+    """A device with `memory`, of which the model needs `fixed` and each image `each`; records the measured batches."""
 
     def __init__(self, memory: float, fixed: int = 100, each: int = 10) -> None:
         self.memory, self.fixed, self.each = memory, fixed, each
@@ -201,40 +200,40 @@ def test_the_largest_batch_leaves_a_fifth_of_the_memory() -> None:
 
 
 @pytest.mark.parametrize(("fixed", "each", "free"), [(1, 1, 99), (3, 7, 12345), (500, 1, 1000), (0, 100, 1000)])
-def test_it_is_the_largest(fixed: int, each: int, free: int) -> None:
+def test_no_larger_batch_fits(fixed: int, each: int, free: int) -> None:
     size = largest_batch(Device(free, fixed, each).peak, free, 10**6)
     assert fixed + each * size <= 0.8 * free < fixed + each * (size + 1)
 
 
 @pytest.mark.parametrize("most", [1, 5, 28])
-def test_no_more_than_there_are_images(most: int) -> None:
+def test_the_batch_has_at_most_all_images(most: int) -> None:
     device = Device(1e9)
     assert largest_batch(device.peak, 10**9, most) == most
     assert max(device.tried) <= most
 
 
 def test_a_batch_that_did_not_fit_is_not_taken() -> None:
-    """Less can be allocated than is free: the line through the measurements leads beyond what has failed."""
+    """Not all free memory can be allocated: the extrapolation exceeds a batch that has failed."""
     device = Device(200)
     assert largest_batch(device.peak, 1000, 10_000) == 8  # 100 + 8 x 10; 16 failed
     assert device.tried == [1, 2, 4, 8, 16]
 
 
-def test_an_image_alone_that_takes_more_than_the_share() -> None:
+def test_one_image_that_exceeds_the_share() -> None:
     assert largest_batch(Device(1000, 850).peak, 1000, 64) == 1
 
 
-def test_an_image_alone_that_does_not_fit() -> None:
+def test_one_image_that_does_not_fit() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         largest_batch(Device(1000, 1200).peak, 1000, 64)
 
 
-def test_memory_that_does_not_grow() -> None:
+def test_memory_that_does_not_depend_on_the_batch() -> None:
     assert largest_batch(Device(1000, 450, 0).peak, 1000, 64) == 64
 
 
 class Group:
-    """Collectives with other processes, whose devices fit batches of these sizes."""
+    """Collectives with other processes whose devices fit these batches."""
 
     def __init__(self, *local_batches: int) -> None:
         self.local_batches = local_batches

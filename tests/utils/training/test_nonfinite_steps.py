@@ -1,4 +1,4 @@
-"""Steps that are skipped leave nothing behind, and end with a sentence that names images and a cause."""
+"""Skipped steps are undone, and too many end with a message that names images and a cause."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from utils.checkpoint.training_state import floating_buffers
 from utils.training.nonfinite_steps import DeviceValue, NonFiniteGuard, explain_skipped_steps
 
 TERMS = ("box", "obj", "cls")
@@ -17,7 +16,7 @@ INF, NAN = float("inf"), float("nan")
 
 @pytest.fixture
 def tensors() -> list[torch.Tensor]:
-    """Sums of losses, and running statistics."""
+    """Return loss sums and running statistics."""
     return [torch.zeros(3), torch.ones(2, 2)]
 
 
@@ -29,7 +28,7 @@ def add(tensors: Sequence[torch.Tensor], value: float) -> None:
 TAKEN, SKIPPED = torch.tensor(True), torch.tensor(False)
 
 
-def test_a_skipped_step_leaves_nothing_behind(tensors: list[torch.Tensor]) -> None:
+def test_a_skipped_step_is_undone(tensors: list[torch.Tensor]) -> None:
     guard = NonFiniteGuard(tensors, limit=3)
     add(tensors, 1)
     guard.end_window(TAKEN)
@@ -45,8 +44,8 @@ def test_a_skipped_step_leaves_nothing_behind(tensors: list[torch.Tensor]) -> No
     assert [tensor.unique().tolist() for tensor in tensors] == [[4.0], [5.0]]
 
 
-def test_the_snapshot_can_be_renewed(tensors: list[torch.Tensor]) -> None:
-    """At the end of an epoch the sums are set to zero, and averaged statistics come in."""
+def test_a_new_snapshot(tensors: list[torch.Tensor]) -> None:
+    """At the end of an epoch the sums are set to zero, and the statistics are averaged."""
     guard = NonFiniteGuard(tensors, limit=3)
     add(tensors, 1)
     guard.end_window(TAKEN)
@@ -57,8 +56,7 @@ def test_the_snapshot_can_be_renewed(tensors: list[torch.Tensor]) -> None:
     assert [tensor.unique().tolist() for tensor in tensors] == [[0.0], [2.0]]
 
 
-def test_tensors_that_take_part_in_gradients_and_of_two_types() -> None:
-    """They are changed in place and can be used on."""
+def test_parameters_and_two_types_are_restored_in_place() -> None:
     weight = nn.Parameter(torch.ones(2))
     precise = torch.tensor([1 / 3], dtype=torch.float64)
     guard = NonFiniteGuard([weight, precise], limit=2)
@@ -71,7 +69,7 @@ def test_tensors_that_take_part_in_gradients_and_of_two_types() -> None:
     assert weight.requires_grad
 
 
-def test_the_limit_is_of_steps_in_a_row(tensors: list[torch.Tensor]) -> None:
+def test_the_limit_counts_steps_in_a_row(tensors: list[torch.Tensor]) -> None:
     guard = NonFiniteGuard(tensors, limit=3)
     assert [guard.count(False), guard.count(False), guard.count(True)] == [False, False, False]
     assert [guard.count(False), guard.count(False), guard.count(False)] == [False, False, True]
@@ -79,7 +77,7 @@ def test_the_limit_is_of_steps_in_a_row(tensors: list[torch.Tensor]) -> None:
     assert NonFiniteGuard(tensors, limit=1).count(False)
 
 
-def test_a_window_s_images_whose_loss_is_not_finite(tensors: list[torch.Tensor]) -> None:
+def test_images_whose_loss_is_not_finite(tensors: list[torch.Tensor]) -> None:
     guard = NonFiniteGuard(tensors, limit=2)
     guard.add_batch(torch.tensor([1.0, NAN, 1.0]), ["before.jpg"])
     assert guard.suspects(guard.end_window(SKIPPED), TERMS) == [("before.jpg", "obj")]
@@ -96,11 +94,11 @@ def test_device_values() -> None:
     assert [DeviceValue(TAKEN).read(), DeviceValue(SKIPPED).read()] == [True, False]
 
 
-# The sentence
+# The message
 
 
 def model(*sizes: float) -> nn.Module:
-    """A model whose parameters are this large."""
+    """Return a model whose parameters have these absolute values."""
     return nn.ParameterList([nn.Parameter(torch.full((2,), -size)) for size in sizes])
 
 
@@ -110,25 +108,27 @@ def explained(suspects: Sequence[tuple[str, str]] = (), sound: nn.Module | None 
 
 def test_images_whose_loss_is_not_finite_are_named() -> None:
     assert explained([("a.jpg", "box, obj"), ("b.jpg", "obj")]) == (
-        "20 optimizer steps in a row were skipped, for the gradients were not finite; the last is step 120 (not "
-        "finite: box, obj, obj of the images a.jpg, b.jpg); look at these images and their labels, and try a lower lr0 "
+        "20 optimizer steps in a row were skipped, because the gradients were not finite; the last is step 120 (not "
+        "finite: box, obj, obj of the images a.jpg, b.jpg); check these images and their labels, and try a lower lr0 "
         "than 0.01"
     )
 
 
-def test_one_step_is_enough_where_the_flag_says_so() -> None:
+def test_the_message_about_a_single_step() -> None:
     message = explain_skipped_steps(7, 1, [], 64, model(1.0), "no", 0.01)
-    assert message.startswith("an optimizer step was skipped, for the gradients were not finite; the last is step 7 (")
+    assert message.startswith(
+        "an optimizer step was skipped, because the gradients were not finite; the last is step 7 ("
+    )
 
 
-def test_not_all_of_many_images_are_named() -> None:
+def test_at_most_five_images_are_named() -> None:
     five = [(f"{number}.jpg", "cls") for number in range(5)]
     assert "cls of the images 0.jpg, 1.jpg, 2.jpg, 3.jpg, 4.jpg)" in explained(five)
     assert "3.jpg, 4.jpg and 2 more)" in explained([*five, ("5.jpg", "cls"), ("6.jpg", "cls")])
 
 
 def test_a_finite_loss_without_a_finite_gradient() -> None:
-    assert "(the loss of its 64 images is finite, and its gradient is not); look at" in explained()
+    assert "(the loss of its 64 images is finite, and its gradient is not); check" in explained()
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
@@ -147,9 +147,3 @@ def test_fp16() -> None:
 
 def test_models_without_parameters_or_with_empty_ones() -> None:
     assert explained(sound=nn.ReLU()) == explained(sound=nn.ParameterList([nn.Parameter(torch.empty(0))]))
-
-
-def test_floating_buffers() -> None:
-    layers = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
-    assert set(floating_buffers(layers)) == {"1.running_mean", "1.running_var"}  # the count of batches is no float
-    assert floating_buffers(layers)["1.running_mean"] is layers[1].running_mean

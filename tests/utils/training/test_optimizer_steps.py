@@ -45,7 +45,7 @@ def prepared(run: Run, saved: dict[str, Any] | None = None, **options: Any) -> t
 def train(
     steps: OptimizerSteps, loader: DataLoader[Any], not_finite: Container[int] = (), scale: float = 1.0, start: int = 0
 ) -> list[float]:
-    """Train the rest of an epoch as train.py does; return the loss of each batch. Batch k has one image, k.jpg."""
+    """Train the rest of an epoch as train.py does; return the losses. Batch k has one image, k.jpg."""
     accelerator, losses = steps.run.accelerator, []
     for number, (batch,) in enumerate(loader):
         if number < start:
@@ -70,11 +70,11 @@ def values(steps: OptimizerSteps) -> list[Tensor]:
     return [tensor.clone() for tensor in tensors if tensor.is_floating_point()]
 
 
-def equal(some: list[Tensor], others: list[Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+def equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-# Taken, clipped and skipped
+# Taken, clipped and skipped steps
 
 
 def test_an_epoch_of_steps(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_gradients_are_clipped(scale: float, is_clipped: bool, tmp_path: Path) -
     assert float(length) == pytest.approx(HYP.lr0 * nesterov * min(norm, CLIP_NORM), rel=1e-4)
 
 
-def test_a_step_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
+def test_skipped_steps_are_counted_and_not_averaged(tmp_path: Path) -> None:
     steps, loader = prepared(run_in(tmp_path))
     losses = train(steps, loader, not_finite=[3, 4])[:3]
     progress = steps.progress
@@ -111,7 +111,7 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
     assert steps.state.loss_sums.tolist() == pytest.approx([sum(losses)])
 
 
-def test_weights_statistics_momentum_and_averages_survive_it(tmp_path: Path) -> None:
+def test_a_skipped_step_changes_nothing(tmp_path: Path) -> None:
     steps, loader = prepared(run_in(tmp_path))
     train(steps, loader)
     before = values(steps)
@@ -126,11 +126,11 @@ def test_too_many_skipped_steps_end_the_run(tmp_path: Path) -> None:
     run = run_in(tmp_path)
     steps, loader = prepared(run, max_skips=2)
     with pytest.raises(UserError) as raised:
-        train(steps, loader, not_finite=[0, 2, 3])  # the first is followed by one that is taken
+        train(steps, loader, not_finite=[0, 2, 3])  # the first is followed by a taken one
     assert str(raised.value) == (
-        "2 optimizer steps in a row were skipped, for the gradients were not finite; the last is step 4 (not finite: "
-        "loss of the images 3.jpg); look at these images and their labels, and try a lower lr0 than 0.1; the last "
-        f"good state is in {run.path}"
+        "2 optimizer steps in a row were skipped, because the gradients were not finite; the last is step 4 (not "
+        "finite: loss of the images 3.jpg); check these images and their labels, and try a lower lr0 than 0.1; the "
+        f"last good state is in {run.path}"
     )
     assert (steps.progress.skipped, steps.progress.taken) == (3, 1)
 
@@ -143,7 +143,7 @@ def test_accumulated_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (steps.progress.step, steps.progress.taken) == (3, BATCHES)  # the last batch of an epoch is a step alone
 
 
-# Logged and continued
+# Logged points and saved states
 
 
 def test_points_of_the_step_curves(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_points_of_the_step_curves(tmp_path: Path) -> None:
     run.start_trackers(lambda: [recorder], {}, 0)
     steps, loader = prepared(run)
     losses = train(steps, loader)
-    assert [step for _, step in recorder.points] == [2, 4, 5]  # every second one, and the last of the epoch
+    assert [step for _, step in recorder.points] == [2, 4, 5]  # every second step, and the last of the epoch
     assert [point["step/epoch"] for point, _ in recorder.points] == [0.4, 0.8, 1.0]
     means = [sum(losses[:2]) / 2, sum(losses[2:4]) / 2, losses[4]]
     assert [point["step/loss"] for point, _ in recorder.points] == pytest.approx(means)
@@ -181,17 +181,17 @@ def test_steps_continue_from_a_saved_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("cosine", "rate"), [(False, 0.07525), (True, 0.0855)])
-def test_the_schedule_is_that_of_the_flags(cosine: bool, rate: float, tmp_path: Path) -> None:
+def test_the_schedule_depends_on_the_flags(cosine: bool, rate: float, tmp_path: Path) -> None:
     schedule = prepared(run_in(tmp_path), epochs=4, cos_lr=cosine)[0].schedule
     assert (schedule.epochs, schedule.batches, schedule.cosine, schedule.lr0) == (4, BATCHES, cosine, HYP.lr0)
-    assert schedule.epoch_rate(1) == pytest.approx(rate, abs=1e-4)  # after a quarter of the way from 0.1 to 0.001
+    assert schedule.epoch_rate(1) == pytest.approx(rate, abs=1e-4)  # a quarter of the way from 0.1 to 0.001
 
 
 # Two processes
 
 
 def one_of_two(folder: str) -> list[Any]:
-    """Return what a process of two has after steps that are not finite on the second one only."""
+    """Return the outcome of steps whose loss is not finite on the second process only."""
     run = Run(start("cpu", "no", 60.0))
     run.open_folder(FolderOptions(folder, "exp", exist_ok=False))
     steps, loader = prepared(run, scale_lr=True, max_skips=2)

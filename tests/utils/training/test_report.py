@@ -1,4 +1,4 @@
-"""What is written and printed of an epoch."""
+"""The report of an epoch: row, console line, timing and table."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def test_a_row_of_results_csv(optimizer: torch.optim.Optimizer) -> None:
 
 
 def test_a_row_of_an_epoch_without_validation(optimizer: torch.optim.Optimizer) -> None:
-    """It has the same columns."""
     row = results_row(0, LOSSES, None, ("recall", "mAP"), optimizer)
     assert list(row) == list(results_row(0, LOSSES, SUMMARY, ("recall", "mAP"), optimizer))
     assert {name for name, value in row.items() if value is None} == {
@@ -53,7 +52,7 @@ def test_a_row_of_an_epoch_without_validation(optimizer: torch.optim.Optimizer) 
     [
         (SUMMARY, 81.6, 0, ", recall 0.7500, mAP 0.5000, 82 images/s"),
         (None, 81.6, 0, ", 82 images/s"),
-        (None, 0.0, 0, ""),  # only the validation of the epoch was missing
+        (None, 0.0, 0, ""),  # a resumed run that had only to validate
         (None, 7.0, 2, ", 7 images/s, steps skipped so far, not finite: 2"),
     ],
 )
@@ -63,7 +62,7 @@ def test_the_line_of_an_epoch(summary: Summary | None, rate: float, skipped: int
 
 
 def measured_bar(images: int, seconds: float, waited: float) -> Bar:
-    """Return a bar after a pass over `images`."""
+    """Return the bar of a finished epoch."""
     bar = Bar("", images, shown=False)
     bar.seconds, bar.waited = seconds, waited
     return bar
@@ -95,19 +94,20 @@ def test_the_table_of_the_best_epoch(brief: bool, rows: list[str]) -> None:
 def test_values_beside_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("utils.console.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("utils.training.report.used_memory", lambda device: 1.26)
     remaining = RemainingTime(40)
     bar = Bar("", 64, shown=False)
     batches = bar.over([1, 2], lambda _: 8)
     next(batches)
     now[0], remaining.done, bar.waited = 120.0, 10, 5.0
     values = bar_values(LOSSES, SUMMARY, bar, remaining, torch.device("cpu"))
+    memory = values["memory"]
+    assert 0 < float(memory.removesuffix(" GiB")) < 1000
     assert list(values.items()) == [
         ("box", "0.5000"),
         ("cls", "0.2500"),
         ("best mAP", "0.500"),  # the last metric
         ("wait", "25%"),
-        ("memory", "1.3 GiB"),
+        ("memory", memory),
         ("left", "1:00"),  # 30 batches at 2 s
     ]
     assert "best mAP" not in bar_values(LOSSES, None, bar, remaining, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The points of the step curves: means since the last point, over all processes."""
+"""The points of the step curves: means since the last point; tests/test_tracking.py has two processes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from tests.conftest import OnProcesses
 from utils.console import Bar
 from utils.training.step_log import StepLog, peak_memory, used_memory
 
 
-def step_log(interval: int = 0, steps: int = 8, enabled: bool = True, scaler: Any = None) -> StepLog:
-    cpu = torch.device("cpu")
-    return StepLog(("a", "b"), lambda share: share, cpu, 1, interval, steps, enabled=enabled, scaler=scaler)
+def step_log(interval: int = 0, steps: int = 8, enabled: bool = True) -> StepLog:
+    return StepLog(("a", "b"), Accelerator(cpu=True), interval, steps, enabled=enabled)
 
 
 def sgd(rate: float = 0.1) -> Any:
@@ -28,14 +26,14 @@ def sgd(rate: float = 0.1) -> Any:
 @pytest.mark.parametrize(
     ("interval", "steps", "expected"), [(0, 8, 1), (0, 40, 2), (0, 1850, 50), (7, 1850, 7), (1, 8, 1)]
 )
-def test_how_far_points_are_apart(interval: int, steps: int, expected: int) -> None:
+def test_the_interval_of_points(interval: int, steps: int, expected: int) -> None:
     log = step_log(interval, steps)
     assert log.interval == expected
     due = [step for step in range(1, 200) if log.is_due(step, last=False)]
     assert due == list(range(expected, 200, expected))
 
 
-def test_the_last_step_of_an_epoch_is_a_point_too() -> None:
+def test_the_last_step_of_an_epoch_is_a_point() -> None:
     assert step_log(7).is_due(8, last=True)
     assert not step_log(7, enabled=False).is_due(7, last=True)
 
@@ -56,7 +54,7 @@ def test_means_since_the_last_point() -> None:
     assert "step/gpu_memory" not in first
 
 
-def test_speed_and_the_share_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_and_share_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("utils.training.step_log.time.monotonic", lambda: now[0])
     log, bar = step_log(), Bar("", 0, False)
@@ -70,7 +68,7 @@ def test_speed_and_the_share_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None
     assert values["step/data_wait"] == 0.25
 
 
-def test_without_a_norm_there_is_none_and_what_is_not_finite_is_shown() -> None:
+def test_values_that_are_missing_or_not_finite() -> None:
     log = step_log()
     log.add_batch(torch.tensor([math.nan, math.inf]))
     values = log.values(log.point(1, 1.0, sgd(), 16))
@@ -80,21 +78,6 @@ def test_without_a_norm_there_is_none_and_what_is_not_finite_is_shown() -> None:
     log.norm = math.inf
     log.add_batch(torch.zeros(2))
     assert log.values(log.point(2, 1.0, sgd(), 16))["step/gradient_norm"] == math.inf
-
-
-def shares() -> list[float]:
-    """Of two processes, each with its share of the losses: what both get."""
-    accelerator = Accelerator(cpu=True)
-    log = StepLog(("a",), accelerator.gather, accelerator.device, accelerator.num_processes, 0, 8, enabled=True)
-    log.add_batch(torch.tensor([1.0 + accelerator.process_index]))
-    log.norm = torch.tensor(2.0)
-    values = log.values(log.point(1, 1.0, sgd(), 8))
-    per_device = values["step/images_per_second"] / values["step/images_per_second_per_device"]
-    return [values["step/a"], values["step/gradient_norm"], per_device]
-
-
-def test_two_processes(on_processes: OnProcesses) -> None:
-    assert on_processes(2, shares) == [[3.0, 2.0, pytest.approx(2.0)]] * 2
 
 
 def test_memory() -> None:

@@ -1,0 +1,300 @@
+"""README.md and docs/: links, commands, the tables of flags, and the reading path agree with the repository."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser
+
+from utils.config.options import DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
+from utils.config.parser import parse_options
+from utils.files import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPTS = {"train.py": TrainOptions, "val.py": ValOptions, "detect.py": DetectOptions, "export.py": ExportOptions}
+PATH_LINES, PATH_TOLERANCE = 4500, 0.1  # of the reading path: its sum at most, and the error of each line count
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """Return the cells of each table of a page, without the line below its head."""
+    blocks = re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE)
+    rows = [[line for line in block.splitlines() if not re.fullmatch(r"[|-]+", line)] for block in blocks]
+    return [[[cell.strip() for cell in line.strip("|").split("|")] for line in table] for table in rows]
+
+
+def names(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+# Links
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub makes of a page's headings."""
+    prose = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken(page: Path, target: str) -> bool:
+    """Return whether a relative link of a page leads nowhere."""
+    file, _, anchor = target.partition("#")
+    goal = (page.parent / file).resolve() if file else page
+    return not goal.exists() or bool(anchor and anchor not in anchors(goal))
+
+
+def test_broken_links_are_detected() -> None:
+    page = ROOT / "README.md"
+    assert not any(broken(page, link) for link in ("docs/data.md", "docs/data.md#download", "#install", "LICENSE"))
+    assert all(broken(page, link) for link in ("docs/none.md", "docs/data.md#none", "#none"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_resolve(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", text_of(page))
+    relative = [link for link in links if "://" not in link]
+    assert [link for link in relative if broken(page, link)] == []
+
+
+def test_pages_named_in_code_exist() -> None:
+    """In comments, messages and other files, with their anchors."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    kinds = (".py", ".yaml", ".toml", ".json", ".sbatch", "Makefile", "Dockerfile")
+    files = [name for name in tracked if name.endswith(kinds) and name != "tests/test_docs.py"]
+    mentions = [
+        (name, link)
+        for name in files
+        if (ROOT / name).exists()
+        for link in re.findall(r"\bdocs/[\w-]+\.md(?:#[\w-]+)?", text_of(ROOT / name))
+    ]
+    assert mentions
+    assert [mention for mention in mentions if broken(ROOT / "README.md", mention[1])] == []
+
+
+def test_the_readme_links_to_every_page() -> None:
+    assert {f"docs/{page.name}" for page in PAGES[1:]} <= set(re.findall(r"\]\(([^)#]+)", text_of(PAGES[0])))
+
+
+# Commands
+
+COMMAND = re.compile(r"(?:\w+=\S+ )*(?:\$ )?((?:python|accelerate launch|sbatch) [^#]*)")
+
+
+def commands(page: Path) -> list[str]:
+    """Return the commands in the code blocks and inline code of a page that start one of our programs.
+
+    Left out are a heredoc's lines, a launcher's flags without a script, and YOLOv5's own commands: the first column of
+    the tables in migrating.md.
+    """
+    text = re.sub(r"<<'?(\w+)'?\n.*?^\1$", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```(?:bash)?\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    if page.name == "migrating.md":
+        prose = re.sub(r"^\|[^|]*\|", "|", prose, flags=re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines()]
+    lines += [inline.replace("\n", " ") for inline in re.findall(r"`([^`]+)`", prose)]
+    matches = [match[1].strip() for match in map(COMMAND.match, lines) if match]
+    return [
+        match for match in matches if match != "python -" and (".py" in match or not match.startswith("accelerate"))
+    ]
+
+
+def script_errors(words: list[str]) -> list[str]:
+    """Return what is wrong with a script of ours and its flags."""
+    script, *flags = words
+    if script in SCRIPTS:
+        errors = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(errors):
+                parse_options(SCRIPTS[script], flags, prints=True)
+        except SystemExit:
+            return [errors.getvalue().strip()]
+        return []
+    return [] if (ROOT / script).is_file() else [f"{script} does not exist"]
+
+
+def module_errors(module: str, flags: list[str]) -> list[str]:
+    """Return what is wrong with `python -m` of a module of ours: no file, or flags that the file does not name."""
+    stem = ROOT.joinpath(*module.split("."))
+    file = next((file for file in (stem.with_suffix(".py"), stem / "__main__.py") if file.is_file()), None)
+    if file is None:
+        return [f"{module} does not exist"]
+    known = text_of(file)
+    return [f"{module} has no {flag}" for flag in flags if flag.startswith("--") and f'"{flag}"' not in known]
+
+
+def launcher_errors(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
+    """Return what is wrong with a launcher's command: its own flags, and the script that it starts."""
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            given = parser.parse_args(words)
+    except SystemExit:
+        return [errors.getvalue().strip().splitlines()[-1]]
+    return script_errors([given.training_script, *given.training_script_args])
+
+
+def path_errors(words: list[str]) -> list[str]:
+    """Return the files of the repository that do not exist, by the folders that they are said to be in."""
+    folders = ("data/", "models/", "accelerate_configs/")
+    paths = [word for word in words if word.startswith(folders) and "." in word]
+    return [f"{path} does not exist" for path in paths if not (ROOT / path).is_file()]
+
+
+def command_errors(command: str) -> list[str]:
+    """Return what is wrong with a command: programs, modules, files or flags that do not exist."""
+    words = ["0" if word == "R" else word for word in shlex.split(command) if word != "..."]  # R: the machine's rank
+    errors, rest = path_errors(words), words[1:]
+    if words[0] == "sbatch":
+        script = next(number for number, word in enumerate(rest) if word.endswith(".sbatch"))
+        return errors + script_errors(["train.py", *rest[script + 1 :]])
+    if words[0] == "accelerate":
+        return errors + launcher_errors(launch_command_parser(), rest[1:])
+    if rest[0] != "-m":
+        return errors + script_errors(rest)
+    if rest[1].startswith("torch.distributed."):
+        return errors + launcher_errors(get_args_parser(), rest[2:])
+    if rest[1].partition(".")[0] in ("utils", "data", "models", "benchmarks"):
+        return errors + module_errors(rest[1], rest[2:])
+    script = next(number for number, word in enumerate(rest) if word in SCRIPTS)  # another program starts it
+    return errors + script_errors(rest[script:])
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        ("python train.py --data my.yaml --epochs 3 ...", ""),
+        ("python train.py --epoch 3", "unknown flag --epoch"),
+        ("python trian.py", "trian.py does not exist"),
+        ("python train.py --data data/none.yaml", "data/none.yaml does not exist"),
+        ("python val.py --hyp a.yaml", "unknown flag --hyp"),
+        ("python -m utils.plots runs/train/exp --only results.png", ""),
+        ("python -m utils.plot runs/train/exp", "utils.plot does not exist"),
+        ("python -m utils.plots --every", "utils.plots has no --every"),
+        ("python -m debugpy --listen 5678 train.py --none", "unknown flag --none"),
+        ("python -m torch.distributed.run --nproc_per_node 2 train.py --batch 8", ""),
+        ("python -m torch.distributed.run --procs 2 train.py", "ambiguous|unrecognized|required|usage|error"),
+        ("accelerate launch --num_processes 2 train.py --machine_rank 0", "unknown flag --machine_rank"),
+        ("accelerate launch --config_file accelerate_configs/3node.yaml train.py", "3node.yaml does not exist"),
+        ("sbatch accelerate_configs/slurm.sbatch --dat my.yaml", "unknown flag --dat"),
+    ],
+)
+def test_wrong_commands_are_detected(command: str, error: str) -> None:
+    errors = " ".join(command_errors(command))
+    assert re.search(error, errors) if error else not errors
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_of_a_page_exist(page: Path) -> None:
+    """Scripts, modules, configuration files and flags."""
+    wrong = {command: errors for command in commands(page) if (errors := command_errors(command))}
+    assert wrong == {}
+
+
+def test_commands_are_found() -> None:
+    assert sum(len(commands(page)) for page in PAGES) > 50
+
+
+# The table of flags
+
+
+def default_of(value: object) -> str:
+    """Return a default as docs/flags.md writes it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value) or "''"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_page_of_flags_agrees_with_the_parser(script: str) -> None:
+    """Every flag with its other names, in its group of --help, with its default."""
+    section = text_of(ROOT / "docs" / "flags.md").partition(f"\n## {script}\n")[2].partition("\n## ")[0]
+    (table,) = tables(section)
+    group, listed = "", {}
+    for first, default, _ in table[1:]:
+        if first.startswith("**"):
+            group = first.strip("*")
+        else:
+            listed[tuple(names(first))] = (group, default)
+    parsed = {
+        tuple(f"--{name.replace('_', '-')}" for name in (option.name, *option.metadata["aliases"])): (
+            option.metadata["group"],
+            default_of(option.default),
+        )
+        for option in flags_of(SCRIPTS[script])
+    }
+    assert listed == parsed
+
+
+# The reading path
+
+
+def reading_path() -> list[tuple[str, int, list[str]]]:
+    """Return the rows of the reading path: a file, its stated number of lines, and the names to look for in it."""
+    section = text_of(ROOT / "docs" / "architecture.md").partition("## Reading path")[2].partition("\n## ")[0]
+    (table,) = tables(section)
+    return [(names(file)[0], int(lines), names(hints)) for file, lines, hints in table[1:]]
+
+
+def test_the_reading_path_is_short_and_its_files_exist() -> None:
+    stated = {file: lines for file, lines, _ in reading_path()}
+    actual = {file: len(text_of(ROOT / file).splitlines()) for file in stated}
+    wrong = {
+        file: f"{stated[file]} lines stated, {lines} in the file"
+        for file, lines in actual.items()
+        if abs(stated[file] - lines) > PATH_TOLERANCE * lines
+    }
+    assert wrong == {}
+    assert sum(actual.values()) <= PATH_LINES
+
+
+def test_what_the_reading_path_names_is_in_its_files() -> None:
+    for file, _, hints in reading_path():
+        words = [word for hint in hints if not hint.startswith("-") for word in hint.split(".")]
+        source = text_of(ROOT / file)
+        assert [word for word in words if not re.search(rf"\b{word}\b", source)] == [], file
+
+
+def test_files_that_the_architecture_names_exist() -> None:
+    page = text_of(ROOT / "docs" / "architecture.md")
+    paths = re.findall(r"`((?:models|data|utils|tests|docs|benchmarks)/[\w./]+\.(?:py|yaml|md))`", page)
+    assert paths
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
+
+
+# What was tested
+
+
+def ids_of(expression: str, files: set[str]) -> set[str]:
+    """Return the ids of the tests in files below tests/ that a marker expression selects."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-m", expression, *sorted(files)]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return {line.removeprefix("tests/") for line in printed.splitlines() if line.startswith("tests/")}
+
+
+def test_what_was_tested_is_run_by_the_command_that_the_page_names() -> None:
+    rules = dict(re.findall(r"^(test[\w-]*): .*\n.*-m \"(.*)\"$", text_of(ROOT / "Makefile"), re.MULTILINE))
+    section = text_of(ROOT / "docs" / "reliability.md").partition("## What was tested")[2]
+    rows = [(names(command)[0], names(test)[0]) for _, command, test in tables(section)[0][1:]]
+    assert len(rows) > 30
+    tests = [test if "::" in test else f"test_resume.py::{test}" for _, test in rows]
+    files = {f"tests/{test.partition('::')[0]}" for test in tests}
+    ids = {f"make {rule}": ids_of(rules[rule], files) for rule in ("test", "test-long")}
+    for (command, _), test in zip(rows, tests, strict=True):
+        run_by = {rule for rule, known in ids.items() if any(f"{one}[".startswith(f"{test}[") for one in known)}
+        assert run_by == {command}, test
