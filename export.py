@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import torch
 from data.dataset import data_source
 from models.ensemble import common_task, halve, load_model, refuse_flags, weight_files
 from models.export.formats import ExportJob, write
-from models.export.runtime import ExportMetadata
+from models.export.runtime import ExportMetadata, whole_strides
 from models.layer_registry import add_layers
 from models.tasks import TASKS
 from models.tasks.contract import ExportSettings
@@ -27,17 +26,17 @@ from utils.distributed.exit import run_main
 from utils.errors import UserError
 
 NEEDLESS_FLAGS = {
-    "simplify": "ONNX files are simplified as they are written",
-    "inplace": "boxes are decoded without writing in place",
+    "simplify": "ONNX files are always simplified",
+    "inplace": "boxes are never decoded in place",
 }
 
 
 def main() -> None:
-    """Export as the flags say."""
+    """Export the weight files to all formats that the flags name."""
     argv = sys.argv[1:]
     options = parse_options(ExportOptions, argv)
     if options.device == "mps":
-        raise UserError("--device mps: Apple GPUs export nothing; give cpu")
+        raise UserError("--device mps: models are not exported on Apple GPUs; give cpu")
     device = torch.device(device_kind(options.device))
     if options.layers:
         add_layers(options.layers)
@@ -55,7 +54,7 @@ def main() -> None:
 
 
 def prepare(name: str, content: Weights, options: ExportOptions, device: torch.device) -> ExportJob:
-    """Return what is to be exported of a weight file. Raises `UserError`."""
+    """Build the model of a weight file for its export. Raises `UserError`."""
     task_name = common_task({name: content})
     assert content.model is not None
     entry, names = TASKS[task_name], content.class_names
@@ -72,7 +71,7 @@ def prepare(name: str, content: Weights, options: ExportOptions, device: torch.d
         names=names,
         stride=model.stride,
         model=dict(content.model),
-        imgsz=whole_strides(options.imgsz, model.stride),
+        imgsz=image_size(options.imgsz, model.stride),
         batch=options.batch_size,
         dynamic=options.dynamic,
         half=half,
@@ -83,38 +82,29 @@ def prepare(name: str, content: Weights, options: ExportOptions, device: torch.d
     return ExportJob(module, metadata, options.opset, options.verbose)
 
 
-def whole_strides(sides: Sequence[int], stride: int) -> tuple[int, int]:
-    """Return height and width of images, from one number or both, rounded up to whole strides: at least two of more
-    than a pixel. Raises `UserError` for more numbers.
-    """
+def image_size(sides: Sequence[int], stride: int) -> tuple[int, int]:
+    """Return height and width of the images, from one number or both, in whole strides. Raises `UserError` for more."""
     if len(sides) > 2:
         raise UserError(f"--imgsz {' '.join(map(str, sides))} has {len(sides)} numbers; give one, or height and width")
-    least = 2 if stride > 1 else 1
-    height, width = (max(math.ceil(side / stride), least) * stride for side in (sides[0], sides[-1]))
-    return height, width
+    return whole_strides(sides[0], stride), whole_strides(sides[-1], stride)
 
 
 def messages(options: ExportOptions, job: ExportJob) -> list[str]:
-    """Return lines for the console about what is going to be exported."""
+    """Return lines for the console about the export."""
     lines, metadata = [], job.metadata
     height, width = metadata.imgsz
-    requested = (options.imgsz[0], options.imgsz[-1])
-    if requested != metadata.imgsz:
+    if (options.imgsz[0], options.imgsz[-1]) != metadata.imgsz:
         lines.append(
             f"--imgsz {' '.join(map(str, options.imgsz))} is no multiple of the stride {metadata.stride}; "
             f"taking {height} {width}"
         )
     if options.half and not metadata.half:
-        lines.append("warning: --half is for CUDA, named by --device; taking full precision")
-    for flag, reason in NEEDLESS_FLAGS.items():
-        if getattr(options, flag):
-            lines.append(f"--{flag} changes nothing: {reason}")
+        lines.append("warning: --half needs CUDA, as in --device 0; exporting in full precision")
+    lines += [f"--{flag} changes nothing: {why}" for flag, why in NEEDLESS_FLAGS.items() if getattr(options, flag)]
     count = "any number" if metadata.dynamic else metadata.batch
     sizes = ", or other whole strides" if metadata.dynamic else ""
-    return [
-        *lines,
-        f"{metadata.task}, {len(metadata.names)} classes; images of {height}x{width}{sizes}, {count} at a time",
-    ]
+    summary = f"{metadata.task}, {len(metadata.names)} classes; images of {height}x{width}{sizes}, {count} at a time"
+    return [*lines, summary]
 
 
 def megabytes(path: Path) -> float:

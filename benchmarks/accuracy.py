@@ -1,9 +1,9 @@
-"""Fine-tune the official nano on blood cells and compare the result with YOLOv5's on the same split.
+"""Fine-tune the official yolov5n on blood cells, and compare the result with YOLOv5's on the same split.
 
     python -m benchmarks.accuracy [--folder ../shared/data/bccd] [--weights ../shared/weights/yolov5n.pt] [--seeds 0 1]
 
 The folder holds Shenggan/BCCD_Dataset in YOLO form: images/{train,val} and labels/{train,val}, classes RBC, WBC,
-Platelets. Image size 320, batch 16, 20 epochs, all else default; what counts is the last epoch on the val split.
+Platelets. Image size 320, batch 16, 20 epochs, else defaults; the result is that of the last epoch on the val split.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from pathlib import Path
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
+from utils.files import ROOT
+
 # YOLOv5 at commit 5081342, same command, torch 2.15 on 2 CPU cores: mAP50, mAP50-95 by seed.
 YOLOV5 = {0: (0.760, 0.425), 1: (0.810, 0.448)}
 
 
 def fine_tune(folder: Path, weights: Path, seed: int, project: Path, extra: list[str]) -> tuple[float, float, float]:
-    """Train; return mAP50 and mAP50-95 of the last epoch, and the seconds that the whole command took."""
+    """Train, and return mAP50 and mAP50-95 of the last epoch and the seconds of the whole command."""
     data = project / "bccd.yaml"
     names = {0: "RBC", 1: "WBC", 2: "Platelets"}
     splits = {split: f"images/{split}" for split in ("train", "val")}
@@ -39,7 +40,7 @@ def fine_tune(folder: Path, weights: Path, seed: int, project: Path, extra: list
 
 
 def main() -> None:
-    """Run every seed and print the table."""
+    """Train with every seed, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=ROOT.parent / "shared" / "data" / "bccd")
     parser.add_argument("--weights", type=Path, default=ROOT.parent / "shared" / "weights" / "yolov5n.pt")

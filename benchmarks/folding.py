@@ -1,9 +1,9 @@
-"""What folding BatchNorm into the convolutions changes, and half precision: agreement on photos, and time.
+"""Agreement and speed of models with folded BatchNorm, in full and half precision, on photos.
 
     python -m benchmarks.folding --weights yolov5n.pt --photos ../datasets/coco128/images/train2017 [--count 32]
 
-Raw maps are compared, and the detections at confidence 0.25. Half precision is computed on CUDA if there is a device,
-else on the CPU, whose kernels for it are slow: its time is not printed then.
+Raw maps are compared, and the detections at confidence 0.25. Half precision runs on CUDA if available, else on the CPU,
+whose slow kernels are not timed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from data.images import read_image
 from data.media import find_media
 from detect import Predictor
-from models.ensemble import halve, load_models
+from models.ensemble import halve, load_model
 from models.fuse import fuse
 from models.tasks import TASKS
 from models.tasks.contract import Thresholds
@@ -46,13 +46,13 @@ def seconds(model: nn.Module, inputs: list[Tensor]) -> float:
 
 
 def gap(outputs: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest difference of raw maps over the largest number in them."""
+    """Return the largest difference of raw maps, relative to their largest number."""
     return max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(outputs, expected, strict=True))
 
 
 def paired(rows: np.ndarray, expected: np.ndarray) -> tuple[int, float, float]:
-    """Return how many detections have no partner of their class within 3 pixels, and for the others the largest
-    difference of confidences, and of corners in pixels."""
+    """Return the number of detections without a partner of their class within 3 pixels, and the largest differences of
+    the others' confidences and corners (pixels)."""
     unused, unpaired, confidences, corners = list(range(len(expected))), 0, [0.0], [0.0]
     for row in rows:
         near = [k for k in unused if expected[k, 5] == row[5] and np.abs(expected[k, :4] - row[:4]).max() < 3]
@@ -79,7 +79,7 @@ def main() -> None:
     content = read_weights(Path(options.weights))
     kind = TASKS["detect"].load()
     task = kind(predictor.names, kind.recipe())
-    (plain,) = load_models(task, {options.weights: content}, 640, options.weights)
+    plain = load_model(task, content, 640, options.weights, options.weights)
     postprocess = task.postprocess(plain, Thresholds(0.25, 0.45, 1000, one_class=True))
     plain = plain.to(device, memory_format=layout(device)).eval()
     forms = {"folded": fuse(plain), "folded, half": halve(fuse(plain))}

@@ -1,15 +1,14 @@
-"""One epoch on 1, 2, 4 and 8 GPUs beside what YOLOv5 has published: yolov5l on COCO at 640, 16 images per GPU.
+"""One epoch on 1, 2, 4 and 8 GPUs beside YOLOv5's published figures: yolov5l on COCO at 640, 16 images per GPU.
 
     python -m benchmarks.gpus --data data/coco.yaml [--counts 1 2 4 8] [--cfg yolov5l.yaml] [--imgsz 640]
         [--batch-per-gpu 16] [--device cuda] [flags of train.py]
 
 Per count: one epoch from scratch by train.py, then one validation of its weights by val.py, on as many processes. Times
-are those of the passes over the images, without start, label scan and saving, computed from the images per second that
-the two print: train.py's are whole numbers, so its time may be off by half an image per second. Memory is the largest
-that nvidia-smi reports as used on one of the GPUs during the training, PyTorch's cache included.
+are without start, label scan and saving: they follow from the printed images per second, which train.py rounds to whole
+numbers. Memory is the largest amount in use on a GPU during training according to nvidia-smi, with PyTorch's cache.
 
 To try it without GPUs, in a minute: --device cpu --counts 1 2 --cfg yolov5n.yaml --imgsz 64 --batch-per-gpu 4 --data
-data/shapes.yaml. Each process has one thread then, unless OMP_NUM_THREADS says otherwise.
+data/shapes.yaml. Each process has one thread then, unless OMP_NUM_THREADS is set.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Outcome(NamedTuple):
 
 
 def printed(script: str, flags: Sequence[str], device: str) -> str:
-    """Run a script and return what it printed; exit if it fails."""
+    """Run a script and return its output; exit if it fails."""
     environment = dict(os.environ)
     if device == "cpu":
         environment.setdefault("OMP_NUM_THREADS", "1")
@@ -66,7 +65,7 @@ def printed(script: str, flags: Sequence[str], device: str) -> str:
 
 
 def number(pattern: str, text: str) -> float:
-    """Return the number that `pattern` has as its group, at its last match in `text`."""
+    """Return the number in the group of `pattern`, at its last match in `text`."""
     return float(re.findall(pattern, text, re.MULTILINE)[-1])
 
 
@@ -138,12 +137,12 @@ def line(count: int, outcome: Outcome, first: tuple[int, float], comparable: boo
 
 
 def resolved(name: str) -> str:
-    """Return the absolute path of a file of the working folder, as the scripts run elsewhere; other names unchanged."""
+    """Return the absolute path of an existing file, as the scripts run in another folder; other names unchanged."""
     return str(Path(name).resolve()) if Path(name).is_file() else name
 
 
 def main() -> None:
-    """Run all and print the table."""
+    """Run all counts, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=resolved, required=True, help="data set YAML")
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of processes")

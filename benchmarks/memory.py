@@ -1,9 +1,9 @@
-"""What `--cache ram` holds: proportional memory of 2 processes with 4 loader processes each, with it and without.
+"""Proportional memory of 2 processes with 4 loader processes each, with and without `--cache ram`.
 
     python -m benchmarks.memory --data ../datasets/coco128 [--processes 2] [--workers 4] [--imgsz 640]
 
-Each process reads all photos once, so that every image is read by some loader process; then the proportional set sizes
-of all processes are added up. The difference should be the decoded images, once.
+Each process reads all photos once; then the proportional set sizes of all processes are summed. The difference should
+be the size of the decoded images.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace, cache: str) -> None:
-    """Run on each process; the main one prints."""
+    """Measure on each process; the main one prints."""
     collectives = Collectives(start("cpu", "no", 300.0))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "data.yaml"
@@ -57,7 +57,7 @@ def measure(arguments: argparse.Namespace, cache: str) -> None:
     process_bytes = sum(process.memory_full_info().pss for process in [here, *here.children(recursive=True)])
     total = sum(collectives.gather([process_bytes]))
     images = sum(loader.dataset.images.read(k).nbytes for k in range(len(split.images)))
-    print_on_main(f"cache {cache or '-':4} {total / MIB:8.0f} MiB in all; the images decoded: {images / MIB:.0f} MiB")
+    print_on_main(f"cache {cache or '-':4} {total / MIB:8.0f} MiB in total; decoded images: {images / MIB:.0f} MiB")
 
 
 if __name__ == "__main__":

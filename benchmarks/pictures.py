@@ -1,4 +1,4 @@
-"""CPU-seconds that each picture of a run folder takes, at 1, 3 and 80 classes.
+"""CPU-seconds to draw each picture of a run folder, with 1, 3 and 80 classes.
 
     python -m benchmarks.pictures [--data ../shared/data/coco128] [--classes 1 3 80] [--keep FOLDER]
 
@@ -39,14 +39,14 @@ Row = tuple[Any, ...]
 
 
 def main() -> None:
-    """Make the folders, draw, and print the table."""
+    """Write the text files, draw the pictures, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "coco128")
     parser.add_argument("--classes", type=int, nargs="+", default=[1, 3, 80])
     parser.add_argument("--keep", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made_up:
-        folders = {count: (options.keep or Path(made_up)) / f"classes{count}" for count in options.classes}
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = {count: (options.keep or Path(temporary)) / f"classes{count}" for count in options.classes}
         for count, folder in folders.items():
             write_documents(folder, count, options.data)
         with chart_style():  # imports matplotlib
@@ -55,7 +55,7 @@ def main() -> None:
         rows = {name: [seconds(name, folder) for folder in folders.values()] for name in PICTURES}
         rows["all of these"] = [sum(column) for column in zip(*rows.values(), strict=True)]
         rows["start of the command"] = [child("--help")] * len(folders)
-        rows["the command, start and all"] = [child(str(folder)) for folder in folders.values()]
+        rows["the whole command"] = [child(str(folder)) for folder in folders.values()]
         print("| CPU-seconds by classes |", " | ".join(map(str, folders)), "|")
         print("|---|" + "---|" * len(folders))
         for name, values in rows.items():
@@ -152,7 +152,7 @@ def precision_recall(names: list[str], peaks: np.ndarray) -> Iterator[Row]:
 
 
 def frequencies(count: int) -> np.ndarray:
-    """Labels of each class: few classes have most of them."""
+    """Return the number of labels of each class; a few classes have most of them."""
     return np.maximum(20000 / (1 + np.arange(count)) ** 1.3, 3).astype(int)
 
 
@@ -182,8 +182,8 @@ def val_boxes(rng: np.random.Generator, names: list[str], data: Path) -> Iterato
             centre, side = np.array(box).reshape(2, 2) * (width, height)
             yield (file, "label", names[int(k)], "", *(centre - side / 2), *(centre + side / 2))
             if rng.random() < 0.8:
-                off = side * rng.normal(0, 0.04, 2)
-                low, high = centre - side / 2 + off, centre + side / 2 - off / 2
+                error = side * rng.normal(0, 0.04, 2)
+                low, high = centre - side / 2 + error, centre + side / 2 - error / 2
                 yield (file, "prediction", names[int(k)], rng.uniform(0.25, 0.95), *low, *high)
 
 

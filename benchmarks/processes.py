@@ -1,10 +1,11 @@
-"""One curve and its price: the same fine-tuning on 1, 2 and 4 processes, with and without --sync-bn.
+"""Agreement and speed of the same fine-tuning on 1, 2 and 4 processes, with and without --sync-bn.
 
     python -m benchmarks.processes [--folder ../shared/data/coco128] [--weights ../shared/weights/yolov5n.pt]
         [--device cpu] [--counts 1 2 4]
 
-Per launch: the largest relative gap of any loss to the first one's, the gaps of mAP50 and of the weights (norm of the
-difference over the norm), and images per second in the last epoch. On CUDA devices 0 to N - 1 serve N processes.
+Per launch, compared with the first one: the largest relative difference of any loss, the difference of mAP50, the
+relative norm of the weights' difference, and images per second in the last epoch. N processes run on CUDA devices 0 to
+N - 1.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import yaml
 from torch import Tensor
 
 from tests.curves import floats, rows
+from utils.files import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
 
 
@@ -45,7 +46,7 @@ def photos(folder: Path, project: Path) -> Path:
 
 
 def launch(name: str, flags: Sequence[str], threads: int, project: Path) -> Outcome:
-    """Train; threads: of each process."""
+    """Train with `threads` threads per process."""
     command = [sys.executable, str(ROOT / "train.py"), *flags, "--project", str(project), "--name", name]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     printed = subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True).stdout
@@ -63,7 +64,7 @@ def line(title: str, outcome: Outcome, first: Outcome) -> str:
 
 
 def main() -> None:
-    """Launch all and print the table."""
+    """Run all launches, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=SHARED / "data" / "coco128")
     parser.add_argument("--weights", type=Path, default=SHARED / "weights" / "yolov5n.pt")
@@ -79,9 +80,9 @@ def main() -> None:
         for count in options.counts:
             for flag in [[]] if count == 1 else [["--sync-bn"], []]:
                 devices = ",".join(map(str, range(count))) if options.device == "cuda" else "cpu"
-                where = ["--device", devices, "--processes", str(count)]
+                placement = ["--device", devices, "--processes", str(count)]
                 name = f"{count}{''.join(flag)}"
-                outcome = launch(name, [*job, *where, *flag], 1, Path(project))
+                outcome = launch(name, [*job, *placement, *flag], 1, Path(project))
                 first = first or outcome
                 print(line(f"{count} of 1 thread {''.join(flag)}", outcome, first), flush=True)
         cores = os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Do two checkouts train alike? Compare results.csv to the byte, and each tensor of the weights to the bit.
+"""Compare the training of two checkouts: results.csv to the byte, and each tensor of the weights to the bit.
 
     python -m benchmarks.same_results --before ../old-checkout [--after .] [--shared ../shared] [--keep FOLDER]
         [--only builtin photos processes killed resumed zero classify]
@@ -9,12 +9,12 @@ Runs these jobs in both checkouts, with this Python, on one thread per process, 
     photos      yolov5n.pt on data/bccd of --shared at 160 px, 2 epochs, one process
     processes   the same on two processes, with --sync-bn
     killed      the same on one process, killed by SIGKILL in the second epoch and resumed
-    resumed     that which `before` has begun and been killed in, resumed by `after`
+    resumed     the same, begun and killed in `before`, resumed in `after`
     zero        the same on two processes under ZeRO-2
     classify    resnet18 on the drawn classification set, 2 epochs
 
---keep: a folder for the runs; those of `before` that are there are not run again. Exits with 1 if anything differs.
-Jobs that need --shared are left out if it is not there.
+--keep: a folder for the runs; existing ones of `before` are reused. Exits with 1 if anything differs. Jobs that need
+--shared are skipped if that folder is missing.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from pathlib import Path
 import torch
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
+from utils.files import ROOT
+
 CLASSES = ["WBC", "RBC", "Platelets"]  # of data/bccd
-KILL_AT = 6  # saved states, one for each optimizer step: in the second epoch, which begins after the fourth
-START_SECONDS = 300.0  # in which a job that is to be killed must come so far
+KILL_AT = 6  # saved states, one per optimizer step: in the second epoch, which begins after the fourth
+START_SECONDS = 300.0  # time limit for a job to reach `KILL_AT`
 ACCELERATE = ("-m", "accelerate.commands.launch", "--config_file")
 
 
@@ -62,7 +63,7 @@ class Jobs:
         return folder
 
     def resumed(self) -> Path:
-        """Resumes what the other checkout has begun: see `main`."""
+        """Resume the run that the other checkout has begun; see `_both`."""
         folder = self.project / "resumed"
         self.python("train.py", "--resume", str(folder))
         return folder
@@ -82,7 +83,7 @@ class Jobs:
         deadline = time.monotonic() + START_SECONDS
         while not any(int(file.name[:8]) >= KILL_AT for file in folder.glob("checkpoint/[0-9]*.pt")):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"{folder} was not begun: {process.stdout and process.stdout.read()}")
+                raise SystemExit(f"{folder} did not start: {process.stdout and process.stdout.read()}")
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -134,7 +135,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
 
 
 def differences(before: Path, after: Path) -> list[str]:
-    """Name what differs between two run folders."""
+    """Return the names of the file and tensors that differ between two run folders."""
     one, two = fingerprint(before), fingerprint(after)
     return [name for name in {**one, **two} if one.get(name) != two.get(name)]
 
@@ -155,13 +156,13 @@ def main() -> None:
         wrong = 0
         for name in options.only:
             if name not in ("builtin", "classify") and not options.shared.is_dir():
-                print(f"{name:<10} left out: {options.shared} is not there", flush=True)
+                print(f"{name:<10} skipped: {options.shared} does not exist", flush=True)
                 continue
-            began = time.monotonic()
+            start = time.monotonic()
             different = differences(*_both(name, before, after))
             wrong += bool(different)
             result = f"differs in {', '.join(different[:5])}" if different else "identical"
-            print(f"{name:<10} {result} ({time.monotonic() - began:.0f} s)", flush=True)
+            print(f"{name:<10} {result} ({time.monotonic() - start:.0f} s)", flush=True)
     sys.exit(bool(wrong))
 
 
@@ -182,11 +183,9 @@ def _both(name: str, before: Jobs, after: Jobs) -> tuple[Path, Path]:
 
 def _run_once(jobs: Jobs, name: str, job: Callable[[], Path]) -> Path:
     folder = jobs.project / name
-    return folder if (folder / "done").is_file() else _mark(job())
-
-
-def _mark(folder: Path) -> Path:
-    (folder / "done").touch()
+    if not (folder / "done").is_file():
+        job()
+        (folder / "done").touch()
     return folder
 
 

@@ -1,9 +1,9 @@
-"""What a save costs: of the state that --resume needs, on the path of training and beside it.
+"""Time to save the state for --resume, in the training loop and in the background.
 
     python -m benchmarks.saving [--models yolov5n yolov5s yolov5m yolov5l yolov5x] [--folder DIR] [--device cpu]
 
-Per model, of a state with weights, EMA and SGD's momentum: its size; the seconds that training waits for the copy of it
-as bytes; and the seconds that a thread then takes for checksum, writing, flushing and renaming. Medians of five.
+Per model, for a state of weights, EMA and SGD's momentum: its size, the seconds that training waits until it is
+serialised, and the seconds of a thread for checksum, writing, flushing and renaming. Medians of five.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def seconds(work: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=[f"yolov5{size}" for size in "nsmlx"])
-    parser.add_argument("--folder", default=None, help="where to write; default a temporary folder")
+    parser.add_argument("--folder", default=None, help="folder for the files; default: a temporary folder")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     print(f"{'model':<10} {'MiB':>7} {'waits s':>8} {'writes s':>9}")

@@ -1,9 +1,9 @@
-"""What sharing the gradients costs on 8 and on 64 GPUs, by arithmetic: nothing here is measured.
+"""The cost of sharing gradients on 8 and on 64 GPUs, computed, not measured.
 
     python -m benchmarks.scaling
 
-Prints the tables of docs/scaling.md, which says what is assumed. Parameters, convolutions, BatchNorm layers and DDP's
-buckets are those of the models as they are built here; the rates of GPUs and links are the constants below.
+Prints the tables of docs/scaling.md, which lists the assumptions. Parameters, convolutions, BatchNorm layers and DDP's
+buckets are those of this project's models; the rates of GPUs and links are the constants below.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from utils.config.hyperparameters import Hyperparameters
 from utils.distributed.comm_hooks import DDP_BUCKET_MB, POWERSGD_RANK
 
 SIZES = "nsmlx"
-IMGSZ, PER_GPU, GPUS = 640, 16, 8  # pixels, images of a GPU's part of a batch, GPUs of a machine
-IN_MACHINE = {"NVLink": 200e9, "PCIe": 12e9}  # bytes a second that NCCL moves through each GPU in each direction
+IMGSZ, PER_GPU, GPUS = 640, 16, 8  # pixels, images of a batch per GPU, GPUs per machine
+IN_MACHINE = {"NVLink": 200e9, "PCIe": 12e9}  # NCCL's bytes per second through each GPU in each direction
 GBIT, SLOW = (25, 100, 400), (25, 10)  # of a machine's link to the others
-NEAR, FAR = 25e-6, 75e-6  # seconds of a collective, however small, in a machine and between machines
-LATENCIES = {8: (20e-6, 30e-6), 64: (50e-6, 100e-6)}  # the same, from and to, by GPUs
+NEAR, FAR = 25e-6, 75e-6  # latency of a collective in seconds, in a machine and between machines
+LATENCIES = {8: (20e-6, 30e-6), 64: (50e-6, 100e-6)}  # the same as a range, by number of GPUs
 LOADER = {"any": 12.9, "near": 6.3, "cached": 2.95}  # CPU milliseconds per image, from docs/benchmarks.md
 VALIDATED = 5000  # images of COCO's validation
-WORKERS = 8  # loader processes of a GPU, as --workers has it
-PHOTO = 108 / 128  # MiB of a decoded photo, and
-SAVING, METRICS = 0.63, 0.62  # seconds of saving yolov5l and of COCO's metrics, from docs/benchmarks.md
+WORKERS = 8  # loader processes per GPU, the default of --workers
+PHOTO = 108 / 128  # MiB of a decoded photo, from docs/benchmarks.md
+SAVING, METRICS = 0.63, 0.62  # seconds to save yolov5l and to compute COCO's metrics, from docs/benchmarks.md
 MB, MS = 1e6, 1e-3
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer with parameters: the size of its gradients, and the operations of a convolution."""
+    """A layer with parameters."""
 
     shapes: tuple[torch.Size, ...]  # of its parameters
-    work: float  # operations forward for an image
+    work: float  # operations of the forward pass for an image; 0 unless it is a convolution
 
     @property
     def bytes(self) -> int:
@@ -50,7 +50,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """What scaling needs of a model; layers in the order of the forward pass."""
+    """A model, with its layers in the order of the forward pass."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -66,7 +66,7 @@ class Model:
 
     @property
     def powersgd(self) -> int:
-        """Return the bytes of the gradients under PowerSGD: two thin factors of each matrix that it halves."""
+        """The bytes of the gradients under PowerSGD: two thin factors of each matrix, if they halve its size."""
         return sum(thin(shape) for layer in self.layers for shape in layer.shapes)
 
 
@@ -78,7 +78,7 @@ def thin(shape: torch.Size) -> int:
 
 
 def read(size: str) -> Model:
-    """Return a model as it is built here: on the meta device, with one image passed through."""
+    """Build a model on the meta device, and pass one image through it."""
     layers: list[Layer] = []
 
     def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -130,7 +130,7 @@ def ring(count: int) -> float:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and how. `share`: of the gradients' bytes, those that are sent (bf16: half)."""
+    """A training job. `share`: of the gradients' bytes that are sent (bf16: half)."""
 
     model: Model
     rate: float  # operations a second of a GPU
@@ -144,7 +144,7 @@ class Job:
 
     @property
     def batch(self) -> float:
-        """Return the seconds that a GPU computes for its part of a batch: backward is twice the forward pass."""
+        """The seconds that a GPU computes for its part of a batch: the backward pass takes twice the forward pass."""
         return 3 * self.model.work * self.per_gpu / self.rate
 
     def waiting(self, cluster: Cluster) -> float:
@@ -196,7 +196,7 @@ def main() -> None:
 
 
 def steps(jobs: Sequence[Job]) -> None:
-    """Print what is computed and sent for a step."""
+    """Print the computation and traffic of a step."""
     head = ["model", "parameters, M", "GFLOP forward", "BatchNorms", "computing, ms"]
     head += ["gradients, MB", "bf16", "powersgd", "1 of 8 sends"]
     rows = []
@@ -226,7 +226,7 @@ def clusters(jobs: Sequence[Job]) -> None:
 
 
 def slow(jobs: Sequence[Job]) -> None:
-    """Print what helps on slow links."""
+    """Print the remedies for slow links."""
     ways: dict[str, dict[str, Any]] = {
         "nothing": {},
         "`--comm-hook bf16`": {"share": 0.5},
@@ -246,7 +246,7 @@ def slow(jobs: Sequence[Job]) -> None:
 
 
 def together(jobs: Sequence[Job]) -> None:
-    """Print what SyncBatchNorm's two collectives per layer cost."""
+    """Print the cost of SyncBatchNorm's two collectives per layer."""
     head = ["`--sync-bn`", "collectives per batch"]
     head += [f"{gpus} GPUs, {part}" for gpus in LATENCIES for part in ("ms", "% of a batch")]
     rows = []
@@ -281,7 +281,7 @@ def published(job: Job) -> None:
 
 
 def epoch(fast: float) -> None:
-    """Print what the end of an epoch costs."""
+    """Print the cost of the end of an epoch."""
     head = [
         "GPUs",
         "batches",
@@ -306,7 +306,7 @@ def epoch(fast: float) -> None:
 
 
 def loading(jobs: Sequence[Job]) -> None:
-    """Print what the loader must deliver."""
+    """Print the required speed of the loader."""
     head = ["model", "images/s per GPU", "of 8", *(f"cores, {kind}" for kind in LOADER), "for 8, any"]
     rows = []
     for job in jobs:

@@ -1,9 +1,9 @@
-"""The all-reduce of the gradients alone between two machines on a slow link, with and without compression.
+"""Seconds of the gradients' all-reduce between two machines on a slow link, with and without compression.
 
     python -m benchmarks.slow_links [--models yolov5n yolov5m] [--gbit 1 10]        (root, commands ip and tc)
 
-The machines are network namespaces whose cable `tc` slows down. Per model, link and hook: the median of the seconds of
-a backward pass that sends gradients, less that of one that does not (it only adds up the parameters).
+The machines are network namespaces, and `tc` limits their cable. Per model, link and hook: the median of the seconds of
+a backward pass (through a sum of the parameters) that sends gradients, minus that of one that does not.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def seconds(model: DistributedDataParallel, send: bool) -> float:
 
 
 def work(names: list[str], gbit: float) -> None:
-    """Measure, on each machine; rank 0 prints."""
+    """Measure on each machine; rank 0 prints."""
     distributed.init_process_group("gloo")
     for name in names:
         bare = build_model(read_yaml(ROOT / "models" / f"{name}.yaml"))

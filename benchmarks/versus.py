@@ -1,10 +1,10 @@
-"""Ours, YOLOv5 and ultralytics in turn on the same files: CPU and wall time of loader, scan, start, step, validation.
+"""CPU and wall time of loader, scan, start, step and validation: this project, YOLOv5 and ultralytics in turn.
 
     python -m benchmarks.versus --data ../datasets/coco128 --yolov5 ../yolov5 [--python ../yolov5/.venv/bin/python]
         [--ultralytics ../ultralytics/.venv/bin/python] [--weights yolov5n.pt]
 
-`--data`: a folder with images/<split> and labels/<split> of photos. They are linked 16 times. Peers that are not named
-are not measured. Each measurement is a separate process with one thread; medians of `--rounds`.
+`--data`: a folder with images/<split> and labels/<split> of photos, which are linked 16 times. Programs that are not
+named are not measured. Each measurement is a separate process with one thread; medians of `--rounds`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from utils.files import ROOT
+
 TIMES = 16  # number of links to each photo
-FIRST, BATCHES = 2, 12  # batches that are not timed, then those that are
-STEPS = 4  # training steps that are timed, after as many that are not: one optimizer step
-# The code of a child process: `begin()` and `end(images)` enclose what is timed. FOLDER holds images/ and labels/.
+FIRST, BATCHES = 2, 12  # batches for warm-up, timed batches
+STEPS = 4  # timed training steps, one optimizer step, after as many for warm-up
+# The code of a child process: `begin()` and `end(images)` enclose the timed part. FOLDER contains images/ and labels/.
 CLOCK = """
 import json, os, sys, time
 import torch
@@ -92,7 +93,7 @@ def loader(cache=None):
                                 shuffle=True)
     return made
 """
-# Ours is a step of the loop itself; YOLOv5's is inside its loop, so it is assembled here from the same parts.
+# Ours is a step of the loop itself; YOLOv5's cannot be called alone, so it is assembled here from the same parts.
 OUR_FLAGS = """
 flags = [*FLAGS[1:], "--mixed-precision", os.environ["PRECISION"]]
 """
@@ -157,8 +158,8 @@ from utils.dataloaders import LoadImagesAndLabels
 begin()
 end(len(LoadImagesAndLabels(FOLDER + "/images/train", 640, 16)))
 """
-# What a validation does from the head on: YOLOv5's decodes all of its maps there, ours later and only confident cells.
-# The hook is called again when the head is timed: hence the copies of `features`.
+# A validation from the head on: YOLOv5's head decodes all maps; ours are decoded later, only in confident cells.
+# The hook is called again when the head is timed, hence the copies of `features`.
 OUR_VALIDATION = """
 from models.tasks.contract import Thresholds
 from models.tasks.detection.task import DetectionTask
@@ -220,9 +221,7 @@ with torch.inference_mode():
     ap_per_class(*[torch.cat(parts, 0).numpy() for parts in zip(*stats)], names={k: str(k) for k in range(80)})
     end(len(done) * 16)
 """
-
-
-# ultralytics takes its mosaic's partners from the images that it has read last.
+# ultralytics takes mosaic partners from the images that it has read last.
 ULTRALYTICS = """
 import cv2
 cv2.setNumThreads(0)
@@ -251,7 +250,7 @@ take_steps(lambda: model({**batch, "img": batch["img"].float() / 255})[0].sum(),
 
 @dataclass(frozen=True)
 class Part:
-    """What is measured: the code of each side, '' if it is not measured, and environment variables of all."""
+    """A measured part: the code of each program, '' if it is not measured, and the environment variables of all."""
 
     ours: str
     yolov5: str
@@ -286,7 +285,7 @@ PARTS = {
 
 
 def main() -> None:
-    """Measure each part, ours and theirs in turn, and print the medians and their ratios to ours."""
+    """Measure each part in all programs in turn, and print the medians and their ratios to ours."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with images/ and labels/ of photos")
     parser.add_argument("--yolov5", type=Path, help="a YOLOv5 checkout")

@@ -1,7 +1,7 @@
-"""Augmentation for detectors, in small functions from `Sample` to `Sample`. Called by data/detection.py.
+"""Augmentation for detectors: functions from `Sample` to `Sample`, and the `Augmenter` that data/detection.py calls.
 
-Random ones draw from the generator that they are given. Distributions and hyperparameter names are YOLOv5's. Boxes are
-corners in pixels of the sample's image.
+Random functions draw from the generator that is passed. Distributions and hyperparameter names are YOLOv5's. Boxes are
+xyxy in pixels of the sample's image.
 """
 
 from __future__ import annotations
@@ -10,24 +10,26 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
 
 PADDING_LEVEL = 114  # grey, 0 to 255, outside of every image
 MOSAIC_PARTNERS = 3  # the other images of a mosaic
-MIN_BOX_PIXELS = 2  # a warped box must have longer sides
-MIN_AREA_SHARE = 0.1  # a warped box must have a larger share of its area before
-MAX_BOX_ASPECT = 100  # a warped box must have a smaller ratio of its longer to its shorter side
-MAX_COVERED_SHARE = 0.3  # a pasted object must cover a smaller share of every box
+MIN_BOX_PIXELS = 2  # exclusive lower bound of a warped box's sides
+MIN_AREA_SHARE = 0.1  # exclusive lower bound of a warped box's area over its area before
+MAX_BOX_ASPECT = 100  # exclusive upper bound of a warped box's longer side over its shorter one
+MAX_COVERED_SHARE = 0.3  # exclusive upper bound of the share of any box that a pasted object covers
+
+Corners = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 class Sample(NamedTuple):
     """An image uint8 (h, w, 3) BGR, its boxes float32 (k, 4) xyxy in pixels, and their classes float32 (k,).
 
-    polygons: the outline of each box, (p, 2) x and y in pixels, without points if it is unknown; an empty tuple if they
-    are not needed. They are dropped once objects are pasted along them.
+    polygons: the outline of each object, (p, 2) x and y in pixels, (0, 2) if it is unknown; an empty tuple if outlines
+    are not needed. `copy_paste` uses and drops them.
     """
 
     image: np.ndarray
@@ -37,7 +39,7 @@ class Sample(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """How an image is placed in a letterbox: the scale of each axis (x, y), and the offset of its corner in pixels."""
+    """Placement of an image in a letterbox: the scale of each axis (x, y), and the offset of its corner in pixels."""
 
     scale: tuple[float, float]
     offset: tuple[int, int]
@@ -45,7 +47,7 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True)
 class AugmentSettings:
-    """Strengths and probabilities, named as in the hyperparameter file. All zero: nothing is changed."""
+    """Strengths and probabilities, named as in the hyperparameter file. If all are zero, nothing changes."""
 
     hsv_h: float = 0.0  # largest relative change of hue, saturation, value
     hsv_s: float = 0.0
@@ -79,9 +81,6 @@ def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool) -> tuple[Sa
     return Sample(image, boxes, sample.classes), Placement((ratio, ratio), (left, top))
 
 
-Corners = tuple[float, float, float, float]  # left, top, right, bottom
-
-
 def mosaic_positions(sizes: Sequence[tuple[int, int]], size: int, rng: np.random.Generator) -> list[Corners]:
     """Return the positions of four images of `sizes` (width, height) on a canvas of 2 x `size` pixels.
 
@@ -106,9 +105,10 @@ def warp_mosaic(
 ) -> Sample:
     """Return the mosaic of four images at `positions` on a square canvas, warped into `shape` (height, width).
 
-    The canvas is never drawn: each image is warped straight into the result, and one outside of it is not loaded.
-    load: returns the image of a position by its number; it may be of another size. canvas: its side, pixels. matrix:
-    from pixels of the canvas to those of the result. scale: of the matrix.
+    The canvas is never drawn: each image is warped straight into the result; images outside of it are not loaded.
+
+    load: returns the image for a position by its number; it may have another size than the position. canvas: side in
+    pixels. matrix: maps pixels of the canvas to those of the result. scale: of the matrix.
     """
     upright = not matrix[[0, 1, 2, 2], [1, 0, 0, 1]].any()
     result = np.full((*shape, 3), PADDING_LEVEL, np.uint8)
@@ -135,7 +135,7 @@ def warp_mosaic(
     old = np.concatenate(before)
     new = np.concatenate(after) if upright else warp_boxes(old, matrix, shape)
     visible = is_visible(old * scale, new)
-    outlines = tuple(compress(polygons, visible))  # clipped point by point, which changes nothing inside
+    outlines = tuple(compress(polygons, visible))  # clipped point by point, which does not change the part inside
     return Sample(result, new[visible].astype(np.float32), np.concatenate(classes)[visible], outlines)
 
 
@@ -144,7 +144,7 @@ def _window(
 ) -> tuple[int, int, int, int] | None:
     """Return the pixels of the result around a warped part of the canvas: left, top, right, bottom; None if outside.
 
-    upright: the matrix only scales and shifts.
+    upright: whether the matrix only scales and shifts.
     """
     if upright:
         (a, _, x), (_, d, y) = matrix[:2].tolist()
@@ -158,29 +158,29 @@ def _window(
 
 
 class _MosaicTile(NamedTuple):
-    """An image of a mosaic, and where it is drawn."""
+    """An image of a mosaic and its position."""
 
     image: np.ndarray  # (h, w, 3)
-    position: Corners  # on the canvas, pixels; it may reach beyond it
-    part: Corners  # the position, cut at the edges of the canvas
-    window: tuple[int, int, int, int]  # the pixels of the result that it is drawn into: left, top, right, bottom
+    position: Corners  # on the canvas, pixels; may reach beyond the canvas
+    part: Corners  # the position, clipped to the canvas
+    window: tuple[int, int, int, int]  # the pixels of the result to draw into: left, top, right, bottom
 
     @property
     def ratio(self) -> tuple[float, float]:
-        """Pixels of the canvas per pixel of the image, by x and y."""
+        """Pixels of the canvas per pixel of the image, for x and y."""
         height, width = self.image.shape[:2]
         left, top, right, bottom = self.position
         return (right - left) / width, (bottom - top) / height
 
 
 def _draw_upright(result: np.ndarray, tile: _MosaicTile, matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Fill a window of the result by resizing the part of the image, in whole pixels, that is drawn there.
+    """Resize the part of the image that is visible in the tile's window, in whole pixels, into the result.
 
-    Return what maps boxes of the image to the result as it is drawn: factors and shifts, (4,) each.
+    Return the exact mapping of boxes from the image to the result: factors and shifts, (4,) each.
     """
     image, position, part, window = tile
     ratio = tile.ratio
-    firsts, lasts, factors, shifts = [], [], [], []
+    spans, factors, shifts = [], [], []
     for axis in (0, 1):
         low, high = window[axis], window[axis + 2]
         scale, shift = float(matrix[axis, axis]), float(matrix[axis, 2])
@@ -190,18 +190,17 @@ def _draw_upright(result: np.ndarray, tile: _MosaicTile, matrix: np.ndarray) -> 
         first = min(first, image.shape[1 - axis] - 1)
         last = max(last, first + 1)
         factor = (high - low) / (last - first)
-        firsts.append(first)
-        lasts.append(last)
+        spans.append(slice(first, last))
         factors.append(factor)
         shifts.append(low - first * factor)
     left, top, right, bottom = window
-    cut = image[firsts[1] : lasts[1], firsts[0] : lasts[0]]
-    cv2.resize(cut, (right - left, bottom - top), dst=result[top:bottom, left:right], interpolation=cv2.INTER_LINEAR)
+    target = result[top:bottom, left:right]
+    cv2.resize(image[spans[1], spans[0]], target.shape[1::-1], dst=target, interpolation=cv2.INTER_LINEAR)
     return np.array(factors * 2, np.float32), np.array(shifts * 2, np.float32)
 
 
 def _draw_warped(result: np.ndarray, tile: _MosaicTile, matrix: np.ndarray) -> None:
-    """Warp the image into a window of the result, without the pixels there that are not the image's."""
+    """Warp the image into the tile's window of the result; pixels of the window outside of the image do not change."""
     image, position, part, (left, top, right, bottom) = tile
     ratio = tile.ratio
     limits = [round((part[k] - position[k % 2]) / ratio[k % 2]) for k in range(4)]
@@ -211,12 +210,17 @@ def _draw_warped(result: np.ndarray, tile: _MosaicTile, matrix: np.ndarray) -> N
     onto_canvas, into_window = np.diag([*ratio, 1.0]), np.eye(3)
     onto_canvas[:2, 2] = [position[k] + limits[k] * ratio[k] for k in (0, 1)]
     into_window[:2, 2] = -left, -top
-    whole, target = into_window @ matrix @ onto_canvas, result[top:bottom, left:right]
+    target = result[top:bottom, left:right]
+    _warp_image(
+        cut, into_window @ matrix @ onto_canvas, target.shape[:2], dst=target, borderMode=cv2.BORDER_TRANSPARENT
+    )
+
+
+def _warp_image(image: np.ndarray, matrix: np.ndarray, shape: tuple[int, int], **options: Any) -> np.ndarray:
+    """Warp an image into `shape` (height, width). options: of OpenCV, whose function without perspective is faster."""
     if matrix[2, :2].any():
-        warp = cv2.warpPerspective
-    else:
-        warp, whole = cv2.warpAffine, whole[:2]
-    warp(cut, whole, dsize=target.shape[1::-1], dst=target, borderMode=cv2.BORDER_TRANSPARENT)
+        return cv2.warpPerspective(image, matrix, dsize=shape[::-1], **options)
+    return cv2.warpAffine(image, matrix[:2], dsize=shape[::-1], **options)
 
 
 def random_matrix(
@@ -229,8 +233,9 @@ def random_matrix(
 ) -> tuple[np.ndarray, float]:
     """Return a random 3x3 matrix from pixels of `source` (height, width) to those of `target`, and its scale.
 
-    It centres, tilts (perspective), turns and scales, shears, and shifts, in that order. zoom: a factor of the random
-    scale. unit: pixels of the source that perspective counts as one.
+    It centres, tilts (perspective), rotates and scales, shears, and shifts, in that order.
+
+    zoom: a factor of the random scale. unit: pixels of the source that count as one for perspective.
     """
     perspective = rng.uniform(-settings.perspective, settings.perspective, 2)
     angle = rng.uniform(-settings.degrees, settings.degrees)
@@ -243,8 +248,8 @@ def random_matrix(
     sheared[0, 1], sheared[1, 0] = shear
     shifted[:2, 2] = shift
     cos, sin = scale * math.cos(math.radians(angle)), scale * math.sin(math.radians(angle))
-    turned = np.array([[cos, sin, 0], [-sin, cos, 0], [0, 0, 1]])
-    return shifted @ sheared @ turned @ tilted @ centred, scale
+    rotated = np.array([[cos, sin, 0], [-sin, cos, 0], [0, 0, 1]])
+    return shifted @ sheared @ rotated @ tilted @ centred, scale
 
 
 def random_warp(
@@ -252,27 +257,19 @@ def random_warp(
 ) -> Sample:
     """Warp the image by a random matrix into `shape` (height, width) and drop the boxes of which too little is visible.
 
-    unit: pixels that perspective counts as one.
+    unit: see `random_matrix`.
     """
     matrix, scale = random_matrix(settings, sample.image.shape[:2], shape, rng, 1.0, unit)
-    if sample.image.shape[:2] != shape or not np.array_equal(matrix, np.eye(3)):
-        image = _warp_image(sample.image, matrix, shape, settings.perspective != 0)
-    else:
-        image = sample.image
+    image = sample.image
+    if image.shape[:2] != shape or not np.array_equal(matrix, np.eye(3)):
+        image = _warp_image(image, matrix, shape, borderValue=(PADDING_LEVEL,) * 3)
     boxes = warp_boxes(sample.boxes, matrix, shape)
     visible = is_visible(sample.boxes * scale, boxes)
     return Sample(image, boxes[visible], sample.classes[visible])
 
 
-def _warp_image(image: np.ndarray, matrix: np.ndarray, shape: tuple[int, int], tilted: bool) -> np.ndarray:
-    size, border = (shape[1], shape[0]), (PADDING_LEVEL,) * 3
-    if tilted:
-        return cv2.warpPerspective(image, matrix, dsize=size, borderValue=border)
-    return cv2.warpAffine(image, matrix[:2], dsize=size, borderValue=border)
-
-
 def warp_boxes(boxes: np.ndarray, matrix: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Return the upright boxes around the warped corners of `boxes` (k, 4), clipped to `shape` (height, width)."""
+    """Return the axis-aligned boxes around the warped corners of `boxes` (k, 4), clipped to `shape` (height, width)."""
     points = warp_points(boxes[:, [0, 1, 2, 3, 0, 3, 2, 1]].reshape(-1, 4, 2), matrix)
     around = np.concatenate((points.min(1), points.max(1)), 1)
     height, width = shape
@@ -280,7 +277,7 @@ def warp_boxes(boxes: np.ndarray, matrix: np.ndarray, shape: tuple[int, int]) ->
 
 
 def warp_points(points: np.ndarray, matrix: np.ndarray) -> np.ndarray:
-    """Return points (..., 2), x and y, mapped by `matrix`."""
+    """Map points (..., 2), x and y, by `matrix`."""
     corners = np.ones((*points.shape[:-1], 3))
     corners[..., :2] = points
     warped = corners @ matrix.T
@@ -288,7 +285,7 @@ def warp_points(points: np.ndarray, matrix: np.ndarray) -> np.ndarray:
 
 
 def is_visible(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Return which warped boxes show enough, bool (k,): over 2 pixels each way, over a tenth of the area, no sliver."""
+    """Return which warped boxes have sides over 2 pixels, over a tenth of their area, and are no sliver, bool (k,)."""
     old, new = before[:, 2:] - before[:, :2], after[:, 2:] - after[:, :2]
     large = (new > MIN_BOX_PIXELS).all(1)
     enough_area = new.prod(1) > MIN_AREA_SHARE * old.prod(1)
@@ -297,7 +294,7 @@ def is_visible(before: np.ndarray, after: np.ndarray) -> np.ndarray:
 
 
 def mixup(a: Sample, b: Sample, rng: np.random.Generator) -> Sample:
-    """Blend two images of one size, with a weight from Beta(32, 32) and the boxes of both. Zhang et al. 2018."""
+    """Blend two images of one size with a weight from Beta(32, 32), and join their boxes. Zhang et al. 2018."""
     weight = rng.beta(32.0, 32.0)
     image = cv2.addWeighted(a.image, weight, b.image, 1 - weight, 0)
     return Sample(image, np.concatenate((a.boxes, b.boxes)), np.concatenate((a.classes, b.classes)))
@@ -306,8 +303,8 @@ def mixup(a: Sample, b: Sample, rng: np.random.Generator) -> Sample:
 def copy_paste(sample: Sample, chance: float, rng: np.random.Generator) -> Sample:
     """Paste mirrored copies of objects with a polygon, each with probability `chance`, on the other side of the image.
 
-    An object that would cover 0.3 of any box is left out. After Ghiasi et al. 2021, as in YOLOv5. The image is changed
-    in place.
+    An object that would cover 0.3 or more of any box is skipped. After Ghiasi et al. 2021, as in YOLOv5. Changes the
+    image in place.
     """
     if not chance or not any(map(len, sample.polygons)):
         return sample
@@ -336,7 +333,7 @@ def covered_shares(boxes: np.ndarray, box: np.ndarray) -> np.ndarray:
 
 
 def _paste(image: np.ndarray, mirrored: np.ndarray, polygon: np.ndarray, box: np.ndarray) -> None:
-    """Copy the pixels of `mirrored` inside the mirrored `polygon` to `image`. box: around the mirrored polygon."""
+    """Copy the pixels of `mirrored` inside the mirrored `polygon` to `image`. box: of the mirrored polygon."""
     left, top = np.floor(box[:2]).astype(int).tolist()
     right, bottom = np.ceil(box[2:]).astype(int).tolist()
     corners = np.stack((image.shape[1] - polygon[:, 0] - left, polygon[:, 1] - top), 1) - 0.5  # to centres of pixels
@@ -346,7 +343,7 @@ def _paste(image: np.ndarray, mirrored: np.ndarray, polygon: np.ndarray, box: np
 
 
 def random_hsv(sample: Sample, settings: AugmentSettings, rng: np.random.Generator) -> Sample:
-    """Multiply hue, saturation and value by random factors; hue wraps around, the others end at 255."""
+    """Multiply hue, saturation and value by random factors; hue wraps around, the others are clipped to 255."""
     factors = 1 + rng.uniform(-1, 1, 3) * (settings.hsv_h, settings.hsv_s, settings.hsv_v)
     steps = np.arange(256)
     tables = [(steps * factors[0]) % 180, (steps * factors[1]).clip(0, 255), (steps * factors[2]).clip(0, 255)]
@@ -358,64 +355,53 @@ def random_hsv(sample: Sample, settings: AugmentSettings, rng: np.random.Generat
     return sample._replace(image=cv2.cvtColor(image, cv2.COLOR_HSV2BGR, dst=image))
 
 
-def flip_left_right(sample: Sample) -> Sample:
-    """Swap left and right."""
-    width = sample.image.shape[1]
-    boxes = sample.boxes[:, [2, 1, 0, 3]] * np.array([-1, 1, -1, 1], np.float32) + np.array(
-        [width, 0, width, 0], np.float32
-    )
-    return Sample(cv2.flip(sample.image, 1), boxes, sample.classes)
-
-
-def flip_up_down(sample: Sample) -> Sample:
-    """Swap top and bottom."""
-    height = sample.image.shape[0]
-    boxes = sample.boxes[:, [0, 3, 2, 1]] * np.array([1, -1, 1, -1], np.float32) + np.array(
-        [0, height, 0, height], np.float32
-    )
-    return Sample(cv2.flip(sample.image, 0), boxes, sample.classes)
+def flip(sample: Sample, axis: int) -> Sample:
+    """Mirror an image and its boxes along axis 0, x (left and right), or axis 1, y (top and bottom)."""
+    boxes = sample.boxes.copy()
+    boxes[:, [axis, axis + 2]] = sample.image.shape[1 - axis] - boxes[:, [axis + 2, axis]]
+    return Sample(cv2.flip(sample.image, 1 - axis), boxes, sample.classes)
 
 
 @dataclass(frozen=True)
 class Augmenter:
-    """All augmentation of a training item.
+    """The whole augmentation of a training item.
 
-    An item whose longer side is not `imgsz` is the same picture at another scale.
+    The same generator gives the same picture at every scale of `shape`.
     """
 
     settings: AugmentSettings
     imgsz: int  # pixels
-    count: int  # of the images that partners are drawn from: all, so that mosaics do not depend on the process
-    load: Callable[[int], Sample]  # returns an image by its index, with its longer side at `imgsz`
-    size: Callable[[int], tuple[int, int]]  # returns the width and height of that image
+    count: int  # images in the data set; partners are drawn from all, so mosaics do not depend on the process
+    load: Callable[[int], Sample]  # returns an image by its index, its longer side at `imgsz`
+    size: Callable[[int], tuple[int, int]]  # returns width and height of that image
 
     def __call__(
         self, index: int, shape: tuple[int, int], rng: np.random.Generator, partners: Sequence[int] = ()
     ) -> Sample:
         """Return the item of image `index` in `shape` (height, width). Every choice comes from `rng`, in a fixed order.
 
-        partners: the three other images of its mosaic, and the four of another mosaic that it may be mixed with; those
-        that are not given are drawn from all.
+        partners: indices of the three other images of the mosaic, then of the four of a second mosaic for mixup; if
+        missing, they are drawn from all images.
         """
         settings = self.settings
         if rng.random() < settings.mosaic:
             sample = self._mosaic([index, *partners[:MOSAIC_PARTNERS]], shape, rng)
             if rng.random() < settings.mixup:
-                others = partners[MOSAIC_PARTNERS:] or [int(rng.integers(self.count))]
-                sample = mixup(sample, self._mosaic(others, shape, rng), rng)
+                second = partners[MOSAIC_PARTNERS:] or [int(rng.integers(self.count))]
+                sample = mixup(sample, self._mosaic(second, shape, rng), rng)
         else:
             fitted, _ = letterbox(self.load(index), shape, enlarge=True)
             sample = random_warp(fitted, settings, shape, rng, unit=max(shape) / self.imgsz)
         if settings.hsv_h or settings.hsv_s or settings.hsv_v:
             sample = random_hsv(sample, settings, rng)
         if rng.random() < settings.flipud:
-            sample = flip_up_down(sample)
+            sample = flip(sample, 1)
         if rng.random() < settings.fliplr:
-            sample = flip_left_right(sample)
+            sample = flip(sample, 0)
         return sample
 
     def _mosaic(self, images: Sequence[int], shape: tuple[int, int], rng: np.random.Generator) -> Sample:
-        """Return a warped mosaic of four images in random order: those given, and any for the rest."""
+        """Return a warped mosaic of four images in random order: `images`, filled up with random ones."""
         chosen = np.array([*images, *rng.integers(self.count, size=4 - len(images))])
         rng.shuffle(chosen)
         positions = mosaic_positions([self.size(int(number)) for number in chosen], self.imgsz, rng)

@@ -1,6 +1,6 @@
-"""Batches and loaders of all data sets: pixels are written once, into memory that the training process shares.
+"""Batches and loaders of all data sets: pixels are written once, into memory shared with the training process.
 
-Called by the data sets; `Batch` is what the tasks get.
+Called by the data sets; the tasks are given a `Batch`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from utils.distributed.loader_processes import shield_worker
 
 @dataclass(frozen=True)
 class Batch:
-    """images: uint8 (b, 3, h, w), RGB. targets: float32, in the form of the data set. infos: b of them.
+    """images: uint8 (b, 3, h, w), RGB. targets: float32. infos: a description of each image.
 
     targets of a detector: (m, 6), image in the batch, class, normalised xywh; of a classifier: (b, classes), shares
-    that add up to 1. infos: what the task needs of an image beside its pixels; each has `image`, the index in the
-    split, and `path`.
+    that add up to 1. An info has `image`, the index in the split, `path`, and whatever else the task needs.
     """
 
     images: Tensor
@@ -42,7 +41,7 @@ class Batch:
 
 
 def empty_pixels(*shape: int) -> Tensor:
-    """Return a tensor for pixels, uint8; in a loader process it is in memory that the training process shares."""
+    """Return a tensor for pixels, uint8; in a loader process it is in memory shared with the training process."""
     pixels = torch.empty(0, dtype=torch.uint8)
     if get_worker_info() is None:
         return pixels.resize_(shape)
@@ -50,7 +49,7 @@ def empty_pixels(*shape: int) -> Tensor:
 
 
 def stacked(images: Sequence[Tensor]) -> Tensor:
-    """Return images of one shape, uint8, as one tensor (n, ...): the one that they are rows of, if any, else a copy."""
+    """Return images of one shape, uint8, as one tensor (n, ...): the one whose rows they are, if any, or a copy."""
     whole, step = images[0]._base, images[0].numel()
     if whole is not None and whole.shape == (len(images), *images[0].shape):
         start = whole.data_ptr()
@@ -62,7 +61,7 @@ def stacked(images: Sequence[Tensor]) -> Tensor:
 def loader(
     items: Dataset[Any], batches: Iterable[list[SampleIndex]], collate: Callable[[Sequence[Any]], Batch], workers: int
 ) -> DataLoader[Any]:
-    """Return a loader of `batches` of `items`. workers: loader processes, which end with this one."""
+    """Return a loader of `batches` of `items`. workers: number of loader processes, which end with this one."""
     return DataLoader(
         items,
         batch_sampler=batches,

@@ -1,4 +1,4 @@
-"""Decoded images at the size of training: from the files, from memory, or from a cache on disk (--cache).
+"""Decoded images at training size: read from their files, or cached in memory or on disk (--cache).
 
 The data sets call `open_images`.
 """
@@ -29,9 +29,12 @@ CACHE_MEMORY_SHARE = 0.8  # of the memory that is free at the start; the rest is
 CACHE_DISK_SHARE = 0.8  # of what would be free without the cache, for all runs together; the rest stays free
 DISK_BLOCK_BYTES = 4096  # a file takes whole blocks
 
+writing_stopped = np.frombuffer(mmap.mmap(-1, 1), np.uint8)  # 1 once a disk is full; shared with forked processes
+_on_disk: WeakSet[ImagesOnDisk] = WeakSet()  # of this process: what one of them will write is not free for the next
+
 
 class Files(Sequence[Path]):
-    """Paths in one piece of memory, as each loader process would otherwise get a copy of a hundred thousand objects."""
+    """Paths in one piece of memory: of path objects, each loader process would get a copy of its own."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         names = [os.fsencode(path) for path in paths]
@@ -50,7 +53,7 @@ class Files(Sequence[Path]):
 
 
 class Images:
-    """The images of a split, with the longer side at `imgsz` pixels, or at the size of the file if it is 0.
+    """The images of a split, with the longer side at `imgsz` pixels, or as in the file if `imgsz` is 0.
 
     smooth: average areas if an image shrinks.
     """
@@ -60,29 +63,28 @@ class Images:
 
     @property
     def messages(self) -> list[str]:
-        """Sentences about what is cached, for the console."""
+        """Lines about the cache for the console."""
         return []
 
     def read(self, index: int) -> np.ndarray:
-        """Return one image, uint8 (h, w, 3) BGR, which must not be written to."""
+        """Return one image, uint8 (h, w, 3) BGR, which must not be changed."""
         image = read_image(self.files[index])
         return resize_long_side(image, self.imgsz, self.smooth) if self.imgsz else image
 
 
 class ImagesInMemory(Images):
-    """Caches the first images, as many as fit into the budget, once for all processes of a machine.
+    """A cache in memory of the first images that fit, one for all processes of a machine.
 
-    Nothing is read beforehand: the process that reads an image first writes it into memory that all share. sizes:
-    (n, 2), width and height of each file's image, by which its position in the memory is known before it is read.
+    The process that reads an image first writes it into the shared memory; nothing is read in advance. sizes: (n, 2),
+    width and height of each file's image, from which follows its position in the memory.
     """
 
     def __init__(self, files: Sequence[Path], imgsz: int, smooth: bool, sizes: np.ndarray, cache: str = "ram") -> None:
         super().__init__(files, imgsz, smooth)
         self.cache = cache
         self.shapes = cached_shapes(sizes, imgsz)
-        ends = len(files) + np.cumsum(
-            self.shapes.prod(1, dtype=np.int64) * 3
-        )  # preceded by a byte per image: is it cached?
+        # A byte per image, 1 once it is cached, then the pixels of all images.
+        ends = len(files) + np.cumsum(self.shapes.prod(1, dtype=np.int64) * 3)
         self.starts = np.concatenate(([len(files)], ends[:-1]))
         self.memory = shared_memory(lambda free: int(ends[ends <= free * CACHE_MEMORY_SHARE].max(initial=len(files))))
         self.fitting = int((ends <= len(self.memory)).sum())
@@ -106,7 +108,7 @@ class ImagesInMemory(Images):
             image = super().read(index)
             if image.shape != cached.shape:  # the file has changed since its size was read
                 return image
-            cached[:] = image  # two processes at once write the same
+            cached[:] = image  # two processes at a time write the same
             self.memory[index] = 1
         return cached
 
@@ -115,10 +117,10 @@ class ImagesInMemory(Images):
 
 
 class ImagesOnDisk(Images):
-    """Writes each image once, decoded, below the cache folder, and reads it from there from then on.
+    """A cache on disk: each image is written once, decoded, below the cache folder.
 
     Besides those that are there already, the first images that fit into the budget are cached; restarts do not enlarge
-    the budget. Once other programs have taken half of what should stay free, or writing fails, no more is written, with
+    the budget. Once other programs have taken half of what should stay free, or a write fails, no more is written, with
     one warning. sizes: (n, 2), width and height of each file's image.
     """
 
@@ -157,7 +159,7 @@ class ImagesOnDisk(Images):
             return np.load(path, allow_pickle=False)
         except (OSError, EOFError, ValueError):  # not written yet, or damaged
             image = super().read(index)
-        if not _full[0]:
+        if not writing_stopped[0]:
             try:
                 self._write(Path(path), image)
             except OSError as error:
@@ -173,8 +175,8 @@ class ImagesOnDisk(Images):
             file.write(content.getbuffer())
 
     def _stop_writing(self, error: OSError) -> None:
-        if not _full[0]:
-            _full[0] = 1
+        if not writing_stopped[0]:
+            writing_stopped[0] = 1
             warnings.warn(
                 f"--cache disk: no more is written into {self.folder} ({error.strerror or error}); images "
                 "that are not there are read from their files",
@@ -204,10 +206,6 @@ def folder_bytes(folder: Path) -> int:
 def disk_bytes(size: Any) -> Any:
     """Return the bytes on disk of a file of `size` bytes and a short header; a number, or an array of them."""
     return (size // DISK_BLOCK_BYTES + 1) * DISK_BLOCK_BYTES
-
-
-_on_disk: WeakSet[ImagesOnDisk] = WeakSet()  # of this process: what one of them will write is not free for the next
-_full = np.frombuffer(mmap.mmap(-1, 1), np.uint8)  # 1 once no more is written; shared with forked processes
 
 
 def cached_shapes(sizes: np.ndarray, imgsz: int) -> np.ndarray:

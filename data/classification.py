@@ -35,7 +35,7 @@ MULTI_SCALE_STEP_PIXELS = 32  # between the sizes of batches, if --imgsz is a mu
 
 
 class ImageInfo(NamedTuple):
-    """What the task needs of an image beside its pixels."""
+    """The description of an image that comes with its pixels."""
 
     image: int  # the index in the split
     path: str
@@ -49,7 +49,7 @@ class _Items(Dataset[tuple[Tensor, Tensor, ImageInfo]]):
         self.images, self.labels, self.classes = images, labels, classes
 
     def load(self, index: int) -> tuple[Tensor, int]:
-        """Return an image at its file's size, uint8 (3, h, w) RGB, and its class."""
+        """Return an image at the size of its file, uint8 (3, h, w) RGB, and its class."""
         return to_tensor(self.images.read(index)), int(self.labels[index])
 
     def info(self, index: int) -> ImageInfo:
@@ -66,10 +66,10 @@ class TrainingItems(_Items):
         classes: int,
         settings: TransformSettings,
         seed: int,
-        sampling: Sampling | None = None,
+        sampling: Sampling,
     ) -> None:
         super().__init__(images, labels, classes)
-        self.seed, self.sampling = seed, sampling or Sampling()
+        self.seed, self.sampling = seed, sampling
         self.augmenter = Augmenter(settings, self.load, len(labels), classes)
         self.unmixed = Augmenter(replace(settings, mixup=0.0, cutmix=0.0), self.load, len(labels), classes)
 
@@ -81,7 +81,7 @@ class TrainingItems(_Items):
 
 
 class EvaluationItems(_Items):
-    """The middle of each image, nothing random."""
+    """Centre crops; nothing is random."""
 
     def __getitem__(self, sample: SampleIndex) -> tuple[Tensor, Tensor, ImageInfo]:
         pixels, label = self.load(sample.image)
@@ -127,7 +127,7 @@ class ClassificationSplit(Split):
         return Instances(np.arange(len(self.images)), self.labels)
 
     def shown(self, index: int, side: int) -> np.ndarray:
-        """Return an image as in a validation, its middle, uint8 (side, side, 3) BGR."""
+        """Return the centre crop of an image, as in an evaluation, uint8 (side, side, 3) BGR."""
         pixels = centre_crop(to_tensor(read_image(self.images[index])), side)
         return np.ascontiguousarray(pixels.numpy()[::-1].transpose(1, 2, 0))
 
@@ -137,8 +137,8 @@ class ClassificationData(DataSet[ClassificationSplit]):
     """A classification data set at one image size: its splits, checked, and loaders over them.
 
     Its YAML has `train:` and `val:`, each a folder with a folder of images per class; or `split:`, the share of each
-    class of `train:` (else of `path:` itself) that is held out for validation. The numbers of the classes are those of
-    `names:`, else the order of the folders' names.
+    class of `train:` (else of `path:` itself) that is held out for validation. Classes are numbered as in `names:`,
+    else by the order of the folders' names.
     """
 
     def __post_init__(self) -> None:
@@ -146,7 +146,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
 
     @staticmethod
     def class_names(spec: DataSpec, single_cls: bool) -> dict[int, str]:
-        """Return the YAML's `names`, else those of the folders. Raises `UserError` for one class, or equal names."""
+        """Return the YAML's `names`, else those of the folders. Raises `UserError` for --single-cls or equal names."""
         if single_cls:
             raise UserError("--single-cls leaves a classifier nothing to tell apart; leave it out")
         names = spec.names or dict(enumerate(_by_class(spec, "train")))
@@ -165,7 +165,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
         }
 
     def split(self, name: str, hyp: Recipe | None = None) -> ClassificationSplit:
-        """Read and check a split. Raises `UserError` if nothing of it can be used, or a folder is of no class."""
+        """Read and check a split. Raises `UserError` if no image can be used, or for a folder of an unknown class."""
         classes = _classes_of_split(self.spec, name)
         numbers = {text: number for number, text in self.names.items()}
         if unknown := [text for text in classes if text not in numbers]:
@@ -175,7 +175,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
             )
         images = [path for paths in classes.values() for path in paths]
         labels = np.array([numbers[text] for text, paths in classes.items() for _ in paths], np.int64)
-        scanned = load_labels(images, f"{name} images", self.options.workers, boxes=False)
+        scanned = load_labels(images, f"{name} images", self.options.workers, "images")
         problems = scanned.problems
         if name == "train":
             counts = np.bincount(labels[scanned.sizes[:, 0] > 0], minlength=len(self.names))
@@ -188,7 +188,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
         return ClassificationSplit(images, labels[readable], scanned.sizes[readable], self.names, problems)
 
     def documents(self, train: ClassificationSplit, val: ClassificationSplit) -> dict[str, str]:
-        """Return class_indices.json, the number of each class; split.csv, the images of both splits; and labels.csv."""
+        """Return class_indices.json, split.csv, the images of both splits, and labels.csv, counts by class."""
         table = [
             (name, self.names[int(k)], path)
             for name, split in (("train", train), ("val", val))
@@ -207,7 +207,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
 
     @staticmethod
     def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
-        """Return the middle of an image, a square of the shorter of `sides`."""
+        """Return the centre crop of an image, a square of the shorter of `sides`."""
         return centre_crop(to_tensor(image), min(sides)), torch.zeros(0), ImageInfo(0, name, 0)
 
     collate = staticmethod(collate)
@@ -232,11 +232,11 @@ class ClassificationData(DataSet[ClassificationSplit]):
         return loader(items, batches, collate, self.options.workers)
 
     def evaluation_batches(self, split: ClassificationSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:
-        """Return the batches of an evaluation, always square, the same for any number of processes."""
+        """Return the batches of an evaluation, always square: see `DataSet`."""
         return evaluation_batches(split.sizes, batch_size, self.imgsz, 1, square=True)
 
     def evaluation_loader(self, split: ClassificationSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
-        """Return a loader over some of the evaluation's batches, of the middles of images."""
+        """Return a loader of centre crops."""
         items = EvaluationItems(self._open(split, self.options.cache), split.labels, len(self.names))
         return loader(items, batches, collate, self.options.workers)
 
@@ -268,7 +268,7 @@ def _classes_of_split(spec: DataSpec, name: str) -> Classes:
 
 
 def _by_class(spec: DataSpec, name: str) -> Classes:
-    """Return the images below the class folders of `name:`, or with `split:` of `path:` itself; walked once."""
+    """Return the images below the class folders of `name:`, or with `split:` of `path:` itself; searched once."""
     if name not in spec.walked:
         spec.walked[name] = _walk_classes(spec, name)
     return spec.walked[name]
@@ -305,14 +305,14 @@ def _folders(parent: Path) -> list[Path]:
 
 
 def held_out(images: Sequence[Path], share: float, seed: int) -> set[Path]:
-    """Return the images of a class that are held out for validation: at least one of several, and never all.
+    """Return the images of a class that are held out for validation: at least one, but never all.
 
-    They are chosen by a hash of folder name, file name and seed, so that more images change little, and moving the
-    folder changes nothing.
+    They are chosen by a hash of folder name, file name and seed: new images hardly change the choice, moving the folder
+    does not.
     """
+
+    def order(path: Path) -> tuple[bytes, Path]:
+        return hashlib.sha256(f"{seed}/{path.parent.name}/{path.name}".encode()).digest(), path
+
     count = min(max(round(len(images) * share), 1), len(images) - 1)
-    return set(sorted(images, key=lambda path: _hash(path, seed))[:count])
-
-
-def _hash(path: Path, seed: int) -> tuple[bytes, Path]:
-    return hashlib.sha256(f"{seed}/{path.parent.name}/{path.name}".encode()).digest(), path
+    return set(sorted(images, key=order)[:count])

@@ -1,4 +1,4 @@
-"""Converters from the annotation formats of VOC, COCO and VisDrone to label files. Their input is never changed.
+"""Converters from the annotation formats of VOC, COCO and VisDrone to label files. They never change their input.
 
 Called by data/convert.py, the command line, and by data/sources.py for `convert:` of a data YAML.
 """
@@ -12,44 +12,45 @@ import secrets
 import shutil
 import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from PIL import Image
 from tqdm import tqdm
 
+from data.archives import is_inside
 from data.images import IMAGE_SUFFIXES
 from utils.errors import UserError, nearest
 from utils.files import replacing
 
 VOC_SETS = ("train", "val", "test")  # in ImageSets/Main; trainval is the first two
-VISDRONE_CLASSES = 10  # categories 1 to 10; 0 are regions to ignore, 11 is anything else
-CUT_KEY = "cut at the edge of their image"  # the tally's key of boxes that are not left out, but cut
+VISDRONE_CLASSES = 10  # categories 1 to 10; 0 is for regions to ignore, 11 for other objects
+CUT_KEY = "cut at the edge of their image"  # the tally's key of boxes that are cut, not left out
 
 CocoBox = tuple[float, float, float, float]  # left, top, width, height in pixels, as in COCO
 Points = list[tuple[float, float]]
 
 
 class Tally(Counter[str]):
-    """Counts of label files and boxes that were written, and of what was left out, by the reason."""
+    """Counts of the label files and boxes that were written, and of items that were left out, by reason."""
 
     def lines(self, folder: Path) -> list[str]:
-        """Return lines for the console. folder: of the label files."""
+        """Format the counts for the console. folder: of the label files."""
         reasons = {why: count for why, count in self.items() if count and why not in ("files", "boxes", CUT_KEY)}
-        out = ", ".join(f"{count} {why}" for why, count in sorted(reasons.items()))
+        omitted = ", ".join(f"{count} {why}" for why, count in sorted(reasons.items()))
         return [
             f"{self['files']} label files with {self['boxes']} boxes in {folder}"
             + (f", {self[CUT_KEY]} of them {CUT_KEY}" if self[CUT_KEY] else ""),
-            *([f"left out: {out}"] if out else []),
+            *([f"left out: {omitted}"] if omitted else []),
         ]
 
 
 def box_row(label: int, box: CocoBox, size: tuple[int, int], tally: Tally) -> str:
-    """Return a label row, `class x y width height` as shares of the image; '' if nothing of the box is in the image.
+    """Return a label row, `class x y width height` as shares of the image; '' if no part of the box is in the image.
 
-    Numbers have 6 digits, as in the published labels of COCO. size: width and height of the image.
+    Numbers have 6 significant digits, as in the published labels of COCO. size: width and height of the image.
     """
     if not all(map(math.isfinite, box)):
         tally["boxes that are not finite"] += 1
@@ -72,33 +73,25 @@ def box_row(label: int, box: CocoBox, size: tuple[int, int], tally: Tally) -> st
     return f"{label} {' '.join(f'{share:.6g}' for share in shares)}\n"
 
 
-class LabelFolder:
-    """A folder that label files are written to before they appear under their final name."""
-
-    def __init__(self, folder: Path, tally: Tally) -> None:
-        self.folder, self.tally = folder, tally
-
-    def write(self, name: str, rows: Iterable[str]) -> None:
-        """Write a label file. name: its path below the folder."""
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(rows), encoding="utf-8")
-        self.tally["files"] += 1
+def _write_rows(path: Path, rows: Sequence[str], tally: Tally) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(rows), encoding="utf-8")
+    tally["files"] += 1
 
 
 @contextmanager
-def label_folder(folder: Path, exist_ok: bool, tally: Tally) -> Iterator[LabelFolder]:
-    """Yield a folder for label files beside `folder`, which takes its name, or whose files move there, at the end.
+def label_folder(folder: Path, exist_ok: bool) -> Iterator[Path]:
+    """Yield a temporary folder for label files, which is renamed to `folder`, or whose files move there, at the end.
 
-    exist_ok: replace files of the same name, one by one, and keep others. Raises `UserError` if `folder` is not empty
-    without it, or cannot be written to.
+    exist_ok: replace files of the same name and keep all others. Raises `UserError` if `folder` is not empty and
+    `exist_ok` is False, or if it cannot be written to.
     """
     part = folder.with_name(f".{folder.name}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         if not exist_ok and folder.exists() and any(folder.iterdir()):
             raise UserError(f"{folder} is not empty; name another folder, or give --exist-ok to replace label files")
         part.mkdir(parents=True)
-        yield LabelFolder(part, tally)
+        yield part
         try:
             os.rename(part, folder)  # over an empty folder too
         except OSError:
@@ -108,15 +101,15 @@ def label_folder(folder: Path, exist_ok: bool, tally: Tally) -> Iterator[LabelFo
                 os.replace(file, target)
     except OSError as error:
         raise UserError(
-            f"label files cannot be written to {folder} ({error.strerror}: {error.filename}); free the space or the "
-            "permission that it needs, or name another folder"
+            f"label files cannot be written to {folder} ({error.strerror}: {error.filename}); free disk space, fix the "
+            "permissions, or name another folder"
         ) from None
     finally:
         shutil.rmtree(part, ignore_errors=True)  # after a rename there is nothing left to remove
 
 
 def with_progress(items: Sequence[Any], title: str) -> tqdm:
-    """Iterate over `items` with a progress bar, if this is a terminal."""
+    """Iterate over `items` with a progress bar if this is a terminal."""
     return tqdm(items, desc=title, unit=" files", disable=None, leave=False, dynamic_ncols=True)
 
 
@@ -132,16 +125,16 @@ class VocObject(NamedTuple):
 
 
 def read_voc(file: Path, one_based: bool = False) -> tuple[tuple[int, int], list[VocObject]]:
-    """Return the image's size, (width, height), and its objects. Raises `UserError`.
+    """Read an XML file: the image's size, (width, height), and its objects. Raises `UserError`.
 
-    one_based: the first pixel is 1 and the last one belongs to the box, as in the VOC challenge's own files; most
-    programs write edges from 0.
+    one_based: coordinates start at 1 and the last pixel belongs to the box, as in the VOC challenge's own files; most
+    programs count from 0.
     """
     try:
         root = ET.parse(file).getroot()
         size = int(float(_text(root, "size/width"))), int(float(_text(root, "size/height")))
         if min(size) < 1:
-            raise ValueError("its <size> is not that of an image")
+            raise ValueError("its <size> is not positive")
         objects = []
         for item in root.findall("object"):
             left, top, right, bottom = (float(_text(item, f"bndbox/{n}")) for n in ("xmin", "ymin", "xmax", "ymax"))
@@ -149,7 +142,7 @@ def read_voc(file: Path, one_based: bool = False) -> tuple[tuple[int, int], list
             box = (left, top, right - left, bottom - top)
             objects.append(VocObject(_text(item, "name"), box, (item.findtext("difficult") or "0").strip() == "1"))
     except (ET.ParseError, ValueError, OverflowError) as error:
-        raise UserError(f"{file} is no VOC annotation ({error}); fix it, or move it away") from None
+        raise UserError(f"{file} is not a VOC annotation ({error}); fix it, or move it away") from None
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
     return size, objects
@@ -163,18 +156,17 @@ def _text(item: ET.Element, path: str) -> str:
 
 
 class VocSet(NamedTuple):
-    """The annotations of one set. name: of the subfolder for their labels, '' for none. images: the folder of their
-    images, if it is known."""
+    """The annotations of one set."""
 
-    name: str
+    name: str  # of the subfolder for the labels, '' for none
     files: list[Path]
-    images: Path | None
+    images: Path | None  # the folder of the images, if known
 
 
 def voc_sets(source: Path) -> list[VocSet]:
-    """Return the sets of a VOCdevkit or of one of its years, by their lists of images; else all XML files as one.
+    """Return the sets of a VOCdevkit, or of one of its years, by their lists of images; else all XML files as one set.
 
-    Raises `UserError` if there are none.
+    Raises `UserError` if there are no annotations.
     """
     years = [y for y in (source, *sorted(source.glob("*"))) if (y / "Annotations").is_dir() and _image_lists(y)]
     if years:
@@ -189,12 +181,14 @@ def voc_sets(source: Path) -> list[VocSet]:
         ]
     files = sorted(source.glob("*.xml")) or sorted((source / "Annotations").glob("*.xml"))
     if not files:
-        raise UserError(f"{source} has neither .xml files nor Annotations and ImageSets/Main; give a folder that does")
+        raise UserError(
+            f"{source} has neither .xml files nor Annotations and ImageSets/Main; name a folder with either"
+        )
     return [VocSet("", files, None)]
 
 
 def _image_lists(year: Path) -> list[Path]:
-    """Return the lists of a year's sets; trainval.txt only if its two parts have none."""
+    """Return the lists of a year's sets; trainval.txt only if neither of its two parts has a list."""
     folder = year / "ImageSets" / "Main"
     lists = [folder / f"{name}.txt" for name in VOC_SETS if (folder / f"{name}.txt").is_file()]
     both = folder / "trainval.txt"
@@ -216,13 +210,13 @@ def convert_voc(
 ) -> tuple[Tally, list[str]]:
     """Write label files below `labels`, in a folder for each set of a VOCdevkit, and return counts and class names.
 
-    images: the same folders below it get links to the images, or copies if links are impossible. names: the classes in
-    their order; if empty, those that occur, by alphabet. difficult: include objects that are marked so, which the VOC
-    challenge does not count. Raises `UserError`.
+    images: a folder for links to the images, or copies if links are impossible, in the same subfolders. names: the
+    classes in order; by default, those that occur, alphabetically. difficult: include objects that are marked as such,
+    which the VOC challenge does not count. Raises `UserError`.
     """
     tally, sets = Tally(), voc_sets(source)
     if images and not any(each.images for each in sets):
-        raise UserError(f"{source} does not say where its images are, so none can be put into {images}")
+        raise UserError(f"{source} is not a VOCdevkit, so the images are not known; leave --images out")
     annotations = {}
     for file in with_progress(sorted({file for each in sets for file in each.files}), "reading"):
         if file.exists():  # the challenge's lists name images without a published annotation
@@ -232,9 +226,9 @@ def convert_voc(
     for name in occurring:
         if name not in names:
             file = next(file for file, (_, items) in annotations.items() if any(item.name == name for item in items))
-            raise UserError(f"{file} has the class '{name}', which --names does not have{nearest(name, names)}; add it")
+            raise UserError(f"{file} has the class '{name}', which --names lacks{nearest(name, names)}; add it")
     numbers = {name: number for number, name in enumerate(names)}
-    with label_folder(labels, exist_ok, tally) as folder:
+    with label_folder(labels, exist_ok) as folder:
         for each in sets:
             annotated = [file for file in each.files if file in annotations]
             for file in with_progress(annotated, f"writing {each.name}".strip()):
@@ -242,7 +236,7 @@ def convert_voc(
                 counted = [item for item in items if difficult or not item.difficult]
                 tally["difficult objects"] += len(items) - len(counted)
                 rows = [box_row(numbers[item.name], item.box, size, tally) for item in counted]
-                folder.write(str(Path(each.name, f"{file.stem}.txt")), rows)
+                _write_rows(folder / each.name / f"{file.stem}.txt", rows, tally)
             tally["images without an annotation"] += len(each.files) - len(annotated)
     for each in sets:
         if images and each.images:
@@ -252,10 +246,9 @@ def convert_voc(
 
 
 def _link(folder: Path, stem: str, into: Path, tally: Tally) -> None:
-    """Put an image into a folder as a hard link, or if that fails as a copy."""
-    source = next(
-        (folder / f"{stem}{s}" for s in (".jpg", *sorted(IMAGE_SUFFIXES)) if (folder / f"{stem}{s}").exists()), None
-    )
+    """Link an image into a folder, or copy it if hard links are impossible."""
+    candidates = (folder / f"{stem}{suffix}" for suffix in (".jpg", *sorted(IMAGE_SUFFIXES)))
+    source = next(filter(Path.exists, candidates), None)
     if source is None:
         tally["annotations without an image"] += 1
         return
@@ -271,7 +264,7 @@ def _link(folder: Path, stem: str, into: Path, tally: Tally) -> None:
             shutil.copyfileobj(content, file)
     except OSError as error:
         raise UserError(
-            f"{source} cannot be linked or copied to {target}: {error.strerror}; free space, or leave --images out"
+            f"{source} cannot be linked or copied to {target}: {error.strerror}; free disk space, or leave --images out"
         ) from None
 
 
@@ -283,9 +276,10 @@ def convert_coco(
 ) -> tuple[Tally, list[str]]:
     """Write a label file for each image with objects in a COCO annotation file; return counts and class names.
 
-    Classes are numbered in the order of the categories' ids: COCO's 80, whose ids are 1 to 90, become 0 to 79.
-    polygons: rows `class x1 y1 x2 y2 ...`. crowd: include regions with many objects (iscrowd 1). flat: file names
-    without the folders in the images' file names. Raises `UserError`.
+    Classes are numbered by the categories' ids in ascending order: COCO's 80, whose ids are 1 to 90, become 0 to 79.
+
+    polygons: write rows `class x1 y1 x2 y2 ...`. crowd: include regions with many objects (iscrowd 1). flat: drop the
+    folders in the images' file names. Raises `UserError`.
     """
     content, tally = _read_json(file), Tally()
     try:
@@ -298,11 +292,11 @@ def convert_coco(
             by_image.setdefault(item["image_id"], []).append(item)
     except (KeyError, TypeError) as error:
         raise UserError(
-            f"{file} is no COCO annotation file of objects ({error!r} is missing); give another one"
+            f"{file} is not a COCO annotation file of objects ({error!r} is missing); name another one"
         ) from None
-    tally["boxes of images that the file does not have"] = sum(len(v) for k, v in by_image.items() if k not in images)
+    tally["boxes of images that the file lacks"] = sum(len(v) for k, v in by_image.items() if k not in images)
     written: set[str] = set()
-    with label_folder(labels, exist_ok, tally) as folder:
+    with label_folder(labels, exist_ok) as folder:
         for image, info in with_progress([(i, images[i]) for i in images if i in by_image], "writing"):
             rows = []
             for item in by_image[image]:
@@ -318,7 +312,7 @@ def convert_coco(
                 if name in written:
                     raise UserError(f"{file}: two images would have the label file {name}; leave --flat out")
                 written.add(name)
-                folder.write(name, rows)
+                _write_rows(folder / name, rows, tally)
     return tally, names
 
 
@@ -329,14 +323,13 @@ def _read_json(file: Path) -> Any:
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not JSON ({error}); fetch it again") from None
+        raise UserError(f"{file} is not JSON ({error}); download it again") from None
 
 
 def _label_name(file: Path, image: Mapping[str, Any], flat: bool) -> str:
     name = PurePosixPath(str(image.get("file_name") or "").replace("\\", "/"))
-    path = PureWindowsPath(str(name))
-    if not name.name or path.anchor or ".." in path.parts:
-        raise UserError(f"{file}: image {image.get('id')} has the file name '{name}', which is no name below a folder")
+    if not name.name or not is_inside(str(name)):
+        raise UserError(f"{file}: image {image.get('id')} has the file name '{name}'; it must be a relative path")
     return str(PurePosixPath(name.name if flat else name).with_suffix(".txt"))
 
 
@@ -353,9 +346,9 @@ def _coco_row(
         outlines = [list(zip(map(float, part[::2]), map(float, part[1::2]), strict=True)) for part in parts]
         outlines = [outline for outline in outlines if len(outline) > 2]
     else:
-        outlines = []  # a mask, as crowds have
+        outlines = []  # a mask, as of crowds
     if not outlines:
-        tally["outlines, of which the box was taken"] += 1
+        tally["outlines, replaced by the box"] += 1
         outlines = [[(x, y), (x + width, y), (x + width, y + height), (x, y + height)]]
     shares = [
         min(max(value / side, 0.0), 1.0) for point in joined(outlines) for value, side in zip(point, size, strict=True)
@@ -364,10 +357,7 @@ def _coco_row(
 
 
 def joined(parts: Sequence[Points]) -> Points:
-    """Join several outlines into one: from each to the next at their nearest points, around it, and back.
-
-    The connections enclose no area.
-    """
+    """Join outlines into one, each to the next at their nearest points. The connections enclose no area."""
     outline = list(parts[0])
     for part in parts[1:]:
         _, here, there = min((math.dist(a, b), i, j) for i, a in enumerate(outline) for j, b in enumerate(part))
@@ -379,17 +369,15 @@ def joined(parts: Sequence[Points]) -> Points:
 
 
 def convert_visdrone(source: Path, exist_ok: bool = False) -> Tally:
-    """Write label files into `labels` of each VisDrone-DET set: `source` or the folders in it with `images` and
-    `annotations`. Regions to ignore and the category "others" are left out.
-
-    Raises `UserError`.
+    """Write label files into `labels` of each VisDrone-DET set: `source`, or the folders in it, with `images` and
+    `annotations`. Regions to ignore and the category "others" are left out. Raises `UserError`.
     """
     sets = [p for p in (source, *sorted(source.glob("*"))) if (p / "annotations").is_dir() and (p / "images").is_dir()]
     if not sets:
-        raise UserError(f"{source} has no `images` and `annotations`, nor has a folder in it; give one that has")
+        raise UserError(f"neither {source} nor a folder in it has `images` and `annotations`; name a folder with both")
     tally = Tally()
     for each in sets:
-        with label_folder(each / "labels", exist_ok, tally) as folder:
+        with label_folder(each / "labels", exist_ok) as folder:
             for image in with_progress(sorted((each / "images").iterdir()), f"writing {each.name}"):
                 file = each / "annotations" / f"{image.stem}.txt"
                 if image.suffix.lower() not in IMAGE_SUFFIXES:
@@ -397,7 +385,7 @@ def convert_visdrone(source: Path, exist_ok: bool = False) -> Tally:
                 if not file.is_file():
                     tally["images without an annotation"] += 1
                     continue
-                folder.write(f"{image.stem}.txt", _visdrone_rows(file, _image_size(image), tally))
+                _write_rows(folder / f"{image.stem}.txt", _visdrone_rows(file, _image_size(image), tally), tally)
     return tally
 
 
@@ -406,13 +394,13 @@ def _image_size(image: Path) -> tuple[int, int]:
         with Image.open(image) as opened:
             return opened.size
     except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"{image} is no image that can be read ({error}); fetch it again, or move it away") from None
+        raise UserError(f"{image} cannot be read as an image ({error}); download it again, or move it away") from None
 
 
 def _visdrone_rows(file: Path, size: tuple[int, int], tally: Tally) -> list[str]:
     """Return the label rows of an annotation file.
 
-    Its rows are left, top, width, height, score, category, truncation, occlusion; a score of 0 means to ignore the box.
+    Its columns are left, top, width, height, score, category, truncation, occlusion; boxes of score 0 are ignored.
     """
     rows = []
     for number, line in enumerate(_lines(file), 1):
@@ -421,9 +409,9 @@ def _visdrone_rows(file: Path, size: tuple[int, int], tally: Tally) -> list[str]
         try:
             left, top, width, height, score, category = map(int, line.split(",")[:6])
         except ValueError:
-            raise UserError(f"{file}, line {number}: '{line[:80]}' is no row of VisDrone's; fix it") from None
+            raise UserError(f"{file}, line {number}: '{line[:80]}' is not a VisDrone row; fix it") from None
         if not score or not 1 <= category <= VISDRONE_CLASSES:
-            tally["regions to be ignored" if not score or not category else "boxes of the category others"] += 1
+            tally["regions to ignore" if not score or not category else "boxes of the category others"] += 1
             continue
         rows.append(box_row(category - 1, (left, top, width, height), size, tally))
     return rows
@@ -438,11 +426,7 @@ def _convert_downloaded_voc(folder: Path, names: Sequence[str]) -> None:
     convert_voc(source, folder / "labels", folder / "images", names, one_based=True, exist_ok=True)
 
 
-def _convert_downloaded_visdrone(folder: Path, names: Sequence[str]) -> None:
-    convert_visdrone(folder, exist_ok=True)
-
-
-CONVERTERS: dict[str, Callable[[Path, Sequence[str]], None]] = {
+CONVERTERS: dict[str, Callable[[Path, Sequence[str]], object]] = {
     "voc": _convert_downloaded_voc,
-    "visdrone": _convert_downloaded_visdrone,
+    "visdrone": lambda folder, names: convert_visdrone(folder, exist_ok=True),
 }

@@ -1,6 +1,6 @@
-"""What a data set is: the abstract classes that a new task's data implements, and how the scripts open one.
+"""The abstract classes that the data set of a task implements, and how the scripts open one.
 
-A data set is a module beside this one that `TASKS` (models/tasks/__init__.py) names as `module:class`. The scripts call
+A data set is a module beside this one, named in `TASKS` (models/tasks/__init__.py) as `module:class`. The scripts call
 the methods below and know no data set by name. May import utils; nothing of models/.
 """
 
@@ -26,14 +26,14 @@ from utils.config.hyperparameters import Recipe
 from utils.errors import UserError
 from utils.files import csv_text, find_file
 
-# Pixels, uint8 (3, h, w) RGB; targets; and what the task needs of the image beside its pixels: see `Batch`.
+# Pixels, uint8 (3, h, w) RGB; targets; the description of the image: see `Batch`.
 Item = tuple[Tensor, Tensor, Any]
 
 
 class Split(ABC):
-    """The images of one split that can be used, with their labels, and what was left out.
+    """The usable images of one split, with their labels.
 
-    images: their files, in the order of their indices. problems: sentences `what is wrong; what follows`.
+    images: their files, by index. problems: sentences about what was left out, `what is wrong; what is left out`.
     """
 
     images: list[Path]
@@ -41,19 +41,19 @@ class Split(ABC):
 
     @abstractmethod
     def identity(self) -> dict[str, str]:
-        """Return what changes if the images or their labels do, but not if they are moved: see `split_identity`."""
+        """Return values that change with images or labels, but not if they are moved: see `split_identity`."""
 
     @abstractmethod
     def report(self, title: str) -> list[str]:
-        """Return lines for the console: counts, and the first few problems. title: what they call the split."""
+        """Return lines for the console: counts, and the first few problems. title: name of the split in them."""
 
     @abstractmethod
     def instances(self) -> Instances:
-        """Return image and class of everything labelled: what --image-weights and --repeat-factor weigh by."""
+        """Return the image and class of each label, from which --image-weights and --repeat-factor follow."""
 
     @abstractmethod
     def shown(self, index: int, side: int) -> np.ndarray:
-        """Return an image for people, uint8 (h, w, 3) BGR, with no side longer than `side` pixels."""
+        """Return an image to be shown, uint8 (h, w, 3) BGR, with no side longer than `side` pixels."""
 
 
 S = TypeVar("S", bound=Split)
@@ -61,11 +61,11 @@ S = TypeVar("S", bound=Split)
 
 @dataclass(frozen=True)
 class DataOptions(Sampling):
-    """The flags of a data set: which images are drawn (`Sampling`), and how they are read."""
+    """The flags of a data set: which images are sampled (`Sampling`), and how they are read."""
 
     single_cls: bool = False  # all labels are of one class
     workers: int = 0  # loader processes; 0: the training process loads
-    cache: str = ""  # where decoded images are kept: "ram", "disk", "val" (only those of the validation), or nowhere
+    cache: str = ""  # of decoded images: "ram", "disk", "val" (in memory, validation only), or "" for none
     strict: bool = False  # what would be left out is an error
 
 
@@ -86,13 +86,13 @@ class DataSet(ABC, Generic[S]):
     @staticmethod
     @abstractmethod
     def files(spec: DataSpec) -> dict[str, list[Path]]:
-        """Return all files that training reads, by what they are, such as `labels of train`; some may not exist."""
+        """Return all files that training reads, by kind, such as `labels of train`; some may not exist."""
 
     @abstractmethod
     def split(self, name: str, hyp: Recipe | None = None) -> S:
-        """Read a split, `train`, `val` or `test`, and check all of it.
+        """Read and check a split, `train`, `val` or `test`.
 
-        hyp: of a training on it. Raises `UserError` if nothing of it can be used; see `usable`.
+        hyp: hyperparameters of a training on it. Raises `UserError` if no image can be used; see `usable`.
         """
 
     @abstractmethod
@@ -102,10 +102,10 @@ class DataSet(ABC, Generic[S]):
     @staticmethod
     @abstractmethod
     def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
-        """Return an image without labels, uint8 (h, w, 3) BGR, as an item for `collate`: what detect.py looks at.
+        """Return an image without labels, uint8 (h, w, 3) BGR, as an item for `collate`, for detect.py.
 
-        sides: height and width, pixels, that it is fitted into. full: the item has exactly these sides; else they may
-        be less, in whole strides.
+        sides: height and width, pixels, to fit it into. full: the item has exactly these sides; otherwise they may be
+        less, in whole strides.
         """
 
     @staticmethod
@@ -115,27 +115,27 @@ class DataSet(ABC, Generic[S]):
 
     @abstractmethod
     def train_loader(self, split: S, batch_size: int, hyp: Recipe, seed: int) -> DataLoader[Any]:
-        """Return a loader of augmented items: its `batch_sampler` is made by `training_batches`, by `self.options`.
+        """Return a loader of augmented items over the global batches of `training_batches`.
 
-        Each is a global batch, of all processes: Accelerate gives each process its part. An item may depend on its
-        `SampleIndex`, `hyp` and `seed` only. Raises `UserError` for options that do not suit the data.
+        Accelerate gives each process its part of a batch. An item may depend on its `SampleIndex`, `hyp` and `seed`
+        only. Raises `UserError` for options that do not suit the data.
         """
 
     @abstractmethod
     def evaluation_batches(self, split: S, batch_size: int, square: bool) -> list[list[SampleIndex]]:
         """Return all batches of an evaluation, the same for any number of processes: see `evaluation_batches`.
 
-        square: all images have sides of `imgsz`; else of each batch's own shape, with less padding.
+        square: all images have sides of `imgsz`; otherwise each batch has a shape of its own, with less padding.
         """
 
     @abstractmethod
     def evaluation_loader(self, split: S, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
-        """Return a loader over some of the evaluation's batches: a process's share. Nothing of an item is random."""
+        """Return a loader over `batches`, a process's share of the evaluation's. Nothing is random."""
 
     def usable(self, name: str, sizes: np.ndarray, problems: Sequence[str]) -> np.ndarray:
-        """Return which images of a split can be used, bool (n,). sizes: (n, 2) as read, 0 if an image cannot be.
+        """Return a mask of the usable images of a split, bool (n,). sizes: (n, 2), 0 for an unreadable image.
 
-        Raises `UserError` if none can, or with --strict if there are problems.
+        Raises `UserError` if none is, or with --strict if there are problems.
         """
         if self.options.strict:
             refuse(problems, name)
@@ -146,11 +146,11 @@ class DataSet(ABC, Generic[S]):
 
     @property
     def train_cache(self) -> str:
-        """The `cache` of the training images: none if it is for those of the validation alone."""
+        """The `cache` of the training images: none if it is for the validation only."""
         return "" if self.options.cache == "val" else self.options.cache
 
     def uncached(self: D) -> D:
-        """Return the same data set without a cache, to try out a loader."""
+        """Return the same data set without a cache."""
         return replace(self, options=replace(self.options, cache=""))
 
     def messages(self, train: S, val: S) -> list[str]:
@@ -165,7 +165,7 @@ class DataSet(ABC, Generic[S]):
         return messages
 
     def identity(self, train: S, val: S) -> dict[str, Any]:
-        """Return what tells this data set from others: its YAML's path and the identity of its splits."""
+        """Return the path of the YAML and the identity of each split."""
         return {"yaml": str(self.spec.file), "train": train.identity(), "val": val.identity()}
 
 
@@ -181,7 +181,7 @@ def dataset_class(name: str) -> type[DataSet[Any]]:
 
 @dataclass(frozen=True)
 class DataSource:
-    """A data set's YAML and class: what is known before there is a model."""
+    """The YAML and the class of a data set, before there is a model."""
 
     spec: DataSpec
     kind: type[DataSet[Any]]
@@ -191,7 +191,7 @@ class DataSource:
         return self.kind.class_names(self.spec, single_cls)
 
     def files(self) -> dict[str, list[Path]]:
-        """Return all files that training reads, by what they are."""
+        """Return all files that training reads, by kind."""
         return self.kind.files(self.spec)
 
     def open(self, imgsz: int, stride: int, options: DataOptions) -> DataSet[Any]:
@@ -205,7 +205,7 @@ def data_source(data: str, kind: str) -> DataSource:
 
 
 def labels_text(names: Mapping[int, str], counts: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
-    """Return labels.csv. counts: by split, in how many images each class is and how often, (classes,) each."""
+    """Return labels.csv. counts: by split, the number of images with each class and of its instances, (classes,)."""
     rows = [
         (split, name, int(images[k]), int(instances[k]))
         for split, (images, instances) in counts.items()
@@ -215,7 +215,7 @@ def labels_text(names: Mapping[int, str], counts: Mapping[str, tuple[np.ndarray,
 
 
 def split_identity(images: Sequence[Path], labels: bytes) -> dict[str, str]:
-    """Return the identity of a split: the number of images, and hashes of their files' names and of the labels."""
+    """Return the number of images of a split, a hash of their file names, and a hash of the labels."""
     names = "\n".join(path.name for path in images)
     return {
         "count": str(len(images)),

@@ -20,7 +20,7 @@ from data.batches import Batch, empty_pixels, loader, stacked
 from data.cache import Images, open_images
 from data.dataset import DataSet, Item, Split, labels_text, split_identity
 from data.images import read_image, resize_long_side, scaled_shape
-from data.labels import Labels, check_classes, load_labels
+from data.labels import Content, Labels, check_classes, load_labels
 from data.problems import problem_warnings
 from data.sampler import Instances, SampleIndex, Sampling, evaluation_batches, item_generator, training_batches
 from data.sources import DataSpec, label_file
@@ -35,7 +35,7 @@ NO_PLACEMENT = Placement((0.0, 0.0), (0, 0))  # of a training item: a mosaic is 
 
 
 class ImageInfo(NamedTuple):
-    """What the task needs of an image beside its pixels."""
+    """The description of an image that comes with its pixels."""
 
     image: int  # the index in the split
     path: str
@@ -64,14 +64,14 @@ class _Items(Dataset[tuple[Tensor, Tensor, ImageInfo]]):
         return sample._replace(polygons=tuple(np.split(points * np.array([width, height], np.float32), starts)))
 
     def item(self, sample: SampleIndex, pixels: Tensor) -> tuple[Tensor, Tensor, ImageInfo]:
-        """Write an image into `pixels`, uint8 (3, h, w); return it with its targets (k, 5)."""
+        """Write an image into `pixels`, uint8 (3, h, w); return them with its targets (k, 5)."""
         raise NotImplementedError
 
     def __getitem__(self, sample: SampleIndex) -> tuple[Tensor, Tensor, ImageInfo]:
         return self.item(sample, empty_pixels(3, *sample.shape))
 
     def __getitems__(self, samples: Sequence[SampleIndex]) -> list[tuple[Tensor, Tensor, ImageInfo]]:
-        """Return the items of a batch, whose pixels are written once, into the batch. The loader calls this."""
+        """Return the items of a batch, with the pixels written straight into the batch. The loader calls this."""
         pixels = empty_pixels(len(samples), 3, *samples[0].shape)
         return [self.item(sample, pixels[k]) for k, sample in enumerate(samples)]
 
@@ -81,7 +81,7 @@ class _Items(Dataset[tuple[Tensor, Tensor, ImageInfo]]):
 
 
 class RecentSamples:
-    """`load` with its last `count` results cached."""
+    """`load` with a cache of the last `count` results. Unlike functools.lru_cache's, it goes to spawned processes."""
 
     def __init__(self, load: Callable[[int], Sample], count: int) -> None:
         self.load, self.count = load, count
@@ -98,11 +98,9 @@ class RecentSamples:
 class TrainingItems(_Items):
     """Augmented items; the same sample index gives the same pixels in any process."""
 
-    def __init__(
-        self, images: Images, labels: Labels, augment: AugmentSettings, seed: int, sampling: Sampling | None = None
-    ) -> None:
+    def __init__(self, images: Images, labels: Labels, augment: AugmentSettings, seed: int, sampling: Sampling) -> None:
         super().__init__(images, labels)
-        self.seed, self.sampling = seed, sampling or Sampling()
+        self.seed, self.sampling = seed, sampling
         # Neighbours share mosaic partners, and a process loads neighbours one after another.
         load = RecentSamples(self.load, 2 * (MOSAIC_PARTNERS + 1))
         self.augmenter = Augmenter(augment, images.imgsz, len(images.files), load, self.size)
@@ -120,7 +118,7 @@ class TrainingItems(_Items):
 
 
 class EvaluationItems(_Items):
-    """Letterboxed items, nothing random."""
+    """Letterboxed items; nothing is random."""
 
     def item(self, sample: SampleIndex, pixels: Tensor) -> tuple[Tensor, Tensor, ImageInfo]:
         loaded = self.load(sample.image)
@@ -133,9 +131,9 @@ class EvaluationItems(_Items):
 
 
 def to_tensors(sample: Sample, pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Write an image as RGB into `pixels`, uint8 (3, h, w); return it and its targets.
+    """Write an image as RGB into `pixels`, uint8 (3, h, w); return them and the targets.
 
-    These are (k, 5): class, normalised xywh, cut at the image's edges.
+    Targets are float32 (k, 5): class, normalised xywh, clipped to the image.
     """
     height, width = sample.image.shape[:2]
     boxes = sample.boxes.clip(0, (width, height, width, height))
@@ -163,7 +161,7 @@ class DetectionSplit(Split):
     problems: tuple[str, ...] = ()
 
     def identity(self) -> dict[str, str]:
-        """Return hashes of the files' names, the boxes, and which image each box is in."""
+        """Return hashes of the files' names, the boxes, and the image of each box."""
         return split_identity(self.images, self.labels.rows.tobytes() + self.labels.counts.tobytes())
 
     def report(self, title: str) -> list[str]:
@@ -178,13 +176,13 @@ class DetectionSplit(Split):
         return resize_long_side(image, min(side, max(image.shape[:2])), smooth=True)
 
     def counts(self, classes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return in how many images each class is, and how often, (classes,) each."""
+        """Return the number of images with each class, and of its boxes, (classes,) each."""
         image, labels = self.instances()
         present = np.unique(image * classes + labels) % classes
         return np.bincount(present, minlength=classes), np.bincount(labels, minlength=classes)
 
     def instances(self) -> Instances:
-        """Return image and class of every box."""
+        """Return the image and class of every box."""
         images = np.repeat(np.arange(len(self.images)), self.labels.counts)
         return Instances(images, self.labels.rows[:, 0].astype(np.int64))
 
@@ -207,34 +205,32 @@ class DetectionData(DataSet[DetectionSplit]):
         return images | {f"labels of {split}": list(map(label_file, files)) for split, files in images.items()}
 
     def split(self, name: str, hyp: Recipe | None = None) -> DetectionSplit:
-        """Read and check a split. Raises `UserError` if nothing of it can be used, or a class is unknown.
+        """Read and check a split.
 
-        hyp: of a training on it; with `copy_paste` the labels' polygons are read too.
+        hyp: with `copy_paste` the labels' polygons are read too. Raises `UserError` if no image can be used, if
+        there is no label to train on, or for an unknown class.
         """
         images, unlisted = self.spec.listing(name)
         pastes = isinstance(hyp, Hyperparameters) and hyp.copy_paste > 0
-        labels = load_labels(images, f"{name} labels", self.options.workers, polygons=pastes)
+        content: Content = "polygons" if pastes else "labels"
+        labels = load_labels(images, f"{name} labels", self.options.workers, content)
         problems = (*unlisted, *labels.problems)
         readable = self.usable(name, labels.sizes, problems)
         images, labels = list(compress(images, readable)), labels.subset(readable)
         if not len(labels.rows):
-            problems = (self._no_labels(name, images[0], problems), *problems)
+            expected = f"that of {images[0]} is looked for at {label_file(images[0])}"
+            problem = f"{self.spec.file}: no image of `{name}:` has a label; {expected}"
+            if name == "train":
+                raise UserError(f"{problem}{f'; the first problem: {problems[0]}' if problems else ''}")
+            problems = (problem, *problems)
         if self.options.single_cls:
             labels = labels.as_single_class()
         else:
             check_classes(labels, images, len(self.spec.names), self.spec.file)
         return DetectionSplit(images, labels, problems)
 
-    def _no_labels(self, name: str, image: Path, problems: Sequence[str]) -> str:
-        """Return the problem of a split without any label. Raises it as `UserError` if it is the one to train on."""
-        where = f"that of {image} is looked for at {label_file(image)}"
-        problem = f"{self.spec.file}: no image of `{name}:` has a label; {where}"
-        if name == "train":
-            raise UserError(f"{problem}{f'; the first problem: {problems[0]}' if problems else ''}")
-        return problem
-
     def documents(self, train: DetectionSplit, val: DetectionSplit) -> dict[str, str]:
-        """Return labels.csv, the counts of each class, and boxes.csv, some of the training boxes."""
+        """Return labels.csv, counts by class, and boxes.csv, a sample of the training boxes."""
         names = self.class_names(self.spec, self.options.single_cls)
         counts = {name: split.counts(len(names)) for name, split in (("train", train), ("val", val))}
         rows = train.labels.rows
@@ -251,12 +247,12 @@ class DetectionData(DataSet[DetectionSplit]):
     def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
         """Return an image fitted into `sides`, enlarged if it is smaller.
 
-        Grey is added up to whole strides, or if `full` up to `sides`.
+        It is padded with grey to whole strides, or if `full` to `sides`.
         """
         height, width = image.shape[:2]
         ratio = min(sides[0] / height, sides[1] / width)
-        least = (math.ceil(max(round(side * ratio), 1) / stride) * stride for side in (height, width))
-        shape = sides if full else (next(least), next(least))
+        rows, columns = (math.ceil(max(round(side * ratio), 1) / stride) * stride for side in (height, width))
+        shape = sides if full else (rows, columns)
         unlabelled = Sample(image, np.zeros((0, 4), np.float32), np.zeros(0, np.float32))
         fitted, placement = letterbox(unlabelled, shape, enlarge=True)
         info = ImageInfo(0, name, (width, height), placement, np.zeros((0, 5), np.float32))
@@ -265,7 +261,7 @@ class DetectionData(DataSet[DetectionSplit]):
     collate = staticmethod(collate)
 
     def train_loader(self, split: DetectionSplit, batch_size: int, hyp: Recipe, seed: int) -> DataLoader[Any]:
-        """Return a loader of augmented items. With --rect there is no mosaic: its batches are not square."""
+        """Return a loader of augmented items. With --rect there is no mosaic, which is square."""
         augment, options = select(AugmentSettings, hyp), self.options
         if options.rect:
             augment = replace(augment, mosaic=0.0)
@@ -286,11 +282,11 @@ class DetectionData(DataSet[DetectionSplit]):
         return loader(items, batches, collate, self.options.workers)
 
     def evaluation_batches(self, split: DetectionSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:
-        """Return the batches of an evaluation, the same for any number of processes."""
+        """Return the batches of an evaluation: see `DataSet`."""
         return evaluation_batches(split.labels.sizes, batch_size, self.imgsz, self.stride, square)
 
     def evaluation_loader(self, split: DetectionSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
-        """Return a loader over some of the evaluation's batches, letterboxed."""
+        """Return a loader of letterboxed items."""
         items = EvaluationItems(self._open(split, self.options.cache, smooth=True), split.labels)
         return loader(items, batches, collate, self.options.workers)
 

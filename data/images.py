@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import io
 import os
-import struct
-import zlib
+import warnings
 from pathlib import Path
 
 import cv2
 import numpy as np
 from PIL import Image, ImageOps
+from PIL.ExifTags import Base
+from PIL.ImageFile import ImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 
 from utils.errors import UserError
 
@@ -22,20 +25,7 @@ cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)  # Pillow read
 
 IMAGE_SUFFIXES = frozenset([".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".pfm", ".png", ".tif", ".tiff", ".webp"])
 JPEG_START, JPEG_END = b"\xff\xd8", b"\xff\xd9"
-PNG_START, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
-HEADER_BYTES = 4096  # that are read at once: more than the header of most JPEG files
-MAX_PLAIN_PIXELS = 2**26  # of an image that Pillow certainly opens; it has a limit of its own
-
-# The chunks of a PNG that can neither stop Pillow nor turn the image if they have at least so many bytes.
-PLAIN_CHUNKS_MIN_BYTES = {
-    b"PLTE": 0, b"tRNS": 6, b"gAMA": 4, b"cHRM": 32, b"sRGB": 1, b"pHYs": 9, b"bKGD": 0, b"sBIT": 0, b"tIME": 0,
-    b"tEXt": 0,
-}  # fmt: skip
-MAX_CHUNK_BYTES = 2**16  # Pillow reads files with longer ones
-
-# The same for segments of a JPEG: what they must start with and how many bytes they must have.
-PLAIN_SEGMENTS = {0xE0: (b"JFIF", 7), 0xE2: (b"ICC_PROFILE\0", 14), 0xEE: (b"Adobe", 7)}
-OTHER_SEGMENTS = frozenset([0xC4, 0xDD, 0xFE, *range(0xE3, 0xED), 0xEF])  # tables, a comment, data of other programs
+END_MARKERS = {"JPEG": JPEG_END, "PNG": b"IEND\xaeB`\x82"}  # the last bytes of a whole file
 
 
 def read_image(path: Path) -> np.ndarray:
@@ -60,7 +50,56 @@ def _read_with_pillow(data: bytes) -> np.ndarray:
         return np.ascontiguousarray(np.asarray(upright.convert("RGB"))[..., ::-1])
 
 
-def lacks_only_end_marker(path: Path) -> bool:
+def image_size(path: Path) -> tuple[int, int]:
+    """Return width and height in pixels as displayed: EXIF orientations 5 to 8 swap them.
+
+    Only headers and the end of a JPEG or PNG are read; other formats, and files with an unusual end, are decoded.
+    Raises one of Pillow's many errors if the file is no image, or is not whole.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # damaged EXIF blocks warn; the orientation is then absent
+        with Image.open(path) as opened:
+            width, height = opened.size
+            whole = _has_end_marker(opened)
+            orientation = _orientation(opened)
+            if isinstance(opened, TiffImageFile):  # newer versions of Pillow swap the size of these already
+                width, height = opened.tag_v2[IMAGEWIDTH], opened.tag_v2[IMAGELENGTH]
+            if not whole and not (opened.format == "JPEG" and _lacks_only_end_marker(path)):
+                opened.load()
+    return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
+
+
+def _has_end_marker(opened: ImageFile) -> bool:
+    """Return whether a file ends with the marker of its format; False for formats without one."""
+    end = END_MARKERS.get(opened.format or "")
+    if end is None:
+        return False
+    assert opened.fp  # open until the pixels are loaded
+    opened.fp.seek(-len(end), os.SEEK_END)
+    return opened.fp.read() == end
+
+
+def _orientation(opened: ImageFile) -> int:
+    try:
+        if isinstance(opened, PngImageFile) and not _has_late_headers(opened):
+            return Image.Image.getexif(opened).get(Base.Orientation, 1)
+        return opened.getexif().get(Base.Orientation, 1)
+    except Exception:  # a damaged block: the image is shown as it is
+        return 1
+
+
+def _has_late_headers(opened: PngImageFile) -> bool:
+    """Return whether a PNG has chunks of another kind after its pixels: to read those, Pillow decodes the pixels."""
+    assert opened.fp
+    place, kind = opened.tile[0].offset - 8, b"IDAT"
+    while kind == b"IDAT":
+        opened.fp.seek(place)
+        length, kind = opened.fp.read(4), opened.fp.read(4)
+        place += 12 + int.from_bytes(length, "big")  # after 4 bytes of length, 4 of kind, and before 4 of checksum
+    return kind != b"IEND"
+
+
+def _lacks_only_end_marker(path: Path) -> bool:
     """Return whether this is a JPEG with all of its pixels that lacks only the end marker.
 
     Missing pixels are decoded from whatever bytes follow, so that two fillings give two images. A progressive JPEG may
@@ -73,94 +112,6 @@ def lacks_only_end_marker(path: Path) -> bool:
                 return False
             images.append(np.asarray(opened))
     return np.array_equal(images[0], images[1])
-
-
-def plain_size(path: str) -> tuple[int, int] | None:
-    """Return width and height in pixels of a JPEG or PNG that is whole and has only plain headers; fast.
-
-    None for everything that Pillow must read: other formats, files that may be damaged, headers that may turn it.
-    """
-    try:
-        file = os.open(path, os.O_RDONLY)
-    except (OSError, ValueError):
-        return None
-    try:
-        head = os.pread(file, HEADER_BYTES, 0)
-        if head.startswith(JPEG_START):
-            size = _jpeg_size(file, head)
-        else:
-            size = _png_size(file) if head.startswith(PNG_START) else None
-    except (OSError, struct.error):
-        return None
-    finally:
-        os.close(file)
-    return size if size and 0 < size[0] * size[1] < MAX_PLAIN_PIXELS else None
-
-
-def _jpeg_size(file: int, head: bytes) -> tuple[int, int] | None:
-    """Return the size from the one frame header before the first scan. head: the first bytes of the file."""
-    if os.pread(file, 2, os.lseek(file, 0, os.SEEK_END) - 2) != JPEG_END:
-        return None
-    place, size = 2, None  # of the next segment
-    while True:
-        if len(head) < place + 4:
-            head += os.pread(file, HEADER_BYTES, len(head))
-        start, kind, length = struct.unpack_from(">BBH", head, place)
-        end = place + 2 + length
-        if len(head) < end:
-            head += os.pread(file, end + HEADER_BYTES - len(head), len(head))
-        content = head[place + 4 : end]
-        if start != 0xFF or len(content) != length - 2:
-            return None
-        if kind in (0xC0, 0xC1, 0xC2) and size is None:  # a frame of 8 bits, of 1, 3 or 4 layers
-            bits, height, width, layers = struct.unpack_from(">BHHB", content)
-            if bits != 8 or layers not in (1, 3, 4) or len(content) != 6 + 3 * layers:
-                return None
-            size = width, height
-        elif kind == 0xDA:
-            return size
-        elif not _is_plain(kind, content):
-            return None
-        place = end
-
-
-def _is_plain(kind: int, content: bytes) -> bool:
-    """Return whether a segment of a JPEG can neither stop Pillow nor turn the image."""
-    if kind == 0xDB:
-        return len(content) % 65 == 0 and max(content[::65], default=0) < 16  # whole tables of bytes
-    if kind in PLAIN_SEGMENTS:
-        start, least = PLAIN_SEGMENTS[kind]
-        return content.startswith(start) and len(content) >= least
-    if kind == 0xE1:
-        return not content.startswith(b"Exif") and b"tiff:Orientation" not in content
-    if kind == 0xED:
-        return content[-6:-2] != b"8BIM"  # ends where Photoshop names a resource: cut, and Pillow refuses it
-    return kind in OTHER_SEGMENTS
-
-
-def _png_size(file: int) -> tuple[int, int] | None:
-    """Return the size from the first chunk, if all others up to the last are plain."""
-    head = os.pread(file, 25, 8)
-    length, kind, width, height, bits, colour, *methods, check = struct.unpack(">I4s2I5BI", head)
-    known = (length, kind, bits) == (13, b"IHDR", 8) and colour in (0, 2, 3, 4, 6) and methods in ([0, 0, 0], [0, 0, 1])
-    if not known or check != zlib.crc32(head[4:21]):
-        return None
-    place, pixels = 33, False  # of the next chunk; whether any were read
-    while True:
-        length, kind = struct.unpack(">I4s", os.pread(file, 8, place))
-        if kind == b"IDAT":
-            pixels = True
-        elif kind == b"IEND":
-            whole = pixels and os.pread(file, 9, place + 4) == PNG_END  # and nothing follows
-            return (width, height) if whole else None
-        elif not PLAIN_CHUNKS_MIN_BYTES.get(kind, MAX_CHUNK_BYTES) <= length < MAX_CHUNK_BYTES:
-            return None
-        else:
-            chunk = os.pread(file, length + 8, place + 4)  # kind, content, check
-            named = kind == b"tEXt" and any(name in chunk.lower() for name in (b"exif", b"xmp"))
-            if named or chunk[-4:] != zlib.crc32(chunk[:-4]).to_bytes(4, "big"):
-                return None
-        place += 12 + length
 
 
 def resize_long_side(image: np.ndarray, size: int, smooth: bool) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Label files: checked once, in parallel, and cached outside of the data set's folders. Called by the data sets."""
+"""Label files, checked in parallel and cached outside of the data set's folder. Called by the data sets."""
 
 from __future__ import annotations
 
@@ -13,64 +13,60 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
-from PIL import Image
-from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 from tqdm import tqdm
 
-from data.images import JPEG_END, PNG_END, lacks_only_end_marker, plain_size
+from data.images import image_size
 from data.sources import label_file, label_name
 from utils.errors import UserError
 from utils.files import cache_folder, one_at_a_time, replacing
 
 CACHE_VERSION = 3
 FILES_PER_CHUNK = 64  # that a scanning process takes at a time
-MIN_SECONDS_PER_PROCESS = 0.5  # of work that makes the start of another process worth it
-LABEL_READ_BYTES = 2**16  # of a label file, at once; few are longer
+MIN_SECONDS_PER_PROCESS = 0.5  # of work, or starting another process takes longer than it saves
 MIN_IMAGE_SIDE_PIXELS = 10  # a smaller image is left out
-EXIF_ORIENTATION = 0x0112
-COORDINATE_TOLERANCE = 1e-3  # how far outside [0, 1] a coordinate may be (rounding) before its row is refused
-MIN_PIXEL_COORDINATE = 2.0  # a larger coordinate is not a share of a side, but a number of pixels
-END_MARKERS = {"JPEG": JPEG_END, "PNG": PNG_END}  # the last bytes of a whole file
+COORDINATE_TOLERANCE = 1e-3  # a coordinate may be so far outside [0, 1], by rounding
+MIN_PIXEL_COORDINATE = 2.0  # such coordinates are taken for pixels instead of shares of a side
+
+Content = Literal["images", "labels", "polygons"]  # to scan: no label files; their boxes; their outlines too
+
+
+def offsets_of(counts: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return the start of each part of a flat array, and the end of the last, int64 (n + 1). counts: their lengths."""
+    return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
 
 
 @dataclass(frozen=True)
 class Polygons:
-    """The outlines of a list of rows, in two flat arrays.
+    """The outlines of m rows, in two flat arrays.
 
-    points: float32 (p, 2), normalised x and y; offsets: int64 (m + 1), row j has points offsets[j] to offsets[j + 1],
+    points: float32 (p, 2), normalised x and y. offsets: int64 (m + 1); row j has points offsets[j] to offsets[j + 1],
     none if it is a box.
     """
 
     points: np.ndarray
     offsets: np.ndarray
 
-    @classmethod
-    def from_outlines(cls, outlines: Sequence[np.ndarray]) -> Polygons:
-        """Make polygons of an array (k, 2) for each row."""
-        points = np.concatenate([np.zeros((0, 2), np.float32), *outlines])
-        return cls(points, np.cumsum([0, *map(len, outlines)], dtype=np.int64))
-
     def of(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the points of rows `first` to `end` - 1, and the index of the first point of each but the first."""
+        """Return the points of rows `first` to `end` - 1, and the places to split them at."""
         offsets = self.offsets[first : end + 1]
         return self.points[offsets[0] : offsets[-1]], offsets[1:-1] - offsets[0]
 
     def subset(self, chosen: np.ndarray) -> Polygons:
         """Return the polygons of the rows for which `chosen`, bool (m,), is true."""
         counts = np.diff(self.offsets)
-        return Polygons(self.points[np.repeat(chosen, counts)], np.concatenate(([0], np.cumsum(counts[chosen]))))
+        return Polygons(self.points[np.repeat(chosen, counts)], offsets_of(counts[chosen]))
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of a list of images, in a few flat arrays, which loader processes share instead of copying objects.
+    """The labels of n images in flat arrays, which loader processes share: of objects, each would get a copy.
 
-    rows: float32 (m, 5), class and normalised xywh; offsets: int64 (n + 1), image i has rows offsets[i] to
-    offsets[i + 1]; sizes: int32 (n, 2), width and height in pixels as displayed, (0, 0) if the image is left out;
-    problems: sentences. polygons: the outlines of the rows, if they were requested.
+    rows: float32 (m, 5), class and normalised xywh. offsets: int64 (n + 1); image i has rows offsets[i] to
+    offsets[i + 1]. sizes: int32 (n, 2), width and height in pixels as displayed, (0, 0) if the image is left out.
+    problems: sentences about what is left out. polygons: the outlines of the rows, if requested.
     """
 
     rows: np.ndarray
@@ -91,53 +87,41 @@ class Labels:
     def subset(self, chosen: np.ndarray) -> Labels:
         """Return the labels of the images for which `chosen`, bool (n,), is true."""
         of_rows = np.repeat(chosen, self.counts)
-        offsets = np.concatenate(([0], np.cumsum(self.counts[chosen])))
         polygons = self.polygons and self.polygons.subset(of_rows)
+        offsets = offsets_of(self.counts[chosen])
         return replace(self, rows=self.rows[of_rows], offsets=offsets, sizes=self.sizes[chosen], polygons=polygons)
 
     def as_single_class(self) -> Labels:
-        """Return the same boxes, all of class 0."""
+        """Return the same boxes with class 0."""
         rows = self.rows.copy()
         rows[:, 0] = 0
         return replace(self, rows=rows)
 
     def side_lengths(self, imgsz: int) -> np.ndarray:
-        """Return width and height of every box, (m, 2), in pixels of images whose longer side is `imgsz`."""
+        """Return width and height of every box in pixels, (m, 2), with the longer side of its image at `imgsz`."""
         scale = imgsz * self.sizes / self.sizes.max(1, keepdims=True)
         return np.repeat(scale, self.counts, axis=0) * self.rows[:, 3:5]
 
 
-class Scanned(NamedTuple):
-    """The result of scanning one image."""
-
-    size: tuple[int, int]
-    rows: np.ndarray
-    problems: list[str]
-    outlines: Sequence[np.ndarray] = ()  # of each row (k, 2), if they were requested
-
-
-Scan = Callable[[Path], Scanned]
-
-
-def load_labels(images: Sequence[Path], title: str, workers: int, boxes: bool = True, polygons: bool = False) -> Labels:
+def load_labels(images: Sequence[Path], title: str, workers: int, content: Content = "labels") -> Labels:
     """Return the labels of `images`: from the cache if no file has changed, else scanned with a progress bar.
 
-    title: of the progress bar. workers: processes, at most. boxes: read label files; without, there are no rows.
-    polygons: read outlines too.
+    title: of the progress bar. workers: processes, at most.
     """
-    what = "polygons" if polygons else "labels" if boxes else "images"
-    cached = cache_folder() / "labels" / f"{_key(images, what)}.npz"
+    cached = cache_folder() / "labels" / f"{_key(images, content)}.npz"
     with one_at_a_time(cached.with_suffix(".lock")):  # one of several processes scans, the others read the cache
         labels = _read_cache(cached)
         if labels is None:
-            scans = {"labels": scan_image, "images": scan_pixels, "polygons": scan_outlines}
-            labels = _scan(images, title, workers, scans[what])
+            labels = _scan(images, title, workers, content)
             _write_cache(cached, labels)
     return labels
 
 
 def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: Path) -> None:
-    """Raise a `UserError` that names the first label file with a class which the data YAML's `names` do not have."""
+    """Raise a `UserError` that names the first label file with a class outside of the data YAML's `names`.
+
+    classes: number of names. source: the YAML.
+    """
     wrong = np.flatnonzero(labels.rows[:, 0] >= classes)
     if len(wrong):
         image = images[int(np.searchsorted(labels.offsets, wrong[0], side="right")) - 1]
@@ -148,13 +132,13 @@ def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: 
         )
 
 
-def _key(images: Sequence[Path], what: str) -> str:
-    """Return a hash of the list and of size and modification time of every image and label file. what: is read."""
+def _key(images: Sequence[Path], content: Content) -> str:
+    """Return a hash of the paths, and of size and modification time of every image and label file."""
     names = list(map(os.fspath, images))
-    digest = hashlib.sha256(f"{what} {CACHE_VERSION} {len(names)}\0".encode())
+    digest = hashlib.sha256(f"{content} {CACHE_VERSION} {len(names)}\0".encode())
     digest.update(os.fsencode("\0".join(names)))
     digest.update(_stamps(names))
-    if what != "images":
+    if content != "images":
         digest.update(_stamps(map(label_name, names)))
     return digest.hexdigest()[:32]
 
@@ -197,33 +181,32 @@ def _write_cache(path: Path, labels: Labels) -> None:
         )
 
 
-def _scan(images: Sequence[Path], title: str, workers: int, scan: Scan) -> Labels:
+def _scan(images: Sequence[Path], title: str, workers: int, content: Content) -> Labels:
     chunks = [images[start : start + FILES_PER_CHUNK] for start in range(0, len(images), FILES_PER_CHUNK)]
     parts: list[Labels] = []
     with tqdm(total=len(images), desc=f"checking {title}", unit="image", disable=None, leave=False) as bar:
-        for part in _map_chunks(partial(_scan_chunk, scan), chunks, workers):
+        for part in _map_chunks(partial(_scan_chunk, content), chunks, workers):
             parts.append(part)
             bar.update(len(part.sizes))
-    counts = np.concatenate([part.counts for part in parts])
-    outlines = [part.polygons for part in parts if part.polygons]
+    polygons = [part.polygons for part in parts if part.polygons]
     return Labels(
         np.concatenate([part.rows for part in parts]),
-        np.concatenate(([0], np.cumsum(counts))),
+        offsets_of(np.concatenate([part.counts for part in parts])),
         np.concatenate([part.sizes for part in parts]),
         tuple(problem for part in parts for problem in part.problems),
-        _joined(outlines) if outlines else None,
+        Polygons(
+            np.concatenate([part.points for part in polygons]),
+            offsets_of(np.concatenate([np.diff(part.offsets) for part in polygons])),
+        )
+        if polygons
+        else None,
     )
-
-
-def _joined(parts: Sequence[Polygons]) -> Polygons:
-    counts = np.concatenate([np.diff(part.offsets) for part in parts])
-    return Polygons(np.concatenate([part.points for part in parts]), np.concatenate(([0], np.cumsum(counts))))
 
 
 def _map_chunks(
     scan: Callable[[Sequence[Path]], Labels], chunks: Sequence[Sequence[Path]], workers: int
 ) -> Iterator[Labels]:
-    """Yield the labels of each chunk, in order; from processes, once the work turns out to be enough for them."""
+    """Yield the labels of each chunk, in order. Processes are started once the work proves to be enough for them."""
     start = time.monotonic()
     for done, chunk in enumerate(chunks):
         elapsed, remaining = time.monotonic() - start, len(chunks) - done
@@ -235,144 +218,70 @@ def _map_chunks(
         yield scan(chunk)
 
 
-def _scan_chunk(scan: Scan, images: Sequence[Path]) -> Labels:
-    results = [scan(image) for image in images]
+def _scan_chunk(content: Content, images: Sequence[Path]) -> Labels:
+    scans = [scan_image(image, content) for image in images]
+    outlines = [outline for scan in scans for outline in scan.outlines]
     return Labels(
-        np.concatenate([result.rows for result in results]),
-        np.concatenate(([0], np.cumsum([len(result.rows) for result in results]))),
-        np.array([result.size for result in results], np.int32),
-        tuple(problem for result in results for problem in result.problems),
-        Polygons.from_outlines([one for result in results for one in result.outlines])
-        if scan is scan_outlines
+        np.concatenate([scan.rows for scan in scans]),
+        offsets_of([len(scan.rows) for scan in scans]),
+        np.array([scan.size for scan in scans], np.int32),
+        tuple(problem for scan in scans for problem in scan.problems),
+        Polygons(np.concatenate([np.zeros((0, 2), np.float32), *outlines]), offsets_of(list(map(len, outlines))))
+        if content == "polygons"
         else None,
     )
 
 
-def scan_pixels(image: Path) -> Scanned:
-    """Check one image. A bad one has size (0, 0) and a problem."""
-    nothing = np.zeros((0, 5), np.float32)
+class Scan(NamedTuple):
+    """The result for one image and its label file: see `Labels`. outlines: (k, 2) per row, if requested."""
+
+    size: tuple[int, int] = (0, 0)
+    rows: np.ndarray = np.zeros((0, 5), np.float32)
+    problems: Sequence[str] = ()
+    outlines: Sequence[np.ndarray] = ()
+
+
+def scan_image(image: Path, content: Content = "labels") -> Scan:
+    """Check one image and its label file. A bad image or row is left out, and is a problem."""
     try:
         size = image_size(image)
     except Exception as error:  # Pillow raises many kinds for a damaged file
-        return Scanned((0, 0), nothing, [f"{image}: not readable as an image ({error}); left out"])
+        return Scan(problems=[f"{image}: not readable as an image ({error}); left out"])
     if min(size) < MIN_IMAGE_SIDE_PIXELS:
-        return Scanned(
-            (0, 0), nothing, [f"{image}: {size[0]}x{size[1]} pixels, smaller than {MIN_IMAGE_SIDE_PIXELS}; left out"]
-        )
-    return Scanned(size, nothing, [])
-
-
-def scan_outlines(image: Path) -> Scanned:
-    """Check one image and its label file, and return the outlines of the rows too."""
-    return scan_image(image, outlined=True)
-
-
-def scan_image(image: Path, outlined: bool = False) -> Scanned:
-    """Check one image and its label file. A bad image is left out, of a bad row only the row; both are problems."""
-    scanned = scan_pixels(image)
-    size, nothing, *_ = scanned
-    if scanned.problems:
-        return scanned
+        return Scan(problems=[f"{image}: {size[0]}x{size[1]} pixels, smaller than {MIN_IMAGE_SIDE_PIXELS}; left out"])
+    if content == "images":
+        return Scan(size)
     file = label_name(os.fspath(image))
     try:
-        text = _read_ascii(file) or Path(file).read_text(encoding="utf-8-sig")
+        with open(file, "rb") as opened:
+            text = opened.read().decode("utf-8-sig")
     except FileNotFoundError:
-        return Scanned(size, nothing, [])  # background
+        return Scan(size)  # background
     except (OSError, UnicodeDecodeError) as error:
-        return Scanned(size, nothing, [f"{file}: cannot be read as text ({error}); taken as having no rows"])
-    rows, problems = _parse(text, file)
-    outlines = [_outline(words) for words in rows.values()] if outlined else ()
-    return Scanned(size, _as_array(rows), problems, outlines)
-
-
-def _read_ascii(file: str) -> str | None:
-    """Return the content of a short file of plain ASCII text; None for any other file. Raises FileNotFoundError."""
-    try:
-        handle = os.open(file, os.O_RDONLY)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        return None
-    try:
-        content = os.read(handle, LABEL_READ_BYTES)
-    except OSError:
-        return None
-    finally:
-        os.close(handle)
-    return content.decode("ascii") if len(content) < LABEL_READ_BYTES and content.isascii() else None
-
-
-def image_size(image: Path) -> tuple[int, int]:
-    """Return width and height in pixels as displayed: EXIF orientations 5 to 8 swap them.
-
-    Raises one of Pillow's many errors if the file is no image, or is not whole.
-    """
-    return plain_size(os.fspath(image)) or _size_by_pillow(image)
-
-
-def _size_by_pillow(image: Path) -> tuple[int, int]:
-    """Return what `image_size` does, of any file."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # damaged EXIF blocks warn; the orientation is then absent
-        with Image.open(image) as opened:
-            width, height = opened.size
-            orientation = _orientation(opened)
-            if isinstance(opened, TiffImageFile):  # newer versions of Pillow swap the size of these already
-                width, height = opened.tag_v2[IMAGEWIDTH], opened.tag_v2[IMAGELENGTH]
-            if not _has_end_marker(image, opened.format) and not (
-                opened.format == "JPEG" and lacks_only_end_marker(image)
-            ):
-                opened.load()  # decodes it all: a file with an unusual end may be whole
-    return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
-
-
-def _orientation(opened: Image.Image) -> int:
-    try:
-        return opened.getexif().get(EXIF_ORIENTATION, 1)
-    except Exception:  # a damaged block: the image is shown as it is
-        return 1
-
-
-def _has_end_marker(image: Path, image_format: str | None) -> bool:
-    """Return whether a file ends with the marker of its format; False for formats without one."""
-    end = END_MARKERS.get(image_format or "")
-    if end is None:
-        return False
-    with image.open("rb") as file:
-        file.seek(-len(end), os.SEEK_END)
-        return file.read() == end
-
-
-def parse_rows(text: str, file: Path | str) -> tuple[np.ndarray, list[str]]:
-    """Return the boxes of a label file, (k, 5), each once, in order, and problems with rows that are left out.
-
-    A row is `class x y w h` or a polygon, `class x1 y1 x2 y2 x3 y3 ...`, normalised.
-    """
-    rows, problems = _parse(text, file)
-    return _as_array(rows), problems
-
-
-Rows = dict[tuple[float, ...], list[str]]  # class and xywh, each once, with the words of its line
-
-
-def _as_array(rows: Rows) -> np.ndarray:
-    return np.array(list(rows), np.float32).reshape(-1, 5)
+        return Scan(size, problems=[f"{file}: cannot be read as text ({error}); taken as having no rows"])
+    rows, problems = parse_rows(text, file)
+    outlines = list(map(_outline, rows.values())) if content == "polygons" else ()
+    return Scan(size, np.array(list(rows), np.float32).reshape(-1, 5), problems, outlines)
 
 
 def _outline(words: Sequence[str]) -> np.ndarray:
-    """Return the points of a row's polygon, (k, 2); none of a box."""
+    """Return the points of a row's polygon, (k, 2), or none for a box."""
     points = words[1:] if len(words) > 5 else ()
     return np.array(list(map(float, points)), np.float32).reshape(-1, 2)
 
 
-def _parse(text: str, file: Path | str) -> tuple[Rows, list[str]]:
-    """Return the rows of a label file, and problems with lines that are left out."""
-    rows: Rows = {}
+def parse_rows(text: str, file: Path | str) -> tuple[dict[tuple[float, ...], list[str]], list[str]]:
+    """Return the rows of a label file, and problems with lines that are left out.
+
+    A line is a box, `class x y w h`, or a polygon, `class x1 y1 x2 y2 x3 y3 ...`, normalised. Rows are the words of
+    each line by (class, x, y, w, h), in the order of the file.
+    """
+    rows: dict[tuple[float, ...], list[str]] = {}
     problems = []
     for number, line in enumerate(text.splitlines(), 1):
         if words := line.split():
             try:
-                row = _plain_box(words) or _parse_row(words)
+                row = _parse_row(words)
             except ValueError as error:
                 problems.append(f"{file}, line {number}: {error}; row left out")
                 continue
@@ -382,22 +291,17 @@ def _parse(text: str, file: Path | str) -> tuple[Rows, list[str]]:
     return rows, problems
 
 
-def _plain_box(words: Sequence[str]) -> tuple[float, ...] | None:
-    """Return the row of a box with its centre in the image and sides no longer than the image's; None for others."""
-    try:
-        label, x, y, width, height = row = tuple(map(float, words))
-    except ValueError:  # another count of words, or not all are numbers
-        return None
-    inside = 0 <= x <= 1 and 0 <= y <= 1 and 0 < width <= 1 and 0 < height <= 1
-    return row if inside and 0 <= label == label // 1 else None
-
-
 def _parse_row(words: Sequence[str]) -> tuple[float, ...]:
-    """Return class and xywh of any row. Raises ValueError, which says what is wrong with it."""
+    """Return class and xywh of a row. Raises ValueError with what is wrong."""
     try:
-        label, *values = map(float, words)
+        row = tuple(map(float, words))
     except ValueError:
         raise ValueError("not all words are numbers") from None
+    if len(row) == 5:
+        label, x, y, width, height = row
+        if 0 <= label == label // 1 and 0 <= x <= 1 and 0 <= y <= 1 and 0 < width <= 1 and 0 < height <= 1:
+            return row  # nearly all rows
+    label, *values = row
     if len(values) != 4 and (len(values) < 6 or len(values) % 2):
         raise ValueError(f"{len(words)} numbers instead of 5 (box) or an odd count from 7 (polygon)")
     if label < 0 or label != label // 1:

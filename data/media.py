@@ -1,16 +1,17 @@
-"""The sources of detect.py, frame by frame: pictures, videos, cameras, streams and the screen."""
+"""The sources of detect.py, frame by frame: pictures, videos, cameras, streams and the screen. Called by detect.py."""
 
 from __future__ import annotations
 
 import glob
 import os
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 from urllib.parse import urlparse
 
 import cv2
@@ -24,27 +25,27 @@ T = TypeVar("T")
 VIDEO_SUFFIXES = frozenset(
     [".asf", ".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".ts", ".webm", ".wmv"]
 )
-STREAM_SCHEMES = ("rtsp", "rtmp", "rtp", "tcp", "udp")  # of live streams, which have no end
+STREAM_SCHEMES = ("rtsp", "rtmp", "rtp", "tcp", "udp")  # of live streams
 WEB_SCHEMES = ("http", "https")
 SCREEN_WORD = "screen"
-STREAM_ATTEMPTS = 3  # to open a stream, if it ends
+STREAM_ATTEMPTS = 3  # to open a stream
 RECONNECT_SECONDS = 1.0  # between two attempts
-FRAME_TIMEOUT_SECONDS = 20.0  # to wait for the next frame of a stream
-DEFAULT_FPS = 30.0  # of a video or stream that does not give its rate
+FRAME_TIMEOUT_SECONDS = 20.0  # for the next frame of a stream
+DEFAULT_FPS = 30.0  # of a video or stream without a frame rate
 
 
 class MediaItem(NamedTuple):
     """A picture, a video, or a live stream."""
 
     kind: str  # "picture", "video" or "live"
-    name: str  # a file, an address, the number of a camera, or the screen
+    name: str  # a file, an address, a camera's number, or the screen
 
 
 class Frame(NamedTuple):
-    """A picture, or one of a video's or stream's.
+    """A picture, or a frame of a video or stream.
 
-    image: uint8 (h, w, 3), BGR, as displayed. number: in the video or stream, counted from 0 through all of its frames.
-    fps, frames: of the video or stream; `frames` is 0 if unknown. Of a picture both are 0.
+    image: uint8 (h, w, 3), BGR, as displayed. number: index among all frames of the video or stream. fps, frames: frame
+    rate and number of frames of the video or stream; 0 if unknown, and for a picture.
     """
 
     item: MediaItem
@@ -55,10 +56,10 @@ class Frame(NamedTuple):
 
 
 def find_media(source: str) -> list[MediaItem]:
-    """Return what a source names: a file, a folder, a glob, a `.txt` list of any of them, an address, a `.streams` list
-    of streams, a camera's number, or `screen` (with a screen's number, or left, top, width and height).
+    """Return the items of a source, which may be a file, a folder, a glob, an address, a camera's number, a `.txt` list
+    of any of these, a `.streams` list of streams, or `screen` (with a screen's number, or left, top, width and height).
 
-    Raises `UserError` if it does not exist, or if there is no picture or video in it.
+    Raises `UserError` if the source does not exist or has no picture or video.
     """
     text = source.strip()
     if not text:
@@ -68,7 +69,7 @@ def find_media(source: str) -> list[MediaItem]:
     if text.isdigit() or text.split()[0] == SCREEN_WORD or urlparse(text).scheme in STREAM_SCHEMES:
         return [MediaItem("live", text)]
     if urlparse(text).scheme in WEB_SCHEMES:
-        return [_web_item(text)]
+        return [MediaItem(_kind(urlparse(text).path) or "live", text)]
     if text.endswith((".streams", ".txt")):
         return _read_list(Path(text), live=text.endswith(".streams"))
     if os.path.isdir(text):
@@ -79,36 +80,33 @@ def find_media(source: str) -> list[MediaItem]:
         paths = glob.glob(text, recursive=True)
         if not paths:
             raise UserError(f"--source {text} does not exist; name a file, a folder, a glob, an address or a camera")
-    items = [item for path in sorted(paths) if (item := _by_suffix(path))]
+    items = [MediaItem(kind, path) for path in sorted(paths) if (kind := _kind(path))]
     if not items:
-        below = f"; for folders below it write '{text}/**/*'" if os.path.isdir(text) else ""
+        below = f"; to include the folders below, write '{text}/**/*'" if os.path.isdir(text) else ""
         known = " ".join(sorted(IMAGE_SUFFIXES | VIDEO_SUFFIXES))
         raise UserError(f"--source {text} has no picture or video, which end with {known}{below}")
     return items
 
 
-def _by_suffix(path: str) -> MediaItem | None:
+def _kind(path: str) -> str:
+    """Return "picture" or "video" by the suffix of a path, else ''."""
     suffix = os.path.splitext(path)[1].lower()
     if suffix in VIDEO_SUFFIXES:
-        return MediaItem("video", path)
-    return MediaItem("picture", path) if suffix in IMAGE_SUFFIXES else None
-
-
-def _web_item(address: str) -> MediaItem:
-    """Return the item at an address: a picture or video by its suffix, else a stream."""
-    file = _by_suffix(urlparse(address).path)
-    return MediaItem(file.kind if file else "live", address)
+        return "video"
+    return "picture" if suffix in IMAGE_SUFFIXES else ""
 
 
 def _read_list(file: Path, live: bool) -> list[MediaItem]:
-    """Return what the lines of a text file name, relative to the working folder or to the file's.
+    """Return the items on the lines of a text file, relative to the working folder or to the file's folder.
 
-    A line that names nothing becomes a picture, which is a problem once it is read.
+    A line without an item becomes a picture, so that reading it reports the problem.
     """
     try:
         lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--source {file} cannot be read as a list ({error}); name what it lists, one a line") from None
+        raise UserError(
+            f"--source {file} cannot be read as a list ({error}); write a path or an address per line"
+        ) from None
     items: list[MediaItem] = []
     for line in filter(None, lines):
         beside = str(file.parent / line)
@@ -120,28 +118,31 @@ def _read_list(file: Path, live: bool) -> list[MediaItem]:
         except UserError:
             items.append(MediaItem("picture", line))
     if not items:
-        raise UserError(f"--source {file} lists nothing; give a path or an address a line")
+        raise UserError(f"--source {file} is an empty list; write a path or an address per line")
     return items
 
 
 @dataclass
 class Media:
-    """Iterates over the frames of `items`, in order; live streams come last and take turns."""
+    """An iterable over the frames of `items`, in order; live streams come last and take turns."""
 
     items: list[MediaItem]
-    stride: int = 1  # every `stride`-th frame of a video or stream is read
-    problems: list[str] = field(default_factory=list)  # about what could not be read so far
+    stride: int = 1  # of the frames of a video or stream
+    problems: list[str] = field(default_factory=list)  # messages about items that could not be read so far
 
     def __iter__(self) -> Iterator[Frame]:
-        files = [item for item in self.items if item.kind != "live"]
-        live = [item for item in self.items if item.kind == "live"]
-        for item in files:
-            yield from self._pictures(item) if item.kind == "picture" else self._video(item)
-        if live:
-            yield from self._streams(live)
+        for item in self.items:
+            try:
+                if item.kind == "picture":
+                    yield Frame(item, read_image(local_file(item)))
+                elif item.kind == "video":
+                    yield from self._video(item)
+            except UserError as error:
+                self.problems.append(str(error))
+        yield from self._streams([item for item in self.items if item.kind == "live"])
 
     def count(self) -> int:
-        """Return the approximate number of frames, 0 if it is unknown."""
+        """Return the approximate number of frames, 0 if unknown."""
         if any(item.kind == "live" for item in self.items):
             return 0
         return sum(1 if item.kind == "picture" else self._length(item) for item in self.items)
@@ -154,19 +155,8 @@ class Media:
         video.release()
         return -(-frames // self.stride)
 
-    def _pictures(self, item: MediaItem) -> Iterator[Frame]:
-        try:
-            yield Frame(item, read_image(local_file(item)))
-        except UserError as error:
-            self.problems.append(str(error))
-
     def _video(self, item: MediaItem) -> Iterator[Frame]:
-        try:
-            path = local_file(item)
-        except UserError as error:
-            self.problems.append(str(error))
-            return
-        video = cv2.VideoCapture(str(path))
+        video = cv2.VideoCapture(str(local_file(item)))
         fps, frames = _rate(video), max(int(video.get(cv2.CAP_PROP_FRAME_COUNT)), 0)
         number = 0
         while video.grab():
@@ -180,7 +170,7 @@ class Media:
         if number == 0:
             self.problems.append(f"{item.name} cannot be read as a video; fix or remove it")
         elif number < frames:
-            self.problems.append(f"{item.name} ends after {number} of {frames} frames; it is cut or damaged there")
+            self.problems.append(f"{item.name} ends after {number} of {frames} frames; it is truncated or damaged")
 
     def _streams(self, items: list[MediaItem]) -> Iterator[Frame]:
         streams = [Stream(item, self.stride) for item in items]
@@ -199,10 +189,10 @@ class Media:
 
 
 def local_file(item: MediaItem) -> Path:
-    """Return the file of a picture or video, downloaded into the cache if it is an address. Raises `UserError`."""
+    """Return the file of a picture or video, downloaded to the cache if it is an address. Raises `UserError`."""
     if urlparse(item.name).scheme not in WEB_SCHEMES:
         return Path(item.name)
-    from utils.download import download  # here: rarely needed
+    from utils.download import download  # rarely needed
 
     return download(item.name, cache_folder() / "media" / Path(urlparse(item.name).path).name)
 
@@ -213,9 +203,9 @@ def _rate(video: Any) -> float:
 
 
 class Stream:
-    """A live stream, read by a thread that holds only the newest frame: a slow reader skips frames instead of lagging.
+    """A live stream. A thread reads it and holds only the newest frame, so a slow caller skips frames, without lag.
 
-    A stream that ends is opened again a few times. problem: why it has ended; '' before.
+    A stream that ends is reopened a few times. problem: why it has ended for good; '' before.
     """
 
     def __init__(self, item: MediaItem, stride: int) -> None:
@@ -226,7 +216,7 @@ class Stream:
         self._thread.start()
 
     def next(self) -> Frame | None:
-        """Wait for a new frame and return it; None if the stream has ended."""
+        """Wait for a new frame and return it, or None if the stream has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._newest is not None or self.problem, FRAME_TIMEOUT_SECONDS)
             frame, self._newest = self._newest, None
@@ -248,12 +238,11 @@ class Stream:
                     break
                 if attempt:
                     time.sleep(RECONNECT_SECONDS)
-                before = number
                 number = self._follow(number)
-                problem = f"the stream {self.item.name} has ended after {number} frames"
+                problem = f"the stream {self.item.name} ended after {number} frames"
                 if number == 0:
                     problem = f"{self.item.name} cannot be opened as a stream or camera; check its address or number"
-                    if before == 0 and self.item.name.isdigit():
+                    if self.item.name.isdigit():  # a camera
                         break
         except UserError as error:
             problem = str(error)
@@ -262,7 +251,7 @@ class Stream:
             self._changed.notify_all()
 
     def _follow(self, number: int) -> int:
-        """Read the stream to its end; return the number of the next frame."""
+        """Read the stream to its end, and return the number of the next frame."""
         name = self.item.name
         for image, fps in _screen(name) if name.split()[0] == SCREEN_WORD else _captured(name, self.stride):
             with self._changed:
@@ -290,7 +279,7 @@ def _captured(name: str, stride: int) -> Iterator[tuple[np.ndarray, float]]:
 
 
 def _screen(text: str) -> Iterator[tuple[np.ndarray, float]]:
-    """Yield pictures of a screen. text: `screen`, its number, left, top, width, height. Raises `UserError`."""
+    """Yield pictures of a screen. text: `screen` and its options, see `find_media`. Raises `UserError`."""
     try:
         import mss
     except ImportError:
@@ -311,34 +300,13 @@ def _screen(text: str) -> Iterator[tuple[np.ndarray, float]]:
 
 
 def prefetched(frames: Iterable[T], count: int = 4) -> Iterator[T]:
-    """Yield the same frames, read by a thread up to `count` frames ahead: decoding runs beside inference."""
-    room: queue.Queue[Any] = queue.Queue(count)
-    ended, stopped = object(), threading.Event()
-
-    def put(value: Any) -> None:
-        while not stopped.is_set():
-            try:
-                return room.put(value, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def fill() -> None:
-        try:
-            for frame in frames:
-                put(frame)
-                if stopped.is_set():
-                    return
-            put(ended)
-        except BaseException as error:
-            put(error)
-
-    thread = threading.Thread(target=fill, daemon=True)
-    thread.start()
+    """Yield the frames, read by a thread up to `count` frames ahead: decoding overlaps with inference."""
+    iterator, end = iter(frames), object()
+    reader = ThreadPoolExecutor(1)
     try:
-        while (value := room.get()) is not ended:
-            if isinstance(value, BaseException):
-                raise value
-            yield value
+        pending = deque(reader.submit(next, iterator, end) for _ in range(count))
+        while (frame := pending.popleft().result()) is not end:
+            pending.append(reader.submit(next, iterator, end))
+            yield cast(T, frame)
     finally:
-        stopped.set()
-        thread.join()
+        reader.shutdown(cancel_futures=True)

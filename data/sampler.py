@@ -1,6 +1,6 @@
-"""Which images a batch has: global batches that are a pure function of (seed, epoch), for any number of processes.
+"""Global batches: lists of sample indices, a pure function of (seed, epoch) for any number of processes.
 
-Called by the data sets; train.py iterates over `GlobalBatches` by way of their loaders.
+Called by the data sets; train.py iterates over `GlobalBatches` through their loaders.
 """
 
 from __future__ import annotations
@@ -16,35 +16,33 @@ from utils.errors import UserError
 
 # The first part of a generator's seed: what its numbers are for.
 ORDER_STREAM, ITEM_STREAM, SIZE_STREAM, PARTNERS_STREAM = 1, 2, 3, 4
+EVALUATION_PAD_STRIDES = 0.5  # added to both sides of a batch that is not square, as YOLOv5 does
 
 
 class SampleIndex(NamedTuple):
-    """One item to load, with everything that its random choices depend on: a loader process has no state of its own."""
+    """One item to load, with everything that its random choices depend on: loader processes have no state."""
 
     epoch: int
     position: int  # in the epoch's order, over all processes
     image: int  # the index in the split
     shape: tuple[int, int]  # height and width to deliver, pixels
-    partners: tuple[int, ...] = ()  # mosaic partners, by their indices; empty: they are chosen among all images
+    partners: tuple[int, ...] = ()  # indices of mosaic partners; empty: they are chosen among all images
 
 
 def item_generator(seed: int, sample: SampleIndex) -> np.random.Generator:
-    """Return the generator of every random choice of an item: the same in any loader process, process and restart."""
+    """Return the generator of all random choices of an item, the same in every process and after a restart."""
     return np.random.default_rng((ITEM_STREAM, seed, sample.epoch, sample.position))
 
 
 class Instances(NamedTuple):
-    """Everything labelled in the images of a split: image and class of each instance, int64 (m,) each."""
+    """All labelled instances of a split: the image and the class of each, int64 (m,)."""
 
     images: np.ndarray
     classes: np.ndarray
 
 
 class Order:
-    """The order of an epoch's images: each once, shuffled. `count`: the samples of an epoch, the same in all."""
-
-    # Whether each image comes once. If so, mosaic partners are chosen among all images, else along the order.
-    each_image_once = True
+    """The order of an epoch's images: each once, shuffled. count: samples per epoch."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -55,9 +53,7 @@ class Order:
 
 
 class Weighted(Order):
-    """As many samples as there are images, with replacement, in proportion to `weights` (n,)."""
-
-    each_image_once = False
+    """One sample per image, drawn with replacement in proportion to `weights` (n,)."""
 
     def __init__(self, weights: np.ndarray) -> None:
         super().__init__(len(weights))
@@ -69,13 +65,11 @@ class Weighted(Order):
 
 
 class Repeated(Order):
-    """Each image as often as its factor, `factors` (n,) of at least 1, shuffled.
+    """Each image repeated by its factor, `factors` (n,) of at least 1, shuffled.
 
-    A factor of 2.3 gives two or three, by systematic sampling. The sum is rounded to the samples of an epoch: all
-    fractions become a little smaller, or larger, so that they add up to a whole number.
+    A factor of 2.3 gives two or three repeats, by systematic sampling. The samples of an epoch are the rounded sum of
+    all factors: all fractions are scaled a little so that they add up to a whole number.
     """
-
-    each_image_once = False
 
     def __init__(self, factors: np.ndarray) -> None:
         self.whole = np.floor(factors).astype(np.int64)
@@ -98,18 +92,18 @@ class Repeated(Order):
 
 
 def image_weights(instances: Instances, count: int) -> np.ndarray:
-    """Return the weight of each of `count` images, (n,): the sum over its instances of 1 / the instances of the class.
+    """Return the weight of each image, (count,): the sum over its instances of 1 / (instances of their class).
 
-    YOLOv5's without the results so far: the samples must be the same after a crash, and on any machine.
+    Unlike YOLOv5's, weights do not depend on the results so far: the samples must be the same after a crash.
     """
     weights = 1 / np.maximum(np.bincount(instances.classes), 1)
     return np.bincount(instances.images, weights=weights[instances.classes], minlength=count)
 
 
 def repeat_factors(instances: Instances, count: int, threshold: float) -> np.ndarray:
-    """Return how often each of `count` images comes in an epoch, (n,): the largest factor of its classes.
+    """Return the repeat factor of each image, (count,): the largest factor of its classes.
 
-    The factor of a class in a share f of the images is max(1, sqrt(threshold / f)). Gupta et al. 2019, LVIS.
+    The factor of a class that a share f of the images has is max(1, sqrt(threshold / f)). Gupta et al. 2019, LVIS.
     """
     classes = int(instances.classes.max(initial=0)) + 1
     present = np.unique(instances.images * classes + instances.classes)
@@ -122,10 +116,10 @@ def repeat_factors(instances: Instances, count: int, threshold: float) -> np.nda
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which images an epoch has, and at what size: train.py's flags of these names. By default each once.
+    """The images of an epoch and their size: train.py's flags of these names. By default each image comes once.
 
-    Raises `UserError` for flags that exclude each other. multi_scale: an image is scaled to the usual size first, and
-    from there to that of its batch.
+    multi_scale: an image is scaled to the usual size first, then to the size of its batch. Raises `UserError` for flags
+    that exclude each other.
     """
 
     rect: bool = False
@@ -152,11 +146,11 @@ class Sampling:
         return self.partners == "near"
 
     def largest(self, imgsz: int) -> int:
-        """Return about the largest size of a batch, pixels."""
+        """Return the largest size of a batch in pixels, not rounded to strides."""
         return imgsz * 3 // 2 if self.multi_scale else imgsz
 
     def mixes(self, epoch: int) -> bool:
-        """Return whether items of this epoch may be mixed of several images."""
+        """Return whether items of this epoch may be mixed from several images."""
         return not self.close_mosaic or epoch < self.epochs - self.close_mosaic
 
     def order(self, instances: Instances, count: int) -> Order:
@@ -168,15 +162,15 @@ class Sampling:
         return Order(count)
 
     def messages(self, order: Order, images: int, sizes: Sequence[int]) -> list[str]:
-        """Return sentences about flags that are on. sizes: those that a batch may have, pixels."""
+        """Return a message per flag that is on. sizes: possible sizes of a batch, pixels."""
         messages = []
         if isinstance(order, Weighted):
             never = 0 if order.shares is None else int((order.shares == 0).sum())
             without = f"; {never:,} without labels are never drawn" if never else ""
-            messages.append(f"--image-weights: {order.count:,} draws an epoch of {images:,} images{without}")
+            messages.append(f"--image-weights: {order.count:,} samples per epoch of {images:,} images{without}")
         if isinstance(order, Repeated):
             factor = f"{self.repeat_factor:g}"
-            messages.append(f"--repeat-factor {factor}: {order.count:,} draws an epoch of {images:,} images")
+            messages.append(f"--repeat-factor {factor}: {order.count:,} samples per epoch of {images:,} images")
         if self.multi_scale:
             messages.append(f"--multi-scale: each batch at one of {len(sizes)} sizes, {sizes[0]} to {sizes[-1]} pixels")
         if self.close_mosaic:
@@ -188,19 +182,19 @@ class Sampling:
 def batch_sizes(imgsz: int, stride: int) -> range:
     """Return the sizes of batches with --multi-scale: half to one and a half times `imgsz`, in steps of `stride`.
 
-    For 640 they are YOLOv5's. None is a single stride: a map of one cell has no variance.
+    For 640 they equal YOLOv5's. The least is two strides: a map of one cell has no variance.
     """
     least = max(math.ceil(imgsz / 2 / stride), 2) * stride
     return range(min(least, imgsz), imgsz * 3 // 2 + 1, stride)
 
 
 class GlobalBatches:
-    """Batches of the whole run, not of one process: lists of `batch_size` sample indices.
+    """Batches of the whole run, for all processes together: lists of `batch_size` sample indices.
 
     The order depends on (seed, epoch). The last batch is filled from the start of the order, so that every batch is
-    full. partners: the number of images that are mixed with each, any of the order, or with `near` the next ones in it:
-    neighbours share them, so that each is read once. sizes: of which each batch has one, by (seed, epoch, batch), for
-    the longer side of `shape`; empty: all batches have `shape`. messages: for the console.
+    full. partners: the number of images that are mixed with each, drawn from the order, or with `near` the next ones in
+    it: neighbours share them, so that each is read once. sizes: possible sizes of the longer side of `shape`, drawn per
+    batch by (seed, epoch, batch); empty: all batches have `shape`. messages: for the console.
     """
 
     drop_last = False  # Accelerate reads it
@@ -234,47 +228,44 @@ class GlobalBatches:
         return math.ceil(self.count / self.batch_size)
 
     def __iter__(self) -> Iterator[list[SampleIndex]]:
-        epoch, order, links = self.epoch, self.order(), self._links()
+        epoch, order = self.epoch, self.order()
+        partners = self._partners(order)
         first, self.skipped = self.skipped, 0
         for batch in range(first, len(self)):
-            yield self._samples(batch, epoch, order, links, self.scaled_shape(epoch, batch))
+            shape = self.unscaled_shape(batch)
+            if self.sizes:
+                rng = np.random.default_rng((SIZE_STREAM, self.seed, epoch, batch))
+                shape = self._scaled(shape, self.sizes[int(rng.integers(len(self.sizes)))])
+            yield self._samples(batch, shape, epoch, order, partners)
 
     def largest(self) -> list[SampleIndex]:
         """Return the first batch at the largest size: what memory must hold."""
-        size = max(self.sizes, default=max(self.shape))
-        return self._samples(0, self.epoch, self.order(), self._links(), self._scaled(self.shape, size))
+        order, size = self.order(), max(self.sizes, default=max(self.shape))
+        return self._samples(0, self._scaled(self.shape, size), self.epoch, order, self._partners(order))
 
     def _samples(
-        self, batch: int, epoch: int, order: np.ndarray, links: np.ndarray | None, shape: tuple[int, int]
+        self, batch: int, shape: tuple[int, int], epoch: int, order: np.ndarray, partners: np.ndarray
     ) -> list[SampleIndex]:
         positions = np.arange(batch * self.batch_size, (batch + 1) * self.batch_size)
         places = positions % self.count
-        partners = places[:, None] + np.arange(1, self.partners + 1) if links is None else links[places]
-        numbers = zip(positions.tolist(), order[places].tolist(), order[partners % self.count].tolist(), strict=True)
+        numbers = zip(positions.tolist(), order[places].tolist(), partners[places].tolist(), strict=True)
         return [SampleIndex(epoch, position, image, shape, tuple(mixed)) for position, image, mixed in numbers]
 
     def order(self) -> np.ndarray:
         """Return the indices of the images in this epoch's order, (count,)."""
         return self._order.draw(np.random.default_rng((ORDER_STREAM, self.seed, self.epoch)))
 
-    def _links(self) -> np.ndarray | None:
-        """Return the places in the order of each image's partners, (count, partners); None: the next ones."""
-        if self.near or not self.partners:
-            return None
+    def _partners(self, order: np.ndarray) -> np.ndarray:
+        """Return the indices of the partners at each place of the order, (count, partners)."""
+        if self.near:
+            places = np.arange(self.count)[:, None] + np.arange(1, self.partners + 1)
+            return order[places % self.count]
         rng = np.random.default_rng((PARTNERS_STREAM, self.seed, self.epoch))
-        return rng.integers(self.count, size=(self.count, self.partners), dtype=np.int32)
+        return order[rng.integers(self.count, size=(self.count, self.partners), dtype=np.int32)]
 
-    def batch_shape(self, batch: int) -> tuple[int, int]:
-        """Return height and width of a batch at the usual size."""
+    def unscaled_shape(self, batch: int) -> tuple[int, int]:
+        """Return height and width of a batch without --multi-scale."""
         return self.shape
-
-    def scaled_shape(self, epoch: int, batch: int) -> tuple[int, int]:
-        """Return height and width of a batch."""
-        shape = self.batch_shape(batch)
-        if not self.sizes:
-            return shape
-        rng = np.random.default_rng((SIZE_STREAM, self.seed, epoch, batch))
-        return self._scaled(shape, self.sizes[int(rng.integers(len(self.sizes)))])
 
     def _scaled(self, shape: tuple[int, int], size: int) -> tuple[int, int]:
         """Return `shape` with its longer side at `size`, in whole strides."""
@@ -284,11 +275,11 @@ class GlobalBatches:
 
 
 class RectangularBatches(GlobalBatches):
-    """Global batches of images of similar aspect ratio, in the same order every epoch, each with the least padding."""
+    """Global batches of images of similar aspect ratio, in the same order every epoch, with the least padding."""
 
     def __init__(
         self,
-        aspects: np.ndarray,
+        image_sizes: np.ndarray,
         batch_size: int,
         seed: int,
         imgsz: int,
@@ -296,13 +287,13 @@ class RectangularBatches(GlobalBatches):
         sizes: range = range(0),
         messages: Sequence[str] = (),
     ) -> None:
-        super().__init__(Order(len(aspects)), batch_size, seed, (imgsz, imgsz), sizes=sizes, messages=messages)
-        self._sorted, self._shapes = by_aspect(aspects, batch_size, imgsz, stride, pad=0.0)
+        super().__init__(Order(len(image_sizes)), batch_size, seed, (imgsz, imgsz), sizes=sizes, messages=messages)
+        self._sorted, self._shapes = by_aspect(image_sizes, batch_size, imgsz, stride, pad=0.0)
 
     def order(self) -> np.ndarray:
         return self._sorted
 
-    def batch_shape(self, batch: int) -> tuple[int, int]:
+    def unscaled_shape(self, batch: int) -> tuple[int, int]:
         return self._shapes[batch]
 
 
@@ -317,9 +308,9 @@ def training_batches(
     near: int,
     mixed: int,
 ) -> GlobalBatches:
-    """Return the batches that `sampling` asks for. image_sizes: (n, 2), width and height of the files, pixels.
+    """Return the batches of a training. image_sizes: (n, 2), width and height of the files, pixels.
 
-    near, mixed: partners of an item at most, if they are the next in the order, and if they are any.
+    near, mixed: the number of partners of an item with `sampling.near`, and of those drawn from a weighted order.
     """
     count = len(image_sizes)
     order, sizes = sampling.order(instances, count), batch_sizes(imgsz, stride)
@@ -327,18 +318,22 @@ def training_batches(
     sizes = sizes if sampling.multi_scale else range(0)
     if sampling.rect:
         return RectangularBatches(image_sizes, batch_size, seed, imgsz, stride, sizes, messages)
-    partners = near if sampling.near else 0 if order.each_image_once else mixed
+    weighted = sampling.image_weights or sampling.repeat_factor  # else partners are chosen among all images
+    partners = near if sampling.near else mixed if weighted else 0
     return GlobalBatches(order, batch_size, seed, (imgsz, imgsz), partners, sampling.near, sizes, messages)
 
 
 def evaluation_batches(
-    sizes: np.ndarray, batch_size: int, imgsz: int, stride: int, square: bool, pad: float = 0.5
+    sizes: np.ndarray, batch_size: int, imgsz: int, stride: int, square: bool
 ) -> list[list[SampleIndex]]:
-    """Return every image once, in batches that do not depend on the number of processes: a process gets whole ones."""
+    """Return every image once, in batches that do not depend on the number of processes: a process gets whole ones.
+
+    sizes: (n, 2), width and height.
+    """
     if square:
         order, shapes = np.arange(len(sizes)), [(imgsz, imgsz)] * math.ceil(len(sizes) / batch_size)
     else:
-        order, shapes = by_aspect(sizes, batch_size, imgsz, stride, pad)
+        order, shapes = by_aspect(sizes, batch_size, imgsz, stride, EVALUATION_PAD_STRIDES)
     return [
         [SampleIndex(0, start + k, int(index), shape) for k, index in enumerate(order[start : start + batch_size])]
         for start, shape in zip(range(0, len(sizes), batch_size), shapes, strict=True)
@@ -351,16 +346,15 @@ def by_aspect(
     """Return the images sorted by height / width, and the shape of each batch. sizes: (n, 2), width and height."""
     aspects = sizes[:, 1] / sizes[:, 0]
     order = np.lexsort((-np.arange(len(aspects)), aspects))  # ties by falling index, so that every machine agrees
-    runs: Sequence[np.ndarray] = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    return order, [batch_shape(aspects[run], imgsz, stride, pad) for run in runs]
+    starts = range(0, len(order), batch_size)
+    return order, [batch_shape(aspects[order[start : start + batch_size]], imgsz, stride, pad) for start in starts]
 
 
 def batch_shape(aspects: np.ndarray, imgsz: int, stride: int, pad: float) -> tuple[int, int]:
-    """Return height and width of the smallest batch that holds images of these `aspects` (height / width) at `imgsz`.
+    """Return height and width, in whole strides, of the smallest batch for images of these `aspects` (height / width).
 
-    pad: in strides. Both sides are whole strides.
+    imgsz: longer side of the images, pixels. pad: strides added to both sides.
     """
-    lowest, highest = float(aspects.min()), float(aspects.max())
-    height, width = min(highest, 1.0), min(1 / lowest, 1.0)
-    sides = [math.ceil(side * imgsz / stride + pad) * stride for side in (height, width)]
-    return sides[0], sides[1]
+    height, width = min(float(aspects.max()), 1.0), min(1 / float(aspects.min()), 1.0)
+    height, width = (math.ceil(side * imgsz / stride + pad) * stride for side in (height, width))
+    return height, width

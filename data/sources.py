@@ -1,6 +1,6 @@
 """Read a data set YAML, and list the image files of its splits: `read_spec` returns a `DataSpec`.
 
-Called by data/dataset.py, the data sets, and what needs label files or the images below a folder.
+Called by data/dataset.py, by the data sets, and for label files and the images below a folder.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from utils.errors import UserError, nearest
 from utils.files import read_yaml
 
 SPLITS = ("train", "val", "test")
-# The modules of the built-in data sets, by what `draw:` names.
+# The modules of the built-in data sets, by their names in `draw:`.
 DRAWING_MODULES = {"shapes": "data.builtin.shapes", "shapes-cls": "data.builtin.shapes_cls"}
-MAX_UNNAMED_CLASSES = 4096  # that a YAML may give by `nc` alone
+MAX_UNNAMED_CLASSES = 4096  # in a YAML with `nc` but without `names`
 DATA_KEYS = ("path", *SPLITS, "split", "split_seed", "names", "nc", "draw", "download", "convert", "defaults")
 
 
 class Listing(NamedTuple):
-    """The image files of a split, sorted, each once; and sentences about what was left out."""
+    """The image files of a split, sorted, each once, and messages about omitted lines and files."""
 
     images: list[Path]
     problems: list[str]
@@ -38,24 +38,24 @@ class Listing(NamedTuple):
 
 @dataclass(frozen=True)
 class DataSpec:
-    """A data set YAML, read and checked.
+    """The checked content of a data set YAML.
 
-    Files are looked for when a split is read, so that a split which is not used may be absent. If the folder of the
-    data set is missing then, `download` is followed.
+    Files are searched for when a split is read, so a split that is not used may be absent. A missing folder of the data
+    set is downloaded then, if the YAML has `download:`.
     """
 
     file: Path
     names: dict[int, str]  # of the classes; empty if the YAML has none
-    roots: tuple[Path, ...]  # the folders that entries may be relative to, best first
-    entries: dict[str, tuple[str, ...]]  # by split: its folders and list files, as the YAML names them
-    warnings: tuple[str, ...] = ()  # about what may be a mistake
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # suggested for flags of train.py
-    split: float = 0.0  # the share of each class that is held out for validation, chosen by `split_seed`
+    roots: tuple[Path, ...]  # folders that entries may be relative to, by precedence
+    entries: dict[str, tuple[str, ...]]  # folders and list files of each split, as the YAML names them
+    warnings: tuple[str, ...] = ()  # about possible mistakes
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # for flags of train.py
+    split: float = 0.0  # the share of each class to hold out for validation, chosen by `split_seed`
     split_seed: int = 0
     has_path: bool = False  # whether the YAML has `path:`
-    download: Any = None  # as in the YAML; nothing in it is run
-    convert: str = ""  # the converter of what is downloaded, one of CONVERTERS
-    # Images below the folders of a split, by its name: to walk a million images takes long.
+    download: Any = None  # as in the YAML; never executed
+    convert: str = ""  # the converter for the download, one of CONVERTERS
+    # Images below the folders of each split: to walk through a million images takes long.
     walked: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def images(self, split: str) -> list[Path]:
@@ -63,21 +63,22 @@ class DataSpec:
         return self.listing(split).images
 
     def listing(self, split: str) -> Listing:
-        """Return the image files of a split as `images` does, and sentences about what was left out."""
+        """Return the image files of a split as `images` does, and messages about omitted lines and files."""
         locations = self.locations(split)
         problems: list[str] = []
-        listed = [image for place in locations for image in _list_images(place, problems)]  # text: many Paths are slow
+        listed: list[str] = []  # text: many Paths are slow
+        for location in locations:
+            listed += _read_list(location, problems) if location.is_file() else _names_below(location)
         if not listed:
             searched = ", ".join(map(str, locations))
             raise UserError(f"{self.file}: `{split}:` has no images in {searched}; put images there or fix the path")
-        images = sorted(
-            set(listed), key=lambda image: image.replace(os.sep, "\0")
-        )  # in the order of Paths: folder by folder
+        # In the order of Paths: folder by folder.
+        images = sorted(set(listed), key=lambda image: image.replace(os.sep, "\0"))
         if len(images) < len(listed):
             repeated = next(image for image, count in Counter(listed).items() if count > 1)
             problems.append(
-                f"{self.file}: {len(listed) - len(images)} images of `{split}:` are listed again, such as {repeated}; "
-                "taken once"
+                f"{self.file}: {len(listed) - len(images)} images of `{split}:` are listed again, such as "
+                f"{repeated}; each is used once"
             )
         return Listing(list(map(Path, images)), problems)
 
@@ -97,39 +98,39 @@ class DataSpec:
         """
         if split not in self.entries:
             raise UserError(f"{self.file} has no `{split}:`; add a folder of images or a .txt list of them")
-        locations = [_find(entry, self.roots) for entry in self.entries[split]]
-        reason = ""
-        if None in locations and self.download:
-            reason = self._fetch()
-            locations = [_find(entry, self.roots) for entry in self.entries[split]]
-        for entry, place in zip(self.entries[split], locations, strict=True):
-            if place is None:
+        missing = any(_find(entry, self.roots) is None for entry in self.entries[split])
+        reason = self._fetch() if missing else ""
+        locations = []
+        for entry in self.entries[split]:
+            location = _find(entry, self.roots)
+            if location is None:
                 tried = " or ".join(dict.fromkeys(map(str, _candidates(entry, self.roots))))
                 raise UserError(f"{self.file}: `{split}: {entry}` does not exist; looked for {tried}{reason}")
-        return [place for place in locations if place is not None]
+            locations.append(location)
+        return locations
 
     def _fetch(self) -> str:
-        """Download the data set if `download` has addresses and its folder is absent.
+        """Download the data set if `download` has addresses and the data set's folder is absent or empty.
 
-        Return why a file may still be absent, as the end of a message.
+        Return the reason why a file may still be absent, as the end of an error message.
         """
         if not self.download:
             return ""
         sources = archive_sources(self.download)
         if not sources:
             return (
-                f"; the `download:` of {self.file} is no address but a script, which is not run: run it yourself, "
-                "or see docs/data.md for data sets by address and for converters"
+                f"; the `download:` of {self.file} is a script, not an address, and is never run: run it yourself, or "
+                "see docs/data.md for addresses and converters"
             )
         if not self.has_path:
-            return f"; give {self.file} a `path:`, the folder that its `download:` is to be unpacked to"
+            return f"; add `path:` to {self.file}, the folder to unpack its `download:` into"
         for root in self.roots:
             if has_content(root):
-                return f"; `download:` is followed only if {os.path.normpath(root)} is missing or empty"
+                return f"; `download:` is used only if {os.path.normpath(root)} is missing or empty"
         expected = [entry for entries in self.entries.values() for entry in entries]
         root = Path(os.path.normpath(self.roots[0]))
         fetch_dataset(sources, root, expected, self._convert)
-        return f"; it is not in what was downloaded to {root}"
+        return f"; it is not in the download at {root}"
 
     def _convert(self, folder: Path) -> None:
         if self.convert:
@@ -137,7 +138,7 @@ class DataSpec:
 
 
 def overlap(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
-    """Return a warning if images are in both splits, by whatever path, else no sentence."""
+    """Return a warning if the splits share images, whatever their paths, else an empty list."""
     both = _real_paths(train) & _real_paths(val)
     if not both:
         return []
@@ -148,7 +149,7 @@ def overlap(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
 
 
 def _real_paths(images: Sequence[Path]) -> set[str]:
-    """Return the paths of images with links among their folders resolved: there are few folders."""
+    """Return the paths of images with resolved folders. Each folder is resolved once, which is fast."""
     paths = [os.path.split(image) for image in images]
     folders = {folder: os.path.join(os.path.realpath(folder), "") for folder in {folder for folder, _ in paths}}
     return {folders[folder] + name for folder, name in paths}
@@ -161,7 +162,8 @@ def read_spec(file: Path) -> DataSpec:
     """
     content = read_yaml(file)
     for key in content:
-        if key not in DATA_KEYS and (hint := nearest(str(key), DATA_KEYS, 0.7)):  # other keys may be for other programs
+        # Keys that are not similar may belong to other programs.
+        if key not in DATA_KEYS and (hint := nearest(str(key), DATA_KEYS, 0.7)):
             raise UserError(f"{file}: unknown key '{key}'{hint}")
     roots = _roots(file, content.get("path"))
     if "draw" in content:
@@ -172,7 +174,7 @@ def read_spec(file: Path) -> DataSpec:
     warnings = [f"warning: {file}: {n} classes are named '{name}'" for name, n in counts.items() if n > 1]
     share, seed = content.get("split", 0.0), content.get("split_seed", 0)
     if not (is_number(share) and 0 <= share < 1):
-        raise UserError(f"{file}: `split` must be the share that is held out for validation, 0 to 1, not {share!r}")
+        raise UserError(f"{file}: `split` must be the share to hold out for validation, 0 to 1, not {share!r}")
     if not _is_seed(seed):
         raise UserError(f"{file}: `split_seed` must be a whole number from 0, not {seed!r}")
     defaults = check_suggested_defaults(content.get("defaults") or {}, file)
@@ -199,14 +201,13 @@ def _is_seed(value: Any) -> bool:
 
 
 def _draw(file: Path, value: Any, folder: Path) -> None:
-    """Draw a built-in data set if it is absent. value: the seed of `shapes`, or the name of a drawing and its seed."""
+    """Draw a built-in data set if it is absent. value: the seed of `shapes`, or a mapping of a name to its seed."""
     name, seed = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("shapes", value)
     if name not in DRAWING_MODULES or not _is_seed(seed):
         raise UserError(
-            f"{file}: `draw` must be the seed of the built-in drawing, a whole number, or one of "
+            f"{file}: `draw` must be the seed of the built-in data set, a whole number, or one of "
             f"{', '.join(DRAWING_MODULES)} with its seed, not {value!r}"
         )
-    # Imported here: `python -m data.shapes` must not find its module imported already.
     importlib.import_module(DRAWING_MODULES[name]).draw_dataset(folder, seed=seed)
 
 
@@ -228,7 +229,7 @@ def _entries(file: Path, split: str, value: Any) -> tuple[str, ...]:
 
 
 def _find(entry: str, roots: Sequence[Path]) -> Path | None:
-    # Unlike Path's, `exists` is false for a name that no file can have.
+    # Unlike Path.exists, os.path.exists returns False for an invalid name.
     return next((candidate for candidate in _candidates(entry, roots) if os.path.exists(candidate)), None)
 
 
@@ -256,30 +257,26 @@ def _names(file: Path, content: dict[str, Any]) -> dict[int, str]:
     return {number: str(names[number]) for number in range(len(names))}
 
 
-def _list_images(entry: Path, problems: list[str]) -> Iterator[str]:
-    return _read_list(entry, problems) if entry.is_file() else _names_below(entry)
-
-
 def images_below(folder: Path) -> Iterator[Path]:
-    """Return every image below a folder, through links, each real folder once (links may form loops)."""
+    """Return every image below a folder. Links are followed; a folder with several paths is read once."""
     return map(Path, _names_below(folder))
 
 
 def _names_below(folder: Path) -> Iterator[str]:
     visited = set()
-    for place, folders, files in os.walk(folder, followlinks=True, onerror=_refuse):
-        real = os.path.realpath(place)
+    for path, folders, files in os.walk(folder, followlinks=True, onerror=_refuse):
+        real = os.path.realpath(path)
         if real in visited:
             folders.clear()
             continue
         visited.add(real)
         folders.sort()
-        start = os.path.join(place, "")
+        start = os.path.join(path, "")
         yield from (start + name for name in sorted(filter(_is_image, files)))
 
 
 def _is_image(path: str) -> bool:
-    """Return whether a path has the suffix of an image. Path is asked if it does not plainly, as for `a.jpg/.`."""
+    """Return whether a path has the suffix of an image. Path, which is slow, handles forms such as `a.jpg/.`."""
     return os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES or Path(path).suffix.lower() in IMAGE_SUFFIXES
 
 
@@ -299,7 +296,7 @@ def _read_list(file: Path, problems: list[str]) -> Iterator[str]:
             beside = os.path.normpath(os.path.join(folder, line))
             yield beside if os.path.exists(beside) else os.path.abspath(line)
         elif line:
-            problems.append(f"{file}, line {number}: '{line[:80]}' does not end like an image's name; left out")
+            problems.append(f"{file}, line {number}: '{line[:80]}' does not end like an image's name; skipped")
 
 
 def label_file(image: Path) -> Path:
@@ -308,14 +305,14 @@ def label_file(image: Path) -> Path:
 
 
 def label_name(image: str) -> str:
-    """Return the label file of an image as `label_file` does, from text to text: much faster for many."""
+    """Return the label file of an image as `label_file` does, but as text, which is much faster for many images."""
     name = image.rfind(os.sep) + 1
-    suffix = image.rfind(".", name + 1)  # a leading dot begins no suffix
+    suffix = image.rfind(".", name + 1)  # a leading dot starts no suffix
     return f"{_label_folder(image[:name])}{image[name : suffix if suffix > 0 else None]}.txt"
 
 
 @lru_cache(4096)
 def _label_folder(folder: str) -> str:
-    """Return the folder of the label files of a folder's images. Both end with the separator, or are ''."""
+    """Return the folder of the labels for a folder of images. Both end with a separator, or are empty."""
     before, images, after = f"{os.sep}{folder}".rpartition(f"{os.sep}images{os.sep}")
     return f"{before}{os.sep}labels{os.sep}{after}"[len(os.sep) :] if images else folder

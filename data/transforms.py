@@ -1,7 +1,7 @@
 """Augmentation for classifiers: torchvision's transforms, with every random choice from a generator that is passed.
 
-Called by data/classification.py. torchvision is imported inside functions: that takes more than a second, which
-training a detector need not wait for.
+Called by data/classification.py. torchvision is imported inside functions because it takes more than a second, which
+the training of a detector saves.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-CENTRE_CROP_SHARE = 0.875  # of the shorter side that a validation crop shows: 224 of 256 pixels
-ERASED_RGB = (124, 116, 104)  # the mean of ImageNet, 0 to 255: the colour of erased rectangles
-MAX_RESIZED_ASPECT = 4  # longer to shorter side of what is resized for a crop of the centre
-RANDOM_CROP_ASPECTS = (3 / 4, 4 / 3)  # least and largest ratio of the sides
+CENTRE_CROP_SHARE = 0.875  # share of the shorter side in a validation crop: 224 of 256 pixels
+ERASED_RGB = (124, 116, 104)  # ImageNet's mean, 0 to 255: the colour of erased rectangles
+MAX_RESIZED_ASPECT = 4  # longer over shorter side of the part that is resized for a centre crop
+RANDOM_CROP_ASPECTS = (3 / 4, 4 / 3)  # smallest and largest ratio of the sides
 
 
 @dataclass(frozen=True)
 class TransformSettings:
-    """Strengths and probabilities, named as in the hyperparameter file. By default images are cropped, nothing else."""
+    """Strengths and probabilities, named as in the hyperparameter file. By default, images are only cropped."""
 
-    crop_scale: float = 1.0  # least share of the image's area that a random crop takes
+    crop_scale: float = 1.0  # smallest share of the image's area in a random crop
     fliplr: float = 0.0  # probabilities
     flipud: float = 0.0
     brightness: float = 0.0  # largest relative changes
@@ -37,34 +37,26 @@ class TransformSettings:
     erasing: float = 0.0  # probabilities
     mixup: float = 0.0
     cutmix: float = 0.0
-    mixup_alpha: float = 0.2  # both parameters of the beta distribution that shares are drawn from
+    mixup_alpha: float = 0.2  # both parameters of the beta distribution of the shares
     cutmix_alpha: float = 1.0
 
 
 @contextmanager
 def torch_seeded_by(generator: np.random.Generator) -> Iterator[None]:
-    """Seed torch's CPU generator from `generator` inside the block; afterwards it continues as before."""
-    torch_generator = torch.default_generator
-    before = torch_generator.get_state()
-    torch_generator.manual_seed(int(generator.integers(2**63)))
-    try:
+    """Seed torch's CPU generator from `generator` inside the block, and restore its state afterwards."""
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(int(generator.integers(2**63)))
         yield
-    finally:
-        torch_generator.set_state(before)
 
 
 class Augmenter:
-    """Random crop, flips, colours, and what else the settings ask for, of images uint8 (3, h, w) RGB.
+    """The whole augmentation of a training image.
 
-    load: returns an image and its class by its index. count: of the images to mix with.
+    load: returns an image, uint8 (3, h, w) RGB, and its class by its index. count: images to choose a partner from.
     """
 
     def __init__(
-        self,
-        settings: TransformSettings,
-        load: Callable[[int], tuple[Tensor, int]],
-        count: int,
-        classes: int,
+        self, settings: TransformSettings, load: Callable[[int], tuple[Tensor, int]], count: int, classes: int
     ) -> None:
         self.settings, self.load, self.count, self.classes = settings, load, count, classes
         self.transforms: dict[int, torch.nn.Module] = {}  # by side
@@ -72,15 +64,15 @@ class Augmenter:
     def __call__(
         self, image: int, side: int, generator: np.random.Generator, partners: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Return an image, uint8 (3, side, side), and the share of each class, float32 (classes,).
+        """Return image `image`, uint8 (3, side, side), and the share of each class, float32 (classes,).
 
-        partners: the image that it may be mixed with; empty: one drawn from all.
+        partners: the index of the image to mix it with; if empty, one is drawn from all.
         """
         from torchvision.transforms import v2
 
         settings = self.settings
-        chance, partner = generator.random(), int(generator.integers(self.count))
-        partner = partners[0] if partners else partner
+        chance, drawn = generator.random(), int(generator.integers(self.count))
+        partner = partners[0] if partners else drawn
         if side not in self.transforms:
             self.transforms[side] = torch.nn.Sequential(*_steps(settings, side))
         transform = self.transforms[side]
@@ -93,8 +85,8 @@ class Augmenter:
             else:
                 return pixels, one_hot(torch.tensor(label), self.classes).float()
             other, other_label = self._transformed(partner, transform)
-            # A batch of two, of which the first is mixed with the second: partners in the batch that is trained on
-            # would depend on the number of processes.
+            # A batch of two, whose first image is mixed with the second: partners from the training batch would depend
+            # on the number of processes.
             mixed, shares = mix(torch.stack((pixels, other)).float(), torch.tensor([label, other_label]))
             return mixed[0].round().to(torch.uint8), shares[0]
 
@@ -120,10 +112,10 @@ def _steps(settings: TransformSettings, side: int) -> list[torch.nn.Module]:
 
 
 def centre_crop(image: Tensor, side: int) -> Tensor:
-    """Return the centre of an image, uint8 (3, h, w), with most of its shorter side, as (3, side, side)."""
+    """Return the centre of an image, uint8 (3, h, w), with 7/8 of its shorter side, as (3, side, side)."""
     from torchvision.transforms.v2 import functional
 
-    longest = MAX_RESIZED_ASPECT * min(image.shape[-2:])  # the ends of a strip are cut off before it is enlarged
+    longest = MAX_RESIZED_ASPECT * min(image.shape[-2:])  # cut the ends of a strip off before resizing
     image = functional.center_crop(image, [min(length, longest) for length in image.shape[-2:]])
     shrunk = functional.resize(image, [round(side / CENTRE_CROP_SHARE)], antialias=True)
     return functional.center_crop(shrunk, [side, side])

@@ -1,4 +1,4 @@
-"""The models of val.py, detect.py and export.py: weight files read, compared, and built for one size of images.
+"""Read the weight files of val.py, detect.py and export.py, compare them, and build their models for one image size.
 
 Several weight files are an ensemble, whose predictions are joined.
 """
@@ -30,9 +30,9 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def weight_files(names: Sequence[str]) -> dict[str, Path]:
-    """Return the weight files by the names that the command line gives, downloaded if need be. Raises `UserError`."""
+    """Return the weight files by the names on the command line, downloaded if necessary. Raises `UserError`."""
     if not all(names) or not names:
-        raise UserError("--weights names no file; give one to validate, or several as an ensemble")
+        raise UserError("--weights names no file; give one file, or several as an ensemble")
     return {name: find_weights(name) for name in names}
 
 
@@ -57,22 +57,16 @@ def common_task(weights: Mapping[str, Weights]) -> str:
         refusal = f"{first} and {other} cannot be one ensemble"
         if tasks[first] != tasks[other]:
             raise UserError(f"{refusal}: their tasks are '{tasks[first]}' and '{tasks[other]}'")
-        if difference := _different_class(weights[first].names, weights[other].names):
-            raise UserError(f"{refusal}: {difference}")
+        names = [weights[name].names for name in (first, other)]
+        for number in sorted({*names[0], *names[1]}):
+            one, two = (f"'{classes[number]}'" if number in classes else "absent" for classes in names)
+            if one != two:
+                raise UserError(f"{refusal}: class {number} is {one} in the first and {two} in the second")
     return tasks[first]
 
 
-def _different_class(first: Mapping[int, str], second: Mapping[int, str]) -> str:
-    """Describe the first class that two models do not have in common; '' if there is none."""
-    for number in sorted({*first, *second}):
-        pair = [f"'{names[number]}'" if number in names else "absent" for names in (first, second)]
-        if pair[0] != pair[1]:
-            return f"class {number} is {pair[0]} in the first and {pair[1]} in the second"
-    return ""
-
-
 def check_programs(weights: Mapping[str, Weights], augment: bool) -> None:
-    """Raise `UserError` if an exported file does not support what is asked for: `augment`, or an ensemble."""
+    """Raise `UserError` if an exported file does not support `augment`, or this ensemble."""
     for name, content in weights.items():
         if content.program and augment:
             raise UserError(f"--augment needs maps of all sizes, which the exported {name} does not give; take its .pt")
@@ -81,9 +75,9 @@ def check_programs(weights: Mapping[str, Weights], augment: bool) -> None:
 
 
 def fixed_size(weights: Mapping[str, Weights]) -> tuple[int, int] | None:
-    """Return the height and width that images must have, in pixels, if an exported file is for one size, else None.
+    """Return the image height and width in pixels that exported files require; None if they take any size.
 
-    Raises `UserError` if two files are for different sizes.
+    Raises `UserError` if two files require different sizes.
     """
     programs = {name: content.program.metadata for name, content in weights.items() if content.program}
     sizes = {name: metadata.imgsz for name, metadata in programs.items() if not metadata.dynamic}
@@ -93,26 +87,10 @@ def fixed_size(weights: Mapping[str, Weights]) -> tuple[int, int] | None:
     return next(iter(sizes.values()), None)
 
 
-def load_models(task: Task, weights: Mapping[str, Weights], imgsz: int, data: str) -> list[Model]:
-    """Return the model of each weight file, on the CPU, all for images of one size: whole strides of each of them.
-
-    task: of the classes that all models have. imgsz: pixels; `imgsz` of the models is it, rounded up. data: what errors
-    call the data set of the classes.
-    """
-
-    def load(size: int) -> list[Model]:
-        return [load_model(task, content, size, name, data) for name, content in weights.items()]
-
-    models = load(imgsz)
-    stride = math.lcm(*(model.stride for model in models))
-    common = math.ceil(max(model.imgsz for model in models) / stride) * stride
-    return models if all(model.imgsz == common for model in models) else load(common)
-
-
 def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -> Model:
-    """Return the model of a weight file. Raises `UserError` if it has other classes than the data set.
+    """Return the model of a weight file. Raises `UserError` if its number of classes is not that of the data set.
 
-    name, data: what errors call the file and the data set.
+    imgsz: pixels, rounded up to whole strides. name, data: what errors call the file and the data set.
     """
     assert weights.model is not None
     program = weights.program
@@ -124,15 +102,15 @@ def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -
     transferred = transfer(model, weights.state)
     if transferred.loaded < transferred.total:
         raise UserError(
-            f"{name} knows {weights.model.get('nc')} classes and {data} has {len(task.names)}; "
-            "give the data set that the weights were trained for"
+            f"{name} has {weights.model.get('nc')} classes and {data} has {len(task.names)}; "
+            "give the data set that the weights were trained on"
         )
     return model
 
 
 def halve(model: M) -> M:
-    """Convert the weights to half precision, in place. Buffers of modules without weights, such as a head's anchors,
-    keep theirs: coordinates need it."""
+    """Convert the weights to half precision, in place. Modules without weights of their own keep their buffers:
+    a head's anchors are coordinates, which need float32."""
     for module in model.modules():
         if any(True for _ in module.parameters(recurse=False)):
             module.half()
@@ -141,10 +119,10 @@ def halve(model: M) -> M:
 
 @dataclass(frozen=True)
 class Members:
-    """The weight files of an ensemble, read and compared; often there is one.
+    """The weight files of an ensemble, or a single one.
 
-    files: by the names that the command line gives. weights: their contents, by the same names. entry: of their task.
-    fixed_size: height and width of the images if an exported file is for one size only, pixels.
+    files: by the names on the command line. weights: their contents, by the same names. fixed_size: image height and
+    width in pixels, if an exported file requires them.
     """
 
     files: dict[str, Path]
@@ -154,19 +132,29 @@ class Members:
 
     @property
     def class_names(self) -> dict[int, str]:
-        """The classes that the files name."""
+        """The class names, which all files share."""
         return next(iter(self.weights.values())).class_names
 
     def build(self, task: Task, imgsz: int, data: str) -> list[Model]:
-        """Build the models for images of one size: see `load_models`."""
-        return load_models(task, self.weights, imgsz, data)
+        """Return the model of each file, on the CPU, all for images of one size: whole strides of each of them.
+
+        imgsz: pixels, rounded up to the models' `imgsz`. data: what errors call the data set of the classes.
+        """
+
+        def load(size: int) -> list[Model]:
+            return [load_model(task, content, size, name, data) for name, content in self.weights.items()]
+
+        models = load(imgsz)
+        stride = math.lcm(*(model.stride for model in models))
+        common = math.ceil(max(model.imgsz for model in models) / stride) * stride
+        return models if all(model.imgsz == common for model in models) else load(common)
 
 
 def read_members(names: Sequence[str], layers: str, augment: bool) -> Members:
-    """Read the weight files that --weights names, downloaded if need be.
+    """Read the weight files that --weights names, downloaded if necessary.
 
-    layers: a file with layers of the user's, '' for none. augment: whether the models run on scaled and mirrored images
-    too. Raises `UserError` if a file cannot be used, or not together with the others.
+    layers: a Python file with the user's layers, '' for none. augment: whether --augment is given.
+    Raises `UserError` if a file cannot be used, or not together with the others.
     """
     if layers:
         add_layers(layers)
@@ -178,9 +166,10 @@ def read_members(names: Sequence[str], layers: str, augment: bool) -> Members:
 
 
 def for_inference(model: Model, device: torch.device, half: bool, fold: bool = False) -> Model:
-    """Return the model on `device`, in evaluation mode; `half`: its weights in half precision.
+    """Return the model on `device`, in evaluation mode.
 
-    fold: fold BatchNorm into convolutions, which changes results by rounding; an exported file is as it is.
+    half: convert weights to half precision. fold: fold BatchNorm into convolutions, which changes results by rounding.
+    Neither applies to exported files.
     """
     if fold and not isinstance(model, Exported):
         model = fuse(model)

@@ -1,4 +1,4 @@
-"""`gflops`: the floating-point operations of a model. Called by models/starting_point.py."""
+"""Count the floating-point operations of a model. Called by models/starting_point.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`fuse`: BatchNorm folded into the convolution before it, for inference.
-
-Called by models/ensemble.py for detect.py, and by the tasks for exported files.
-"""
+"""Fold BatchNorm into the convolution before it, for inference. Called by models/ensemble.py and the tasks."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ M = TypeVar("M", bound=nn.Module)
 
 @torch.no_grad()
 def fuse(model: M) -> M:
-    """Return a copy of the model in evaluation mode that computes the same with fewer layers, up to rounding.
+    """Return a copy of the model in evaluation mode, with BatchNorm folded into `Conv`s and chains of nn.Sequential.
 
-    BatchNorm(w x) = (g w / d) x + (b - g mean / d), with d = sqrt(variance + eps), is one convolution. It is folded if
-    it follows its convolution in a `Conv` or an nn.Sequential. The copy has other state-dict keys.
+    BatchNorm(w x) = (g w / d) x + (b - g mean / d), with d = sqrt(variance + eps), is one convolution. Outputs are
+    equal up to rounding; state-dict keys differ.
     """
     fused = copy.deepcopy(model).eval()
     for module in list(fused.modules()):
@@ -36,8 +33,10 @@ def fuse(model: M) -> M:
 
 
 def _fold(parent: nn.Module, first: str, second: str) -> None:
-    """Fold attribute `second` of a module into `first`, if that is a convolution and `second` a BatchNorm with
-    running statistics. Weights are computed in double precision and keep their type and memory format."""
+    """Fold child `second` into `first` if they are a convolution and a BatchNorm with running statistics.
+
+    The weights are computed in float64; they keep their dtype and memory format.
+    """
     convolution, norm = getattr(parent, first), getattr(parent, second)
     if type(convolution) is not nn.Conv2d or not isinstance(norm, nn.BatchNorm2d) or norm.running_var is None:
         return

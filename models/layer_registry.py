@@ -1,7 +1,7 @@
-"""The layers that rows of a model YAML may name: `LAYERS`, those of torch.nn, and a user's file (`add_layers`).
+"""The layers that rows of a model YAML may name: `LAYERS`, those of torch.nn, and those of a user's file.
 
-models/yolo.py builds rows with it; the scripts call `add_layers` for --layers. A new kind of layer is a class in
-models/layers.py and a line in `LAYERS`, with the adapter that says which arguments its constructor takes.
+Called by models/yolo.py, and by the scripts for --layers. A new layer is a class in models/layers.py and a line in
+`LAYERS`, with the adapter that says which arguments its constructor takes.
 """
 
 from __future__ import annotations
@@ -22,65 +22,39 @@ from typing import Any
 
 from torch import nn
 
-from models.layers import (
-    C3,
-    C3SPP,
-    C3TR,
-    SPP,
-    SPPF,
-    Bottleneck,
-    BottleneckCSP,
-    C3Ghost,
-    C3x,
-    Classify,
-    Concat,
-    Contract,
-    Conv,
-    CrossConv,
-    Detect,
-    DWConv,
-    DWConvTranspose2d,
-    Expand,
-    Focus,
-    GhostBottleneck,
-    GhostConv,
-    MixConv2d,
-    Proto,
-    Segment,
-    batch_norm,
-)
+from models import layers
 from utils.errors import UserError, first_line, nearest
 from utils.files import ROOT
 
 MAX_COUNT = 4096  # classes, channels, repetitions: a larger number is a typing error
-# Modules that define classes of torch.nn that are not layers of a map.
+# Modules of torch.nn whose classes are no layers of a map.
 NOT_LAYERS = ("torch.nn.modules.loss", "torch.nn.modules.container", "torch.nn.modules.module", "torch.nn.parallel")
 OTHER_LAYERS = "and those of torch.nn, such as nn.MaxPool2d; a file with layers of your own goes to --layers"
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """From the numbers of a YAML to those of a network of its depth and width."""
+    """Scales the numbers of a YAML to its depth and width."""
 
     depth: float
     width: float
-    multiple: int  # channels are rounded up to multiples of it
+    multiple: int  # that channels are rounded up to
     outputs: int  # anchors per level * (5 + nc): exactly this number of channels is not scaled
 
     def channels(self, count: Any) -> int:
-        """Return the output channels of a row that asks for `count`. Raises ValueError if it is no such number."""
+        """Return the scaled number of channels. Raises ValueError if `count` is no valid number."""
         if not is_count(count):
             raise ValueError(f"the first argument is the number of output channels, 1 to {MAX_COUNT}, not {count!r}")
         return count if count == self.outputs else math.ceil(count * self.width / self.multiple) * self.multiple
 
     def repeats(self, number: int) -> int:
-        """Return the repetitions of a row that asks for `number`."""
+        """Return the scaled number of repetitions."""
         return max(round(number * self.depth), 1) if number > 1 else number
 
 
 @dataclass(frozen=True)
 class LayerPlacement:
-    """What a layer is built from: its row, and the maps that reach it."""
+    """The inputs of a layer's constructor: the row, and the channels of its input maps."""
 
     channels: tuple[int, ...]  # of each input map
     repeats: int
@@ -89,7 +63,7 @@ class LayerPlacement:
 
     @property
     def c1(self) -> int:
-        """Channels of the only input. Raises ValueError if there are several."""
+        """Channels of the only input map. Raises ValueError if there are several."""
         if len(self.channels) != 1:
             raise ValueError(f"it takes one input, not {len(self.channels)}: join them with Concat first")
         return self.channels[0]
@@ -104,22 +78,21 @@ class LayerPlacement:
 
 @dataclass(frozen=True)
 class LayerMaker:
-    """Builds the layer of a row. layer: the class, or the function that makes one."""
+    """Builds the layer of a row. layer: its class, or a function that returns one."""
 
     layer: Callable[..., nn.Module]
     make: Callable[[LayerPlacement], nn.Module]
 
     def __call__(self, placement: LayerPlacement) -> nn.Module:
-        """Return a new layer."""
         return self.make(placement)
 
     def makes(self, kind: type[nn.Module]) -> bool:
-        """Return whether the layers are of class `kind`."""
+        """Return whether `layer` is a subclass of `kind`."""
         return inspect.isclass(self.layer) and issubclass(self.layer, kind)
 
 
 def convolving(layer: Callable[..., nn.Module]) -> LayerMaker:
-    """Adapt `layer(c1, c2, *args[1:])`; a number above 1 puts several in a row."""
+    """Adapt `layer(c1, c2, *args[1:])`; repetitions are chained."""
 
     def make(placement: LayerPlacement) -> nn.Module:
         widths = [placement.c1] + [placement.c2] * placement.repeats
@@ -129,17 +102,17 @@ def convolving(layer: Callable[..., nn.Module]) -> LayerMaker:
 
 
 def repeating(layer: Callable[..., nn.Module]) -> LayerMaker:
-    """Adapt `layer(c1, c2, repeats, *args[1:])`, which repeats something inside."""
+    """Adapt `layer(c1, c2, repeats, *args[1:])`, which repeats a part of itself."""
     return LayerMaker(layer, lambda p: layer(p.c1, p.c2, p.repeats, *p.args[1:]))
 
 
 def plain(layer: Callable[..., nn.Module]) -> LayerMaker:
-    """Adapt `layer(*args)`, which takes no channels; a number above 1 puts several in a row."""
+    """Adapt `layer(*args)`, which takes no channels; repetitions are chained."""
     return LayerMaker(layer, lambda p: _chain([layer(*p.args) for _ in range(p.repeats)]))
 
 
 def narrowing(layer: Callable[..., nn.Module]) -> LayerMaker:
-    """Adapt `layer(c1, *args)`, which takes the channels of its input only."""
+    """Adapt `layer(c1, *args)`, which takes the input channels only."""
     return LayerMaker(layer, lambda p: layer(p.c1, *p.args))
 
 
@@ -148,83 +121,79 @@ def detecting(layer: Callable[..., nn.Module]) -> LayerMaker:
     return LayerMaker(layer, lambda p: layer(*p.args, p.channels))
 
 
-def _chain(layers: list[nn.Module]) -> nn.Module:
-    """Join layers one after another. A single one is returned as it is, so that its state-dict keys stay."""
-    return layers[0] if len(layers) == 1 else nn.Sequential(*layers)
+def _chain(parts: list[nn.Module]) -> nn.Module:
+    """Join layers one after another. A single layer is returned as it is, so that its state-dict keys stay."""
+    return parts[0] if len(parts) == 1 else nn.Sequential(*parts)
 
 
 def _segment(placement: LayerPlacement) -> nn.Module:
-    """Build `Segment`: the channels of its prototypes are scaled."""
+    """Build `Segment`, with the channels of its prototypes scaled."""
     nc, anchors, masks, prototypes = placement.args
-    return Segment(nc, anchors, masks, placement.scaling.channels(prototypes), placement.channels)
+    return layers.Segment(nc, anchors, masks, placement.scaling.channels(prototypes), placement.channels)
 
 
 LAYERS: dict[str, LayerMaker] = {
-    "Conv": convolving(Conv),
-    "DWConv": convolving(DWConv),
-    "DWConvTranspose2d": convolving(DWConvTranspose2d),
-    "GhostConv": convolving(GhostConv),
-    "CrossConv": convolving(CrossConv),
-    "MixConv2d": convolving(MixConv2d),
-    "Focus": convolving(Focus),
-    "Bottleneck": convolving(Bottleneck),
-    "GhostBottleneck": convolving(GhostBottleneck),
-    "BottleneckCSP": repeating(BottleneckCSP),
-    "C3": repeating(C3),
-    "C3x": repeating(C3x),
-    "C3TR": repeating(C3TR),
-    "C3Ghost": repeating(C3Ghost),
-    "C3SPP": convolving(C3SPP),
-    "SPP": convolving(SPP),
-    "SPPF": convolving(SPPF),
-    "Contract": plain(Contract),
-    "Expand": plain(Expand),
-    "Concat": plain(Concat),
-    "Proto": narrowing(Proto),
-    "Detect": detecting(Detect),
-    "Segment": LayerMaker(Segment, _segment),
-    "Classify": narrowing(Classify),
+    "Conv": convolving(layers.Conv),
+    "DWConv": convolving(layers.DWConv),
+    "DWConvTranspose2d": convolving(layers.DWConvTranspose2d),
+    "GhostConv": convolving(layers.GhostConv),
+    "CrossConv": convolving(layers.CrossConv),
+    "MixConv2d": convolving(layers.MixConv2d),
+    "Focus": convolving(layers.Focus),
+    "Bottleneck": convolving(layers.Bottleneck),
+    "GhostBottleneck": convolving(layers.GhostBottleneck),
+    "BottleneckCSP": repeating(layers.BottleneckCSP),
+    "C3": repeating(layers.C3),
+    "C3x": repeating(layers.C3x),
+    "C3TR": repeating(layers.C3TR),
+    "C3Ghost": repeating(layers.C3Ghost),
+    "C3SPP": convolving(layers.C3SPP),
+    "SPP": convolving(layers.SPP),
+    "SPPF": convolving(layers.SPPF),
+    "Contract": plain(layers.Contract),
+    "Expand": plain(layers.Expand),
+    "Concat": plain(layers.Concat),
+    "Proto": narrowing(layers.Proto),
+    "Detect": detecting(layers.Detect),
+    "Segment": LayerMaker(layers.Segment, _segment),
+    "Classify": narrowing(layers.Classify),
 }
-# Layers of torch.nn are called with the arguments of the row, except those that need the number of input channels.
+# Layers of torch.nn are called with the arguments of the row, except for those that need the input channels.
 TORCH_LAYERS_WITH_CHANNELS: dict[str, LayerMaker] = {
-    "BatchNorm2d": LayerMaker(nn.BatchNorm2d, lambda p: nn.BatchNorm2d(p.c1, *p.args) if p.args else batch_norm(p.c1)),
+    "BatchNorm2d": LayerMaker(
+        nn.BatchNorm2d, lambda p: nn.BatchNorm2d(p.c1, *p.args) if p.args else layers.batch_norm(p.c1)
+    ),
     "Conv2d": convolving(nn.Conv2d),
     "ConvTranspose2d": convolving(nn.ConvTranspose2d),
 }
 
 
 def layer_maker(name: Any) -> LayerMaker:
-    """Return what builds the layer that a row names. Raises ValueError with a part of a sentence if there is none."""
+    """Return the maker of the layer that a row names. Raises ValueError with a part of a sentence if there is none."""
     if isinstance(name, str) and name in LAYERS:
         return LAYERS[name]
     prefix, _, word = str(name).rpartition(".")
-    if prefix in ("nn", "torch.nn"):
-        return _torch_layer_maker(word)
-    hint = nearest(str(name), LAYERS)
-    raise ValueError(f"unknown module '{name}'{hint}; known are {', '.join(LAYERS)}, {OTHER_LAYERS}")
-
-
-def _torch_layer_maker(word: str) -> LayerMaker:
-    """Return what builds a layer of torch.nn; the name is looked up there and nowhere else."""
-    layers = {name: kind for name, kind in vars(nn).items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
-    if word not in layers:
-        raise ValueError(f"unknown module 'nn.{word}', which torch.nn does not have{nearest(word, layers)}")
-    layer = layers[word]
+    if prefix not in ("nn", "torch.nn"):
+        hint = nearest(str(name), LAYERS)
+        raise ValueError(f"unknown module '{name}'{hint}; known are {', '.join(LAYERS)}, {OTHER_LAYERS}")
+    classes = {name: kind for name, kind in vars(nn).items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
+    if word not in classes:
+        raise ValueError(f"unknown module 'nn.{word}', which torch.nn does not have{nearest(word, classes)}")
+    layer = classes[word]
     if layer.__module__.startswith(NOT_LAYERS) or issubclass(layer, nn.modules.lazy.LazyModuleMixin):
         raise ValueError(
-            f"nn.{word} cannot be a row, for it is a loss, a container, or a layer that learns its size later; name a "
-            "layer such as nn.MaxPool2d"
+            f"nn.{word} is a loss, a container or a lazy layer and cannot be a row; name a layer such as nn.MaxPool2d"
         )
     return TORCH_LAYERS_WITH_CHANNELS.get(word, plain(layer))
 
 
 def add_layers(file: str | Path) -> list[str]:
-    """Let rows name the layers that a user's Python file defines, and return their names. The file is run once.
+    """Register the layers that a user's Python file defines, and return their names. The file is run once.
 
-    A layer is a class of the file that extends nn.Module. The names of its parameters say what it is called with:
-    (c1, c2, *args[1:]), where c2 is scaled, with repeats in between if the third is `n` or `repeats`; (c1, *args);
-    (channels, *args), or *args and channels=, of all input maps; else (*args).
-    Raises `UserError` if the file does not load, defines no layer, or one with a name that is already taken.
+    A layer is a class of the file that extends nn.Module. The names of its parameters decide how it is called:
+    (c1, c2, *args[1:]), with c2 scaled, and with repeats after c2 if the third is `n` or `repeats`; (c1, *args);
+    (channels, *args) or (*args, channels=...), of all input maps; else (*args).
+    Raises `UserError` if the file does not load, defines no layer, or one whose name is taken.
     """
     path = next((path for path in (Path(file), ROOT / file) if os.path.isfile(path)), None)
     if path is None:
@@ -234,19 +203,19 @@ def add_layers(file: str | Path) -> list[str]:
     if name in sys.modules:
         return list(_layers_of(sys.modules[name]))
     module = _load(path, name)
-    layers = _layers_of(module)
-    if not layers:
+    classes = _layers_of(module)
+    if not classes:
         raise UserError(f"{path} defines no layer; write a class that extends torch.nn.Module")
-    for word in layers:
+    for word in classes:
         if word in LAYERS:
-            raise UserError(f"{path} defines a layer '{word}', but there is one of that name; give it another name")
+            raise UserError(f"{path} defines a layer '{word}', but that name is taken; give it another name")
     sys.modules[name] = module
-    LAYERS.update({word: _maker_by_parameters(layer) for word, layer in layers.items()})
-    return list(layers)
+    LAYERS.update({word: _maker_by_parameters(layer) for word, layer in classes.items()})
+    return list(classes)
 
 
 def _load(path: Path, name: str) -> ModuleType:
-    """Run a Python file as a module, which may import files beside it. Nothing is written into its folder."""
+    """Run a Python file as a module, which may import files beside it. Writes no bytecode into its folder."""
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UserError(f"{path} is no Python file; --layers takes one whose name ends with .py")
@@ -273,7 +242,7 @@ def _load(path: Path, name: str) -> ModuleType:
 
 
 def _layers_of(module: ModuleType) -> dict[str, type[nn.Module]]:
-    """Return the layers that a module defines, without those that it imports."""
+    """Return the layers that a module defines; imported ones are not among them."""
     classes = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, nn.Module)]
     return {layer.__name__: layer for layer in classes if layer.__module__ == module.__name__}
 

@@ -1,6 +1,7 @@
-"""The layers that model YAMLs name, from `Conv` to the heads. models/layer_registry.py gives them their names.
+"""The layers that model YAMLs name, from `Conv` to the heads. models/layer_registry.py lists them.
 
-Attributes are named as in YOLOv5's state dicts, so that its weights load by name.
+Attributes are named as in YOLOv5's state dicts, so that its weights load by name. Every docstring says how a layer maps
+the shape of its input.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ def _pair(size: Size) -> tuple[int, int]:
 
 
 def batch_norm(channels: int) -> nn.BatchNorm2d:
-    """Return BatchNorm with YOLOv5's values, which differ from torch's: the official weights were trained with them."""
+    """Return BatchNorm with the eps and momentum that the official weights were trained with."""
     return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.03)
 
 
 class Conv(nn.Module):
     """Convolution without bias, BatchNorm, activation: (b, c1, h, w) to (b, c2, h / stride, w / stride).
 
-    padding: None keeps the size at stride 1. activate: with the activation.
+    padding: None keeps height and width at stride 1. activate: whether an activation follows BatchNorm.
     """
 
     def __init__(
@@ -65,17 +66,16 @@ class Conv(nn.Module):
         self.act: nn.Module = nn.SiLU() if activate else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (b, c1, h, w) to (b, c2, h / stride, w / stride)."""
         return self.act(self.bn(self.conv(x)))
 
     def set_activation(self, make: Callable[[], nn.Module]) -> None:
-        """Replace the activation by what `make` returns, unless this convolution has none."""
+        """Replace the activation by a new one from `make`, if this layer has an activation."""
         if not isinstance(self.act, nn.Identity):
             self.act = make()
 
 
 class DWConv(Conv):
-    """A `Conv` in as many groups as both channel counts allow: depth-wise if they are equal."""
+    """A `Conv` in gcd(c1, c2) groups: depth-wise if c1 == c2."""
 
     def __init__(
         self, c1: int, c2: int, kernel: Size = 1, stride: Size = 1, dilation: int = 1, activate: bool = True
@@ -84,7 +84,7 @@ class DWConv(Conv):
 
 
 class DWConvTranspose2d(nn.ConvTranspose2d):
-    """A transposed convolution with bias, in as many groups as both channel counts allow.
+    """A transposed convolution with bias, in gcd(c1, c2) groups.
 
     (b, c1, h, w) to (b, c2, (h - 1) * stride - 2 * padding + kernel + output_padding, ...).
     """
@@ -96,10 +96,10 @@ class DWConvTranspose2d(nn.ConvTranspose2d):
 
 
 class Focus(nn.Module):
-    """Each 2 x 2 pixels become four times the channels, then a `Conv`: (b, c1, h, w) to (b, c2, h / 2, w / 2).
+    """Turn blocks of 2 x 2 pixels into channels, then a `Conv`: (b, c1, h, w) to (b, c2, h / 2, w / 2), h and w even.
 
-    A `Conv` of kernel 6, stride 2, padding 2 replaced it in YOLOv5's release 6.0. The convolution's channels are those
-    of the pixels at (row 0, column 0), (1, 0), (0, 1), (1, 1).
+    The convolution's input channels are those of pixels (row 0, column 0), (1, 0), (0, 1), (1, 1). YOLOv5 6.0 replaced
+    this layer by a `Conv` of kernel 6, stride 2, padding 2.
     """
 
     def __init__(
@@ -116,19 +116,20 @@ class Focus(nn.Module):
         self.conv = Conv(4 * c1, c2, kernel, stride, padding, groups, activate=activate)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (b, c1, h, w) to (b, c2, h / 2, w / 2); h and w must be even."""
         return self.conv(torch.cat([x[..., row::2, column::2] for column in (0, 1) for row in (0, 1)], 1))
 
 
 class Contract(nn.Module):
-    """Each `gain` x `gain` pixels become channels of one pixel: (b, c, h, w) to (b, c * gain^2, h / gain, w / gain)."""
+    """Turn blocks of `gain` x `gain` pixels into channels: (b, c, h, w) to (b, c * gain^2, h / gain, w / gain).
+
+    Channels are ordered by row and column of the pixel, then by channel: not the order of nn.PixelUnshuffle.
+    """
 
     def __init__(self, gain: int = 2) -> None:
         super().__init__()
         self.gain = gain
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (b, c, h, w) to (b, c * gain^2, h / gain, w / gain): by row and column of the pixel, then by channel."""
         cells = x.unflatten(3, (-1, self.gain)).unflatten(2, (-1, self.gain))  # b, c, h, row, w, column
         return cells.permute(0, 3, 5, 1, 2, 4).flatten(1, 3)
 
@@ -141,7 +142,6 @@ class Expand(nn.Module):
         self.gain = gain
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (b, c, h, w) to (b, c / gain^2, h * gain, w * gain)."""
         cells = x.unflatten(1, (self.gain, self.gain, -1))  # b, row, column, c, h, w
         return cells.permute(0, 3, 4, 1, 5, 2).flatten(4, 5).flatten(2, 3)
 
@@ -149,8 +149,8 @@ class Expand(nn.Module):
 class MixConv2d(nn.Module):
     """Convolutions of several odd kernels side by side (MixConv, arXiv 1907.09595), BatchNorm, SiLU.
 
-    The output channels are divided among the kernels: equally, or with `equal_channels` False so that all kernels have
-    about the same number of weights.
+    (b, c1, h, w) to (b, c2, h / stride, w / stride). The output channels are divided among the kernels equally, or if
+    `equal_channels` is False so that all kernels have about the same number of weights.
     """
 
     def __init__(
@@ -166,12 +166,11 @@ class MixConv2d(nn.Module):
         self.act = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (b, c1, h, w) to (b, c2, h / stride, w / stride)."""
         return self.act(self.bn(torch.cat([convolve(x) for convolve in self.m], 1)))
 
 
 def _equal_widths(channels: int, parts: int) -> list[int]:
-    """Divide `channels` into `parts` with YOLOv5's borders: at multiples of (channels - 1) / parts, rounded up."""
+    """Divide `channels` into `parts` as YOLOv5 does: at multiples of (channels - 1) / parts, rounded up."""
     widths = [0] * parts
     for channel in range(channels):
         widths[max(math.ceil(channel * parts / max(channels - 1, 1)) - 1, 0)] += 1
@@ -179,14 +178,17 @@ def _equal_widths(channels: int, parts: int) -> list[int]:
 
 
 def _widths_by_weights(channels: int, kernels: Sequence[int]) -> list[int]:
-    """Divide `channels` in proportion to 1 / kernel^2, rounded so that the sum stays."""
+    """Divide `channels` in proportion to 1 / kernel^2, rounded without changing the sum."""
     shares = [1 / kernel**2 for kernel in kernels]
     ends = [round(channels * sum(shares[: part + 1]) / sum(shares)) for part in range(len(shares))]
     return [end - start for start, end in pairwise([0, *ends])]
 
 
 class Bottleneck(nn.Module):
-    """1x1 then 3x3 convolution, through `expansion` * c2 channels; the input is added if `shortcut` and c1 == c2."""
+    """A 1x1 and a 3x3 convolution through `expansion` * c2 channels: (b, c1, h, w) to (b, c2, h, w).
+
+    The input is added if `shortcut` and c1 == c2.
+    """
 
     def __init__(self, c1: int, c2: int, shortcut: bool = True, groups: int = 1, expansion: float = 0.5) -> None:
         super().__init__()
@@ -196,15 +198,14 @@ class Bottleneck(nn.Module):
         self.add = shortcut and c1 == c2
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (b, c1, h, w) to (b, c2, h, w)."""
         y = self.cv2(self.cv1(x))
         return x + y if self.add else y
 
 
 class CrossConv(nn.Module):
-    """A convolution along the row, then one along the column, through `expansion` * c2 channels.
+    """A convolution along rows and one along columns, through `expansion` * c2 channels.
 
-    The input is added if `shortcut` and c1 == c2.
+    (b, c1, h, w) to (b, c2, h / stride, w / stride). The input is added if `shortcut` and c1 == c2.
     """
 
     def __init__(
@@ -224,13 +225,15 @@ class CrossConv(nn.Module):
         self.add = shortcut and c1 == c2
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (b, c1, h, w) to (b, c2, h / stride, w / stride)."""
         y = self.cv2(self.cv1(x))
         return x + y if self.add else y
 
 
 class GhostConv(nn.Module):
-    """Half of the channels by a `Conv`, the others from these by a 5x5 depth-wise one (GhostNet, arXiv 1911.11907)."""
+    """A `Conv` for half of the channels, and a 5x5 depth-wise one on them for the rest (GhostNet, arXiv 1911.11907).
+
+    (b, c1, h, w) to (b, c2, h / stride, w / stride), for an even c2.
+    """
 
     def __init__(
         self, c1: int, c2: int, kernel: Size = 1, stride: Size = 1, groups: int = 1, activate: bool = True
@@ -241,7 +244,6 @@ class GhostConv(nn.Module):
         self.cv2 = Conv(half, half, 5, groups=half, activate=activate)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (b, c1, h, w) to (b, c2, h / stride, w / stride), for an even c2."""
         y = self.cv1(x)
         return torch.cat((y, self.cv2(y)), 1)
 
@@ -249,7 +251,8 @@ class GhostConv(nn.Module):
 class GhostBottleneck(nn.Module):
     """Two `GhostConv`s through c2 / 2 channels, with a depth-wise convolution between them if `stride` is above 1.
 
-    The input is added: unchanged at stride 1, which needs c1 == c2, else through two convolutions.
+    (b, c1, h, w) to (b, c2, h / stride, w / stride). The input is added: as it is at stride 1, which needs c1 == c2,
+    else through two convolutions.
     """
 
     def __init__(self, c1: int, c2: int, kernel: int = 3, stride: int = 1) -> None:
@@ -265,14 +268,14 @@ class GhostBottleneck(nn.Module):
             self.shortcut = nn.Sequential(DWConv(c1, c1, kernel, stride, activate=False), Conv(c1, c2, activate=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (b, c1, h, w) to (b, c2, h / stride, w / stride)."""
         return self.conv(x) + self.shortcut(x)
 
 
 class BottleneckCSP(nn.Module):
-    """Cross stage partial bottlenecks (CSPNet, arXiv 1911.11929): what `C3` was before YOLOv5's release 4.0.
+    """Cross stage partial bottlenecks (CSPNet, arXiv 1911.11929): (b, c1, h, w) to (b, c2, h, w).
 
-    slope: of a LeakyReLU after the concatenation, as in those releases; None for SiLU.
+    `C3` replaced it in release 4.0 of YOLOv5. slope: of a LeakyReLU after the concatenation, as in older releases; None
+    for SiLU.
     """
 
     def __init__(
@@ -296,7 +299,6 @@ class BottleneckCSP(nn.Module):
         self.m = nn.Sequential(*(Bottleneck(hidden, hidden, shortcut, groups, 1.0) for _ in range(repeats)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (b, c1, h, w) to (b, c2, h, w)."""
         deep, bypass = self.cv3(self.m(self.cv1(x))), self.cv2(x)
         return self.cv4(self.act(self.bn(torch.cat((deep, bypass), 1))))
 
@@ -304,7 +306,7 @@ class BottleneckCSP(nn.Module):
 class C3(nn.Module):
     """Three 1x1 convolutions around `repeats` bottlenecks: one half goes through them, the other bypasses them.
 
-    Subclasses override `inner`.
+    (b, c1, h, w) to (b, c2, h, w). Subclasses override `inner`.
     """
 
     def __init__(
@@ -318,11 +320,10 @@ class C3(nn.Module):
         self.m = self.inner(hidden, repeats, shortcut, groups)
 
     def inner(self, hidden: int, repeats: int, shortcut: bool, groups: int) -> nn.Module:
-        """Return the layers of the first half: (b, hidden, h, w) to the same."""
+        """Return the layers of the first half, (b, hidden, h, w) to the same."""
         return nn.Sequential(*(Bottleneck(hidden, hidden, shortcut, groups, 1.0) for _ in range(repeats)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (b, c1, h, w) to (b, c2, h, w)."""
         return self.cv3(torch.cat((self.m(self.cv1(x)), self.cv2(x)), 1))
 
 
@@ -330,7 +331,6 @@ class C3x(C3):
     """`C3` around `CrossConv`s."""
 
     def inner(self, hidden: int, repeats: int, shortcut: bool, groups: int) -> nn.Module:
-        """Return the layers of the first half: (b, hidden, h, w) to the same."""
         return nn.Sequential(*(CrossConv(hidden, hidden, 3, 1, groups, 1.0, shortcut) for _ in range(repeats)))
 
 
@@ -338,7 +338,6 @@ class C3Ghost(C3):
     """`C3` around `GhostBottleneck`s."""
 
     def inner(self, hidden: int, repeats: int, shortcut: bool, groups: int) -> nn.Module:
-        """Return the layers of the first half: (b, hidden, h, w) to the same."""
         return nn.Sequential(*(GhostBottleneck(hidden, hidden) for _ in range(repeats)))
 
 
@@ -346,12 +345,11 @@ class C3TR(C3):
     """`C3` around a transformer of `repeats` layers with 4 heads: hidden channels must be a multiple of 4."""
 
     def inner(self, hidden: int, repeats: int, shortcut: bool, groups: int) -> nn.Module:
-        """Return the layers of the first half: (b, hidden, h, w) to the same."""
         return Transformer(hidden, 4, repeats)
 
 
 class C3SPP(C3):
-    """`C3` around an `SPP`, which is not repeated."""
+    """`C3` around one `SPP`."""
 
     def __init__(self, c1: int, c2: int, kernels: Sequence[int] = (5, 9, 13), expansion: float = 0.5) -> None:
         super().__init__(c1, c2, 0, expansion=expansion)
@@ -360,9 +358,9 @@ class C3SPP(C3):
 
 
 class TransformerLayer(nn.Module):
-    """Self-attention and a feed-forward of two linear layers, both added to what went in.
+    """Self-attention and two linear layers, each with a residual connection: (cells, b, channels) to the same.
 
-    Without the LayerNorm, the dropout and the activation of the original (arXiv 1706.03762).
+    Without the LayerNorm, dropout and activation of the original (arXiv 1706.03762).
     """
 
     def __init__(self, channels: int, heads: int) -> None:
@@ -375,17 +373,15 @@ class TransformerLayer(nn.Module):
         self.fc2 = nn.Linear(channels, channels, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (cells, b, channels) to the same."""
-        # The attention weights are not used. They are requested because without them torch takes kernels whose backward
-        # adds in a different order each time on CUDA.
+        # The weights are not used. Without them torch takes kernels whose backward is not deterministic on CUDA.
         x = x + self.ma(self.q(x), self.k(x), self.v(x), need_weights=True)[0]
         return x + self.fc2(self.fc1(x))
 
 
 class Transformer(nn.Module):
-    """Vision transformer (arXiv 2010.11929) over the cells of a map; the position is a linear layer of the cells.
+    """Vision transformer (arXiv 2010.11929) over the cells of a map: (b, channels, h, w) to the same.
 
-    (b, channels, h, w) to the same, for any h and w.
+    A linear layer of the cells replaces the position embedding, so that h and w may vary.
     """
 
     def __init__(self, channels: int, heads: int, layers: int) -> None:
@@ -394,13 +390,12 @@ class Transformer(nn.Module):
         self.tr = nn.Sequential(*(TransformerLayer(channels, heads) for _ in range(layers)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (b, channels, h, w) to the same."""
         cells = x.flatten(2).permute(2, 0, 1)  # (h * w, b, channels)
         return self.tr(cells + self.linear(cells)).permute(1, 2, 0).unflatten(2, x.shape[2:])
 
 
 class SPP(nn.Module):
-    """Spatial pyramid pooling (He et al., 2014): max pools of several odd sizes, side by side."""
+    """Spatial pyramid pooling (He et al., 2014), odd max pools side by side: (b, c1, h, w) to (b, c2, h, w)."""
 
     def __init__(self, c1: int, c2: int, kernels: Sequence[int] = (5, 9, 13)) -> None:
         super().__init__()
@@ -410,13 +405,12 @@ class SPP(nn.Module):
         self.m = nn.ModuleList(nn.MaxPool2d(k, 1, k // 2) for k in kernels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (b, c1, h, w) to (b, c2, h, w)."""
         x = self.cv1(x)
         return self.cv2(torch.cat((x, *(pool(x) for pool in self.m)), 1))
 
 
 class SPPF(nn.Module):
-    """`SPP` at a third of the pooling: three chained pools of `kernel` 5 cover what 5, 9 and 13 cover."""
+    """`SPP` at a third of the cost: three chained pools of 5 equal pools of 5, 9 and 13."""
 
     def __init__(self, c1: int, c2: int, kernel: int = 5) -> None:
         super().__init__()
@@ -426,7 +420,6 @@ class SPPF(nn.Module):
         self.m = nn.MaxPool2d(kernel, 1, kernel // 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (b, c1, h, w) to (b, c2, h, w)."""
         maps = [self.cv1(x)]
         for _ in range(3):
             maps.append(self.m(maps[-1]))
@@ -434,19 +427,18 @@ class SPPF(nn.Module):
 
 
 class Concat(nn.Module):
-    """Concatenation of the inputs along one dimension, by default the channels."""
+    """Concatenation of maps along one dimension, by default the channels."""
 
     def __init__(self, dimension: int = 1) -> None:
         super().__init__()
         self.dimension = dimension
 
     def forward(self, maps: list[Tensor]) -> Tensor:
-        """Concatenate maps, which have equal sizes in every other dimension."""
         return torch.cat(maps, self.dimension)
 
 
 class DetectConv(nn.Conv2d):
-    """The 1x1 convolution of one level of a detector: `outputs` numbers for each of `anchors`, objectness the fifth."""
+    """The 1x1 convolution of one level of a detector: `outputs` logits per anchor, the fifth of them objectness."""
 
     def __init__(self, channels: int, anchors: int, outputs: int) -> None:
         super().__init__(channels, anchors * outputs, 1)
@@ -468,9 +460,9 @@ class DetectConv(nn.Conv2d):
 
 
 class _GatherCells(torch.autograd.Function):
-    """A map (b, c, h, w) to the same map and its values at k cells, (k, c).
+    """Map (b, c, h, w) to itself and its values at k cells, (k, c).
 
-    The gradient of the cells is added to that of the map in place: indexing would fill a second map with zeros for it.
+    Backward adds the gradient of the cells to that of the map in place; indexing would make a second map of zeros.
     """
 
     @staticmethod
@@ -482,27 +474,27 @@ class _GatherCells(torch.autograd.Function):
     def backward(ctx: Any, map_gradient: Tensor, cell_gradient: Tensor) -> tuple[Tensor | None, ...]:
         image, row, column = ctx.saved_tensors
         _, channels, height, width = map_gradient.shape
-        # The argument may be changed in place: it comes from the one convolution that reads the map, which is done with
-        # it. index_add_ adds in order; index_put_ in whatever order its threads run.
+        # In place is safe: one convolution reads the map, and has no more use for this gradient. index_add_ adds in a
+        # fixed order, index_put_ does not.
         by_cell = map_gradient.permute(0, 2, 3, 1).reshape(-1, channels)
         by_cell.index_add_(0, (image * height + row) * width + column, cell_gradient)
         return by_cell.view(-1, height, width, channels).permute(0, 3, 1, 2), None, None, None
 
 
 class Head(nn.Module):
-    """The last layer of a network, whose class says what the network is for. A subclass without a `description` of its
-    own is accepted in place of its parent."""
+    """The last layer of a network, whose class decides the task. A subclass that inherits its `description` is accepted
+    in place of its parent."""
 
     description: ClassVar[str]  # for messages: "detection head"
     example: ClassVar[str]  # a row that ends a YAML with it
 
 
 class Detect(Head):
-    """The detection head: one 1x1 convolution per level, with raw maps as output, in training as in evaluation.
+    """The detection head: one 1x1 convolution per level, which returns raw maps in training and in evaluation.
 
-    nc: classes. anchors: per level as (w, h) pairs in pixels, flat: [w, h, w, h, ...], or the number of anchors per
-    level if AutoAnchor is to find them. channels: of the input maps. more: outputs per anchor after the classes.
-    The buffer `anchors` (levels, anchors, 2) is in stride units once `set_strides` was called.
+    nc: classes. anchors: a flat list [w, h, w, h, ...] in pixels per level, or the number of anchors per level, which
+    AutoAnchor then computes. channels: of the input maps. more: outputs per anchor after the classes.
+    The buffer `anchors` (levels, anchors, 2) is in stride units after `set_strides`.
     """
 
     description = "detection head"
@@ -530,15 +522,15 @@ class Detect(Head):
     def forward(self, maps: Sequence[Tensor], cells: Tensor | None = None) -> list[Tensor] | list[Level]:
         """Map (batch, channels, height, width) of each level to logits (batch, anchors, height, width, 5 + nc).
 
-        cells: (levels, 3, k), image, row and column of the cells whose logits are needed; with it, the result is a
-        `Level` for each map, and the other logits, nearly all of them, are not computed.
+        cells: (levels, 3, k), image, row and column of cells. If given, return a `Level` per map: objectness of all
+        cells, and the other logits of these cells only.
         """
         if cells is None:
             return [convolve(x) for convolve, x in zip(self.m, maps, strict=True)]
         return [convolve(x, index) for convolve, x, index in zip(self.m, maps, cells, strict=True)]
 
     def set_strides(self, strides: Sequence[float]) -> None:
-        """Set the pixels per cell of each level, and the anchors in these units, small ones for the small strides."""
+        """Set the strides of the levels in pixels, and the anchors in stride units, the small ones at small strides."""
         pixels = self._pixels
         growth = _mean_area(pixels[-1]) - _mean_area(pixels[0])
         if growth * (strides[-1] - strides[0]) < 0:
@@ -548,9 +540,9 @@ class Detect(Head):
 
     @torch.no_grad()
     def initialise_biases(self) -> None:
-        """Set biases for likely scores at the start: 8 objects per image of 640 px, and 0.6 / nc per class.
+        """Add to the biases so that initial scores mean 8 objects per image of 640 px, and 0.6 / nc per class.
 
-        The idea is from RetinaNet (arXiv 1708.02002, section 3.3), the numbers from YOLOv5.
+        Prior probabilities as in RetinaNet (arXiv 1708.02002, section 3.3), with YOLOv5's numbers.
         """
         for convolve, stride in zip(self.m, self.stride, strict=True):
             bias = convolve.get_parameter("bias").view(self.na, self.no)
@@ -559,7 +551,7 @@ class Detect(Head):
 
 
 class Proto(nn.Module):
-    """Mask prototypes (YOLACT, arXiv 1904.02689) at twice the map's size: (b, c1, h, w) to (b, masks, 2 h, 2 w)."""
+    """Mask prototypes (YOLACT, arXiv 1904.02689): (b, c1, h, w) to (b, masks, 2 h, 2 w)."""
 
     def __init__(self, c1: int, hidden: int = 256, masks: int = 32) -> None:
         super().__init__()
@@ -569,14 +561,13 @@ class Proto(nn.Module):
         self.cv3 = Conv(hidden, masks)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (b, c1, h, w) to (b, masks, 2 h, 2 w)."""
         return self.cv3(self.cv2(self.upsample(self.cv1(x))))
 
 
 class Segment(Detect):
-    """The segmentation head: `Detect` with `masks` coefficients per anchor, and the prototypes that they weigh.
+    """The segmentation head: `Detect` with `masks` coefficients per anchor, and the mask prototypes that they weight.
 
-    The prototypes are computed from the first map, through `prototypes` channels.
+    prototypes: hidden channels of `Proto`, which runs on the first map.
     """
 
     description = "segmentation head"
@@ -596,7 +587,7 @@ class Segment(Detect):
     def forward(  # type: ignore[override]
         self, maps: Sequence[Tensor], cells: Tensor | None = None
     ) -> tuple[list[Tensor] | list[Level], Tensor]:
-        """Return what `Detect` does, with 5 + nc + masks logits, and prototypes (b, masks, 2 h, 2 w) of map 0."""
+        """Return the output of `Detect`, with 5 + nc + masks logits, and prototypes (b, masks, 2 h, 2 w)."""
         return super().forward(maps, cells), self.proto(maps[0])
 
 
@@ -617,17 +608,16 @@ class Classify(Head):
         self.linear = nn.Linear(CLASSIFY_CHANNELS, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (b, c1, h, w) to (b, classes)."""
         return self.linear(self.drop(self.pool(self.conv(x)).flatten(1)))
 
 
 def _mean_area(level: Sequence[float]) -> float:
-    """Return the mean of w * h of a flat list of pairs."""
+    """Return the mean of w * h over a flat list [w, h, w, h, ...]."""
     return sum(w * h for w, h in zip(level[::2], level[1::2], strict=True)) / (len(level) // 2)
 
 
 def _check_anchors(anchors: Sequence[Sequence[float]], levels: int) -> None:
-    """Raise ValueError unless there is one list of whole pairs per level, all of one length."""
+    """Raise ValueError unless there is one list of pairs per level, all of one length."""
     if len(anchors) != levels:
         raise ValueError(f"Detect has {levels} input maps, but `anchors` has {len(anchors)} rows: give one row per map")
     lengths = {len(level) for level in anchors}

@@ -1,8 +1,8 @@
-"""What a training starts from: the YAML of a model, and the weights that are loaded into it. Called by train.py."""
+"""Read the model YAML and the weights that training starts from. Called by train.py."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ MAX_NAMED_TENSORS = 5  # in a message
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The flags that say which model is trained, and from which weights."""
+    """The flags that name the model and its initial weights."""
 
     cfg: str
     weights: str
@@ -34,30 +34,30 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """The model that a run trains, and the weights that it starts from."""
+    """The model that a run trains, and its initial weights."""
 
     entry: TaskEntry
     yaml: dict[str, Any]
     source: str  # the flag's value that named the model, for messages
-    from_yaml: bool  # given by --cfg, not found in a weight file
+    from_yaml: bool  # named by --cfg, not read from a weight file
     weights: Weights | None = None
     weights_name: str = ""
 
     def with_weights(self, name: str) -> StartingPoint:
-        """Read the weight file that --weights names beside --cfg; '' is none. Raises `UserError`."""
+        """Read the weight file that --weights names if --cfg names the model; '' is none. Raises `UserError`."""
         if not self.from_yaml or not name:
             return self
         return replace(self, weights=read_weights(self.find(name)), weights_name=name)
 
     def find(self, weights: str) -> Path:
-        """Return the weight file that --weights names for this model, downloaded if it has to be."""
+        """Return the weight file that --weights names for this model, downloaded if necessary."""
         return find_weights(weights, self.yaml, self.source if self.from_yaml else "the model YAML")
 
 
 def starting_point(options: ModelOptions, saved_yaml: Mapping[str, Any] | None = None) -> StartingPoint:
-    """Read the model that --cfg names, else the one inside --weights; `saved_yaml` is that of a run that is resumed.
+    """Read the model that --cfg names, else the one in --weights. saved_yaml: of a run that is resumed.
 
-    A file that --weights names beside --cfg is not read here: `with_weights` does it. Raises `UserError`.
+    If --cfg is given, `with_weights` reads the weights later. Raises `UserError`.
     """
     if options.layers:
         add_layers(options.layers)
@@ -76,9 +76,9 @@ def starting_point(options: ModelOptions, saved_yaml: Mapping[str, Any] | None =
 
 
 def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: ModelOptions) -> list[str]:
-    """Load the tensors of the weights that fit `model` and freeze layers; return messages about the model and both.
+    """Load the tensors that fit `model` and freeze layers; return messages about the model, the tensors and the layers.
 
-    Raises `UserError` if no tensor fits, or for a layer that the model does not have.
+    Raises `UserError` if no tensor fits, or for the number of a layer that the model does not have.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     layers = sum(not any(module.children()) for module in model.modules())
@@ -97,8 +97,8 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> l
     loaded, total, misfits = transfer(model, weights.state, task.fresh_tensors(start.from_yaml))
     if not loaded:
         raise UserError(
-            f"no tensor of {name} fits the model; leave --cfg out to train the model that is in the "
-            "file, or give --weights '' to start from scratch"
+            f"no tensor of {name} fits the model; leave out --cfg to train the model in that file, or give "
+            "--weights '' to start from scratch"
         )
     messages = []
     if weights.task and TASKS.get(weights.task) is not start.entry:
@@ -106,16 +106,13 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> l
     warning = "" if loaded > total / 2 else "warning: these are weights of another model: only "
     messages.append(f"{warning}{loaded} of {total} tensors taken from {name}")
     if misfits:
-        dropped = [f"{tensor} ({_shape(of_file)}, here {_shape(of_model)})" for tensor, of_file, of_model in misfits]
-        more = f" and {len(dropped) - MAX_NAMED_TENSORS} more" if len(dropped) > MAX_NAMED_TENSORS else ""
-        messages.append(f"dropped, for they are of another shape: {', '.join(dropped[:MAX_NAMED_TENSORS])}{more}")
+        shapes = [(tensor, *("x".join(map(str, shape)) for shape in pair)) for tensor, *pair in misfits]
+        dropped = [f"{tensor} ({of_file}, here {of_model})" for tensor, of_file, of_model in shapes[:MAX_NAMED_TENSORS]]
+        more = f" and {len(misfits) - MAX_NAMED_TENSORS} more" if len(misfits) > MAX_NAMED_TENSORS else ""
+        messages.append(f"dropped for their shapes: {', '.join(dropped)}{more}")
     return messages
 
 
-def _shape(sides: Sequence[int]) -> str:
-    return "x".join(map(str, sides))
-
-
 def recipe_of(yaml: Mapping[str, Any]) -> type[Recipe]:
-    """Return the kind of hyperparameters that goes with a model's YAML."""
+    """Return the class of the hyperparameters for a model YAML."""
     return TASKS[task_of(yaml, "the model")].load().recipe

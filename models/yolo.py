@@ -1,7 +1,7 @@
-"""From a model YAML to a network: `build_model`, called by the tasks, returns a `YoloModel`.
+"""Build a network, `YoloModel`, from a model YAML: `build_model`, called by the tasks.
 
-A YAML has `backbone` and `head`, lists of rows `[from, number, module, args]`, counted through from 0. `from` is the
-row whose output goes in (-1: the one before), or a list of them; `module` is a name of models/layer_registry.py.
+A YAML has `backbone` and `head`, lists of rows `[from, number, module, args]` that are numbered from 0. `from` is the
+input: the number of a row (-1: the row before), or a list of them; `module` is a name of models/layer_registry.py.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import ast
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,9 @@ MODEL_KEYS = (
     *("task", "nc", "ch", "depth_multiple", "width_multiple", "channel_multiple", "anchors"),
     *("activation", "inplace", "backbone", "head"),
 )
+PYTHON_WORDS = {"None": None, "True": True, "False": False}  # as arguments, for null, true and false
 MAX_MULTIPLE = 16  # of depth and width: a larger number is a typing error
-# Side of the image that is sent through each layer while building, in pixels: the largest stride that a model may have.
+# Side of the image that a model is tried with while it is built, in pixels: the largest stride that it may have.
 PROBE_PIXELS = 128
 MAX_LAYER_PARAMETERS = 1e9
 MAX_MAP_VALUES = 1e8  # of a layer's output for an image of PROBE_PIXELS
@@ -41,7 +41,7 @@ MAX_MAP_VALUES = 1e8  # of a layer's output for an image of PROBE_PIXELS
 class Row:
     """One row of backbone or head.
 
-    source: the row whose output goes in, counted from 0 (-1: the image), or several for a list of maps.
+    source: the number of the row whose output is the input (-1: the image), or several for a list of maps.
     """
 
     index: int
@@ -52,12 +52,12 @@ class Row:
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """The rows whose outputs go in."""
+        """The rows whose outputs are the inputs."""
         return self.source if isinstance(self.source, tuple) else (self.source,)
 
 
 class YoloModel(Model):
-    """The network of a YAML's rows. stride: of the coarsest level of a detector in pixels, 1 for other heads."""
+    """The network of a YAML's rows. stride: the largest stride of a detector's levels in pixels, 1 for other heads."""
 
     def __init__(
         self, layers: Sequence[nn.Module], rows: Sequence[Row], yaml: dict[str, Any], stride: int, imgsz: int
@@ -72,19 +72,19 @@ class YoloModel(Model):
 
     @property
     def detect(self) -> Detect:
-        """The detection head; `detect.stride` has the pixels per cell of each level."""
+        """The detection head; `detect.stride` holds the stride of each level in pixels."""
         head = self.model[-1]
-        if not isinstance(head, Detect):  # torch.jit.trace asks for every attribute by `hasattr`
+        if not isinstance(head, Detect):  # AttributeError, for torch.jit.trace calls `hasattr` on every attribute
             raise AttributeError("the model has no detection head")
         return head
 
     def forward(self, images: Tensor, *hints: Tensor) -> Any:
-        """Run the rows on RGB images (b, 3, h, w) in [0, 1]; the last row is given `hints` too.
+        """Run the rows on RGB images (b, 3, h, w) in [0, 1]; `hints` are further arguments of the last layer.
 
-        A detector returns a raw map (b, anchors, h / stride, w / stride, 5 + nc) per level; height and width must be
-        multiples of `stride`. A classifier returns logits (b, nc), a segmenter a detector's maps and its prototypes.
+        A detector returns a raw map (b, anchors, h / stride, w / stride, 5 + nc) per level; h and w must be multiples
+        of `stride`. A classifier returns logits (b, nc), a segmenter maps and prototypes.
         """
-        maps: dict[int, Tensor] = {}  # only those that a later row takes: the others are freed
+        maps: dict[int, Tensor] = {}  # inputs of later rows; other maps are freed
         latest: Any = images
         for row, layer in zip(self.rows, self.model, strict=True):
             inputs = [latest if j == row.index - 1 else maps[j] for j in row.sources]
@@ -106,14 +106,20 @@ def build_model(
 ) -> YoloModel:
     """Build the network that a YAML describes, in train mode, with random weights, on torch's default device.
 
-    yaml: its path, the name of a shipped file, or its content, which errors call `source`. nc: overrides the YAML's
-    number of classes. channels: of the images, unless the YAML has `ch`. head: the class that the last row must have,
-    if any. imgsz: rounded up to whole strides of the model, at least 2. On the "meta" device it takes no memory.
+    yaml: a path, the name of a shipped file, or the content, which errors call `source`. nc: overrides the number of
+    classes in the YAML. channels: of the images, unless the YAML has `ch`. head: the required class of the last layer.
+    imgsz: rounded up to whole strides, at least 2.
     Raises `UserError` if the YAML describes no such network.
     """
-    source, description = _read(yaml, source)
+    if isinstance(yaml, dict):
+        description = copy.deepcopy(yaml)
+    else:
+        path = find_file(str(yaml), "model YAML", ["models", "models/hub"])
+        source, description = str(path), read_yaml(path)
     description, with_anchors = _resolve(source, description, nc, channels, head)
-    rows = _parse_rows(source, description)
+    values = {"nc": description["nc"], "anchors": description.get("anchors"), **PYTHON_WORDS}
+    contents = [*description["backbone"], *description["head"]]
+    rows = [_parse_row(source, index, row, values) for index, row in enumerate(contents)]
     layers, strides = _build_layers(source, rows, description, with_anchors)
     _check_head(source, layers, head)
     stride = int(max(strides, default=1))
@@ -124,18 +130,10 @@ def build_model(
     return model
 
 
-def _read(yaml: dict[str, Any] | str | Path, source: str) -> tuple[str, dict[str, Any]]:
-    """Return what messages call the YAML, and a copy of its content."""
-    if isinstance(yaml, dict):
-        return source, copy.deepcopy(yaml)
-    path = find_file(str(yaml), "model YAML", ["models", "models/hub"])
-    return str(path), read_yaml(path)
-
-
 def _resolve(
     source: str, yaml: dict[str, Any], nc: int | None, channels: int, head: type[Head] | None
 ) -> tuple[dict[str, Any], bool]:
-    """Return the YAML with every key that `build_model` needs, checked, and whether its head takes anchors."""
+    """Return the YAML with all keys that `build_model` needs, checked, and whether its head takes anchors."""
     for key in yaml:
         if key not in MODEL_KEYS:
             known = ", ".join(MODEL_KEYS)
@@ -170,26 +168,19 @@ def _ends_with_detect(rows: list[Any]) -> bool:
     last = rows[-1] if rows else None
     try:
         return isinstance(last, list) and len(last) == 4 and layer_maker(last[2]).makes(Detect)
-    except ValueError:  # `_parse_rows` reports it
+    except ValueError:  # `_parse_row` reports it
         return False
 
 
 def _are_anchors(value: Any) -> bool:
-    """Return whether this is a count, or flat lists of numbers; `Detect` checks that their lengths fit it."""
+    """Return whether this is a count, or flat lists of numbers; `Detect` checks their lengths."""
     if not isinstance(value, list):
         return is_count(value)
     return bool(value) and all(isinstance(level, list) and level and all(map(is_number, level)) for level in value)
 
 
-def _parse_rows(source: str, yaml: dict[str, Any]) -> list[Row]:
-    """Return the rows of backbone and head, checked one by one."""
-    # Python's words stand for what YAML writes as null, true and false.
-    values = {"nc": yaml["nc"], "anchors": yaml.get("anchors"), "None": None, "True": True, "False": False}
-    return [_parse_row(source, index, row, values) for index, row in enumerate([*yaml["backbone"], *yaml["head"]])]
-
-
 def _parse_row(source: str, index: int, row: Any, values: dict[str, Any]) -> Row:
-    """Return row `index`, with the `values` of names among its arguments."""
+    """Return row `index`, checked, with the names among its arguments replaced by `values`."""
     where = f"{source}, row {index}"
     if not isinstance(row, list) or len(row) != 4:
         raise UserError(f"{where}: {shortened(repr(row))} is no row; write [from, number, module, args]")
@@ -209,7 +200,7 @@ def _parse_row(source: str, index: int, row: Any, values: dict[str, Any]) -> Row
 
 
 def _parse_origin(where: str, index: int, origin: Any) -> int:
-    """Return the number of the row that `from` means; -1 is the image."""
+    """Return the number of the row that `from` names; -1 is the image."""
     if isinstance(origin, bool) or not isinstance(origin, int):
         raise UserError(f"{where}: `from` is {origin!r}; give a row's number, -1 for the row before, or a list of them")
     row = index + origin if origin < 0 else origin
@@ -223,10 +214,10 @@ def _parse_origin(where: str, index: int, origin: Any) -> int:
 def _build_layers(
     source: str, rows: list[Row], yaml: dict[str, Any], with_anchors: bool
 ) -> tuple[list[nn.Module], list[float]]:
-    """Return the layers of the rows, and the strides of the maps that reach the last one if that is a detection head.
+    """Return the layers of the rows, and the strides of the inputs of a detection head, [] for other heads.
 
-    A draft of each layer, without memory, is run on the maps that will reach it, which gives channels and strides and
-    names the row in which something does not fit.
+    A draft of each layer runs on the "meta" device, without memory: that measures channels and strides, and shows which
+    row does not fit.
     """
     scaling, activation = _scaling(yaml, with_anchors), _parse_activation(source, yaml.get("activation"))
     image = torch.zeros(1, yaml["ch"], PROBE_PIXELS, PROBE_PIXELS, device="meta")
@@ -235,17 +226,23 @@ def _build_layers(
     inputs: list[Tensor] = []
     for row in rows:
         inputs = [image if j < 0 else maps[j] for j in row.sources]
-        with _errors_name_row(source, row):
+        try:
             with torch.device("meta"):
-                draft = _build_layer(row, inputs, scaling, activation)
-                maps.append(_output(draft, inputs if isinstance(row.source, tuple) else inputs[0]))
+                draft = _build_layer(row, inputs, scaling, activation).eval()  # BatchNorm must accept a single value
+                with torch.no_grad():
+                    maps.append(draft(inputs if isinstance(row.source, tuple) else inputs[0]))
             _refuse_huge(draft, maps[-1])
             layers.append(_build_layer(row, inputs, scaling, activation))
+        except Exception as error:  # the arguments are the user's, and so may be the layer
+            raise UserError(
+                f"{source}, row {row.index}: {row.module} with the arguments {shortened(str(list(row.args)))} "
+                f"on rows {list(row.sources)} does not work ({first_line(error)}); fix that row"
+            ) from error
     return layers, [PROBE_PIXELS / x.shape[2] for x in inputs] if layers and isinstance(layers[-1], Detect) else []
 
 
 def _check_head(source: str, layers: list[nn.Module], head: type[Head] | None) -> None:
-    """Raise `UserError` if the last layer is no `head`; a subclass that is described otherwise is another head."""
+    """Raise `UserError` if the last layer is no `head`; a subclass with its own `description` is another head."""
     if head and not (layers and isinstance(layers[-1], head) and layers[-1].description == head.description):
         raise UserError(
             f"{source}: the last row of `head` is no {head.description}; end it with one, such as {head.example}"
@@ -257,7 +254,7 @@ def _check_head(source: str, layers: list[nn.Module], head: type[Head] | None) -
 def _build_layer(
     row: Row, inputs: list[Tensor], scaling: Scaling, activation: Callable[[], nn.Module] | None
 ) -> nn.Module:
-    """Return a new layer for a row that gets the maps `inputs`."""
+    """Return a new layer for a row with these input maps."""
     channels = tuple(x.shape[1] for x in inputs)
     layer = layer_maker(row.module)(LayerPlacement(channels, scaling.repeats(row.number), row.args, scaling))
     if activation is not None:
@@ -268,7 +265,7 @@ def _build_layer(
 
 
 def _refuse_huge(layer: nn.Module, output: Any) -> None:
-    """Raise ValueError for a layer that no machine can hold: one typing error is enough for that."""
+    """Raise ValueError for a layer that no machine can hold, as after a typing error."""
     parameters = sum(parameter.numel() for parameter in layer.parameters())
     values = _count_values(output)
     if parameters > MAX_LAYER_PARAMETERS or values > MAX_MAP_VALUES:
@@ -278,30 +275,11 @@ def _refuse_huge(layer: nn.Module, output: Any) -> None:
 
 
 def _count_values(output: Any) -> int:
-    """Return the number of values of a tensor, or of all in nested lists."""
+    """Return the number of values of a tensor, or of all tensors in nested lists."""
     return sum(map(_count_values, output)) if isinstance(output, (list, tuple)) else output.numel()
 
 
-@torch.no_grad()
-def _output(layer: nn.Module, inputs: Tensor | list[Tensor]) -> Any:
-    """Return the output of `layer` in eval mode: BatchNorm in train mode does not take a single value."""
-    return layer.eval()(inputs)
-
-
-@contextmanager
-def _errors_name_row(source: str, row: Row) -> Iterator[None]:
-    """Turn any error inside into a `UserError` that names the row: a user's arguments can fail anywhere."""
-    try:
-        yield
-    except Exception as error:
-        raise UserError(
-            f"{source}, row {row.index}: {row.module} with the arguments {shortened(str(list(row.args)))} "
-            f"on rows {list(row.sources)} does not work ({first_line(error)}); fix that row"
-        ) from error
-
-
 def _scaling(yaml: dict[str, Any], with_anchors: bool) -> Scaling:
-    """Return the scaling of a YAML's numbers."""
     anchors = yaml["anchors"] if with_anchors else 0
     per_level = anchors if isinstance(anchors, int) else len(anchors[0]) // 2
     outputs = per_level * (yaml["nc"] + 5)
@@ -309,7 +287,7 @@ def _scaling(yaml: dict[str, Any], with_anchors: bool) -> Scaling:
 
 
 def _parse_activation(source: str, text: Any) -> Callable[[], nn.Module] | None:
-    """Return what makes one activation from a text such as `nn.LeakyReLU(0.1)`; None for None. Nothing is evaluated."""
+    """Return a constructor of activations from text such as `nn.LeakyReLU(0.1)`; None for None. Evaluates no code."""
     if text is None:
         return None
     known = nn.modules.activation.__all__
@@ -329,7 +307,7 @@ def _parse_activation(source: str, text: Any) -> Callable[[], nn.Module] | None:
 
 
 def _parse_call(text: Any) -> tuple[str, list[Any], dict[str, Any]]:
-    """Return name, arguments and keyword arguments of `nn.Name(...)` or `nn.Name`; raise ValueError and others else."""
+    """Return name, arguments and keyword arguments of `nn.Name(...)` or `nn.Name`. Raises what ast raises."""
     if not isinstance(text, str):
         raise ValueError(text)
     tree = ast.parse(text.strip(), mode="eval").body

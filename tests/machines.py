@@ -1,4 +1,4 @@
-"""How runs are launched, and two machines that this one plays."""
+"""Launch runs, and simulate two machines by network namespaces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIGS = ROOT / "accelerate_configs"
 
 @contextmanager
 def machines(names: Sequence[str]) -> Iterator[None]:
-    """Two network namespaces of these names, joined by a `cable` from 10.77.0.1 to 10.77.0.2; gone afterwards."""
+    """Make two network namespaces, joined by a `cable` from 10.77.0.1 to 10.77.0.2, and remove them afterwards."""
     try:
         for name in names:
             ip("netns", "add", name)
@@ -31,17 +31,17 @@ def machines(names: Sequence[str]) -> Iterator[None]:
 
 
 def ip(*words: str) -> None:
-    """Raises `CalledProcessError`, whose `stderr` says why."""
+    """Run the command `ip`. Raises `CalledProcessError` with its `stderr`."""
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
 def by_hand(rank: int, port: str, address: str = "127.0.0.1") -> dict[str, str]:
-    """What a launcher would set for one of two machines with a process each."""
+    """Return a launcher's environment variables for one of two machines with one process each."""
     here = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     return {**here, "MASTER_ADDR": address, "MASTER_PORT": port}
 
 
 def on_machine(host: str, rank: int) -> tuple[str, ...]:
-    """The launcher of a process on each of two machines, of which this is `host`, in front of a script."""
-    meeting = ("--main_process_ip", "10.77.0.1", "--machine_rank", str(rank))
-    return ("ip", "netns", "exec", host, *ACCELERATE, "--config_file", str(CONFIGS / "2node.yaml"), *meeting)
+    """Return the launch command for `host`, one of two machines with one process each, up to the script."""
+    rendezvous = ("--main_process_ip", "10.77.0.1", "--machine_rank", str(rank))
+    return ("ip", "netns", "exec", host, *ACCELERATE, "--config_file", str(CONFIGS / "2node.yaml"), *rendezvous)

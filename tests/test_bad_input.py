@@ -311,7 +311,7 @@ ERRORS = {
     ),
     "other classes": Case(
         lambda inputs: (inputs.weights(), inputs.change(names=["cat"]), every_label("")(inputs))[0],
-        "weights.pt knows 3 classes and {set}/data.yaml has 1",
+        "weights.pt has 3 classes and {set}/data.yaml has 1",
         "--weights {set}/weights.pt",
         script="val",
     ),

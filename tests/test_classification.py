@@ -199,7 +199,7 @@ def test_fine_tuning_the_head_alone(train: Train, drawn_classes: Path, alone: Pa
     weights = str(alone / "weights" / "last.pt")
     flags = ("--data", str(tmp_path / "six.yaml"), "--weights", weights, "--freeze", "-1")
     printed = train(tmp_path, *flags)
-    assert "dropped, for they are of another shape: model.9.linear.weight (6x1280, here 7x1280)" in printed
+    assert "dropped for their shapes: model.9.linear.weight (6x1280, here 7x1280)" in printed
     assert "model.9.linear.bias (6, here 7)" in printed
     assert "layers 0, 1, 2, 3, 4, 5, 6, 7, 8 are frozen" in printed
     assert "has no images of the class 'weeds'" in printed

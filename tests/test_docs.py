@@ -119,7 +119,7 @@ def script_errors(words: list[str]) -> list[str]:
         errors = io.StringIO()
         try:
             with contextlib.redirect_stderr(errors):
-                parse_options(SCRIPTS[script], flags, prints=True)
+                parse_options(SCRIPTS[script], flags)
         except SystemExit:
             return [errors.getvalue().strip()]
         return []

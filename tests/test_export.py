@@ -1,4 +1,4 @@
-"""export.py as a user calls it, its files in val.py, and the code of docs/export.md."""
+"""export.py on the command line, its files in val.py, and the code in docs/export.md."""
 
 from __future__ import annotations
 
@@ -10,55 +10,47 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from PIL import Image
 from torch import Tensor, nn
 
-from data.builtin.shapes import NAMES
-from export import prepare, whole_strides
-from models.ensemble import check_programs, fixed_size, load_model
-from models.export.formats import write
+from data.builtin.shapes import NAMES as SHAPES
+from export import image_size, prepare
+from models.export.formats import ExportJob, write
 from models.export.runtime import read_exported
 from models.tasks.detection.export_module import DecodedDetector
-from models.tasks.detection.task import DetectionTask
 from models.weights.reader import Weights, read_weights
 from models.weights.transfer import transfer
 from models.yolo import build_model
-from tests.conftest import ROOT, RunScript
+from tests.conftest import RunScript
+from tests.making import noise, tiny_detector, write_image, write_yaml
 from utils.checkpoint.weight_files import serialised, weights_content
-from utils.config.hyperparameters import Hyperparameters
 from utils.config.options import ExportOptions, ValOptions
 from utils.config.parser import parse_options
 from utils.config.yolov5_flags import REFUSED
 from utils.errors import UserError
+from utils.files import ROOT, read_yaml
 from val import with_fixed_size
 
+NAMES = dict(enumerate(SHAPES))
 FILES = ("best.onnx", "best.torchscript", "best.pt2", "best_openvino_model")
-YAML = {
-    "task": "detect",
-    "nc": len(NAMES),
-    "anchors": [[4, 4, 8, 4], [16, 16, 32, 24]],
-    "backbone": [[-1, 1, "Conv", [8, 3, 2]], [-1, 1, "Conv", [8, 3, 2]], [-1, 1, "Conv", [8, 3, 2]]],
-    "head": [[[1, 2], 1, "Detect", ["nc", "anchors"]]],
-}
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A detector's file as train.py writes it, which detects objects of all confidences."""
-    torch.manual_seed(0)
-    model = build_model(dict(YAML))
+    """Write a detector as train.py does. It detects objects of all confidences."""
+    torch.manual_seed(0)  # module fixtures are made before the seed of a test is set
+    model = build_model(tiny_detector(), nc=len(NAMES))
     for level in model.detect.m:
         nn.init.normal_(level.weight, std=4)
         nn.init.normal_(level.bias)
     file = tmp_path_factory.mktemp("weights") / "best.pt"
-    file.write_bytes(serialised(weights_content(model, model.yaml, dict(enumerate(NAMES)), {"imgsz": 64})))
+    file.write_bytes(serialised(weights_content(model, model.yaml, NAMES, {"imgsz": 64})))
     return file
 
 
 @pytest.fixture(scope="module")
 def exported(weights: Path, run_script: RunScript) -> str:
-    """The output of export.py, which has written all formats beside the weights."""
+    """Export all formats beside the weights and return what export.py prints."""
     flags = ("--include", "onnx", "torchscript", "exported", "openvino", "--imgsz", "60", "--dynamic", "--simplify")
     return run_script("export.py", "--weights", str(weights), *flags)
 
@@ -68,7 +60,7 @@ def test_files_and_messages(weights: Path, exported: str) -> None:
     lines = exported.splitlines()
     assert lines[:3] == [
         "--imgsz 60 is no multiple of the stride 8; taking 64 64",
-        "--simplify changes nothing: ONNX files are simplified as they are written",
+        "--simplify changes nothing: ONNX files are always simplified",
         f"detect, {len(NAMES)} classes; images of 64x64, or other whole strides, any number at a time",
     ]
     assert re.fullmatch(rf"onnx: {re.escape(str(weights.parent))}/best.onnx, 0.\d MB, [\d.]+ s", lines[3])
@@ -80,38 +72,21 @@ def rows(run: Path) -> dict[str, np.ndarray]:
     return {file.name: np.loadtxt(file, ndmin=2) for file in sorted((run / "labels").iterdir())}
 
 
-def test_val_detects_the_same(
+def test_val_predicts_the_same_objects(
     weights: Path, exported: str, small_data: Path, tmp_path: Path, run_script: RunScript
 ) -> None:
     flags = ("--data", str(small_data), "--imgsz", "64", "--device", "cpu", "--workers", "0", "--conf-thres", "0.3")
     for name in ("best.pt", "best.onnx"):
-        given = ("--weights", str(weights.parent / name), "--project", str(tmp_path), "--name", name)
-        run_script("val.py", *flags, *given, "--save-txt", "--save-conf")
-    one, other = rows(tmp_path / "best.pt"), rows(tmp_path / "best.onnx")
-    assert list(one) == list(other)
-    assert sum(map(len, one.values())) > 50
-    for name in one:
-        np.testing.assert_allclose(one[name], other[name], rtol=1e-3, atol=1e-4)
+        run = ("--weights", str(weights.parent / name), "--project", str(tmp_path), "--name", name)
+        run_script("val.py", *flags, *run, "--save-txt", "--save-conf")
+    expected, exported_rows = rows(tmp_path / "best.pt"), rows(tmp_path / "best.onnx")
+    assert list(expected) == list(exported_rows)
+    assert sum(map(len, expected.values())) > 50
+    for name in expected:
+        np.testing.assert_allclose(expected[name], exported_rows[name], rtol=1e-3, atol=1e-4)
 
 
-# Exported files in the scripts
-
-
-def program(weights: Path, name: str = "best.torchscript", **flags: Any) -> Weights:
-    """Export the weights for images of one size, and read the file."""
-    options = ExportOptions(**{"imgsz": (64, 64), **flags})
-    job = prepare("best.pt", read_weights(weights), options, torch.device("cpu"))
-    content = read_exported(write(job, "torchscript", weights.parent / "fixed" / name))
-    content.metadata = type(content.metadata)(**{**vars(content.metadata), "dynamic": False})
-    return Weights({}, job.metadata.model, job.metadata.names, "detect", {}, "exported", content)
-
-
-def test_files_of_one_size(weights: Path) -> None:
-    plain, square, oblong = read_weights(weights), program(weights), program(weights, imgsz=(32, 64))
-    assert fixed_size({"a": plain}) is None
-    assert fixed_size({"a": plain, "b": square}) == (64, 64)
-    with pytest.raises(UserError, match=r"take images of different sizes \(a 64x64, b 32x64\); export them with --dyn"):
-        fixed_size({"a": square, "b": oblong})
+def test_an_exported_file_sets_the_image_size_of_val() -> None:
     options = with_fixed_size(ValOptions(imgsz=320), (64, 64))
     assert (options.imgsz, options.square) == (64, True)
     assert with_fixed_size(ValOptions(imgsz=320), None) == ValOptions(imgsz=320)
@@ -119,37 +94,22 @@ def test_files_of_one_size(weights: Path) -> None:
         with_fixed_size(ValOptions(), (32, 64))
 
 
-def test_what_exported_files_do_not_support(weights: Path) -> None:
-    plain, suppressing = program(weights), program(weights, nms=True)
-    check_programs({"a": suppressing}, False)
-    check_programs({"a": plain, "b": read_weights(weights)}, False)
-    with pytest.raises(UserError, match="a was exported with --nms and cannot be in an ensemble"):
-        check_programs({"a": suppressing, "b": plain}, False)
-    with pytest.raises(UserError, match=r"--augment needs maps of all sizes, which the exported a does not give"):
-        check_programs({"a": plain}, True)
-    task = DetectionTask({0: "one", 1: "two"}, Hyperparameters())
-    with pytest.raises(UserError, match=f"a knows {len(NAMES)} classes and d.yaml has 2; give the data set"):
-        load_model(task, plain, 64, "a", "d.yaml")
-
-
-def test_sizes() -> None:
-    assert whole_strides([640], 32) == (640, 640)
-    assert whole_strides([330, 640], 32) == (352, 640)
-    assert whole_strides([20], 32) == (64, 64)
-    assert whole_strides([225], 1) == (225, 225)
+def test_image_size() -> None:
+    assert image_size([640], 32) == (640, 640)
+    assert image_size([330, 640], 32) == (352, 640)
     with pytest.raises(UserError, match="--imgsz 1 2 3 has 3 numbers; give one, or height and width"):
-        whole_strides([1, 2, 3], 32)
+        image_size([1, 2, 3], 32)
 
 
-def test_names_of_a_data_set(weights: Path, tmp_path: Path) -> None:
-    file = tmp_path / "d.yaml"
-    names = [f"thing {k}" for k in range(len(NAMES))]
-    file.write_text(yaml.safe_dump({"path": ".", "train": "a", "val": "a", "names": names}))
-    job = prepare("best.pt", read_weights(weights), ExportOptions(data=str(file)), torch.device("cpu"))
-    assert job.metadata.names == dict(enumerate(names))
-    file.write_text(yaml.safe_dump({"path": ".", "train": "a", "val": "a", "names": ["one"]}))
-    with pytest.raises(UserError, match=r"best.pt knows"):
-        prepare("best.pt", read_weights(weights), ExportOptions(data=str(file)), torch.device("cpu"))
+def test_class_names_of_a_data_set(weights: Path, tmp_path: Path) -> None:
+    def job_for(names: list[str]) -> ExportJob:
+        file = write_yaml(tmp_path / "d.yaml", {"path": ".", "train": "a", "val": "a", "names": names})
+        return prepare("best.pt", read_weights(weights), ExportOptions(data=str(file)), torch.device("cpu"))
+
+    names = [f"thing {k}" for k in NAMES]
+    assert job_for(names).metadata.names == dict(enumerate(names))
+    with pytest.raises(UserError, match=rf"^best.pt has {len(NAMES)} classes and .*d.yaml has 1"):
+        job_for(["one"])
 
 
 @pytest.mark.parametrize("name", [key for key in REFUSED if key.startswith("include ")])
@@ -160,15 +120,15 @@ def test_refused_formats(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == f"error: --{name} {REFUSED[name]}\n"
 
 
-def test_flags() -> None:
+def test_flags_with_several_values() -> None:
     options = parse_options(ExportOptions, ["--include", "onnx", "openvino", "--img", "320", "640", "--batch", "4"])
     assert (options.include, options.imgsz, options.batch_size) == (("onnx", "openvino"), (320, 640), 4)
 
 
 @pytest.mark.parametrize("name", ["exported", "torchscript"])
-def test_a_classifier_gives_logits(name: str, tmp_path: Path) -> None:
-    yaml_ = {"task": "classify", "nc": 3, "backbone": [[-1, 1, "Conv", [8, 3, 2]]], "head": [[-1, 1, "Classify", [3]]]}
-    model = build_model(dict(yaml_)).eval()
+def test_an_exported_classifier_returns_logits(name: str, tmp_path: Path) -> None:
+    rows = {"backbone": [[-1, 1, "Conv", [8, 3, 2]]], "head": [[-1, 1, "Classify", [3]]]}
+    model = build_model({"task": "classify", "nc": 3, **rows}).eval()
     content = Weights(model.state_dict(), model.yaml, {0: "a", 1: "b", 2: "c"}, "classify", {}, "lockstep")
     job = prepare("best.pt", content, ExportOptions(imgsz=(32,)), torch.device("cpu"))
     program = read_exported(write(job, name, tmp_path / "best"))
@@ -177,7 +137,7 @@ def test_a_classifier_gives_logits(name: str, tmp_path: Path) -> None:
     assert (program.metadata.task, program.metadata.stride) == ("classify", 1)
 
 
-# The page
+# docs/export.md
 
 
 def code_block(language: str, containing: str) -> str:
@@ -187,11 +147,11 @@ def code_block(language: str, containing: str) -> str:
     return block
 
 
-def test_the_code_of_the_page_runs_without_lockstep(
+def test_the_code_in_the_docs_runs_without_lockstep(
     weights: Path, exported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "photo.png")
+    pixels = noise(96, 64)
+    write_image(tmp_path / "photo.png", pixels)
     shutil.copy(weights.parent / "best.onnx", tmp_path)
     monkeypatch.chdir(tmp_path)
     code = code_block("python", "onnxruntime")
@@ -199,9 +159,8 @@ def test_the_code_of_the_page_runs_without_lockstep(
     assert len(code.splitlines()) <= 10
     scope: dict[str, Any] = {}
     exec(code, scope)
-    content = read_weights(weights)
-    model = build_model(dict(YAML)).eval()
-    transfer(model, content.state)
+    model = build_model(tiny_detector(), nc=len(NAMES)).eval()
+    transfer(model, read_weights(weights).state)
     with torch.no_grad():
         expected = DecodedDetector(model)(torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255)
     np.testing.assert_allclose(scope["boxes"], expected[0].numpy(), rtol=1e-3, atol=1e-3)
@@ -212,7 +171,7 @@ def test_the_code_of_the_page_runs_without_lockstep(
 
 @pytest.fixture(scope="module")
 def official(shared: Path, run_script: RunScript, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The official nano, exported for any size."""
+    """Export the official yolov5n for any size."""
     file = tmp_path_factory.mktemp("official") / "yolov5n.pt"
     shutil.copy(shared / "weights" / "yolov5n.pt", file)
     formats = ("--include", "onnx", "torchscript", "exported", "openvino")
@@ -229,7 +188,7 @@ def photos_of(shared: Path, count: int, height: int, width: int) -> Tensor:
 @pytest.mark.long
 @torch.no_grad()
 def test_agreement_on_photos(official: Path, shared: Path) -> None:
-    """Gaps of boxes are relative, to one pixel at least; those of confidences absolute."""
+    """Differences of boxes are relative, to one pixel at least, those of confidences absolute."""
     content = read_weights(official)
     assert content.model is not None
     model = build_model(content.model, nc=80).eval()
@@ -247,13 +206,15 @@ def test_agreement_on_photos(official: Path, shared: Path) -> None:
 
 @pytest.mark.long
 def test_map_of_photos(official: Path, shared: Path, tmp_path: Path, run_script: RunScript) -> None:
-    names = yaml.safe_load((ROOT / "data" / "coco128.yaml").read_text())["names"]
+    names = read_yaml(ROOT / "data" / "coco128.yaml")["names"]
     data = {"path": str(shared / "data" / "coco128"), "train": "images/train", "val": "images/train", "names": names}
-    (tmp_path / "photos.yaml").write_text(yaml.safe_dump(data))
+    photos = write_yaml(tmp_path / "photos.yaml", data)
     scores = {}
     for name in ("yolov5n.pt", *(name.replace("best", "yolov5n") for name in FILES)):
-        given = ("--data", str(tmp_path / "photos.yaml"), "--weights", str(official.parent / name), "--device", "cpu")
-        printed = run_script("val.py", *given, "--imgsz", "320", "--project", str(tmp_path), "--quiet")
+        files = ("--data", str(photos), "--weights", str(official.parent / name))
+        printed = run_script(
+            "val.py", *files, "--device", "cpu", "--imgsz", "320", "--project", str(tmp_path), "--quiet"
+        )
         scores[name] = [float(word) for word in re.findall(r"all +128.*", printed)[0].split()[5:]]
     for name, score in scores.items():
         assert score == pytest.approx(scores["yolov5n.pt"], abs=0.001), name

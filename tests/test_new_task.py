@@ -1,7 +1,7 @@
 """A new task is new files and one line in models/tasks/__init__.py.
 
-The files of tests/heatmap_task/ and such a line are added to a copy of the checkout, in which the scripts then train,
-validate, resume, detect and export the new task.
+The files of tests/heatmap_task/ and such a line are added to a copy of the checkout. Its scripts train, validate,
+resume, detect and export the new task.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ LINE = (
 )
 COLOURS = {"red": (255, 40, 40), "blue": (40, 40, 255)}
 TRAIN_IMAGES, VAL_IMAGES = 37, 13  # primes, so that no batch size divides them
-PRECISION = 1e-3  # of losses that processes compute together, against one alone
+PRECISION = 1e-3  # relative, of the losses of several processes against those of one
 CELL = 0.05  # change of a metric if one keypoint of 26 moves to the next cell
 
-# What a task is asked for, without the scripts: one step of a training, predictions, metrics and an exported module.
+# The parts of a task without the scripts: training steps, predictions, metrics and an exported module.
 PARTS = """
 import sys
 from pathlib import Path
@@ -109,7 +109,7 @@ print("all parts work")
 
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout with the new task: new files, and one line more in one file."""
+    """Copy the checkout and add the new task: new files, and one line in one file."""
     folder = tmp_path_factory.mktemp("checkout")
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -133,7 +133,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def keypoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The data YAML of dark images with a red and a blue disc each."""
+    """Draw dark images with a red and a blue disc each; return the data YAML."""
     folder = tmp_path_factory.mktemp("keypoints")
     rng = np.random.default_rng(0)
     for split, count in {"train": TRAIN_IMAGES, "val": VAL_IMAGES}.items():
@@ -144,7 +144,7 @@ def keypoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pixels = rng.integers(0, 60, (height, width, 3), np.uint8)
             lines = []
             for label, colour in enumerate(COLOURS.values()):
-                # The red disc is on the left, so that neither hides the other.
+                # The red disc is on the left, so that the discs do not overlap.
                 x, y = rng.uniform(0.1 + 0.45 * label, 0.4 + 0.45 * label), rng.uniform(0.15, 0.85)
                 near = np.hypot(np.arange(width) - x * width, np.arange(height)[:, None] - y * height) < 5
                 pixels[near] = colour
@@ -159,7 +159,7 @@ def keypoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def run(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Runs a script of the copy, which must succeed; returns what it printed."""
+    """Return a function that runs a script of the copy, which must succeed, and returns its output."""
     cache = str(tmp_path_factory.mktemp("cache"))
     variables = {"WANDB_MODE": "disabled", "XDG_CACHE_HOME": cache, "OMP_NUM_THREADS": "1"}
 
@@ -186,7 +186,7 @@ def train_flags(data: Path, project: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="session")
 def trained(run: Callable[..., str], keypoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of one process, with its pictures."""
+    """Train with one process; return the run folder, with pictures."""
     project = tmp_path_factory.mktemp("trained")
     run(*train_flags(keypoints, project))
     return project / "exp"
@@ -218,7 +218,7 @@ def test_two_processes_train_alike(run: Callable[..., str], keypoints: Path, tra
 def test_resuming(
     processes: tuple[str, ...], run: Callable[..., str], keypoints: Path, trained: Path, tmp_path: Path
 ) -> None:
-    """With more epochs than before."""
+    """For one more epoch."""
     shutil.copytree(trained, tmp_path / "exp")
     how = ("--epochs", "4", "--device", "cpu", "--workers", "0", "--noplots")
     run("train.py", "--resume", str(tmp_path / "exp"), *how, *processes)
@@ -259,7 +259,7 @@ def test_detection(run: Callable[..., str], keypoints: Path, trained: Path, tmp_
 
 @pytest.fixture(scope="session")
 def exported(run: Callable[..., str], trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the exported files."""
+    """Export the model; return the folder of the files."""
     folder = tmp_path_factory.mktemp("exported")
     weights = shutil.copy2(trained / "weights/best.pt", folder / "best.pt")
     formats = ("--include", "torchscript", "exported")

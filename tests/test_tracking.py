@@ -15,16 +15,16 @@ import pytest
 import yaml
 
 from tests import wandb_files
-from tests.conftest import RECIPE, ROOT, RunScript
+from tests.conftest import RECIPE, RunScript
 from tests.curves import identical, rows
+from tests.faults.fault_points import planted
 from tests.wandb_files import Logged
 from tests.wandb_server import serve
 from utils.files import read_yaml
 
 Train = Callable[..., str]
 UNSET = ("env", "-u", "WANDB_MODE", sys.executable)  # the usual environment
-KILL_IN_STEP_6 = "SIGKILL:utils.distributed.graceful_stop:GracefulStop.after:6"
-KILL_IN_VALIDATION = "SIGKILL:models.tasks.detection.metrics:DetectionMetrics.summarise:1"
+KILL_IN_STEP_6 = planted("SIGKILL", "optimizer step", 6)
 PICTURES = [
     *("labels", "train_batch0", "train_batch1", "train_batch2", "val_batch0_labels", "val_batch0_pred", "results"),
     *("PR_curve", "P_curve", "R_curve", "F1_curve", "confusion_matrix", "confusion_matrix_counts"),
@@ -36,10 +36,6 @@ STEP = [
 ]
 
 
-def fault_variables(fault: str) -> dict[str, str]:
-    return {"FAULT": fault, "PYTHONPATH": str(ROOT / "tests" / "faults")}
-
-
 @pytest.fixture(scope="module")
 def train(run_script: RunScript, small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
     """Return a function that trains two epochs of seven batches, eight optimizer steps, and returns the output."""
@@ -48,8 +44,8 @@ def train(run_script: RunScript, small_data: Path, tmp_path_factory: pytest.Temp
     what = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", str(recipe))
     how = ("--imgsz", "64", "--epochs", "2", "--batch-size", "4", "--workers", "1", "--device", "cpu", "--noautoanchor")
 
-    def run(project: Path, *flags: str, fault: str = "", **variables: Any) -> str:
-        variables = {**fault_variables(fault), "OMP_NUM_THREADS": "1", **variables}
+    def run(project: Path, *flags: str, **variables: Any) -> str:
+        variables = {"OMP_NUM_THREADS": "1", **variables}
         return run_script("train.py", *what, *how, "--project", str(project), *flags, **variables)
 
     return run
@@ -200,9 +196,9 @@ def test_noplots(plain: Path) -> None:
 def test_a_killed_run_is_continued(train: Train, run_script: RunScript, plain: Path, tmp_path: Path) -> None:
     """It is killed after its sixth step, with a state of its fourth, and then in its last validation."""
     variables = {"WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
-    train(tmp_path, "--log-with", "all", fault=KILL_IN_STEP_6, code=-signal.SIGKILL, **variables)
+    train(tmp_path, "--log-with", "all", **KILL_IN_STEP_6, code=-signal.SIGKILL, **variables)
     again = ("train.py", "--resume", "--project", str(tmp_path))
-    run_script(*again, code=-signal.SIGKILL, **variables, **fault_variables(KILL_IN_VALIDATION))
+    run_script(*again, code=-signal.SIGKILL, **variables, **planted("SIGKILL", "validation summary"))
     run_script(*again, **variables)
     identical(tmp_path / "exp", plain)
     parts = [wandb_files.read(file) for file in wandb_files.runs(tmp_path / "exp")]
@@ -245,7 +241,7 @@ def test_a_killed_run_is_continued_online(train: Train, run_script: RunScript, p
     """A server on loopback has one run, with each step and epoch once."""
     with serve() as server:
         online = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": server.address, "WANDB_MODE": "online"}
-        killed = train(tmp_path, fault=KILL_IN_STEP_6, code=-signal.SIGKILL, **online)
+        killed = train(tmp_path, **KILL_IN_STEP_6, code=-signal.SIGKILL, **online)
         again = ("--resume", "--project", str(tmp_path))
         printed = run_script("train.py", *again, OMP_NUM_THREADS="1", **online)
     identical(tmp_path / "exp", plain)
@@ -264,15 +260,14 @@ def test_a_killed_run_is_continued_online(train: Train, run_script: RunScript, p
 def test_a_failure_of_wandb_does_not_change_the_run(
     failure: str, warnings: int, train: Train, plain: Path, tmp_path: Path
 ) -> None:
-    printed = train(tmp_path, fault=f"{failure}:utils.tracking.wandb_process:Session.log:3", WANDB_MODE="offline")
+    printed = train(tmp_path, **planted(failure, "row for W&B", 3), WANDB_MODE="offline")
     identical(tmp_path / "exp", plain)
     assert printed.count("warning") == warnings
 
 
 def test_a_run_that_is_stopped_by_a_signal_is_logged(train: Train, tmp_path: Path) -> None:
     """It is stopped by SIGTERM after its third step."""
-    fault = "SIGTERM:utils.distributed.graceful_stop:GracefulStop.after:3"
-    printed = train(tmp_path, fault=fault, code=143, WANDB_MODE="offline")
+    printed = train(tmp_path, **planted("SIGTERM", "optimizer step", 3), code=143, WANDB_MODE="offline")
     assert "go on with --resume" in printed
     run = only(tmp_path / "exp")
     assert run.code == 0

@@ -24,7 +24,7 @@ def records(file: Path) -> Iterator[Any]:
     assert content[:4] == b":W&B"
     position, parts = HEADER_BYTES, b""
     while position + 7 <= len(content):
-        if BLOCK_BYTES - position % BLOCK_BYTES < 7:  # too little for a record's head: filled with zeros
+        if BLOCK_BYTES - position % BLOCK_BYTES < 7:  # padding: too few bytes for a record's header
             position += BLOCK_BYTES - position % BLOCK_BYTES
             continue
         _, length, kind = struct.unpack("<IHB", content[position : position + 7])
@@ -64,13 +64,8 @@ def read(file: Path) -> Logged:
         kind = record.WhichOneof("record_type")
         if kind == "run":
             run = record.run
-            logged.id, logged.project, logged.group, logged.name = (
-                run.run_id,
-                run.project,
-                run.run_group,
-                run.display_name,
-            )
-            logged.tags = list(run.tags)
+            logged.id, logged.project, logged.group = run.run_id, run.project, run.run_group
+            logged.name, logged.tags = run.display_name, list(run.tags)
             _update(logged.config, run.config.update)
         elif kind == "config":
             _update(logged.config, record.config.update)

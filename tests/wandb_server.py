@@ -1,4 +1,4 @@
-"""A W&B server on loopback that implements what wandb needs to start a run, continue one, and send its files."""
+"""A W&B server on loopback with the parts that wandb needs to start or continue a run and to send its files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.web import running
 
 
 class Server:
-    """Stores what it is sent. It answers nothing once `silent` is set."""
+    """The received content of one project. The server stops answering once `silent` is set."""
 
     def __init__(self) -> None:
         self.config: dict[str, Any] = {}
@@ -25,7 +27,7 @@ class Server:
         self.address = ""
 
     def graphql(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the data that answers a query or mutation of that name."""
+        """Return the answer to the query or mutation `name`."""
         if name == "Viewer":
             return {"viewer": {"id": "v", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
         if name == "RunResumeStatus":
@@ -70,8 +72,6 @@ def serve() -> Iterator[Server]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def log_message(self, *_: Any) -> None: ...
-
         def content(self) -> bytes:
             content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             return gzip.decompress(content) if self.headers.get("Content-Encoding") == "gzip" else content
@@ -101,16 +101,8 @@ def serve() -> Iterator[Server]:
                 server.stream(json.loads(content))
             self.give({"limits": {}})
 
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    listening.daemon_threads = True
-    listening.handle_error = lambda *_: None  # type: ignore[method-assign]  # the client has closed the connection
-    server.address = f"http://127.0.0.1:{listening.server_port}"
-    thread = threading.Thread(target=listening.serve_forever)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.gone.set()
-        listening.shutdown()
-        listening.server_close()
-        thread.join()
+    with running(Handler) as server.address:
+        try:
+            yield server
+        finally:
+            server.gone.set()

@@ -1,18 +1,18 @@
-"""A web server on this machine, for downloads: one that behaves, and ones that do not."""
+"""A web server on this machine for downloads, with answers that work or fail in several ways."""
 
 from __future__ import annotations
 
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 
 
 class Server:
-    """Answers each path as `answers` says, and notes what was asked: the path, and from which byte."""
+    """A running server. answers: by path. asked: path and first byte of each request."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -20,15 +20,15 @@ class Server:
         self.asked: list[tuple[str, int]] = []
 
     def give(self, name: str, answer: Answer) -> str:
-        """Have `name` answered so; its address."""
+        """Set the answer for `name`, and return its address."""
         self.answers[f"/{name}"] = answer
         return f"{self.address}/{name}"
 
 
 def first_byte(handler: BaseHTTPRequestHandler) -> int:
-    """From which byte on a request asks; 0 where it asks for all."""
-    found = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range") or "")
-    return int(found[1]) if found else 0
+    """Return the first byte of a request's range, 0 without one."""
+    match = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range") or "")
+    return int(match[1]) if match else 0
 
 
 def sending(
@@ -40,10 +40,10 @@ def sending(
     cut: int | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Answer:
-    """An answer of this content, that tells its length or another one; -1: that tells none.
+    """Return an answer with this content.
 
-    tag: its ETag; ranges: does it take Range, where If-Range is the tag or its Last-Modified? cut: bytes after which
-    each connection ends.
+    length: Content-Length, by default the real one; -1 for none. tag: ETag. ranges: whether to serve a Range whose
+    If-Range is the tag or Last-Modified. cut: bytes after which each connection ends.
     """
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
@@ -64,12 +64,12 @@ def sending(
 
 
 def failing(code: int, times: int, then: Answer) -> Answer:
-    """An error so many times, and then another answer."""
-    left = [code] * times
+    """Return an answer that is an error `times` times and `then` afterwards."""
+    errors = [code] * times
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
-        if left:
-            handler.send_error(left.pop())
+        if errors:
+            handler.send_error(errors.pop())
         else:
             then(handler)
 
@@ -77,27 +77,29 @@ def failing(code: int, times: int, then: Answer) -> Answer:
 
 
 @contextmanager
-def serving() -> Iterator[Server]:
-    """A server while the `with` lasts."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            known.asked.append((self.path, first_byte(self)))
-            with suppress(ConnectionError):  # who asks may have gone
-                if self.path in known.answers:
-                    known.answers[self.path](self)
-                else:
-                    self.send_error(404)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-        known = Server(f"http://127.0.0.1:{listening.server_port}")
+def running(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Run a quiet server on loopback within the `with` block, and yield its address."""
+    handler.log_message = lambda *_: None  # type: ignore[method-assign]
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:
+        listening.handle_error = lambda *_: None  # type: ignore[method-assign]  # the client closed the connection
         thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield known
+            yield f"http://127.0.0.1:{listening.server_port}"
         finally:
             listening.shutdown()
             thread.join()
+
+
+@contextmanager
+def serving() -> Iterator[Server]:
+    """Run a server for downloads within the `with` block."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            server.asked.append((self.path, first_byte(self)))
+            server.answers.get(self.path, lambda handler: handler.send_error(404))(self)
+
+    with running(Handler) as address:
+        server = Server(address)
+        yield server

@@ -1,4 +1,4 @@
-"""COCO's results format, and COCO's own metrics if there are annotations.
+"""COCO's results format, and COCO's metrics if there are annotations.
 
 Called by val.py; a task's predictions return a `CocoImage`.
 """
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from utils.errors import UserError, nearest
+from utils.errors import UserError, first_line, nearest
 from utils.files import ROOT, csv_text, read_yaml
 
-UNUSED_CATEGORY_IDS = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # of 1 to 90: COCO's 80 classes have the others
+UNUSED_CATEGORY_IDS = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # of 1 to 90; COCO's 80 classes use the others
 # The metrics of faster-coco-eval, in its order: metric, IoU, area of the objects, most detections per image.
 COCO_METRICS = (
     ("AP", "0.50:0.95", "all", 100),
@@ -48,27 +48,30 @@ class CocoIds:
 
     categories: tuple[int, ...]  # by class
     images: tuple[int | str, ...]  # of the images of a split, by index
-    origin: str  # a sentence for the console: where the ids are from
+    origin: str  # the source of the ids, for the console
 
 
 @dataclass(frozen=True)
 class Annotations:
-    """A COCO annotation file, with its ids of the images and classes of a split."""
+    """A COCO annotation file and its ids for the images and classes of a split."""
 
     file: Path
     content: dict[str, Any]
     ids: CocoIds
-    annotated: frozenset[int]  # indices of the images of the split that the file has
+    annotated: frozenset[int]  # indices of the split's images that are in the file
 
     def warnings(self) -> list[str]:
         """Return a warning if the file lacks images of the split."""
         missing = len(self.ids.images) - len(self.annotated)
-        return [f"warning: {self.file} lacks {missing} of the images: COCO's numbers are without them"] * bool(missing)
+        return [f"warning: {self.file} lacks {missing} of the images; COCO's metrics exclude them"] * bool(missing)
 
 
 def default_ids(names: Mapping[int, str], paths: Sequence[Path]) -> CocoIds:
-    """Return ids without annotations: of an image its file name's stem, as a number if it is one; of COCO's classes
-    COCO's ids, of others their numbers."""
+    """Return ids to use without annotations.
+
+    An image's id is the stem of its file name, as a number if possible. COCO's classes have COCO's ids, others their
+    numbers.
+    """
     images = tuple(map(_image_id, paths))
     if list(names.values()) == list(read_yaml(ROOT / "data" / "coco.yaml")["names"].values()):
         categories = tuple(number for number in range(1, 91) if number not in UNUSED_CATEGORY_IDS)
@@ -81,10 +84,10 @@ def _image_id(path: Path) -> int | str:
 
 
 def find_annotations(roots: Sequence[Path], split: str, paths: Sequence[Path]) -> tuple[Path | None, str]:
-    """Return the annotation file of a split with these images, or None with a message that says why there is none.
+    """Return the annotation file of a split with these images, or None with the reason as a message.
 
-    roots: folders of the data set; the first with any such file counts. The file is
-    annotations/instances_<folder of the images>.json, else the only one that matches instances_<split>*.json.
+    roots: folders of the data set, searched in order. The file is annotations/instances_<folder of the images>.json, or
+    else the only one that matches instances_<split>*.json.
     """
     for folder in (root / "annotations" for root in roots):
         named = folder / f"instances_{paths[0].parent.name}.json"
@@ -93,15 +96,15 @@ def find_annotations(roots: Sequence[Path], split: str, paths: Sequence[Path]) -
             return files[0], ""
         if files:
             names = " and ".join(file.name for file in files)
-            return None, f"{folder} has {names}; --annotations says which of them to compare with"
+            return None, f"{folder} has {names}; choose one with --annotations"
     missing = f"no instances_{paths[0].parent.name}.json and no instances_{split}*.json in {roots[0] / 'annotations'}"
-    return None, f"{missing}: --annotations names a file to compare with"
+    return None, f"{missing}; give a file with --annotations"
 
 
 def read_annotations(file: Path, names: Mapping[int, str], paths: Sequence[Path]) -> Annotations:
     """Read the annotations of the images `paths` of a split, with classes `names`.
 
-    Raises `UserError` for a file that is not of annotations, or that is of other images or classes.
+    Raises `UserError` if the file has no annotations, or those of other images or classes.
     """
     try:
         content = json.loads(file.read_bytes())
@@ -120,12 +123,14 @@ def read_annotations(file: Path, names: Mapping[int, str], paths: Sequence[Path]
         ) from None
     for name in names.values():
         if name not in categories:
-            raise UserError(f"{file} has no category '{name}'{nearest(name, categories)}; give the data set's own file")
+            raise UserError(
+                f"{file} has no category '{name}'{nearest(name, categories)}; give the data set's own annotations"
+            )
     image_ids = list(_image_ids(images, paths))
     annotated = frozenset(index for index, image_id in enumerate(image_ids) if image_id is not None)
     if not annotated:
         raise UserError(
-            f"{file} has none of the {len(paths)} images, such as {paths[0].name}; give the split's own file"
+            f"{file} has none of the {len(paths)} images, such as {paths[0].name}; give the split's own annotations"
         )
     ids = CocoIds(
         tuple(categories[name] for name in names.values()),
@@ -138,7 +143,7 @@ def read_annotations(file: Path, names: Mapping[int, str], paths: Sequence[Path]
 def _image_ids(images: Mapping[str, Any], paths: Sequence[Path]) -> Iterator[Any]:
     """Iterate over the ids of the images `paths`; None for one without annotations.
 
-    An image has the file_name that its path ends with, else the only file_name with the same last part.
+    An image matches the file_name that its path ends with, or else the only file_name with the same last part.
     """
     by_last_part: dict[str, list[Any]] = {}
     for name, image_id in images.items():
@@ -151,7 +156,7 @@ def _image_ids(images: Mapping[str, Any], paths: Sequence[Path]) -> Iterator[Any
 
 
 def results(images: Sequence[CocoImage], ids: CocoIds) -> list[dict[str, Any]]:
-    """Return COCO's results, image by image, the most confident first: boxes x, y, w, h in pixels of the file."""
+    """Return COCO's results by image, in falling confidence: boxes are x, y, w, h in pixels of the file."""
     rows = []
     for image in sorted(images, key=lambda image: image.image):
         corners, confidence, label = image.rows[:, :4], image.rows[:, 4], image.rows[:, 5].astype(int)
@@ -169,14 +174,14 @@ def results(images: Sequence[CocoImage], ids: CocoIds) -> list[dict[str, Any]]:
 
 
 def score(annotations: Annotations, rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the `COCO_METRICS` of results over the annotated images of the split; -1 if there is nothing to measure.
+    """Return the `COCO_METRICS` of results on the annotated images of the split, -1 if there is nothing to measure.
 
     Raises `UserError` if faster-coco-eval is not installed, or cannot use the annotations.
     """
     try:
         from faster_coco_eval import COCO, COCOeval_faster
     except ImportError:
-        raise UserError("COCO's own numbers need faster-coco-eval: pip install faster-coco-eval") from None
+        raise UserError("COCO's metrics need faster-coco-eval: pip install faster-coco-eval") from None
     images = [annotations.ids.images[index] for index in sorted(annotations.annotated)]
     annotated = set(images)
     try:
@@ -190,10 +195,10 @@ def score(annotations: Annotations, rows: Sequence[Mapping[str, Any]]) -> list[f
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
-    except Exception as error:  # whatever the annotations lack
+    except Exception as error:  # the annotations may lack anything
         raise UserError(
-            f"{annotations.file} cannot be used ({type(error).__name__}: {str(error).partition(chr(10))[0]}); give a "
-            "file of COCO annotations, with id, bbox, area and iscrowd"
+            f"{annotations.file} cannot be used ({type(error).__name__}: {first_line(error)}); give a file of COCO "
+            "annotations, with id, bbox, area and iscrowd"
         ) from error
     return [float(value) for value in evaluation.stats[: len(COCO_METRICS)]]
 

@@ -1,48 +1,42 @@
-"""The built-in data set "shapes": objects told apart by shape alone, drawn from a seed in a few seconds.
+"""The built-in data set "shapes": objects whose class is their shape, drawn from a seed in a few seconds.
 
-Every image has its own generator, `numpy.random.default_rng([seed, split, index])`, so that any image can be drawn
-again without the others. On one machine the same seed gives the same bytes; another OpenCV build may round a few pixels
-or encode a JPEG otherwise.
+Every image has its own generator, `numpy.random.default_rng([seed, split, index])`, so any image can be drawn alone. On
+one machine the same seed gives the same bytes; another OpenCV build may round a few pixels or encode a JPEG
+differently.
 
     python -m data.shapes [--folder datasets/shapes] [--seed 0]
 
-Called by data/sources.py for `draw:` of a data YAML; shapes_cls.py draws with its functions.
+Called by data/sources.py for `draw:` of a data YAML; shapes_cls.py draws with these functions.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import secrets
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import cv2
 import numpy as np
-from tqdm import tqdm
 
-from utils.errors import UserError
+from data.builtin.dataset import DRAWN_SPLITS, BuiltinDataset, draw_builtin
 
-SHAPES_VERSION = 1  # raise it with every change of a pixel or a label: folders of older versions are refused
+SHAPES_VERSION = 1  # increase with every change of a pixel or a label: folders of older versions are refused
 SIDE_PIXELS = 160  # height and width of every image
-DRAWN_SPLITS = ("train", "val")  # a split's number is its index here
-SHAPES_MARKER_FILE = "shapes.json"  # in the data set's folder: its version and seed
+SHAPES_MARKER_FILE = "shapes.json"  # in the data set's folder
 
 _SUBPIXELS = 4  # sub-pixels per pixel along one side while a shape is drawn
 _FRACTION_BITS = 4  # fractional bits of OpenCV's drawing coordinates, so a vertex lies on a grid of 1/64 pixel
 _MIN_PIXELS, _MAX_PIXELS = 8.3, 99.5  # a box's longer side; filling adds up to a sub-pixel: boxes stay within 8 to 100
-_SIZE_EXPONENT = 0.6  # 1 draws sizes log-uniformly; less favours large ones, as crowding makes some of these small
+_SIZE_EXPONENT = 0.6  # 1 draws sizes log-uniformly; less favours large ones, as crowding shrinks some of these
 _OUTLINED_PIXELS = 24.0  # the outline of a smaller shape would hide it
 _EMPTY_SHARE = 0.02  # of the images have no object
-_CLIPPED_SHARE = 0.12  # of the objects may reach over the image's border
+_CLIPPED_SHARE = 0.12  # of the objects may extend beyond the image
 _MIN_INSIDE_SHARE = 0.8  # of the pixels of such an object must be inside the image
 _MAX_HIDDEN_SHARE = 0.3  # of an object's pixels may be shared with all others together, in any order of painting
 _MAX_BOX_IOU = 0.3  # of two boxes in one image
-_MIN_CONTRAST_LEVELS = 80.0  # grey levels; see `_contrast`
-_POSITIONS_PER_SIZE = 30  # that are tried before an object is made smaller
+_MIN_CONTRAST_LEVELS = 80.0  # grey levels; see `contrast`
+_POSITIONS_PER_SIZE = 30  # tried before an object is drawn smaller
 
 Rng = np.random.Generator
 Corners = tuple[float, float, float, float]  # x1, y1, x2, y2 in pixels
@@ -61,86 +55,63 @@ def _mirror(corners: list[tuple[float, float]]) -> np.ndarray:
     return np.concatenate([right, right[::-1] * (-1.0, 1.0)])
 
 
-def _disc(rng: Rng) -> Contours:
-    return [_circle() * (1.0, rng.uniform(0.85, 1.0))]
+def _bar(a: float) -> np.ndarray:
+    return _mirror([(a, -1), (a, 1)])
 
 
-def _ring(rng: Rng) -> Contours:
-    return [_circle(), _circle(rng.uniform(0.5, 0.65))]
+def _cross(a: float) -> np.ndarray:
+    return _mirror([(a, -1), (a, -a), (1, -a), (1, a), (a, a), (a, 1)])
 
 
-def _square(rng: Rng) -> Contours:
-    return [np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]]) * (1.0, rng.uniform(0.85, 1.0))]
-
-
-def _triangle(rng: Rng) -> Contours:
-    return [np.array([[0, -1], [0.866, 0.5], [-0.866, 0.5]]) * (1.0, rng.uniform(0.9, 1.2))]
-
-
-def _cross(rng: Rng) -> Contours:
-    a = rng.uniform(0.24, 0.34)
-    return [_mirror([(a, -1), (a, -a), (1, -a), (1, a), (a, a), (a, 1)])]
-
-
-def _bar(rng: Rng) -> Contours:
-    a = rng.uniform(0.3, 0.42)
-    return [_mirror([(a, -1), (a, 1)])]
-
-
+_SQUARE = np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]])
+_TRIANGLE = np.array([[0, -1], [0.866, 0.5], [-0.866, 0.5]])
 _SHAPES: dict[str, Callable[[Rng], Contours]] = {
-    "disc": _disc,
-    "ring": _ring,
-    "square": _square,
-    "triangle": _triangle,
-    "cross": _cross,
-    "bar": _bar,
+    "disc": lambda rng: [_circle() * (1.0, rng.uniform(0.85, 1.0))],
+    "ring": lambda rng: [_circle(), _circle(rng.uniform(0.5, 0.65))],
+    "square": lambda rng: [_SQUARE * (1.0, rng.uniform(0.85, 1.0))],
+    "triangle": lambda rng: [_TRIANGLE * (1.0, rng.uniform(0.9, 1.2))],
+    "cross": lambda rng: [_cross(rng.uniform(0.24, 0.34))],
+    "bar": lambda rng: [_bar(rng.uniform(0.3, 0.42))],
 }
 NAMES: tuple[str, ...] = tuple(_SHAPES)
 
 
 @dataclass
 class Stencil:
-    """One shape cut to its extent, not yet placed.
-
-    `fine` is (4 h, 4 w) uint8 in sub-pixels, 0 or 255; `fill` and `line` are (h, w) float32, the share of each pixel
-    that the whole shape and its outline cover.
-    """
+    """A shape cropped to its extent, without a position."""
 
     label: int
-    fine: np.ndarray
-    fill: np.ndarray
-    line: np.ndarray
+    fine: np.ndarray  # (4 h, 4 w) uint8 in sub-pixels, 0 or 255
+    fill: np.ndarray  # (h, w) float32, the share of each pixel that the whole shape covers
+    line: np.ndarray  # (h, w) float32, the share that its outline covers
 
 
 @dataclass
-class _Object:
-    """A stencil at a whole pixel (`left`, `top`), which may lie outside the image.
-
-    `mask` is (160, 160) bool, every pixel that the shape touches; `box` is what the image shows, in steps of 1/4 pixel.
-    """
+class PlacedShape:
+    """A stencil at a position in an image."""
 
     stencil: Stencil
-    left: int
+    left: int  # pixels, may be outside of the image
     top: int
-    mask: np.ndarray
-    box: Corners
+    mask: np.ndarray  # (160, 160) bool, every pixel that the shape touches
+    box: Corners  # of the visible part, in steps of 1/4 pixel
 
 
 def _fit(contours: Contours, size: float, angle: float) -> Contours:
-    """Turn contours by `angle` radians about the origin, scale their box to the longer side `size`, and centre it."""
+    """Rotate contours by `angle` radians, scale their bounding box to the longer side `size`, and centre it."""
     cos, sin = np.cos(angle), np.sin(angle)
-    turned = [points @ np.array([[cos, sin], [-sin, cos]]) for points in contours]
-    every = np.concatenate(turned)
+    rotated = [points @ np.array([[cos, sin], [-sin, cos]]) for points in contours]
+    every = np.concatenate(rotated)
     low, high = every.min(axis=0), every.max(axis=0)
-    return [(points - (low + high) / 2) * (size / (high - low).max()) for points in turned]
+    return [(points - (low + high) / 2) * (size / (high - low).max()) for points in rotated]
 
 
 def draw_stencil(rng: Rng, label: int, size: float) -> Stencil:
-    """Draw the shape number `label`, `size` pixels long, at a random angle, variant and offset within one pixel."""
+    """Draw shape number `label`, `size` pixels long, with a random angle, variant and offset within one pixel."""
     thick = rng.uniform(0.04, 0.07) * size if size >= _OUTLINED_PIXELS and rng.random() < 0.4 else 0.0
     contours = _fit(_SHAPES[NAMES[label]](rng), size - thick, rng.uniform(0, 2 * np.pi))
     pixels = int(np.ceil(size)) + 4
-    # OpenCV's whole numbers are the middles of sub-pixels.
+    # OpenCV's whole numbers are the centres of sub-pixels.
     centre = _SUBPIXELS * (pixels / 2 + rng.uniform(-0.5, 0.5, 2)) - 0.5
     points = [np.round((c * _SUBPIXELS + centre) * (1 << _FRACTION_BITS)).astype(np.int32) for c in contours]
     line = np.zeros((pixels * _SUBPIXELS, pixels * _SUBPIXELS), np.uint8)
@@ -148,30 +119,30 @@ def draw_stencil(rng: Rng, label: int, size: float) -> Stencil:
         cv2.polylines(line, points, True, 255, max(round(thick * _SUBPIXELS), 1), cv2.LINE_8, _FRACTION_BITS)
     whole = line.copy()
     cv2.fillPoly(whole, points, 255, cv2.LINE_8, _FRACTION_BITS)
-    return _cut(label, whole, line)
+    return _crop(label, whole, line)
 
 
-def _cut(label: int, whole: np.ndarray, line: np.ndarray) -> Stencil:
-    """Cut both drawings, (4 n, 4 n) uint8, to the pixels that the shape touches."""
+def _crop(label: int, whole: np.ndarray, line: np.ndarray) -> Stencil:
+    """Crop both drawings, (4 n, 4 n) uint8, to the pixels that the shape touches."""
     left, top, wide, high = cv2.boundingRect(whole)
     x1, y1 = left // _SUBPIXELS, top // _SUBPIXELS
     width, height = -(-(left + wide) // _SUBPIXELS) - x1, -(-(top + high) // _SUBPIXELS) - y1
-    cut = np.s_[y1 * _SUBPIXELS : (y1 + height) * _SUBPIXELS, x1 * _SUBPIXELS : (x1 + width) * _SUBPIXELS]
+    crop = np.s_[y1 * _SUBPIXELS : (y1 + height) * _SUBPIXELS, x1 * _SUBPIXELS : (x1 + width) * _SUBPIXELS]
 
     def coverage(drawing: np.ndarray) -> np.ndarray:
-        return cv2.resize(drawing[cut].astype(np.float32) / 255, (width, height), interpolation=cv2.INTER_AREA)
+        return cv2.resize(drawing[crop].astype(np.float32) / 255, (width, height), interpolation=cv2.INTER_AREA)
 
-    return Stencil(label, whole[cut], coverage(whole), coverage(line))
+    return Stencil(label, whole[crop], coverage(whole), coverage(line))
 
 
 def _visible_part(stencil: Stencil, left: int, top: int, side: int) -> tuple[int, int, int, int]:
-    """Return the part of a square image that a stencil at (`left`, `top`) covers: x1, y1, x2, y2 in whole pixels."""
+    """Return the part of a square image that a stencil at (`left`, `top`) covers: x1, y1, x2, y2 in pixels."""
     height, width = stencil.fill.shape
     return max(left, 0), max(top, 0), min(left + width, side), min(top + height, side)
 
 
-def _place_at(stencil: Stencil, left: int, top: int) -> _Object | None:
-    """Place a stencil at (`left`, `top`); None if too little of it is inside the image."""
+def place_at(stencil: Stencil, left: int, top: int) -> PlacedShape | None:
+    """Place a stencil at (`left`, `top`); return None if too little of it is inside the image."""
     x1, y1, x2, y2 = _visible_part(stencil, left, top, SIDE_PIXELS)
     fine = stencil.fine[
         (y1 - top) * _SUBPIXELS : (y2 - top) * _SUBPIXELS, (x1 - left) * _SUBPIXELS : (x2 - left) * _SUBPIXELS
@@ -182,10 +153,10 @@ def _place_at(stencil: Stencil, left: int, top: int) -> _Object | None:
     box = (x1 + x / _SUBPIXELS, y1 + y / _SUBPIXELS, x1 + (x + wide) / _SUBPIXELS, y1 + (y + high) / _SUBPIXELS)
     mask = np.zeros((SIDE_PIXELS, SIDE_PIXELS), bool)
     mask[y1:y2, x1:x2] = stencil.fill[y1 - top : y2 - top, x1 - left : x2 - left] > 0
-    return _Object(stencil, left, top, mask, box)
+    return PlacedShape(stencil, left, top, mask, box)
 
 
-def _iou(one: Corners, other: Corners) -> float:
+def iou(one: Corners, other: Corners) -> float:
     """Return the IoU of two boxes."""
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])
@@ -195,9 +166,9 @@ def _iou(one: Corners, other: Corners) -> float:
     return width * height / (sum(areas) - width * height)
 
 
-def _fits(new: _Object, placed: list[_Object]) -> bool:
-    """Return whether `new` leaves enough of itself and of every placed object visible, in any order of painting."""
-    overlaps = [_iou(new.box, old.box) for old in placed]
+def _fits(new: PlacedShape, placed: list[PlacedShape]) -> bool:
+    """Return whether enough of `new` and of every placed shape stays visible, in any order of painting."""
+    overlaps = [iou(new.box, old.box) for old in placed]
     if max(overlaps, default=0.0) > _MAX_BOX_IOU:
         return False
     touched = [old.mask for old, overlap in zip(placed, overlaps, strict=True) if overlap > 0]
@@ -207,32 +178,32 @@ def _fits(new: _Object, placed: list[_Object]) -> bool:
     return all(np.count_nonzero(shared & m) <= _MAX_HIDDEN_SHARE * np.count_nonzero(m) for m in [*touched, new.mask])
 
 
-def _place_shape(rng: Rng, label: int, size: float, placed: list[_Object]) -> _Object | None:
-    """Find room for one shape, made smaller if there is none; None if there is none for the smallest either."""
+def _find_room(rng: Rng, label: int, size: float, placed: list[PlacedShape]) -> PlacedShape | None:
+    """Place a shape, smaller if there is no room for it; return None if there is no room for the smallest either."""
     while size >= _MIN_PIXELS:
         stencil = draw_stencil(rng, label, size)
         height, width = stencil.fill.shape
         clipped = size >= _OUTLINED_PIXELS and rng.random() < _CLIPPED_SHARE
-        over = 0.25 if clipped else 0.0  # of the box's side
+        over = 0.25 if clipped else 0.0  # share of the box's side
         for _ in range(_POSITIONS_PER_SIZE):
             left = int(rng.integers(round(-over * width), round(SIDE_PIXELS - (1 - over) * width) + 1))
             top = int(rng.integers(round(-over * height), round(SIDE_PIXELS - (1 - over) * height) + 1))
-            new = _place_at(stencil, left, top)
+            new = place_at(stencil, left, top)
             if new is not None and _fits(new, placed):
                 return new
         size *= 0.6
     return None
 
 
-def _objects(rng: Rng) -> list[_Object]:
-    """Choose and place an image's objects; return them in the order of painting."""
+def arrange(rng: Rng) -> list[PlacedShape]:
+    """Choose and place the shapes of an image, and return them in the order of painting."""
     if rng.random() < _EMPTY_SHARE:
         return []
     count = int(rng.integers(6, 13))
     share = rng.random(count) ** _SIZE_EXPONENT
-    placed: list[_Object] = []
+    placed: list[PlacedShape] = []
     for size in _MIN_PIXELS * (_MAX_PIXELS / _MIN_PIXELS) ** np.sort(share)[::-1]:  # large ones first: they need room
-        new = _place_shape(rng, int(rng.integers(len(NAMES))), float(size), placed)
+        new = _find_room(rng, int(rng.integers(len(NAMES))), float(size), placed)
         if new is not None:
             placed.append(new)
     return [placed[i] for i in rng.permutation(len(placed))]
@@ -274,7 +245,7 @@ def _pattern(rng: Rng, side: int) -> np.ndarray:
 def background(rng: Rng, side: int = SIDE_PIXELS) -> np.ndarray:
     """Return an image (side, side, 3) float32 without objects, in grey levels."""
     base = (rng.uniform(45, 210) + rng.uniform(-40, 40, 3)).astype(np.float32)
-    # grey levels between the pattern's middle and either end
+    # grey levels between the pattern's mean and either extreme
     swing = (rng.uniform(-30, 30) + rng.uniform(-12, 12, 3)).astype(np.float32)
     grain = rng.uniform(2, 10) * _noise(rng, rng.uniform(1.5, 8), side)
     light = rng.uniform(0, 20) * _wave(rng, rng.uniform(0, 2 * np.pi), rng.uniform(2, 5) * side, side)
@@ -282,21 +253,21 @@ def background(rng: Rng, side: int = SIDE_PIXELS) -> np.ndarray:
     return np.clip(image, 0, 255)
 
 
-def _contrast(colours: np.ndarray, pixels: np.ndarray) -> np.ndarray:
+def contrast(colours: np.ndarray, pixels: np.ndarray) -> np.ndarray:
     """Return the contrast (c, p) in grey levels of BGR colours (c, 3) against pixels (p, 3).
 
-    A difference in colour alone counts for a third: JPEG halves the resolution of colour, and small shapes would blur.
+    A difference in colour alone counts a third: JPEG halves the resolution of colour, which blurs small shapes.
     """
-    apart = colours[:, None] - pixels[None]
-    luma = np.abs(apart @ np.array([0.114, 0.587, 0.299]))
-    return luma + np.abs(apart - apart.mean(axis=2, keepdims=True)).max(axis=2) / 3
+    difference = colours[:, None] - pixels[None]
+    luma = np.abs(difference @ np.array([0.114, 0.587, 0.299]))
+    return luma + np.abs(difference - difference.mean(axis=2, keepdims=True)).max(axis=2) / 3
 
 
-def _fill_colour(rng: Rng, around: np.ndarray) -> np.ndarray:
+def fill_colour(rng: Rng, around: np.ndarray) -> np.ndarray:
     """Return a random colour (3,) that stands out against nearly all pixels of `around` (h, w, 3)."""
     pixels = rng.choice(around.reshape(-1, 3), 64)
     colours = rng.uniform(5, 250, (16, 3))
-    worst = np.partition(_contrast(colours, pixels), 6, axis=1)[:, 6]  # one pixel in ten may be closer: a neighbour's
+    worst = np.partition(contrast(colours, pixels), 6, axis=1)[:, 6]  # a tenth of the pixels may be a neighbour's
     enough = np.flatnonzero(worst >= _MIN_CONTRAST_LEVELS)
     return colours[enough[0] if len(enough) else worst.argmax()]
 
@@ -306,8 +277,8 @@ def paint(rng: Rng, image: np.ndarray, stencil: Stencil, left: int, top: int) ->
     x1, y1, x2, y2 = _visible_part(stencil, left, top, len(image))
     inside = np.s_[y1 - top : y2 - top, x1 - left : x2 - left]
     window = image[y1:y2, x1:x2]
-    colour = _fill_colour(rng, image[max(y1 - 2, 0) : y2 + 2, max(x1 - 2, 0) : x2 + 2])
-    across, down = rng.uniform(-12, 12, 2)  # grey levels of shading between the shape's middle and its sides
+    colour = fill_colour(rng, image[max(y1 - 2, 0) : y2 + 2, max(x1 - 2, 0) : x2 + 2])
+    across, down = rng.uniform(-12, 12, 2)  # grey levels of shading between the shape's centre and its sides
     height, width = stencil.fill.shape
     shade = np.linspace(-across, across, width)[None, :] + np.linspace(-down, down, height)[:, None]
     fill, line = stencil.fill[inside][..., None], stencil.line[inside][..., None]
@@ -336,14 +307,13 @@ def draw_image(seed: int, split: int, index: int) -> tuple[np.ndarray, np.ndarra
     """Draw one image, (160, 160, 3) uint8 BGR, and its labels, (n, 5) float32 rows of class, xc, yc, w, h in 0..1."""
     rng = np.random.default_rng([seed, split, index])
     image = background(rng)
-    objects = _objects(rng)
-    for new in objects:
-        paint(rng, image, new.stencil, new.left, new.top)
-    labels = np.zeros((len(objects), 5), np.float32)
-    for row, new in zip(labels, objects, strict=True):
-        x1, y1, x2, y2 = new.box
+    shapes = arrange(rng)
+    labels = np.zeros((len(shapes), 5), np.float32)
+    for row, shape in zip(labels, shapes, strict=True):
+        paint(rng, image, shape.stencil, shape.left, shape.top)
+        x1, y1, x2, y2 = shape.box
         centre_and_size = ((x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1)
-        row[:] = (new.stencil.label, *(value / SIDE_PIXELS for value in centre_and_size))
+        row[:] = (shape.stencil.label, *(value / SIDE_PIXELS for value in centre_and_size))
     return photograph(rng, image), labels
 
 
@@ -357,112 +327,13 @@ def _write_image(folder: Path, seed: int, split: int, index: int) -> None:
     (folder / "labels" / f"{name}.txt").write_text("".join(rows), encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class BuiltinDataset:
-    """A built-in data set on disk. In the path of a folder `{}` is the name of the split."""
-
-    name: str  # in messages
-    version: int  # of the drawing: see `SHAPES_VERSION`
-    marker: str
-    images: tuple[str, ...]  # folders: image `index` is in number `index` modulo their count
-    labels: tuple[str, ...]  # folders of label files
-    write: Callable[[Path, int, int, int], None]  # draw one image into the data set's folder by seed, split and index
-
-
-def _write_all(
-    folder: Path, dataset: BuiltinDataset, marker: dict[str, object], seed: int, counts: tuple[int, int]
-) -> None:
-    """Draw every image into the new `folder`; the marker comes last."""
-    for place in dataset.images + dataset.labels:
-        for split in DRAWN_SPLITS:
-            (folder / place.format(split)).mkdir(parents=True)
-    work = [(split, index) for split, count in enumerate(counts) for index in range(count)]
-    for number, index in tqdm(
-        work, desc=f"drawing {dataset.name}", unit="image", disable=None
-    ):  # None: only on a terminal
-        dataset.write(folder, seed, number, index)
-    (folder / dataset.marker).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
-    os.sync()  # else a power cut soon after the rename could leave the final name on empty files
-
-
-def _check(folder: Path, dataset: BuiltinDataset, marker: dict[str, object], counts: tuple[int, int]) -> None:
-    """Raise `UserError` unless the existing `folder` holds the complete drawing that `marker` describes."""
-    try:
-        content = json.loads((folder / dataset.marker).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise UserError(
-            f"'{folder}' exists but is not a drawing of the {dataset.name} data set (it has no readable "
-            f"{dataset.marker}): remove it or name another folder"
-        ) from None
-    if content != marker:
-        described = content if isinstance(content, dict) else {}
-        keys = [key for key in marker | described if described.get(key) != marker.get(key)]
-        raise UserError(
-            f"'{folder}' holds another drawing of the {dataset.name} data set (its {dataset.marker} differs in "
-            f"{', '.join(keys)}): remove it to have it drawn again, or name another folder"
-        )
-    for split, total in zip(DRAWN_SPLITS, counts, strict=True):
-        for first, place in enumerate(dataset.images):
-            path, count = place.format(split), len(range(first, total, len(dataset.images)))
-            images = len(list((folder / path).glob("*.jpg")))
-            if images != count:
-                raise UserError(
-                    f"'{folder}' is damaged ({images} instead of {count} images in {path}): "
-                    "remove it to have it drawn again"
-                )
-
-
-def draw_builtin(dataset: BuiltinDataset, folder: Path, seed: int, counts: tuple[int, int]) -> Path:
-    """Draw a data set into `folder`, unless it is there already, and return `folder`. counts: of images by split.
-
-    The images are drawn into a hidden folder beside it, `.<name>-<pid>-<random>`, which is then renamed: `folder` is
-    complete or absent. Of several processes the first to rename wins and the others use its drawing. A process that is
-    killed leaves its hidden folder behind; nothing reads it.
-
-    Raises `UserError` if `folder` holds anything else than this drawing, or cannot be written. Nothing that is there is
-    changed or removed.
-    """
-    if seed < 0:
-        raise UserError(f"seed {seed} is negative: give the {dataset.name} data set a seed of 0 or more")
-    sizes = dict(zip(DRAWN_SPLITS, counts, strict=True))
-    marker: dict[str, object] = {"drawing": dataset.version, "seed": seed, **sizes, "names": list(NAMES)}
-    if not os.path.lexists(folder):
-        try:
-            _draw_beside(folder, dataset, marker, seed, counts)
-        except OSError as error:
-            raise UserError(
-                f"cannot write the {dataset.name} data set to '{folder}' ({error.strerror}): free the space or the "
-                "permission that it needs, or name another folder"
-            ) from error
-    _check(folder, dataset, marker, counts)
-    return folder
-
-
-def _draw_beside(
-    folder: Path, dataset: BuiltinDataset, marker: dict[str, object], seed: int, counts: tuple[int, int]
-) -> None:
-    """Draw into a temporary folder and rename it to `folder`; leave `folder` alone if another process was faster."""
-    # mkdtemp would make a folder that only its owner may read, and that mode would survive the rename
-    part = folder.parent / f".{folder.name}-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        part.mkdir(parents=True)
-        _write_all(part, dataset, marker, seed, counts)
-        try:
-            os.rename(part, folder)
-        except OSError:
-            if not os.path.lexists(folder):
-                raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)  # after a rename there is nothing left to remove
-
-
 _SHAPES_DATASET = BuiltinDataset(
-    "shapes", SHAPES_VERSION, SHAPES_MARKER_FILE, ("images/{}",), ("labels/{}",), _write_image
+    "shapes", SHAPES_VERSION, SHAPES_MARKER_FILE, NAMES, ("images/{}",), ("labels/{}",), _write_image
 )
 
 
 def draw_dataset(folder: Path, seed: int = 0, train: int = 640, val: int = 160) -> Path:
-    """Draw the data set into `folder` unless it is there already, and return `folder`; see `draw_builtin`."""
+    """Draw the data set into `folder` unless it exists, and return `folder`; see `draw_builtin`."""
     return draw_builtin(_SHAPES_DATASET, folder, seed, (train, val))
 
 

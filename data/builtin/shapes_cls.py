@@ -1,8 +1,8 @@
-"""The built-in data set "shapes-cls": one shape to an image, in a folder per class, for classification.
+"""The built-in data set "shapes-cls" for classification: one shape per image, in a folder per class.
 
 Shapes, backgrounds and colours are those of `data.builtin.shapes`. Every image has its own generator,
-`numpy.random.default_rng([seed, 2, split, index])`, so that any image can be drawn again without the others. Image
-`index` of a split shows the class `NAMES[index % 6]` and is the file `<split>/<class>/<index>.jpg`.
+`numpy.random.default_rng([seed, 2, split, index])`, so any image can be drawn alone. Image `index` of a split shows the
+class `NAMES[index % 6]` and is the file `<split>/<class>/<index>.jpg`.
 
 Called by data/sources.py for `draw:` of a data YAML.
 """
@@ -13,28 +13,19 @@ from pathlib import Path
 
 import numpy as np
 
-from data.builtin.shapes import (
-    DRAWN_SPLITS,
-    NAMES,
-    BuiltinDataset,
-    background,
-    draw_builtin,
-    draw_stencil,
-    encode,
-    paint,
-    photograph,
-)
+from data.builtin.dataset import DRAWN_SPLITS, BuiltinDataset, draw_builtin
+from data.builtin.shapes import NAMES, background, draw_stencil, encode, paint, photograph
 
-SHAPES_CLS_VERSION = 1  # raise it with every change of a pixel, by this module or shapes.py
+SHAPES_CLS_VERSION = 1  # increase with every change of a pixel, by this module or shapes.py
 CLS_SIDE_PIXELS = 64  # height and width of every image
-SHAPES_CLS_MARKER_FILE = "shapes-cls.json"  # in the data set's folder: its version and seed
+SHAPES_CLS_MARKER_FILE = "shapes-cls.json"  # in the data set's folder
 
-_SPLIT_STREAM = 2  # in seeds at the position of the split, 0 or 1, in shapes.py: so no generator is shared
+_SPLIT_STREAM = 2  # in seeds at the position of the split, 0 or 1, in shapes.py: no generator is shared
 _CLS_MIN_PIXELS, _CLS_MAX_PIXELS = 22.0, 56.0  # a shape's longer side, drawn log-uniformly
 
 
 def draw_image(seed: int, split: int, index: int) -> np.ndarray:
-    """Draw one image, (64, 64, 3) uint8 BGR, with one shape wholly inside it."""
+    """Draw one image, (64, 64, 3) uint8 BGR, with one whole shape."""
     rng = np.random.default_rng([seed, _SPLIT_STREAM, split, index])
     image = background(rng, CLS_SIDE_PIXELS)
     size = _CLS_MIN_PIXELS * (_CLS_MAX_PIXELS / _CLS_MIN_PIXELS) ** rng.random()
@@ -53,10 +44,16 @@ def _write_image(folder: Path, seed: int, split: int, index: int) -> None:
 
 
 _SHAPES_CLS_DATASET = BuiltinDataset(
-    "shapes-cls", SHAPES_CLS_VERSION, SHAPES_CLS_MARKER_FILE, tuple(f"{{}}/{name}" for name in NAMES), (), _write_image
+    "shapes-cls",
+    SHAPES_CLS_VERSION,
+    SHAPES_CLS_MARKER_FILE,
+    NAMES,
+    images=tuple(f"{{}}/{name}" for name in NAMES),
+    labels=(),
+    write=_write_image,
 )
 
 
 def draw_dataset(folder: Path, seed: int = 0, train: int = 1200, val: int = 300) -> Path:
-    """Draw the data set into `folder` unless it is there already, and return `folder`; see `draw_builtin`."""
+    """Draw the data set into `folder` unless it exists, and return `folder`; see `draw_builtin`."""
     return draw_builtin(_SHAPES_CLS_DATASET, folder, seed, (train, val))

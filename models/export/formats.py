@@ -1,4 +1,4 @@
-"""Write a model into files that other programs run; the same model gives the same bytes. Called by export.py."""
+"""Write a model to files that other programs run. Called by export.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import io
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,16 +28,16 @@ from models.export.runtime import (
 from utils.errors import UserError, first_line
 from utils.files import replacing
 
-ONNX_OPSET = 18  # the least that torch's exporter writes without a conversion
-# Names of the tensors in ONNX files; the first two are YOLOv5's.
+ONNX_OPSET = 18  # the lowest that torch's exporter writes without a conversion
+# Names of tensors in ONNX files; the first two as in YOLOv5.
 INPUT_NAME, OUTPUT_NAME, COUNT_NAME = "images", "output0", "count"
-MAX_EXPORT_SIDE_PIXELS = 2**14  # of images for a file that takes any size
+MAX_EXPORT_SIDE_PIXELS = 2**14  # of images, with --dynamic
 MAX_EXPORT_BATCH = 2**14  # images
 
 
 @dataclass(frozen=True)
 class ExportJob:
-    """A model to be written, in evaluation mode on its device, and the metadata of its files."""
+    """A model to export, in evaluation mode on its device, and the metadata of its files."""
 
     model: nn.Module
     metadata: ExportMetadata
@@ -46,7 +46,7 @@ class ExportJob:
 
     @cached_property
     def example(self) -> Tensor:
-        """Images of the requested size; two if their number is dynamic, as torch.export takes a size of 1 for fixed."""
+        """Images of the requested size. At least two if dynamic: torch.export makes sizes of 1 static."""
         metadata = self.metadata
         count = max(metadata.batch, 2) if metadata.dynamic else metadata.batch
         dtype = torch.half if metadata.half else torch.float
@@ -60,26 +60,48 @@ class ExportJob:
             stride = self.metadata.stride
             shapes = {0: torch.export.Dim("batch", min=1, max=MAX_EXPORT_BATCH)}
             for axis, name in ((2, "height"), (3, "width")):
-                # At least two strides: torch.export takes sizes of 1 for fixed.
+                # At least two strides: torch.export makes sizes of 1 static.
                 strides = torch.export.Dim(f"{name}_in_strides", min=2, max=MAX_EXPORT_SIDE_PIXELS // stride)
                 shapes[axis] = stride * strides if stride > 1 else strides
         program = torch.export.export(
             self.model, (self.example,), dynamic_shapes=(shapes,) if shapes else None, strict=False
         )
         for node in program.graph.nodes:
-            node.meta.pop("stack_trace", None)  # it names folders of this machine
+            node.meta.pop("stack_trace", None)  # names folders of this machine
         return program
 
     @cached_property
     def onnx(self) -> bytes:
-        """The model as ONNX."""
-        return _onnx_content(self)
+        """The bytes of an ONNX file: the same for the same model."""
+        import onnx  # noqa: F401  # so that the error names the missing package
+        import onnxscript  # noqa: F401
+
+        metadata = self.metadata
+        program = torch.onnx.export(
+            self.program,
+            (),
+            dynamo=True,
+            input_names=[INPUT_NAME],
+            output_names=[OUTPUT_NAME, COUNT_NAME] if metadata.suppression else [OUTPUT_NAME],
+            opset_version=self.opset,
+            external_data=False,
+            verbose=self.verbose,
+        )
+        assert program is not None
+        model = program.model_proto
+        if (written := model.opset_import[0].version) != self.opset:
+            raise UserError(f"--opset {self.opset} is not possible for this model; leave it out, or give {written}")
+        _tidy(model, metadata)
+        names, stride = str(metadata.names), str(metadata.stride)
+        for key, value in ((ONNX_METADATA_KEY, metadata.text()), ("names", names), ("stride", stride)):
+            model.metadata_props.add(key=key, value=value)
+        return model.SerializeToString(deterministic=True)
 
 
 def write(job: ExportJob, name: str, stem: Path) -> Path:
-    """Write one format beside `stem`, whole or not at all, and return its path.
+    """Write one format to `stem` with its suffix, completely or not at all, and return the path.
 
-    name: a key of `WRITERS`. Raises `UserError` if the format does not take the model.
+    name: a key of `WRITERS`. Raises `UserError` if the format does not support the model.
     """
     path = stem.parent / (stem.name + SUFFIX_OF_FORMAT[name])
     try:
@@ -93,10 +115,10 @@ def write(job: ExportJob, name: str, stem: Path) -> Path:
         ) from None
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}; check the folder and the disk") from None
-    except Exception as error:  # torch's exporters fail each in its own way
+    except Exception as error:  # of any class, depending on the exporter
         hint = "leave out --dynamic, or " if job.metadata.dynamic else ""
         raise UserError(
-            f"{name} does not take this model ({first_line(error, 200)}); {hint}choose another format"
+            f"{name} does not support this model ({first_line(error, 200)}); {hint}choose another format"
         ) from error
     return path
 
@@ -113,25 +135,23 @@ def _torchscript(job: ExportJob, path: Path) -> None:
 
 @torch.no_grad()
 def _takes_any_size(traced: torch.jit.ScriptModule, job: ExportJob) -> bool:
-    """Return whether a trace takes images of another number and size too: a size of the example may have become a
-    constant."""
+    """Return whether a trace supports other sizes and numbers of images: tracing may turn sizes into constants."""
     generator = torch.Generator(job.example.device).manual_seed(0)
     (count, channels, height, width), stride = job.example.shape, job.metadata.stride
     shape = (count + 1, channels, height + stride, width + 2 * stride)
     images = torch.rand(shape, generator=generator, device=job.example.device).to(job.example.dtype)
     try:
-        return all(map(torch.equal, _as_list(traced(images)), _as_list(job.model(images))))
-    except Exception:  # a layer can fail anywhere with a size that it was not traced for
+        outputs, expected = traced(images), job.model(images)
+        if isinstance(outputs, Tensor):
+            return torch.equal(outputs, expected)
+        return all(map(torch.equal, outputs, expected))
+    except Exception:  # any layer may fail at a size that it was not traced with
         return False
-
-
-def _as_list(outputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
 
 def _program(job: ExportJob, path: Path) -> None:
     program = copy.copy(job.program)
-    program.example_inputs = None  # or they would be written too
+    program.example_inputs = None  # else they are written too
     with replacing(path) as file:
         content = io.BytesIO()
         torch.export.save(program, content, extra_files={PROGRAM_FILE: job.metadata.text()})
@@ -143,40 +163,10 @@ def _onnx(job: ExportJob, path: Path) -> None:
         file.write(job.onnx)
 
 
-def _onnx_content(job: ExportJob) -> bytes:
-    import onnx  # noqa: F401  # here, so that an error names the package that is not installed
-    import onnxscript  # noqa: F401
-
-    program = torch.onnx.export(
-        job.program,
-        (),
-        dynamo=True,
-        input_names=[INPUT_NAME],
-        output_names=[OUTPUT_NAME, COUNT_NAME] if job.metadata.suppression else [OUTPUT_NAME],
-        opset_version=job.opset,
-        external_data=False,
-        verbose=job.verbose,
-    )
-    assert program is not None
-    model = program.model_proto
-    if (written := model.opset_import[0].version) != job.opset:
-        raise UserError(f"ONNX's --opset {job.opset} cannot be had of this model, only {written}; give that or none")
-    _tidy(model, job.metadata)
-    metadata = {
-        "stride": str(job.metadata.stride),
-        "names": str(job.metadata.names),
-        ONNX_METADATA_KEY: job.metadata.text(),
-    }
-    del model.metadata_props[:]
-    for key, value in sorted(metadata.items()):
-        model.metadata_props.add(key=key, value=value)
-    return model.SerializeToString(deterministic=True)
-
-
 def _tidy(model: Any, metadata: ExportMetadata) -> None:
-    """Remove what depends on this machine, and give dynamic sizes readable names."""
+    """Remove metadata that depends on this machine, and name the dynamic sizes."""
     graph = model.graph
-    for part in (graph, *graph.node, *graph.input, *graph.output, *graph.initializer, *model.functions):
+    for part in (model, graph, *graph.node, *graph.input, *graph.output, *graph.initializer, *model.functions):
         del part.metadata_props[:]
     del graph.value_info[:]
     if metadata.dynamic:
@@ -193,10 +183,9 @@ def _openvino(job: ExportJob, path: Path) -> None:
     import openvino
 
     with _replacing_folder(path) as folder:
-        source = folder / "model.onnx"
-        source.write_bytes(job.onnx)
-        model = openvino.convert_model(str(source))
-        source.unlink()
+        (folder / "model.onnx").write_bytes(job.onnx)
+        model = openvino.convert_model(str(folder / "model.onnx"))
+        (folder / "model.onnx").unlink()
         name = path.name.removesuffix(SUFFIX_OF_FORMAT["openvino"])
         openvino.save_model(model, str(folder / f"{name}.xml"), compress_to_fp16=job.metadata.half)
         (folder / FOLDER_FILE).write_text(job.metadata.text(), encoding="utf-8")
@@ -226,12 +215,14 @@ def _replacing_folder(path: Path) -> Iterator[Path]:
 @contextmanager
 def _suppressed_output(verbose: bool) -> Iterator[None]:
     """Suppress the exporters' output, unless `verbose`."""
-    with ExitStack() as stack:
-        if not verbose:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            for stream in (redirect_stdout, redirect_stderr):
-                stack.enter_context(stream(io.StringIO()))
-            stack.callback(logging.disable, logging.root.manager.disable)
-            logging.disable(logging.ERROR)
+    if verbose:
         yield
+        return
+    level = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)

@@ -1,13 +1,11 @@
 """Exported files: their metadata, and running them as a model. Called by models/ensemble.py.
 
-The reader is chosen by the file's name. ONNX and OpenVINO files hold arithmetic. A `.torchscript` and a `.pt2` hold
-programs of torch's operators; no pickle of classes is loaded from them, nor an expression that torch would pass to
-Python's `eval`.
+ONNX and OpenVINO files hold arithmetic. A `.torchscript` and a `.pt2` hold programs of torch's operators. A `.pt2` can
+also hold Python, which torch.export.load would run: `_refuse_code` refuses such files.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
 import io
 import json
@@ -33,42 +31,51 @@ EXPORT_FORMAT = "lockstep-export-1"
 ONNX_METADATA_KEY = "lockstep"  # beside it are YOLOv5's `stride` and `names`
 TORCHSCRIPT_FILE, PROGRAM_FILE, FOLDER_FILE = "config.txt", "lockstep.json", "metadata.yaml"
 SUFFIX_OF_FORMAT = dict(zip(("onnx", "torchscript", "exported", "openvino"), EXPORTED_SUFFIXES, strict=True))
-# What sizes in a .pt2 may consist of: sympy evaluates their text.
-SIZE_FUNCTIONS = (
+# torch.export.load evaluates the sizes in a .pt2 with sympy and generates code from its names. The strings in its JSON
+# must match the pattern of their key, or `NAME_PATTERN` if the key has none.
+SIZE_WORDS = (
     *("Symbol", "Integer", "Rational", "Float", "Add", "Mul", "Pow", "Abs", "Max", "Min", "Mod", "PythonMod"),
     *("FloorDiv", "CleanDiv", "CeilDiv", "IntTrueDiv", "Identity", "floor", "ceiling", "Where", "And", "Or", "Not"),
     *("Equality", "Unequality", "GreaterThan", "LessThan", "StrictGreaterThan", "StrictLessThan", "Eq", "Ne"),
+    *("positive", "integer", "nonnegative", "real", "evaluate", "True", "False"),
 )
-SIZE_SYMBOL = re.compile(r"[a-z]{1,3}\d+")  # an unknown size
-SIZE_SYMBOL_PROPERTIES = ("positive", "integer", "nonnegative", "real", "evaluate")
+NAME_PATTERN = r"[\w.+-]*"
+OPERATOR_PATTERN = r"(?!.*__)(torch\.ops\.\w+(\.\w+)+|(_operator|math)\.\w+|torch\.sym_\w+)"
+TEXT_PATTERNS = {
+    "expr_str": rf"(\b({'|'.join(SIZE_WORDS)}|[a-z]{{1,3}}\d+|\d+)\b|[ ()+\-*/%<>=!&|~,.'])*",
+    "target": OPERATOR_PATTERN,
+    "as_operator": OPERATOR_PATTERN,
+    "path_name": r"(weight|tensor)_\d+",  # torch unpickles files of other names
+}
+NOT_EVALUATED = ("metadata", "as_string", "as_strings", "in_spec", "out_spec", "guards_code")
 
 Runner = Callable[[Tensor], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
 class ExportMetadata:
-    """The metadata of an exported file. model: the YAML of its network."""
+    """The metadata of an exported file."""
 
     task: str
     names: dict[int, str]
     stride: int
-    model: dict[str, Any]
+    model: dict[str, Any]  # the model YAML
     imgsz: tuple[int, int]  # height and width, pixels
     batch: int
     dynamic: bool  # any number of images, with sides of any whole strides
     half: bool  # takes images in fp16
-    device: str  # that torch's own formats run on: cpu or cuda
-    suppression: dict[str, Any] | None  # settings of the suppression inside
+    device: str  # of torch's own formats: cpu or cuda
+    suppression: dict[str, Any] | None  # thresholds and limits, if the file suppresses overlapping boxes
     settings: dict[str, Any]  # of the run that trained it
 
     def text(self) -> str:
-        """Return JSON, the same for the same content; `shape`, `stride` and `names` are for YOLOv5's programs."""
+        """Return JSON with sorted keys; `shape`, `stride` and `names` are for YOLOv5's programs."""
         content = {"format": EXPORT_FORMAT, **asdict(self), "shape": [self.batch, 3, *self.imgsz]}
         return json.dumps(content, sort_keys=True)
 
 
 def read_metadata(text: str) -> ExportMetadata:
-    """Read a file's JSON. Raises ValueError, TypeError, KeyError or AttributeError if export.py did not write it."""
+    """Parse JSON. Raises ValueError, TypeError, KeyError or AttributeError if export.py did not write it."""
     content = json.loads(text)
     version = content.pop("format", None)
     if version != EXPORT_FORMAT:
@@ -79,14 +86,9 @@ def read_metadata(text: str) -> ExportMetadata:
     return ExportMetadata(**{**content, "imgsz": (int(height), int(width))})
 
 
-def is_exported(path: Path) -> bool:
-    """Return whether the name is that of an exported file, or of a folder of OpenVINO's."""
-    return path.name.endswith(EXPORTED_SUFFIXES)
-
-
 def read_model(path: Path) -> Weights:
-    """Read a weight file or an exported one, which has no tensors but a `program`. Raises `UserError`."""
-    if not is_exported(path):
+    """Read a weight file, or an exported file into a `program` without tensors. Raises `UserError`."""
+    if not path.name.endswith(EXPORTED_SUFFIXES):
         return read_weights(path)
     exported = read_exported(path)
     metadata = exported.metadata
@@ -94,14 +96,14 @@ def read_model(path: Path) -> Weights:
 
 
 def whole_strides(side: int, stride: int) -> int:
-    """Return `side` in pixels, rounded up to whole strides: at least two, unless the stride is 1."""
+    """Return `side` in pixels, rounded up to whole strides: at least two if the stride is above 1."""
     return max(math.ceil(side / stride), 2 if stride > 1 else 1) * stride
 
 
 class Exported(Model):
-    """A file of export.py as a model: maps images to a tensor, or several.
+    """A file of export.py as a model, which maps images to one or more tensors.
 
-    Its weights are no parameters: precision and device are the file's, whatever `half` and `to` ask for.
+    It has no parameters: precision and device are those of the file and do not follow `half` and `to`.
     """
 
     def __init__(self, metadata: ExportMetadata, run: Runner, name: str) -> None:
@@ -111,14 +113,14 @@ class Exported(Model):
         self.imgsz = max(metadata.imgsz)
 
     def resize(self, imgsz: int) -> None:
-        """Set `imgsz` to a size in whole strides; a file for one size keeps its own."""
+        """Set `imgsz`, rounded up to whole strides, unless the file is for one size."""
         if self.metadata.dynamic:
             self.imgsz = whole_strides(imgsz, self.stride)
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Map (b, 3, h, w) to the file's outputs, on the device of the images. Raises `UserError` for a wrong size.
+        """Map (b, 3, h, w) to the outputs, on the device of the images. Raises `UserError` for a wrong size.
 
-        A file for batches of one size runs once for each such batch, the last one filled up.
+        A file for one batch size runs once per such batch; the last one is padded with zeros.
         """
         metadata, size = self.metadata, tuple(images.shape[2:])
         if not metadata.dynamic and size != metadata.imgsz:
@@ -142,8 +144,7 @@ class Exported(Model):
 
 
 def read_exported(path: Path) -> Exported:
-    """Read the model in an exported file. Raises `UserError` if it is damaged, another program's, or its runtime is not
-    installed."""
+    """Read an exported file. Raises `UserError` if it is damaged, not from export.py, or its runtime is missing."""
     read = next(reader for ending, reader in READERS.items() if path.name.endswith(ending))
     if not path.exists():
         raise UserError(f"weights {path} do not exist; check the path")
@@ -157,7 +158,7 @@ def read_exported(path: Path) -> Exported:
         ) from error
     if not text:
         raise UserError(
-            f"{path} has no metadata of export.py; export it again from its .pt: it says what classes it has"
+            f"{path} has no metadata of export.py, such as class names; export it again from its .pt with export.py"
         )
     try:
         metadata = read_metadata(text)
@@ -168,25 +169,23 @@ def read_exported(path: Path) -> Exported:
     return Exported(metadata, start(metadata), path.name)
 
 
-# One reader per format: it returns the text of the metadata, '' if there is none, and a function that makes the runner.
+# A reader per format returns the text of the metadata, '' if there is none, and a function that makes the runner.
 
 
 def _torchscript(path: Path) -> tuple[str, Callable[[ExportMetadata], Runner]]:
     import torchvision.ops  # noqa: F401  # registers its operators: suppression is one
 
-    extra = {TORCHSCRIPT_FILE: ""}
-    content = path.read_bytes()
+    extra: dict[str, Any] = {TORCHSCRIPT_FILE: ""}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that torch.export is to be preferred
-        module = torch.jit.load(io.BytesIO(content), map_location="cpu", _extra_files=extra)
-    metadata_text: Any = extra[TORCHSCRIPT_FILE]
-    text = metadata_text.decode("utf-8") if isinstance(metadata_text, bytes) else metadata_text
+        module = torch.jit.load(io.BytesIO(path.read_bytes()), map_location="cpu", _extra_files=extra)
+    text = extra[TORCHSCRIPT_FILE]  # bytes if the file has it
 
     def start(metadata: ExportMetadata) -> Runner:
         device = _device(metadata, path)
         return _torch_runner(module.to(device), device)
 
-    return text, start
+    return text.decode("utf-8") if text else "", start
 
 
 def _program(path: Path) -> tuple[str, Callable[[ExportMetadata], Runner]]:
@@ -199,7 +198,7 @@ def _program(path: Path) -> tuple[str, Callable[[ExportMetadata], Runner]]:
         program = torch.export.load(io.BytesIO(content), extra_files=extra)
 
     def start(metadata: ExportMetadata) -> Runner:
-        # Its checks of inputs are Python that torch generates from the file; `Exported.forward` has checked the sizes.
+        # The guards on inputs would be Python from the file; `Exported.forward` has checked the sizes.
         unchecked = {"check_guards": False} if "check_guards" in inspect.signature(program.module).parameters else {}
         return _torch_runner(program.module(**unchecked), _device(metadata, path))
 
@@ -226,7 +225,7 @@ def _openvino(path: Path) -> tuple[str, Callable[[ExportMetadata], Runner]]:
     runtime = _import_runtime("openvino", path)
     files = sorted(path.glob("*.xml"))
     if len(files) != 1:
-        raise UserError(f"{path} holds {len(files)} .xml files, and must hold one; export it again with export.py")
+        raise UserError(f"{path} holds {len(files)} .xml files instead of one; export it again with export.py")
     metadata_file = path / FOLDER_FILE
     settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": str(torch.get_num_threads())}
     model = runtime.Core().compile_model(str(files[0]), "CPU", settings)
@@ -256,7 +255,7 @@ def _import_runtime(name: str, path: Path) -> Any:
 
 
 def _device(metadata: ExportMetadata, path: Path) -> torch.device:
-    """Return the device that torch's own formats run on: their constants are on the one that exported them."""
+    """Return the device of a file in a format of torch: its constants are on the device that exported it."""
     if metadata.device == "cuda" and not torch.cuda.is_available():
         raise UserError(
             f"{path.name} was exported for CUDA, which this machine does not have; export it with --device cpu"
@@ -274,7 +273,7 @@ def _torch_runner(module: Callable[..., Any], device: torch.device) -> Runner:
 
 @contextmanager
 def _no_pickled_classes() -> Iterator[None]:
-    """Make torch.export.load read pickles of tensors only: it would try any other pickle next."""
+    """Restrict torch.export.load to pickles of tensors: it would load any other pickle next."""
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -285,79 +284,43 @@ def _no_pickled_classes() -> Iterator[None]:
 
 
 def _refuse_code(content: bytes, path: Path) -> None:
-    """Raise `UserError` if a .pt2 holds text that torch would run as Python: torch generates code from names, and sympy
-    evaluates the expressions of sizes."""
-    for record in _descriptions(content):
-        for key, text in _texts(json.loads(record), ""):
-            check = {"expr_str": _is_arithmetic, "name": _is_name, "as_name": _is_name, "target": _is_operator}.get(key)
-            if check and not check(text):
+    """Raise `UserError` if a .pt2 holds text that torch would run as Python, or names a pickle of classes."""
+    for record in _records(content):
+        for key, text in _texts(_json(record), ""):
+            if not re.fullmatch(TEXT_PATTERNS.get(key, NAME_PATTERN), text):
                 raise UserError(
-                    f"{path} was refused, and nothing in it was run: {text[:80]!r} has no business in a model; "
+                    f"{path} was refused, and nothing in it was run: a model needs no {text[:80]!r}; "
                     "use a file from a source that you trust"
                 )
 
 
-def _descriptions(content: bytes) -> Iterator[bytes]:
-    """Yield the JSON in a .pt2, except for files that its writer added, as both readers of torch.export.load see it: up
-    to torch 2.7 it was a plain zip archive."""
+def _records(content: bytes) -> Iterator[bytes]:
+    """Yield the files in a .pt2, except for our metadata, as both readers of torch.export.load find them."""
+    metadata = f"extra/{PROGRAM_FILE}"
     with suppress(RuntimeError):
         archive = torch._C.PyTorchFileReader(io.BytesIO(content))
-        yield from (archive.get_record(name) for name in archive.get_all_records() if _is_description(name))
-    with zipfile.ZipFile(io.BytesIO(content)) as plain:
-        yield from (plain.read(one) for one in plain.infolist() if _is_description(one.filename))
+        yield from (archive.get_record(name) for name in archive.get_all_records() if name != metadata)
+    with zipfile.ZipFile(io.BytesIO(content)) as plain:  # for files of torch up to 2.7
+        names = (metadata, f"extra_files/{PROGRAM_FILE}")
+        yield from (plain.read(file) for file in plain.infolist() if not file.filename.endswith(names))
 
 
-def _is_description(name: str) -> bool:
-    added = Path(name).parent.name in ("extra", "extra_files") and "models/" not in name  # there it is a model
-    return name.endswith(".json") and not added
+def _json(record: bytes) -> Any:
+    """Return the JSON in a record, whatever the name of its file; None if it holds something else."""
+    try:
+        return json.loads(record) if re.match(rb"\s*{", record) else None
+    except ValueError:
+        return None
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield the texts in JSON, each with its key."""
+    """Yield the texts in JSON that torch may evaluate, each with its key."""
     if isinstance(value, dict):
         for name, inner in value.items():
-            yield from _texts(inner, name)
+            if name not in NOT_EVALUATED:
+                yield from _texts(inner, name)
     elif isinstance(value, list):
         for inner in value:
             yield from _texts(inner, key)
     elif isinstance(value, str):
         yield key, value
-
-
-def _is_name(text: str) -> bool:
-    return text == "" or text.isidentifier()
-
-
-def _is_operator(text: str) -> bool:
-    match = re.fullmatch(r"((torch\.ops|_operator|math)(\.\w+)+|torch\.sym_\w+)", text)
-    return match is not None and "__" not in text
-
-
-def _is_arithmetic(text: str) -> bool:
-    """Return whether this is an expression of numbers and sizes, with calls of known functions only."""
-    try:
-        tree = ast.parse(text, mode="eval")
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return False
-    return all(_is_plain(node) for node in ast.walk(tree))
-
-
-def _is_plain(node: ast.AST) -> bool:
-    if isinstance(node, ast.Name):
-        return node.id in SIZE_FUNCTIONS or SIZE_SYMBOL.fullmatch(node.id) is not None
-    if isinstance(node, ast.keyword):
-        return node.arg in SIZE_SYMBOL_PROPERTIES
-    if isinstance(node, ast.Constant):
-        return not isinstance(node.value, str) or SIZE_SYMBOL.fullmatch(node.value) is not None
-    allowed = (
-        ast.Expression,
-        ast.Call,
-        ast.BinOp,
-        ast.UnaryOp,
-        ast.Compare,
-        ast.operator,
-        ast.unaryop,
-        ast.cmpop,
-        ast.Load,
-    )
-    return isinstance(node, allowed)

@@ -1,4 +1,4 @@
-"""The tasks: one line each, imported when it is used. Called by the scripts and models/; imports utils."""
+"""The registry of tasks: one entry each, imported on first use. Called by the scripts and models/; imports utils."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskEntry:
-    """The modules of a task, and how its models are recognised."""
+    """Where a task's classes are defined, and how its models are recognised."""
 
     task: str  # module:class, see contract.py
     data: str  # module:class of its data set, for the scripts (data/dataset.py)
@@ -45,14 +45,14 @@ TASKS: dict[str, TaskEntry] = {
 }
 
 
-# Of a model without a task and a known head: at first YOLOv5 had detectors only. Building it shows what is wrong.
+# For a model YAML with neither `task:` nor a known head, as YOLOv5's detectors; building it reports what is wrong.
 DEFAULT_TASK = "detect"
 
 
 def task_of(yaml: Mapping[str, Any], source: str) -> str:
-    """Return the name of the task that a model YAML is for: its `task:`, else the one whose head is its last row.
+    """Return the name of a model YAML's task: its `task:`, else the task whose head is the last row.
 
-    source: what errors call the YAML. Raises `UserError` if there is no such task.
+    source: name of the YAML in errors. Raises `UserError` if there is no such task.
     """
     rows = yaml.get("head")
     last = rows[-1] if isinstance(rows, list) and rows else None

@@ -1,7 +1,7 @@
-"""What a task is: the abstract classes that a new task implements, and what passes between it and the scripts.
+"""The abstract classes that a task implements, and the types that it exchanges with the scripts.
 
-train.py, val.py, detect.py and export.py call these methods and know no task by name. A task is a package beside this
-module, a data set in data/, and one line in `TASKS` (models/tasks/__init__.py). May import utils; nothing of data/.
+train.py, val.py, detect.py and export.py call these methods and know no task by name. A task is a package next to this
+module, a data set in data/, and one entry in `TASKS` (models/tasks/__init__.py). May import utils, but not data/.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Image = np.ndarray  # uint8 (h, w, 3), BGR
 class Batch(Protocol):
     """A batch of images, as the data set's loader delivers it.
 
-    images: uint8 (b, 3, h, w), RGB. targets: float32, in the form of the task's data set; a detector's are (m, 6):
-    image in the batch, class, xywh as shares of width and height. infos: b of them, what the data set returns for each
-    image beside its pixels; every task's have `image`, the index in the split, and `path`.
+    images: uint8 (b, 3, h, w), RGB. targets: float32, in the form of the task's data set; for a detector (m, 6): image
+    in the batch, class, normalised xywh. infos: the data set's description of each image, b of them; every task's has
+    `image`, the index in the split, and `path`.
     """
 
     @property
@@ -41,7 +41,7 @@ class Batch(Protocol):
 
 
 class Split(Protocol):
-    """A split of the data set, as far as every task may use it; a task's `adapt` may use more of its data set's."""
+    """The part of a split that every task may use; `adapt` may use more of its own data set's split."""
 
     def shown(self, index: int, side: int) -> Image:
         """Return an image of the split with its longer side at most `side` pixels."""
@@ -49,17 +49,17 @@ class Split(Protocol):
 
 
 class Model(nn.Module):
-    """A network with everything that is needed to use it."""
+    """A network with the attributes that are needed to use it."""
 
-    yaml: dict[str, Any]  # builds the same network again
+    yaml: dict[str, Any]  # rebuilds the network
     names: dict[int, str]  # of the classes
     stride: int  # height and width of the images must be multiples of it, pixels
-    imgsz: int  # pixels; what was asked for, rounded up to whole strides
+    imgsz: int  # image size in pixels, rounded up to whole strides
 
 
 @dataclass(frozen=True)
 class LossTerms:
-    """A loss before its means are taken: every term is a weighted sum of parts, every part a sum over a count.
+    """The sums and counts of a loss: every term is a weighted sum of parts, every part a sum divided by a count.
 
     sums: (terms, parts), differentiable. counts: (terms, parts), the number of values in each sum. weights: (terms,
     parts). Counts of all processes are added before the division, so that the loss is that of the global batch.
@@ -78,12 +78,12 @@ class Criterion(ABC):
     """The training loss of one model."""
 
     def hints(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return what the model is given beside the images if only its loss is wanted, to save work; often nothing."""
+        """Return extra inputs of the model that save work if only the loss is needed; none by default."""
         return ()
 
     @abstractmethod
     def __call__(self, outputs: Any, batch: Batch) -> LossTerms:
-        """Return the loss terms of what the model returned for `batch`, with or without hints."""
+        """Return the loss terms of the model's outputs for `batch`, computed with or without hints."""
 
     @abstractmethod
     def objective(self, means: Tensor, images: int) -> Tensor:
@@ -95,16 +95,16 @@ class Criterion(ABC):
 
 
 class View(Protocol):
-    """What a model returned for one view of a batch: the images as they are, or scaled or mirrored (`augment`)."""
+    """A model's outputs for one view of a batch: the images themselves, or scaled or mirrored copies (`augment`)."""
 
     @property
     def outputs(self) -> Any:
-        """What the criterion takes; None if the model is an exported file that returns no such thing."""
+        """The input of the criterion; None for an exported file, which returns no such outputs."""
         ...
 
 
 class Prediction(ABC):
-    """The result for one image, in the coordinates of its file: what val.py, detect.py and Python users get.
+    """The result for one image, in pixels of its file, for val.py, detect.py and Python users.
 
     image: the index in the split. path: of the file.
     """
@@ -115,16 +115,16 @@ class Prediction(ABC):
     @property
     @abstractmethod
     def array(self) -> np.ndarray:
-        """Return the result as numbers: what `Predictor` returns."""
+        """Return the result as an array, as `Predictor` does."""
 
     @property
     @abstractmethod
     def items(self) -> list[tuple[str, float]]:
-        """Return class name and confidence of everything predicted, the most confident first."""
+        """Return class name and confidence of each object or class, the most confident first."""
 
     @abstractmethod
     def describe(self) -> str:
-        """Return the result in words, for the console: `2 persons, 1 dog`."""
+        """Format the result for the console: `2 persons, 1 dog`."""
 
     @abstractmethod
     def draw(self, image: Image, style: Style) -> Image:
@@ -140,16 +140,16 @@ class Prediction(ABC):
 
     @abstractmethod
     def with_labels(self) -> Prediction:
-        """Return the labels of the image, and behind them the predictions that match none (--save-hybrid)."""
+        """Return the labels of the image followed by the predictions that match none of them (--save-hybrid)."""
 
     @abstractmethod
     def coco_rows(self) -> CocoImage:
-        """Return what COCO's results need of this image."""
+        """Return the detections for COCO's results."""
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Which predictions are kept. A task uses what applies to it. The fields are named like the flags."""
+    """Limits on predictions, named like the flags. A task uses those that apply to it."""
 
     conf_thres: float = 0.001  # least confidence
     iou_thres: float = 0.6  # overlap above which suppression drops the less confident of two
@@ -160,7 +160,7 @@ class Thresholds:
 
 
 class Postprocess(ABC):
-    """From a model's outputs to predictions; stateless."""
+    """Convert a model's outputs to predictions; stateless."""
 
     @abstractmethod
     def views(self, model: Model, inputs: Tensor, augment: bool) -> Sequence[View]:
@@ -168,26 +168,26 @@ class Postprocess(ABC):
 
     @abstractmethod
     def __call__(self, views: Sequence[View], batch: Batch) -> Sequence[Prediction]:
-        """Return a prediction for each image. views: those of all models of an ensemble, one after another."""
+        """Return a prediction for each image. views: of all models of an ensemble, model by model."""
 
 
 class Metrics(ABC):
-    """From predictions to the numbers of a validation. Records travel between processes, the rest does not."""
+    """Compute the metrics of a validation from predictions. Only records travel between processes."""
 
     @abstractmethod
     def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[Any]:
-        """Return a record for each image: plain values or arrays, which travel between processes."""
+        """Return a record for each image, of plain values or arrays."""
 
     @abstractmethod
     def summarise(self, records: Sequence[Any]) -> Summary:
-        """Return the metrics of a whole split from all its records, in whatever order they come."""
+        """Return the metrics of a split from all its records, whatever their order."""
 
     @abstractmethod
     def documents(self, summary: Summary) -> dict[str, str]:
-        """Return text files for the run folder by name, such as confusion_matrix.csv; charts are drawn from them."""
+        """Return text files for the run folder by name, such as confusion_matrix.csv. Charts are drawn from them."""
 
     def examples(self, summary: Summary) -> list[Example]:
-        """Return images with labels and predictions for trackers; none by default."""
+        """Return images with labels and predictions, for trackers; none by default."""
         return []
 
     def pictures(self, summary: Summary, split: Split, side: int) -> dict[str, Image]:
@@ -197,7 +197,7 @@ class Metrics(ABC):
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """What export.py's flags say about suppression inside an exported file."""
+    """export.py's flags for suppression inside an exported file."""
 
     nms: bool = False
     agnostic_nms: bool = False
@@ -208,22 +208,23 @@ class ExportSettings:
 
 
 class ExportModule(NamedTuple):
-    """What is exported: a module of images (b, 3, h, w), as `Task.inputs` makes them, and the settings of the
-    suppression in it, None if there is none."""
+    """The module to export and the settings of its suppression."""
 
-    module: nn.Module
-    suppression: dict[str, Any] | None
+    module: nn.Module  # of images (b, 3, h, w), as `Task.inputs` makes them
+    suppression: dict[str, Any] | None  # None: without suppression
 
 
 class Task(ABC):
-    """A task: the factory of its parts, built once from class names and hyperparameters, and immutable from then on."""
+    """The factory of a task's parts, built once from class names and hyperparameters, then immutable."""
 
     loss_names: ClassVar[tuple[str, ...]]  # columns of results.csv after train/ and val/
-    metric_names: ClassVar[tuple[str, ...]]  # columns of results.csv after metrics/; the last is shown beside the bar
+    metric_names: ClassVar[
+        tuple[str, ...]
+    ]  # columns of results.csv after metrics/; the last is shown next to the progress bar
     recipe: ClassVar[type[Recipe]]  # the keys of its hyperparameter YAML
-    defaults: ClassVar[Mapping[str, Any]] = {}  # of flags that the command line does not give
-    refused: ClassVar[Mapping[str, str]] = {}  # flags that do not apply to it, each with the reason
-    official_weights: ClassVar[str] = r"(?!)"  # a regular expression for the names of YOLOv5's release files
+    defaults: ClassVar[Mapping[str, Any]] = {}  # for flags that are not on the command line
+    refused: ClassVar[Mapping[str, str]] = {}  # flags that do not apply, each with the reason
+    official_weights: ClassVar[str] = r"(?!)"  # regular expression: names of YOLOv5's release files
 
     def __init__(self, names: Mapping[int, str], hyp: Recipe, label_smoothing: float = 0.0) -> None:
         """names: of the classes, by number. Raises `UserError` if they or the hyperparameters do not suit the task."""
@@ -233,7 +234,7 @@ class Task(ABC):
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> Model:
         """Build the model of a YAML for this task's classes and images of about `imgsz` pixels.
 
-        source: what errors call the YAML. Raises `UserError` if it describes no model of this task.
+        source: name of the YAML in errors. Raises `UserError` if it describes no model of this task.
         """
 
     @abstractmethod
@@ -242,35 +243,35 @@ class Task(ABC):
 
     @abstractmethod
     def postprocess(self, model: Model, thresholds: Thresholds) -> Postprocess:
-        """Return what makes predictions of the outputs of `model`, or of an ensemble that it is the first of.
+        """Return the conversion of outputs to predictions, for `model` or an ensemble whose first model it is.
 
         Raises `UserError` if `thresholds` name a class that the model does not have.
         """
 
     @abstractmethod
     def metrics(self, shown: frozenset[int] = frozenset()) -> Metrics:
-        """Return the metrics. shown: indices of images of the split whose predictions are kept to be drawn."""
+        """Return the metrics. shown: indices of the images to draw, whose predictions are stored."""
 
     @abstractmethod
     def inputs(self, batch: Batch) -> Tensor:
-        """Return what the model is called with: float (b, 3, h, w)."""
+        """Return the model's input, float (b, 3, h, w)."""
 
     @abstractmethod
     def export_module(self, model: Model, settings: ExportSettings) -> ExportModule:
-        """Return the module that exported files compute, with fewer layers than `model`."""
+        """Return the module to export, with BatchNorm folded into convolutions."""
 
     @abstractmethod
     def draw_batch(self, batch: Batch) -> Image:
-        """Draw a training batch with its targets, as the model sees it."""
+        """Draw a training batch, as it enters the model, with its targets."""
 
     def model_yaml(self, yaml: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a model's YAML with what the hyperparameters change in it. Not called when a run is resumed."""
+        """Return a model's YAML with the changes that hyperparameters make. Not called when a run is resumed."""
         return dict(yaml)
 
     def fresh_tensors(self, from_yaml: bool) -> tuple[str, ...]:
-        """Return parts of the names of tensors that are not taken from a weight file. from_yaml: is --cfg given?"""
+        """Return parts of the names of tensors not to load from a weight file. from_yaml: whether --cfg is given."""
         return ()
 
     def adapt(self, model: Model, split: Any) -> list[str]:
-        """Fit `model` to the training split before the first step, such as by AutoAnchor; return messages about it."""
+        """Fit `model` to the training split before the first step, for example by AutoAnchor; return messages."""
         return []

@@ -1,6 +1,6 @@
-"""Weight files, read without running anything that they contain: ours, YOLOv5's and bare tensors.
+"""Read weight files without running anything in them: those of train.py, YOLOv5's, and bare tensors.
 
-`read_weights` is called by export.py, models/starting_point.py and models/export/runtime.py: that reads exported files.
+Called by export.py, models/starting_point.py and models/export/runtime.py, which reads exported files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from models.tasks import DEFAULT_TASK, TASKS
 from models.weights.yolov5_pickle import (
-    Stub,
     UnusableFile,
     class_name,
     is_module,
@@ -33,16 +32,16 @@ from utils.errors import UserError, first_line
 if TYPE_CHECKING:
     from models.export.runtime import Exported
 
-EXPORTED_SUFFIXES = (".onnx", ".torchscript", ".pt2", "_openvino_model")  # of the names of export.py's files
-CONTENT_KEYS = ("task", "model", "names", "state", "settings")  # of our files, beside `format`
+EXPORTED_SUFFIXES = (".onnx", ".torchscript", ".pt2", "_openvino_model")  # of files of export.py
+CONTENT_KEYS = ("task", "model", "names", "state", "settings")  # of files of train.py, beside `format`
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The content of a weight file. source: ours, a network that YOLOv5 pickled, a dict of tensors, or export.py's."""
+    """The content of a weight file. source: the program that wrote it, "tensors" for a bare state dict."""
 
-    state: dict[str, Tensor]  # on the CPU; floating ones are float32
-    model: dict[str, Any] | None  # the model YAML's content
+    state: dict[str, Tensor]  # on the CPU; floating-point tensors are float32
+    model: dict[str, Any] | None  # the model YAML
     names: dict[int, str]
     task: str  # '' if unknown
     settings: dict[str, Any]
@@ -51,32 +50,32 @@ class Weights:
 
     @property
     def class_names(self) -> dict[int, str]:
-        """The class names of the file, or if it has none the numbers of its model's classes."""
+        """The class names; the numbers of the classes if the file has no names."""
         return self.names or {number: str(number) for number in range(int((self.model or {}).get("nc", 0)))}
 
 
 def read_weights(path: str | Path) -> Weights:
-    """Return the content of a file of ours, an official YOLOv5 `.pt`, or a saved dict of tensors.
+    """Read a file of train.py, a YOLOv5 `.pt` or a saved state dict.
 
-    Raises `UserError` for anything else, before anything that it names is called.
+    Raises `UserError` for any other file, before anything that it names is called.
     """
     path = Path(path)
     if path.name.endswith(EXPORTED_SUFFIXES):
-        raise UserError(f"{path} is an exported file, which has no weights to take; give the .pt that it was made from")
+        raise UserError(f"{path} is an exported file, which has no weights to load; give the .pt that it was made from")
     data = _read_bytes(path)
     try:
         _refuse_torchscript(data)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's remarks on how the file was written: the user cannot change it
+            warnings.simplefilter("ignore")  # about how the file was written, which the user cannot change
             return _interpret(unpickle(data))
     except UnusableFile as error:
         raise UserError(f"{path} {error}") from None
-    except Exception as error:  # a damaged or hostile file can fail anywhere: in torch's C++, while walking it, ...
+    except Exception as error:  # a damaged or hostile file can fail anywhere
         raise UserError(f"{path} {_damage(data, error)}") from error
 
 
 def _read_bytes(path: Path) -> bytes:
-    """Return the bytes of a file. Raises `UserError` if there are none."""
+    """Return the bytes of a file. Raises `UserError` if it is missing or empty."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -91,7 +90,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _damage(data: bytes, error: Exception) -> str:
-    """Return the likely reason for which torch could not read `data`."""
+    """Return the likely reason why torch could not read `data`."""
     try:
         data[:1000].decode("utf-8")
     except UnicodeDecodeError:
@@ -100,30 +99,34 @@ def _damage(data: bytes, error: Exception) -> str:
 
 
 def _refuse_torchscript(data: bytes) -> None:
-    """Raise `UnusableFile` for an archive that torch.load would hand to torch.jit.load, which runs it."""
+    """Raise `UnusableFile` for a TorchScript archive, which torch.load would run."""
     if data[:4] != b"PK\x03\x04":
         return
-    # The reader that torch.load uses: another one might find other records in a file made to deceive.
+    # The reader of torch.load: another reader may see other records in a hostile file.
     if "constants.pkl" in torch._C.PyTorchFileReader(io.BytesIO(data)).get_all_records():
-        raise UnusableFile("is a TorchScript export, which cannot be trained; give the .pt that training wrote")
+        raise UnusableFile("is a TorchScript export, which cannot be trained; give the .pt that it was made from")
 
 
 def _interpret(content: Any) -> Weights:
-    """Return the weights in an unpickled file."""
+    """Return the weights in an unpickled file. Raises `UnusableFile`."""
     if isinstance(content, dict):
         if str(content.get("format", "")).startswith("lockstep-"):
             return _read_lockstep(content)
         if not _is_state_dict(content):
-            # The EMA's weights are the ones to use, but YOLOv5 moves them to `model` when a training ends.
+            # The weights of the EMA, which YOLOv5 moves to `model` at the end of training.
             content = next(
                 (content[key] for key in ("ema", "model", "state_dict") if content.get(key) is not None), None
             )
         if isinstance(content, dict) and _is_state_dict(content):
-            return Weights(_as_float32(_without_ddp_prefix(content)), None, {}, "", {}, "tensors")
-    content = unwrap(content)
-    if is_module(content):
-        return _read_yolov5(content)
-    raise UnusableFile("contains no model; give weights that this program or YOLOv5 has written")
+            if all(str(name).startswith("module.") for name in content):  # added by DistributedDataParallel
+                content = {name.removeprefix("module."): tensor for name, tensor in content.items()}
+            return Weights(_as_float32(content), None, {}, "", {}, "tensors")
+    network = unwrap(content)
+    if not is_module(network):
+        raise UnusableFile("contains no model; give weights that train.py or YOLOv5 wrote")
+    state, names = _as_float32(state_dict(network)), _numbered(network.state.get("names") or {})
+    yaml = model_yaml(network, state, len(names))
+    return Weights(state, yaml, names, _yolov5_task(class_name(network)), {}, "yolov5")
 
 
 def _is_state_dict(content: Mapping[Any, Any]) -> bool:
@@ -131,19 +134,13 @@ def _is_state_dict(content: Mapping[Any, Any]) -> bool:
     return bool(content) and all(isinstance(value, Tensor) for value in content.values())
 
 
-def _without_ddp_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without `module.`, which DistributedDataParallel puts before all names."""
-    wrapped = all(str(name).startswith("module.") for name in state)
-    return {str(name).removeprefix("module.") if wrapped else name: tensor for name, tensor in state.items()}
-
-
 def _read_lockstep(content: dict[str, Any]) -> Weights:
-    """Return the weights in a file of ours."""
+    """Return the weights in a file of train.py."""
     if content["format"] != FORMAT:
-        raise UnusableFile(f"has the format {content['format']}, which this version does not know; update this program")
+        raise UnusableFile(f"has the unknown format {content['format']}; update this program")
     missing = [key for key in CONTENT_KEYS if key not in content]
     if missing:
-        raise UnusableFile(f"lacks {', '.join(missing)}; it was not written whole, so take another file")
+        raise UnusableFile(f"lacks {', '.join(missing)} and is incomplete; give another file")
     return Weights(
         _as_float32(content["state"]),
         plain_values(content["model"]),
@@ -154,28 +151,21 @@ def _read_lockstep(content: dict[str, Any]) -> Weights:
     )
 
 
-def _read_yolov5(network: Stub) -> Weights:
-    """Return the weights in a network that YOLOv5 has pickled."""
-    state, names = _as_float32(state_dict(network)), _numbered(network.state.get("names") or {})
-    yaml = model_yaml(network, state, len(names))
-    return Weights(state, yaml, names, _yolov5_task(class_name(network)), {}, "yolov5")
-
-
 def _yolov5_task(kind: str) -> str:
-    """Return the task of a network by the name of its class; that name itself if it is for no task of ours."""
+    """Return the task of a network by the name of its class, or that name if no task here has such networks."""
     for task, entry in TASKS.items():
         if entry.yolov5_class == kind:
             return task
-    # Before there were other tasks, detectors were called `Model`, or otherwise in other programs.
+    # Older detectors are of class `Model`, those of other programs of any class.
     return kind if kind.endswith("Model") and kind != "Model" else DEFAULT_TASK
 
 
 def _as_float32(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without gradients, floating ones as float32: official files are saved in half precision."""
+    """Return the tensors without gradients, and half precision, as in official files, as float32."""
     return {name: (x.float() if x.is_floating_point() else x).detach() for name, x in state.items()}
 
 
 def _numbered(names: Any) -> dict[int, str]:
-    """Return class names by number, from a dict or, in older files, a list."""
+    """Return class names by number, from a dict or the list of an older file."""
     pairs = names.items() if isinstance(names, dict) else enumerate(names)
     return {int(number): str(name) for number, name in pairs}

@@ -1,4 +1,4 @@
-"""`transfer`: tensors of a weight file into a model. Called by models/starting_point.py and models/ensemble.py."""
+"""Load tensors of a weight file into a model. Called by models/starting_point.py and models/ensemble.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-# Names in torchvision's older DenseNet and ViT files, and what replaces them.
+# Parts of names in torchvision's older DenseNet and ViT files, and their replacements.
 TORCHVISION_RENAMES = (
     (re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)"), r"\1\2"),
     (re.compile(r"\.mlp\.linear_1\."), ".mlp.0."),
@@ -17,20 +17,20 @@ TORCHVISION_RENAMES = (
 
 
 class Transfer(NamedTuple):
-    """The outcome of `transfer`."""
+    """The result of `transfer`."""
 
     loaded: int  # tensors
-    total: int  # tensors of the model
+    total: int  # tensors in the model
     misfits: list[tuple[str, tuple[int, ...], tuple[int, ...]]]  # name, shape in the file, shape in the model
 
 
 def transfer(model: nn.Module, state: Mapping[str, Tensor], exclude: tuple[str, ...] = ()) -> Transfer:
-    """Load every tensor whose name and shape the model has and whose name contains none of `exclude`."""
+    """Load the tensors whose names and shapes fit the model, except for names that contain a part in `exclude`."""
     model_state = model.state_dict()
     state = {name if name in model_state else _current_name(name): tensor for name, tensor in state.items()}
     shared = [name for name in state if name in model_state and not any(part in name for part in exclude)]
     fitting = type(model_state)((name, state[name]) for name in shared if model_state[name].shape == state[name].shape)
-    fitting._metadata = model_state._metadata  # type: ignore[attr-defined]  # versions of layers, which some ask for
+    fitting._metadata = model_state._metadata  # type: ignore[attr-defined]  # versions of layers, which some layers read
     misfits = [
         (name, tuple(state[name].shape), tuple(model_state[name].shape)) for name in shared if name not in fitting
     ]
@@ -39,7 +39,7 @@ def transfer(model: nn.Module, state: Mapping[str, Tensor], exclude: tuple[str, 
 
 
 def _current_name(name: str) -> str:
-    """Return the name that torchvision gives to a tensor today."""
+    """Return the current name of a tensor in an older torchvision file."""
     for old, new in TORCHVISION_RENAMES:
         name = old.sub(new, name)
     return name

@@ -1,7 +1,7 @@
-"""YOLOv5's weight files, which are pickled networks, read without running anything. Called by models/weights/reader.py.
+"""Read YOLOv5's weight files, which are pickled networks, without running them. Called by models/weights/reader.py.
 
-A pickle is a program: it names functions and calls them. Here its classes become inert stubs (`Stub`), from which
-tensors and the YAML are taken; a name outside the lists below is refused.
+A pickle can call any function. Here inert stubs (`Stub`) replace its classes, and tensors and the YAML are taken from
+them; names that are not in the lists below are refused.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from models.yolo import MODEL_KEYS
 from utils.files import ROOT, read_yaml
 
-# Modules and classes of which a file may hold objects. None is imported: each of these names becomes a stub.
+# Modules and classes whose objects a file may hold. None of them is imported: a stub replaces each.
 STUB_MODULES = (
     *("models", "utils", "ultralytics", "yolov5", "torch.nn.modules", "torch.nn.parallel", "pathlib", "datetime"),
 )
 STUBS = {
-    *("argparse.Namespace", "numpy.dtype", "numpy.ndarray", "_codecs.encode"),  # encode: part of numpy's scalars
-    "builtins.getattr",  # of a method, which YOLOv5's fused layers hold
+    *("argparse.Namespace", "numpy.dtype", "numpy.ndarray", "_codecs.encode"),  # encode: in numpy's scalars
+    "builtins.getattr",  # in methods, which YOLOv5's fused layers hold
     *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
     *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
 }
-# Classes and values that are not replaced. Built-in ones only: a pickle's BUILD could change the attributes of others.
+# Classes and values that are not replaced. Only built-in ones: the opcode BUILD could change attributes of others.
 BUILTIN_CLASSES = (set, frozenset, list, dict, tuple, int, float, bool, str, complex)
 REAL_OBJECTS: dict[str, Any] = {
     "collections.OrderedDict": collections.OrderedDict,
@@ -46,18 +46,18 @@ WRAPPERS = {
     **dict.fromkeys(("AutoShape", "autoShape", "DetectMultiBackend"), "model"),
     "ModelEMA": "ema",
 }
-MAX_WRAPPERS = 10  # around each other; a hostile file may have a wrapper that contains itself
-CONVOLUTIONS = ("Conv", "DWConv")  # YOLOv5's layers that have the model's activation, and may be fused
-BATCH_NORM_EPSILON = 1e-3  # of these layers
+MAX_WRAPPERS = 10  # nested; in a hostile file a wrapper may contain itself
+CONVOLUTIONS = ("Conv", "DWConv")  # layers of YOLOv5 that have the model's activation and may be fused
+BATCH_NORM_EPSILON = 1e-3  # in these layers
 CLASSIFIER_SIZE_BY_CHANNELS = {16: "n", 32: "s", 48: "m", 64: "l", 80: "x"}  # of the first convolution
 
 
 class UnusableFile(Exception):
-    """Why a weight file cannot be used: the rest of a sentence that begins with its name."""
+    """A weight file cannot be used. The message is the rest of a sentence that begins with its path."""
 
 
 class Stub:
-    """Replaces an object of a class that a pickle names: holds its state, and does nothing."""
+    """An inert replacement of an object in a pickle, which holds its state."""
 
     __slots__ = ("state",)
     class_path: ClassVar[str] = ""  # module and name of the class
@@ -71,7 +71,7 @@ class Stub:
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    # pickle would otherwise set attributes. On the class itself, which a file can name too, this call fails: good.
+    # Without it pickle would set attributes. A file may also name the class itself: then this call fails, as it should.
     def __setstate__(self, state: object) -> None:
         self.state = state if isinstance(state, dict) else {}
 
@@ -91,8 +91,8 @@ class Stub:
 
 
 def unpickle(data: bytes) -> Any:
-    """Return the content of a file by torch's safe loader, or if that refuses it with stubs in place of classes."""
-    # From memory: torch unpacks a tar archive to wherever the archive says, but only if it is a real file.
+    """Return the content of a file: from torch's safe loader, or with stubs in place of classes if that refuses it."""
+    # From memory: torch would extract a tar archive on disk to the paths in it.
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
@@ -101,7 +101,7 @@ def unpickle(data: bytes) -> Any:
 
 def _refused(name: str) -> UnusableFile:
     return UnusableFile(
-        f"was refused, and nothing in it was run: it names '{name}', which has no business in a weight file; "
+        f"was refused, and nothing in it was run: it names '{name}', which no weight file needs; "
         "use a file from a source that you trust"
     )
 
@@ -112,56 +112,51 @@ def _stub_class(class_path: str) -> type[Stub]:
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
-    """Resolves names from the lists above only. torch adds the storages through `persistent_load`."""
+    """Resolves names from the lists above only. torch loads storages through `persistent_load`."""
 
     def load(self) -> Any:
-        """Return the next object of the file."""
         load_storage = getattr(self, "persistent_load", None)
         if load_storage is not None:
             self.persistent_load = lambda key: _load_persistent(key, load_storage)  # type: ignore[method-assign]
         return super().load()
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a name of the pickle stands for. Raises `UnusableFile` if it is in none of the lists."""
+        """Return the object or stub for a name. Raises `UnusableFile` if the name is not in the lists above."""
         module = IMPORT_MAPPING.get(module, module)  # protocols 0 to 2 write __builtin__ for builtins, and so on
         path = f"{module}.{name}"
-        if "." not in name:  # a dotted name is a path through attributes, from a harmless module to any other
+        if "." not in name:  # a dotted name is a path of attributes, which may lead to any module
             if path in REAL_OBJECTS:
                 return REAL_OBJECTS[path]
             if path in _REBUILD:
                 rebuild = _REBUILD[path]
-                return lambda *args: rebuild(*args)  # a new function each time: BUILD can change its attributes
+                return lambda *args: rebuild(*args)  # a new function, because BUILD can change its attributes
             if path in STUBS or any(f"{module}.".startswith(f"{allowed}.") for allowed in STUB_MODULES):
                 return _stub_class(path)
         raise _refused(path)
 
 
 def _load_persistent(key: Any, load: Callable[[Any], Any]) -> Any:
-    """Return the storage of `key` by `load`; in files of torch < 1.6 it may be a class with its source."""
-    # torch compares that source with the class's, and writes the difference into a file that the pickle can name.
+    """Return `load(key)`, or the class if `key` is a class with its source, as in files of torch < 1.6."""
+    # torch would compare that source with the class and write the difference to a file that the pickle names.
     if isinstance(key, tuple) and key[0] in ("module", b"module"):
         return key[1]
     return load(key)
 
 
 def rebuild_tensor(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object) -> Tensor:
-    """Return a tensor without the hooks and metadata that the pickle may give it."""
+    """Return a tensor without hooks and metadata from the pickle."""
     if not isinstance(storage, torch.storage.TypedStorage):
         raise TypeError(f"a tensor without a storage, but with a {type(storage).__name__}")
     return torch._utils._rebuild_tensor(storage, offset, size, stride)
 
 
-def _rebuild_parameter(data: Tensor, *_: object) -> Tensor:
-    return data
-
-
 _REBUILD: dict[str, Callable[..., Tensor]] = {
     "torch._utils._rebuild_tensor": rebuild_tensor,
     "torch._utils._rebuild_tensor_v2": rebuild_tensor,
-    "torch._utils._rebuild_parameter": _rebuild_parameter,
-    "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+    "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
 }
-# What torch.load takes in place of the module `pickle`.
+# For torch.load, in place of the module `pickle`.
 _RESTRICTED_PICKLE = SimpleNamespace(
     __name__="restricted pickle",
     Unpickler=_RestrictedUnpickler,
@@ -169,7 +164,7 @@ _RESTRICTED_PICKLE = SimpleNamespace(
 )
 
 
-# What is in an unpickled network
+# The content of an unpickled network
 
 
 def class_name(stub: Stub) -> str:
@@ -178,19 +173,19 @@ def class_name(stub: Stub) -> str:
 
 
 def is_module(value: object) -> TypeGuard[Stub]:
-    """Return whether this is the stub of a torch module."""
+    """Return whether `value` is the stub of a torch module."""
     return isinstance(value, Stub) and isinstance(value.state.get("_modules"), dict)
 
 
 def unwrap(content: Any) -> Any:
-    """Return the network inside the wrappers of YOLOv5 and torch. Raises `UnusableFile` for an ensemble of several."""
+    """Return the network inside wrappers of YOLOv5 and torch. Raises `UnusableFile` for an ensemble of several."""
     for _ in range(MAX_WRAPPERS):
         if not isinstance(content, Stub):
             break
         kind, children = class_name(content), content.state.get("_modules") or {}
         if kind == "Ensemble":
             if len(children) != 1:
-                raise UnusableFile(f"holds {len(children)} networks, an ensemble; give the weights of one")
+                raise UnusableFile(f"is an ensemble of {len(children)} networks; give the weights of one")
             content = next(iter(children.values()))
         elif kind in WRAPPERS:
             content = children.get(WRAPPERS[kind], content.state.get(WRAPPERS[kind]))
@@ -200,19 +195,18 @@ def unwrap(content: Any) -> Any:
 
 
 def state_dict(network: Stub) -> dict[str, Tensor]:
-    """Return the state dict that the network would have, without fused layers."""
+    """Return the state dict of a network, with the BatchNorms of fused layers restored."""
     return dict(_named_tensors(network, ""))
 
 
 def model_yaml(network: Stub, state: Mapping[str, Tensor], classes: int) -> dict[str, Any] | None:
-    """Return the model YAML of a network; None if it has none and is none of YOLOv5's classifiers.
+    """Return the model YAML of a network; None if the network has none and is no classifier of YOLOv5.
 
-    state: its state dict. classes: their number, for a classifier. Raises TypeError if the YAML holds other than plain
-    values.
+    state: its state dict. classes: their number, for a classifier. Raises TypeError if a value is not plain.
     """
     yaml = network.state.get("yaml")
     if isinstance(yaml, dict):
-        known = plain_values({key: yaml[key] for key in MODEL_KEYS if key in yaml})  # other programs add their own keys
+        known = plain_values({key: yaml[key] for key in MODEL_KEYS if key in yaml})  # other programs add keys
         return plain_values(_with_activations(known, network))
     layers = network.state["_modules"].get("model")
     last = next(reversed(layers.state["_modules"].values()), None) if is_module(layers) else None
@@ -224,15 +218,14 @@ def model_yaml(network: Stub, state: Mapping[str, Tensor], classes: int) -> dict
         or len(first) not in CLASSIFIER_SIZE_BY_CHANNELS
     ):
         return None
-    # YOLOv5 saves classifiers without their YAML; the first convolution is of another width in each size.
+    # YOLOv5 saves classifiers without a YAML; each size has another width of the first convolution.
     return {**read_yaml(ROOT / "models" / f"yolov5{CLASSIFIER_SIZE_BY_CHANNELS[len(first)]}-cls.yaml"), "nc": classes}
 
 
 def _with_activations(yaml: dict[str, Any], network: Stub) -> dict[str, Any]:
-    """Return the YAML with the activations of the network's layers, if the YAML does not name one.
+    """Return the YAML with the activations of the network's layers, if it has no `activation`.
 
-    Up to YOLOv5's release 4.0 they were only in the code: Hardswish or LeakyReLU in `Conv`, LeakyReLU in
-    `BottleneckCSP`.
+    Up to release 4.0 they were only in YOLOv5's code: Hardswish or LeakyReLU in `Conv`, LeakyReLU in `BottleneckCSP`.
     """
     acts = [layer.state["_modules"].get("act") for layer in _modules(network) if class_name(layer) in CONVOLUTIONS]
     counts = collections.Counter(text for act in acts if isinstance(act, Stub) and (text := _activation_text(act)))
@@ -248,7 +241,7 @@ def _with_activations(yaml: dict[str, Any], network: Stub) -> dict[str, Any]:
 
 
 def _with_slope(row: Any, layer: Any) -> Any:
-    """Return a `BottleneckCSP`'s row with the slope of the layer's LeakyReLU, any other row unchanged."""
+    """Return the row of a `BottleneckCSP` with the slope of its LeakyReLU, any other row unchanged."""
     if not is_module(layer) or class_name(layer) != "BottleneckCSP" or not isinstance(row, list) or len(row) != 4:
         return row
     act = layer.state["_modules"].get("act")
@@ -260,7 +253,7 @@ def _with_slope(row: Any, layer: Any) -> Any:
 
 
 def _activation_text(act: Stub) -> str | None:
-    """Return how a YAML writes an activation of torch.nn; None for any other object."""
+    """Return an activation of torch.nn as a YAML writes it; None for any other object."""
     kind = class_name(act)
     if kind not in nn.modules.activation.__all__:
         return None
@@ -270,7 +263,7 @@ def _activation_text(act: Stub) -> str | None:
 
 
 def _modules(module: Stub) -> Iterator[Stub]:
-    """Yield a module and all that it contains."""
+    """Yield a module and its descendants."""
     yield module
     for child in module.state["_modules"].values():
         if is_module(child):
@@ -280,7 +273,7 @@ def _modules(module: Stub) -> Iterator[Stub]:
 def _named_tensors(module: Stub, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors of a module's state dict."""
     fields = module.state
-    # anchor_grid: a saved buffer of older files, which follows from the anchors.
+    # anchor_grid: a buffer of older files, computed from the anchors.
     not_saved = {"anchor_grid", *fields.get("_non_persistent_buffers_set", ())}
     for name, tensor in {**fields["_parameters"], **fields["_buffers"]}.items():
         if isinstance(tensor, Tensor) and name not in not_saved:
@@ -293,7 +286,7 @@ def _named_tensors(module: Stub, prefix: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _batch_norm_of_fused(convolution: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a BatchNorm that adds the bias of a fused convolution and does nothing else."""
+    """Yield the tensors of a BatchNorm that only adds the bias of a fused convolution."""
     bias = convolution.state["_parameters"].get("bias") if is_module(convolution) else None
     if isinstance(bias, Tensor):
         ones = torch.ones(bias.shape)
@@ -305,7 +298,7 @@ def _batch_norm_of_fused(convolution: Any, prefix: str) -> Iterator[tuple[str, T
 
 
 def plain_values(value: Any) -> Any:
-    """Return a copy made of dicts, lists and plain values. Raises TypeError for anything else, such as a stub."""
+    """Return a copy in dicts, lists and plain values. Raises TypeError for any other value, such as a stub."""
     if isinstance(value, dict):
         return {str(key): plain_values(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

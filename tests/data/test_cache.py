@@ -1,4 +1,4 @@
-"""Decoded images by three ways: the same pixels from files, memory and disk, and nothing written beside the files."""
+"""Decoded images: the same pixels from files, memory and disk, and nothing written beside the files."""
 
 from __future__ import annotations
 
@@ -14,28 +14,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import numpy as np
-import psutil
 import pytest
 from PIL import Image
 
 from data import cache
 from data.cache import Images, open_images
+from data.images import image_size
 from tests.conftest import OnProcesses
-from utils.distributed import shared_memory
+from tests.making import noise, spoil, write_image
 from utils.distributed.accelerator import start
 from utils.distributed.ranks import ranks
 from utils.distributed.store import run_store
 from utils.errors import UserError
-
-
-def write_image(file: Path, width: int, height: int, seed: int) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    Image.fromarray(pixels).save(file)
-    return file
 
 
 def pixels(images: Images) -> list[np.ndarray]:
@@ -46,18 +38,22 @@ def same(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
     return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def opened(files: list[Path], imgsz: int, smooth: bool, way: str) -> Images:
+def sizes_of(files: list[Path]) -> np.ndarray:
+    """Return width and height of each image, or any if it cannot be read."""
     sizes = []
     for file in files:
         try:
-            with Image.open(file) as image:
-                sizes.append(image.size)
-        except FileNotFoundError:
+            sizes.append(image_size(file))
+        except OSError:
             sizes.append((16, 12))
-    return open_images(files, imgsz, smooth, way, np.array(sizes))
+    return np.array(sizes)
 
 
-def kept_files(cache_home: Path) -> list[Path]:
+def opened(files: list[Path], imgsz: int, smooth: bool, way: str) -> Images:
+    return open_images(files, imgsz, smooth, way, sizes_of(files))
+
+
+def cached_files(cache_home: Path) -> list[Path]:
     return sorted(path for path in cache_home.rglob("*") if path.is_file())
 
 
@@ -65,21 +61,7 @@ def kept_files(cache_home: Path) -> list[Path]:
 def files(tmp_path: Path) -> list[Path]:
     """Four images: one of the right size, one to shrink, one to enlarge, one portrait."""
     sizes = ((32, 20), (64, 48), (16, 12), (21, 40))
-    return [write_image(tmp_path / f"set/{k}.png", *size, seed=k) for k, size in enumerate(sizes)]
-
-
-@pytest.fixture
-def no_reading(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Called, it makes every later reading of an image file fail the test."""
-
-    def forbid() -> None:
-        monkeypatch.setattr(cache, "read_image", lambda file: pytest.fail(f"read {file}"))
-
-    return forbid
-
-
-def free_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=size))
+    return [write_image(tmp_path / f"set/{k}.png", noise(*size, seed=k)) for k, size in enumerate(sizes)]
 
 
 def free_disk(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
@@ -88,39 +70,36 @@ def free_disk(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
 
 @pytest.fixture(autouse=True)
 def new_run() -> Iterator[None]:
-    """As in a process of its own, in which nothing has failed yet."""
-    cache._on_disk.clear()
+    """Let the next test write to the disk again."""
     yield
-    cache._full[0] = 0
+    cache.writing_stopped[0] = 0
 
 
-@pytest.mark.parametrize("way", ["", "ram", "disk"])
-def test_the_longer_side_has_the_size_asked_for(files: list[Path], way: str) -> None:
-    found = pixels(opened(files, 32, True, way))
-    assert [image.shape for image in found] == [(20, 32, 3), (24, 32, 3), (24, 32, 3), (32, 17, 3)]  # 16.8
-    assert np.array_equal(found[0], np.asarray(Image.open(files[0]))[..., ::-1])
+def test_the_longer_side_has_the_requested_size(files: list[Path]) -> None:
+    images = pixels(opened(files, 32, True, ""))
+    assert [image.shape for image in images] == [(20, 32, 3), (24, 32, 3), (24, 32, 3), (32, 17, 3)]  # 16.8
+    assert np.array_equal(images[0], np.asarray(Image.open(files[0]))[..., ::-1])
     # a half in each direction: the mean of every four pixels, rounded
     quarters = np.asarray(Image.open(files[1]))[..., ::-1].reshape(24, 2, 32, 2, 3).mean((1, 3))
-    assert np.abs(found[1] - quarters).max() <= 0.5
+    assert np.abs(images[1] - quarters).max() <= 0.5
 
 
 @pytest.mark.parametrize("way", ["", "ram", "disk"])
 def test_without_a_size_images_stay_as_they_are(files: list[Path], way: str) -> None:
-    wanted = [np.asarray(Image.open(file))[..., ::-1] for file in files]
+    expected = [np.asarray(Image.open(file))[..., ::-1] for file in files]
     images = opened(files, 0, False, way)
     for _ in range(2):
-        assert same(pixels(images), wanted)
-    assert same(pixels(opened(files, 32, False, way))[:1], wanted[:1])
-    assert pixels(opened(files, 32, False, way))[1].shape == (24, 32, 3)  # at another time with a size
+        assert same(pixels(images), expected)
+    assert pixels(opened(files, 32, False, way))[1].shape == (24, 32, 3)  # the next time with a size
 
 
 @pytest.mark.parametrize("smooth", [False, True])
 @pytest.mark.parametrize("way", ["ram", "disk"])
-def test_kept_images_are_those_of_the_files(files: list[Path], way: str, smooth: bool) -> None:
-    wanted = pixels(opened(files, 32, smooth, ""))
+def test_cached_images_are_those_of_the_files(files: list[Path], way: str, smooth: bool) -> None:
+    expected = pixels(opened(files, 32, smooth, ""))
     images = opened(files, 32, smooth, way)
     for _ in range(2):
-        assert same(pixels(images), wanted)
+        assert same(pixels(images), expected)
 
 
 @pytest.mark.parametrize("way", ["", "ram", "disk"])
@@ -131,86 +110,85 @@ def test_the_data_folder_stays_as_it_is(files: list[Path], tmp_path: Path, way: 
 
 
 @pytest.mark.parametrize("way", ["", "ram", "disk"])
-def test_an_image_that_went_missing_is_named(files: list[Path], way: str) -> None:
+def test_a_missing_image_is_named(files: list[Path], way: str) -> None:
     files[2].unlink()
     with pytest.raises(UserError, match=r"2\.png"):
         pixels(opened(files, 32, True, way))
 
 
-# memory
+# Memory
 
 
-def test_memory_is_filled_by_reading(files: list[Path], no_reading: Callable[[], None]) -> None:
-    wanted = pixels(opened(files, 32, True, ""))
+def test_memory_is_filled_by_reading(files: list[Path]) -> None:
+    expected = pixels(opened(files, 32, True, ""))
     images = opened(files, 32, True, "ram")
-    assert same(pixels(images), wanted)
-    no_reading()
-    assert same([images.read(2), images.read(0)], [wanted[2], wanted[0]])
+    assert same(pixels(images), expected)
+    spoil(*files)
+    assert same([images.read(2), images.read(0)], [expected[2], expected[0]])
 
 
-def test_what_a_forked_process_reads_is_there_for_all(files: list[Path], no_reading: Callable[[], None]) -> None:
-    wanted = pixels(opened(files, 32, True, ""))
+def test_images_that_a_forked_process_reads_are_cached_for_all(files: list[Path]) -> None:
+    expected = pixels(opened(files, 32, True, ""))
     images = opened(files, 32, True, "ram")
     if not (child := os.fork()):
         pixels(images)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    no_reading()
-    assert same(pixels(images), wanted)
+    spoil(*files)
+    assert same(pixels(images), expected)
 
 
-def test_what_does_not_fit_into_memory_is_read_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [write_image(tmp_path / f"set/{k:03}.bmp", 12, 12, seed=k) for k in range(200)]
-    wanted = pixels(opened(files, 12, True, ""))
-    read, seen = cache.read_image, []
-    monkeypatch.setattr(cache, "read_image", lambda file: seen.append(file) or read(file))
-    monkeypatch.setattr(shared_memory, "reserved_bytes", [])
-    free_memory(monkeypatch, round((100 * 12 * 12 * 3 + 200) / cache.CACHE_MEMORY_SHARE) + 1)
+def test_images_that_do_not_fit_into_memory_are_read_from_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [write_image(tmp_path / f"set/{k}.bmp", noise(12, 12, seed=k)) for k in range(20)]
+    expected = pixels(opened(files, 12, True, ""))
+    free = round((10 * 12 * 12 * 3 + 20) / cache.CACHE_MEMORY_SHARE) + 1  # and a byte per image
+    monkeypatch.setattr(cache, "shared_memory", lambda size: np.zeros(size(free), np.uint8))
     images = opened(files, 12, True, "ram")
-    assert "room for 100 of 200 images" in images.messages[0]
-    for _ in range(2):
-        assert same(pixels(images), wanted)
-    assert seen == files + files[100:]
+    assert "room for 10 of 20 images" in images.messages[0]
+    assert same(pixels(images), expected)
+    spoil(*files[:10])
+    assert same(pixels(images), expected)
+    spoil(files[10])
+    with pytest.raises(UserError):
+        images.read(10)
 
 
-def test_a_file_that_has_changed_its_size_since_it_was_looked_at(files: list[Path]) -> None:
+def test_a_file_whose_size_has_changed_since_the_scan_is_read(files: list[Path]) -> None:
     images = open_images(files, 32, True, "ram", np.array([(32, 32)] * 4))
     for _ in range(2):
         assert same(pixels(images), pixels(opened(files, 32, True, "")))
 
 
-def kept_by_all(files: list[Path]) -> tuple[int, list[int]]:
-    """Of two processes the second reads what the first has put there; with which sizes they made the memory."""
-    images = opened(files, 32, True, "ram")
-    store = run_store()
+def read_after_the_first(files: list[Path], sizes: np.ndarray) -> tuple[int, list[int]]:
+    """Return the size of the memory, and a sum of each image: read by the first process only, and then spoilt."""
+    start("cpu", "no", 60.0)
+    images, store = open_images(files, 32, True, "ram", sizes), run_store()
     assert store is not None
     if ranks().rank == 0:
         pixels(images)
+        spoil(*files)
         store.write_once("filled", True)
     store.wait_for_value("filled")
-    with patch.object(cache, "read_image", side_effect=AssertionError("read")):
-        return len(images.memory), [int(image.sum()) for image in pixels(images)]
-
-
-def start_and_keep(files: list[Path]) -> tuple[int, list[int]]:
-    start("cpu", "no", 60.0)
-    return kept_by_all(files)
+    return len(images.memory), [int(image.sum()) for image in pixels(images)]
 
 
 def test_memory_is_one_for_all_processes(on_processes: OnProcesses, files: list[Path]) -> None:
-    first, second = on_processes(2, start_and_keep, files)
+    expected = [int(image.sum()) for image in pixels(opened(files, 32, True, ""))]
+    first, second = on_processes(2, read_after_the_first, files, sizes_of(files))
     assert first == second
-    assert first[1] == [int(image.sum()) for image in pixels(opened(files, 32, True, ""))]
+    assert first[1] == expected
 
 
-# disk
+# Disk
 
 
-def test_disk_survives_a_restart(files: list[Path], cache_home: Path, no_reading: Callable[[], None]) -> None:
+def test_disk_survives_a_restart(files: list[Path], cache_home: Path) -> None:
     first = pixels(opened(files, 32, True, "disk"))
-    assert len(kept_files(cache_home)) == 4
-    assert all((cache_home / "lockstep/images") in path.parents for path in kept_files(cache_home))
-    no_reading()
+    assert len(cached_files(cache_home)) == 4
+    assert all((cache_home / "lockstep/images") in path.parents for path in cached_files(cache_home))
+    spoil(*files)
     assert same(pixels(opened(files, 32, True, "disk")), first)
 
 
@@ -218,7 +196,7 @@ def test_disk_notices_a_changed_file(files: list[Path]) -> None:
     images = opened(files, 32, True, "disk")
     first = pixels(images)
     status = files[0].stat()
-    write_image(files[0], 32, 20, seed=9)
+    write_image(files[0], noise(32, 20, seed=9))
     os.utime(files[0], ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     for way in (images, opened(files, 32, True, "disk")):
         second = pixels(way)
@@ -229,13 +207,13 @@ def test_disk_notices_a_changed_file(files: list[Path]) -> None:
 
 def test_disk_keeps_sizes_and_kinds_of_shrinking_apart(files: list[Path]) -> None:
     for imgsz, smooth in ((24, True), (24, False), (40, True)):
-        wanted = pixels(opened(files, imgsz, smooth, ""))
+        expected = pixels(opened(files, imgsz, smooth, ""))
         for _ in range(2):
-            assert same(pixels(opened(files, imgsz, smooth, "disk")), wanted)
+            assert same(pixels(opened(files, imgsz, smooth, "disk")), expected)
 
 
 def test_disk_keeps_equal_names_in_different_folders_apart(tmp_path: Path) -> None:
-    files = [write_image(tmp_path / folder / "a.png", 12, 12, seed=k) for k, folder in enumerate("xy")]
+    files = [write_image(tmp_path / folder / "a.png", noise(12, 12, seed=k)) for k, folder in enumerate("xy")]
     for file in files:
         os.utime(file, ns=(0, 0))
     for _ in range(2):
@@ -252,77 +230,78 @@ def test_disk_keeps_equal_names_in_different_folders_apart(tmp_path: Path) -> No
         pytest.param(lambda content: b"not an array", id="text"),
     ],
 )
-def test_a_damaged_file_on_disk_is_made_anew(
-    files: list[Path], cache_home: Path, no_reading: Callable[[], None], damage: Callable[[bytes], bytes]
+def test_a_damaged_file_on_disk_is_replaced(
+    files: list[Path], cache_home: Path, damage: Callable[[bytes], bytes]
 ) -> None:
-    wanted = pixels(opened(files, 32, True, "disk"))
-    for path in kept_files(cache_home):
+    expected = pixels(opened(files, 32, True, "disk"))
+    for path in cached_files(cache_home):
         path.write_bytes(damage(path.read_bytes()))
-    assert same(pixels(opened(files, 32, True, "disk")), wanted)
-    no_reading()
-    assert same(pixels(opened(files, 32, True, "disk")), wanted)
+    assert same(pixels(opened(files, 32, True, "disk")), expected)
+    spoil(*files)
+    assert same(pixels(opened(files, 32, True, "disk")), expected)
 
 
 def test_an_unwritable_disk_is_a_warning(files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = pixels(opened(files, 32, True, ""))
+    expected = pixels(opened(files, 32, True, ""))
     (cache_home / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home / "file"))  # no folder can be made below a file, even by root
-    with pytest.warns(UserWarning, match=r"--cache disk: no more is written into .*/images \(") as said:
+    with pytest.warns(UserWarning, match=r"--cache disk: no more is written into .*/images \(") as warned:
         found = [pixels(images := opened(files, 32, True, "disk")) for _ in range(2)]
-    assert len(said) == 1
+    assert len(warned) == 1
     assert "room for 0 of 4 images, 0 found" in images.messages[0]
-    assert same(found[0], wanted)
+    assert same(found[0], expected)
 
 
 def test_a_write_that_is_interrupted_leaves_nothing(
     files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(file: int) -> NoReturn:
-        assert kept_files(cache_home)
+        assert cached_files(cache_home)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
         opened(files, 32, True, "disk").read(0)
-    assert kept_files(cache_home) == []
+    assert cached_files(cache_home) == []
 
 
-def test_disk_keeps_file_names_of_any_bytes(tmp_path: Path, no_reading: Callable[[], None]) -> None:
-    files = [write_image(tmp_path / "a.png", 16, 12, seed=0).rename(tmp_path / os.fsdecode(b"\xff.png"))]
-    wanted = pixels(opened(files, 16, True, "disk"))
-    no_reading()
-    assert same(pixels(opened(files, 16, True, "disk")), wanted)
+def test_disk_caches_files_whose_names_are_no_text(tmp_path: Path) -> None:
+    files = [write_image(tmp_path / "a.png", noise(16, 12, seed=0)).rename(tmp_path / os.fsdecode(b"\xff.png"))]
+    expected = pixels(opened(files, 16, True, "disk"))
+    spoil(*files)
+    assert same(pixels(opened(files, 16, True, "disk")), expected)
 
 
-# the budget of the disk: each of the four images takes one block
+# The budget of the disk: each of the four images takes one block
 
 
-FOR_TWO = 2.5 * cache.DISK_BLOCK_BYTES / cache.CACHE_DISK_SHARE  # bytes that are free where two of them fit
+FOR_TWO = 2.5 * cache.DISK_BLOCK_BYTES / cache.CACHE_DISK_SHARE  # free bytes, so that two of them fit
 
 
-def test_what_does_not_fit_on_the_disk_is_read_from_its_file(
+def test_images_that_do_not_fit_on_the_disk_are_read_from_their_files(
     files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = pixels(opened(files, 32, True, ""))
-    read, seen = cache.read_image, []
-    monkeypatch.setattr(cache, "read_image", lambda file: seen.append(file) or read(file))
+    expected = pixels(opened(files, 32, True, ""))
     free_disk(monkeypatch, FOR_TWO)
     images = opened(files, 32, True, "disk")
-    (said,) = images.messages
-    assert "--cache disk: room for 2 of 4 images, 0 found from before, 0.00 GiB in" in said
-    assert str(cache_home / "lockstep/images") in said
-    for _ in range(2):
-        assert same(pixels(images), wanted)
-    assert seen == files + files[2:]
-    assert len(kept_files(cache_home)) == 2
+    (message,) = images.messages
+    assert "--cache disk: room for 2 of 4 images, 0 found from before, 0.00 GiB in" in message
+    assert str(cache_home / "lockstep/images") in message
+    assert same(pixels(images), expected)
+    assert len(cached_files(cache_home)) == 2
+    spoil(*files[:2])
+    assert same(pixels(images), expected)
+    spoil(files[2])
+    with pytest.raises(UserError):
+        images.read(2)
 
 
-def test_gigabytes_on_disk_are_those_of_the_pixels(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gigabytes_on_disk_are_the_bytes_of_the_pixels(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     free_disk(monkeypatch, 100 * 2**30)
     images = open_images(files, 0, False, "disk", np.array([(16384, 8192)] * 4))  # 0.375 GiB each
     assert "room for 4 of 4 images, 0 found from before, 1.50 GiB in" in images.messages[0]
     free_disk(monkeypatch, (0.375 * 3 + 0.01) * 2**30 / cache.CACHE_DISK_SHARE)
-    cache._on_disk.clear()
+    del images
     images = open_images(files, 0, False, "disk", np.array([(16384, 8192)] * 4))
     assert "room for 3 of 4 images, 0 found from before, 1.13 GiB in" in images.messages[0]
 
@@ -331,39 +310,39 @@ def test_a_restart_finds_what_is_on_disk_and_takes_no_more_room(
     files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free_disk(monkeypatch, FOR_TWO)
-    wanted = pixels(opened(files, 32, True, "disk"))
+    expected = pixels(opened(files, 32, True, "disk"))
     free_disk(monkeypatch, FOR_TWO - 2 * cache.DISK_BLOCK_BYTES)
     for order in (files, files[::-1]):  # what is there counts wherever it stands in the list
         images = opened(order, 32, True, "disk")
         assert "room for 2 of 4 images, 2 found from before" in images.messages[0]
-        assert same(pixels(images), wanted if order is files else wanted[::-1])
-        assert len(kept_files(cache_home)) == 2
+        assert same(pixels(images), expected if order is files else expected[::-1])
+        assert len(cached_files(cache_home)) == 2
     free_disk(monkeypatch, 0)
     assert "room for 2 of 4 images, 2 found from before" in opened(files, 32, True, "disk").messages[0]
     free_disk(monkeypatch, FOR_TWO - cache.DISK_BLOCK_BYTES)  # somebody made room
     assert "room for 3 of 4 images, 2 found from before" in opened(files, 32, True, "disk").messages[0]
 
 
-def test_neither_restarts_nor_other_runs_eat_up_what_should_stay_free(
+def test_restarts_and_other_runs_leave_the_reserve_free(
     tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = [write_image(tmp_path / f"set/{k:02}.png", 32, 20, seed=k) for k in range(16)]
+    files = [write_image(tmp_path / f"set/{k:02}.png", noise(32, 20, seed=k)) for k in range(16)]
     for imgsz in (32, 32, 24):
         free_disk(
             monkeypatch,
             10.5 * cache.DISK_BLOCK_BYTES / cache.CACHE_DISK_SHARE
-            - len(kept_files(cache_home)) * cache.DISK_BLOCK_BYTES,
+            - len(cached_files(cache_home)) * cache.DISK_BLOCK_BYTES,
         )
         splits = [opened(part, imgsz, True, "disk") for part in (files[:12], files[12:])]
         for images in splits:
             pixels(images)
-        assert len(kept_files(cache_home)) == 10
+        assert len(cached_files(cache_home)) == 10
         del images, splits
 
 
-def test_a_file_that_has_changed_is_not_found(files: list[Path]) -> None:
+def test_a_changed_file_is_not_taken_for_cached(files: list[Path]) -> None:
     pixels(opened(files, 32, True, "disk"))
-    write_image(files[1], 64, 48, seed=9)
+    write_image(files[1], noise(64, 48, seed=9))
     os.utime(files[2], ns=(0, 0))
     images = opened(files, 32, True, "disk")
     assert "room for 4 of 4 images, 2 found from before" in images.messages[0]
@@ -380,20 +359,18 @@ def test_two_splits_share_the_room_on_disk(files: list[Path], monkeypatch: pytes
     assert "room for 2 of 4 images" in opened(files, 32, True, "disk").messages[0]
 
 
-def test_the_disk_is_left_to_others_that_fill_it(
+def test_writing_stops_once_other_programs_fill_the_disk(
     files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = pixels(opened(files, 32, True, ""))
+    expected = pixels(opened(files, 32, True, ""))
     free_disk(monkeypatch, 10 * cache.DISK_BLOCK_BYTES)
     images = opened(files, 32, True, "disk")
     images.read(0)
-    free_disk(
-        monkeypatch, cache.DISK_BLOCK_BYTES
-    )  # half of what should have stayed free, which the next image would go below
-    with pytest.warns(UserWarning, match=r"no more is written .* \(it would leave 0\.00 GiB free\)") as said:
-        assert same(pixels(images), wanted)
-    assert len(said) == 1
-    assert len(kept_files(cache_home)) == 1
+    free_disk(monkeypatch, cache.DISK_BLOCK_BYTES)  # half of the reserve, which the next image would use
+    with pytest.warns(UserWarning, match=r"no more is written .* \(it would leave 0\.00 GiB free\)") as warned:
+        assert same(pixels(images), expected)
+    assert len(warned) == 1
+    assert len(cached_files(cache_home)) == 1
 
 
 def failing(file: int) -> NoReturn:
@@ -403,18 +380,18 @@ def failing(file: int) -> NoReturn:
 def test_a_full_disk_is_one_warning_and_leaves_nothing(
     files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = pixels(opened(files, 32, True, ""))
+    expected = pixels(opened(files, 32, True, ""))
     images, others = opened(files, 32, True, "disk"), opened(files[:2], 24, True, "disk")
     images.read(1)
     with monkeypatch.context() as full:
         full.setattr(os, "fsync", failing)
-        with pytest.warns(UserWarning, match=r"\(No space left on device\)") as said:
+        with pytest.warns(UserWarning, match=r"\(No space left on device\)") as warned:
             found = [pixels(way) for way in (images, others)]
-    assert len(said) == 1
-    assert same(found[0], wanted)
-    assert len(kept_files(cache_home)) == 1
+    assert len(warned) == 1
+    assert same(found[0], expected)
+    assert len(cached_files(cache_home)) == 1
     pixels(images)  # nothing more is tried in this run
-    assert len(kept_files(cache_home)) == 1
+    assert len(cached_files(cache_home)) == 1
 
 
 def test_loader_processes_warn_of_a_full_disk_once(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,9 +405,9 @@ def test_loader_processes_warn_of_a_full_disk_once(files: list[Path], monkeypatc
         pixels(images)
 
 
-def test_a_file_that_the_disk_cuts_short_is_not_kept(tmp_path: Path, cache_home: Path) -> None:
+def test_a_file_that_the_disk_cuts_short_is_removed(tmp_path: Path, cache_home: Path) -> None:
     """The kernel takes the first bytes of an image and refuses the last few hundred, as a disk that becomes full."""
-    files = [write_image(tmp_path / "large.bmp", 600, 600, seed=0)]
+    files = [write_image(tmp_path / "large.bmp", noise(600, 600, seed=0))]
     images = opened(files, 0, False, "disk")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (600 * 600 * 3 - 1000, hard))
@@ -439,14 +416,14 @@ def test_a_file_that_the_disk_cuts_short_is_not_kept(tmp_path: Path, cache_home:
             assert same(pixels(images), pixels(opened(files, 0, False, "")))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert kept_files(cache_home) == []
+    assert cached_files(cache_home) == []
 
 
-def test_a_started_process_gets_the_images_on_disk(files: list[Path]) -> None:
+def test_images_on_disk_are_pickled_for_spawned_processes(files: list[Path]) -> None:
     images = opened(files, 32, True, "disk")
-    wanted = pixels(images)
+    expected = pixels(images)
     there = pickle.loads(pickle.dumps(images))
-    assert (there.messages, same(pixels(there), wanted)) == (images.messages, True)
+    assert (there.messages, same(pixels(there), expected)) == (images.messages, True)
 
 
 def fill(files: list[Path], turn: int, start: Any, found: Any) -> None:
@@ -459,11 +436,9 @@ def fill(files: list[Path], turn: int, start: Any, found: Any) -> None:
     found.put((images.messages[0], [sums[index] for index in range(len(files))]))
 
 
-def test_processes_fill_the_disk_together(
-    tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch, no_reading: Callable[[], None]
-) -> None:
-    files = [write_image(tmp_path / f"set/{k:02}.png", 32, 20, seed=k) for k in range(40)]
-    wanted = pixels(opened(files, 32, True, ""))
+def test_processes_fill_the_disk_together(tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [write_image(tmp_path / f"set/{k:02}.png", noise(32, 20, seed=k)) for k in range(40)]
+    expected = pixels(opened(files, 32, True, ""))
     free_disk(monkeypatch, 30.5 * cache.DISK_BLOCK_BYTES / cache.CACHE_DISK_SHARE)
     fork = multiprocessing.get_context("fork")
     start, found = fork.Barrier(4), fork.Queue()
@@ -473,18 +448,18 @@ def test_processes_fill_the_disk_together(
     results = [found.get(timeout=60) for _ in processes]
     for process in processes:
         process.join(60)
-    assert len({said for said, _ in results}) == 1
+    assert len({message for message, _ in results}) == 1
     assert "room for 30 of 40 images, 0 found from before" in results[0][0]
-    assert [sums for _, sums in results] == [[int(image.sum()) for image in wanted]] * 4
-    assert len(kept_files(cache_home)) == 30  # each once, nothing beside them
-    no_reading()
-    assert same(pixels(opened(files[:30], 32, True, "disk")), wanted[:30])
+    assert [sums for _, sums in results] == [[int(image.sum()) for image in expected]] * 4
+    assert len(cached_files(cache_home)) == 30  # each once, nothing beside them
+    spoil(*files)
+    assert same(pixels(opened(files[:30], 32, True, "disk")), expected[:30])
 
 
-# paths
+# Paths
 
 
-def test_paths_in_one_piece(tmp_path: Path) -> None:
+def test_files_is_a_sequence_of_paths(tmp_path: Path) -> None:
     paths = [tmp_path / "a.jpg", Path("b c/\N{GREEK SMALL LETTER ALPHA}.png"), Path(os.fsdecode(b"\xff.jpg"))]
     files = cache.Files(paths)
     assert list(files) == paths
@@ -493,8 +468,8 @@ def test_paths_in_one_piece(tmp_path: Path) -> None:
         files[3]
 
 
-def test_memory_is_called_by_the_flag_that_asked_for_it(files: list[Path]) -> None:
+def test_messages_name_the_flag(files: list[Path]) -> None:
     for way, when in (("ram", "epoch"), ("val", "validation")):
-        (said,) = opened(files, 32, True, way).messages
-        assert said.startswith(f"--cache {way}: room for 4 of 4 images")
-        assert said.endswith(f"filled in the first {when}")
+        (message,) = opened(files, 32, True, way).messages
+        assert message.startswith(f"--cache {way}: room for 4 of 4 images")
+        assert message.endswith(f"filled in the first {when}")

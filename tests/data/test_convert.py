@@ -1,4 +1,4 @@
-"""The command line of the converters."""
+"""Tests of the command line of the converters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def command(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
     main()
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_converts_each_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.xml").write_text(voc_xml(("cat", (0, 0, 200, 100))))
     command(monkeypatch, "voc", tmp_path, "--labels", tmp_path / "v", "--names", "dog, cat")
     assert capsys.readouterr().out == f"1 label files with 1 boxes in {tmp_path / 'v'}\nclasses: 0 dog, 1 cat\n"
@@ -28,12 +30,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     names = tmp_path / "new.yaml"
     command(monkeypatch, "coco", coco(tmp_path), "--labels", tmp_path / "c", "--names-to", names)
     assert list(read_spec(names).names.values()) == ["cat", "dog"]
-    with pytest.raises(UserError, match=r"new\.yaml is there already"):
+    with pytest.raises(UserError, match=r"new\.yaml exists already; add --exist-ok"):
         command(monkeypatch, "coco", coco(tmp_path), "--labels", tmp_path / "d", "--names-to", names)
     visdrone(tmp_path / "drone")
     command(monkeypatch, "visdrone", tmp_path / "drone")
     assert "2 boxes" in capsys.readouterr().out
-    with pytest.raises(UserError, match="each class once"):
+    with pytest.raises(UserError, match="--names a,a repeats a class"):
         command(monkeypatch, "voc", tmp_path, "--labels", tmp_path / "x", "--names", "a,a")
     for wrong in ((), ("xml",), ("voc", tmp_path), ("coco", "a.json", "--labels", "b", "--difficult")):
         with pytest.raises(SystemExit) as caught:

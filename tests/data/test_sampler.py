@@ -1,4 +1,4 @@
-"""Global batches: who is drawn when, in what shape, and that nothing but (seed, epoch) decides it."""
+"""Global batches: order, partners and shapes as a function of (seed, epoch), for training and evaluation."""
 
 from __future__ import annotations
 
@@ -30,132 +30,100 @@ from utils.errors import UserError
 SQUARE = (64, 64)
 
 
-def draws(batches: GlobalBatches, epoch: int) -> list[list[SampleIndex]]:
-    """The batches of an epoch."""
+def epoch_of(batches: GlobalBatches, epoch: int) -> list[list[SampleIndex]]:
+    """Return the batches of an epoch."""
     batches.set_epoch(epoch)
     return list(batches)
 
 
 def images(batches: list[list[SampleIndex]]) -> list[int]:
-    return [draw.image for draw in chain.from_iterable(batches)]
+    return [sample.image for sample in chain.from_iterable(batches)]
 
 
-# square batches
+# Square batches
 
 
 @pytest.mark.parametrize(
     ("count", "batch_size", "batches"), [(10, 4, 3), (12, 4, 3), (13, 4, 4), (3, 8, 1), (1, 1, 1), (7, 1, 7)]
 )
 def test_an_epoch_holds_every_image_once_and_fills_up_from_its_start(count: int, batch_size: int, batches: int) -> None:
-    found = draws(GlobalBatches(Order(count), batch_size, 0, SQUARE), 2)
-    assert len(found) == len(GlobalBatches(Order(count), batch_size, 0, SQUARE)) == batches
-    assert {len(batch) for batch in found} == {batch_size}
-    order = images(found)
+    epoch = epoch_of(GlobalBatches(Order(count), batch_size, 0, (32, 96)), 2)
+    assert len(epoch) == len(GlobalBatches(Order(count), batch_size, 0, SQUARE)) == batches
+    assert {len(batch) for batch in epoch} == {batch_size}
+    order = images(epoch)
     assert sorted(order[:count]) == list(range(count))
     assert all(order[position] == order[position % count] for position in range(len(order)))
+    samples = list(chain(*epoch))
+    assert [sample.position for sample in samples] == list(range(batches * batch_size))
+    assert {(sample.epoch, sample.shape, sample.partners) for sample in samples} == {(2, (32, 96), ())}
+    assert pickle.loads(pickle.dumps(epoch)) == epoch
 
 
-def test_positions_run_on_through_the_epoch() -> None:
-    found = draws(GlobalBatches(Order(10), 4, 0, (32, 96)), 3)
-    assert [draw.position for batch in found for draw in batch] == list(range(12))
-    assert {(draw.epoch, draw.shape) for batch in found for draw in batch} == {(3, (32, 96))}
-
-
-def test_a_draw_is_made_of_plain_numbers() -> None:
-    draw = draws(GlobalBatches(Order(10), 4, 0, SQUARE), 0)[1][2]
-    assert [type(value) for value in (draw.epoch, draw.position, draw.image, *draw.shape)] == [int] * 5
-    assert pickle.loads(pickle.dumps(draw)) == draw
-
-
-def test_the_order_is_a_function_of_seed_and_epoch() -> None:
-    first = GlobalBatches(Order(50), 8, 7, SQUARE)
-    epochs = [draws(first, epoch) for epoch in range(3)]
-    np.random.seed(1)  # noqa: NPY002 - the old global generator must not matter
-    assert draws(GlobalBatches(Order(50), 8, 7, SQUARE), 2) == epochs[2]  # without the epochs before it
-    assert draws(first, 0) == epochs[0]  # going back
-    assert draws(first, 0) == epochs[0]  # staying
-    assert images(epochs[0]) != images(epochs[1]) != images(epochs[2]) != images(epochs[0])
-    assert images(draws(GlobalBatches(Order(50), 8, 8, SQUARE), 0)) not in map(images, epochs)
-
-
-def test_the_order_is_a_fair_shuffle() -> None:
-    orders = np.array([images(draws(GlobalBatches(Order(10), 5, 0, SQUARE), epoch)) for epoch in range(400)])
+def test_each_image_is_equally_frequent_at_each_place() -> None:
+    orders = np.array([images(epoch_of(GlobalBatches(Order(10), 5, 0, SQUARE), epoch)) for epoch in range(400)])
     # each image is first, second, ... about 40 times; 6 standard deviations of that count
     counts = np.array([np.bincount(column, minlength=10) for column in orders.T])
     assert np.abs(counts - 40).max() < 36
 
 
-def test_the_order_does_not_depend_on_the_batch_size() -> None:
-    assert images(draws(GlobalBatches(Order(24), 4, 0, SQUARE), 1)) == images(
-        draws(GlobalBatches(Order(24), 12, 0, SQUARE), 1)
-    )
-
-
 def test_halves_of_a_global_batch_are_the_batches_of_half_the_size() -> None:
-    whole = draws(GlobalBatches(Order(24), 8, 0, SQUARE), 1)
+    whole = epoch_of(GlobalBatches(Order(24), 8, 0, SQUARE, partners=3, near=True), 1)
     halves = [half for batch in whole for half in (batch[:4], batch[4:])]
-    assert halves == draws(GlobalBatches(Order(24), 4, 0, SQUARE), 1)
+    assert halves == epoch_of(GlobalBatches(Order(24), 4, 0, SQUARE, partners=3, near=True), 1)
 
 
-def test_an_epoch_under_way_keeps_its_order() -> None:
+def test_set_epoch_does_not_change_an_epoch_under_way() -> None:
     batches = GlobalBatches(Order(12), 4, 0, SQUARE)
     under_way = iter(batches)
     first = next(under_way)
     batches.set_epoch(1)
-    assert [first, *under_way] == draws(batches, 0)
-    assert list(GlobalBatches(Order(12), 4, 0, SQUARE)) == draws(batches, 0)  # epoch 0 unless told
+    assert [first, *under_way] == epoch_of(batches, 0)
+    assert list(GlobalBatches(Order(12), 4, 0, SQUARE)) == epoch_of(batches, 0)  # epoch 0 by default
 
 
-def test_set_epoch_comes_in_through_the_attribute_sampler_too() -> None:
+def test_accelerate_sets_the_epoch_of_the_attribute_sampler() -> None:
     batches = GlobalBatches(Order(12), 4, 0, SQUARE)
     batches.sampler.set_epoch(5)
-    assert list(batches) == draws(GlobalBatches(Order(12), 4, 0, SQUARE), 5)
+    assert list(batches) == epoch_of(GlobalBatches(Order(12), 4, 0, SQUARE), 5)
     assert (batches.batch_size, batches.drop_last) == (4, False)
 
 
 @pytest.mark.parametrize("trained", [0, 1, 2, 3])
-def test_batches_that_are_trained_are_left_out_once(trained: int) -> None:
+def test_skipped_batches_are_left_out_once(trained: int) -> None:
     batches = GlobalBatches(Order(10), 4, 7, SQUARE)
-    whole = draws(batches, 2)
+    whole = epoch_of(batches, 2)
     for rest in (trained, 0):
         batches.set_epoch(2)
         batches.skip(rest)
         assert list(batches) == whole[rest:]
     batches.skip(trained)
-    assert draws(batches, 2) == whole[trained:]
-    assert draws(batches, 2) == whole
-    assert draws(batches, 3) == draws(GlobalBatches(Order(10), 4, 7, SQUARE), 3)
-    assert len(batches) == 3  # of an epoch, whatever is left of it
+    assert epoch_of(batches, 2) == whole[trained:]
+    assert epoch_of(batches, 2) == whole
+    assert epoch_of(batches, 3) == epoch_of(GlobalBatches(Order(10), 4, 7, SQUARE), 3)
+    assert len(batches) == 3  # of the whole epoch
 
 
-# the generator of an item
+# The generator of an item
 
 
 def test_an_item_has_a_generator_by_seed_epoch_and_position() -> None:
-    def numbers(seed: int, draw: SampleIndex) -> tuple[float, ...]:
-        return tuple(item_generator(seed, draw).random(4))
+    def numbers(seed: int, sample: SampleIndex) -> tuple[float, ...]:
+        return tuple(item_generator(seed, sample).random(4))
 
-    draw = SampleIndex(2, 5, 1, SQUARE)
-    assert numbers(3, draw) == numbers(3, SampleIndex(2, 5, 1, SQUARE))
-    assert numbers(3, draw) == numbers(3, SampleIndex(2, 5, 8, (32, 32)))  # the image is none of its business
-    others = [numbers(4, draw), numbers(3, SampleIndex(1, 5, 1, SQUARE)), numbers(3, SampleIndex(2, 4, 1, SQUARE))]
-    others += [
-        numbers(2, SampleIndex(3, 5, 1, SQUARE)),
-        numbers(3, SampleIndex(5, 2, 1, SQUARE)),
-    ]  # the same numbers, swapped
-    assert len({numbers(3, draw), *others}) == 6
-
-
-def test_items_of_many_epochs_and_positions_all_differ() -> None:
-    found = {
-        item_generator(0, SampleIndex(epoch, position, 0, SQUARE)).random()
-        for epoch in range(20)
-        for position in range(50)
+    sample = SampleIndex(2, 5, 1, SQUARE)
+    assert numbers(3, sample) == numbers(3, SampleIndex(2, 5, 1, SQUARE))
+    assert numbers(3, sample) == numbers(3, SampleIndex(2, 5, 8, (32, 32)))  # whatever the image
+    others = {
+        numbers(seed, SampleIndex(epoch, position, 1, SQUARE))
+        for seed in range(5)
+        for epoch in range(6)
+        for position in range(6)
     }
-    assert len(found) == 1000
+    assert numbers(3, sample) in others
+    assert len(others) == 5 * 6 * 6
 
 
-# shapes of batches
+# Shapes of batches
 
 
 @pytest.mark.parametrize(
@@ -181,114 +149,91 @@ def test_the_shape_of_a_batch(
     assert batch_shape(np.array(aspects), imgsz, stride, pad) == shape
 
 
-# images, width and height: landscape 0, 3, 5, 7, portrait 1, 2, 4, 6
+# Images, width and height: landscape 0, 3, 5, 7, portrait 1, 2, 4, 6
 SIZES = np.array([[64, 32], [32, 64], [30, 60], [60, 30], [45, 60], [64, 16], [48, 60], [64, 48]], np.int32)
-# by height / width: 5 (1/4), 3 and 0 (1/2, the later first), 7 (3/4), 6 (5/4), 4 (4/3), 2 and 1 (2)
+# By height / width: 5 (1/4), 3 and 0 (1/2, the later first), 7 (3/4), 6 (5/4), 4 (4/3), 2 and 1 (2)
 ORDER = [5, 3, 0, 7, 6, 4, 2, 1]
 
 
 def test_rectangular_batches_have_images_of_like_aspect() -> None:
-    found = draws(RectangularBatches(SIZES, 4, 0, 128, 32), 0)
-    assert images(found) == ORDER
+    batches = epoch_of(RectangularBatches(SIZES, 4, 0, 128, 32), 0)
+    assert images(batches) == ORDER
     # 3/4 of 128 are 96; 4/5 of 128 are 102.4, rounded up to 128
-    assert [{draw.shape for draw in batch} for batch in found] == [{(96, 128)}, {(128, 128)}]
-    found = draws(RectangularBatches(SIZES, 2, 0, 128, 32), 0)
+    assert [{sample.shape for sample in batch} for batch in batches] == [{(96, 128)}, {(128, 128)}]
+    batches = epoch_of(RectangularBatches(SIZES, 2, 0, 128, 32), 0)
     # heights 1/2 and 3/4; widths 4/5 (rounded up) and 1/2
-    assert [batch[0].shape for batch in found] == [(64, 128), (96, 128), (128, 128), (128, 64)]
-    assert [draw.position for batch in found for draw in batch] == list(range(8))
+    assert [batch[0].shape for batch in batches] == [(64, 128), (96, 128), (128, 128), (128, 64)]
+    assert [sample.position for batch in batches for sample in batch] == list(range(8))
 
 
 def test_a_rectangular_batch_of_both_kinds_is_square() -> None:
-    found = draws(RectangularBatches(SIZES, 6, 0, 128, 32), 0)
-    assert [batch[0].shape for batch in found] == [(128, 128), (128, 64)]
+    batches = epoch_of(RectangularBatches(SIZES, 6, 0, 128, 32), 0)
+    assert [batch[0].shape for batch in batches] == [(128, 128), (128, 64)]
 
 
 def test_rectangular_batches_have_one_order_and_fill_up_too() -> None:
     batches = RectangularBatches(SIZES, 3, 0, 128, 32)
-    assert images(draws(batches, 0)) == images(draws(batches, 1)) == [*ORDER, 5]
-    assert {draw.epoch for batch in draws(batches, 1) for draw in batch} == {1}
-    assert {len(batch) for batch in draws(batches, 1)} == {3}
-
-
-def test_rectangular_batches_that_are_trained_are_left_out() -> None:
-    batches = RectangularBatches(SIZES, 2, 0, 128, 32)
-    whole = draws(batches, 1)
-    batches.skip(3)
-    assert draws(batches, 1) == whole[3:]
+    assert images(epoch_of(batches, 0)) == images(epoch_of(batches, 1)) == [*ORDER, 5]
+    assert {sample.epoch for batch in epoch_of(batches, 1) for sample in batch} == {1}
+    assert {len(batch) for batch in epoch_of(batches, 1)} == {3}
 
 
 @pytest.mark.parametrize("square", [False, True])
 def test_an_evaluation_holds_a_prime_count_of_images_once_each(square: bool) -> None:
     rng = np.random.default_rng(0)
-    found = evaluation_batches(rng.integers(20, 60, (13, 2)), 4, 64, 32, square)
-    assert [len(batch) for batch in found] == [4, 4, 4, 1]
-    assert sorted(images(found)) == list(range(13))
-    assert [draw.position for batch in found for draw in batch] == list(range(13))
-    assert all(len({draw.shape for draw in batch}) == 1 for batch in found)
-    assert {draw.epoch for batch in found for draw in batch} == {0}
+    batches = evaluation_batches(rng.integers(20, 60, (13, 2)), 4, 64, 32, square)
+    assert [len(batch) for batch in batches] == [4, 4, 4, 1]
+    assert sorted(images(batches)) == list(range(13))
+    assert [sample.position for batch in batches for sample in batch] == list(range(13))
+    assert all(len({sample.shape for sample in batch}) == 1 for batch in batches)
+    assert {sample.epoch for batch in batches for sample in batch} == {0}
 
 
 def test_square_evaluation_goes_through_the_images_as_they_stand() -> None:
-    found = evaluation_batches(SIZES, 3, 64, 32, square=True)
-    assert images(found) == list(range(8))
-    assert {draw.shape for batch in found for draw in batch} == {(64, 64)}
+    batches = evaluation_batches(SIZES, 3, 64, 32, square=True)
+    assert images(batches) == list(range(8))
+    assert {sample.shape for batch in batches for sample in batch} == {(64, 64)}
 
 
 def test_rectangular_evaluation_adds_half_a_stride() -> None:
-    found = evaluation_batches(SIZES, 4, 128, 32, square=False)
-    assert images(found) == ORDER
+    batches = evaluation_batches(SIZES, 4, 128, 32, square=False)
+    assert images(batches) == ORDER
     # 96 / 32 + 0.5 and 128 / 32 + 0.5 are rounded up to 4 and 5; 102.4 / 32 + 0.5 = 3.7 to 4
-    assert [batch[0].shape for batch in found] == [(128, 160), (160, 128)]
-    found = evaluation_batches(SIZES, 4, 128, 32, square=False, pad=0.0)
-    assert [batch[0].shape for batch in found] == [(96, 128), (128, 128)]
+    assert [batch[0].shape for batch in batches] == [(128, 160), (160, 128)]
 
 
 def test_the_last_rectangular_batch_has_the_shape_of_its_own_images() -> None:
-    found = evaluation_batches(SIZES, 3, 128, 32, square=False, pad=0.0)
-    assert images(found[2:]) == [2, 1]
-    assert found[2][0].shape == (128, 64)
+    batches = evaluation_batches(SIZES, 3, 128, 32, square=False)
+    assert images(batches[2:]) == [2, 1]
+    assert batches[2][0].shape == (160, 96)
 
 
-def test_equal_aspects_are_ordered_alike_whatever_the_machine() -> None:
-    found = evaluation_batches(np.full((40, 2), 50), 8, 64, 32, square=False)
-    assert images(found) == list(range(39, -1, -1))
+def test_equal_aspects_are_ordered_by_falling_index() -> None:
+    batches = evaluation_batches(np.full((40, 2), 50), 8, 64, 32, square=False)
+    assert images(batches) == list(range(39, -1, -1))
 
 
-def test_partners_are_what_follows_in_the_order() -> None:
-    """Each image then has a part in as many items as it has partners, and one more: each is read but once."""
-    batches = GlobalBatches(Order(10), 4, 7, (64, 64), partners=3, near=True)
+def test_near_partners_are_the_next_images_in_the_order() -> None:
+    """Each image is in as many items as it has partners, and in its own."""
+    batches = GlobalBatches(Order(10), 4, 7, SQUARE, partners=3, near=True)
     for epoch in (0, 1):
-        order = batches_of_one(GlobalBatches(Order(10), 1, 7, (64, 64)), epoch)
-        found = list(chain(*draws(batches, epoch)))[:10]
-        assert [draw.image for draw in found] == order
-        assert [draw.partners for draw in found] == [
+        order = images(epoch_of(GlobalBatches(Order(10), 1, 7, SQUARE), epoch))
+        samples = list(chain(*epoch_of(batches, epoch)))[:10]
+        assert [sample.image for sample in samples] == order
+        assert [sample.partners for sample in samples] == [
             tuple(order[(k + step) % 10] for step in (1, 2, 3)) for k in range(10)
         ]
-        counts = np.bincount([image for draw in found for image in (draw.image, *draw.partners)])
+        counts = np.bincount([image for sample in samples for image in (sample.image, *sample.partners)])
         assert counts.tolist() == [4] * 10
 
 
-def batches_of_one(batches: GlobalBatches, epoch: int) -> list[int]:
-    return images(draws(batches, epoch))
-
-
-def test_partners_do_not_depend_on_the_batch_size() -> None:
-    small, large = (
-        list(chain(*draws(GlobalBatches(Order(12), size, 3, (8, 8), partners=3, near=True), 1))) for size in (2, 6)
-    )
-    assert small == large
-
-
-def test_without_partners_a_draw_has_none() -> None:
-    assert all(draw.partners == () for draw in chain(*draws(GlobalBatches(Order(5), 2, 0, (8, 8)), 0)))
-
-
-# other orders
+# Other orders
 
 # Images 0 to 4 of a split; the fourth is background.
-FOUND = Instances(np.array([0, 0, 1, 2, 2, 2, 4]), np.array([0, 1, 0, 0, 0, 1, 3]))
+INSTANCES = Instances(np.array([0, 0, 1, 2, 2, 2, 4]), np.array([0, 1, 0, 0, 0, 1, 3]))
 WEIGHTS = [1 / 4 + 1 / 2, 1 / 4, 2 / 4 + 1 / 2, 0, 1]
 SAMPLINGS = (
+    Sampling(),
     Sampling(image_weights=True),
     Sampling(repeat_factor=0.9),
     Sampling(multi_scale=True),
@@ -297,75 +242,77 @@ SAMPLINGS = (
 )
 
 
-def batches_of(sampling: Sampling, batch_size: int = 4, seed: int = 7, found: Instances = FOUND) -> GlobalBatches:
+def batches_of(
+    sampling: Sampling, batch_size: int = 4, seed: int = 7, instances: Instances = INSTANCES
+) -> GlobalBatches:
     """Five images at 128 pixels."""
-    return training_batches(sampling, found, SIZES[:5], batch_size, seed, 128, 32, near=3, mixed=7)
+    return training_batches(sampling, instances, SIZES[:5], batch_size, seed, 128, 32, near=3, mixed=7)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_draws_are_a_function_of_seed_and_epoch(sampling: Sampling) -> None:
+def test_samples_are_a_function_of_seed_and_epoch(sampling: Sampling) -> None:
     first = batches_of(sampling)
-    epochs = [draws(first, epoch) for epoch in range(9)]
+    epochs = [epoch_of(first, epoch) for epoch in range(9)]
     np.random.seed(1)  # noqa: NPY002 - the old global generator must not matter
     for epoch in (8, 0, 3):
-        assert draws(batches_of(sampling), epoch) == epochs[epoch] == draws(first, epoch)
-    assert draws(batches_of(sampling, seed=8), 0) not in epochs
+        assert epoch_of(batches_of(sampling), epoch) == epochs[epoch] == epoch_of(first, epoch)
+    assert epoch_of(batches_of(sampling, seed=8), 0) not in epochs
     assert {len(epoch) for epoch in epochs} == {len(first)}
-    assert len({repr(draws) for draws in epochs}) > 4
+    assert len({repr(samples) for samples in epochs}) > 4
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_run_that_goes_on_draws_what_it_would_have(sampling: Sampling) -> None:
+def test_a_resumed_epoch_has_the_samples_that_are_left(sampling: Sampling) -> None:
     batches = batches_of(sampling, 2)
-    whole = draws(batches, 2)
+    whole = epoch_of(batches, 2)
     batches.skip(1)
-    assert draws(batches, 2) == whole[1:]
+    assert epoch_of(batches, 2) == whole[1:]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS[:2])
+@pytest.mark.parametrize("sampling", SAMPLINGS[:3])
 def test_an_order_and_its_partners_do_not_depend_on_the_batch_size(sampling: Sampling) -> None:
-    small, large = (list(chain(*draws(batches_of(sampling, size), 1))) for size in (2, 6))
+    small, large = (list(chain(*epoch_of(batches_of(sampling, size), 1))) for size in (2, 6))
     assert small == large[: len(small)] or large == small[: len(large)]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_batch_has_one_shape_and_plain_numbers(sampling: Sampling) -> None:
     for epoch in range(4):
-        for batch in draws(batches_of(sampling), epoch):
+        for batch in epoch_of(batches_of(sampling), epoch):
             assert len(batch) == 4
-            assert len({draw.shape for draw in batch}) == 1
-            numbers = [(draw.position, draw.image, *draw.shape, *draw.partners) for draw in batch]
+            assert len({sample.shape for sample in batch}) == 1
+            numbers = [(sample.position, sample.image, *sample.shape, *sample.partners) for sample in batch]
             assert {type(value) for value in chain(*numbers)} == {int}
 
 
-def test_an_image_weighs_what_its_instances_do() -> None:
-    assert image_weights(FOUND, 5) == pytest.approx(WEIGHTS)
+def test_an_image_has_the_weight_of_its_instances() -> None:
+    assert image_weights(INSTANCES, 5) == pytest.approx(WEIGHTS)
 
 
-def test_images_are_drawn_in_proportion_to_their_weights() -> None:
-    """As many as there are. Partners too, over each of which six standard deviations are left."""
+def test_images_are_sampled_in_proportion_to_their_weights() -> None:
+    """And so are partners, within six standard deviations."""
     batches = batches_of(Sampling(image_weights=True), 5)
-    found = [draw for epoch in range(400) for draw in chain(*draws(batches, epoch))]
-    assert len(found) == 2000
+    samples = [sample for epoch in range(400) for sample in chain(*epoch_of(batches, epoch))]
+    assert len(samples) == 2000
     share = np.array(WEIGHTS) / sum(WEIGHTS)
-    for numbers in ([draw.image for draw in found], *zip(*(draw.partners for draw in found), strict=True)):
+    for numbers in ([sample.image for sample in samples], *zip(*(sample.partners for sample in samples), strict=True)):
         counts = np.bincount(numbers, minlength=5)
         assert counts[3] == 0
         assert counts == pytest.approx(2000 * share, abs=6 * 2000**0.5 / 2)
-    assert {len(draw.partners) for draw in found} == {7}
+    assert {len(sample.partners) for sample in samples} == {7}
 
 
-def test_partners_are_of_the_order_that_is_drawn() -> None:
+def test_partners_are_images_of_the_order() -> None:
     batches = batches_of(Sampling(image_weights=True), 5)
     for epoch in range(20):
-        found = list(chain(*draws(batches, epoch)))
-        assert {number for draw in found for number in draw.partners} <= {draw.image for draw in found}
+        samples = list(chain(*epoch_of(batches, epoch)))
+        assert {number for sample in samples for number in sample.partners} <= {sample.image for sample in samples}
 
 
-def test_where_no_image_weighs_anything_all_are_alike() -> None:
+def test_without_instances_all_images_are_equal() -> None:
     nothing = Instances(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    batches = batches_of(Sampling(image_weights=True), 5, found=nothing)
-    counts = np.bincount([number for epoch in range(200) for number in images(draws(batches, epoch))], minlength=5)
+    batches = batches_of(Sampling(image_weights=True), 5, instances=nothing)
+    counts = np.bincount([number for epoch in range(200) for number in images(epoch_of(batches, epoch))], minlength=5)
     assert counts == pytest.approx(np.full(5, 200), abs=80)
     factors = repeat_factors(nothing, 5, 0.5)
     assert factors.tolist() == [1] * 5
@@ -373,7 +320,7 @@ def test_where_no_image_weighs_anything_all_are_alike() -> None:
 
 def test_an_image_is_repeated_for_its_rarest_class() -> None:
     """Classes 0 to 3 are in 3, 2, 0 and 1 of five images."""
-    factors = repeat_factors(FOUND, 5, 0.5)
+    factors = repeat_factors(INSTANCES, 5, 0.5)
     assert factors == pytest.approx([(0.5 / 0.4) ** 0.5, 1, (0.5 / 0.4) ** 0.5, 1, (0.5 / 0.2) ** 0.5])
 
 
@@ -381,19 +328,19 @@ def test_an_image_is_repeated_for_its_rarest_class() -> None:
     "factors",
     [
         pytest.param([1, 1.2, 1, 2.5, 3.9, 1.1, 1.1], id="rounded down"),
-        pytest.param([1.9, 1.9, 1, 1.8, 2.0], id="rounded up, which none may come to more than its next number by"),
+        pytest.param([1.9, 1.9, 1, 1.8, 2.0], id="rounded up, but none over the next whole number"),
         pytest.param([1, 1, 1.9, 1], id="one image alone"),
-        pytest.param([1, 1.3, 1], id="too little for a draw"),
+        pytest.param([1, 1.3, 1], id="too little for a repeat"),
         pytest.param([1, 1, 2], id="whole numbers"),
         pytest.param(np.random.default_rng(0).uniform(1, 4, 1000).tolist(), id="many"),
     ],
 )
-def test_an_image_is_drawn_as_often_as_its_factor_says(factors: list[float]) -> None:
+def test_an_image_is_repeated_by_its_factor(factors: list[float]) -> None:
     order, epochs = Repeated(np.array(factors)), 300
     assert order.count == sum(map(int, factors)) + round(sum(factor % 1 for factor in factors))
-    drawn = [order.draw(np.random.default_rng(epoch)) for epoch in range(epochs)]
-    assert {len(numbers) for numbers in drawn} == {order.count}
-    counts = np.array([np.bincount(numbers, minlength=len(factors)) for numbers in drawn])
+    orders = [order.draw(np.random.default_rng(epoch)) for epoch in range(epochs)]
+    assert {len(numbers) for numbers in orders} == {order.count}
+    counts = np.array([np.bincount(numbers, minlength=len(factors)) for numbers in orders])
     assert (counts >= np.floor(factors)).all()
     assert (counts <= np.ceil(factors)).all()
     # each fraction is met but for the rounding of their sum, and for six standard deviations
@@ -401,9 +348,9 @@ def test_an_image_is_drawn_as_often_as_its_factor_says(factors: list[float]) -> 
     assert counts.mean(0) == pytest.approx(np.array(factors), abs=unmet + 3 / epochs**0.5)
 
 
-def test_repeated_draws_are_shuffled() -> None:
-    drawn = Repeated(np.full(50, 2.0)).draw(np.random.default_rng(0))
-    assert (np.diff(drawn) != 0).mean() > 0.9
+def test_repeated_images_are_shuffled() -> None:
+    order = Repeated(np.full(50, 2.0)).draw(np.random.default_rng(0))
+    assert (np.diff(order) != 0).mean() > 0.9
 
 
 @pytest.mark.parametrize(
@@ -414,7 +361,7 @@ def test_repeated_draws_are_shuffled() -> None:
         ({"image_weights": True, "repeat_factor": 0.1}, "--image-weights and --repeat-factor"),
     ],
 )
-def test_only_one_flag_may_say_the_order(flags: dict[str, Any], named: str) -> None:
+def test_only_one_flag_may_set_the_order(flags: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):
         Sampling(**flags)
 
@@ -427,22 +374,22 @@ def test_the_last_epochs_are_not_mixed(close: int, mixed: list[bool]) -> None:
     assert [sampling.mixes(epoch) for epoch in range(5)] == mixed
 
 
-def test_what_is_unlike_the_usual_is_said() -> None:
-    def said(**flags: Any) -> tuple[str, ...]:
+def test_flags_that_are_on_have_messages() -> None:
+    def messages(**flags: Any) -> tuple[str, ...]:
         return batches_of(Sampling(epochs=20, **flags)).messages
 
-    assert said() == ()
-    assert said(image_weights=True) == (
-        "--image-weights: 5 draws an epoch of 5 images; 1 without labels are never drawn",
+    assert messages() == ()
+    assert messages(image_weights=True) == (
+        "--image-weights: 5 samples per epoch of 5 images; 1 without labels are never drawn",
     )
-    assert said(repeat_factor=0.5) == ("--repeat-factor 0.5: 6 draws an epoch of 5 images",)
-    assert said(multi_scale=True, close_mosaic=3) == (
+    assert messages(repeat_factor=0.5) == ("--repeat-factor 0.5: 6 samples per epoch of 5 images",)
+    assert messages(multi_scale=True, close_mosaic=3) == (
         "--multi-scale: each batch at one of 5 sizes, 64 to 192 pixels",
         "--close-mosaic 3: no images mixed of several from epoch 18 on",
     )
 
 
-# sizes of batches
+# Sizes of batches
 
 
 @pytest.mark.parametrize(
@@ -460,30 +407,29 @@ def test_sizes_are_whole_strides_from_half_to_one_and_a_half(imgsz: int, stride:
     assert batch_sizes(imgsz, stride) == sizes
 
 
-def test_each_size_comes_as_often() -> None:
+def test_all_sizes_are_equally_frequent() -> None:
     batches = batches_of(Sampling(multi_scale=True), 1)
-    shapes = [batch[0].shape for epoch in range(200) for batch in draws(batches, epoch)]
+    shapes = [batch[0].shape for epoch in range(200) for batch in epoch_of(batches, epoch)]
     assert all(height == width for height, width in shapes)
     counts = np.bincount([height // 32 for height, _ in shapes])
     assert counts.tolist()[:2] == [0, 0]
     assert counts[2:] == pytest.approx(np.full(5, 200), abs=80)
 
 
-def test_parts_of_a_batch_have_its_size() -> None:
-    """That of the batch's number: a process's slice is at the size of the whole."""
+def test_the_size_depends_on_the_number_of_the_batch_only() -> None:
     batches = batches_of(Sampling(multi_scale=True), 2)
-    shapes = [[batch[0].shape for batch in draws(batches, epoch)] for epoch in range(30)]
+    shapes = [[batch[0].shape for batch in epoch_of(batches, epoch)] for epoch in range(30)]
     assert len({shape for epoch in shapes for shape in epoch}) == 5
-    other = batches_of(Sampling(multi_scale=True, image_weights=True), 2, found=FOUND)
-    assert [[batch[0].shape for batch in draws(other, epoch)] for epoch in range(30)] == shapes
+    other = batches_of(Sampling(multi_scale=True, image_weights=True), 2, instances=INSTANCES)
+    assert [[batch[0].shape for batch in epoch_of(other, epoch)] for epoch in range(30)] == shapes
 
 
 def test_rectangular_batches_keep_their_shape_at_another_size() -> None:
     plain, scaled = batches_of(Sampling(rect=True), 2), batches_of(Sampling(rect=True, multi_scale=True), 2)
     seen = set()
     for epoch in range(30):
-        for before, after in zip(draws(plain, epoch), draws(scaled, epoch), strict=True):
-            assert [draw.image for draw in before] == [draw.image for draw in after]
+        for before, after in zip(epoch_of(plain, epoch), epoch_of(scaled, epoch), strict=True):
+            assert [sample.image for sample in before] == [sample.image for sample in after]
             zoom = max(after[0].shape) / max(before[0].shape)
             seen.add(zoom)
             for old, new in zip(before[0].shape, after[0].shape, strict=True):
@@ -498,5 +444,5 @@ def test_rectangular_batches_keep_their_shape_at_another_size() -> None:
 )
 def test_the_largest_batch(sampling: Sampling, shape: tuple[int, int]) -> None:
     batches = batches_of(sampling)
-    assert [draw.image for draw in batches.largest()] == [draw.image for draw in next(iter(batches))]
-    assert {draw.shape for draw in batches.largest()} == {shape}
+    assert [sample.image for sample in batches.largest()] == [sample.image for sample in next(iter(batches))]
+    assert {sample.shape for sample in batches.largest()} == {shape}

@@ -1,18 +1,22 @@
-"""Models that look together: which may, at what size, in what precision."""
+"""Models of one ensemble: which files fit together, at what image size, in what precision."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from models.ensemble import check_programs, common_task, fixed_size, halve, load_models, weight_files
+from models.ensemble import Members, check_programs, common_task, fixed_size, halve, weight_files
 from models.export.runtime import Exported, ExportMetadata
+from models.tasks import TASKS
+from models.tasks.contract import Model
 from models.tasks.detection.task import DetectionTask
 from models.weights.reader import Weights
+from tests.making import tiny_detector
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
 
@@ -23,7 +27,28 @@ def content(names: Mapping[int, str] | None = None, task: str = "detect") -> Wei
     return Weights({}, {"nc": 2}, dict(names or {}), task, {}, "lockstep")
 
 
-def test_models_that_go_together() -> None:
+def initial(yaml: dict[str, Any]) -> Weights:
+    """Return the weights of a new model."""
+    state = DetectionTask(NAMES, Hyperparameters()).build_model(yaml, 64).state_dict()
+    return Weights(state, yaml, NAMES, "detect", {}, "lockstep")
+
+
+def exported(imgsz: tuple[int, int], dynamic: bool, suppression: dict[str, Any] | None = None) -> Weights:
+    """Return an exported file whose outputs are its images."""
+    task_and_names = {"task": "detect", "names": NAMES, "stride": 8, "model": tiny_detector()}
+    size = {"imgsz": imgsz, "batch": 1, "dynamic": dynamic, "half": False, "device": "cpu"}
+    metadata = ExportMetadata(**task_and_names, **size, suppression=suppression, settings={})
+    program = Exported(metadata, lambda images: [images], "best.onnx")
+    return Weights({}, tiny_detector(), NAMES, "detect", {}, "exported", program)
+
+
+def build(weights: dict[str, Weights], imgsz: int, names: dict[int, str] = NAMES) -> list[Model]:
+    files = {name: Path(name) for name in weights}
+    members = Members(files, weights, TASKS["detect"], None)
+    return members.build(DetectionTask(names, Hyperparameters()), imgsz, "my.yaml")
+
+
+def test_files_of_one_task_and_class_list_fit_together() -> None:
     assert common_task({"a.pt": content({0: "cat"}), "b.pt": content({0: "cat"})}) == "detect"
     assert common_task({"a.pt": content(task="classify")}) == "classify"
 
@@ -37,7 +62,7 @@ def test_models_that_go_together() -> None:
         (content({0: "cat", 1: "dog"}, "classify"), "their tasks are 'detect' and 'classify'"),
     ],
 )
-def test_models_that_do_not_go_together(other: Weights, message: str) -> None:
+def test_files_that_do_not_fit_together(other: Weights, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(f"a.pt and b.pt cannot be one ensemble: {message}")):
         common_task({"a.pt": content({0: "cat", 1: "dog"}), "b.pt": other})
 
@@ -48,90 +73,60 @@ def test_tensors_without_a_model() -> None:
 
 
 @pytest.mark.parametrize("names", [(), ("",)])
-def test_no_weights(names: tuple[str, ...]) -> None:
+def test_weights_without_a_name(names: tuple[str, ...]) -> None:
     with pytest.raises(UserError, match="--weights names no file"):
         weight_files(names)
 
 
-def test_an_ensemble_has_one_size(tiny_yaml: dict[str, Any]) -> None:
-    """Strides 8 and 16: 72 pixels would do for the first one."""
-    rows = [*tiny_yaml["backbone"], [-1, 1, "Conv", [12, 3, 2]]]
+def test_an_ensemble_has_one_image_size() -> None:
+    """With strides of 8 and 16, 72 pixels would do for the first model only."""
+    rows = [*tiny_detector()["backbone"], [-1, 1, "Conv", [12, 3, 2]]]
     coarse = {"nc": 3, "anchors": [[20, 20]], "backbone": rows, "head": [[[3], 1, "Detect", ["nc", "anchors"]]]}
-    weights = {}
-    for name, model in {"fine.pt": tiny_yaml, "coarse.pt": coarse}.items():
-        state = DetectionTask(NAMES, Hyperparameters()).build_model(model, 64).state_dict()
-        weights[name] = Weights(state, model, NAMES, "detect", {}, "lockstep")
-    models = load_models(DetectionTask(NAMES, Hyperparameters()), weights, 72, "data.yaml")
-    assert [model.imgsz for model in models] == [80, 80]
-    assert [model.stride for model in models] == [8, 16]
+    models = build({"fine.pt": initial(tiny_detector()), "coarse.pt": initial(coarse)}, 72)
+    assert [(model.imgsz, model.stride) for model in models] == [(80, 8), (80, 16)]
 
 
-def exported(imgsz: tuple[int, int], dynamic: bool, suppression: dict[str, Any] | None = None) -> Weights:
-    """A file whose outputs are its images."""
-    metadata = ExportMetadata(
-        task="detect",
-        names=NAMES,
-        stride=8,
-        model={"nc": 3},
-        imgsz=imgsz,
-        batch=1,
-        dynamic=dynamic,
-        half=False,
-        device="cpu",
-        suppression=suppression,
-        settings={},
-    )
-    program = Exported(metadata, lambda images: [images], "best.onnx")
-    return Weights({}, {"nc": 3}, NAMES, "detect", {}, "exported", program)
-
-
-def test_an_exported_file_is_its_model(tiny_yaml: dict[str, Any]) -> None:
-    """It takes the size that its file is for, and other models the same."""
-    weights = {"a.onnx": exported((64, 64), dynamic=True)}
+def test_an_exported_file_is_used_as_a_model() -> None:
     names = {0: "x", 1: "y", 2: "z"}
-    (model,) = load_models(DetectionTask(names, Hyperparameters()), weights, 90, "data.yaml")
-    assert model is weights["a.onnx"].program
+    dynamic = exported((64, 64), dynamic=True)
+    (model,) = build({"a.onnx": dynamic}, 90, names)
+    assert model is dynamic.program
     assert (model.imgsz, model.stride, model.names) == (96, 8, names)
-    fixed = {"a.onnx": exported((64, 64), dynamic=False)}
-    (model,) = load_models(DetectionTask(NAMES, Hyperparameters()), fixed, 90, "data.yaml")
+    (model,) = build({"a.onnx": exported((64, 64), dynamic=False)}, 90)
     assert model.imgsz == 64
 
 
-def test_sizes_of_exported_files() -> None:
+def test_image_size_that_exported_files_require() -> None:
     dynamic, square, oblong = exported((64, 64), True), exported((64, 64), False), exported((32, 64), False)
     assert fixed_size({"a.pt": content(), "b.onnx": dynamic}) is None
     assert fixed_size({"a.pt": content(), "b.onnx": oblong}) == (32, 64)
-    with pytest.raises(
-        UserError, match=r"different sizes \(a\.onnx 64x64, b\.onnx 32x64\); export them with --dynamic"
-    ):
+    message = r"different sizes \(a\.onnx 64x64, b\.onnx 32x64\); export them with --dynamic"
+    with pytest.raises(UserError, match=message):
         fixed_size({"a.onnx": square, "b.onnx": oblong})
 
 
-def test_what_exported_files_cannot_do() -> None:
+def test_exported_files_do_not_support_augmentation_nor_suppression_in_an_ensemble() -> None:
     plain, suppressing = exported((64, 64), True), exported((64, 64), True, {"iou_thres": 0.5})
     check_programs({"a.pt": content()}, augment=True)
     check_programs({"a.onnx": suppressing}, augment=False)
     check_programs({"a.pt": content(), "b.onnx": plain}, augment=False)
-    with pytest.raises(
-        UserError, match=r"^--augment needs maps of all sizes, which the exported b\.onnx does not give"
-    ):
+    message = r"^--augment needs maps of all sizes, which the exported b\.onnx does not give"
+    with pytest.raises(UserError, match=message):
         check_programs({"a.pt": content(), "b.onnx": plain}, augment=True)
     with pytest.raises(UserError, match=r"^b\.onnx was exported with --nms and cannot be in an ensemble"):
         check_programs({"a.pt": content(), "b.onnx": suppressing}, augment=False)
 
 
-def test_other_classes_than_the_data_has(tiny_yaml: dict[str, Any]) -> None:
-    state = DetectionTask(NAMES, Hyperparameters()).build_model(tiny_yaml, 64).state_dict()
-    weights = {"fine.pt": Weights(state, tiny_yaml, NAMES, "detect", {}, "lockstep")}
-    with pytest.raises(UserError, match=r"fine\.pt knows 3 classes and my\.yaml has 2; give the data set"):
-        load_models(DetectionTask({0: "a", 1: "b"}, Hyperparameters()), weights, 64, "my.yaml")
+def test_another_number_of_classes_than_the_data_set() -> None:
+    for weights in (initial(tiny_detector()), exported((64, 64), True)):
+        with pytest.raises(UserError, match=r"fine\.pt has 3 classes and my\.yaml has 2; give the data set"):
+            build({"fine.pt": weights}, 64, {0: "a", 1: "b"})
 
 
-def test_halved_weights_keep_the_places(tiny_yaml: dict[str, Any]) -> None:
-    """A head's anchors and strides are no weights: in half precision boxes would be elsewhere."""
-    model = DetectionTask(NAMES, Hyperparameters()).build_model(tiny_yaml, 64)
-    kept = {"model.3.anchors", "model.3.stride"}
+def test_half_precision_leaves_anchors_and_strides() -> None:
+    """In half precision boxes would move."""
+    model = DetectionTask(NAMES, Hyperparameters()).build_model(tiny_detector(), 64)
     tensors = {**dict(halve(model).named_parameters()), **dict(model.named_buffers())}
-    kinds = {name: tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point()}
-    assert {name for name, kind in kinds.items() if kind == torch.float32} == kept
-    assert torch.float16 in kinds.values()
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point()}
+    assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == {"model.3.anchors", "model.3.stride"}
+    assert torch.float16 in dtypes.values()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +13,18 @@ import torch
 import yaml
 from torch import nn
 
-from models import layer_registry
 from models.layer_registry import LAYERS, LayerPlacement, Scaling, add_layers, layer_maker
 from models.layers import Detect, Segment
 from models.yolo import build_model
+from tests.making import tiny_detector
 from utils.errors import UserError
-
-REPOSITORY = Path(__file__).parents[2]
-
-
-def small() -> dict[str, Any]:
-    """A network of one level, quick to build."""
-    return {
-        "nc": 2,
-        "depth_multiple": 0.33,
-        "width_multiple": 0.25,
-        "anchors": [[10, 13, 16, 30, 33, 23]],
-        "backbone": [[-1, 1, "Conv", [64, 3, 2]], [-1, 3, "C3", [64]], [-1, 1, "Conv", [128, 3, 2]]],
-        "head": [
-            [-1, 1, "nn.Upsample", ["None", 2, "nearest"]],
-            [[-1, 1], 1, "Concat", [1]],
-            [[-1], 1, "Detect", ["nc", "anchors"]],
-        ],
-    }
+from utils.files import ROOT
 
 
-def on_meta(source: dict[str, Any] | str, **options: Any) -> nn.Module:
-    """The model without memory for its weights."""
+def model_with(*rows: list[Any]) -> nn.Module:
+    """Build the tiny detector with these rows between its backbone and its head."""
     with torch.device("meta"):
-        return build_model(source, **options)
+        return build_model({**tiny_detector(), "head": [*rows, *tiny_detector()["head"]]})
 
 
 @pytest.mark.parametrize(
@@ -52,30 +36,27 @@ def on_meta(source: dict[str, Any] | str, **options: Any) -> nn.Module:
         ("nn.ZeroPad2d", [[0, 1, 0, 1]], nn.ZeroPad2d((0, 1, 0, 1))),
         ("nn.MaxPool2d", [3, 1, 1], nn.MaxPool2d(3, 1, 1)),
         ("nn.MaxPool2d", [3, 1, 1, 1, "False", "False"], nn.MaxPool2d(3, 1, 1)),
-        ("nn.BatchNorm2d", [], nn.BatchNorm2d(32, 1e-3, 0.03)),
-        ("nn.BatchNorm2d", [1e-5], nn.BatchNorm2d(32)),
-        ("nn.Conv2d", [64, 3, 1, 1], nn.Conv2d(32, 16, 3, 1, 1)),
-        ("nn.ConvTranspose2d", [64, 4, 2, 1], nn.ConvTranspose2d(32, 16, 4, 2, 1)),
+        ("nn.BatchNorm2d", [], nn.BatchNorm2d(8, 1e-3, 0.03)),
+        ("nn.BatchNorm2d", [1e-5], nn.BatchNorm2d(8)),
+        ("nn.Conv2d", [16, 3, 1, 1], nn.Conv2d(8, 16, 3, 1, 1)),
+        ("nn.ConvTranspose2d", [16, 4, 2, 1], nn.ConvTranspose2d(8, 16, 4, 2, 1)),
     ],
 )
 def test_layers_of_torch(module: str, args: list[Any], expected: nn.Module) -> None:
-    description = small()
-    description["head"] = [[-1, 1, module, args], [[-1], 1, "Detect", ["nc", "anchors"]]]
-    layer = on_meta(description).model[3]
+    layer = model_with([-1, 1, module, args]).model[3]
     assert (type(layer), repr(layer)) == (type(expected), repr(expected))
 
 
 @pytest.mark.parametrize("name", ["Flatten", "Embedding", "GRU", "MultiheadAttention"])
-@pytest.mark.parametrize("args", [[], [32], [32, 8]])
-def test_layers_of_torch_that_make_no_map(name: str, args: list[Any]) -> None:
-    description = {**small(), "head": [[-1, 1, f"nn.{name}", args], [[-1], 1, "Detect", ["nc", "anchors"]]]}
+@pytest.mark.parametrize("args", [[], [8], [8, 8]])
+def test_layers_of_torch_that_return_no_map(name: str, args: list[Any]) -> None:
     with pytest.raises(UserError, match=r"row [34]: .* does not work"):
-        on_meta(description)
+        model_with([-1, 1, f"nn.{name}", args], [-1, 1, "Conv", [8]])
 
 
-# Layers of the user's
+# Layers of a user's file
 
-OWN = """
+USER_LAYERS = """
 from dataclasses import dataclass
 
 import torch
@@ -142,24 +123,26 @@ class Head(Detect):
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a test puts its layers, which are forgotten afterwards."""
-    monkeypatch.setattr(layer_registry, "LAYERS", LAYERS.copy())
+def file(tmp_path: Path) -> Iterator[Path]:
+    """A path for the user's file; its layers are removed after the test."""
+    before = dict(LAYERS)
     (tmp_path / "beside.py").write_text("")
-    return tmp_path / "mine.py"
+    yield tmp_path / "mine.py"
+    LAYERS.clear()
+    LAYERS.update(before)
 
 
-def test_layers_of_the_users(own: Path) -> None:
-    """Each is called by the names of its parameters; the model learns and is copied like any other."""
-    own.write_text(OWN)
+def test_layers_are_called_as_their_parameters_are_named(file: Path) -> None:
+    file.write_text(USER_LAYERS)
     before = list(sys.path)
     names = ["Gate", "Deep", "Squeeze", "Sum", "Scale", "Head"]
-    assert add_layers(own) == add_layers(str(own)) == names
+    assert add_layers(file) == add_layers(str(file)) == names
     assert sys.path == before
-    assert sorted(path.name for path in own.parent.iterdir()) == ["beside.py", "mine.py"]  # no __pycache__
+    assert sorted(path.name for path in file.parent.iterdir()) == ["beside.py", "mine.py"]  # no __pycache__
     description = {
-        **small(),
-        "depth_multiple": 1.0,
+        **tiny_detector(),
+        "anchors": [[10, 13, 16, 30]],
+        "width_multiple": 0.25,
         "backbone": [[-1, 1, "Conv", [64, 3, 2]], [-1, 2, "Gate", [128]], [-1, 3, "Deep", [128, 3]]],
         "head": [
             [-1, 1, "Squeeze", [4]],
@@ -169,36 +152,34 @@ def test_layers_of_the_users(own: Path) -> None:
         ],
     }
     model = copy.deepcopy(build_model(description))
-    gates, deep, squeeze, together, scale, head = model.model[1:]
+    gates, deep, squeeze, weighted_sum, scale, head = model.model[1:]
     assert [(part.conv.conv.in_channels, part.conv.conv.out_channels) for part in gates] == [(16, 32), (32, 32)]
     assert [part.conv.conv.kernel_size for part in deep.m] == [(3, 3)] * 3
     assert (squeeze.down.in_features, squeeze.down.out_features) == (32, 8)
-    assert (together.weight.tolist(), scale.factor) == ([2, 2], 3)
+    assert (weighted_sum.weight.tolist(), scale.factor) == ([2, 2], 3)
     assert isinstance(head, Detect)
     assert model.detect.stride.tolist() == [2]
     sum(m.sum() for m in model(torch.rand(2, 3, 16, 16))).backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_the_example_of_the_docs(own: Path) -> None:
-    text = (REPOSITORY / "docs" / "models.md").read_text()
+def test_the_example_of_the_docs(file: Path) -> None:
+    text = (ROOT / "docs" / "models.md").read_text()
     python, description = (text.split(f"```{kind}\n")[1].split("```")[0] for kind in ("python", "yaml"))
-    own.write_text(python)
-    assert add_layers(own) == ["Squeeze", "Stack", "Weighted"]
+    file.write_text(python)
+    assert add_layers(file) == ["Squeeze", "Stack", "Weighted"]
     model = build_model(yaml.safe_load(description))
     assert len(model.model[2].m) == 1 + 2
     assert [m.shape for m in model(torch.rand(1, 3, 32, 32))] == [(1, 3, 4, 4, 85)]
 
 
-def test_a_layer_of_the_users_that_does_not_work_is_named(own: Path) -> None:
-    own.write_text(
+def test_an_error_names_the_row_of_a_users_layer(file: Path) -> None:
+    file.write_text(
         "from torch import nn\n\n\nclass Mine(nn.Module):\n    def __init__(self, c1, c2): super().__init__()\n"
     )
-    add_layers(own)
-    description = small()
-    description["backbone"][1] = [-1, 1, "Mine", [64]]
-    with pytest.raises(UserError, match=r"row 1: Mine with the arguments \[64\].* does not work .*fix that row"):
-        build_model(description)
+    add_layers(file)
+    with pytest.raises(UserError, match=r"row 3: Mine with the arguments \[64\].* does not work .*fix that row"):
+        model_with([-1, 1, "Mine", [64]])
 
 
 @pytest.mark.parametrize(
@@ -212,21 +193,21 @@ def test_a_layer_of_the_users_that_does_not_work_is_named(own: Path) -> None:
         ("from torch.nn import Conv2d\n", "mine.py defines no layer"),
         (
             "from torch import nn\n\n\nclass New(nn.Module): ...\n\n\nclass C3(nn.Module): ...\n",
-            "mine.py defines a layer 'C3', but there is one of that name; give it another name",
+            "mine.py defines a layer 'C3', but that name is taken; give it another name",
         ),
         ("\0\1", "mine.py.*null bytes"),
     ],
 )
-def test_files_that_bring_no_layers(content: str, message: str, own: Path) -> None:
-    own.write_text(content)
-    modules, path = set(sys.modules), list(sys.path)
+def test_files_that_define_no_layers(content: str, message: str, file: Path) -> None:
+    file.write_text(content)
+    modules, path, layers = set(sys.modules), list(sys.path), dict(LAYERS)
     for _ in range(2):
         with pytest.raises(UserError, match=message):
-            add_layers(own)
-    assert (set(sys.modules), sys.path, layer_registry.LAYERS) == (modules, path, LAYERS)
+            add_layers(file)
+    assert (set(sys.modules), sys.path, LAYERS) == (modules, path, layers)
 
 
-def test_files_with_layers_that_are_none(tmp_path: Path) -> None:
+def test_paths_of_no_python_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--layers \S*mine.py is not a file; give the path of a Python file"):
         add_layers(tmp_path / "mine.py")
     (tmp_path / "mine.txt").write_text("x = 1\n")
@@ -234,14 +215,14 @@ def test_files_with_layers_that_are_none(tmp_path: Path) -> None:
         add_layers(tmp_path / "mine.txt")
 
 
-# What a row is built with
+# The inputs of a constructor
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "expected"),
     [("Detect", Detect, True), ("Segment", Detect, True), ("Segment", Segment, True), ("Conv", Detect, False)],
 )
-def test_the_class_that_a_row_makes(name: str, kind: type[nn.Module], expected: bool) -> None:
+def test_class_of_a_layer(name: str, kind: type[nn.Module], expected: bool) -> None:
     assert layer_maker(name).makes(kind) == expected
 
 

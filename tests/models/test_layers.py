@@ -1,4 +1,4 @@
-"""The building blocks: shapes, state-dict keys, and the numbers that the official weights depend on."""
+"""Layers: output shapes, state-dict keys, and the numbers that the official weights depend on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from models.layers import (
     C3Ghost,
     C3x,
     Classify,
-    Concat,
     Contract,
     Conv,
     CrossConv,
@@ -73,13 +72,13 @@ def test_output_shape(layer: nn.Module, shape: tuple[int, ...]) -> None:
     assert layer(torch.randn(2, 4, 16, 16)).shape == shape
 
 
-def test_conv_has_yolov5s_batch_norm_and_no_bias() -> None:
+def test_conv_has_batch_norm_of_yolov5_and_no_bias() -> None:
     conv = Conv(4, 6)
     assert (conv.bn.eps, conv.bn.momentum, conv.conv.bias) == (1e-3, 0.03, None)
     assert list(conv.state_dict()) == ["conv.weight", *(f"bn.{key}" for key in nn.BatchNorm2d(1).state_dict())]
 
 
-def test_depth_wise_groups() -> None:
+def test_groups_of_a_depth_wise_convolution() -> None:
     assert DWConv(8, 12, 3).conv.groups == 4
 
 
@@ -89,14 +88,14 @@ def test_shortcut_only_between_equal_channels() -> None:
     assert not Bottleneck(4, 4, shortcut=False).add
 
 
-def test_sppf_sees_what_spp_sees() -> None:
+def test_sppf_equals_spp() -> None:
     slow, fast = SPP(4, 6).eval(), SPPF(4, 6).eval()
     fast.load_state_dict(slow.state_dict())
     x = torch.randn(1, 4, 20, 20)
     torch.testing.assert_close(slow(x), fast(x))
 
 
-# Names in the state dicts of YOLOv5's checkpoints, without what Conv and BatchNorm have inside.
+# Names in the state dicts of YOLOv5's checkpoints, without those inside Conv and BatchNorm.
 KEYS = {
     Focus(4, 6): "conv",
     GhostConv(4, 6): "cv1 cv2",
@@ -118,11 +117,11 @@ KEYS = {
 
 @pytest.mark.parametrize(("layer", "names"), KEYS.items())
 def test_names_of_tensors(layer: nn.Module, names: str) -> None:
-    found = [re.sub(r"\.conv\.weight$|(\bbn)\.\w+$|\.bn\.\w+$", r"\1", key) for key in layer.state_dict()]
-    assert list(dict.fromkeys(key.replace("conv.weight", "conv") for key in found)) == names.split()
+    keys = [re.sub(r"\.conv\.weight$|(\bbn)\.\w+$|\.bn\.\w+$", r"\1", key) for key in layer.state_dict()]
+    assert list(dict.fromkeys(key.replace("conv.weight", "conv") for key in keys)) == names.split()
 
 
-def test_focus_takes_pixels_apart_down_the_columns_first() -> None:
+def test_focus_orders_pixels_by_column_then_row() -> None:
     focus = Focus(1, 4).eval()
     focus.conv = nn.Identity()
     x = torch.arange(8.0).view(1, 1, 2, 4)  # rows 0 1 2 3 and 4 5 6 7
@@ -130,7 +129,7 @@ def test_focus_takes_pixels_apart_down_the_columns_first() -> None:
 
 
 @torch.no_grad()
-def test_focus_is_a_convolution_of_twice_the_kernel_and_stride() -> None:
+def test_focus_equals_a_convolution_of_kernel_6_and_stride_2() -> None:
     focus, whole = Focus(3, 5, 3).eval(), Conv(3, 5, 6, 2, 2).eval()
     for part, (row, column) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1)]):
         whole.conv.weight[..., row::2, column::2] = focus.conv.conv.weight[:, 3 * part : 3 * part + 3]
@@ -139,17 +138,17 @@ def test_focus_is_a_convolution_of_twice_the_kernel_and_stride() -> None:
 
 
 @pytest.mark.parametrize("gain", [2, 4])
-def test_expand_undoes_contract(gain: int) -> None:
+def test_expand_inverts_contract(gain: int) -> None:
     x = torch.randn(2, 3, 8, 16)
     torch.testing.assert_close(Expand(gain)(Contract(gain)(x)), x, rtol=0, atol=0)
 
 
-def test_contract_goes_by_pixel_then_by_channel() -> None:
+def test_contract_orders_channels_by_pixel_then_channel() -> None:
     x = torch.arange(8.0).view(1, 2, 2, 2)
     assert Contract()(x).flatten().tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
 
 
-def test_ghost_convolutions_other_half_is_made_of_the_first() -> None:
+def test_half_of_a_ghost_convolution_is_computed_from_the_other_half() -> None:
     ghost = GhostConv(4, 6, 3).eval()
     x = torch.randn(2, 4, 8, 8)
     first = ghost.cv1(x)
@@ -182,8 +181,8 @@ def test_transformer_by_hand() -> None:
     heads = [
         ((q[:, part] @ k[:, part].T) / math.sqrt(2)).softmax(1) @ v[:, part] for part in (slice(0, 2), slice(2, 4))
     ]
-    seen = cells + torch.cat(heads, 1) @ layer.ma.out_proj.weight.T + layer.ma.out_proj.bias
-    expected = seen + seen @ layer.fc1.weight.T @ layer.fc2.weight.T
+    attended = cells + torch.cat(heads, 1) @ layer.ma.out_proj.weight.T + layer.ma.out_proj.bias
+    expected = attended + attended @ layer.fc1.weight.T @ layer.fc2.weight.T
     torch.testing.assert_close(block(x)[0].flatten(1).T, expected)
 
 
@@ -202,10 +201,6 @@ def test_channels_of_mixed_kernels(channels: int, kernels: tuple[int, ...], equa
     assert [convolve.out_channels for convolve in layer.m] == widths
 
 
-def test_concat() -> None:
-    assert Concat()([torch.zeros(1, 2, 3, 3), torch.zeros(1, 5, 3, 3)]).shape == (1, 7, 3, 3)
-
-
 def test_classify_is_linear_in_the_mean_over_the_map() -> None:
     head = Classify(4, 3, dropout=0.5).eval()
     x = torch.randn(2, 4, 5, 7)
@@ -214,7 +209,7 @@ def test_classify_is_linear_in_the_mean_over_the_map() -> None:
     torch.testing.assert_close(head(x), mean @ head.linear.weight.T + head.linear.bias)
 
 
-def test_classify_drops_between_mean_and_linear() -> None:
+def test_classify_has_dropout_before_the_linear_layer() -> None:
     head = Classify(4, 3, dropout=1.0)
     assert torch.equal(head(torch.randn(2, 4, 5, 7)), head.linear.bias.expand(2, 3))
     assert Classify(4, 3).drop.p == 0
@@ -224,14 +219,14 @@ ANCHORS = [[10, 13, 16, 30], [116, 90, 156, 198]]
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_detect_gives_raw_maps_in_either_mode(training: bool) -> None:
+def test_detect_returns_raw_maps_in_both_modes(training: bool) -> None:
     head = Detect(3, ANCHORS, (4, 6)).train(training)
     maps = head([torch.randn(2, 4, 8, 6), torch.randn(2, 6, 4, 3)])
     assert [m.shape for m in maps] == [(2, 2, 8, 6, 8), (2, 2, 4, 3, 8)]
     assert (head.nc, head.nl, head.na) == (3, 2, 2)
 
 
-def test_detect_orders_a_cells_numbers_by_anchor_then_output() -> None:
+def test_detect_orders_outputs_by_anchor_then_class() -> None:
     head = Detect(3, ANCHORS[:1], (4,))
     nn.init.zeros_(head.m[0].weight)
     with torch.no_grad():
@@ -241,21 +236,21 @@ def test_detect_orders_a_cells_numbers_by_anchor_then_output() -> None:
 
 
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
-def test_detect_computes_what_is_asked_as_it_is_on_the_whole_map(layout: torch.memory_format) -> None:
-    """With its gradients; cells may be asked for twice, or not at all."""
+def test_detect_computes_the_same_at_given_cells_as_everywhere(layout: torch.memory_format) -> None:
+    """Outputs and gradients agree; a cell may occur twice, and there may be none."""
     detect = Detect(3, [[8, 8, 16, 16], [32, 32, 64, 64]], [6, 10]).double()
-    given = [torch.randn(2, c, side, side, dtype=torch.double) for c, side in ((6, 8), (10, 4))]
+    inputs = [torch.randn(2, c, side, side, dtype=torch.double) for c, side in ((6, 8), (10, 4))]
     index = torch.tensor([[0, 1, 1, 1], [2, 0, 3, 3], [3, 1, 0, 0]])
-    slopes = [torch.randn(4, 2, 8, dtype=torch.double) for _ in given]
+    slopes = [torch.randn(4, 2, 8, dtype=torch.double) for _ in inputs]
 
-    def values(few: bool) -> list[torch.Tensor]:
-        maps = [one.contiguous(memory_format=layout).requires_grad_() for one in given]
+    def values(at_cells: bool) -> list[torch.Tensor]:
+        maps = [x.contiguous(memory_format=layout).requires_grad_() for x in inputs]
         cells = torch.stack([index] * 2)
-        levels = detect(maps, cells) if few else [read_level(raw, index) for raw in detect(maps)]
-        # Objectness is read off the maps alone.
+        levels = detect(maps, cells) if at_cells else [read_level(raw, index) for raw in detect(maps)]
+        # Objectness is compared on the whole maps.
         rows = [torch.cat((level.rows[..., :4], level.rows[..., 5:]), 2) for level in levels]
-        kept = [torch.cat((slope[..., :4], slope[..., 5:]), 2) for slope in slopes]
-        total = sum((row * slope).sum() for row, slope in zip(rows, kept, strict=True))
+        weights = [torch.cat((slope[..., :4], slope[..., 5:]), 2) for slope in slopes]
+        total = sum((row * slope).sum() for row, slope in zip(rows, weights, strict=True))
         total = total + sum(level.objectness.square().sum() for level in levels)
         return [
             *rows,
@@ -263,14 +258,13 @@ def test_detect_computes_what_is_asked_as_it_is_on_the_whole_map(layout: torch.m
             *torch.autograd.grad(total, [*maps, *detect.parameters()]),
         ]
 
-    for few, whole in zip(values(True), values(False), strict=True):
-        torch.testing.assert_close(few, whole)
-    (nothing, *_) = detect([one.requires_grad_() for one in given], torch.zeros(2, 3, 0, dtype=torch.long))
-    assert nothing.rows.shape == (0, 2, 8)
+    torch.testing.assert_close(values(True), values(False))
+    level, _ = detect(inputs, torch.zeros(2, 3, 0, dtype=torch.long))
+    assert level.rows.shape == (0, 2, 8)
 
 
 @pytest.mark.parametrize("anchors", [ANCHORS, ANCHORS[::-1]])
-def test_anchors_go_into_cells_small_ones_to_small_strides(anchors: list[list[int]]) -> None:
+def test_small_anchors_go_to_small_strides(anchors: list[list[int]]) -> None:
     head = Detect(3, anchors, (4, 6))
     head.set_strides([8.0, 32.0])
     pixels = head.anchors * head.stride.view(-1, 1, 1)
@@ -287,7 +281,7 @@ def test_segment_adds_mask_coefficients_and_prototypes() -> None:
     torch.testing.assert_close(prototypes, head.proto(maps[0]), rtol=0, atol=0)
 
 
-def test_bias_initialisation_leaves_mask_coefficients_alone() -> None:
+def test_bias_initialisation_does_not_change_mask_coefficients() -> None:
     head = Segment(3, ANCHORS, 5, 8, (4, 6))
     before = head.m[0].bias.detach().clone().view(2, 13)
     head.set_strides([8.0, 32.0])
@@ -296,7 +290,7 @@ def test_bias_initialisation_leaves_mask_coefficients_alone() -> None:
     assert changed.tolist() == [[False] * 4 + [True] * 4 + [False] * 5] * 2
 
 
-def test_anchors_to_be_found() -> None:
+def test_anchors_by_number() -> None:
     assert Detect(3, 3, (4, 6)).anchors.tolist() == [[[1, 2], [3, 4], [5, 6]]] * 2
 
 

@@ -1,4 +1,4 @@
-"""COCO's results and metrics, by hand."""
+"""COCO's results and metrics, with numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATHS = [Path("/data/images/val/000000000009.jpg"), Path("/data/images/val/b.png
 
 
 def annotations(**changes: Any) -> dict[str, Any]:
-    """Two cats of 40 x 40 pixels in one image, a dog in another."""
+    """Return the annotations of two cats of 40 x 40 pixels in one image and a dog in another."""
 
     def box(number: int, image: int, category: int, *bbox: float) -> dict[str, Any]:
         area = bbox[2] * bbox[3]
@@ -46,7 +46,7 @@ def annotations(**changes: Any) -> dict[str, Any]:
             box(1, 9, 3, 10, 10, 40, 40),
             box(2, 9, 3, 50, 50, 40, 40),
             box(3, 50, 17, 0, 0, 40, 40),
-            box(4, 8, 4, 0, 0, 40, 40),  # of an image and a class that are not the split's
+            box(4, 8, 4, 0, 0, 40, 40),  # of another image and class
         ],
         **changes,
     }
@@ -86,7 +86,7 @@ def test_default_ids() -> None:
 
 
 def test_cocos_classes_have_cocos_ids() -> None:
-    """Some of COCO's own: https://cocodataset.org, instances_val2017.json."""
+    """From instances_val2017.json of https://cocodataset.org."""
     names = read_yaml(ROOT / "data" / "coco128.yaml")["names"]
     ids = default_ids(names, PATHS)
     by_name = dict(zip(names.values(), ids.categories, strict=True))
@@ -120,14 +120,13 @@ def test_the_annotations_of_a_split(tmp_path: Path) -> None:
     assert find_annotations(roots, "val", paths) == (older, "")
     newer = written(folder, {}, "instances_val2017.json")
     assert find_annotations(roots, "val", paths) == (newer, "")
-    file, message = find_annotations(roots, "val", [tmp_path / "images" / "1.jpg"])  # which of the two?
+    file, message = find_annotations(roots, "val", [tmp_path / "images" / "1.jpg"])  # ambiguous
     assert file is None
     assert "instances_val2014.json and instances_val2017.json" in message
 
 
 def test_ids_of_annotations(tmp_path: Path) -> None:
-    """By the whole file_name if it has folders, because there are two b.png; an image that is not there has its default
-    id."""
+    """There are two b.png, so folders of a file_name count; an image without annotations has its default id."""
     read = read_annotations(written(tmp_path, annotations()), NAMES, PATHS)
     assert read.ids.images == (9, 50, 7)
     assert read.ids.categories == (3, 17)
@@ -171,14 +170,16 @@ def test_annotations_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_metrics_by_hand(tmp_path: Path) -> None:
-    """One cat of two is detected, before a false one; the dog only at IoU 0.6. COCO reads precision at 101 recalls: it
-    is 1 at 51 of them for the cats."""
+    """One cat of two is detected, with more confidence than a false one; the dog only at IoU 0.6.
+
+    Of COCO's 101 recalls the cats have a precision of 1 at 51.
+    """
     read = read_annotations(written(tmp_path, annotations()), NAMES, PATHS)
     rows = results(
         [
             detections(0, (10, 10, 50, 50, 0.9, 0), (0, 60, 40, 100, 0.8, 0)),
             detections(1, (0, 0, 40, 24, 0.9, 1)),
-            detections(2, (0, 0, 40, 24, 0.9, 1)),  # of no image that is annotated
+            detections(2, (0, 0, 40, 24, 0.9, 1)),  # of an image without annotations
         ],
         read.ids,
     )

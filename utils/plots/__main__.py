@@ -3,7 +3,7 @@
     python -m utils.plots runs/train/exp                     all pictures of a run, into its folder
     python -m utils.plots runs/train/exp runs/train/exp2     several runs in one chart, and a table of their best epochs
 
-Training starts this command in a process beside itself (plotter.py). Imports no torch.
+Training starts this command in a separate process (plotter.py). Imports no torch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _draw(options: argparse.Namespace, print_line: Print) -> bool:
-    """Return whether there was no warning. Raises `UserError`."""
+    """Check the flags and draw; return whether there was no warning. Raises `UserError`."""
     several = len(options.folders) > 1
     if several and options.only:
         raise UserError("--only is for the pictures of one run; give one folder")

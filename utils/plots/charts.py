@@ -1,10 +1,11 @@
-"""Charts as matplotlib figures: results by epoch, confusion matrix, curves of classes, labels. `run_pictures` calls it.
+"""Charts as matplotlib figures: results by epoch, confusion matrix, curves of classes, labels.
 
-matplotlib is imported when the first chart is drawn, and pyplot never. Imports no torch.
+Called by `run_pictures`. matplotlib is imported when the first chart is drawn; pyplot and torch are never imported.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import warnings
@@ -12,16 +13,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import cv2
 import numpy as np
 
 from utils.plots.drawing import printable
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Columns = Mapping[str, np.ndarray]  # numbers by name, all of one length
 PIXELS_PER_INCH = 100
+WHOLE_FIGURE = {"left": 0.0, "right": 1.0, "bottom": 0.0, "top": 1.0}  # for axes; labels extend beyond it, see `render`
+CHARACTER_INCHES = 0.075  # mean width of a character in the small fonts
 MATPLOTLIB_SETTINGS: Any = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -34,33 +39,33 @@ MATPLOTLIB_SETTINGS: Any = {
     "legend.fontsize": 8,
 }
 MAX_NAME_CHARACTERS = 40  # the middle of a longer name is cut out
-UNSMOOTHED_ALPHA = 0.35  # of the exact values behind a smoothed line
+UNSMOOTHED_ALPHA = 0.35  # of exact values under a smoothed line
 GREY = "0.6"
 CATEGORICAL_COLOURS = 10  # in matplotlib's tab10
 
 MAX_SUBPLOT_COLUMNS = 5  # side by side
 SUBPLOT_INCHES = (3.2, 2.5)  # width and height, with title and ticks
-SMOOTHING_SPAN_PART = 40  # the smoothing is as wide as the epochs divided by this
-MAX_SMOOTHING_POINTS = 4.0  # but no wider than this number of points
-MIN_RELATIVE_SPAN = 0.03  # of an axis, as a share of the values: less would show noise
+SMOOTHING_SPAN_PART = 40  # the smoothing's width is this part of the epochs
+MAX_SMOOTHING_POINTS = 4.0  # largest width of the smoothing, in points
+MIN_RELATIVE_SPAN = 0.03  # of an axis, as a share of the largest value: a smaller span would show noise
 
-MAX_CONFUSION_NAMES = 121  # classes that a confusion matrix names: 120 and background
-MAX_CELL_TEXTS = 1000  # cells with a number, the largest ones: each takes 1 ms
+MAX_CONFUSION_NAMES = 121  # 120 classes and background: a larger matrix has no names
+MAX_CELL_TEXTS = 1000  # the largest numbers are written: each takes 1 ms
 
-MAX_NAMED_CURVES = 20  # classes; of more only the extremes have colours and names
-EXTREME_CLASSES = 5  # of the best, and of the worst
+MAX_NAMED_CURVES = 20  # classes; of more, only the best and the worst have colours and names
+EXTREME_CLASSES = 5  # best classes, and worst classes
 
 MAX_BAR_NAMES = 160  # classes
 MAX_OUTLINES = 1000  # boxes drawn around one centre
 DENSITY_BINS = 50  # along each side
-LOG_SCALE_RATIO = 50  # largest count of a split by its smallest, above which the axis is logarithmic
+LOG_SCALE_RATIO = 50  # between a split's largest and smallest count, above which the axis is logarithmic
 
 
 @contextmanager
 def chart_style() -> Iterator[None]:
-    """Draw with matplotlib's defaults and our settings, whatever the user's matplotlibrc contains.
+    """Draw with matplotlib's defaults and our settings instead of the user's matplotlibrc.
 
-    Warnings are silenced: a character that the font lacks is drawn as a box.
+    Warnings, such as of a character that the font lacks, are silenced.
     """
     import matplotlib
 
@@ -73,21 +78,15 @@ def chart_style() -> Iterator[None]:
 
 
 def render(make_figure: Callable[..., Figure], *arguments: Any) -> np.ndarray:
-    """Return the figure that `make_figure` makes of `arguments` as a picture, uint8 (h, w, 3) BGR."""
+    """Return the picture of `make_figure(*arguments)`, uint8 (h, w, 3) BGR.
+
+    It includes all that extends beyond the figure, such as long names.
+    """
     with chart_style():
-        canvas: Any = make_figure(*arguments).canvas
-        canvas.draw()
-        return np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., 2::-1])
-
-
-def _figure(width: float, height: float, **more: Any) -> Figure:
-    """Return an empty figure that is drawn into memory; width and height in inches."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure((width, height), dpi=PIXELS_PER_INCH, **more)
-    FigureCanvasAgg(figure)
-    return figure
+        content = io.BytesIO()
+        figure = make_figure(*arguments)
+        figure.savefig(content, dpi=PIXELS_PER_INCH, bbox_inches="tight", pil_kwargs={"compress_level": 0})
+        return np.asarray(cv2.imdecode(np.frombuffer(content.getbuffer(), np.uint8), cv2.IMREAD_COLOR))
 
 
 def axis_text(name: str) -> str:
@@ -108,60 +107,39 @@ def colours(count: int) -> list[Any]:
     return [colormaps["turbo"](share) for share in np.linspace(0.03, 0.97, count)]
 
 
-def text_inches(figure: Figure, names: Sequence[str], size: float) -> float:
-    """Return the width in inches of the widest of `names` in a font of `size` points."""
-    from matplotlib.font_manager import FontProperties
-
-    canvas: Any = figure.canvas
-    renderer, font = canvas.get_renderer(), FontProperties(size=size)
-    pixels = (renderer.get_text_width_height_descent(name, font, False)[0] for name in names)
-    return max(pixels, default=0) / PIXELS_PER_INCH
-
-
 # Results by epoch
 
 
 def results_figure(runs: Mapping[str, Columns]) -> Figure:
     """Plot every column but `epoch` over the epochs, in a subplot each.
 
-    runs: the columns of results.csv by the run's name. Of one run the exact values are drawn, and smoothed; of several
-    each has a colour.
+    runs: columns of results.csv by the name of the run. Lines are exact and smoothed values, in a colour for each run.
     """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
     names = list(dict.fromkeys(name for columns in runs.values() for name in columns if name != "epoch"))
     positions = subplot_positions(names)
     rows, columns = (1 + max((position[axis] for position in positions.values()), default=0) for axis in (0, 1))
-    width = columns * SUBPLOT_INCHES[0]
-    labels = [axis_text(run) for run in runs] if len(runs) > 1 else []
-    legend_columns = max(1, int(width / (0.075 * max(map(len, labels), default=0) + 0.6)))
-    legend_height = 0.2 * math.ceil(len(labels) / legend_columns) + 0.15 * bool(labels)
-    figure = _figure(width, rows * SUBPLOT_INCHES[1] + legend_height)
-    height = figure.get_size_inches()[1]
-    grid = figure.add_gridspec(
-        rows,
-        columns,
-        left=0.65 / width,
-        right=1 - 0.15 / width,
-        top=1 - 0.4 / height,
-        bottom=(0.45 + legend_height) / height,
-        wspace=0.3,
-        hspace=0.4,
-    )
+    figure = Figure((columns * SUBPLOT_INCHES[0], rows * SUBPLOT_INCHES[1]))
+    grid = figure.add_gridspec(rows, columns, wspace=0.3, hspace=0.4, **WHOLE_FIGURE)
     for name, (row, column) in positions.items():
         axes = figure.add_subplot(grid[row, column])
         _draw_subplot(axes, name, runs)
         if (row + 1, column) not in positions.values():
             axes.set_xlabel("epoch")
-    if labels:
-        lines = [_legend_line(colour) for colour in colours(len(runs))]
-        figure.legend(lines, labels, loc="lower center", ncols=min(legend_columns, len(labels)))
+    if len(runs) > 1:
+        lines = [Line2D([], [], color=colour, linewidth=1.6) for colour in colours(len(runs))]
+        below = (0.5, -0.5 / figure.get_figheight())  # the labels of the lowest axes are in between
+        figure.legend(lines, [*map(axis_text, runs)], loc="upper center", bbox_to_anchor=below, ncols=columns)
     return figure
 
 
 def subplot_positions(names: Sequence[str]) -> dict[str, tuple[int, int]]:
     """Return row and column of the subplot of each of `names`.
 
-    Validation losses are below the training losses, metrics beside them in two rows, and other columns beside these or,
-    if that is too wide, below.
+    Validation losses are below the training losses, metrics to their right in two rows, other columns to the right of
+    the metrics or, if that is too wide, below.
     """
     groups = {prefix: [name for name in names if name.startswith(prefix)] for prefix in ("train/", "val/", "metrics/")}
     train, val, metrics = groups.values()
@@ -188,11 +166,11 @@ def smooth(epochs: np.ndarray, values: np.ndarray, width: float) -> np.ndarray:
 
 
 def smoothing_width(epochs: Sequence[np.ndarray]) -> float:
-    """Return the width for `smooth`, in epochs, that suits several runs, given the epochs of each.
+    """Return the width for `smooth`, in epochs, for several runs, given the epochs of each.
 
-    From one point to four, less if a run has ten or fewer, and one epoch if no run has two.
+    It is one to four points, less if a run has ten points or fewer, and one epoch if no run has two points.
     """
-    lines = [run for run in epochs if len(run) > 1]  # of two points or more
+    lines = [run for run in epochs if len(run) > 1]  # with two points or more
     step = max((np.ptp(run) / (len(run) - 1) for run in lines), default=0.0)
     if not step:
         return 1.0
@@ -201,7 +179,7 @@ def smoothing_width(epochs: Sequence[np.ndarray]) -> float:
 
 
 def best(columns: Columns, name: str) -> tuple[float, float]:
-    """Return the highest value of a column and its (first) epoch; nan for both if there is no value."""
+    """Return the highest value of a column and its first epoch, or nan for both if there is no value."""
     epochs, values = _finite(columns, name)
     if not len(values):
         return math.nan, math.nan
@@ -210,15 +188,13 @@ def best(columns: Columns, name: str) -> tuple[float, float]:
 
 
 def _finite(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the epochs and values of a column whose values are finite."""
+    """Return the epochs and values of the rows in which both are finite."""
     finite = np.isfinite(columns[name]) & np.isfinite(columns["epoch"])
     return columns["epoch"][finite], columns[name][finite]
 
 
 def _draw_subplot(axes: Axes, name: str, runs: Mapping[str, Columns]) -> None:
     """Plot the column `name` of every run that has it."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
     coloured = zip(runs.values(), colours(len(runs)), strict=True)
     lines = [(*_finite(columns, name), colour) for columns, colour in coloured if name in columns]
     width = smoothing_width([epochs for epochs, _, _ in lines])
@@ -236,29 +212,13 @@ def _draw_subplot(axes: Axes, name: str, runs: Mapping[str, Columns]) -> None:
         value, epoch = best(next(iter(runs.values())), name)
         text = "no value" if math.isnan(value) else f"best {value:.4g} in epoch {epoch:g}"
         axes.text(0.5, 1.02, text, transform=axes.transAxes, ha="center", va="bottom", color="0.35", fontsize=8)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
-    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_label(value)))
+    axes.locator_params("x", nbins=6, integer=True, min_n_ticks=1)
+    axes.locator_params("y", nbins=6)
     all_values = np.concatenate([np.zeros(0), *(values for _, values, _ in lines)])
     min_span = MIN_RELATIVE_SPAN * np.abs(all_values).max(initial=0)
     if len(all_values) and np.ptp(all_values) < min_span:
         middle = (all_values.min() + all_values.max()) / 2
         axes.set_ylim(middle - min_span / 2, middle + min_span / 2)
-
-
-def tick_label(value: float) -> str:
-    """Format a number beside an axis in about 7 characters at most: 1.48e-4 for 0.000148."""
-    if 0 < abs(value) < 0.001:
-        digits, _, power = f"{value:.2e}".partition("e")
-        return f"{float(digits):g}e{int(power)}"
-    return f"{value:.4g}"
-
-
-def _legend_line(colour: Any, width: float = 1.6, **more: Any) -> Any:
-    """Return a line for a legend."""
-    from matplotlib.lines import Line2D
-
-    return Line2D([], [], color=colour, linewidth=width, **more)
 
 
 # Confusion matrix
@@ -267,76 +227,60 @@ def _legend_line(colour: Any, width: float = 1.6, **more: Any) -> Any:
 def confusion_figure(counts: np.ndarray, names: Sequence[str], by_share: bool) -> Figure:
     """Draw the confusion matrix `counts` (c, c), true class by predicted class, with the numbers in its cells.
 
-    by_share: as shares of the true class instead of counts. If there are many cells, only the largest have numbers.
+    by_share: as shares of the true class instead of counts. Of many cells only the largest have numbers.
     """
-    from matplotlib.colors import SymLogNorm
+    from matplotlib.colors import Normalize, SymLogNorm
+    from matplotlib.figure import Figure
 
     size = len(names)
-    shares = shares_of(counts)
     named = size <= MAX_CONFUSION_NAMES
-    font_size = 8 if size > 12 else 9
     side = max(0.24 * size, 3.6 + 0.15 * size) if named else 12.0  # inches of the matrix
-    figure = _figure(1, 1)
-    labels = [axis_text(name) for name in names] if named else []
-    margin = text_inches(figure, labels or [str(size)], font_size) + 0.5
-    width, height = margin + side + 1.1, margin + side + 0.2
-    figure.set_size_inches(width, height)
-    axes = figure.add_axes((margin / width, margin / height, side / width, side / height))
-    scale = figure.add_axes(((margin + side + 0.15) / width, margin / height, 0.2 / width, side / height))
-    if by_share:
-        image = axes.imshow(shares, "Blues", vmin=0, vmax=1)
-    else:
-        image = axes.imshow(counts, "Blues", norm=SymLogNorm(1, 0.3, vmin=0, vmax=max(int(counts.max(initial=0)), 1)))
-    figure.colorbar(image, cax=scale, label="share of the true class" if by_share else "count")
+    figure = Figure((side, side))
+    axes = figure.add_axes((0, 0, 1, 1))
+    values = shares_of(counts) if by_share else counts
+    largest = max(int(counts.max(initial=0)), 1)
+    scale: Normalize = Normalize(0, 1) if by_share else SymLogNorm(1, 0.3, vmin=0, vmax=largest)
+    edges = np.arange(size + 1) - 0.5
+    borders = "0.85" if named else "none"
+    mesh = axes.pcolormesh(edges, edges, values, cmap="Blues", norm=scale, edgecolors=borders, linewidth=0.5)
+    bar = axes.inset_axes((1 + 0.15 / side, 0, 0.2 / side, 1))
+    figure.colorbar(mesh, cax=bar, label="share of the true class" if by_share else "count")
     axes.set(xlabel="predicted", ylabel="true")
+    axes.invert_yaxis()
     if named:
+        labels = [axis_text(name) for name in names]
+        font_size = 8 if size > 12 else 9
         axes.set_xticks(range(size), labels, rotation=90, fontsize=font_size)
         axes.set_yticks(range(size), labels, fontsize=font_size)
-        _draw_cell_borders(axes, size)
-        dark = np.asarray(image.norm(shares if by_share else counts), float) > 0.55
+        dark = np.asarray(scale(values), float) > 0.55
         for true, predicted, text in cell_texts(counts, by_share, short=size > 12):
             colour = "white" if dark[true, predicted] else "black"
             font = 7 if size > 12 or len(text) > 4 else 9
-            axes.text(predicted, true, text, ha="center", va="center", color=colour, fontsize=font)
-    else:
-        axes.grid(False)
+            axes.text(predicted, true, text, ha="center", va="center", color=colour, fontsize=font, clip_on=True)
     return figure
-
-
-def _draw_cell_borders(axes: Axes, size: int) -> None:
-    """Draw thin lines between the cells instead of a grid through their middles."""
-    axes.grid(False)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_ticks(np.arange(size + 1) - 0.5, minor=True)
-    axes.grid(which="minor", color="0.85", linewidth=0.5, alpha=1)
-    axes.tick_params(which="minor", length=0)
 
 
 def cell_texts(counts: np.ndarray, by_share: bool, short: bool = False) -> list[tuple[int, int, str]]:
     """Return row, column and text of the cells of `counts` (c, c), the largest numbers first.
 
-    by_share: shares of the row's sum; those that round to 0 are left out. short: counts of at most four characters.
+    by_share: shares of the row's sum; shares that round to 0 are omitted. short: counts of at most four characters.
     """
+    from matplotlib.ticker import EngFormatter
+
     shown = shares_of(counts) if by_share else counts
     cells = np.argwhere(shown >= 0.005)
     largest = cells[np.argsort(-shown[tuple(cells.T)], kind="stable")[:MAX_CELL_TEXTS]].tolist()
     if not by_share:
-        return [(row, column, _count_text(int(counts[row, column]), short)) for row, column in largest]
+        shorten = EngFormatter(places=0, sep="")  # 12k for 12345
+        numbers = [(row, column, int(counts[row, column])) for row, column in largest]
+        return [(*cell, shorten(count) if short and count >= 10_000 else str(count)) for *cell, count in numbers]
     texts = [(row, column, f"{shown[row, column]:.2f}".removeprefix("0")) for row, column in largest]
     return [(row, column, "1" if text == "1.00" else text) for row, column, text in texts]
 
 
 def shares_of(counts: np.ndarray) -> np.ndarray:
-    """Return each row of counts (c, c) as shares of its sum, or zeros if that is 0."""
+    """Divide each row of counts (c, c) by its sum; a row of zeros stays zero."""
     return counts / np.maximum(counts.sum(1, keepdims=True), 1)
-
-
-def _count_text(count: int, short: bool) -> str:
-    """Format a count; short: in at most four characters, 12k for 12345."""
-    for power, letter in ((9, "G"), (6, "M"), (3, "k")):
-        if short and count >= 10 ** (power + (power == 3)):
-            return f"{count / 10**power:.0f}{letter}"
-    return str(count)
 
 
 # Curves of classes
@@ -364,7 +308,7 @@ def mean_curve(values: np.ndarray) -> np.ndarray:
 def confidence_figure(metric: str, curves: Curves, operating_point: int) -> Figure:
     """Plot the curves of a metric over the confidence.
 
-    operating_point: index of the confidence that is marked, and whose values the legend names.
+    operating_point: index of the confidence that is marked and whose values are in the legend.
     """
     mean = mean_curve(curves.values)
     top = int(np.argmax(mean))
@@ -379,7 +323,7 @@ def confidence_figure(metric: str, curves: Curves, operating_point: int) -> Figu
 
 
 def recall_figure(curves: Curves, ap50: np.ndarray) -> Figure:
-    """Plot precision over recall. ap50: (c,), each class's AP at an IoU of 0.5, nan if it has none."""
+    """Plot precision over recall. ap50: (c,), each class's AP at an IoU of 0.5 or nan."""
     mean = float(np.mean(ap50[np.isfinite(ap50)])) if np.isfinite(ap50).any() else 0.0
     figure = _curves_figure(curves, ap50, mean_curve(curves.values), f"mAP50 {mean:.3f}", "AP50")
     figure.axes[0].set(xlabel="recall", ylabel="precision")
@@ -389,45 +333,39 @@ def recall_figure(curves: Curves, ap50: np.ndarray) -> Figure:
 def _curves_figure(curves: Curves, scores: np.ndarray, mean: np.ndarray, label: str, heading: str) -> Figure:
     """Plot a thin line for each class, a thick one for their mean, and a legend with the score (c,) of each class.
 
-    label: of the mean. heading: of the classes in the legend.
+    label: legend of the mean. heading: of the classes in the legend.
     """
-    figure = _figure(10, 6, layout="constrained")
-    axes = figure.add_subplot()
-    axes.set(xlim=(0, 1), ylim=(0, 1.02))
+    from matplotlib import colormaps
+    from matplotlib.collections import LineCollection
+    from matplotlib.figure import Figure
+
+    figure = Figure((10, 6), layout="constrained")
+    axes = figure.add_subplot(xlim=(0, 1), ylim=(0, 1.02))
     single = len(curves.names) == 1
-    entries = [(_legend_line("black", 3), f"{axis_text(curves.names[0]) if single else 'all classes'}: {label}")]
-    groups: list[tuple[str, Any, list[Any]]]
+    label = f"{axis_text(curves.names[0]) if single else 'all classes'}: {label}"
+    entries: list[Artist] = [*axes.plot(curves.x, mean, color="black", linewidth=3, zorder=3, label=label)]
     order = np.argsort(-np.where(np.isfinite(scores), scores, 0), kind="stable")
+    groups: list[tuple[str, Any, list[Any]]]
     if len(curves.names) <= MAX_NAMED_CURVES:
         groups = [(heading, range(len(curves.names)), colours(len(curves.names)))] * (not single)
     else:
-        from matplotlib import colormaps
-
+        middle = order[EXTREME_CLASSES:-EXTREME_CLASSES]
+        lines = [np.column_stack((curves.x, values)) for values in curves.values[middle]]
+        label = f"the other {len(middle)} classes"
+        entries.append(axes.add_collection(LineCollection(lines, linewidths=0.5, colors=GREY, alpha=0.5, label=label)))
         shades = np.linspace(0.9, 0.4, EXTREME_CLASSES)
         blues, reds = ([colormaps[name](shade) for shade in shades] for name in ("GnBu", "OrRd"))
-        middle = order[EXTREME_CLASSES:-EXTREME_CLASSES]
-        _add_lines(axes, [np.column_stack((curves.x, values)) for values in curves.values[middle]], GREY, 0.5, 0.5)
         groups = [
             (f"best {heading}", order[:EXTREME_CLASSES], blues),
             (f"worst {heading}", order[-EXTREME_CLASSES:][::-1], reds),
         ]
-        entries.append((_legend_line(GREY, 0.8), f"the other {len(middle)} classes"))
     for title, members, member_colours in groups:
-        entries.append((_legend_line("none"), title))
+        entries += axes.plot([], [], " ", label=title)
         for member, colour in zip(members, member_colours, strict=True):
-            axes.plot(curves.x, curves.values[member], color=colour, linewidth=1.1)
-            entries.append((_legend_line(colour), f"{axis_text(curves.names[member])} {scores[member]:.3f}"))
-    axes.plot(curves.x, mean, color="black", linewidth=3)
-    handles, texts = zip(*entries, strict=True)
-    figure.legend(handles, texts, loc="outside right upper")
+            label = f"{axis_text(curves.names[member])} {scores[member]:.3f}"
+            entries += axes.plot(curves.x, curves.values[member], color=colour, linewidth=1.1, label=label)
+    figure.legend(handles=entries, loc="outside right upper")
     return figure
-
-
-def _add_lines(axes: Axes, lines: Sequence[np.ndarray], colour: Any, width: float, alpha: float) -> None:
-    """Draw many lines (n, 2) at once."""
-    from matplotlib.collections import LineCollection
-
-    axes.add_collection(LineCollection(lines, colors=colour, linewidths=width, alpha=alpha))
 
 
 # Labels
@@ -442,36 +380,31 @@ class Labels(NamedTuple):
 
 
 def labels_figure(labels: Labels, classes: np.ndarray, boxes: np.ndarray) -> Figure:
-    """Plot the labels of each class and split and, if there are boxes, their outlines, centres and sizes.
+    """Plot the number of labels of each class and split and, if there are boxes, their outlines, centres and sizes.
 
     boxes: (n, 4), normalised xywh. classes: (n,), the number of each box's class.
     """
+    from matplotlib.figure import Figure
+
     count = len(labels.names)
     named = count <= MAX_BAR_NAMES
-    width = float(np.clip(0.14 * count, 12, 0.14 * MAX_BAR_NAMES)) if named else 12.0
-    figure = _figure(width, 1)
     names = [axis_text(name) for name in labels.names] if named else []
-    font_size = 8 if count < 100 else 7
-    longest = text_inches(figure, names, font_size)
-    horizontal = (longest + 0.1) * count < width - 1  # names fit side by side
-    names_height = 0.35 if horizontal or not named else longest + 0.15
-    boxes_height = 4.2 if len(boxes) else 0.0  # inches
-    height = boxes_height + 3.0 + names_height
-    figure.set_size_inches(width, height)
-    axes = figure.add_axes((0.8 / width, (boxes_height + names_height) / height, 1 - 1 / width, 2.7 / height))
+    width = float(np.clip(0.14 * count, 12, 0.14 * MAX_BAR_NAMES)) if named else 12.0
+    name_inches = CHARACTER_INCHES * max(map(len, names), default=0)
+    horizontal = (name_inches + 0.1) * len(names) < width - 1  # names fit side by side
+    rows = (2.7, 3.3) if len(boxes) else (2.7,)  # inches
+    gap = (len(rows) - 1) * (0.75 if horizontal else 0.45 + name_inches)
+    figure = Figure((width, sum(rows) + gap))
+    grid = figure.add_gridspec(len(rows), 3, height_ratios=rows, hspace=gap / np.mean(rows), **WHOLE_FIGURE)
+    axes = figure.add_subplot(grid[0, :])
     _draw_bars(axes, labels)
     if named:
-        axes.set_xticks(range(count), names, rotation=0 if horizontal else 90, fontsize=font_size)
+        axes.set_xticks(range(count), names, rotation=0 if horizontal else 90, fontsize=8 if count < 100 else 7)
         axes.tick_params(axis="x", length=0)
     else:
-        axes.set_xlabel("class", labelpad=0)
+        axes.set_xlabel("class")
     if len(boxes):
-        side, left = 3.3, 0.8
-        gap = (width - 0.2 - left - 3 * side) / 2
-        lefts = [(left + number * (side + gap)) / width for number in range(3)]
-        outlines, centres, sizes = (
-            figure.add_axes((left, 0.5 / height, side / width, side / height)) for left in lefts
-        )
+        outlines, centres, sizes = (figure.add_subplot(grid[1, column], box_aspect=1) for column in range(3))
         _draw_outlines(outlines, classes, boxes, count)
         _draw_density(centres, boxes[:, :2], "centres", "x", "y")
         _draw_density(sizes, boxes[:, 2:], "sizes", "width", "height")
@@ -504,10 +437,12 @@ def _draw_bars(axes: Axes, labels: Labels) -> None:
 
 def _draw_outlines(axes: Axes, classes: np.ndarray, boxes: np.ndarray, class_count: int) -> None:
     """Draw boxes around one centre, coloured by class."""
+    from matplotlib.collections import LineCollection
+
     some = np.linspace(0, len(boxes) - 1, min(len(boxes), MAX_OUTLINES)).astype(int)
-    corners = np.array([(-1, -1), (1, -1), (1, 1), (-1, 1), (-1, -1)]) / 2
+    corners = 0.5 + np.array([(-1, -1), (1, -1), (1, 1), (-1, 1), (-1, -1)]) / 2 * boxes[some, None, 2:]
     class_colours = np.array(colours(class_count))
-    _add_lines(axes, 0.5 + corners * boxes[some, None, 2:], class_colours[classes[some]], 0.6, 0.25)
+    axes.add_collection(LineCollection(corners, linewidths=0.6, colors=class_colours[classes[some]], alpha=0.25))
     axes.set(title=f"{len(some)} boxes around one centre", xlim=(0, 1), ylim=(0, 1), xlabel="width", ylabel="height")
 
 

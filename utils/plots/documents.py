@@ -1,4 +1,4 @@
-"""Read the text files of a run folder of which charts and pictures are drawn. Called by the modules of utils/plots.
+"""Read the text files of a run folder, from which charts and pictures are drawn. Called by the modules of utils/plots.
 
 Imports no torch. Errors are `MalformedFile`, which names the file.
 """
@@ -17,11 +17,11 @@ from utils.plots.charts import Columns, Curves, Labels
 
 
 class MalformedFile(UserError):
-    """A text file of the run folder whose content is not what its name promises."""
+    """A text file of a run folder has the wrong content."""
 
 
 class Table:
-    """A CSV file: its head, and rows of as many cells. Raises `MalformedFile`."""
+    """A CSV file: its header, and rows of the same length. Raises `MalformedFile`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,14 +31,14 @@ class Table:
         except OSError as error:
             raise self.malformed(f"cannot be read: {error.strerror}") from None
         except csv.Error as error:
-            raise self.malformed(f"is no CSV file: {error}") from None
+            raise self.malformed(f"is not a CSV file: {error}") from None
         if not rows:
             raise self.malformed("is empty")
         self.head, self.rows = rows[0], rows[1:]
         self.columns = [name.strip() for name in self.head]  # YOLOv5 pads them with spaces
         for number, row in enumerate(self.rows, 2):
             if len(row) != len(self.head):
-                raise self.malformed(f"has {len(row)} cells in row {number} and {len(self.head)} in its head")
+                raise self.malformed(f"has {len(row)} cells in row {number}, but {len(self.head)} in its header")
 
     def malformed(self, problem: str) -> MalformedFile:
         """Return the error for a problem of this file."""
@@ -63,18 +63,18 @@ class Table:
             texts = self.texts(column)
             values[:, position] = self._parse(column, [texts[row] for row in indices])
             if not np.isfinite(values[:, position]).all():
-                raise self.malformed(f"has a cell in its column {column} that is no finite number")
+                raise self.malformed(f"has a cell in column {column} that is not a finite number")
         return values
 
     def _parse(self, column: str, cells: Iterable[str]) -> np.ndarray:
         try:
             return np.array([float(cell.strip() or "nan") for cell in cells])
         except ValueError as error:
-            raise self.malformed(f"has a cell in its column {column} that is no number ({error})") from None
+            raise self.malformed(f"has a cell in column {column} that is not a number ({error})") from None
 
 
 class Documents:
-    """The text files of a run folder, each read once. Raises `UserError` if `folder` is no folder."""
+    """The text files of a run folder, each read once. Raises `UserError` if `folder` is not a folder."""
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
@@ -83,11 +83,11 @@ class Documents:
         self.table = cache(lambda name: Table(folder / name))
 
     def has(self, name: str) -> bool:
-        """Return whether there is a file of this name."""
+        """Return whether the folder has a file of this name."""
         return (self.folder / name).is_file()
 
     def classes(self) -> list[str]:
-        """Return the names of all classes in their order; empty if there is no classes.csv."""
+        """Return the names of all classes in order; empty without a classes.csv."""
         return self.table("classes.csv").texts("class") if self.has("classes.csv") else []
 
     def results(self) -> Columns:
@@ -102,26 +102,26 @@ def read_confusion(table: Table) -> tuple[np.ndarray, list[str]]:
     """Return the counts of confusion_matrix.csv by true and predicted class, (c, c), and the classes."""
     names = table.head[1:]
     if [row[0] for row in table.rows] != names:
-        raise table.malformed("has other names in its first column than in its head")
+        raise table.malformed("has different names in its first column and in its header")
     try:
         rows = [[int(cell) for cell in row[1:]] for row in table.rows]
         counts = np.array(rows, np.int64).reshape(len(names), len(names))
     except (ValueError, OverflowError):
-        raise table.malformed("has a count that is no whole number") from None
+        raise table.malformed("has a count that is not a whole number") from None
     if (counts < 0).any():
         raise table.malformed("has a count below 0")
     return counts, names
 
 
 def read_curves(table: Table, over: str, columns: Sequence[str]) -> list[Curves]:
-    """Return for each of `columns` the curves of all classes over the column `over`, which ascends within a class."""
+    """Return the curves of all classes, for each of `columns`, over the column `over`, which rises within a class."""
     classes, x = np.array(table.texts("class")), table.finite_numbers([over])[:, 0]
-    # Two classes of one name differ in that `over` starts again.
+    # Between two classes of the same name `over` starts again.
     starts = np.flatnonzero(np.append(True, (classes[1:] != classes[:-1]) | (x[1:] < x[:-1])))
     length = len(x) // len(starts)
     shape = (len(starts), length)
     if length * len(starts) != len(x) or (x.reshape(shape) != x[:length]).any():
-        raise table.malformed(f"has a class with other values of {over} than the first")
+        raise table.malformed(f"has a class whose values of {over} differ from those of the first class")
     return [Curves(classes[starts].tolist(), x[:length], table.numbers(name).reshape(shape)) for name in columns]
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,10 +17,11 @@ from utils.errors import UserError
 from utils.files import replacing
 
 MAX_GRID_IMAGES = 16
-MAX_GRID_PIXELS = 1920  # side of a grid of training images
-SMALL_IMAGE_PIXELS = 160  # an image whose shorter side is below this has thinner lines and smaller letters
+MAX_GRID_PIXELS = 1920  # longest side of a grid of training images
+SMALL_IMAGE_PIXELS = 160  # shorter side of images below which lines are thinner and letters smaller
 CAPTION_LINE_PIXELS, CAPTION_LINES, MIN_CAPTION_PIXELS = 16, 2, 150  # height and number of lines, least width
-FONT, FONT_SCALE, SMALL_FONT_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.4, 0.3  # letters of about 10 pixels and 8
+GAP_PIXELS = 4  # between captioned images
+FONT, FONT_SCALE, SMALL_FONT_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.4, 0.3  # letters of about 10 and 8 pixels
 DARK_TEXT_LUMA = 140  # text on a brighter background is black, else white
 COMPACT_PNG = (cv2.IMWRITE_PNG_COMPRESSION, 6, cv2.IMWRITE_PNG_STRATEGY, cv2.IMWRITE_PNG_STRATEGY_DEFAULT)
 COLOURS = (
@@ -56,17 +56,8 @@ class Style(NamedTuple):
     confidences: bool = True
 
     def text(self, name: str, confidence: float) -> str:
-        """Return the text beside a box, or for the class of an image."""
+        """Return the text for a box or for the class of an image."""
         return f"{name} {confidence:.2f}" if self.names and self.confidences else name * self.names
-
-
-def draw_predictions(
-    image: np.ndarray, boxes: np.ndarray, classes: Sequence[int], texts: Sequence[str], style: Style
-) -> np.ndarray:
-    """Return a copy of `image` with `boxes` (n, 4), xyxy in pixels, and their texts drawn on it."""
-    image = image.copy()
-    draw_boxes(image, boxes, classes, texts, style.thickness)
-    return image
 
 
 def draw_text_lines(image: np.ndarray, lines: Sequence[str]) -> np.ndarray:
@@ -78,7 +69,7 @@ def draw_text_lines(image: np.ndarray, lines: Sequence[str]) -> np.ndarray:
 
 
 def draw_targets(images: np.ndarray, targets: np.ndarray, names: Mapping[int, str]) -> np.ndarray:
-    """Return a grid of up to 16 images of a batch with their boxes; no side of it is longer than 1920 pixels.
+    """Return a grid of up to 16 images of a batch with their boxes, at most 1920 pixels wide and high.
 
     images: uint8 (b, 3, h, w) RGB. targets: (m, 6): image in the batch, class, normalised xywh.
     """
@@ -101,20 +92,23 @@ def draw_targets(images: np.ndarray, targets: np.ndarray, names: Mapping[int, st
 
 def draw_captioned(images: Sequence[np.ndarray], captions: Sequence[str]) -> np.ndarray:
     """Return a grid of up to 16 images of one shape, each above its caption of up to two lines."""
-    tiles = []
-    for image, caption in zip(images[:MAX_GRID_IMAGES], captions, strict=False):
-        width = max(image.shape[1], MIN_CAPTION_PIXELS)
-        lines = caption.split("\n")
-        tile = np.full((image.shape[0] + CAPTION_LINE_PIXELS * CAPTION_LINES, width, 3), 255, np.uint8)
-        left = (width - image.shape[1]) // 2
-        tile[: image.shape[0], left : left + image.shape[1]] = image
-        for number, line in enumerate(lines[:CAPTION_LINES], 1):
-            write_text(tile, line, (3, image.shape[0] + CAPTION_LINE_PIXELS * number - 5), (0, 0, 0))
-        tiles.append(tile)
-    return grid(tiles)
+    width = max(images[0].shape[1], MIN_CAPTION_PIXELS)
+    lines = [[*caption.split("\n"), ""][:CAPTION_LINES] for caption in captions]
+    return grid([captioned(image, text, width) for image, text in zip(images[:MAX_GRID_IMAGES], lines, strict=False)])
 
 
-def grid(tiles: list[np.ndarray]) -> np.ndarray:
+def captioned(image: np.ndarray, lines: Sequence[str], width: int) -> np.ndarray:
+    """Return a white tile of `width` pixels and a gap, with `image` in the middle and lines of text below it."""
+    height, image_width = image.shape[:2]
+    tile = np.full((height + CAPTION_LINE_PIXELS * len(lines) + GAP_PIXELS, width + GAP_PIXELS, 3), 255, np.uint8)
+    left = (width - image_width) // 2
+    tile[:height, left : left + image_width] = image
+    for number, line in enumerate(lines, 1):
+        write_text(tile, fit_text(line, width - 3), (3, height + CAPTION_LINE_PIXELS * number - 4), (0, 0, 0))
+    return tile
+
+
+def grid(tiles: Sequence[np.ndarray]) -> np.ndarray:
     """Return tiles of one width in about as many rows as columns. A row is as high as its highest tile."""
     columns, width = math.ceil(math.sqrt(len(tiles))), tiles[0].shape[1]
     rows = []
@@ -136,9 +130,9 @@ def resize(image: np.ndarray, scale: float) -> np.ndarray:
 def draw_boxes(
     image: np.ndarray, boxes: np.ndarray, classes: Sequence[int], texts: Sequence[str], thickness: int = 0
 ) -> None:
-    """Draw boxes (n, 4), xyxy in pixels, in the colours of `classes`; then their texts, so that no line crosses one.
+    """Draw boxes (n, 4), xyxy in pixels, in the colours of `classes`, then their texts over all lines.
 
-    thickness: of lines, pixels; 0 chooses by the size of the image. An empty text is not drawn.
+    thickness: of lines, in pixels; 0: by the size of the image. An empty text is not drawn.
     """
     limit = 2 * max(image.shape[:2])
     corners = np.clip(boxes, -limit, limit).astype(int).tolist()
@@ -147,14 +141,15 @@ def draw_boxes(
     for (left, top, right, bottom), k in zip(corners, classes, strict=True):
         colour = COLOURS[k % len(COLOURS)]
         cv2.rectangle(image, (left, top), (right, bottom), colour, thickness or default_thickness, cv2.LINE_AA)
-    for (left, top, *_), k, text in filter(itemgetter(2), zip(corners, classes, texts, strict=True)):
-        _draw_label(image, left, top, text, COLOURS[k % len(COLOURS)], scale)
+    for (left, top, *_), k, text in zip(corners, classes, texts, strict=True):
+        if text:
+            _draw_label(image, left, top, text, COLOURS[k % len(COLOURS)], scale)
 
 
 def _draw_label(
     image: np.ndarray, left: int, top: int, text: str, colour: tuple[int, int, int], scale: float = FONT_SCALE
 ) -> None:
-    """Draw `text` on a background of `colour`: above the point, or below it at the top edge, and within the image."""
+    """Draw `text` on a background of `colour` above the point, or below it at the top edge, within the image."""
     text = fit_text(text, image.shape[1] - 4, scale)
     (width, height), baseline = cv2.getTextSize(text, FONT, scale, 1)
     label_height = height + baseline + 2
@@ -168,12 +163,12 @@ def _draw_label(
 
 
 def printable(text: str) -> str:
-    """Return `text` with a ? for every unprintable character: a lone surrogate makes OpenCV abort."""
+    """Replace unprintable characters by ?: a lone surrogate makes OpenCV abort."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def fit_text(text: str, width: int, scale: float = FONT_SCALE) -> str:
-    """Return `text`, with its middle cut out if it is wider than `width` pixels."""
+    """Return `text`, without its middle if it is wider than `width` pixels."""
     text = shortened = printable(text)
     length = len(text)
     while length > 4 and cv2.getTextSize(shortened, FONT, scale, 1)[0][0] > width:
@@ -183,20 +178,16 @@ def fit_text(text: str, width: int, scale: float = FONT_SCALE) -> str:
 
 
 def write_text(
-    image: np.ndarray,
-    text: str,
-    position: tuple[int, int],
-    colour: tuple[int, int, int],
-    scale: float = FONT_SCALE,
+    image: np.ndarray, text: str, position: tuple[int, int], colour: tuple[int, int, int], scale: float = FONT_SCALE
 ) -> None:
     """Draw one line of text; position: x and y of its lower left corner, pixels."""
     cv2.putText(image, printable(text), position, FONT, scale, colour, 1, cv2.LINE_AA)
 
 
 def write_picture(path: Path, picture: np.ndarray, jpeg_quality: int = 95, compact_png: bool = False) -> None:
-    """Write a picture in the format of the path's suffix; the file is replaced, never half written.
+    """Write a picture in the format of the path's suffix, replacing the file atomically. Raises `UserError`.
 
-    compact_png: compress a PNG to about a third of what OpenCV's faster default gives. Raises `UserError`.
+    compact_png: compress a PNG more slowly than by OpenCV's default, to about a third of the size.
     """
     encoding = {".jpg": (cv2.IMWRITE_JPEG_QUALITY, jpeg_quality), ".png": COMPACT_PNG if compact_png else ()}
     if not picture.size:
@@ -204,7 +195,7 @@ def write_picture(path: Path, picture: np.ndarray, jpeg_quality: int = 95, compa
     try:
         encoded, content = cv2.imencode(path.suffix, picture, encoding.get(path.suffix, ()))
     except cv2.error:
-        raise UserError(f"{path} cannot be written: no such format; let the name end with .png or .jpg") from None
+        raise UserError(f"{path} cannot be written: unknown format; give a name that ends with .png or .jpg") from None
     if not encoded:
         height, width = picture.shape[:2]
         raise UserError(f"{path} cannot be written: OpenCV cannot make a picture of {width}x{height}")

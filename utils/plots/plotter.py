@@ -1,4 +1,4 @@
-"""Draw the pictures of a run beside the training: images in a thread, charts in a process. utils/run.py calls it."""
+"""Draw the pictures of a run during training: images in a thread, charts in a process. Called by utils/run.py."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import numpy as np
 from utils.background import Background, own_python, start_process
 from utils.plots.drawing import write_picture
 
-RESULTS_INTERVAL_SECONDS = 60.0  # at least, between two drawings of results.png
+RESULTS_INTERVAL_SECONDS = 60.0  # least time between two drawings of results.png
 CHARTS_TIMEOUT_SECONDS = 300.0  # for the process that draws charts
-FINISH_TIMEOUT_SECONDS = 300.0  # that the end of a run waits for its pictures
+FINISH_TIMEOUT_SECONDS = 300.0  # for the pictures at the end of a run
 
 
 class Plotter:
-    """Draws into `folder`. A picture that cannot be drawn is a warning, and never an error of the run.
+    """Draws pictures into `folder`. A failure is a warning and never stops the run.
 
-    print_line: takes the warning. on_drawn: takes new files by name.
+    print_line: called with the warning. on_drawn: called with new files by name.
     """
 
     def __init__(
@@ -31,12 +31,12 @@ class Plotter:
         self.folder, self.on_drawn = folder, on_drawn
         self._background = Background("a picture cannot be drawn", print_line)
         self._results_drawn = time.monotonic()
-        # OpenCV sets up its image formats under a lock when the first is used: not in the thread, since loader
-        # processes are forked meanwhile and would inherit the locked lock.
+        # OpenCV sets up its image formats under a lock on first use. Not in the thread: loader processes forked
+        # meanwhile would inherit the locked lock.
         cv2.imencode(".jpg", np.zeros((1, 1, 3), np.uint8))
 
     def draw(self, pictures: Callable[[], Mapping[str, np.ndarray]]) -> None:
-        """Write the pictures that `pictures` returns, by file name; uint8 (h, w, 3) BGR."""
+        """Write the pictures that `pictures` returns by file name, uint8 (h, w, 3) BGR."""
         self._background.do(lambda: self._draw(pictures))
 
     def _draw(self, pictures: Callable[[], Mapping[str, np.ndarray]]) -> None:
@@ -46,7 +46,7 @@ class Plotter:
             self.on_drawn({name: path})
 
     def draw_charts(self, *names: str) -> None:
-        """Draw these charts from the text files of the folder, or all that can be drawn if none is named."""
+        """Draw these charts from the text files of the folder, by default all possible ones."""
         self._background.do(lambda: self._draw_charts(names))
 
     def _draw_charts(self, names: Sequence[str]) -> None:
@@ -72,11 +72,11 @@ class Plotter:
             raise RuntimeError((errors.strip() or f"exit code {process.returncode}").splitlines()[-1])
 
     def results_changed(self) -> None:
-        """Draw the new results.csv, unless the last drawing began less than a minute ago."""
+        """Draw results.png, unless the last drawing began less than a minute ago."""
         if time.monotonic() - self._results_drawn >= RESULTS_INTERVAL_SECONDS:
             self._results_drawn = time.monotonic()
             self.draw_charts("results.png")
 
     def finish(self, timeout: float = FINISH_TIMEOUT_SECONDS) -> bool:
-        """Wait at most `timeout` seconds until all is drawn; return whether it is."""
+        """Wait at most `timeout` seconds for all drawings; return whether they are done."""
         return self._background.finish(timeout)

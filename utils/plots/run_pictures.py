@@ -1,6 +1,6 @@
-"""The pictures of a run folder, and the chart that compares several runs, drawn of their text files.
+"""Draw the pictures of a run folder, and the chart that compares several runs, from their text files.
 
-Called by `python -m utils.plots` (__main__.py), which training starts as a process beside itself. Imports no torch.
+Called by `python -m utils.plots` (__main__.py), which training starts as a process. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ JPEG_QUALITY = 85
 Print = Callable[[str], object]
 
 
-# What draws each picture: uint8 (h, w, 3) BGR, or None if the documents have nothing to draw
+# Pictures, uint8 (h, w, 3) BGR, or None if the documents contain nothing to draw
 
 
 def _draw_results(documents: Documents) -> np.ndarray | None:
@@ -92,7 +92,7 @@ def _draw_labels(documents: Documents) -> np.ndarray | None:
     return render(labels_figure, labels, classes, table.finite_numbers(("x", "y", "width", "height")))
 
 
-@lru_cache(1)  # the labels and the predictions of a grid are drawn one after the other: its images are read once
+@lru_cache(1)  # images are read once for two pictures, of labels and of predictions
 def _validation_images(documents: Documents, batch: int) -> list[ValidationImage]:
     return read_validation_images(documents.table("val_boxes.csv"), batch, documents.classes())
 
@@ -143,13 +143,13 @@ class Warnings:
 def draw_run(folder: Path, names: Sequence[str], print_line: Print) -> bool:
     """Draw those pictures of `names` whose text files are in `folder`, and print their names.
 
-    Returns whether there was no warning. Raises `UserError` if there is nothing to draw from.
+    Return whether there was no warning. Raises `UserError` if no picture can be drawn.
     """
     documents, warn = Documents(folder), Warnings()
     possible = [name for name in names if all(map(documents.has, PICTURES[name].files))]
     if not possible:
         files = dict.fromkeys(file for name in names for file in PICTURES[name].files)
-        raise UserError(f"{folder} holds nothing to draw from; there must be {' or '.join(files)}")
+        raise UserError(f"{folder} has nothing to draw from; it needs {' or '.join(files)}")
     for name in possible:
         try:
             picture = PICTURES[name].draw(documents)
@@ -158,7 +158,7 @@ def draw_run(folder: Path, names: Sequence[str], print_line: Print) -> bool:
                 print_line(name)
         except UserError as error:
             warn(str(error))
-        except Exception as error:  # the other pictures are drawn all the same
+        except Exception as error:  # draw the other pictures
             warn(f"{folder / name} cannot be drawn ({type(error).__name__}: {error})")
     return not warn.printed
 
@@ -166,7 +166,7 @@ def draw_run(folder: Path, names: Sequence[str], print_line: Print) -> bool:
 def compare_runs(folders: Sequence[Path], out: Path, print_line: Print) -> bool:
     """Draw the results of several runs into one picture and print a table of their best epochs.
 
-    Returns whether there was no warning. Raises `UserError` if no run has an epoch.
+    Return whether there was no warning. Raises `UserError` if no run has an epoch.
     """
     warn, runs = Warnings(), {}
     for documents, name in zip(map(Documents, folders), run_names(folders), strict=True):
@@ -187,7 +187,7 @@ def compare_runs(folders: Sequence[Path], out: Path, print_line: Print) -> bool:
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
-    """Return the names of the folders, or their paths if two have the same name."""
+    """Return the names of the folders, or their paths if names are equal."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 

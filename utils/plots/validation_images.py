@@ -1,4 +1,4 @@
-"""Grids of validation images with their labels or predictions, drawn of val_boxes.csv. Called by `run_pictures`.
+"""Draw grids of validation images with their labels or predictions, from val_boxes.csv. Called by `run_pictures`.
 
 Imports no torch.
 """
@@ -14,19 +14,10 @@ import cv2
 import numpy as np
 
 from utils.plots.documents import Table
-from utils.plots.drawing import (
-    CAPTION_LINE_PIXELS,
-    MAX_GRID_IMAGES,
-    draw_boxes,
-    fit_text,
-    grid,
-    resize,
-    write_text,
-)
+from utils.plots.drawing import MAX_GRID_IMAGES, captioned, draw_boxes, grid, resize
 from utils.summary import DRAWN_IMAGES
 
-MIN_TILE_PIXELS, MAX_TILE_PIXELS = 320, 480  # longer side of an image in its grid; other sizes are resized
-GAP_PIXELS = 4  # between images
+MIN_TILE_PIXELS, MAX_TILE_PIXELS = 320, 480  # limits of an image's longer side in its grid
 UNREADABLE_GREY = 160
 
 
@@ -42,15 +33,15 @@ class ValidationImage(NamedTuple):
     """A validation image and its rows of val_boxes.csv."""
 
     path: str
-    image: np.ndarray | None  # uint8 (h, w, 3) BGR, resized; None: it cannot be read
+    image: np.ndarray | None  # uint8 (h, w, 3) BGR, resized; None: unreadable
     boxes: Mapping[str, BoxesToDraw]  # by kind: label or prediction
 
 
 def read_validation_images(table: Table, batch: int, classes: Sequence[str] = ()) -> list[ValidationImage]:
     """Return the images of a grid, resized for it.
 
-    batch: number of the grid, from 0. classes: all of them in their order, so that each has the colour that it has in
-    pictures of training batches; classes that are not among them come after.
+    batch: number of the grid, from 0. classes: all class names in order, so that colours are those of the pictures of
+    training batches; other names come after them.
     """
     rows_of: dict[str, list[int]] = {}
     for row, path in enumerate(table.texts("image")):
@@ -68,7 +59,7 @@ def read_validation_images(table: Table, batch: int, classes: Sequence[str] = ()
             if kind == "prediction":
                 confidences = table.finite_numbers(["confidence"], rows)[:, 0]
                 texts = [f"{text} {confidence:.2f}" for text, confidence in zip(texts, confidences, strict=True)]
-                order = np.argsort(confidences, kind="stable")  # the most confident are drawn over the others
+                order = np.argsort(confidences, kind="stable")  # the most confident are drawn last, on top
                 boxes, rows, texts = boxes[order], [rows[k] for k in order], [texts[k] for k in order]
             boxes_by_kind[kind] = BoxesToDraw(boxes, [number[names[row]] for row in rows], texts)
         images.append(ValidationImage(path, image, boxes_by_kind))
@@ -76,7 +67,7 @@ def read_validation_images(table: Table, batch: int, classes: Sequence[str] = ()
 
 
 def _read_resized(path: Path) -> tuple[np.ndarray | None, float]:
-    """Return an image file resized for its grid, None if it cannot be read, and the scale of its sides."""
+    """Return an image file resized for its grid, or None if it is unreadable, and the scale of its sides."""
     try:
         image = cv2.imdecode(np.fromfile(path, np.uint8), cv2.IMREAD_COLOR)  # imread does not open every file name
     except (OSError, ValueError, cv2.error):  # ValueError: a name that no file can have
@@ -89,21 +80,16 @@ def _read_resized(path: Path) -> tuple[np.ndarray | None, float]:
 
 
 def draw_validation_images(images: Sequence[ValidationImage], kind: str) -> np.ndarray:
-    """Return a grid of images with their boxes of one `kind`, each above its name; grey if it cannot be read."""
-    tile_width = max([MIN_TILE_PIXELS, *(one.image.shape[1] for one in images if one.image is not None)])
+    """Return a grid of images with their boxes of one `kind`, each above its name; grey if it is unreadable."""
+    width = max([MIN_TILE_PIXELS, *(one.image.shape[1] for one in images if one.image is not None)])
     tiles = []
     for one in images:
         name = os.path.basename(one.path)
         if one.image is None:
-            image = np.full((tile_width // 2, tile_width, 3), UNREADABLE_GREY, np.uint8)
+            image = np.full((width // 2, width, 3), UNREADABLE_GREY, np.uint8)
             name += " (cannot be read)"
         else:
             image = one.image.copy()
             draw_boxes(image, *one.boxes[kind])
-        height, width = image.shape[:2]
-        tile = np.full((height + CAPTION_LINE_PIXELS + GAP_PIXELS, tile_width + GAP_PIXELS, 3), 255, np.uint8)
-        left = (tile_width - width) // 2
-        tile[:height, left : left + width] = image
-        write_text(tile, fit_text(name, tile_width - left), (left, height + CAPTION_LINE_PIXELS - 4), (0, 0, 0))
-        tiles.append(tile)
+        tiles.append(captioned(image, [name], width))
     return grid(tiles)

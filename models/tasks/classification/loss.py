@@ -18,7 +18,7 @@ class ClassificationCriterion(Criterion):
         self.classes, self.label_smoothing = classes, label_smoothing
 
     def __call__(self, outputs: Tensor, batch: Batch) -> LossTerms:
-        """Return the loss of logits (b, classes) in at least fp32: one term, of one sum over the images."""
+        """Return the loss of logits (b, classes), in fp32 or fp64: one term, a sum over the images."""
         logits = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         smoothed = batch.targets * (1 - self.label_smoothing) + self.label_smoothing / self.classes
         total = -(smoothed * logits.log_softmax(1)).sum()

@@ -18,20 +18,18 @@ from utils.summary import Summary, confusion_text, dense_counts, sparse_counts
 
 CLASSIFICATION_METRICS = ("accuracy_top1", "accuracy_top5")
 DRAWN_MISTAKES = 16
-MIN_PICTURE_SIDE_PIXELS = 160  # so that captions fit below small images
+MIN_PICTURE_SIDE_PIXELS = 160  # captions fit below it
 
 
 class ImageInfo(Protocol):
-    """What the metrics ask of an image."""
+    """The type of `Batch.infos`, as the metrics use it."""
 
-    @property
-    def image(self) -> int: ...
-    @property
-    def label(self) -> int: ...
+    image: int  # index in the split
+    label: int  # class
 
 
 class ImageRecord(NamedTuple):
-    """What one image adds to the metrics."""
+    """The contribution of one image to the metrics."""
 
     image: int  # the index in the split
     label: int
@@ -55,7 +53,7 @@ class ClassificationMetrics(Metrics):
         return records
 
     def summarise(self, records: Sequence[ImageRecord]) -> Summary:
-        """Return the metrics of a whole split; fitness is the share of images whose most probable class is right."""
+        """Return the metrics of a split; fitness is the share of images whose most probable class is correct."""
         confusion = np.zeros((len(self.names), len(self.names)), np.int64)
         for record in records:
             confusion[record.label, record.best[0]] += 1
@@ -65,9 +63,15 @@ class ClassificationMetrics(Metrics):
         mistakes = sorted(mistakes, key=lambda record: (-record.confidence, record.image))[:DRAWN_MISTAKES]
         drawn = [[record.image, record.label, record.best[0], record.confidence] for record in mistakes]
         evidence = {"confusion": sparse_counts(confusion), "mistakes": drawn}
-        overall, details = self._table(confusion, top1, top5)
+        precision, recall = precision_and_recall(confusion)
+        labelled = {k: name for k, name in self.names.items() if confusion[k].any()}
+        by_class = {
+            metric: {name: float(values[k]) for k, name in labelled.items()}
+            for metric, values in (("precision", precision), ("recall", recall))
+        }
+        overall, details = self._table(confusion.sum(1), precision, recall, top1, top5)
         metrics = dict(zip(CLASSIFICATION_METRICS, (top1, top5), strict=True))
-        return Summary(metrics, top1, overall, details, evidence, by_class=self._by_class(confusion))
+        return Summary(metrics, top1, overall, details, evidence, by_class=by_class)
 
     def documents(self, summary: Summary) -> dict[str, str]:
         """Return classes.csv, with images, precision and recall of each class, and confusion_matrix.csv."""
@@ -94,23 +98,16 @@ class ClassificationMetrics(Metrics):
         ]
         return {"mistakes.jpg": draw_captioned(images, captions)}
 
-    def _by_class(self, confusion: np.ndarray) -> dict[str, dict[str, float]]:
-        """Return precision and recall of the classes that have images."""
-        labelled = {k: name for k, name in self.names.items() if confusion[k].any()}
-        return {
-            metric: {name: float(values[k]) for k, name in labelled.items()}
-            for metric, values in zip(("precision", "recall"), precision_and_recall(confusion), strict=True)
-        }
-
-    def _table(self, confusion: np.ndarray, top1: float, top5: float) -> tuple[list[str], list[str]]:
-        """Return the table's head with the row of all classes, and a row per class."""
+    def _table(
+        self, images: np.ndarray, precision: np.ndarray, recall: np.ndarray, top1: float, top5: float
+    ) -> tuple[list[str], list[str]]:
+        """Return the table's header with the row of all classes, and a row per class. Arrays: (c,)."""
         row = "{:>22} {:>9} {:>9} {:>9} {:>9} {:>9}"
-        precision, recall = precision_and_recall(confusion)
+        number = "{:.4f}".format
         head = row.format("Class", "Images", "P", "R", "top-1", "top-5")
-        means = (f"{values.mean():.4f}" for values in (precision, recall))
-        overall = row.format("all", confusion.sum(), *means, f"{top1:.4f}", f"{top5:.4f}")
+        overall = row.format("all", images.sum(), *map(number, (precision.mean(), recall.mean(), top1, top5)))
         details = [
-            row.format(name[:22], confusion[k].sum(), f"{precision[k]:.4f}", f"{recall[k]:.4f}", "-", "-")
+            row.format(name[:22], images[k], number(precision[k]), number(recall[k]), "-", "-")
             for k, name in self.names.items()
         ]
         return [head, overall], details

@@ -1,4 +1,4 @@
-"""A classifier's result for one image, and how it is made of logits.
+"""A classifier's result for one image, and its computation from logits.
 
 Made by `ClassificationTask.postprocess`; used by val.py, detect.py and the metrics.
 """
@@ -20,11 +20,11 @@ from utils.plots.drawing import draw_text_lines
 if TYPE_CHECKING:
     from utils.plots.drawing import Style
 
-TOP_CLASSES = 5  # of an image are named, drawn, written and counted as right by top-5 accuracy
+TOP_CLASSES = 5  # per image: named, drawn, written and counted by top-5 accuracy
 
 
 def most_probable(probabilities: Tensor, count: int = TOP_CLASSES) -> tuple[int, ...]:
-    """Return the numbers of the most probable classes, the most probable first; of equal ones the smaller number."""
+    """Return the most probable classes in falling probability; of equal ones the smaller number comes first."""
     return tuple(probabilities.sort(descending=True, stable=True).indices[:count].tolist())
 
 
@@ -48,7 +48,7 @@ class ClassificationPrediction(Prediction):
         return [(self.names[k], float(self.probabilities[k])) for k in most_probable(self.probabilities)]
 
     def describe(self) -> str:
-        """Return the five most probable classes in words: `cat 0.90, dog 0.10`."""
+        """Format the five most probable classes: `cat 0.90, dog 0.10`."""
         return ", ".join(f"{name} {probability:.2f}" for name, probability in self.items)
 
     def draw(self, image: Image, style: Style) -> Image:
@@ -65,7 +65,7 @@ class ClassificationPrediction(Prediction):
         return [f"{probability:.6g} " * with_confidence + name for name, probability in self.items]
 
     def with_labels(self) -> ClassificationPrediction:
-        """Return the prediction itself: --save-hybrid is refused, an image has no boxes to add."""
+        """Return the prediction itself: --save-hybrid is refused."""
         return self
 
     def coco_rows(self) -> CocoImage:
@@ -74,13 +74,13 @@ class ClassificationPrediction(Prediction):
 
 
 class ClassificationView(NamedTuple):
-    """What a model returned for the images of a batch."""
+    """The outputs of a model for the images of a batch."""
 
     outputs: Tensor  # logits (b, classes)
 
 
 class ClassificationPostprocess(Postprocess):
-    """The mean of the probabilities over all views, which may be of several models."""
+    """Average the probabilities of all views, which may be of several models."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self.names = names

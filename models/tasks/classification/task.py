@@ -24,7 +24,7 @@ from utils.errors import UserError
 from utils.memory_format import layout
 from utils.plots.drawing import draw_captioned
 
-# Of ImageNet: mean and standard deviation of the channels, RGB, of values in 0 to 1.
+# Mean and standard deviation of ImageNet's channels, RGB in 0 to 1.
 IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -34,7 +34,7 @@ class ClassificationRecipe(Recipe):
 
     momentum: float = number(0.9, BELOW_ONE)
     weight_decay: float = number(0.0001, NOT_NEGATIVE)
-    nbs: int = number(0, NOT_NEGATIVE)  # every batch is a step
+    nbs: int = number(0, NOT_NEGATIVE)  # 0: every batch is a step
     warmup_epochs: float = number(0.0, NOT_NEGATIVE)
     crop_scale: float = number(0.08, Range(0, 1, exclusive_minimum=True))  # smallest share of the area of a random crop
     fliplr: float = number(0.5, SHARE)
@@ -53,7 +53,7 @@ class ClassificationRecipe(Recipe):
 
 
 class ClassificationTask(Task):
-    """Classification by torchvision's models (`architecture:` in the model YAML) or by rows that end in `Classify`."""
+    """Classification by torchvision's models (`architecture:` in the model YAML) or layers with a `Classify` head."""
 
     recipe = ClassificationRecipe
     # Without --weights training starts from scratch: YOLOv5's default weights are a detector's.
@@ -67,7 +67,7 @@ class ClassificationTask(Task):
     refused: ClassVar[Mapping[str, str]] = {
         "save_hybrid": "is for detectors: an image has one class here, and its label says which",
         "nms": "is for detectors: a classifier has no boxes; export it without",
-        "save_json": "is for detectors: COCO's results are boxes; --save-txt writes the classes that were found",
+        "save_json": "is for detectors: COCO's results are boxes; --save-txt writes the classes",
     }
     loss_names = ("loss",)
     metric_names = CLASSIFICATION_METRICS
@@ -78,16 +78,16 @@ class ClassificationTask(Task):
         self.label_smoothing = label_smoothing
         if hyp.mixup + hyp.cutmix > 1:
             raise UserError(
-                f"mixup {hyp.mixup:g} and cutmix {hyp.cutmix:g} are probabilities of which one image gets at most one; "
-                "give numbers that add up to 1 or less"
+                f"mixup {hyp.mixup:g} and cutmix {hyp.cutmix:g} are probabilities, and an image gets at most one "
+                "of the two; give numbers that add up to 1 or less"
             )
         if len(names) < 2:
             raise UserError(
-                f"a classifier tells at least two classes apart, and the data has {', '.join(names.values())}"
+                f"a classifier needs at least two classes; the data set has {', '.join(names.values()) or 'none'}"
             )
 
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> Model:
-        """Build torchvision's model, or that of rows, for images of any size: `model.imgsz` is `imgsz` as it is."""
+        """Build torchvision's model, or that of layers, for images of any size; `imgsz` is not rounded."""
         classes = len(self.names)
         if "architecture" in yaml or "backbone" not in yaml:
             model = build_classifier(yaml, classes, imgsz, source)
@@ -101,7 +101,7 @@ class ClassificationTask(Task):
         return ClassificationCriterion(len(self.names), self.label_smoothing)
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> ClassificationPostprocess:
-        """Return the mean of probabilities over views; no threshold applies."""
+        """Return the average of probabilities over views; no threshold applies."""
         return ClassificationPostprocess(self.names)
 
     def metrics(self, shown: frozenset[int] = frozenset()) -> ClassificationMetrics:
@@ -119,7 +119,7 @@ class ClassificationTask(Task):
         return ExportModule(fuse(model), None)
 
     def draw_batch(self, batch: Batch) -> Image:
-        """Draw the images above their classes, with shares if an image is mixed of two."""
+        """Draw the images above their classes, with shares if an image is a mixture of two."""
         images = [image.transpose(1, 2, 0)[..., ::-1] for image in batch.images.cpu().numpy()]
         captions = []
         for target in batch.targets.cpu():
@@ -130,8 +130,6 @@ class ClassificationTask(Task):
 
 @cache
 def _statistics(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return ImageNet's mean and deviation, (3, 1, 1) each, made once per device."""
-    mean, deviation = (
-        torch.tensor(values, device=device).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_DEVIATION)
-    )
+    """Return ImageNet's mean and deviation, (3, 1, 1) each, copied to a device once."""
+    mean, deviation = torch.tensor((IMAGENET_MEAN, IMAGENET_DEVIATION), device=device).view(2, 3, 1, 1)
     return mean, deviation

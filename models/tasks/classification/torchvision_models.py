@@ -1,7 +1,7 @@
-"""Classifiers that torchvision builds, from a model YAML with `architecture:`.
+"""torchvision's classifiers, built from a model YAML with `architecture:`.
 
-Called by `ClassificationTask.build_model`, and for --weights DEFAULT. torchvision is imported inside functions: that
-takes more than a second, which training a detector need not wait for.
+Called by `ClassificationTask.build_model`, and for --weights DEFAULT. torchvision is imported inside functions: the
+import takes more than a second, and a detector does not need it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from models.tasks.contract import Model
 from utils.errors import UserError, first_line, nearest
 
 CLASSIFIER_KEYS = ("task", "architecture", "nc", "args")
-# Two have auxiliary heads, for training alone, that would need a loss of their own; and their pretrained weights expect
-# images normalised in another way, which `transform_input` does.
+# These have auxiliary heads, used in training only, which would need a loss; and their pretrained weights expect images
+# normalised in another way, which `transform_input` does.
 AUXILIARY_ARGUMENTS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
 
 
@@ -34,9 +34,9 @@ def architectures() -> list[str]:
 
 
 def architecture(yaml: Mapping[str, Any], source: str) -> str:
-    """Return the `architecture` of a YAML. Raises `UserError` if torchvision has no such classifier.
+    """Return the `architecture` of a YAML. source: name of the YAML in errors.
 
-    source: what errors call the YAML.
+    Raises `UserError` if torchvision has no such classifier.
     """
     name, known = yaml.get("architecture"), architectures()
     if not isinstance(name, str) or name not in known:
@@ -57,8 +57,8 @@ def build_classifier(yaml: Mapping[str, Any], nc: int, imgsz: int, source: str =
     """Build the network that a YAML names, for `nc` classes and images of `imgsz` pixels.
 
     It maps (b, 3, h, w) to logits (b, nc). State-dict keys are torchvision's. `args` of the YAML are arguments of
-    torchvision's function, such as `dropout: 0.3`. source: what errors call the YAML. Raises `UserError` if it cannot
-    be built or does not take such images.
+    torchvision's function, such as `dropout: 0.3`. source: name of the YAML in errors. Raises `UserError` if the
+    network cannot be built or does not accept such images.
     """
     from torchvision.models import get_model
 
@@ -80,17 +80,17 @@ def build_classifier(yaml: Mapping[str, Any], nc: int, imgsz: int, source: str =
     known = inspect.signature(type(model).__init__).parameters
     if unknown := [key for key in args if key not in known]:  # some builders ignore unknown arguments
         raise UserError(
-            f"{source}: `args` has '{unknown[0]}', which {name} does not know{nearest(str(unknown[0]), known)}"
+            f"{source}: `args` has '{unknown[0]}', which {name} does not accept{nearest(str(unknown[0]), known)}"
         )
     _check_image_size(model, imgsz, source, name)
-    carrier = cast(Model, model)  # torchvision's class; the attributes make it a `Model`
-    carrier.yaml = {**copy.deepcopy(dict(yaml)), "task": "classify", "nc": nc}
-    carrier.names, carrier.stride, carrier.imgsz = {number: str(number) for number in range(nc)}, 1, imgsz
-    return carrier
+    built = cast(Model, model)  # torchvision's class; the attributes make it a `Model`
+    built.yaml = {**copy.deepcopy(dict(yaml)), "task": "classify", "nc": nc}
+    built.names, built.stride, built.imgsz = {number: str(number) for number in range(nc)}, 1, imgsz
+    return built
 
 
 def _check_image_size(model: nn.Module, imgsz: int, source: str, name: str) -> None:
-    """Run the model on the meta device. Raises `UserError` if it does not take images of this size."""
+    """Run the model on the meta device. Raises `UserError` if it does not accept images of this size."""
     state = {key: tensor.to("meta") for key, tensor in chain(model.named_parameters(), model.named_buffers())}
     try:
         with torch.no_grad():

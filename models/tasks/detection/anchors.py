@@ -1,4 +1,4 @@
-"""AutoAnchor: check whether a model's anchors fit the boxes of the training images, and find better ones.
+"""AutoAnchor: check whether a model's anchors fit the boxes of the training images, and search for better ones.
 
 Called by `DetectionTask.adapt`.
 """
@@ -19,7 +19,7 @@ MUTATION_SPREAD = 0.1  # standard deviation of a mutation's factor, at most
 MUTATION_FACTORS = (0.3, 3.0)  # least and largest
 K_MEANS_ROUNDS = 30
 MIN_BOX_SIDE_PIXELS = 2  # boxes with both sides smaller are ignored
-MAX_SAMPLED_BOXES = 20_000  # that the search works on
+MAX_SAMPLED_BOXES = 20_000  # in the search
 
 
 class Fit(NamedTuple):
@@ -32,11 +32,11 @@ class Fit(NamedTuple):
 def adapt_anchors(model: YoloModel, sides: np.ndarray, threshold: float) -> str:
     """Replace the anchors of a detector, in its head and its YAML, if they fit too few boxes; return a message.
 
-    sides: (n, 2) widths and heights of the training boxes, in pixels at the model's image size. threshold: factor
-    between the sides of a box and of an anchor that fits it, at most.
+    sides: (n, 2) widths and heights of the training boxes, in pixels at the model's image size. threshold: largest
+    factor between the sides of a box and of an anchor that fits it.
     """
     if not len(sides):
-        return "AutoAnchor: the training images have no boxes, so the anchors stay"
+        return "AutoAnchor: the training images have no boxes; the anchors are unchanged"
     head = model.detect
     strides = head.stride[:, None, None].to(head.anchors)
     current = (head.anchors * strides).reshape(-1, 2).numpy()
@@ -49,9 +49,9 @@ def adapt_anchors(model: YoloModel, sides: np.ndarray, threshold: float) -> str:
     better = find_anchors(sides, len(current), threshold)
     after = fit(sides, better, threshold)
     if after.recall <= before.recall:
-        return f"{message}; none better were found"
+        return f"{message}; no better anchors found"
     anchors = torch.from_numpy(better).to(head.anchors).view_as(head.anchors)
-    if strides[0] > strides[-1]:  # small anchors belong to the level of the small stride
+    if strides[0] > strides[-1]:  # small anchors belong to small strides
         anchors = anchors.flip(0)
     head.anchors.copy_(anchors / strides)
     model.yaml["anchors"] = anchors.reshape(head.nl, -1).tolist()
@@ -67,12 +67,12 @@ def fit(sides: np.ndarray, anchors: np.ndarray, threshold: float) -> Fit:
     return Fit(float(fits.any(1).mean()), float(fits.sum(1).mean()))
 
 
-def find_anchors(sides: np.ndarray, count: int, threshold: float, seed: int = 0) -> np.ndarray:
+def find_anchors(sides: np.ndarray, count: int, threshold: float) -> np.ndarray:
     """Return anchors (count, 2) in pixels for boxes of `sides` (n, 2), smallest first: k-means, then mutation.
 
-    The same boxes and seed give the same anchors.
+    The same boxes give the same anchors.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     large = (sides >= MIN_BOX_SIDE_PIXELS).any(1)
     sides = sides[large] if large.any() else sides
     if len(sides) > MAX_SAMPLED_BOXES:

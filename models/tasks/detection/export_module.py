@@ -1,4 +1,4 @@
-"""The modules that exported detectors compute: decoded boxes, or with suppression in the graph, detections.
+"""The modules of exported detectors, which return decoded boxes or, with suppression in the graph, detections.
 
 Made by `DetectionTask.export_module`.
 """
@@ -15,17 +15,17 @@ from models.tasks.detection.suppression import CLASS_OFFSET_PIXELS
 from models.tasks.detection.views import RawView, decode
 from models.yolo import YoloModel
 
-CANDIDATES_PER_DETECTION = 10  # pairs of box and class that take part in the suppression, per detection of an image
+CANDIDATES_PER_DETECTION = 10  # pairs of box and class in the suppression, per detection of an image
 
 
 class GraphSuppression(NamedTuple):
-    """The settings of the suppression inside an exported file. Its metadata name them as here."""
+    """The settings of the suppression inside an exported file, named as in its metadata."""
 
     conf_thres: float = 0.25
     iou_thres: float = 0.45
     most: int = 100  # detections of an image
     most_per_class: int = 100
-    agnostic: bool = False  # boxes of different classes suppress each other too
+    agnostic: bool = False  # boxes of different classes suppress each other
 
 
 class DecodedDetector(nn.Module):
@@ -42,7 +42,7 @@ class DecodedDetector(nn.Module):
 
 
 class SuppressedDetector(nn.Module):
-    """A `DecodedDetector` with non-maximum suppression, in shapes that do not depend on the number of detections."""
+    """A `DecodedDetector` with non-maximum suppression. No shape depends on the number of detections."""
 
     def __init__(self, decoding: DecodedDetector, settings: GraphSuppression) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class SuppressedDetector(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Map images (b, 3, h, w), in 0 to 1, to detections (b, most, 6) and their numbers (b,), int32.
 
-        Detections are xyxy in pixels, confidence and class, in falling confidence, with rows of zeros behind.
+        Detections are xyxy in pixels, confidence and class, in falling confidence, padded with rows of zeros.
         """
         boxes, label, confidence = self._candidates(self.decoding(images))
         confidence = confidence * self._not_suppressed(boxes, label, confidence)
@@ -65,10 +65,12 @@ class SuppressedDetector(nn.Module):
         return detections, valid.sum((1, 2)).int()
 
     def _candidates(self, decoded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the k most confident pairs of box and class: xyxy (b, k, 4), class and confidence (b, k), in falling
-        confidence, which is 0 if it does not exceed the threshold."""
+        """Return the k most confident pairs of box and class: xyxy (b, k, 4), class and confidence (b, k).
+
+        They are in falling confidence, which is 0 if it does not exceed the threshold.
+        """
         count, classes = CANDIDATES_PER_DETECTION * self.settings.most, decoded.shape[2] - 5
-        # Padded, because a small image has fewer boxes.
+        # A small image has fewer boxes, hence the padding.
         decoded = torch.cat((decoded, decoded.new_zeros(1, 1, 1).expand(decoded.shape[0], count, classes + 5)), 1)
         # k boxes are enough: each of the k most confident pairs belongs to a box whose best pair is as confident.
         _, box = (decoded[..., 5:].amax(2) * decoded[..., 4]).topk(count)
@@ -79,9 +81,9 @@ class SuppressedDetector(nn.Module):
         return boxes, (pair - row * classes).float(), confidence * (confidence > self.settings.conf_thres)
 
     def _not_suppressed(self, boxes: Tensor, label: Tensor, confidence: Tensor) -> Tensor:
-        """Return which candidates no more confident one suppresses, (b, k), 0 or 1.
+        """Return which candidates are not suppressed by a more confident one, (b, k), 0 or 1.
 
-        Offsets separate images vertically and classes horizontally, so that one suppression serves for all.
+        Offsets separate images vertically and classes horizontally, so that one suppression serves all.
         """
         from torchvision.ops import nms
 

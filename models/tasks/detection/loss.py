@@ -6,7 +6,7 @@ Made by `DetectionTask.criterion`; called by the training loop and the evaluatio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,24 +46,17 @@ class LossSettings:
     label_smoothing: float = 0.0
 
     def scaled(self, levels: int, classes: int, imgsz: int) -> LossSettings:
-        """Return the gains for a model of `levels` and `classes` at an image size in pixels; the hyperparameter file's
-        are for 3, 80 and 640."""
+        """Return the settings scaled to a model. Those of the hyperparameter file are for 3 levels, 80 classes, 640."""
         share = 3 / levels
-        return LossSettings(
-            **{
-                **vars(self),
-                "box": self.box * share,
-                "obj": self.obj * share * (imgsz / 640) ** 2,
-                "cls": self.cls * share * classes / 80,
-            }
-        )
+        obj, cls = self.obj * share * (imgsz / 640) ** 2, self.cls * share * classes / 80
+        return replace(self, box=self.box * share, obj=obj, cls=cls)
 
 
 class DetectionCriterion(Criterion):
     """Box (CIoU), objectness and class terms over the cells that targets are matched to.
 
     Formulas, gains and level weights are YOLOv5's. settings: scaled to the model. head: the model's; its anchors are
-    read at each call, because the model moves to its device later.
+    read at each call because the model is moved to its device later.
     """
 
     def __init__(self, settings: LossSettings, head: Detect) -> None:
@@ -71,7 +64,7 @@ class DetectionCriterion(Criterion):
         self._strides = [int(stride) for stride in head.stride]
 
     def hints(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the cells about the targets, int64 (levels, 3, k): box and class are computed there only."""
+        """Return the cells near the targets, int64 (levels, 3, k): box and class are computed only there."""
         height, width = batch.images.shape[2:]
         sizes = tuple((height // stride, width // stride) for stride in self._strides)
         return (near_cells(sizes, batch.targets).indices,)
@@ -126,7 +119,7 @@ class DetectionCriterion(Criterion):
     def _class_sums(self, logits: Tensor, labels: Tensor, matched: Tensor) -> Tensor:
         """Return the class sums (levels,) of logits (levels, k, anchors, classes), where `matched`. labels: (n,)."""
         if self.classes == 1:
-            return logits.new_zeros(len(logits))  # a single class has nothing to be distinguished from
+            return logits.new_zeros(len(logits))  # a single class is always the right one
         smoothing = self.settings.label_smoothing / 2
         target = logits.new_full((len(labels), self.classes), smoothing).scatter_(1, labels[:, None], 1 - smoothing)
         target = target.repeat(len(NEIGHBOURS), 1)[:, None].expand_as(logits)
@@ -145,7 +138,7 @@ class DetectionCriterion(Criterion):
 
 
 class UnavailableCriterion(Criterion):
-    """The criterion of an exported file, which returns boxes instead of raw maps: every term is NaN."""
+    """The criterion of an exported file, which returns no raw maps: every term is NaN."""
 
     def __call__(self, outputs: None, batch: Batch) -> LossTerms:
         """Return terms of NaN."""
@@ -162,7 +155,7 @@ class UnavailableCriterion(Criterion):
 
 
 def _at_least_float32(values: Tensor) -> Tensor:
-    """Return the values in float32, or in float64 if they are."""
+    """Return half-precision values as float32, others unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -170,13 +163,13 @@ def _overlap_map(shape: torch.Size, index: Tensor, matched: Tensor, overlaps: Te
     """Return the objectness target, `shape` (b, anchors, h, w): the overlap of each matched cell.
 
     index: (3, k); matched and overlaps: (k, anchors). If several targets share a cell, the last one counts. YOLOv5
-    leaves open which is written last; here it is the last in order (neighbour, anchor, target) on every device, and,
-    because the order within an image is that of its labels, on any number of processes.
+    leaves the order undefined; here it is (neighbour, anchor, target) on every device and, because the order within an
+    image is that of its labels, on any number of processes.
     """
     _, anchors, rows, columns = shape
     image, row, column = (part.view(len(NEIGHBOURS), 1, -1) for part in index)
     anchor = torch.arange(anchors, device=index.device)[:, None]
-    unmatched = shape.numel()  # an element behind the map, which takes what is not matched
+    unmatched = shape.numel()  # an extra element for unmatched cells
     flat = ((image * anchors + anchor) * rows + row) * columns + column  # (neighbours, anchors, n)
     flat = torch.where(_by_anchor(matched), flat, unmatched).flatten()
     order = torch.arange(len(flat), device=flat.device)

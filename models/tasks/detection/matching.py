@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Cells that a target may be assigned to: that of its centre, and those left, above, right and below, as (x, y).
+# Cells that a target may be assigned to: the one of its centre, and those left, above, right and below, as (x, y).
 NEIGHBOURS = ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (-1.0, 0.0), (0.0, -1.0))
 NEIGHBOUR_DISTANCE_CELLS = 0.5  # from a target's centre to a neighbouring cell, at most
 MapSizes = tuple[tuple[int, int], ...]  # height and width of the map of each level
 
 
 class Cells(NamedTuple):
-    """On every level the 5 cells about each of n targets, k = 5 n: all targets with one neighbour, then with the next.
+    """The 5 cells near each of n targets on every level, k = 5 n: all targets with one neighbour, then with the next.
 
-    Every cell lies on its map: neighbours outside are moved onto it.
+    Every cell lies on its map: neighbours outside of it are moved to its edge.
     """
 
     indices: Tensor  # int64 (levels, 3, k): image, row, column
-    near: Tensor  # bool (levels, k): the target's centre lies in the cell, or closer than half a cell
+    near: Tensor  # bool (levels, k): the target's centre lies in the cell or within half a cell of it
     box: Tensor  # (levels, k, 4): the target's centre relative to the cell's corner, and its size, in cells
 
 
@@ -34,11 +34,11 @@ class Level(NamedTuple):
     """The logits of one level that a loss needs."""
 
     objectness: Tensor  # (b, anchors, h, w)
-    rows: Tensor  # (k, anchors, 5 + classes): all logits of the cells about the targets
+    rows: Tensor  # (k, anchors, 5 + classes): all logits of the cells near the targets
 
 
 def near_cells(sizes: MapSizes, targets: Tensor) -> Cells:
-    """Return the cells about targets (n, 6): image, class, normalised xywh."""
+    """Return the cells near targets (n, 6): image, class, normalised xywh."""
     grid = device_constant(tuple((float(width), float(height)) for height, width in sizes), targets.device).to(targets)
     centres = targets[:, 2:4] * grid[:, None]  # (levels, n, 2)
     from_end = grid[:, None] - centres
@@ -59,8 +59,8 @@ def near_cells(sizes: MapSizes, targets: Tensor) -> Cells:
 def match(cells: Cells, anchors: Tensor, threshold: float) -> Tensor:
     """Return which of the anchors (levels, a, 2), in cells, match the target at each cell: bool (levels, k, a).
 
-    A target matches the anchors whose width and height are within a factor `threshold` of its own, in the cell of its
-    centre and in the near ones.
+    A target matches an anchor if width and height differ by less than the factor `threshold`, in the cell of its centre
+    and in the near ones.
     """
     ratio = cells.box[:, :, None, 2:] / anchors[:, None]
     return (torch.maximum(ratio, 1 / ratio).amax(3) < threshold) & cells.near[..., None]

@@ -1,26 +1,39 @@
-"""`DetectionMetrics`: from predictions to the numbers, tables and documents of a validation.
+"""`DetectionMetrics`: the numbers, tables, documents and examples of a validation.
 
 Made by `DetectionTask.metrics`; called by val.py and train.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from models.tasks.contract import Batch, Metrics, Prediction
 from models.tasks.detection.prediction import DetectionPrediction
 from models.tasks.detection.records import ImageRecord, image_records
-from models.tasks.detection.report import documents, evidence_of, examples, score_table
-from models.tasks.detection.scores import join, score_classes, score_sizes
-from utils.summary import Example, Summary
+from models.tasks.detection.scores import (
+    CURVE_POINTS,
+    ClassScores,
+    SizeScores,
+    confusion_matrix,
+    join,
+    score_classes,
+    score_sizes,
+)
+from utils.files import csv_text
+from utils.summary import Box, Example, Summary, confusion_text, dense_counts, sparse_counts
 
-DETECTION_METRICS = ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95")
-FITNESS_WEIGHTS = {"mAP50": 0.1, "mAP50-95": 0.9}  # YOLOv5's
+FITNESS_WEIGHTS = {"mAP_0.5": 0.1, "mAP_0.5:0.95": 0.9}  # YOLOv5's
+Row = Sequence[float]  # of a table of plain numbers
 
 
 class DetectionMetrics(Metrics):
-    """Precision, recall and mean average precision. names: of the classes. shown: indices of the images to be drawn."""
+    """Precision, recall and mean average precision. names: of the classes. shown: indices of the images to draw."""
 
     def __init__(self, names: Mapping[int, str], shown: frozenset[int] = frozenset()) -> None:
         self.names, self.shown = dict(names), shown
@@ -31,24 +44,138 @@ class DetectionMetrics(Metrics):
         return image_records(boxes, batch.infos, self.shown)
 
     def summarise(self, records: Sequence[ImageRecord]) -> Summary:
-        """Return the metrics of a whole split, a table by class and by object size, and the values of the documents."""
+        """Return the metrics of a split, tables by class and by object size, and the evidence for `documents`."""
         joined = join(records)
         scores = score_classes(joined)
-        means = scores.means()
-        metrics = dict(zip(DETECTION_METRICS, means.values(), strict=True))
-        fitness = sum(weight * means[name] for name, weight in FITNESS_WEIGHTS.items())
-        overall, details = score_table(self.names, len(records), scores, score_sizes(joined))
+        metrics = scores.means()
+        fitness = sum(weight * metrics[name] for name, weight in FITNESS_WEIGHTS.items())
+        overall, details = _tables(self.names, len(records), scores, score_sizes(joined))
         by_class = {
             name: {self.names[int(k)]: float(value) for k, value in zip(scores.classes, values, strict=True)}
             for name, values in (("AP50", scores.ap[:, 0]), ("AP", scores.ap.mean(1)))
         }
-        evidence = evidence_of(records, scores, len(self.names))
+        evidence = _evidence(records, scores, len(self.names))
         return Summary(metrics, fitness, overall, details, evidence, by_class=by_class)
 
     def documents(self, summary: Summary) -> dict[str, str]:
-        """Return scores and counts by class, curves, and the boxes of the images that are drawn, as CSV."""
-        return documents(summary.evidence, list(self.names.values()))
+        """Return CSV files: scores and counts by class, curves, and the boxes of the images to draw.
+
+        Returns none if the summary has no evidence, as in a run that an older version began.
+        """
+        evidence, names = summary.evidence, list(self.names.values())
+        if not evidence:
+            return {}
+        classes, curves = evidence["classes"], evidence["curves"]
+        confusion = dense_counts(evidence["confusion"], len(names) + 1)
+        by_confidence = _curve_rows(names, classes, curves["precision"], curves["recall"])
+        head = ("class", "images", "instances", "precision", "recall", "AP50", "AP50-95")
+        boxes_head = ("image", "kind", "class", "confidence", "x1", "y1", "x2", "y2")
+        return {
+            "classes.csv": csv_text(head, _class_rows(names, classes)),
+            "confusion_matrix.csv": confusion_text(confusion, [*names, "background"]),
+            "curves.csv": csv_text(("class", "confidence", "precision", "recall"), by_confidence),
+            "PR_curve.csv": csv_text(("class", "recall", "precision"), _curve_rows(names, classes, curves["envelope"])),
+            "val_boxes.csv": csv_text(boxes_head, _box_rows(names, evidence["shown"])),
+        }
 
     def examples(self, summary: Summary) -> list[Example]:
-        """Return the images that are drawn, with their boxes, in the order of their indices."""
-        return examples(summary.evidence)
+        """Return the images to draw with their boxes, ordered by index."""
+        return [
+            Example(
+                Path(image["path"]).name,
+                image["image"],
+                tuple(image["size"]),
+                [_normalised(int(label), None, xyxy, image["size"]) for label, *xyxy in image["labels"]],
+                [_normalised(int(label), score, xyxy, image["size"]) for *xyxy, score, label in image["predictions"]],
+            )
+            for image in summary.evidence.get("shown", [])
+        ]
+
+
+def _tables(
+    names: Mapping[int, str], images: int, scores: ClassScores, sizes: Sequence[SizeScores]
+) -> tuple[list[str], list[str]]:
+    """Return the table's header with the row of all classes, and a row per class and per object size."""
+    row = "{:>22} {:>9} {:>9} {:>10} {:>10} {:>10} {:>10}"
+    number = "{:.4f}".format
+    head = row.format("Class", "Images", "Instances", "P", "R", "mAP50", "mAP50-95")
+    overall = row.format("all", images, int(scores.instances.sum()), *map(number, scores.means().values()))
+    columns = (scores.classes, scores.images, scores.instances, scores.precision, scores.recall, scores.ap)
+    details = [
+        row.format(names[int(k)][:22], of_class, count, *map(number, (precision, recall, ap[0], ap.mean())))
+        for k, of_class, count, precision, recall, ap in zip(*columns, strict=True)
+    ]
+    for size in sizes:
+        span = f"{size.low:g}-{size.high:g} px" if size.high < float("inf") else f"{size.low:g}+ px"
+        details.append(row.format(span, images, size.instances, "-", "-", number(size.ap50), number(size.ap)))
+    return [head, overall], details
+
+
+def _evidence(records: Sequence[ImageRecord], scores: ClassScores, classes: int) -> dict[str, Any]:
+    """Return the plain values that documents and examples are made of, whatever the order of the records.
+
+    The keys are part of the format of a run's state.
+    """
+    columns = (scores.precision, scores.recall, scores.ap[:, 0], scores.ap.mean(1))
+    counts = (scores.classes, scores.images, scores.instances)
+    shown = sorted(((record.image, record.shown) for record in records if record.shown), key=lambda pair: pair[0])
+    return {
+        "classes": [list(row) for row in zip(*(values.tolist() for values in (*counts, *columns)), strict=True)],
+        "confusion": sparse_counts(confusion_matrix(records, classes)),
+        "curves": {
+            name: torch.from_numpy(values.astype(np.float32)) for name, values in scores.curves._asdict().items()
+        },
+        "shown": [
+            {
+                "image": image,
+                "path": boxes.path,
+                "size": list(boxes.size),
+                "labels": boxes.labels.tolist(),
+                "predictions": boxes.predictions.tolist(),
+            }
+            for image, boxes in shown
+        ],
+    }
+
+
+def _class_rows(names: Sequence[str], classes: Sequence[Row]) -> Iterator[list[Any]]:
+    """Iterate over the rows of classes.csv, one for every class.
+
+    classes: number, images, labels and scores of the classes that have labels.
+    """
+    by_number = {row[0]: row for row in classes}
+    for number, name in enumerate(names):
+        if number in by_number:
+            _, images, instances, *scores = by_number[number]
+            yield [name, images, instances, *(f"{score:.9g}" for score in scores)]
+        else:
+            yield [name, 0, 0, *[""] * 4]
+
+
+def _curve_rows(names: Sequence[str], classes: Sequence[Row], *curves: Tensor) -> Iterator[list[str]]:
+    """Iterate over the rows of a curve's file: class, point and values, for every class that has labels.
+
+    curves: (c, 201) each.
+    """
+    points = [f"{point:.4g}" for point in CURVE_POINTS]
+    for (number, *_), *values in zip(classes, *(curve.tolist() for curve in curves), strict=True):
+        for point, *row in zip(points, *values, strict=True):
+            yield [names[int(number)], point, *(f"{value:.6g}" for value in row)]
+
+
+def _box_rows(names: Sequence[str], shown: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """Iterate over the rows of val_boxes.csv: labels and predictions of each image, or one row if it has neither."""
+    for image in shown:
+        for label, *xyxy in image["labels"]:
+            yield [image["path"], "label", names[int(label)], "", *(f"{value:.6g}" for value in xyxy)]
+        for *xyxy, confidence, label in image["predictions"]:
+            row = (f"{value:.6g}" for value in (confidence, *xyxy))
+            yield [image["path"], "prediction", names[int(label)], *row]
+        if not image["labels"] and not image["predictions"]:
+            yield [image["path"], "image", *[""] * 6]
+
+
+def _normalised(label: int, confidence: float | None, xyxy: Sequence[float], size: Sequence[int]) -> Box:
+    """Return a box in pixels of the file as shares of its width and height."""
+    (left, top, right, bottom), (width, height) = xyxy, size
+    return Box(label, confidence, (left / width, top / height, right / width, bottom / height))

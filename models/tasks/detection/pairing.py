@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)  # at which a detection may be correct: COCO's
-CONFUSION_IOU = 0.45  # above which the confusion matrix takes a detection for a label, of whatever class
+from models.tasks.detection.boxes import EPSILON
+
+IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)  # COCO's
+CONFUSION_IOU = 0.45  # above which the confusion matrix pairs a detection with a label of any class
 
 
 class Matches(NamedTuple):
@@ -22,21 +24,19 @@ class Matches(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """All pairs of a detection and a label of one group: detection by detection, the labels of each in their order."""
+    """All pairs of a detection and a label in the same group, by detection, then by label."""
 
-    paired: np.ndarray  # (d,) the detections that have any
-    counts: np.ndarray  # (d,) how many
+    paired: np.ndarray  # (d,) the detections that have pairs
+    counts: np.ndarray  # (d,) the number of their pairs
     detection: np.ndarray  # (p,)
     label: np.ndarray  # (p,)
 
 
-def match_detections(
-    boxes: np.ndarray, group: np.ndarray, true_boxes: np.ndarray, true_group: np.ndarray, eps: float = 1e-7
-) -> Matches:
-    """Match each detection to the label of its group, which is its class in its image, that it overlaps most.
+def match_detections(boxes: np.ndarray, group: np.ndarray, true_boxes: np.ndarray, true_group: np.ndarray) -> Matches:
+    """Match each detection to the label that it overlaps most in its group, that is its class in its image.
 
     boxes: (k, 4) xyxy, most confident first within a group. true_boxes: (m, 4). group, true_group: integers. At a
-    threshold t a detection is correct if beaten < t <= overlap: of those that reach t the most confident has the label.
+    threshold t a detection is correct if beaten < t <= overlap: the most confident of those that reach t.
     """
     overlap, beaten = np.zeros((2, len(boxes)), np.result_type(boxes, true_boxes))
     partner = np.zeros(len(boxes), np.int64)
@@ -44,12 +44,12 @@ def match_detections(
     if not len(paired):
         return Matches(overlap, partner, beaten)
     starts = counts.cumsum() - counts
-    shared = _overlaps(boxes[detection], true_boxes[label], eps)
+    shared = _overlaps(boxes[detection], true_boxes[label])
     overlap[paired] = np.maximum.reduceat(shared, starts)
-    # The first label of those that overlap most.
+    # The first of the labels with the largest overlap.
     best = np.where(shared == np.repeat(overlap[paired], counts), np.arange(len(shared)), len(shared) - 1)
     partner[paired] = np.where(overlap[paired] > 0, label[np.minimum.reduceat(best, starts)], 0)
-    # Rivals for a label in falling confidence: the largest overlap so far, by its rank, because a sum would round it.
+    # Detections of one label in falling confidence: the largest overlap so far, as a rank, which a sum does not round.
     near = np.flatnonzero(overlap >= IOU_THRESHOLDS[0])
     near = near[np.argsort(partner[near], kind="stable")]
     values, rank = np.unique(overlap[near], return_inverse=True)
@@ -60,15 +60,15 @@ def match_detections(
 
 
 def pair_detections(
-    boxes: np.ndarray, group: np.ndarray, true_boxes: np.ndarray, true_group: np.ndarray, eps: float = 1e-7
+    boxes: np.ndarray, group: np.ndarray, true_boxes: np.ndarray, true_group: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pair detections and labels of a group, which is an image, one to one, in falling IoU.
+    """Pair detections and labels of a group, that is an image, one to one in falling IoU.
 
     Boxes (k, 4) and (m, 4) xyxy. Of equal overlaps the earlier label comes first, then the earlier detection. Returns
     the indices of the pairs' detections and labels, (p,) each, group by group.
     """
     pairs = _pairs(group, true_group)
-    overlap = _overlaps(boxes[pairs.detection], true_boxes[pairs.label], eps)
+    overlap = _overlaps(boxes[pairs.detection], true_boxes[pairs.label])
     near = np.flatnonzero(overlap > CONFUSION_IOU)
     detection, label = pairs.detection[near], pairs.label[near]
     order = np.lexsort((detection, label, -overlap[near], true_group[label]))
@@ -93,9 +93,9 @@ def _pairs(group: np.ndarray, true_group: np.ndarray) -> Pairs:
     return Pairs(paired, counts, np.repeat(paired, counts), labels[index])
 
 
-def _overlaps(a: np.ndarray, b: np.ndarray, eps: float) -> np.ndarray:
+def _overlaps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return the intersection over union of paired boxes, xyxy, (n, 4) each: (n,)."""
     span = (np.minimum(a[:, 2:], b[:, 2:]) - np.maximum(a[:, :2], b[:, :2])).clip(min=0)
     intersection: np.ndarray = span[:, 0] * span[:, 1]
     areas = [(box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1]) for box in (a, b)]
-    return np.asarray(intersection / (areas[1] + areas[0] - intersection + eps))
+    return np.asarray(intersection / (areas[1] + areas[0] - intersection + EPSILON))

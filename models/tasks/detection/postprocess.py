@@ -1,4 +1,4 @@
-"""From a detector's outputs to predictions in pixels of the files.
+"""Convert a detector's outputs to predictions in pixels of the files.
 
 Called by val.py and detect.py, as every task's `Postprocess`.
 """
@@ -22,7 +22,7 @@ from utils.errors import UserError
 
 
 class DetectionPostprocess(Postprocess):
-    """Views of one or several models, and the detections in them. names: of the classes."""
+    """Run the views of one or several models and detect the objects in them. names: of the classes."""
 
     def __init__(self, names: Mapping[int, str], thresholds: Thresholds) -> None:
         """Raise `UserError` if `thresholds` name an unknown class."""
@@ -31,10 +31,10 @@ class DetectionPostprocess(Postprocess):
         self.names, self.thresholds = dict(names), thresholds
 
     def views(self, model: Model, inputs: Tensor, augment: bool) -> list[DetectionView]:
-        """Run `model` on `inputs`; if `augment`, on each of `AUGMENTATIONS`, of which the first changes nothing.
+        """Run `model` on `inputs` or, if `augment`, on each of `AUGMENTATIONS`, the first of which is the identity.
 
-        With `augment` the first view leaves out the boxes of the coarsest level, the last those of the finest: the
-        other views are better for objects of those sizes.
+        With `augment` the first view skips the boxes of the coarsest level, the last those of the finest: the other
+        views are better for objects of those sizes.
         """
         if not augment:
             return [_view(model, model(inputs))]
@@ -51,7 +51,7 @@ class DetectionPostprocess(Postprocess):
 
     def __call__(self, views: Sequence[View], batch: Batch) -> list[DetectionPrediction]:
         """Return the detections of each image. The boxes of all views, which may be of several models, suppress each
-        other; a `SuppressedView` is the only one of its batch."""
+        other; a `SuppressedView` is always alone."""
         detection_views = cast("Sequence[DetectionView]", views)
         infos: Sequence[ImageInfo] = batch.infos
         if isinstance(detection_views[0], SuppressedView):
@@ -68,7 +68,7 @@ class DetectionPostprocess(Postprocess):
 
 
 def _view(model: Model, outputs: list[Tensor] | Tensor | tuple[Tensor, Tensor]) -> DetectionView:
-    """Return the view of a network's raw maps, or of the boxes or detections of an exported file."""
+    """Return the view of a network's raw maps, or of an exported file's boxes or detections."""
     if isinstance(outputs, Tensor):
         return DecodedView(outputs)
     if isinstance(outputs, tuple):
@@ -83,8 +83,7 @@ def _raw_view(model: Model, outputs: list[Tensor]) -> RawView:
 
 
 def boxes_in_files(detections: Sequence[Tensor], infos: Sequence[ImageInfo]) -> list[Tensor]:
-    """Return the detections (k, 6) of each image in pixels of its file instead of the batch, cut at its edges, in fp64
-    on the CPU."""
+    """Convert detections (k, 6) of each image from the batch's pixels to its file's, clipped; fp64 on the CPU."""
     if not detections:
         return []
     counts = [len(image) for image in detections]

@@ -15,7 +15,7 @@ from models.tasks.contract import Image, Prediction
 from models.tasks.detection.boxes import xywh_to_xyxy, xyxy_to_xywh
 from models.tasks.detection.pairing import match_detections
 from utils.coco import CocoImage
-from utils.plots.drawing import Style, draw_predictions
+from utils.plots.drawing import Style, draw_boxes
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class DetectionPrediction(Prediction):
     boxes: Tensor  # float64 (k, 6): xyxy in pixels of the file, confidence, class
     labels: np.ndarray  # float32 (m, 5): class, normalised xywh
     names: Mapping[int, str]  # of the classes
-    iou_thres: float  # overlap from which `with_labels` takes a detection for a label's
+    iou_thres: float  # overlap above which `with_labels` drops a detection of a labelled object
 
     @property
     def array(self) -> np.ndarray:
@@ -41,7 +41,7 @@ class DetectionPrediction(Prediction):
         return [(self.names[int(label)], confidence) for *_, confidence, label in self.boxes.tolist()]
 
     def describe(self) -> str:
-        """Return the number of detections of each class in words: `2 persons, 1 dog`, or `nothing`."""
+        """Format the number of detections of each class: `2 persons, 1 dog`, or `nothing`."""
         counts = Counter(int(label) for label in self.boxes[:, 5].tolist())
         words = [f"{count} {self.names[label]}{'s' * (count > 1)}" for label, count in sorted(counts.items())]
         return ", ".join(words) or "nothing"
@@ -51,7 +51,9 @@ class DetectionPrediction(Prediction):
         rows = self.boxes.flip(0)
         classes = [int(label) for label in rows[:, 5].tolist()]
         texts = [style.text(self.names[k], value) for k, value in zip(classes, rows[:, 4].tolist(), strict=True)]
-        return draw_predictions(image, rows[:, :4].numpy(), classes, texts, style)
+        drawn: Image = image.copy()
+        draw_boxes(drawn, rows[:, :4].numpy(), classes, texts, style.thickness)
+        return drawn
 
     def crops(self, image: Image) -> list[tuple[str, Image]]:
         """Return the part of `image` that each box covers, with its class name; none is empty."""
@@ -63,7 +65,7 @@ class DetectionPrediction(Prediction):
         return parts
 
     def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
-        """Return lines of a label file: class, normalised xywh and, if asked for, the confidence.
+        """Return lines of a label file: class, normalised xywh and, `with_confidence`, the confidence.
 
         corners: xyxy in pixels of the file instead of xywh.
         """
@@ -75,8 +77,8 @@ class DetectionPrediction(Prediction):
         ]
 
     def with_labels(self) -> DetectionPrediction:
-        """Return the labels, with a confidence of 1, and behind them the detections that no label of their class
-        overlaps by more than `iou_thres`."""
+        """Return the labels, with a confidence of 1, followed by the detections that overlap no label of their class by
+        more than `iou_thres`."""
         label = torch.from_numpy(self.labels).double()
         truth = xywh_to_xyxy(label[:, 1:5]) * torch.tensor(self.size * 2)
         matches = match_detections(
@@ -87,5 +89,5 @@ class DetectionPrediction(Prediction):
         return replace(self, boxes=torch.cat((labels, unlabelled)))
 
     def coco_rows(self) -> CocoImage:
-        """Return the detections as COCO's results need them."""
+        """Return the detections for COCO's results."""
         return CocoImage(self.image, self.path, self.boxes.numpy())

@@ -1,6 +1,6 @@
-"""What one image contributes to the metrics of a validation: `ImageRecord`, which travels between processes.
+"""`ImageRecord`: the contribution of one image to the metrics of a validation, which travels between processes.
 
-Made for `DetectionMetrics.update`; scores.py reads them.
+Made for `DetectionMetrics.update`; read by scores.py.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from models.tasks.detection.boxes import xywh_to_xyxy
 from models.tasks.detection.image_info import ImageInfo
 from models.tasks.detection.pairing import match_detections, pair_detections
 
-CONFIDENT_THRESHOLD = 0.25  # confidence of detections in the confusion matrix, and of those that are shown
+CONFIDENT_THRESHOLD = 0.25  # confidence of detections that are drawn or in the confusion matrix
 NO_PAIRS = np.zeros((0, 2), np.int32)
 
 
 class ShownImage(NamedTuple):
-    """Labels and confident detections of an image that is drawn. Boxes in pixels of the file, cut at its edges."""
+    """Labels and confident detections of an image to draw. Boxes are in pixels of the file, clipped to it."""
 
     path: str
     size: tuple[int, int]  # width and height of the file's image, pixels
@@ -30,9 +30,9 @@ class ShownImage(NamedTuple):
 
 
 class ImageRecord(NamedTuple):
-    """What one image contributes. k detections, m labels; sides are sqrt(area) in pixels of the file."""
+    """The contribution of one image: k detections, m labels. A side is sqrt(area) in pixels of the file."""
 
-    image: int  # index in the split: records are sorted by it, so that sums do not depend on which process made them
+    image: int  # index in the split; records are sorted by it, so that sums do not depend on the processes
     overlap: np.ndarray  # (k,) IoU with the label that the detection is matched to, 0 if there is none
     beaten: np.ndarray  # (k,) the largest IoU with that label of a more confident detection
     partner_side: np.ndarray  # (k,) side of that label, 0 if there is none
@@ -41,11 +41,11 @@ class ImageRecord(NamedTuple):
     side: np.ndarray  # (k,)
     true_label: np.ndarray  # (m,) class
     true_side: np.ndarray  # (m,)
-    paired: np.ndarray = NO_PAIRS  # (p, 2) classes of a label and of the detection taken for it
-    shown: ShownImage | None = None  # of an image that is to be drawn
+    paired: np.ndarray = NO_PAIRS  # (p, 2) classes of a label and of the detection paired with it
+    shown: ShownImage | None = None  # if the image is to be drawn
 
 
-# The columns of no detections and labels, to concatenate if there is no record.
+# Without detections and labels: what is concatenated if there is no record.
 EMPTY_RECORD = ImageRecord._make((-1, *[np.zeros(0, np.float32)] * 8, NO_PAIRS, None))
 
 
@@ -54,8 +54,8 @@ def image_records(
 ) -> list[ImageRecord]:
     """Return a record for each image of a batch.
 
-    boxes_of: of each image its detections (k, 6): xyxy in pixels of its file, confidence, class, in falling confidence.
-    shown: indices of the images that are to be drawn.
+    boxes_of: detections of each image, (k, 6): xyxy in pixels of its file, confidence, class, in falling confidence.
+    shown: indices of the images to draw.
     """
     if not infos:
         return []
@@ -89,7 +89,7 @@ def image_records(
 
 
 def _shown(boxes: Tensor, info: ImageInfo) -> ShownImage:
-    """Return what is drawn of an image with detections (k, 6)."""
+    """Return the labels and confident detections of an image. boxes: (k, 6)."""
     limit = np.array(info.size * 2, np.float32)
     corners = xywh_to_xyxy(torch.tensor(info.rows[:, 1:5])).numpy() * limit
     labels = np.concatenate((info.rows[:, :1], corners.clip(0, limit)), 1)
@@ -99,7 +99,7 @@ def _shown(boxes: Tensor, info: ImageInfo) -> ShownImage:
 
 
 def _split(counts: Sequence[int] | np.ndarray, *columns: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-    """Iterate over each image's part of columns that hold the rows of all images, `counts` of each."""
+    """Split columns of the rows of all images by image, given the `counts` of rows."""
     return zip(*(np.split(column, np.cumsum(counts)[:-1]) for column in columns), strict=True)
 
 

@@ -15,9 +15,10 @@ import numpy as np
 from models.tasks.detection.pairing import IOU_THRESHOLDS
 from models.tasks.detection.records import CONFIDENT_THRESHOLD, EMPTY_RECORD, ImageRecord
 
-F1_CONFIDENCES = np.linspace(0, 1, 1000)  # one of which precision and recall are read at
+DETECTION_METRICS = ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95")
+F1_CONFIDENCES = np.linspace(0, 1, 1000)  # precision and recall are those at one of them
 F1_SMOOTHING_SHARE = 0.1  # width of the window that smooths the F1 curve, as a share of the curve's length
-AP_RECALLS = np.linspace(0, 1, 101)  # between which average precision integrates
+AP_RECALLS = np.linspace(0, 1, 101)  # of the trapezoids that average precision adds up
 CURVE_POINTS = np.linspace(0, 1, 201)  # confidences and recalls of the curves; every second one is of `AP_RECALLS`
 SIZE_EDGES_PIXELS = (0.0, 16.0, 32.0, 64.0, 96.0, float("inf"))  # COCO separates small, medium, large at 32 and 96
 
@@ -35,7 +36,7 @@ class ClassScores:
     """Scores of each class that has labels, (c,) unless noted."""
 
     classes: np.ndarray  # numbers
-    images: np.ndarray  # that have labels of it
+    images: np.ndarray  # images with labels of the class
     instances: np.ndarray  # labels
     precision: np.ndarray
     recall: np.ndarray
@@ -43,11 +44,10 @@ class ClassScores:
     curves: Curves
 
     def means(self) -> dict[str, float]:
-        """Return the means over the classes, 0 if there are none."""
-        if not len(self.classes):
-            return dict.fromkeys(("precision", "recall", "mAP50", "mAP50-95"), 0.0)
+        """Return the `DETECTION_METRICS`: means over the classes, 0 if there are none."""
         values = (self.precision, self.recall, self.ap[:, 0], self.ap)
-        return dict(zip(("precision", "recall", "mAP50", "mAP50-95"), (float(v.mean()) for v in values), strict=True))
+        means = (float(value.mean()) if len(self.classes) else 0.0 for value in values)
+        return dict(zip(DETECTION_METRICS, means, strict=True))
 
 
 class SizeScores(NamedTuple):
@@ -65,11 +65,11 @@ class JoinedRecords(NamedTuple):
 
     classes: np.ndarray  # (c,) numbers
     instances: np.ndarray  # (c,) labels of each
-    images: np.ndarray  # (c,) images that have labels of it
+    images: np.ndarray  # (c,) images with labels of each
     true_row: np.ndarray  # (m,) index in `classes` of each label's class
     true_side: np.ndarray  # (m,)
-    bounds: np.ndarray  # (c + 1,) where each class's detections begin, and where the last one's end
-    overlap: np.ndarray  # (n,) and so on: see ImageRecord
+    bounds: np.ndarray  # (c + 1,) start of each class's detections, and the end of the last class's
+    overlap: np.ndarray  # (n,), as the following: see `ImageRecord`
     beaten: np.ndarray
     partner_side: np.ndarray
     confidence: np.ndarray
@@ -93,8 +93,7 @@ def confusion_matrix(records: Sequence[ImageRecord], classes: int) -> np.ndarray
 
 
 def join(records: Sequence[ImageRecord]) -> JoinedRecords:
-    """Return the records of all images as one, the same in whatever order they come: of equal confidences the earlier
-    image's is first."""
+    """Join the records of all images, whatever their order. Of equal confidences the earlier image's is first."""
     ordered = sorted(records, key=lambda record: record.image)
     columns = list(zip(EMPTY_RECORD, *ordered, strict=True))[1:-1]
     joined = ImageRecord._make((-1, *map(np.concatenate, columns), None))
@@ -102,8 +101,8 @@ def join(records: Sequence[ImageRecord]) -> JoinedRecords:
     present = np.concatenate([classes[:0], *(np.unique(record.true_label) for record in ordered)])
     images = np.bincount(np.searchsorted(classes, present), minlength=len(classes))
     row = np.searchsorted(classes, joined.label)
-    row[np.append(classes, np.nan)[row] != joined.label] = len(classes)  # of no class that has labels: last
-    row = row.astype(np.min_scalar_type(len(classes)))  # small numbers have a faster stable sort
+    row[np.append(classes, np.nan)[row] != joined.label] = len(classes)  # classes without labels are last
+    row = row.astype(np.min_scalar_type(len(classes)))  # small integers sort faster
     order = np.argsort(row, kind="stable")
     bounds = np.searchsorted(row[order], np.arange(len(classes) + 1))
     for start, end in pairwise(bounds):
@@ -154,8 +153,10 @@ def score_classes(joined: JoinedRecords) -> ClassScores:
 
 
 def score_sizes(joined: JoinedRecords) -> list[SizeScores]:
-    """Return the scores of each object size that has labels, means over the classes. Labels and unmatched detections of
-    other sizes are ignored."""
+    """Return the mean scores over the classes for each object size that has labels.
+
+    Labels and unmatched detections of other sizes are ignored.
+    """
     scores = []
     for low, high in pairwise(SIZE_EDGES_PIXELS):
         in_range = (joined.true_side >= low) & (joined.true_side < high)
@@ -177,7 +178,7 @@ def _size_ap(joined: JoinedRecords, counts: np.ndarray, low: float, high: float)
             continue
         near, correct = _correct(joined, detections)
         inside_so_far = inside[detections].cumsum()
-        # A correct detection has the side of its label instead of its own, which shifts the ranks of all behind it.
+        # A correct detection counts with the side of its label instead of its own, which shifts all later ranks.
         for column, correct_at_iou in enumerate(correct.T):
             rank = near[correct_at_iou]
             if len(rank):
@@ -194,7 +195,7 @@ def _class_slices(joined: JoinedRecords) -> list[slice]:
 
 
 def _correct(joined: JoinedRecords, detections: slice) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ranks (k,) of a class's detections that may be correct, and at which IoU they are, bool (k, 10)."""
+    """Return the ranks (k,) of a class's detections that are correct at some IoU, and at which ones, bool (k, 10)."""
     near = np.flatnonzero(joined.overlap[detections] >= IOU_THRESHOLDS[0])
     overlap, beaten = joined.overlap[detections][near, None], joined.beaten[detections][near, None]
     return near, (overlap >= IOU_THRESHOLDS) & (beaten < IOU_THRESHOLDS)
@@ -209,8 +210,8 @@ def _envelope(hits: np.ndarray, total: int, count: int, at: np.ndarray) -> np.nd
     """Return the falling envelope of precision at the recalls `at` (n,), which rise from 0 to 1: (n,).
 
     hits: the ranks of the correct ones among `total` detections in falling confidence. count: of labels. From the
-    recall of one hit to that of the next, the envelope is the next hit's; behind the last it is a line down to 0 at a
-    recall of 1.
+    recall of one hit to that of the next, the envelope is the next hit's precision; after the last hit it is a line to
+    0 at a recall of 1.
     """
     if not len(hits):
         return np.zeros(len(at))

@@ -1,4 +1,4 @@
-"""From views of a batch to detections: thresholds and non-maximum suppression.
+"""Thresholds and non-maximum suppression: from views of a batch to detections.
 
 Called by `DetectionPostprocess`.
 """
@@ -15,42 +15,37 @@ from torch.nn import functional
 
 from models.tasks.contract import Thresholds
 from models.tasks.detection.boxes import xywh_to_xyxy
-from models.tasks.detection.views import DecodedView, RawView, SuppressedView, decode, decode_xyxy
+from models.tasks.detection.views import DecodedView, RawView, SuppressedView, decode, decode_xywh
 
-MAX_CANDIDATES = 30_000  # per image, the most confident ones
+MAX_CANDIDATES = 30_000  # per image, the most confident
 FIRST_CANDIDATES_PER_DETECTION = 3  # candidates in the first round, per detection that an image may have
 CANDIDATE_GROWTH = 3  # factor of the candidates in each further round
 # Pixels between the planes of two classes, so that their boxes never overlap; more than any image's side.
 CLASS_OFFSET_PIXELS = 7680
-VECTOR_NUMBERS = 64  # no fewer than any CPU computes at once
-SPAN_NUMBERS = 2**14  # a multiple of that, and fewer than torch divides among threads
+VECTOR_NUMBERS = 64  # at least the width of any CPU's vectors
+SPAN_NUMBERS = 2**14  # a multiple of it, below torch's threshold for several threads
 
 
 @torch.no_grad()
 def detect(views: Sequence[RawView | DecodedView], thresholds: Thresholds) -> list[Tensor]:
-    """Return the detections of each image, float32 (k, 6): xyxy in pixels of the batch, confidence, class, in falling
-    confidence.
+    """Return the detections of each image as float32 (k, 6): xyxy in pixels of the batch, confidence, class.
 
-    A box counts for every class whose objectness x score exceeds `conf_thres`. Of boxes of one class that overlap by
-    more than `iou_thres` the most confident stays, whichever view it is of. There is no time limit: every image is
-    finished. The detections of an image do not depend on the other images.
+    They are in falling confidence. A box counts for every class whose objectness x score exceeds `conf_thres`. Of boxes
+    of one class that overlap by more than `iou_thres`, in any views, the most confident remains. There is no time
+    limit. The detections of an image do not depend on the other images.
     """
     raw = [view for view in views if isinstance(view, RawView)]
     if len(raw) == len(views):
         return _detect_raw(raw, thresholds)
     parts = [(view.boxes if isinstance(view, DecodedView) else decode(view)).float() for view in views]
-    images = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    return [suppress(image[image[:, 4] > thresholds.conf_thres], None, thresholds) for image in images]
+    return [suppress(image[image[:, 4] > thresholds.conf_thres], None, thresholds) for image in torch.cat(parts, 1)]
 
 
 def filter_detections(view: SuppressedView, thresholds: Thresholds) -> list[Tensor]:
-    """Return the detections of each image, (k, 6), that a suppressing model returned and the thresholds allow."""
-    images = zip(view.detections, view.counts.tolist(), strict=True)
-    detections = [image[: int(count)] for image, count in images]
-    confident = [
-        image[(image[:, 4] > thresholds.conf_thres) & _of_classes(image[:, 5], thresholds)] for image in detections
-    ]
-    return [image[: thresholds.max_det] for image in confident]
+    """Return a suppressing model's detections of each image, (k, 6), that the thresholds allow."""
+    detections = [image[: int(count)] for image, count in zip(view.detections, view.counts.tolist(), strict=True)]
+    allowed = [(image[:, 4] > thresholds.conf_thres) & _of_classes(image[:, 5], thresholds) for image in detections]
+    return [image[mask][: thresholds.max_det] for image, mask in zip(detections, allowed, strict=True)]
 
 
 def suppress(scores: Tensor, cells: Tensor | None, thresholds: Thresholds) -> Tensor:
@@ -59,10 +54,10 @@ def suppress(scores: Tensor, cells: Tensor | None, thresholds: Thresholds) -> Te
     scores: (n, 5 + classes), sigmoids of boxes that may exceed the threshold. cells: (n, 6), see `cell_geometry`; None
     if the first four numbers of `scores` are xywh in pixels already.
 
-    Only more confident boxes suppress a box, so a few hundred of the most confident mostly decide alone. If too few of
-    them remain, less confident ones are compared with those that do: a suppressed box suppresses nothing.
+    Only more confident boxes suppress a box, so a few hundred of the most confident usually suffice. If too few of them
+    remain, less confident ones are compared with the remaining ones: a suppressed box suppresses nothing.
     """
-    from torchvision.ops import nms  # here, because the import takes over a second: an error in a flag comes before
+    from torchvision.ops import nms  # takes over a second: errors in flags are reported first
 
     scores = _allowed_scores(scores, thresholds)
     offset = 0 if thresholds.agnostic_nms else CLASS_OFFSET_PIXELS
@@ -73,7 +68,7 @@ def suppress(scores: Tensor, cells: Tensor | None, thresholds: Thresholds) -> Te
         row, label, confidence = _most_confident(scores, best, thresholds.conf_thres, count)
         new_rows = row[compared:]
         near = scores[new_rows, :4]
-        boxes = xywh_to_xyxy(near) if cells is None else decode_xyxy(near, cells[new_rows])
+        boxes = xywh_to_xyxy(near if cells is None else decode_xywh(near, cells[new_rows]))
         new = torch.cat((boxes, confidence[compared:, None], label[compared:, None]), 1)
         detections = torch.cat((detections, new))
         planes = detections[:, :4] + detections[:, 5:] * offset
@@ -84,7 +79,7 @@ def suppress(scores: Tensor, cells: Tensor | None, thresholds: Thresholds) -> Te
 
 
 def _detect_raw(views: Sequence[RawView], thresholds: Thresholds) -> list[Tensor]:
-    """Return what `detect` does for raw maps. Only boxes whose objectness exceeds the threshold are decoded."""
+    """Return the detections of raw maps, as `detect`. Only boxes whose objectness exceeds the threshold are decoded."""
     outputs, geometries = zip(*(level for view in views for level in view.levels()), strict=True)
     levels = [raw.flatten(1, 3) for raw in outputs]  # (b, n, 5 + classes)
     candidates = [level[..., 4].float() > least_logit(thresholds.conf_thres) for level in levels]
@@ -101,9 +96,9 @@ def _detect_raw(views: Sequence[RawView], thresholds: Thresholds) -> list[Tensor
 
 
 def least_logit(probability: float) -> float:
-    """Return a number that every logit exceeds whose sigmoid, in fp32, exceeds `probability`, and few others do.
+    """Return a lower bound, nearly exact, of the logits whose sigmoid in fp32 exceeds `probability`.
 
-    Applied to objectness, which no confidence exceeds.
+    It applies to objectness, which no confidence exceeds.
     """
     least = min(probability, 1.0) * (1 - 1e-5)
     return math.log(least / (1 - least)) if least > 0 else -math.inf
@@ -112,8 +107,8 @@ def least_logit(probability: float) -> float:
 def row_sigmoids(parts: Sequence[Tensor]) -> Tensor:
     """Return the sigmoids of parts (k, 5 + classes), concatenated, in fp32.
 
-    A CPU computes a slightly different sigmoid for the last numbers of a thread's share, those that do not fill a
-    vector. To make a number's sigmoid independent of its position, spans are computed by one thread, with spare rows.
+    A CPU computes slightly different sigmoids for the last numbers of a thread's share, which do not fill a vector. To
+    make a sigmoid independent of its position, spans are computed by one thread, with spare rows.
     """
     size = parts[0].shape[1]
     spare = parts[0].new_zeros(math.ceil(VECTOR_NUMBERS / size), size)
@@ -124,7 +119,7 @@ def row_sigmoids(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _allowed_scores(scores: Tensor, thresholds: Thresholds) -> Tensor:
-    """Return scores (n, 5 + classes) with 0 for the classes of a box that do not count."""
+    """Return scores (n, 5 + classes) with 0 for classes that `classes` or `one_class` exclude."""
     if not thresholds.classes and not thresholds.one_class:
         return scores
     counts = torch.ones_like(scores, dtype=torch.bool)
@@ -148,7 +143,7 @@ def _most_confident(scores: Tensor, best: Tensor, conf_thres: float, count: int)
     best: (n,) each row's largest confidence.
     """
     least = best.new_zeros(())
-    if count < len(best):  # `count` rows have a candidate of at least that confidence
+    if count < len(best):  # `count` rows have a candidate that reaches it
         least = best.nan_to_num(0).topk(count, sorted=False).values.amin()
     (rows,) = (~((best <= conf_thres) | (best < least))).nonzero(as_tuple=True)  # rows with a NaN included
     confidence = scores[rows, 5:] * scores[rows, 4:5]

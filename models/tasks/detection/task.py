@@ -10,21 +10,13 @@ from torch import Tensor
 
 from models.fuse import fuse
 from models.layers import Detect
-from models.tasks.contract import (
-    Batch,
-    Criterion,
-    ExportModule,
-    ExportSettings,
-    Image,
-    Model,
-    Task,
-    Thresholds,
-)
+from models.tasks.contract import Batch, Criterion, ExportModule, ExportSettings, Image, Model, Task, Thresholds
 from models.tasks.detection.anchors import adapt_anchors
 from models.tasks.detection.export_module import DecodedDetector, GraphSuppression, SuppressedDetector
 from models.tasks.detection.loss import LOSS_NAMES, DetectionCriterion, LossSettings, UnavailableCriterion
-from models.tasks.detection.metrics import DETECTION_METRICS, DetectionMetrics
+from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.postprocess import DetectionPostprocess
+from models.tasks.detection.scores import DETECTION_METRICS
 from models.yolo import YoloModel, build_model
 from utils.config.hyperparameters import Hyperparameters
 from utils.config.select import select
@@ -43,12 +35,11 @@ class Labels(Protocol):
 class LabelledSplit(Protocol):
     """A split of a detection data set, as AutoAnchor uses it."""
 
-    @property
-    def labels(self) -> Labels: ...
+    labels: Labels
 
 
 class DetectionTask(Task):
-    """Objects with boxes, as YOLOv5 detects them."""
+    """Object detection, as in YOLOv5."""
 
     loss_names = LOSS_NAMES
     metric_names = DETECTION_METRICS
@@ -57,36 +48,36 @@ class DetectionTask(Task):
 
     def __init__(self, names: Mapping[int, str], hyp: Hyperparameters, label_smoothing: float = 0.0) -> None:
         super().__init__(names, hyp, label_smoothing)
-        self.anchors = round(hyp.anchors)  # per level, that AutoAnchor finds; 0: the YAML's
+        self.anchors = round(hyp.anchors)  # per level, to search for; 0: the YAML's own
         self.loss_settings = select(LossSettings, hyp, label_smoothing=label_smoothing)
 
     def model_yaml(self, yaml: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a model's YAML, with the hyperparameters' number of anchors per level if they have one."""
+        """Return a model's YAML, with the hyperparameters' number of anchors per level if it is set."""
         return {**yaml, "anchors": self.anchors} if self.anchors else dict(yaml)
 
     def fresh_tensors(self, from_yaml: bool) -> tuple[str, ...]:
-        """Return `anchors` if a YAML or the hyperparameters ask for others than the weight file has."""
+        """Return `anchors` if the YAML or the hyperparameters replace those of the weight file."""
         return ("anchors",) if from_yaml or self.anchors else ()
 
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> YoloModel:
-        """Build the model of a YAML for this task's classes and images of about `imgsz` pixels: at least 2 strides."""
+        """Build the model of a YAML for this task's classes and images of about `imgsz` pixels, at least 2 strides."""
         model = build_model(dict(yaml), nc=len(self.names), source=source, head=Detect, imgsz=imgsz)
         model.names = dict(self.names)
         return model
 
     def criterion(self, model: Model) -> Criterion:
-        """Return the loss of `model`, with gains scaled to it; of an exported file, one whose terms are NaN."""
+        """Return the loss of `model`, with gains scaled to it; for an exported file every term is NaN."""
         if not isinstance(model, YoloModel):
             return UnavailableCriterion()
         head = model.detect
         return DetectionCriterion(self.loss_settings.scaled(head.nl, head.nc, model.imgsz), head)
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> DetectionPostprocess:
-        """Return what makes detections of the outputs of `model`. Raises `UserError` for an unknown class."""
+        """Return the conversion of outputs to detections. Raises `UserError` for an unknown class in `thresholds`."""
         return DetectionPostprocess(self.names, thresholds)
 
     def metrics(self, shown: frozenset[int] = frozenset()) -> DetectionMetrics:
-        """Return precision, recall and mean average precision. shown: indices of the images to be drawn."""
+        """Return precision, recall and mean average precision. shown: indices of the images to draw."""
         return DetectionMetrics(self.names, shown)
 
     def inputs(self, batch: Batch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Test-time augmentation (--augment): the sizes and mirrored copies in which a detector gets the images of a batch.
+"""Test-time augmentation (--augment): scaled and mirrored copies of a batch.
 
 Called by `DetectionPostprocess`.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import functional
 
-PADDING_GREY = 0.447  # of images in 0 to 1, near the mean of ImageNet's channels: what fills up a scaled image
+PADDING_GREY = 0.447  # around a scaled image, in 0 to 1: near the mean of ImageNet's channels
 
 
 class Augmentation(NamedTuple):
@@ -21,8 +21,10 @@ class Augmentation(NamedTuple):
     mirrored: bool
 
     def apply(self, images: Tensor, stride: int) -> tuple[Tensor, tuple[float, float]]:
-        """Return the augmented images, padded on the right and below to whole strides, and the factors by which their
-        width and height really change, for pixels are whole. images: (b, c, h, w), in 0 to 1."""
+        """Return the augmented images and the exact factors of width and height, since pixels are whole.
+
+        The images, (b, c, h, w) in 0 to 1, are padded on the right and below to whole strides.
+        """
         if self.mirrored:
             images = images.flip(3)
         if self.scale == 1:

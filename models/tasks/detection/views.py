@@ -1,4 +1,4 @@
-"""What a detector returned for a batch, in the three forms in which models return it, and the decoding of raw maps.
+"""A detector's outputs for a batch, in the three forms that models return, and the decoding of raw maps.
 
 Made by `DetectionPostprocess.views`, suppressed by suppression.py; exported modules decode with `decode`.
 """
@@ -11,21 +11,19 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from models.tasks.detection.boxes import xywh_to_xyxy
-
 
 class RawView(NamedTuple):
-    """The raw maps of a network, which may have been given the images in another size and mirrored."""
+    """The raw maps of a network for images that may be scaled and mirrored."""
 
     outputs: list[Tensor]  # by level, (b, anchors, h, w, 5 + classes)
     anchors: Tensor  # (levels, anchors, 2) in cells
     strides: Tensor  # (levels,) pixels per cell
-    scale: tuple[float, float] = (1.0, 1.0)  # width and height of the images given, as shares of the batch's
-    mirrored_width: int = 0  # pixels: the width of the batch if left and right were swapped, else 0
-    skipped_level: int | None = None  # a level whose boxes are not taken
+    scale: tuple[float, float] = (1.0, 1.0)  # width and height of the model's images, as shares of the batch's
+    mirrored_width: int = 0  # width of the batch in pixels if the images are mirrored, else 0
+    skipped_level: int | None = None  # a level whose boxes are left out
 
     def levels(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Iterate over the raw map and the cell geometry of each level whose boxes are taken."""
+        """Iterate over the raw map and the cell geometry of each level that is not skipped."""
         for number, level in enumerate(zip(self.outputs, self.anchors, self.strides, strict=True)):
             if number != self.skipped_level:
                 yield level[0], cell_geometry(*level, self.scale, self.mirrored_width)
@@ -35,13 +33,13 @@ class DecodedView(NamedTuple):
     """The boxes of an exported file."""
 
     boxes: Tensor  # (b, n, 5 + classes): xywh in pixels of the batch, objectness, class scores
-    outputs: None = None  # no raw maps, of which a loss could be computed
+    outputs: None = None  # no raw maps for a loss
 
 
 class SuppressedView(NamedTuple):
     """The detections of an exported file with suppression in its graph."""
 
-    detections: Tensor  # (b, m, 6): xyxy in pixels of the batch, confidence, class; rows of zeros behind
+    detections: Tensor  # (b, m, 6): xyxy in pixels of the batch, confidence, class; padded with zeros
     counts: Tensor  # (b,) rows that are detections
     outputs: None = None
 
@@ -61,10 +59,10 @@ def decode(view: RawView) -> Tensor:
 def cell_geometry(
     raw: Tensor, anchors: Tensor, stride: Tensor, scale: tuple[float, float] = (1.0, 1.0), mirrored_width: int = 0
 ) -> Tensor:
-    """Return what the boxes of a level are relative to, (anchors x h x w, 6): column, row, pixels per column and row,
-    width and height of the anchor in pixels of the batch.
+    """Return the geometry that a level's boxes are relative to, (anchors x h x w, 6), in pixels of the batch.
 
-    The columns of a mirrored view count from the right, by a negative stride.
+    Column and row, pixels per column and row, width and height of the anchor. The columns of a mirrored view count from
+    the right, by a negative stride.
     """
     _, count, height, width, _ = raw.shape
     pixels = torch.stack([stride / share for share in scale]).float()
@@ -74,7 +72,7 @@ def cell_geometry(
     if mirrored_width:
         columns = columns - mirrored_width / pixels[0]
         pixels = pixels * torch.tensor([-1.0, 1.0], device=pixels.device)
-    # Concatenated, not written in place: exported files compute this too, and other runtimes are slow at the latter.
+    # Concatenated, not written in place, which is slow in other runtimes: exported files compute this too.
     parts = (columns[:, None], rows[:, None, None], pixels, sides)
     return torch.cat([part.expand(count, height, width, part.shape[-1]) for part in parts], -1).view(-1, 6)
 
@@ -86,8 +84,3 @@ def decode_xywh(scores: Tensor, cells: Tensor) -> Tensor:
     """
     centre = (scores[..., :2] * 2 - 0.5 + cells[:, :2]) * cells[:, 2:4]
     return torch.cat((centre, (scores[..., 2:4] * 2) ** 2 * cells[:, 4:]), -1)
-
-
-def decode_xyxy(scores: Tensor, cells: Tensor) -> Tensor:
-    """Return the boxes of `decode_xywh` as corners, (..., 4)."""
-    return xywh_to_xyxy(decode_xywh(scores, cells))

@@ -1,4 +1,4 @@
-"""Keypoint data: images, and beside each a label file with lines `class x y`, normalised."""
+"""Keypoint data: images, each with a label file of lines `class x y`, normalised."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class HeatmapSplit(Split):
 
 
 class Items(Dataset[Item]):
-    """Images resized to squares; with `fliplr` some of them mirrored."""
+    """Images resized to squares, mirrored with probability `fliplr`."""
 
     def __init__(self, images: Images, split: HeatmapSplit, seed: int = 0, fliplr: float = 0.0) -> None:
         self.images, self.split, self.seed, self.fliplr = images, split, seed, fliplr
@@ -91,7 +91,7 @@ class HeatmapData(DataSet[HeatmapSplit]):
 
     def split(self, name: str, hyp: Recipe | None = None) -> HeatmapSplit:
         images, unlisted = self.spec.listing(name)
-        scanned = load_labels(images, f"{name} images", self.options.workers, boxes=False)
+        scanned = load_labels(images, f"{name} images", self.options.workers, "images")
         problems = (*unlisted, *scanned.problems)
         readable = self.usable(name, scanned.sizes, problems)
         images = list(compress(images, readable))

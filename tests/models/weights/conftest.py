@@ -1,4 +1,4 @@
-"""Fixtures of the tests of weight files."""
+"""A fixture for the tests of weight files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import pytest
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a test puts its weights, alone in the working folder."""
+    """Return a path for weights in an empty working folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path / "weights.pt"

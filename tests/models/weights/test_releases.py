@@ -1,4 +1,4 @@
-"""Where weights are looked for, what is said where they are not, and which files are downloaded."""
+"""Where weight files are searched, which are downloaded, and the errors for the others."""
 
 from __future__ import annotations
 
@@ -14,84 +14,76 @@ import torch
 from models.tasks.classification import torchvision_models
 from models.tasks.classification.torchvision_models import architectures, default_weights
 from models.weights import releases
-from models.weights.releases import CHECKSUM_IN_NAME, RELEASE_SHA256, find_weights
+from models.weights.releases import CHECKSUM_IN_NAME, RELEASE_ADDRESS, RELEASE_SHA256, find_weights
 from tests.web import Server, sending, serving
 from utils.errors import UserError
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A mirror of the releases."""
-    monkeypatch.setenv("no_proxy", "*")
-    with serving() as server:
-        monkeypatch.setenv("LOCKSTEP_RELEASES", f"{server.address}/v7.0")
-        yield server
-
-
-def weights() -> bytes:
-    """A file as torch writes it."""
-    file = io.BytesIO()
-    torch.save({"model": torch.zeros(5000)}, file)
-    return file.getvalue()
+from utils.files import ROOT
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder, another folder as the repository, one where torch keeps what it downloads, and a cache. Nobody
-    answers."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make an empty working folder, with caches beside it and a mirror that does not answer."""
     (tmp_path / "work").mkdir()
-    (tmp_path / "repository").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setattr(releases, "ROOT", tmp_path / "repository")
-    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("LOCKSTEP_RELEASES", "http://127.0.0.1:9/v7.0/")
     monkeypatch.setenv("no_proxy", "*")
     return tmp_path
 
 
-def test_as_given_first_then_in_the_repository(elsewhere: Path) -> None:
-    (elsewhere / "repository" / "a.pt").touch()
-    assert find_weights("a.pt") == elsewhere / "repository" / "a.pt"
-    (elsewhere / "work" / "a.pt").touch()
-    assert find_weights("a.pt").absolute() == elsewhere / "work" / "a.pt"
-    assert find_weights(str(elsewhere / "work" / "a.pt")) == elsewhere / "work" / "a.pt"
+@pytest.fixture
+def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """Serve a mirror of the releases."""
+    with serving() as server:
+        monkeypatch.setenv("LOCKSTEP_RELEASES", f"{server.address}/v7.0")
+        yield server
+
+
+def weights() -> bytes:
+    """Return a file as torch writes it."""
+    file = io.BytesIO()
+    torch.save({"model": torch.zeros(5000)}, file)
+    return file.getvalue()
+
+
+def test_the_working_folder_comes_before_the_repository(folder: Path) -> None:
+    assert find_weights("LICENSE") == ROOT / "LICENSE"
+    (folder / "work" / "LICENSE").touch()
+    for name in ("LICENSE", str(folder / "work" / "LICENSE")):
+        assert find_weights(name).absolute() == folder / "work" / "LICENSE"
 
 
 @pytest.mark.parametrize("name", ["yolov5n.pt", "yolov5x6.pt", "yolov5s-cls.pt", "weights/yolov5s.pt"])
-def test_official_weights_have_an_address(name: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a network one sentence says where from and where to."""
-    monkeypatch.setattr(releases, "RELEASE_ADDRESS", "http://127.0.0.1:9/release/")
-    monkeypatch.setenv("LOCKSTEP_RELEASES", "")
+def test_the_error_for_official_weights_names_address_and_paths(name: str, folder: Path) -> None:
     with pytest.raises(UserError) as caught:
         find_weights(name)
-    file = name.rpartition("/")[2]
-    said = str(caught.value)
-    assert said.startswith(f"http://127.0.0.1:9/release/{file} cannot be downloaded (")
-    assert f"put it at {elsewhere / 'work' / name} or {elsewhere / 'cache/lockstep/weights' / file}" in said
-    assert "--weights ''" in said
-    for place in (elsewhere / "cache/lockstep/weights" / file, elsewhere / "work" / name):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.touch()
-        assert find_weights(name).absolute() == place
+    file, message = Path(name).name, str(caught.value)
+    assert message.startswith(f"http://127.0.0.1:9/v7.0/{file} cannot be downloaded (")
+    paths = [folder / "cache/lockstep/weights" / file, folder / "work" / name]
+    assert f"download it yourself to {paths[1]} or {paths[0]}, or start from scratch with --weights ''" in message
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        assert find_weights(name).absolute() == path
 
 
 def test_the_address_of_the_releases() -> None:
-    assert releases.RELEASE_ADDRESS == "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
+    assert RELEASE_ADDRESS == "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
 
 
-def test_official_weights_are_downloaded_once(server: Server, elsewhere: Path) -> None:
+def test_official_weights_are_downloaded_once(server: Server, folder: Path) -> None:
     content = weights()
     server.give("v7.0/yolov5s.pt", sending(content))
-    found = find_weights("yolov5s.pt")
-    assert found == elsewhere / "cache/lockstep/weights/yolov5s.pt"
-    assert found.read_bytes() == content
-    assert find_weights("yolov5s.pt") == found
+    path = find_weights("yolov5s.pt")
+    assert path == folder / "cache/lockstep/weights/yolov5s.pt"
+    assert path.read_bytes() == content
+    assert find_weights("yolov5s.pt") == path
     assert server.asked == [("/v7.0/yolov5s.pt", 0)]
 
 
-def test_official_weights_must_be_those(server: Server, elsewhere: Path) -> None:
-    """Known by SHA-256, or at least whole: a page to log in is not taken for weights, nor are others of that name."""
+def test_official_weights_are_checked(server: Server, folder: Path) -> None:
+    """By their SHA-256 if it is known, else as a whole zip archive."""
     damaged = bytearray(weights())
     damaged[len(damaged) // 2] ^= 1
     for name, content, why in (
@@ -103,33 +95,26 @@ def test_official_weights_must_be_those(server: Server, elsewhere: Path) -> None
         server.give(f"v7.0/{name}", sending(content))
         with pytest.raises(UserError, match=why):
             find_weights(name)
-    assert list((elsewhere / "cache/lockstep/weights").iterdir()) == []
+    assert list((folder / "cache/lockstep/weights").iterdir()) == []
 
 
-def test_the_known_checksum(shared: Path, server: Server) -> None:
+def test_the_checksum_of_yolov5n(shared: Path, server: Server) -> None:
     content = (shared / "weights" / "yolov5n.pt").read_bytes()
     assert hashlib.sha256(content).hexdigest() == RELEASE_SHA256["yolov5n.pt"]
     server.give("v7.0/yolov5n.pt", sending(content))
     assert find_weights("yolov5n.pt").read_bytes() == content
 
 
-def test_official_weights_of_no_task_here() -> None:
-    expected = r"^weights yolov5s-seg\.pt are for none of the tasks here, detect, classify; take yolov5s\.pt$"
+def test_official_weights_for_another_task() -> None:
+    expected = r"^weights yolov5s-seg\.pt are for none of the tasks here, detect, classify; give yolov5s\.pt$"
     with pytest.raises(UserError, match=expected):
         find_weights("yolov5s-seg.pt")
 
 
-@pytest.mark.parametrize("name", ["mine.pt", "yolov5q.pt", "yolov5n.pt.old", "xyolov5n.pt"])
-def test_other_weights_have_none(name: str) -> None:
-    with pytest.raises(UserError, match=f"^weights {name} are not a file; check the path") as caught:
+@pytest.mark.parametrize("name", ["mine.pt", "yolov5q.pt", "yolov5n.pt.old", "xyolov5n.pt", ".."])
+def test_other_names_are_not_downloaded(name: str) -> None:
+    with pytest.raises(UserError, match=f"^weights {name} are not a file; check the path, or start from scratch with"):
         find_weights(name)
-    assert "https" not in str(caught.value)
-
-
-def test_a_folder_is_no_weight_file(elsewhere: Path) -> None:
-    (elsewhere / "work" / "runs").mkdir()
-    with pytest.raises(UserError, match="not a file"):
-        find_weights("runs")
 
 
 # torchvision's
@@ -142,8 +127,8 @@ def test_torchvisions_files_have_checksums() -> None:
         assert CHECKSUM_IN_NAME.search(address), address
 
 
-def test_torchvisions_default_weights(server: Server, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first digits of SHA-256 stand at the end of their names."""
+def test_torchvisions_default_weights(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their names end with the first digits of the SHA-256."""
     content, asked = weights(), []
     digits = hashlib.sha256(content).hexdigest()[:8]
     assert digits != "0123abcd"
@@ -153,12 +138,12 @@ def test_torchvisions_default_weights(server: Server, elsewhere: Path, monkeypat
         return f"{server.address}/small-{digits if name == 'resnet34' else '0123abcd'}.pth"
 
     monkeypatch.setattr(torchvision_models, "default_weights", address)
-    (elsewhere / "work" / "DEFAULT").touch()  # a file of that name is not meant
+    (folder / "work" / "DEFAULT").touch()  # no file is meant
     for file in (digits, "0123abcd"):
         server.give(f"small-{file}.pth", sending(content))
-    found = find_weights("DEFAULT", {"task": "classify", "architecture": "resnet34"}, "mine.yaml")
-    assert found == elsewhere / "hub" / "checkpoints" / f"small-{digits}.pth"  # where torch itself looks for it
-    assert found.read_bytes() == content
+    path = find_weights("DEFAULT", {"task": "classify", "architecture": "resnet34"}, "mine.yaml")
+    assert path == folder / "torch/hub/checkpoints" / f"small-{digits}.pth"  # torch's own cache
+    assert path.read_bytes() == content
     assert asked == ["resnet34"]
     with pytest.raises(UserError, match="its SHA-256 is not the expected one"):
         find_weights("DEFAULT", {"task": "classify", "architecture": "resnet18"}, "mine.yaml")
@@ -166,7 +151,7 @@ def test_torchvisions_default_weights(server: Server, elsewhere: Path, monkeypat
 
 @pytest.mark.parametrize("yaml", [None, {}, {"nc": 3, "backbone": [], "head": []}])
 def test_default_weights_of_no_architecture(yaml: dict | None) -> None:
-    with pytest.raises(UserError, match=r"^--weights DEFAULT goes with a --cfg that names an `architecture`"):
+    with pytest.raises(UserError, match=r"^--weights DEFAULT needs a --cfg that names an `architecture`"):
         find_weights("DEFAULT", yaml, "mine.yaml")
 
 
@@ -175,11 +160,11 @@ def test_default_weights_of_an_unknown_architecture() -> None:
         find_weights("DEFAULT", {"architecture": "resnet33"}, "mine.yaml")
 
 
-# W&B artifacts: another program plays the one that asks W&B
+# W&B artifacts
 
 
-def play(monkeypatch: pytest.MonkeyPatch, answer: str, *files: str) -> None:
-    """It writes these files into the folder that it is given, and says that, or `answer`."""
+def replace_wandb(monkeypatch: pytest.MonkeyPatch, answer: str, *files: str) -> None:
+    """Replace the program that asks W&B: it writes these files and prints their paths, or `answer`."""
     script = f"""
 import json, pathlib, sys
 folder = pathlib.Path(sys.argv[2])
@@ -191,42 +176,39 @@ print({answer!r} or json.dumps({{"files": [str(folder / name) for name in {list(
 
 
 @pytest.mark.parametrize("files", [("epoch3.pt",), ("last.pt", "best.pt"), ("best.pt", "notes.txt")])
-def test_an_artifact(files: tuple[str, ...], elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere / "cache"))
-    play(monkeypatch, "", *files)
+def test_an_artifact(files: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_wandb(monkeypatch, "", *files)
     path = find_weights("wandb:me/mine/run_1_model:best")
     assert path.name == ("best.pt" if "best.pt" in files else "epoch3.pt")
     assert path.read_text() == "me/mine/run_1_model:best"
-    assert path.is_relative_to(elsewhere / "cache")
+    assert path.is_relative_to(folder / "cache")
 
 
 @pytest.mark.parametrize(
-    ("answer", "files", "said"),
+    ("answer", "files", "message"),
     [
-        ('{"error": "no such artifact"}', (), r"cannot be fetched \(no such artifact\); check the key and the name"),
+        ('{"error": "no such artifact"}', (), r"cannot be downloaded \(no such artifact\); check the key and the name"),
         ("", ("a.pt", "b.pt"), "holds 2 .pt files"),
         ("", ("a.txt",), "holds 0 .pt files"),
     ],
 )
-def test_no_artifact(
-    answer: str, files: tuple[str, ...], said: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+def test_artifacts_without_usable_weights(
+    answer: str, files: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere / "cache"))
-    play(monkeypatch, answer, *files)
-    with pytest.raises(UserError, match=f"^--weights wandb:me/mine/model:best .*{said}"):
+    replace_wandb(monkeypatch, answer, *files)
+    with pytest.raises(UserError, match=f"^--weights wandb:me/mine/model:best .*{message}"):
         find_weights("wandb:me/mine/model:best")
 
 
-def test_the_real_program_ends_with_a_sentence(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a key, and with one where nobody answers. A child of it is asked, which alone imports wandb."""
+def test_errors_of_wandb_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a key, and with a server that does not answer."""
     pytest.importorskip("wandb")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere / "cache"))
-    monkeypatch.setenv("HOME", str(elsewhere))
+    monkeypatch.setenv("HOME", str(folder))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
     with pytest.raises(UserError, match="there is no key for W&B: wandb login"):
         find_weights("wandb:me/mine/model:best")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    with pytest.raises(UserError, match="cannot be fetched"):
+    with pytest.raises(UserError, match="cannot be downloaded"):
         find_weights("wandb:me/mine/model:best")

@@ -1,4 +1,4 @@
-"""Tensors of a weight file into a model: which are loaded, and which do not fit."""
+"""Loading tensors into a model: which fit, and which do not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from models.weights.transfer import transfer
 from models.yolo import build_model
 
 
-def test_transfer_takes_what_fits() -> None:
+def test_tensors_of_equal_name_and_shape_are_loaded() -> None:
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 3), "anchors": torch.nn.Linear(2, 3)})
     given = {
         "a.weight": torch.ones(3, 2),
@@ -21,14 +21,14 @@ def test_transfer_takes_what_fits() -> None:
     assert (model["a"].weight == 1).all()
     assert not (model["anchors"].bias == 1).any()
     assert transfer(model, given) == (2, 4, misfits)
-    assert transfer(model, given, exclude=("bias",)) == (1, 4, [])  # what is not wanted is no misfit
+    assert transfer(model, given, exclude=("bias",)) == (1, 4, [])  # excluded tensors are no misfits
 
 
 def test_transfer_to_another_number_of_classes() -> None:
     state = build_model("yolov5n.yaml").state_dict()
     model = build_model("yolov5n.yaml", nc=3)
-    found = transfer(model, state)
-    assert (found.loaded, found.total) == (349 - 6, 349)
+    result = transfer(model, state)
+    assert (result.loaded, result.total) == (349 - 6, 349)
     heads = [f"model.24.m.{level}.{part}" for level in range(3) for part in ("weight", "bias")]
-    assert [name for name, _, _ in found.misfits] == heads
-    assert found.misfits[0][1:] == ((255, 64, 1, 1), (24, 64, 1, 1))  # 3 anchors x (5 + 80 or 3 classes)
+    assert [name for name, _, _ in result.misfits] == heads
+    assert result.misfits[0][1:] == ((255, 64, 1, 1), (24, 64, 1, 1))  # 3 anchors x (5 + 80 or 3 classes)

@@ -1,13 +1,12 @@
-"""A run folder of a detector with few or many classes, for tests of what is drawn from it."""
+"""A run folder of a detector with few or many classes, for tests of its pictures."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import cv2
-import numpy as np
-
+from tests.making import plain
+from tests.making import write_image as write_pixels
 from utils.files import csv_text
 from utils.plots.documents import Table
 from utils.plots.run_pictures import PICTURES
@@ -24,16 +23,15 @@ def write_table(path: Path, head: str, *rows: str) -> Table:
 
 
 def write_image(path: Path, width: int, height: int, value: int = 90) -> str:
-    cv2.imwrite(str(path), np.full((height, width, 3), value, np.uint8))
-    return str(path)
+    return str(write_pixels(path, plain(width, height, value)))
 
 
 def make_run_folder(folder: Path, classes: int = 3, epochs: int = 3) -> Path:
-    """A detector's run folder."""
+    """Make a detector's run folder."""
     folder.mkdir()
     names = [CLASS_NAMES[k] if k < len(CLASS_NAMES) else f"class {k}" for k in range(classes)]
-    known, places = [*names, "background"], [0, 0.25, 0.5, 0.75, 1]
-    image = write_image(folder.parent / f"{folder.name} photo.png", 200, 150)
+    known, positions = [*names, "background"], [0, 0.25, 0.5, 0.75, 1]
+    image = write_image(folder.parent / f"{folder.name} photo.png", 320, 150)
     columns = ("epoch", "train/loss", "metrics/mAP_0.5", "metrics/recall", "val/loss", "x/lr0")
     documents: dict[str, tuple[Any, Any]] = {
         "results.csv": (columns, [(k, 1 / (k + 1), k / 4, 1 / (k + 2), "", 0.1) for k in range(epochs)]),
@@ -43,9 +41,9 @@ def make_run_folder(folder: Path, classes: int = 3, epochs: int = 3) -> Path:
         ),
         "curves.csv": (
             ("class", "confidence", "precision", "recall"),
-            [(name, place, place, 1 - place) for name in names for place in places],
+            [(name, x, x, 1 - x) for name in names for x in positions],
         ),
-        "PR_curve.csv": (("class", "recall", "precision"), [(name, p, 1 - p) for name in names for p in places]),
+        "PR_curve.csv": (("class", "recall", "precision"), [(name, x, 1 - x) for name in names for x in positions]),
         "classes.csv": (
             ("class", "images", "instances", "precision", "recall", "AP50", "AP50-95"),
             [(name, 1, 1, 1, 1, 0.5 if k else "", 1) for k, name in enumerate(names)],

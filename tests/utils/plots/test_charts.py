@@ -1,7 +1,8 @@
-"""Charts of numbers: what is in the figures, and their pictures."""
+"""Charts: the content of the figures, and their pictures."""
 
 from __future__ import annotations
 
+import io
 import math
 import warnings
 from collections.abc import Iterator
@@ -10,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from utils.plots import charts
 from utils.plots.charts import (
     Curves,
     Labels,
@@ -31,7 +31,6 @@ from utils.plots.charts import (
     smooth,
     smoothing_width,
     subplot_positions,
-    tick_label,
 )
 from utils.plots.drawing import printable
 
@@ -62,7 +61,7 @@ def titles(figure: Any) -> list[str]:
     return [axes.get_title() for axes in figure.axes]
 
 
-def panel(figure: Any, name: str) -> Any:
+def subplot(figure: Any, name: str) -> Any:
     return figure.axes[titles(figure).index(name)]
 
 
@@ -74,24 +73,19 @@ def points(line: Any) -> list[tuple[float, float]]:
     return list(zip(line.get_xdata().tolist(), line.get_ydata().tolist(), strict=True))
 
 
-def inside(picture: np.ndarray) -> bool:
-    """Are the outermost pixels all white?"""
-    return all((edge == 255).all() for edge in (picture[:2], picture[-2:], picture[:, :2], picture[:, -2:]))
-
-
 # Results
 
 
 def test_smoothing_by_hand() -> None:
-    near = math.exp(-0.5)  # the weight of an epoch beside, with a width of 1
+    near = math.exp(-0.5)  # the weight of the next epoch, with a width of 1
     assert smooth(np.array([3.0, 4.0]), np.array([0.0, 1.0]), 1.0) == pytest.approx([near / (1 + near), 1 / (1 + near)])
     far = math.exp(-2)
     expected = [(1 + 4 * far) / (1 + near + far), (near + 4 * near) / (1 + 2 * near), (far + 4) / (1 + near + far)]
     assert smooth(np.arange(3.0), np.array([1.0, 0.0, 4.0]), 1.0) == pytest.approx(expected)
 
 
-def test_smoothing_goes_by_the_epoch() -> None:
-    """Two values that are 50 epochs apart do not know of each other, although they are neighbours in the file."""
+def test_smoothing_weights_depend_on_epochs() -> None:
+    """Neighbouring rows may be 50 epochs apart."""
     assert smooth(np.array([0.0, 50.0]), np.array([1.0, 3.0]), 2.0) == pytest.approx([1, 3])
     assert smooth(np.array([0.0, 50.0]), np.array([1.0, 3.0]), 1e6) == pytest.approx([2, 2])
     assert smooth(np.array([7.0]), np.array([5.0]), 1.0) == pytest.approx([5])
@@ -102,12 +96,12 @@ def test_smoothing_goes_by_the_epoch() -> None:
     ("epochs", "width"),
     [
         ([range(81)], 2),  # a fortieth
-        ([range(1000)], 4),  # four points at most
-        ([range(11)], 1),  # one at least
-        ([range(5)], 0.4),  # but for a short run
+        ([range(1000)], 4),  # at most four points
+        ([range(11)], 1),  # at least one
+        ([range(5)], 0.4),  # less for a short run
         ([range(2)], 0.1),
-        ([range(4, 304, 10)], 10),  # of which there is one in ten epochs
-        ([range(81), range(1000)], 2),  # runs that are compared are smoothed alike
+        ([range(4, 304, 10)], 10),  # a point in ten epochs
+        ([range(81), range(1000)], 2),  # several runs have one width
         ([range(1), range(81)], 2),
         ([range(1)], 1),
         ([], 1),
@@ -117,15 +111,15 @@ def test_width_of_the_smoothing(epochs: list[range], width: float) -> None:
     assert smoothing_width([np.array(some, float) for some in epochs]) == pytest.approx(width)
 
 
-def test_val_terms_are_below_the_train_terms() -> None:
-    places = subplot_positions(DETECTOR)
+def test_validation_losses_are_below_training_losses() -> None:
+    positions = subplot_positions(DETECTOR)
     for column, term in enumerate(TERMS):
-        assert (places[f"train/{term}"], places[f"val/{term}"]) == ((0, column), (1, column))
-    assert [places[name] for name in DETECTOR[3:7]] == [(0, 3), (0, 4), (1, 3), (1, 4)]
-    assert [places[name] for name in DETECTOR[-3:]] == [(2, 0), (2, 1), (2, 2)]
+        assert (positions[f"train/{term}"], positions[f"val/{term}"]) == ((0, column), (1, column))
+    assert [positions[name] for name in DETECTOR[3:7]] == [(0, 3), (0, 4), (1, 3), (1, 4)]
+    assert [positions[name] for name in DETECTOR[-3:]] == [(2, 0), (2, 1), (2, 2)]
 
 
-def test_few_panels_stand_in_two_rows() -> None:
+def test_few_subplots_are_in_two_rows() -> None:
     assert subplot_positions(CLASSIFIER) == {
         "train/loss": (0, 0),
         "val/loss": (1, 0),
@@ -140,32 +134,32 @@ def test_few_panels_stand_in_two_rows() -> None:
 @pytest.mark.parametrize(
     "names", [[], ["a"], list("abcde"), [*DETECTOR, "other"], ["train/a", "train/b", "val/a"], DETECTOR[:3]]
 )
-def test_no_two_panels_share_a_place(names: list[str]) -> None:
-    places = subplot_positions(names)
-    assert set(places) == set(names)
-    assert len(set(places.values())) == len(names)
+def test_no_two_subplots_have_the_same_position(names: list[str]) -> None:
+    positions = subplot_positions(names)
+    assert set(positions) == set(names)
+    assert len(set(positions.values())) == len(names)
 
 
 @pytest.mark.parametrize("names", [DETECTOR, CLASSIFIER])
 @pytest.mark.parametrize("epochs", [1, 300])
-def test_every_column_has_a_panel(names: list[str], epochs: int, styled: None) -> None:
+def test_every_column_has_a_subplot(names: list[str], epochs: int, styled: None) -> None:
     given = run(names, epochs)
     figure = results_figure({"exp": given})
     assert sorted(titles(figure)) == sorted(names)
     for name in names:
-        values, *smoothed = panel(figure, name).get_lines()
+        values, *smoothed = subplot(figure, name).get_lines()
         assert points(values) == list(zip(range(epochs), given[name].tolist(), strict=True))
-        assert len(smoothed) == (0 if name.startswith("x/") else 1)  # learning rates are what they are
+        assert len(smoothed) == (0 if name.startswith("x/") else 1)  # learning rates are not smoothed
     assert not figure.legends
 
 
 def test_the_thick_line_is_smoothed(styled: None) -> None:
     given = run(DETECTOR, 100)
-    _, thick = panel(results_figure({"exp": given}), "val/obj_loss").get_lines()
+    _, thick = subplot(results_figure({"exp": given}), "val/obj_loss").get_lines()
     assert thick.get_ydata() == pytest.approx(smooth(given["epoch"], given["val/obj_loss"], 99 / 40))
 
 
-def test_what_is_not_finite_is_left_out(styled: None) -> None:
+def test_values_that_are_not_finite_are_omitted(styled: None) -> None:
     given = {
         "epoch": np.arange(4.0),
         "train/loss": np.array([1, INF, NAN, 3]),
@@ -174,11 +168,11 @@ def test_what_is_not_finite_is_left_out(styled: None) -> None:
         "metrics/accuracy_top5": np.array([NAN, 0.5, -INF, 0.25]),
     }
     figure = results_figure({"exp": given})
-    assert points(panel(figure, "train/loss").get_lines()[0]) == [(0, 1), (3, 3)]
-    assert points(panel(figure, "val/loss").get_lines()[0]) == []
-    assert [text.get_text() for text in panel(figure, "metrics/accuracy_top1").texts] == ["no value"]
-    assert [text.get_text() for text in panel(figure, "metrics/accuracy_top5").texts] == ["best 0.5 in epoch 1"]
-    figure.canvas.draw()
+    assert points(subplot(figure, "train/loss").get_lines()[0]) == [(0, 1), (3, 3)]
+    assert points(subplot(figure, "val/loss").get_lines()[0]) == []
+    assert [text.get_text() for text in subplot(figure, "metrics/accuracy_top1").texts] == ["no value"]
+    assert [text.get_text() for text in subplot(figure, "metrics/accuracy_top5").texts] == ["best 0.5 in epoch 1"]
+    figure.savefig(io.BytesIO())
 
 
 def test_best_is_the_first_of_equals() -> None:
@@ -187,63 +181,48 @@ def test_best_is_the_first_of_equals() -> None:
     assert all(map(math.isnan, best(columns, "b")))
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (0.25, "0.25"),
-        (0.00395, "0.00395"),
-        (0.000148, "1.48e-4"),
-        (-2e-5, "-2e-5"),
-        (1e30, "1e+30"),
-        (15, "15"),
-    ],
-)
-def test_numbers_beside_an_axis(value: float, text: str) -> None:
-    assert tick_label(value) == text
-
-
 @pytest.mark.parametrize("values", [(0.41976, 0.41983), (7.0, 7.0), (1e-5, 1.0001e-5)])
-def test_ticks_differ_where_values_hardly_do(values: tuple[float, float], styled: None) -> None:
+def test_ticks_of_nearly_equal_values_differ(values: tuple[float, float], styled: None) -> None:
     figure = results_figure({"exp": {"epoch": np.arange(2.0), "train/loss": np.array(values)}})
-    axes = panel(figure, "train/loss")
+    axes = subplot(figure, "train/loss")
     low, high = axes.get_ylim()
     assert low < min(values) <= max(values) < high
-    texts = [tick_label(place) for place in axes.get_yticks() if low <= place <= high]
+    texts = [label.get_text() for label in axes.get_yticklabels()]
     assert len(set(texts)) == len(texts) >= 2
 
 
 @pytest.mark.parametrize(("epochs", "ticks"), [(1, [0]), (3, [0, 1, 2])])
 def test_epochs_are_whole_numbers(epochs: int, ticks: list[int], styled: None) -> None:
-    axes = panel(results_figure({"exp": run(CLASSIFIER, epochs)}), "val/loss")
+    axes = subplot(results_figure({"exp": run(CLASSIFIER, epochs)}), "val/loss")
     low, high = axes.get_xlim()
     assert [tick for tick in axes.get_xticks() if low <= tick <= high] == ticks
 
 
 def test_several_runs_have_a_colour_each(styled: None) -> None:
-    """A run has one colour in every panel, and is missing where it has no such column."""
+    """The same in every subplot whose column the run has."""
     runs = {"one": run(["train/loss", "val/loss"], 5), "$two$": run(["train/loss", "x/lr0"], 9, seed=1)}
     figure = results_figure(runs)
     assert sorted(titles(figure)) == ["train/loss", "val/loss", "x/lr0"]
     first, second = colours(2)
     assert first != second
-    assert [line.get_color() for line in panel(figure, "train/loss").get_lines()] == [first, first, second, second]
-    assert [line.get_color() for line in panel(figure, "val/loss").get_lines()] == [first, first]
-    assert [line.get_color() for line in panel(figure, "x/lr0").get_lines()] == [second]
+    assert [line.get_color() for line in subplot(figure, "train/loss").get_lines()] == [first, first, second, second]
+    assert [line.get_color() for line in subplot(figure, "val/loss").get_lines()] == [first, first]
+    assert [line.get_color() for line in subplot(figure, "x/lr0").get_lines()] == [second]
     assert legend(figure) == ["one", r"\$two\$"]
     assert [line.get_color() for line in figure.legends[0].get_lines()] == [first, second]
 
 
 @pytest.mark.parametrize("count", [2, 25])
-def test_the_runs_names_are_inside_of_the_picture(count: int) -> None:
+def test_the_picture_includes_the_names_of_runs(count: int) -> None:
     runs = {f"run {number} " + "with a long name " * 4: run(CLASSIFIER[:2], 3) for number in range(count)}
-    assert inside(render(results_figure, runs))
+    without_names = render(results_figure, {"": run(CLASSIFIER[:2], 3)})
+    assert len(render(results_figure, runs)) > len(without_names) + 15 * math.ceil(count / 2)  # pixels
 
 
 @pytest.mark.parametrize("count", [1, 10, 11, 20, 21, 80])
 def test_all_colours_differ(count: int) -> None:
-    found = colours(count)
-    assert len(set(found)) == len(found) == count
+    values = colours(count)
+    assert len(set(values)) == len(values) == count
 
 
 # Confusion matrix
@@ -258,7 +237,7 @@ def test_shares_are_of_the_true_class() -> None:
 
 
 def test_texts_of_the_cells() -> None:
-    """The largest first; no zeros, and no shares that round to nothing."""
+    """The largest first, without zeros and shares that round to 0."""
     shares = [(1, 1, "1"), (0, 0, ".80"), (2, 0, ".75"), (2, 1, ".25"), (0, 1, ".10"), (0, 2, ".10")]
     assert cell_texts(COUNTS, by_share=True) == shares
     counts = [(1, 1, "12345"), (0, 0, "8"), (1, 2, "5"), (2, 0, "3"), (0, 1, "1"), (0, 2, "1"), (2, 1, "1")]
@@ -268,26 +247,35 @@ def test_texts_of_the_cells() -> None:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(1, "1"), (999, "999"), (9999, "9999"), (10_000, "10k"), (999_000, "999k"), (2_300_000, "2M"), (5 * 10**9, "5G")],
+    [
+        (1, "1"),
+        (999, "999"),
+        (9999, "9999"),
+        (10_000, "10k"),
+        (999_000, "999k"),
+        (999_999, "1M"),
+        (2_300_000, "2M"),
+        (5 * 10**9, "5G"),
+    ],
 )
 def test_short_counts(count: int, text: str) -> None:
     assert cell_texts(np.array([[count]]), by_share=False, short=True) == [(0, 0, text)]
     assert len(text) <= 4
 
 
-def test_the_largest_numbers_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(charts, "MAX_CELL_TEXTS", 1)
-    counts = np.array([[2, 0], [30, 70]])
-    assert cell_texts(counts, by_share=True) == [(0, 0, "1")]
-    assert cell_texts(counts, by_share=False) == [(1, 1, "70")]
+def test_the_thousand_largest_numbers_are_written() -> None:
+    counts = np.arange(1, 1090).reshape(33, 33)
+    texts = cell_texts(counts, by_share=False)
+    assert [text for *_, text in texts] == [str(count) for count in range(1089, 89, -1)]
 
 
 @pytest.mark.parametrize("by_share", [True, False])
-def test_the_matrix_is_as_it_is_counted(by_share: bool, styled: None) -> None:
+def test_the_matrix_shows_counts_or_shares(by_share: bool, styled: None) -> None:
     names = ["disc", "intermediate hinged traffic-sign", "background"]
     axes = confusion_figure(COUNTS, names, by_share).axes[0]
-    (image,) = axes.get_images()
-    assert np.array_equal(image.get_array(), shares_of(COUNTS) if by_share else COUNTS)
+    (mesh,) = axes.collections
+    assert np.array_equal(mesh.get_array(), shares_of(COUNTS) if by_share else COUNTS)
+    assert axes.yaxis_inverted()  # the first class is on top
     assert [label.get_text() for label in axes.get_xticklabels()] == names
     assert [label.get_text() for label in axes.get_yticklabels()] == names
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("predicted", "true")
@@ -296,42 +284,34 @@ def test_the_matrix_is_as_it_is_counted(by_share: bool, styled: None) -> None:
 
 
 @pytest.mark.parametrize("classes", [1, 3, 81])
-def test_size_of_the_confusion_matrix(classes: int) -> None:
-    counts = np.diag(np.full(classes, 123456))
-    names = [f"class {number} {'and some more' * (number == 0)}" for number in range(classes)]
-    picture = render(confusion_figure, counts, names, False)
+def test_every_cell_of_the_confusion_matrix_has_room(classes: int) -> None:
+    picture = render(confusion_figure, np.diag(np.full(classes, 123456)), ["class " * 7] * classes, False)
     assert (picture.dtype, picture.shape[2]) == (np.uint8, 3)
-    assert picture.flags["C_CONTIGUOUS"]
-    assert min(picture.shape[:2]) >= 24 * classes  # pixels: there is room for each
-    assert max(picture.shape[:2]) <= 2400
-    assert inside(picture)
+    assert min(picture.shape[:2]) >= 24 * classes  # pixels
+    assert max(picture.shape[:2]) <= 2500
 
 
-def test_darker_is_more_and_blue() -> None:
-    few, none = (render(confusion_figure, np.array(counts), [""], True) for counts in ([[1]], [[0]]))
+def test_larger_shares_are_darker_and_blue() -> None:
+    full, empty = (render(confusion_figure, np.array(counts), [""], True) for counts in ([[1]], [[0]]))
     cell = (slice(60, 80), slice(120, 140))  # beside the number
-    assert few[cell].mean() < none[cell].mean() - 50
-    blue, _, red = few[cell].reshape(-1, 3).mean(0)
+    assert full[cell].mean() < empty[cell].mean() - 50
+    blue, _, red = full[cell].reshape(-1, 3).mean(0)
     assert blue > red + 50
 
 
-def test_many_classes_are_not_named(monkeypatch: pytest.MonkeyPatch, styled: None) -> None:
-    def written() -> tuple[bool, bool]:
-        axes = confusion_figure(np.eye(4, dtype=int), ["a name"] * 4, True).axes[0]
-        return bool(axes.texts), "a name" in [label.get_text() for label in axes.get_xticklabels()]
-
-    monkeypatch.setattr(charts, "MAX_CONFUSION_NAMES", 4)
-    assert written() == (True, True)
-    monkeypatch.setattr(charts, "MAX_CONFUSION_NAMES", 3)
-    assert written() == (False, False)
+@pytest.mark.parametrize(("size", "named"), [(121, True), (122, False)])
+def test_many_classes_are_not_named(size: int, named: bool, styled: None) -> None:
+    axes = confusion_figure(np.eye(size, dtype=int), ["a name"] * size, True).axes[0]
+    assert bool(axes.texts) == named
+    assert ("a name" in [label.get_text() for label in axes.get_xticklabels()]) == named
 
 
 # Curves
 
 
 def test_f1_by_hand() -> None:
-    found = f1(np.array([1, 0.5, 0, 0.25, NAN]), np.array([1, 0.25, 0, 0, 1]))
-    assert found == pytest.approx([1, 1 / 3, 0, 0, NAN], nan_ok=True)
+    values = f1(np.array([1, 0.5, 0, 0.25, NAN]), np.array([1, 0.25, 0, 0, 1]))
+    assert values == pytest.approx([1, 1 / 3, 0, 0, NAN], nan_ok=True)
 
 
 def test_the_mean_is_over_classes_that_have_a_value() -> None:
@@ -339,11 +319,11 @@ def test_the_mean_is_over_classes_that_have_a_value() -> None:
     assert mean_curve(values) == pytest.approx([0.75, 0.25, 0])
 
 
-def curves(classes: int, places: int = 5) -> Curves:
+def curves(classes: int, positions: int = 5) -> Curves:
     """Class k is a tent of height (k + 1) / classes, with its top in the middle."""
-    tent = 1 - np.abs(np.linspace(-1, 1, places))
+    tent = 1 - np.abs(np.linspace(-1, 1, positions))
     heights = (np.arange(classes) + 1) / classes
-    return Curves([f"c{k}" for k in range(classes)], np.linspace(0, 1, places), heights[:, None] * tent)
+    return Curves([f"c{k}" for k in range(classes)], np.linspace(0, 1, positions), heights[:, None] * tent)
 
 
 def thick(figure: Any) -> Any:
@@ -388,7 +368,7 @@ def test_of_many_classes_the_best_and_the_worst_are_named(styled: None) -> None:
 
 
 @pytest.mark.parametrize(("classes", "named"), [(20, 20), (21, 10)])
-def test_how_many_classes_are_named(classes: int, named: int, styled: None) -> None:
+def test_number_of_classes_in_the_legend(classes: int, named: int, styled: None) -> None:
     assert sum(text.startswith("c") for text in legend(recall_figure(curves(classes), np.ones(classes)))) == named
 
 
@@ -401,13 +381,12 @@ def test_precision_over_recall(styled: None) -> None:
 
 
 @pytest.mark.parametrize("classes", [1, 20, 80])
-def test_the_legend_is_inside_of_the_picture(classes: int) -> None:
+def test_the_legend_is_beside_the_curves(classes: int) -> None:
     given = curves(classes)._replace(names=["intermediate hinged traffic-sign"] * classes)
-    picture = render(recall_figure, given, np.linspace(0, 1, classes))
-    assert picture.shape == (600, 1000, 3)
-    assert (picture[:, -2:] == 255).all()
-    assert (picture[:, :2] == 255).all()
-    assert (picture[-2:] == 255).all()
+    figure = recall_figure(given, np.linspace(0, 1, classes))
+    figure.savefig(io.BytesIO())
+    assert figure.axes[0].get_window_extent().x1 <= figure.legends[0].get_window_extent().x0
+    assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1
 
 
 # Labels
@@ -418,7 +397,7 @@ BOXES = np.array([[0.5, 0.25, 0.2, 0.4], [0.5, 0.25, 1.0, 0.5]])  # xywh
 
 def test_bars_are_the_counts(styled: None) -> None:
     figure = labels_figure(LABELS, np.zeros(0, int), np.zeros((0, 4)))
-    (axes,) = figure.axes  # no boxes, no panels of theirs
+    (axes,) = figure.axes  # without boxes
     assert [[bar.get_height() for bar in bars] for bars in axes.containers] == [[30, 4], [10, 0]]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["train: 34", "val: 10"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["disc", "bar"]
@@ -432,7 +411,7 @@ def test_scale_of_the_counts(counts: list[float], scale: str, styled: None) -> N
     labels = Labels(["a", "b", "c"], ["train"], np.array([counts], float))
     figure = labels_figure(labels, np.zeros(0, int), np.zeros((0, 4)))
     assert figure.axes[0].get_yscale() == scale
-    figure.canvas.draw()
+    figure.savefig(io.BytesIO())
 
 
 def test_outlines_have_one_centre(styled: None) -> None:
@@ -451,39 +430,39 @@ def test_at_most_a_thousand_outlines(styled: None) -> None:
     assert outlines.get_title() == "1000 boxes around one centre"
 
 
-def test_where_and_how_large_boxes_are(styled: None) -> None:
-    """Darker where there are more: colours go by the root of the count."""
+def test_densities_of_centres_and_sizes(styled: None) -> None:
+    """Colours depend on the root of the count."""
     _, _, centres, sizes = labels_figure(LABELS, np.array([1, 0]), BOXES).axes
-    found = np.asarray(centres.get_images()[0].get_array().filled(0))
-    assert np.argwhere(found).tolist() == [[12, 25]]  # row, column of 50: y 0.25, x 0.5
-    assert found[12, 25] == pytest.approx(2**0.5)
+    values = np.asarray(centres.get_images()[0].get_array().filled(0))
+    assert np.argwhere(values).tolist() == [[12, 25]]  # row, column of 50: y 0.25, x 0.5
+    assert values[12, 25] == pytest.approx(2**0.5)
     assert centres.yaxis_inverted()  # y goes down, as in an image
-    found = np.asarray(sizes.get_images()[0].get_array().filled(0))
-    assert np.argwhere(found).tolist() == [[20, 10], [25, 49]]
+    values = np.asarray(sizes.get_images()[0].get_array().filled(0))
+    assert np.argwhere(values).tolist() == [[20, 10], [25, 49]]
     assert (sizes.get_xlabel(), sizes.get_ylabel()) == ("width", "height")
     assert not sizes.yaxis_inverted()
 
 
-@pytest.mark.parametrize("classes", [1, 80, 1000])
-def test_labels_are_inside_of_the_picture(classes: int) -> None:
+@pytest.mark.parametrize("classes", [1, 80, 200])
+def test_names_of_classes_do_not_overlap_the_boxes(classes: int, styled: None) -> None:
     names = ["intermediate hinged traffic-sign"] * classes
-    counts = np.random.default_rng(0).integers(1, 10**6, (2, classes)).astype(float)
-    picture = render(labels_figure, Labels(names, ["train", "val"], counts), np.zeros(2, int), BOXES)
-    assert inside(picture)
-    assert picture.shape[1] == 1200
+    figure = labels_figure(Labels(names, ["train"], np.ones((1, classes))), np.zeros(2, int), BOXES)
+    figure.savefig(io.BytesIO())
+    bars, outlines, *_ = figure.axes
+    assert bars.get_tightbbox().y0 >= outlines.get_tightbbox().y1
 
 
-# Names, and what is around a picture
+# Names and settings
 
 
-def test_names_on_one_line() -> None:
+def test_names_are_printable_and_short() -> None:
     assert printable("a\nb\udcff\x00猫$") == "a?b??猫$"
     assert axis_text("$x$") == r"\$x\$"
     assert axis_text("x" * 40) == "x" * 40
     assert axis_text("a" * 30 + "b" * 30) == "a" * 20 + "…" + "b" * 19
 
 
-def test_odd_names_give_no_formulas_and_no_warnings(capfd: pytest.CaptureFixture[str]) -> None:
+def test_unusual_names_cause_no_warnings(capfd: pytest.CaptureFixture[str]) -> None:
     size = len(ODD)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -494,13 +473,13 @@ def test_odd_names_give_no_formulas_and_no_warnings(capfd: pytest.CaptureFixture
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_formula_would_be_another_picture() -> None:
-    """What is drawn of "$x^2$" are its five characters."""
+def test_a_name_is_not_parsed_as_a_formula() -> None:
+    """ "$x^2$" is drawn as five characters."""
     as_text, others = (render(confusion_figure, np.eye(1, dtype=int), [name], True) for name in ("$x^2$", "$x2^$"))
-    assert as_text.shape == others.shape  # of a formula the one would be narrower
+    assert as_text.shape == others.shape  # a formula would be narrower
 
 
-def test_the_users_settings_are_neither_taken_nor_changed() -> None:
+def test_the_users_settings_are_neither_used_nor_changed() -> None:
     import matplotlib
 
     given = {"exp": run(["train/loss"], 5)}
@@ -508,11 +487,3 @@ def test_the_users_settings_are_neither_taken_nor_changed() -> None:
     with matplotlib.rc_context({"font.size": 30, "lines.linewidth": 9, "axes.facecolor": "red"}):
         assert np.array_equal(render(results_figure, given), expected)
         assert matplotlib.rcParams["font.size"] == 30
-
-
-def test_the_same_numbers_give_the_same_picture() -> None:
-    given = run(DETECTOR[:2], 5)
-    picture = render(results_figure, {"exp": given})
-    assert np.array_equal(render(results_figure, {"exp": given}), picture)
-    changed = {**given, DETECTOR[1]: given[DETECTOR[1]][::-1]}
-    assert not np.array_equal(render(results_figure, {"exp": changed}), picture)

@@ -1,4 +1,4 @@
-"""Text files of a run folder: what is read, and what is malformed."""
+"""Reading the text files of a run folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_numbers_of_a_table(tmp_path: Path) -> None:
     assert table.numbers("train/loss") == pytest.approx([1.5, math.nan], nan_ok=True)
     assert table.numbers("x") == pytest.approx([math.inf, math.nan], nan_ok=True)
     assert table.finite_numbers(["epoch", "train/loss"], [0]).tolist() == [[0, 1.5]]
-    with pytest.raises(MalformedFile, match=r"a\.csv has a cell in its column x that is no finite number"):
+    with pytest.raises(MalformedFile, match=r"a\.csv has a cell in column x that is not a finite number"):
         table.finite_numbers(["x"])
 
 
@@ -29,7 +29,7 @@ def test_texts_of_a_table(tmp_path: Path) -> None:
     assert (table.texts("name"), table.texts("b")) == (["a, b\n"], [" \udcff "])
 
 
-def test_a_folder_in_place_of_a_table(tmp_path: Path) -> None:
+def test_a_folder_instead_of_a_table(tmp_path: Path) -> None:
     (tmp_path / "a.csv").mkdir()
     with pytest.raises(MalformedFile, match=r"a\.csv cannot be read: "):
         Table(tmp_path / "a.csv")
@@ -47,21 +47,21 @@ def test_confusion_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [
-        (("a,1,0",), "other names in its first column"),
-        (("b,1,0", "a,0,1"), "other names in its first column"),
-        (("a,1,0.5", "b,0,1"), "no whole number"),
-        (("a,1,", "b,0,1"), "no whole number"),
-        (("a,1,99999999999999999999", "b,0,1"), "no whole number"),
+        (("a,1,0",), "different names in its first column"),
+        (("b,1,0", "a,0,1"), "different names in its first column"),
+        (("a,1,0.5", "b,0,1"), "not a whole number"),
+        (("a,1,", "b,0,1"), "not a whole number"),
+        (("a,1,99999999999999999999", "b,0,1"), "not a whole number"),
         (("a,1,-1", "b,0,1"), "below 0"),
     ],
 )
-def test_no_confusion_matrix(rows: tuple[str, ...], problem: str, tmp_path: Path) -> None:
+def test_malformed_confusion_matrices(rows: tuple[str, ...], problem: str, tmp_path: Path) -> None:
     with pytest.raises(MalformedFile, match=problem):
         read_confusion(write_table(tmp_path / "c.csv", "true,a,b", *rows))
 
 
-def test_curves_are_told_apart(tmp_path: Path) -> None:
-    """By the class; and two classes of one name by the places, which begin anew."""
+def test_curves_are_read(tmp_path: Path) -> None:
+    """Two classes of one name are separated by the confidence, which starts again."""
     rows = ("a,0,.5,1", "a,1,1,0", "b,0,.25,", "b,1,nan,.5", "b,0,.125,.5", "b,1,1,.25")
     table = write_table(tmp_path / "c.csv", "class,confidence,precision,recall", *rows)
     recall, precision = read_curves(table, "confidence", ["recall", "precision"])
@@ -72,7 +72,7 @@ def test_curves_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [("a,0,1", "a,1,1", "b,0,1"), ("a,0,1", "a,1,1", "b,0,1", "b,.5,1"), ("a,,1",)])
-def test_no_curves(rows: tuple[str, ...], tmp_path: Path) -> None:
+def test_malformed_curves(rows: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(MalformedFile, match="recall"):
         read_curves(write_table(tmp_path / "c.csv", "class,recall,precision", *rows), "recall", ["precision"])
 

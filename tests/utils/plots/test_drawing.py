@@ -11,6 +11,7 @@ import pytest
 from utils.errors import UserError
 from utils.plots.drawing import (
     COLOURS,
+    GAP_PIXELS,
     MAX_GRID_IMAGES,
     MIN_CAPTION_PIXELS,
     draw_captioned,
@@ -32,7 +33,7 @@ def test_at_most_sixteen_images() -> None:
     assert draw_targets(np.zeros((MAX_GRID_IMAGES + 9, 3, 8, 8), np.uint8), NO_TARGETS, {}).shape == (32, 32, 3)
 
 
-def test_places_and_colours() -> None:
+def test_positions_and_colours_of_images() -> None:
     images = np.zeros((3, 3, 8, 8), np.uint8)
     images[0, 0] = 200  # red, and blue comes first in the picture
     images[1] = 50
@@ -48,11 +49,11 @@ def test_a_box_is_drawn_on_its_own_image_alone() -> None:
     target = np.array([[1, 3, 0.5, 0.5, 0.5, 0.25]], np.float32)  # 16, 24, 48, 40
     picture = draw_targets(images, target, {3: "x"})
     assert not picture[:, :64].any()
-    own = picture[:, 64:]
+    second = picture[:, 64:]
     for row, column in ((30, 16), (30, 48), (24, 30), (40, 30)):
-        assert own[row, column].any()
-    assert not own[27:38, 19:46].any()  # lines are soft at their edges
-    assert not images.any()  # what was given is not drawn on
+        assert second[row, column].any()
+    assert not second[27:38, 19:46].any()  # lines have soft edges
+    assert not images.any()  # copies are drawn on
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_a_box_is_drawn_on_its_own_image_alone() -> None:
     [(4, (1200, 1000), (1920, 1600)), (1, (500, 3840), (250, 1920)), (1, (1920, 900), (1920, 900))],
 )
 def test_no_side_of_the_grid_is_too_long(images: int, size: tuple[int, int], shape: tuple[int, int]) -> None:
-    """Boxes are drawn when the images have been shrunk."""
+    """Boxes are drawn on the shrunk images."""
     target = np.array([[0, 0, 0.5, 0.5, 0.5, 0.5]], np.float32)
     picture = draw_targets(np.zeros((images, 3, *size), np.uint8), target, {0: ""})
     assert picture.shape == (*shape, 3)
@@ -71,8 +72,8 @@ def test_no_side_of_the_grid_is_too_long(images: int, size: tuple[int, int], sha
     assert not picture[height // 2, width // 2].any()
 
 
-def test_names_have_a_ground() -> None:
-    """Dark letters on a light colour and light ones on a dark one."""
+def test_names_are_readable_on_the_colour_of_their_class() -> None:
+    """Dark letters on a light colour and light ones on a dark colour."""
     for label, ink in ((8, 0), (7, 255)):
         target = np.array([[0, label, 0.5, 0.5, 0.5, 0.5]], np.float32)
         picture = draw_targets(np.full((1, 3, 200, 200), 128, np.uint8), target, {label: "mmmm"})
@@ -81,14 +82,14 @@ def test_names_have_a_ground() -> None:
         assert abs(tag.mean(1) - ink).min() < 60
 
 
-# Captions: two lines of 16 pixels below each image
+# Captions: two lines of 16 pixels and a gap of 4 below each image, a gap to its right
 
 
 def grey_images(*values: int, height: int = 40, width: int = 200) -> list[np.ndarray]:
     return [np.full((height, width, 3), value, np.uint8) for value in values]
 
 
-@pytest.mark.parametrize(("images", "shape"), [(1, (72, 200)), (2, (72, 400)), (5, (144, 600)), (20, (288, 800))])
+@pytest.mark.parametrize(("images", "shape"), [(1, (76, 204)), (2, (76, 408)), (5, (152, 612)), (20, (304, 816))])
 def test_size_of_the_captioned_grid(images: int, shape: tuple[int, int]) -> None:
     picture = draw_captioned(grey_images(*range(images)), ["x"] * images)
     assert picture.shape == (*shape, 3)
@@ -100,31 +101,31 @@ def test_each_image_is_above_its_caption() -> None:
     images[0][:, :, 2] = 200
     picture = draw_captioned(images, ["one line", "two\nlines", ""])
     assert (picture[:40, :200] == (10, 10, 200)).all()
-    assert (picture[:40, 200:] == 20).all()
-    assert (picture[72:112, :200] == 30).all()
+    assert (picture[:40, 204:404] == 20).all()
+    assert (picture[76:116, :200] == 30).all()
     dark = picture < 128
     assert dark[40:56, :200].any()
-    assert not dark[56:72, :200].any()
-    assert dark[40:56, 200:].any()
-    assert dark[56:72, 200:].any()
-    assert (picture[112:, :200] == 255).all()
-    assert (picture[72:, 200:] == 255).all()  # no image
+    assert not dark[57:76, :200].any()
+    assert dark[40:56, 204:].any()
+    assert dark[57:76, 204:].any()
+    assert (picture[116:, :200] == 255).all()
+    assert (picture[76:, 204:] == 255).all()  # no image
 
 
-def test_a_small_image_stands_in_the_middle_of_its_caption() -> None:
+def test_a_small_image_is_above_the_middle_of_its_caption() -> None:
     picture = draw_captioned(grey_images(0, height=10, width=50), ["", "of no image"])
-    assert picture.shape == (42, MIN_CAPTION_PIXELS, 3)
+    assert picture.shape == (42 + GAP_PIXELS, MIN_CAPTION_PIXELS + GAP_PIXELS, 3)
     assert (picture[:10, 50:100] == 0).all()
     assert (picture[:10, :50] == 255).all()
     assert (picture[:10, 100:] == 255).all()
 
 
-def test_more_lines_than_there_is_room_for() -> None:
+def test_captions_are_cut_to_two_lines_and_to_the_width() -> None:
     images = grey_images(0)
     assert np.array_equal(draw_captioned(images, ["a\nb\nc"]), draw_captioned(images, ["a\nb"]))
     assert not np.array_equal(draw_captioned(images, ["a\nb"]), draw_captioned(images, ["a\nc"]))
-    assert draw_captioned(images, ["long " * 50]).shape == (72, 200, 3)
-    assert not images[0].any()  # what was given is not drawn on
+    assert (draw_captioned(images, ["long " * 50])[:, 200:] == 255).all()
+    assert not images[0].any()  # a copy is drawn on
 
 
 # Files
@@ -145,7 +146,7 @@ def test_a_picture_is_written_in_the_format_of_its_name(picture: np.ndarray, tmp
 
 
 def test_the_bytes_are_those_of_opencv(picture: np.ndarray, tmp_path: Path) -> None:
-    """With its defaults: a quality of 95."""
+    """With its default quality of 95."""
     for name in ("a.jpg", "a.png"):
         write_picture(tmp_path / name, picture)
         assert (tmp_path / name).read_bytes() == cv2.imencode(name[1:], picture)[1].tobytes()
@@ -162,7 +163,7 @@ def test_a_compact_png_has_the_same_pixels(picture: np.ndarray, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "shape", "problem"),
     [
-        ("a.nothing", (4, 4), "no such format; let the name end with .png or .jpg"),
+        ("a.nothing", (4, 4), "unknown format; give a name that ends with .png or .jpg"),
         ("a.jpg", (0, 4), "the picture is empty"),
         ("a.jpg", (70_000, 4), "OpenCV cannot make a picture of 4x70000"),
         ("file/a.jpg", (4, 4), "File exists"),

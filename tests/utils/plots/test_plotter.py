@@ -1,4 +1,4 @@
-"""Pictures are drawn beside the training, and none of them can make it fail."""
+"""Pictures are drawn in the background and never stop a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_charts_of_the_files_of_a_folder(tmp_path: Path) -> None:
     assert warnings == []
 
 
-def test_what_cannot_be_drawn_is_one_warning(tmp_path: Path) -> None:
+def test_failures_are_one_warning(tmp_path: Path) -> None:
     (tmp_path / "results.csv").write_text("epoch,train/loss\n0,\x00,,,\n")
     plots, warnings, _ = make_plotter(tmp_path)
     plots.draw(lambda: {"a.png": np.zeros((0, 0, 3), np.uint8)})
@@ -68,7 +68,7 @@ def test_results_are_drawn_once_a_minute_at_most(tmp_path: Path, monkeypatch: py
     assert all(later - sooner >= plotter.RESULTS_INTERVAL_SECONDS for (sooner, _), (later, _) in pairwise(asked))
 
 
-def test_nothing_is_waited_for(tmp_path: Path) -> None:
+def test_drawing_does_not_block(tmp_path: Path) -> None:
     def slow() -> Mapping[str, np.ndarray]:
         time.sleep(5)
         return {}

@@ -13,8 +13,8 @@ from PIL import Image
 from tests.utils.plots.run_folder import VAL_BOXES_HEAD, write_image, write_table
 from utils.files import csv_text
 from utils.plots.documents import MalformedFile, Table
-from utils.plots.drawing import CAPTION_LINE_PIXELS, COLOURS
-from utils.plots.validation_images import GAP_PIXELS, ValidationImage, draw_validation_images, read_validation_images
+from utils.plots.drawing import CAPTION_LINE_PIXELS, COLOURS, GAP_PIXELS
+from utils.plots.validation_images import ValidationImage, draw_validation_images, read_validation_images
 
 
 def read_rows(folder: Path, *rows: str) -> list[ValidationImage]:
@@ -24,36 +24,36 @@ def read_rows(folder: Path, *rows: str) -> list[ValidationImage]:
 
 @pytest.mark.parametrize(
     ("size", "shown"),
-    [((960, 480), (480, 240)), ((480, 300), (480, 300)), ((200, 100), (200, 100)), ((40, 80), (80, 160))],
+    [((960, 480), (480, 240)), ((480, 300), (480, 300)), ((320, 100), (320, 100)), ((40, 80), (160, 320))],
 )
-def test_photos_are_fitted(size: tuple[int, int], shown: tuple[int, int], tmp_path: Path) -> None:
-    """Shrunk to 480 pixels, enlarged to 160, and their boxes with them."""
+def test_photos_are_resized(size: tuple[int, int], shown: tuple[int, int], tmp_path: Path) -> None:
+    """To at most 480 and at least 320 pixels, with their boxes."""
     row = f"{write_image(tmp_path / 'a.png', *size)},label,x,,{size[0] / 4},0,{size[0]},{size[1] / 2}"
-    (found,) = read_rows(tmp_path, row)
-    assert found.image is not None
-    assert found.image.shape == (*shown[::-1], 3)
-    assert found.boxes["label"].boxes == pytest.approx(np.array([[shown[0] / 4, 0, shown[0], shown[1] / 2]]))
-    assert draw_validation_images([found], "label").shape == (
+    (photo,) = read_rows(tmp_path, row)
+    assert photo.image is not None
+    assert photo.image.shape == (*shown[::-1], 3)
+    assert photo.boxes["label"].boxes == pytest.approx(np.array([[shown[0] / 4, 0, shown[0], shown[1] / 2]]))
+    assert draw_validation_images([photo], "label").shape == (
         shown[1] + CAPTION_LINE_PIXELS + GAP_PIXELS,
-        max(shown[0], 160) + GAP_PIXELS,
+        max(shown[0], 320) + GAP_PIXELS,
         3,
     )
 
 
-def test_a_photo_is_as_it_is_displayed(tmp_path: Path) -> None:
+def test_photos_are_rotated_by_their_exif_orientation(tmp_path: Path) -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by a quarter
-    Image.new("RGB", (300, 200)).save(tmp_path / "a.jpg", exif=exif)
-    (found,) = read_validation_images(
+    exif[0x0112] = 6  # a quarter turn
+    Image.new("RGB", (400, 200)).save(tmp_path / "a.jpg", exif=exif)
+    (photo,) = read_validation_images(
         write_table(tmp_path / "b.csv", VAL_BOXES_HEAD, f"{tmp_path}/a.jpg,image,,,,,,"), 0
     )
-    assert found.image is not None
-    assert found.image.shape == (300, 200, 3)
+    assert photo.image is not None
+    assert photo.image.shape == (400, 200, 3)
 
 
-def test_marks_are_told_apart(tmp_path: Path) -> None:
-    """Labels and predictions; the surest comes last and so lies on top; a class has one number in all."""
-    one, two = (write_image(tmp_path / name, 200, 200) for name in ("1.png", "2.png"))
+def test_boxes_by_image_and_kind(tmp_path: Path) -> None:
+    """The most confident prediction is last, on top; a class has the same number in all images."""
+    one, two = (write_image(tmp_path / name, 400, 400) for name in ("1.png", "2.png"))
     rows = (
         f"{two},prediction,disc,0.875,1,2,3,4",
         f"{one},label,bar,,5,6,7,8",
@@ -61,7 +61,7 @@ def test_marks_are_told_apart(tmp_path: Path) -> None:
         f"{two},label,disc,,13,14,15,16",
     )
     first, second = read_rows(tmp_path, *rows)
-    assert (first.path, second.path) == (two, one)  # in the order in which they come
+    assert (first.path, second.path) == (two, one)  # in the order of the file
     assert first.boxes["prediction"].texts == ["bar 0.25", "disc 0.88"]
     assert first.boxes["prediction"].classes == [1, 0]
     assert first.boxes["prediction"].boxes.tolist() == [[9, 10, 11, 12], [1, 2, 3, 4]]
@@ -72,15 +72,15 @@ def test_marks_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_class_has_one_colour(tmp_path: Path) -> None:
-    """Boxes of the labels and of the predictions are in the same place and colour; the ground of the text is, too."""
+    """Labels and predictions of a class have the same colour, as have their texts' backgrounds."""
     path = write_image(tmp_path / "a.png", 400, 300)
     rows = (
         f"{path},label,bar,,20,20,40,40",
         f"{path},label,disc,,100,80,300,280",
         f"{path},prediction,disc,.5,100,80,300,280",
     )
-    (found,) = read_rows(tmp_path, *rows)
-    labels, predictions = (draw_validation_images([found], kind) for kind in ("label", "prediction"))
+    (photo,) = read_rows(tmp_path, *rows)
+    labels, predictions = (draw_validation_images([photo], kind) for kind in ("label", "prediction"))
     for picture in (labels, predictions):
         for x, y in ((100, 200), (300, 200), (200, 80), (200, 280), (100, 70)):  # edges, and the text's corner
             assert picture[y, x].tolist() == pytest.approx(COLOURS[1], abs=3)
@@ -92,62 +92,62 @@ def test_a_class_has_one_colour(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["intermediate hinged traffic-sign " * 9, "猫 $x$ \udcff\n", ""])
 def test_text_stays_within_the_photo(name: str, tmp_path: Path) -> None:
-    """A box in a corner: nothing of its name is outside, and the name has its ground."""
-    path = write_image(tmp_path / "a.png", 300, 200)
+    """The name of a box in a corner is inside of the image, on a background."""
+    path = write_image(tmp_path / "a.png", 400, 200)
     (tmp_path / "b.csv").write_text(
         csv_text(
             VAL_BOXES_HEAD.split(","),
-            [(path, "label", name, "", 290, 0, 300, 10), (path, "label", "x", "", -9e9, 0, 9e9, 190)],
+            [(path, "label", name, "", 390, 0, 400, 10), (path, "label", "x", "", -9e9, 0, 9e9, 190)],
         ),
         errors="surrogateescape",
     )
-    (found,) = read_validation_images(Table(tmp_path / "b.csv"), 0)
-    picture = draw_validation_images([found], "label")
-    assert picture.shape == (200 + CAPTION_LINE_PIXELS + GAP_PIXELS, 300 + GAP_PIXELS, 3)
-    assert (picture[:200, 300:] == 255).all()
+    (photo,) = read_validation_images(Table(tmp_path / "b.csv"), 0)
+    picture = draw_validation_images([photo], "label")
+    assert picture.shape == (200 + CAPTION_LINE_PIXELS + GAP_PIXELS, 400 + GAP_PIXELS, 3)
+    assert (picture[:200, 400:] == 255).all()
     if name:
-        assert (picture[:14, 225:285] == COLOURS[0]).all(2).sum() > 100  # to the left of the box
+        assert (picture[:14, 325:385] == COLOURS[0]).all(2).sum() > 100  # to the left of the box
 
 
 def test_a_long_name_keeps_its_confidence(tmp_path: Path) -> None:
-    """What does not fit is cut from its middle."""
-    path, name = write_image(tmp_path / "a.png", 300, 200), "intermediate hinged traffic-sign " * 9
+    """The middle of a long name is cut."""
+    path, name = write_image(tmp_path / "a.png", 400, 200), "intermediate hinged traffic-sign " * 9
     pictures = []
     for confidence in (0.5, 0.75):
         row = f"{path},prediction,{name},{confidence},100,100,200,150"
         pictures.append(draw_validation_images(read_rows(tmp_path, row), "prediction"))
     rows, columns, _ = np.nonzero(pictures[0] != pictures[1])
     assert rows.max() < 100
-    assert columns.min() > 260  # at its end
+    assert columns.min() > 260  # at the end
 
 
-def test_photos_that_cannot_be_read(tmp_path: Path) -> None:
-    """Grey, without boxes, and named."""
+def test_unreadable_photos(tmp_path: Path) -> None:
+    """They are grey, without boxes, and named."""
     (tmp_path / "no image.jpg").write_text("text")
     (tmp_path / "empty.jpg").touch()
     paths = [str(tmp_path / name) for name in ("missing.jpg", "no image.jpg", "empty.jpg", ".")]
     rows = [(path, "label", "x", "", 1, 1, 50, 50) for path in paths]
     (tmp_path / "b.csv").write_text(csv_text(VAL_BOXES_HEAD.split(","), rows))
-    found = read_validation_images(Table(tmp_path / "b.csv"), 0)
-    assert [one.image for one in found] == [None] * 4
-    picture = draw_validation_images(found, "label")
-    assert picture.shape == (2 * (80 + CAPTION_LINE_PIXELS + GAP_PIXELS), 2 * (160 + GAP_PIXELS), 3)
-    assert (picture[:80, :160] == 160).all()
-    assert (picture[80 : 80 + CAPTION_LINE_PIXELS, :160] < 100).any()
+    photo = read_validation_images(Table(tmp_path / "b.csv"), 0)
+    assert [one.image for one in photo] == [None] * 4
+    picture = draw_validation_images(photo, "label")
+    assert picture.shape == (2 * (160 + CAPTION_LINE_PIXELS + GAP_PIXELS), 2 * (320 + GAP_PIXELS), 3)
+    assert (picture[:160, :320] == 160).all()
+    assert (picture[160 : 160 + CAPTION_LINE_PIXELS, :320] < 100).any()
 
 
 def test_a_file_of_any_name(tmp_path: Path) -> None:
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff \xc3\xbc, $")
     os.mkdir(folder)
-    os.replace(write_image(tmp_path / "a.png", 200, 200), f"{folder}/\udcfe.png")
+    os.replace(write_image(tmp_path / "a.png", 400, 400), f"{folder}/\udcfe.png")
     (tmp_path / "b.csv").write_bytes(
         csv_text(VAL_BOXES_HEAD.split(","), [(f"{folder}/\udcfe.png", "image", *[""] * 6)]).encode(
             errors="surrogateescape"
         )
     )
-    (found,) = read_validation_images(Table(tmp_path / "b.csv"), 0)
-    assert found.image is not None
-    assert (draw_validation_images([found], "label")[:200, :200] == 90).all()
+    (photo,) = read_validation_images(Table(tmp_path / "b.csv"), 0)
+    assert photo.image is not None
+    assert (draw_validation_images([photo], "label")[:200, :200] == 90).all()
 
 
 def test_grids_of_sixteen_and_no_more_than_three(tmp_path: Path) -> None:
@@ -158,15 +158,15 @@ def test_grids_of_sixteen_and_no_more_than_three(tmp_path: Path) -> None:
 
 
 def test_a_row_of_the_grid_is_as_high_as_its_highest_photo(tmp_path: Path) -> None:
-    paths = [write_image(tmp_path / f"{k}.png", 200, height) for k, height in enumerate((50, 120, 80, 60))]
-    found = read_validation_images(
+    paths = [write_image(tmp_path / f"{k}.png", 320, height) for k, height in enumerate((50, 120, 80, 60))]
+    photo = read_validation_images(
         write_table(tmp_path / "b.csv", VAL_BOXES_HEAD, *(f"{path},image,,,,,," for path in paths)), 0
     )
-    picture = draw_validation_images(found, "label")
+    picture = draw_validation_images(photo, "label")
     below = 120 + CAPTION_LINE_PIXELS + GAP_PIXELS
-    assert picture.shape == (below + 80 + CAPTION_LINE_PIXELS + GAP_PIXELS, 2 * (200 + GAP_PIXELS), 3)
-    assert (picture[below : below + 80, :200] == 90).all()
-    assert (picture[50 + CAPTION_LINE_PIXELS : below, :200] == 255).all()
+    assert picture.shape == (below + 80 + CAPTION_LINE_PIXELS + GAP_PIXELS, 2 * (320 + GAP_PIXELS), 3)
+    assert (picture[below : below + 80, :320] == 90).all()
+    assert (picture[50 + CAPTION_LINE_PIXELS : below, :320] == 255).all()
 
 
 @pytest.mark.parametrize(
@@ -178,15 +178,15 @@ def test_a_row_of_the_grid_is_as_high_as_its_highest_photo(tmp_path: Path) -> No
         ("label,x,,a,2,3,4", "x1"),
     ],
 )
-def test_no_photos(row: str, problem: str, tmp_path: Path) -> None:
+def test_malformed_boxes(row: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(MalformedFile, match=f"column {problem}"):
         read_rows(tmp_path, f"a.jpg,{row}")
 
 
 def test_a_class_has_the_colour_that_it_has_in_training(tmp_path: Path) -> None:
-    """By its number among all classes, whichever comes first in the file of boxes."""
+    """The colour depends on the number among all classes, not on the order of the file."""
     cv2.imwrite(str(tmp_path / "a.png"), np.zeros((320, 320, 3), np.uint8))
     table = write_table(tmp_path / "b.csv", VAL_BOXES_HEAD, f"{tmp_path}/a.png,label,ring,,10,50,100,100")
-    (found,) = read_validation_images(table, 0, ["disc", "square", "ring"])
-    assert found.boxes["label"].classes == [2]
-    assert (draw_validation_images([found], "label") == COLOURS[2]).all(2).any()
+    (photo,) = read_validation_images(table, 0, ["disc", "square", "ring"])
+    assert photo.boxes["label"].classes == [2]
+    assert (draw_validation_images([photo], "label") == COLOURS[2]).all(2).any()

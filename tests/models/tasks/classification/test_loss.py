@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from models.tasks.classification.loss import ClassificationCriterion
-from tests.models.tasks.classification.toy_batches import Identity, Info, batch, make, of_classes
+from tests.models.tasks.classification.toy_batches import Identity, make, of_classes
 
 # Probabilities 1/3 each, and 1/2, 1/4, 1/4.
 LOGITS = torch.tensor([[5.0, 5.0, 5.0], [math.log(2), 0.0, 0.0]])
@@ -26,20 +26,20 @@ def criterion(label_smoothing: float = 0.0) -> ClassificationCriterion:
     [
         (0.0, [[1, 0, 0], [1, 0, 0]], LN3 + LN2),
         (0.0, [[0, 0, 1], [0, 1, 0]], LN3 + 2 * LN2),
-        (0.3, [[0, 0, 1], [0, 1, 0]], LN3 + 0.1 * LN2 + 0.9 * 2 * LN2),  # 0.7 of the class, and 0.1 of each
+        (0.3, [[0, 0, 1], [0, 1, 0]], LN3 + 0.1 * LN2 + 0.9 * 2 * LN2),  # 0.7 for the class, and 0.1 for each
         (0.0, [[0.5, 0, 0.5], [0.25, 0.75, 0]], LN3 + 0.25 * LN2 + 0.75 * 2 * LN2),
         (0.3, [[0.5, 0, 0.5], [0.25, 0.75, 0]], LN3 + 0.275 * LN2 + 0.725 * 2 * LN2),  # 0.7 x 0.25 + 0.1, the others
     ],
 )
 def test_losses_by_hand(smoothing: float, targets: list[list[float]], expected: float) -> None:
-    terms = criterion(smoothing)(LOGITS, batch(Info(), Info(), targets=targets))
+    terms = criterion(smoothing)(LOGITS, of_classes(0, 0, targets=targets))
     assert terms.sums.tolist() == [[pytest.approx(expected)]]
     assert terms.counts.tolist() == [[2]]
     assert terms.means(terms.counts).tolist() == [pytest.approx(expected / 2)]
     assert len(make().loss_names) == 1
 
 
-def test_losses_are_torchs_cross_entropy() -> None:
+def test_the_loss_equals_torchs_cross_entropy() -> None:
     logits, labels = torch.randn(16, 3, dtype=torch.float64, requires_grad=True), torch.randint(3, (16,))
     terms = criterion(0.1)(logits, of_classes(*labels.tolist()))
     expected = cross_entropy(logits, labels, label_smoothing=0.1)
@@ -48,8 +48,7 @@ def test_losses_are_torchs_cross_entropy() -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0])
 
 
-def test_shares_of_the_loss_add_up() -> None:
-    """Of processes with different numbers of images."""
+def test_shares_of_processes_with_different_numbers_of_images_add_up() -> None:
     logits, labels = torch.randn(5, 3), [0, 2, 1, 1, 0]
     whole = criterion()(logits, of_classes(*labels))
     parts = [criterion()(logits[cut], of_classes(*labels[cut])) for cut in (slice(0, 3), slice(3, 5))]
@@ -71,15 +70,11 @@ def test_arithmetic_is_in_fp32(precision: torch.dtype) -> None:
 
 
 def test_the_objective_is_the_mean_over_images() -> None:
-    """A detector's is the sum."""
+    """Not the sum, as a detector's."""
     means = torch.tensor([0.75])
     assert criterion().objective(means, 64).item() == criterion().objective(means, 8).item() == 0.75
 
 
-def test_losses_of_a_validation_are_weighed_by_images() -> None:
+def test_batches_are_weighted_by_images_and_have_no_hints() -> None:
     assert criterion().weight(of_classes(0, 1, 2)) == 3
-    assert criterion().weight(of_classes(0)) == 1
-
-
-def test_the_model_gets_no_hints() -> None:
     assert criterion().hints(of_classes(0, 1)) == ()

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.tasks.classification import metrics as module
 from models.tasks.classification.metrics import ClassificationMetrics, ImageRecord, precision_and_recall
 from models.tasks.classification.prediction import ClassificationPrediction
 from models.tasks.classification.task import ClassificationTask
-from tests.models.tasks.classification.toy_batches import SEVEN, Images, Info, batch, make
+from tests.making import Batch, ImageInfo, grey_batch
+from tests.models.tasks.classification.toy_batches import SEVEN, make
+from utils.plots.drawing import draw_captioned
 from utils.summary import Summary
 
 
@@ -22,7 +23,7 @@ def metrics() -> ClassificationMetrics:
     return make().metrics()
 
 
-def records(metrics: ClassificationMetrics, probabilities: Tensor, images: Images) -> list[ImageRecord]:
+def records(metrics: ClassificationMetrics, probabilities: Tensor, images: Batch) -> list[ImageRecord]:
     predictions = [
         ClassificationPrediction(info.image, info.path, image, metrics.names)
         for info, image in zip(images.infos, probabilities, strict=True)
@@ -31,16 +32,16 @@ def records(metrics: ClassificationMetrics, probabilities: Tensor, images: Image
 
 
 def test_records(metrics: ClassificationMetrics) -> None:
-    found = torch.tensor([[0.2, 0.5, 0.3], [0.25, 0.25, 0.5]])
-    assert records(metrics, found, batch(Info(image=7, label=1), Info(image=3, label=0))) == [
+    probabilities = torch.tensor([[0.2, 0.5, 0.3], [0.25, 0.25, 0.5]])
+    assert records(metrics, probabilities, grey_batch(ImageInfo(7, label=1), ImageInfo(3, label=0))) == [
         ImageRecord(7, 1, (1, 2, 0), 0.5),
         ImageRecord(3, 0, (2, 0, 1), 0.5),  # of equal ones the smaller number first
     ]
 
 
 def test_records_have_the_five_most_probable_classes() -> None:
-    found = torch.tensor([[0.1, 0.2, 0.1, 0.1, 0.3, 0.1, 0.1], [1 / 7] * 7])
-    first, second = records(make(names=SEVEN).metrics(), found, batch(Info(0, 5), Info(1, 6), targets=[[0.0] * 7] * 2))
+    probabilities = torch.tensor([[0.1, 0.2, 0.1, 0.1, 0.3, 0.1, 0.1], [1 / 7] * 7])
+    first, second = records(make(names=SEVEN).metrics(), probabilities, grey_batch(ImageInfo(), ImageInfo()))
     assert first.best == (4, 1, 0, 2, 3)
     assert second.best == (0, 1, 2, 3, 4)
     assert (first.confidence, second.confidence) == (pytest.approx(0.3), pytest.approx(1 / 7))
@@ -50,8 +51,8 @@ def test_records_have_the_five_most_probable_classes() -> None:
 
 FOUR = [
     ImageRecord(0, 0, (0, 1, 2, 3, 4), 0.9),
-    ImageRecord(1, 1, (0, 2, 1, 3, 4), 0.6),  # the likeliest is wrong, one of five is right
-    ImageRecord(2, 6, (0, 1, 2, 3, 4), 0.8),  # all are wrong
+    ImageRecord(1, 1, (0, 2, 1, 3, 4), 0.6),  # wrong at first, right among five
+    ImageRecord(2, 6, (0, 1, 2, 3, 4), 0.8),  # wrong among five
     ImageRecord(3, 1, (1, 0, 2, 3, 4), 0.5),
 ]
 
@@ -68,8 +69,8 @@ def test_metrics_and_fitness(summary: Summary) -> None:
 
 
 def test_top_5_of_fewer_classes(metrics: ClassificationMetrics) -> None:
-    found = metrics.summarise([ImageRecord(0, 2, (0, 1, 2), 0.9), ImageRecord(1, 0, (1, 0, 2), 0.4)])
-    assert found.metrics == {"accuracy_top1": 0, "accuracy_top5": 1}
+    summary = metrics.summarise([ImageRecord(0, 2, (0, 1, 2), 0.9), ImageRecord(1, 0, (1, 0, 2), 0.4)])
+    assert summary.metrics == {"accuracy_top1": 0, "accuracy_top5": 1}
 
 
 def test_the_order_of_records_does_not_matter() -> None:
@@ -82,7 +83,7 @@ def test_the_order_of_records_does_not_matter() -> None:
 
 def test_evidence(summary: Summary) -> None:
     assert summary.evidence == {
-        "confusion": [[0, 0, 1], [1, 0, 1], [1, 1, 1], [6, 0, 1]],  # true, predicted, count: only what there is
+        "confusion": [[0, 0, 1], [1, 0, 1], [1, 1, 1], [6, 0, 1]],  # true, predicted, nonzero count
         "mistakes": [[2, 6, 0, 0.8], [1, 1, 0, 0.6]],  # image, true, predicted, confidence: most confident first
     }
     assert json.loads(json.dumps(summary.evidence)) == summary.evidence  # plain values
@@ -93,13 +94,13 @@ def test_the_most_confident_mistakes(metrics: ClassificationMetrics) -> None:
     records[20:22] = [ImageRecord(20, 2, (0, 1, 2), 0.75), ImageRecord(21, 2, (2, 1, 0), 1.0)]
     mistakes = metrics.summarise(records).evidence["mistakes"]
     assert mistakes[0] == [20, 2, 0, 0.75]
-    assert mistakes[1:] == [[number, 0, 1, 0.5] for number in range(15)]  # of equal ones the first, 16 in all
+    assert mistakes[1:] == [[number, 0, 1, 0.5] for number in range(15)]  # of equal confidence the first; 16 in all
 
 
 def test_the_table(summary: Summary) -> None:
     head, overall = summary.overall
     assert head.split() == ["Class", "Images", "P", "R", "top-1", "top-5"]
-    # Precision 1/3 of a, of three that were taken for it, and 1 of b; recall 1 of a and 1/2 of b; means over 7 classes.
+    # Precision of a is 1/3, of b 1; recall of a is 1, of b 1/2; means are over 7 classes.
     assert overall.split() == ["all", "4", "0.1905", "0.2143", "0.5000", "0.7500"]
     assert [line.split() for line in summary.details] == [
         ["a", "1", "0.3333", "1.0000", "-", "-"],
@@ -107,14 +108,14 @@ def test_the_table(summary: Summary) -> None:
         *([name, "0", "0.0000", "0.0000", "-", "-"] for name in "cdef"),
         ["g", "1", "0.0000", "0.0000", "-", "-"],
     ]
-    assert len({len(line) for line in (head, overall, *summary.details)}) == 1  # columns
+    assert len({len(line) for line in summary.table()}) == 1  # columns are aligned
 
 
 def test_long_names_are_cut_in_the_table() -> None:
     metrics = make(names={0: "x" * 30, 1: "short"}).metrics()
-    found = metrics.summarise([ImageRecord(0, 1, (1, 0), 0.9)])
-    assert found.details[0].split()[0] == "x" * 22
-    assert len({len(line) for line in (*found.overall, *found.details)}) == 1
+    summary = metrics.summarise([ImageRecord(0, 1, (1, 0), 0.9)])
+    assert summary.details[0].split()[0] == "x" * 22
+    assert len({len(line) for line in summary.table()}) == 1
 
 
 def test_precision_and_recall() -> None:
@@ -132,60 +133,44 @@ def test_documents() -> None:
         ImageRecord(3, 2, (0, 1, 2), 0.9),
     ]
     metrics = make(names=names).metrics()
-    found = metrics.documents(metrics.summarise(records))
-    assert set(found) == {"classes.csv", "confusion_matrix.csv"}
-    assert found["classes.csv"] == (
+    documents = metrics.documents(metrics.summarise(records))
+    assert set(documents) == {"classes.csv", "confusion_matrix.csv"}
+    assert documents["classes.csv"] == (
         "class,images,precision,recall\n"
         "disc,3,0.666666667,0.666666667\n"  # two of three, either way
         '"a ""big"", red one",0,0,0\n'
         "bar,1,0,0\n"
     )
-    assert found["confusion_matrix.csv"] == (
-        'true \\ predicted,disc,"a ""big"", red one",bar\n'  # as csv writes quotes
+    assert documents["confusion_matrix.csv"] == (
+        'true \\ predicted,disc,"a ""big"", red one",bar\n'  # quotes are doubled
         "disc,2,0,1\n"
         '"a ""big"", red one",0,0,0\n'
         "bar,1,0,0\n"
     )
 
 
-class Shown:
-    """A split whose images are of one colour, their number."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[int, int]] = []
+class ColouredSplit:
+    """A split whose images have one colour, their index."""
 
     def shown(self, index: int, side: int) -> np.ndarray:
-        self.asked.append((index, side))
         return np.full((side, side, 3), index, np.uint8)
 
 
 @pytest.mark.parametrize(("imgsz", "side"), [(64, 160), (224, 224)])
-def test_pictures(imgsz: int, side: int, summary: Summary, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics, split, captions = make(names=SEVEN).metrics(), Shown(), []
-    drawn = module.draw_captioned
-
-    def draw(images: list[np.ndarray], texts: list[str]) -> np.ndarray:
-        captions.extend(texts)
-        return drawn(images, texts)
-
-    monkeypatch.setattr(module, "draw_captioned", draw)
-    found = metrics.pictures(summary, split, imgsz)
-    assert set(found) == {"mistakes.jpg"}  # the confusion matrix is drawn from its document
-    assert split.asked == [(2, side), (1, side)]  # the most confident mistake first
-    assert captions == ["a 0.80\nis g", "a 0.60\nis b"]
-    picture = found["mistakes.jpg"]
-    assert (picture[:side, :side] == 2).all()
-    assert (picture[:side, side:] == 1).all()
-    assert picture.dtype == np.uint8
+def test_mistakes_are_drawn_the_most_confident_first(imgsz: int, side: int, summary: Summary) -> None:
+    pictures = make(names=SEVEN).metrics().pictures(summary, ColouredSplit(), imgsz)
+    images = [ColouredSplit().shown(index, side) for index in (2, 1)]
+    assert list(pictures) == ["mistakes.jpg"]
+    assert np.array_equal(pictures["mistakes.jpg"], draw_captioned(images, ["a 0.80\nis g", "a 0.60\nis b"]))
 
 
-def test_no_mistakes_no_picture_of_them(metrics: ClassificationMetrics) -> None:
-    found = metrics.summarise([ImageRecord(0, 1, (1, 0, 2), 0.9), ImageRecord(1, 1, (1, 0, 2), 0.9)])
-    assert metrics.pictures(found, Shown(), 64) == {}
+def test_no_picture_without_mistakes(metrics: ClassificationMetrics) -> None:
+    summary = metrics.summarise([ImageRecord(0, 1, (1, 0, 2), 0.9), ImageRecord(1, 1, (1, 0, 2), 0.9)])
+    assert metrics.pictures(summary, ColouredSplit(), 64) == {}
 
 
 def test_scores_by_class(summary: Summary) -> None:
-    """Of the classes that have images, of seven: see the table."""
+    """Of the classes that have images; see the table."""
     assert summary.by_class == {
         "precision": {"a": pytest.approx(1 / 3), "b": 1, "g": 0},
         "recall": {"a": 1, "b": 0.5, "g": 0},
@@ -193,7 +178,7 @@ def test_scores_by_class(summary: Summary) -> None:
     assert {type(value) for values in summary.by_class.values() for value in values.values()} == {float}
 
 
-def test_no_image_is_shown_with_boxes(summary: Summary) -> None:
+def test_no_image_has_boxes_to_draw(summary: Summary) -> None:
     metrics = make(names=SEVEN).metrics(shown=frozenset([0, 2]))
     assert metrics.examples(metrics.summarise(FOUR)) == []
     assert metrics.summarise(FOUR) == summary

@@ -13,15 +13,16 @@ import torch
 from torch import nn
 
 from models.tasks import TASKS, task_of
-from models.tasks.classification import task as module
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
 from models.tasks.contract import ExportSettings
 from models.yolo import YoloModel
-from tests.models.tasks.classification.toy_batches import NAMES, Identity, Images, Info, batch, make, of_classes
+from tests.making import CLASS_NAMES, grey_batch
+from tests.models.tasks.classification.toy_batches import Identity, make, of_classes
 from utils.config.hyperparameters import from_mapping
 from utils.config.options import ExportOptions, TrainOptions, ValOptions, flags_of
 from utils.errors import UserError
 from utils.files import ROOT
+from utils.plots.drawing import draw_captioned
 
 
 @pytest.fixture
@@ -29,10 +30,10 @@ def task() -> ClassificationTask:
     return make()
 
 
-# The name in a YAML
+# The registry
 
 
-def test_the_name_in_a_yaml() -> None:
+def test_the_task_of_a_model_yaml() -> None:
     assert TASKS["classify"].load() is ClassificationTask
     assert task_of({"task": "classify", "nc": 3}, "mine.yaml") == "classify"
     assert task_of({"nc": 3, "head": [[-1, 1, "Classify", ["nc"]]]}, "mine.yaml") == "classify"
@@ -45,7 +46,7 @@ def test_defaults_are_flags() -> None:
     known = {field.name: type(field.default) for field in fields(TrainOptions)}
     assert {name: type(value) for name, value in ClassificationTask.defaults.items()}.items() <= known.items()
     assert (ROOT / ClassificationTask.defaults["hyp"]).is_file()
-    assert TASKS["detect"].load().defaults == {}  # what the flags themselves say
+    assert TASKS["detect"].load().defaults == {}  # the flags' own
 
 
 # The recipe
@@ -91,9 +92,9 @@ def test_a_detectors_keys_are_unknown() -> None:
 # The model
 
 
-@pytest.mark.parametrize(("names", "said"), [({0: "disc"}, "disc"), ({}, "")])
-def test_one_class_is_none(names: dict[int, str], said: str) -> None:
-    with pytest.raises(UserError, match=f"at least two classes apart, and the data has {said}$"):
+@pytest.mark.parametrize(("names", "listed"), [({0: "disc"}, "disc"), ({}, "none")])
+def test_one_class_is_not_enough(names: dict[int, str], listed: str) -> None:
+    with pytest.raises(UserError, match=f"^a classifier needs at least two classes; the data set has {listed}$"):
         make(names=names)
     assert make(names={0: "disc", 1: "bar"}).names == {0: "disc", 1: "bar"}
 
@@ -110,11 +111,10 @@ ROWS = {
 def test_the_model_has_the_tasks_classes(task: ClassificationTask, yaml: dict[str, Any]) -> None:
     model: Any = task.build_model(yaml, 50)
     assert isinstance(model, YoloModel) == ("backbone" in yaml)
-    assert (model.imgsz, model.stride) == (50, 1)  # images of any size will do
-    assert model.names == NAMES
+    assert (model.imgsz, model.stride) == (50, 1)  # any size
+    assert model.names == CLASS_NAMES
     assert (model.yaml["task"], model.yaml["nc"], yaml["nc"]) == ("classify", 3, 1000)
-    given = Images(torch.zeros(2, 3, 50, 50, dtype=torch.uint8), torch.eye(3)[:2], (Info(), Info()))
-    assert model(task.inputs(given)).shape == (2, 3)
+    assert model(task.inputs(grey_batch(count=2, side=50))).shape == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -126,12 +126,12 @@ def test_the_model_has_the_tasks_classes(task: ClassificationTask, yaml: dict[st
         ({**ROWS, "architecture": "resnet18"}, "unknown key 'backbone'"),
     ],
 )
-def test_messages_name_where_the_model_is_from(task: ClassificationTask, yaml: dict[str, Any], message: str) -> None:
+def test_errors_name_the_yaml(task: ClassificationTask, yaml: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=f"^mine.yaml.*{message}"):
         task.build_model(yaml, 64, "mine.yaml")
 
 
-def test_nothing_is_fitted_to_the_data(task: ClassificationTask) -> None:
+def test_nothing_is_adapted_to_the_data(task: ClassificationTask) -> None:
     yaml = {"architecture": "resnet18"}
     resolved = task.model_yaml(yaml)
     assert resolved == yaml
@@ -140,12 +140,12 @@ def test_nothing_is_fitted_to_the_data(task: ClassificationTask) -> None:
     assert task.adapt(Identity(), None) == []
 
 
-def test_exported_is_the_model_with_batchnorm_folded(task: ClassificationTask) -> None:
+def test_batchnorm_is_folded_in_the_exported_module(task: ClassificationTask) -> None:
     model = task.build_model(ROWS, 32).eval()
     module, suppression = task.export_module(model, ExportSettings())
     assert suppression is None
     assert not any(isinstance(layer, nn.BatchNorm2d) for layer in module.modules())
-    images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    images = torch.rand(2, 3, 32, 32)
     torch.testing.assert_close(module(images), model(images))
 
 
@@ -165,7 +165,7 @@ def test_inputs_are_normalised_by_imagenets_statistics(task: ClassificationTask)
     assert inputs[1, :, 0, 0].tolist() == pytest.approx(
         [-0.485 / 0.229, (1 - 0.456) / 0.224, (0.4 - 0.406) / 0.225], abs=1e-6
     )
-    assert given.images.dtype == torch.uint8  # what was given stays
+    assert given.images.dtype == torch.uint8
 
 
 def test_flags_of_detectors_are_refused() -> None:
@@ -174,14 +174,9 @@ def test_flags_of_detectors_are_refused() -> None:
     assert set(ClassificationTask.refused) < known
 
 
-def test_the_batch_is_drawn(task: ClassificationTask, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = of_classes(0, 1)
-    given.images[1] = torch.tensor([1, 2, 3], dtype=torch.uint8).view(3, 1, 1)
-    picture = task.draw_batch(given)
-    assert (picture.dtype, picture.shape) == (np.uint8, (40, 300, 3))  # captions are wider than the images
-    assert picture[4, 75].tolist() == [51, 51, 51]
-    assert picture[4, 225].tolist() == [3, 2, 1]  # blue comes first
-    monkeypatch.setattr(module, "draw_captioned", lambda images, captions: captions)
-    assert list(task.draw_batch(given)) == ["disc", "traffic light"]
-    mixed = batch(Info(), Info(), targets=[[0.25, 0.75, 0], [0.2, 0.5, 0.3]])
-    assert list(task.draw_batch(mixed)) == ["traffic light 0.75\ndisc 0.25", "traffic light 0.50\nbar 0.30"]
+def test_a_batch_is_drawn_with_classes_and_shares(task: ClassificationTask) -> None:
+    batch = of_classes(0, 1, 0, targets=[[1, 0, 0], [0.25, 0.75, 0], [0.2, 0.5, 0.3]])
+    batch.images[1] = torch.tensor([1, 2, 3], dtype=torch.uint8).view(3, 1, 1)
+    grey, colour = np.full((8, 8, 3), 51, np.uint8), np.full((8, 8, 3), (3, 2, 1), np.uint8)  # blue first
+    captions = ["disc", "traffic light 0.75\ndisc 0.25", "traffic light 0.50\nbar 0.30"]
+    assert np.array_equal(task.draw_batch(batch), draw_captioned([grey, colour, grey], captions))

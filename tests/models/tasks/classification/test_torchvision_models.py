@@ -1,4 +1,4 @@
-"""Classifiers of torchvision's, from a YAML with `architecture:`."""
+"""torchvision's classifiers, from a YAML with `architecture:`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 from utils.training.ema import ModelEMA
 
-# Too many parameters to be made on a small machine.
-LARGE = ("regnet_y_128gf", "vit_h_14", "vit_l_16", "vit_l_32", "convnext_large", "efficientnet_v2_l", "vgg")
+# Too many parameters for a small machine.
+NOT_BUILT = "regnet_y_128gf"  # 2.6 GB, and not possible on the meta device
+LARGE = ("vit_h_14", "vit_l_16", "vit_l_32", "convnext_large", "efficientnet_v2_l", "vgg")
 
 
 def on_meta(name: str, nc: int = 3, imgsz: int = 64, **yaml: Any) -> Any:
-    """The model without memory for its weights."""
+    """Build the model without memory for its weights."""
     with torch.device("meta"):
         return build_classifier({"architecture": name, **yaml}, nc, imgsz)
 
@@ -57,7 +58,7 @@ def test_shipped_yamls(name: str, parameters: int) -> None:
     assert {"conv1.weight", "layer1.0.bn1.running_mean", "layer4.1.conv2.weight", "fc.bias"} <= set(shapes(model))
 
 
-def test_logits_of_so_many_classes() -> None:
+def test_number_of_logits() -> None:
     model = on_meta("resnet18", nc=7)
     assert count(model) == 11_689_512 - 993 * 513  # 993 rows of 512 weights and a bias
     assert model(torch.zeros(2, 3, 50, 41, device="meta")).shape == (2, 7)
@@ -65,7 +66,7 @@ def test_logits_of_so_many_classes() -> None:
 
 @pytest.mark.parametrize(("name", "side"), [("googlenet", 32), ("inception_v3", 75)])
 @pytest.mark.parametrize("training", [True, False])
-def test_logits_alone_where_there_are_more_heads(name: str, side: int, training: bool) -> None:
+def test_auxiliary_heads_are_removed(name: str, side: int, training: bool) -> None:
     model = on_meta(name, imgsz=side).train(training)
     outputs = model(torch.zeros(2, 3, side, side, device="meta"))
     assert isinstance(outputs, torch.Tensor)
@@ -74,7 +75,7 @@ def test_logits_alone_where_there_are_more_heads(name: str, side: int, training:
 
 
 def test_weights_are_torchvisions_own() -> None:
-    """Under the same seed; and trying what comes out draws no more, though there is dropout."""
+    """Under the same seed; the check of the image size draws no random numbers, in spite of dropout."""
     torch.manual_seed(3)
     theirs = zoo.mobilenet_v3_small(num_classes=5)
     number = torch.rand(1)
@@ -99,13 +100,13 @@ def test_the_yaml_builds_it_again() -> None:
     assert shapes(again) == shapes(model)
     assert again.classifier[2].p == 0.35
     model.yaml["args"]["dropout"] = 0.9
-    assert yaml == given  # a copy of its own
+    assert yaml == given  # the model has a copy
 
 
 def test_arguments_reach_the_architecture() -> None:
     assert on_meta("mobilenet_v3_small").classifier[2].p == 0.2
     assert on_meta("mobilenet_v3_small", args={"dropout": 0.35}).classifier[2].p == 0.35
-    assert on_meta("mobilenet_v3_small", args=None).classifier[2].p == 0.2  # `args:` and nothing
+    assert on_meta("mobilenet_v3_small", args=None).classifier[2].p == 0.2  # an empty `args:`
     assert on_meta("resnet18", args={"zero_init_residual": True}) is not None
     assert on_meta("googlenet", args={"transform_input": True}).transform_input
 
@@ -117,7 +118,7 @@ def test_arguments_reach_the_architecture() -> None:
         ({"architecture": "zzz"}, "`architecture` is 'zzz'; give a classification model of torchvision, such as resn"),
         ({"architecture": 18}, "`architecture` is 18; give"),
         ({"architecture": ["resnet18"]}, r"`architecture` is \['resnet18'\]; give"),
-        ({"architecture": "fcn_resnet50"}, r"`architecture` is 'fcn_resnet50'; give"),  # known, but no classifier
+        ({"architecture": "fcn_resnet50"}, r"`architecture` is 'fcn_resnet50'; give"),  # not a classifier
         ({"task": "classify"}, "`architecture` is None; give"),
         ({"arg": {}}, r"unknown key 'arg' \(did you mean 'args'\?\); known are task, architecture, nc, args$"),
         ({"backbone": []}, "unknown key 'backbone'; known are"),
@@ -140,17 +141,8 @@ def test_yaml_that_describes_no_classifier(yaml: dict[str, Any], message: str) -
     assert "\n" not in str(caught.value)
 
 
-def test_only_the_first_line_of_a_reason_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("first line " + "x" * 200 + "\nsecond line")
-
-    monkeypatch.setattr(zoo, "get_model", fail)
-    with pytest.raises(UserError, match=r"arguments {} \(first line x{146}\.\.\.\)$"):
-        on_meta("resnet18")
-
-
 @pytest.mark.parametrize("name", ["mobilenet_v3_small", "convnext_tiny"])
-def test_arguments_that_nothing_is_done_with(name: str) -> None:
+def test_arguments_that_torchvision_ignores(name: str) -> None:
     with pytest.raises(UserError, match="droput"):
         on_meta(name, args={"droput": 0.3})
 
@@ -165,13 +157,13 @@ def test_architecture_of_a_yaml() -> None:
     ("name", "imgsz", "args"),
     [("vit_b_32", 96, {}), ("vit_b_32", 224, {"image_size": 96}), ("inception_v3", 64, {}), ("alexnet", 32, {})],
 )
-def test_images_that_do_not_suit(name: str, imgsz: int, args: dict[str, Any]) -> None:
+def test_images_of_an_unsuitable_size(name: str, imgsz: int, args: dict[str, Any]) -> None:
     with pytest.raises(UserError) as caught:
         on_meta(name, imgsz=imgsz, args=args)
-    said = str(caught.value)
-    assert said.startswith(f"the model YAML: {name} does not work with --imgsz {imgsz} (")
-    assert said.endswith("); most are made for 224")
-    assert "\n" not in said
+    message = str(caught.value)
+    assert message.startswith(f"the model YAML: {name} does not work with --imgsz {imgsz} (")
+    assert message.endswith("); most are made for 224")
+    assert "\n" not in message
 
 
 def test_a_transformer_of_another_image_size() -> None:
@@ -192,23 +184,21 @@ def test_another_number_of_classes_changes_the_last_layer_alone() -> None:
     )
 
 
-def test_weights_of_a_network_that_asks_for_their_version() -> None:
+def test_weights_with_a_version_are_loaded() -> None:
     model = build_classifier({"architecture": "mnasnet0_5"}, 3, 64)
-    found = transfer(model, {key: value + 1 for key, value in model.state_dict().items()})
-    assert found.loaded == found.total
+    result = transfer(model, {key: value + 1 for key, value in model.state_dict().items()})
+    assert result.loaded == result.total
 
 
 # All of them
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", architectures())
+@pytest.mark.parametrize("name", [name for name in architectures() if name != NOT_BUILT])
 def test_every_architecture(name: str) -> None:
-    """It is built, and gives logits when averaged; all that drops is the same on any number of processes."""
+    """It is built, its average returns logits, and every dropout layer is synchronised."""
     place: AbstractContextManager[object] = nullcontext()
     if name.startswith(LARGE):
-        if name.startswith("regnet"):
-            pytest.skip("it is large, and cannot be built without memory")
         place = torch.device("meta")
     with place:
         model = build_classifier({"architecture": name}, 3, 224)

@@ -1,9 +1,8 @@
-"""Batches of a detection data set, made by hand, for the tests of this package."""
+"""Labels, predictions and records for the tests of this package."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,57 +10,29 @@ from torch import Tensor
 
 from models.tasks.detection.prediction import DetectionPrediction
 from models.tasks.detection.records import ImageRecord, image_records
+from tests.making import CLASS_NAMES, ImageInfo
 
-NAMES = {0: "disc", 1: "traffic light", 2: "bar"}
 IMAGE = (100, 100)  # width and height, pixels
 DISC, LIGHT = (0, 0.2, 0.2, 0.2, 0.2), (1, 0.7, 0.7, 0.4, 0.4)  # labels at 10, 10, 30, 30 and 50, 50, 90, 90
 
 
-class Place(NamedTuple):
-    scale: tuple[float, float] = (1.0, 1.0)
-    offset: tuple[int, int] = (0, 0)
-
-
-class Info(NamedTuple):
-    image: int = 0
-    size: tuple[int, int] = (100, 200)  # width, height
-    placement: Place = Place()
-    rows: np.ndarray = np.zeros((0, 5), np.float32)
-    path: str = "/data/a.jpg"
-
-
-class Images(NamedTuple):
-    images: Tensor
-    targets: Tensor
-    infos: tuple[Info, ...]
-
-    def to(self, device: Any, non_blocking: bool = False) -> Images:
-        return self
-
-
-def batch(*infos: Info, targets: Tensor | None = None, side: int = 64, count: int = 0) -> Images:
-    """Grey images of `side` pixels: one for each of `infos`, or `count`."""
-    pixels = torch.full((len(infos) or count, 3, side, side), 51, dtype=torch.uint8)
-    return Images(pixels, torch.zeros(0, 6) if targets is None else targets, infos)
-
-
 def labels(*rows: tuple[float, ...]) -> np.ndarray:
-    """Labels (m, 5): class, normalised xywh."""
+    """Return labels (m, 5): class, normalised xywh."""
     return np.array(rows, np.float32).reshape(-1, 5)
 
 
 def predictions(
-    boxes: Sequence[Tensor], infos: Sequence[Info], names: dict[int, str] = NAMES, iou_thres: float = 0.6
+    boxes: Sequence[Tensor], infos: Sequence[ImageInfo], names: dict[int, str] = CLASS_NAMES, iou_thres: float = 0.6
 ) -> list[DetectionPrediction]:
-    """Predictions of boxes (k, 6) in pixels of the files."""
+    """Return the predictions of boxes (k, 6) in pixels of the files."""
     return [
         DetectionPrediction(info.image, info.path, info.size, rows, info.rows, names, iou_thres)
         for rows, info in zip(boxes, infos, strict=True)
     ]
 
 
-def random_images(seed: int) -> tuple[list[Tensor], tuple[Info, ...]]:
-    """Images of 0 to 3 labels and detections near them, on a coarse grid, so that many overlaps are equal."""
+def random_images(seed: int) -> tuple[list[Tensor], tuple[ImageInfo, ...]]:
+    """Batch of 0 to 3 labels and detections near them, on a coarse grid, so that many overlaps are equal."""
     rng = np.random.default_rng(seed)
     boxes, infos = [], []
     for image in range(12):
@@ -70,22 +41,22 @@ def random_images(seed: int) -> tuple[list[Tensor], tuple[Info, ...]]:
         xyxy = np.concatenate((corners, corners + rng.integers(4, 8, corners.shape) * 5), 1)
         confidence = -np.sort(-rng.integers(1, 5, (len(xyxy), 1)) / 5, axis=0)
         boxes.append(torch.from_numpy(np.concatenate((xyxy, confidence, rng.integers(0, 3, confidence.shape)), 1)))
-        infos.append(Info(image, (100, 100), rows=labels(*rows)))
+        infos.append(ImageInfo(image, (100, 100), rows=labels(*rows)))
     return boxes, tuple(infos)
 
 
 def box(low: float, high: float, confidence: float, label: int) -> list[float]:
-    """A square box on the diagonal, as a row of predictions."""
+    """Return a square box on the diagonal, as a row of predictions."""
     return [low, low, high, high, confidence, label]
 
 
 def shown_images() -> list[ImageRecord]:
-    """An empty image; a disc that is detected; a light that is not, beside a false bar; an image that is not shown."""
+    """Return records of an empty image, a detected disc, a missed light next to a false bar, and one not to draw."""
     infos = (
-        Info(7, IMAGE, rows=labels((1, 0.9, 0.5, 0.4, 0.25)), path="/data/c.jpg"),  # 70, 37.5, 110, 62.5
-        Info(2, (64, 48), path='/data/a, "b".jpg'),
-        Info(1, IMAGE, path="/data/hidden.jpg"),
-        Info(4, (200, 100), rows=labels((0, 0.5, 0.5, 0.25, 0.5)), path="/data/b.jpg"),  # 75, 25, 125, 75
+        ImageInfo(7, IMAGE, rows=labels((1, 0.9, 0.5, 0.4, 0.25)), path="/data/c.jpg"),  # 70, 37.5, 110, 62.5
+        ImageInfo(2, (64, 48), path='/data/a, "b".jpg'),
+        ImageInfo(1, IMAGE, path="/data/hidden.jpg"),
+        ImageInfo(4, (200, 100), rows=labels((0, 0.5, 0.5, 0.25, 0.5)), path="/data/b.jpg"),  # 75, 25, 125, 75
     )
     boxes = [
         torch.tensor([[0, 0, 100 / 3, 50, 0.25, 2], [0, 0, 9, 9, 0.249, 2]]).double(),

@@ -20,7 +20,7 @@ def test_conversions() -> None:
 
 
 def aspect_term(a: tuple[float, float], b: tuple[float, float], iou: float) -> float:
-    """alpha v of the CIoU for two sizes (w, h)."""
+    """Return alpha v of the CIoU for two sizes (w, h)."""
     v = 4 / math.pi**2 * (math.atan(a[0] / a[1]) - math.atan(b[0] / b[1])) ** 2
     return v * v / (v - iou + 1)
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
+from torchvision.ops import box_iou
 
 from models.tasks.contract import Thresholds
 from models.tasks.detection.export_module import DecodedDetector, GraphSuppression, SuppressedDetector
 from models.tasks.detection.suppression import detect
 from models.tasks.detection.views import RawView
 from models.yolo import YoloModel, build_model
+from tests.making import tiny_detector
 
 
 @pytest.fixture
-def model(tiny_yaml: dict[str, Any]) -> YoloModel:
-    """A detector with many detections of different confidence."""
+def model() -> YoloModel:
+    """Return a detector with many detections of different confidence."""
     torch.manual_seed(0)
-    model = build_model(tiny_yaml).eval()
+    model = build_model(tiny_detector()).eval()
     for level in model.detect.m:
         nn.init.normal_(level.weight, std=2)
         nn.init.normal_(level.bias, std=0.5)
@@ -28,18 +28,18 @@ def model(tiny_yaml: dict[str, Any]) -> YoloModel:
 
 @pytest.fixture
 def images() -> Tensor:
-    return torch.rand(3, 3, 32, 48, generator=torch.Generator().manual_seed(1))
+    return torch.rand(3, 3, 32, 48)
 
 
 def detections_of(model: YoloModel, images: Tensor, thresholds: Thresholds) -> list[Tensor]:
     return detect([RawView(model(images), model.detect.anchors, model.detect.stride)], thresholds)
 
 
-def test_boxes_are_those_of_a_head(model: YoloModel, images: Tensor) -> None:
-    """Written out by YOLOv5's formula."""
+def test_boxes_by_hand(model: YoloModel, images: Tensor) -> None:
+    """YOLOv5's formula for one box."""
     decoded = DecodedDetector(model)(images)
     assert decoded.shape == (3, 2 * (8 * 12 + 4 * 6), 8)
-    raw = model(images)[1].sigmoid()  # of stride 8: behind the two anchors of stride 4
+    raw = model(images)[1].sigmoid()  # of stride 8: after the two anchors of stride 4
     anchor, row, column = 1, 2, 3
     given, one = raw[2, anchor, row, column], decoded[2, 2 * 8 * 12 + (anchor * 4 + row) * 6 + column]
     x, y = (2 * given[0] - 0.5 + column) * 8, (2 * given[1] - 0.5 + row) * 8
@@ -49,7 +49,7 @@ def test_boxes_are_those_of_a_head(model: YoloModel, images: Tensor) -> None:
 
 
 @pytest.mark.parametrize("most", [5, 40])
-def test_suppression_in_the_graph_has_the_detections_of_a_validation(
+def test_suppression_in_the_graph_returns_the_detections_of_a_validation(
     model: YoloModel, images: Tensor, most: int
 ) -> None:
     limits = GraphSuppression(0.3, 0.45, most, most)
@@ -69,8 +69,8 @@ def test_without_detections_all_rows_are_zeros(model: YoloModel, images: Tensor)
 
 
 def test_most_detections_of_a_class(model: YoloModel, images: Tensor) -> None:
-    everything = SuppressedDetector(DecodedDetector(model), GraphSuppression(0.3, 0.45, 60, 60))(images)[0]
-    few = SuppressedDetector(DecodedDetector(model), GraphSuppression(0.3, 0.45, 60, 2))(images)[0]
+    everything = SuppressedDetector(DecodedDetector(model), GraphSuppression(0.3, 0.45, 300, 300))(images)[0]
+    few = SuppressedDetector(DecodedDetector(model), GraphSuppression(0.3, 0.45, 300, 2))(images)[0]
     for whole, part in zip(everything, few, strict=True):
         of_class = [whole[(whole[:, 5] == k) & (whole[:, 4] > 0)][:2] for k in range(3)]
         expected = torch.cat(of_class)
@@ -80,13 +80,10 @@ def test_most_detections_of_a_class(model: YoloModel, images: Tensor) -> None:
 
 def test_classes_suppress_each_other_if_agnostic(model: YoloModel, images: Tensor) -> None:
     def overlaps(agnostic: bool) -> int:
-        (image, *_), _ = SuppressedDetector(DecodedDetector(model), GraphSuppression(0.3, 0.45, 60, 60, agnostic))(
-            images
-        )
-        from torchvision.ops import box_iou
-
-        boxes = image[image[:, 4] > 0, :4]
-        return int((box_iou(boxes, boxes).triu(1) > 0.45).sum())
+        limits = GraphSuppression(0.3, 0.45, 300, 300, agnostic)
+        detections, _ = SuppressedDetector(DecodedDetector(model), limits)(images)
+        boxes = [image[image[:, 4] > 0, :4] for image in detections]
+        return sum(int((box_iou(one, one).triu(1) > 0.45).sum()) for one in boxes)
 
     assert overlaps(False) > 0
     assert overlaps(True) == 0

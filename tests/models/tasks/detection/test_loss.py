@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,13 +15,13 @@ from models.tasks.detection.loss import DetectionCriterion, LossSettings, Unavai
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import build_model
-from tests.models.tasks.detection.batches import Images, batch
+from tests.making import Batch, grey_batch, tiny_detector
 
 FINEST = 4.0  # weight of the finest of up to 5 levels in the objectness term
 
 
 def softplus(x: float) -> float:
-    """-log(1 - sigmoid(x)): what a logit costs where nothing is wanted; softplus(-x) where 1 is."""
+    """Return -log(1 - sigmoid(x)), the cost of a logit if the target is 0; softplus(-x) if it is 1."""
     return math.log1p(math.exp(x))
 
 
@@ -31,29 +30,29 @@ def sigmoid(x: float) -> float:
 
 
 def zeros(batch: int, anchors: int, height: int, width: int, classes: int) -> Tensor:
-    """A raw map whose every prediction is its anchor in the middle of its cell, with scores of 0.5."""
+    """Return a raw map whose predictions are the anchors in the middle of their cells, with scores of 0.5."""
     return torch.zeros(batch, anchors, height, width, 5 + classes, requires_grad=True)
 
 
 def criterion_of(settings: LossSettings, classes: int, anchors: Tensor) -> DetectionCriterion:
-    """The loss of a head with anchors (levels, anchors, 2), in cells."""
+    """Return the loss of a head with anchors (levels, anchors, 2), in cells."""
     head = Detect(classes, anchors.shape[1], [1] * len(anchors))
     head.anchors.copy_(anchors)
     return DetectionCriterion(settings, head)
 
 
-def of(targets: Tensor) -> Images:
-    """A batch with targets (n, 6): image, class, normalised xywh."""
-    return batch(targets=targets)
+def batch_of(targets: Tensor) -> Batch:
+    """Return a batch with targets (n, 6): image, class, normalised xywh."""
+    return grey_batch(targets=targets)
 
 
 def only_level(
     settings: LossSettings, raw: Tensor, targets: list[list[float]], anchors: list[list[float]]
 ) -> LossTerms:
-    """The loss of one level. targets in cells: image, class, x, y, w, h."""
+    """Return the loss of one level. targets: image, class, x, y, w, h in cells."""
     height, width = raw.shape[2:4]
     rows = torch.tensor(targets).reshape(-1, 6) / torch.tensor([1, 1, width, height, width, height])
-    return criterion_of(settings, raw.shape[-1] - 5, torch.tensor([anchors]))([raw], of(rows))
+    return criterion_of(settings, raw.shape[-1] - 5, torch.tensor([anchors]))([raw], batch_of(rows))
 
 
 # YOLOv5's own numbers
@@ -71,7 +70,7 @@ def test_loss_and_gradients_are_those_of_yolov5(mode: str, shared: Path) -> None
 
     images = reference["im_uint8"].float() / 255
     assert images.is_contiguous()
-    terms = criterion(model(images), of(reference["targets"]))
+    terms = criterion(model(images), batch_of(reference["targets"]))
     items = terms.means(terms.counts)
     loss = criterion.objective(items, len(images))
     loss.backward()
@@ -92,9 +91,9 @@ def test_loss_and_gradients_are_those_of_yolov5(mode: str, shared: Path) -> None
 
 
 def objectness_targets(raw: Tensor, targets: Tensor, anchors: Tensor) -> Tensor:
-    """What objectness is wanted of each cell, (b, anchors, h, w), read off the gradient, which is sigmoid - wanted."""
+    """Return the objectness target of each cell, (b, anchors, h, w), from the gradient, which is sigmoid - target."""
     raw = raw.detach().requires_grad_()
-    criterion_of(LossSettings(), raw.shape[-1] - 5, anchors)([raw], of(targets)).sums[1].sum().backward()
+    criterion_of(LossSettings(), raw.shape[-1] - 5, anchors)([raw], batch_of(targets)).sums[1].sum().backward()
     assert raw.grad is not None
     return raw.detach()[..., 4].sigmoid() - raw.grad[..., 4]
 
@@ -113,8 +112,7 @@ def test_the_last_target_counts_if_several_share_a_cell() -> None:
     assert first.count_nonzero() == second.count_nonzero() == 1
 
 
-def test_what_a_shared_cell_wants_does_not_depend_on_the_rest_of_the_batch() -> None:
-    torch.manual_seed(0)
+def test_the_target_of_a_shared_cell_does_not_depend_on_the_rest_of_the_batch() -> None:
     raw = torch.randn(5, 2, 4, 4, 7)
     anchors = torch.tensor([[[1.0, 1], [2, 2]]])
     image = torch.randint(5, (120, 1))  # some 24 targets for each image's 16 cells
@@ -132,26 +130,27 @@ def test_what_a_shared_cell_wants_does_not_depend_on_the_rest_of_the_batch() -> 
 # Sums and counts
 
 
-def random_case(seed: int) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Three levels of a batch of 4 images with 20 targets, and their anchors."""
-    torch.manual_seed(seed)
-    outputs = [torch.randn(4, 2, side, side, 8, requires_grad=True) for side in (8, 4, 2)]
+def random_case() -> tuple[list[Tensor], Tensor, Tensor]:
+    """Return three levels of a batch of 4 images, 20 targets, and anchors."""
+    generator = torch.Generator().manual_seed(0)
+    outputs = [torch.randn(4, 2, side, side, 8, generator=generator, requires_grad=True) for side in (8, 4, 2)]
     image, label = torch.arange(20) % 4, torch.arange(20) % 3
-    targets = torch.cat((image[:, None], label[:, None], torch.rand(20, 2), torch.rand(20, 2) * 0.5 + 0.05), 1)
+    centre, size = torch.rand(2, 20, 2, generator=generator)
+    targets = torch.cat((image[:, None], label[:, None], centre, size * 0.5 + 0.05), 1)
     return outputs, targets, torch.tensor([[[1.0, 1], [2, 2]], [[1, 2], [2, 1]], [[0.5, 0.5], [1, 1]]])
 
 
 def test_halves_of_a_batch_add_up_to_the_whole() -> None:
-    outputs, targets, anchors = random_case(0)
+    outputs, targets, anchors = random_case()
     criterion = criterion_of(LossSettings(label_smoothing=0.1), 3, anchors)
-    whole = criterion(outputs, of(targets))
+    whole = criterion(outputs, batch_of(targets))
     halves = []
     for start in (0, 2):
         half = targets[(targets[:, 0] >= start) & (targets[:, 0] < start + 2)]
         half[:, 0] -= start
-        halves.append(criterion([raw[start : start + 2] for raw in outputs], of(half)))
+        halves.append(criterion([raw[start : start + 2] for raw in outputs], batch_of(half)))
     assert (whole.counts[0] > 0).all()
-    assert not torch.equal(halves[0].counts[0], halves[1].counts[0])  # so that a mean of means would be another
+    assert not torch.equal(halves[0].counts[0], halves[1].counts[0])  # so a mean of means would differ
     assert torch.equal(halves[0].counts + halves[1].counts, whole.counts)
     torch.testing.assert_close(halves[0].sums + halves[1].sums, whole.sums)
     shares = halves[0].means(whole.counts) + halves[1].means(whole.counts)
@@ -164,7 +163,7 @@ def test_halves_of_a_batch_add_up_to_the_whole() -> None:
 
 
 def test_each_level_has_its_own_mean() -> None:
-    """By hand: two perfect boxes and one 2 wide of 4 on the finest level, one of the last kind on the coarsest."""
+    """By hand: two perfect boxes and one of half the height on the finest level, another such on the coarsest."""
     sides, anchors = (4, 2, 1), torch.tensor([[[2.0, 2]], [[50, 50]], [[2, 2]]])
     outputs = [zeros(1, 1, side, side, 2) for side in sides]
     targets = torch.tensor(
@@ -175,10 +174,10 @@ def test_each_level_has_its_own_mean() -> None:
         ]
     )
     targets = torch.cat((targets, torch.tensor([[0, 1, 0.5, 0.5, 2.0, 1.0]])))  # in cells of the coarsest: .5, .5, 2, 1
-    terms = criterion_of(LossSettings(box=0.3, obj=2, cls=0.5, anchor_t=1.5), 2, anchors)(outputs, of(targets))
+    terms = criterion_of(LossSettings(box=0.3, obj=2, cls=0.5, anchor_t=1.5), 2, anchors)(outputs, batch_of(targets))
     # On the finest the third target's height is half the anchor's: a factor of 2, too much for 1.5.
     assert terms.counts.tolist() == [[2, 0, 0], [16, 4, 1], [4, 0, 0]]
-    terms = criterion_of(LossSettings(box=0.3, obj=2, cls=0.5, anchor_t=2.5), 2, anchors)(outputs, of(targets))
+    terms = criterion_of(LossSettings(box=0.3, obj=2, cls=0.5, anchor_t=2.5), 2, anchors)(outputs, batch_of(targets))
     assert terms.counts.tolist() == [[3, 0, 1], [16, 4, 1], [6, 0, 2]]
     shape = 4 / math.pi**2 * (math.atan(2) - math.atan(1)) ** 2
     missing = 0.5 + shape**2 / (shape + 0.5)  # 1 - CIoU
@@ -189,8 +188,8 @@ def test_each_level_has_its_own_mean() -> None:
 
 
 def test_without_any_targets() -> None:
-    outputs, _, anchors = random_case(0)
-    terms = criterion_of(LossSettings(), 3, anchors)(outputs, of(torch.zeros(0, 6)))
+    outputs, _, anchors = random_case()
+    terms = criterion_of(LossSettings(), 3, anchors)(outputs, batch_of(torch.zeros(0, 6)))
     box, obj, cls = terms.means(terms.counts)
     assert (box.item(), cls.item()) == (0, 0)
     assert terms.counts[0].tolist() == terms.counts[2].tolist() == [0, 0, 0]
@@ -215,14 +214,14 @@ def test_a_single_class_has_no_class_term() -> None:
     assert raw.grad[..., 2].any()
 
 
-# Terms by hand. One target in the cell of row 1 and column 1, exactly where the prediction is.
+# Terms by hand, of one target in the cell of row 1 and column 1, which is predicted exactly.
 
-LOGITS = (2.0, -1.0, 0.5)  # of the classes there; the target is of class 0
+LOGITS = (2.0, -1.0, 0.5)  # of the classes in that cell; the target's class is 0
 TARGET = [[0, 0, 1.5, 1.5, 2, 2]]
 
 
 def terms_of(settings: LossSettings, objectness: float = 0.0) -> LossTerms:
-    """On a map of 2 x 2 cells with one anchor; every cell has this objectness logit."""
+    """Return the loss of a map of 2 x 2 cells with one anchor, with `objectness` as the logit of every cell."""
     raw = torch.zeros(1, 1, 2, 2, 8)
     raw[..., 4] = objectness
     raw[0, 0, 1, 1, 5:] = torch.tensor(LOGITS)
@@ -236,7 +235,7 @@ def test_class_term() -> None:
 
 
 def test_label_smoothing() -> None:
-    """At 0.1, 0.95 is wanted of the right class and 0.05 of the others; t of a logit x costs softplus(x) - x t."""
+    """At 0.1 the target of the right class is 0.95, of others 0.05; target t of logit x costs softplus(x) - x t."""
     expected = softplus(2) - 2 * 0.95 + softplus(-1) + 1 * 0.05 + softplus(0.5) - 0.5 * 0.05
     assert terms_of(LossSettings(label_smoothing=0.1)).sums[2].item() == pytest.approx(expected, rel=1e-6)
 
@@ -255,7 +254,7 @@ def test_weights_of_positives() -> None:
 
 
 def test_focal_loss() -> None:
-    """Each part x (1/4 where 1 is wanted, 3/4 where 0 is) x (how far the probability is off) ^ gamma."""
+    """Each cost x (1/4 for targets of 1, 3/4 for targets of 0) x |target - probability| ^ gamma."""
     terms = terms_of(LossSettings(fl_gamma=1.5), objectness=-1.0)
     positive = softplus(-2) * 0.25 * sigmoid(-2) ** 1.5
     negatives = [softplus(x) * 0.75 * sigmoid(x) ** 1.5 for x in (-1, 0.5)]
@@ -265,7 +264,7 @@ def test_focal_loss() -> None:
 
 
 def test_focal_loss_between_0_and_1() -> None:
-    """Smoothing wants 0.05: the factors are those of 0 and 1 mixed in that proportion."""
+    """For smoothed targets the factors of 0 and 1 are mixed in proportion."""
     terms = terms_of(LossSettings(fl_gamma=2, label_smoothing=0.1))
     expected = 0.0
     for x, t in zip(LOGITS, (0.95, 0.05, 0.05), strict=True):
@@ -288,9 +287,9 @@ def test_scaled_gains() -> None:
 
 @pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16])
 def test_arithmetic_is_in_fp32(precision: torch.dtype) -> None:
-    outputs, targets, anchors = random_case(0)
+    outputs, targets, anchors = random_case()
     low = [raw.detach().to(precision).requires_grad_() for raw in outputs]
-    criterion, given = criterion_of(LossSettings(), 3, anchors), of(targets)
+    criterion, given = criterion_of(LossSettings(), 3, anchors), batch_of(targets)
     terms, expected = criterion(low, given), criterion([raw.float() for raw in low], given)
     loss = terms.means(terms.counts)
     assert terms.sums.dtype == loss.dtype == torch.float32
@@ -305,16 +304,16 @@ def test_arithmetic_is_in_fp32(precision: torch.dtype) -> None:
 def test_balance_of_the_levels(levels: int, balance: tuple[float, ...] | None) -> None:
     outputs = [zeros(1, 1, 2, 2, 2) for _ in range(levels)]
     settings = LossSettings(box=0.1, obj=0.5, cls=0.2)
-    terms = criterion_of(settings, 2, torch.ones(levels, 1, 2))(outputs, of(torch.zeros(0, 6)))
-    wanted = torch.tensor(balance or (4.0, 1.0, 0.25, 0.06, 0.02))
+    terms = criterion_of(settings, 2, torch.ones(levels, 1, 2))(outputs, batch_of(torch.zeros(0, 6)))
+    expected = torch.tensor(balance or (4.0, 1.0, 0.25, 0.06, 0.02))
     torch.testing.assert_close(
-        terms.weights, torch.stack([0.1 * torch.ones(levels), 0.5 * wanted, torch.full((levels,), 0.2)])
+        terms.weights, torch.stack([0.1 * torch.ones(levels), 0.5 * expected, torch.full((levels,), 0.2)])
     )
 
 
-def test_a_model_of_four_levels(tiny_yaml: dict[str, Any]) -> None:
+def test_a_model_of_four_levels() -> None:
     deep = {
-        **tiny_yaml,
+        **tiny_detector(),
         "anchors": [[8, 8], [16, 16], [32, 32], [64, 64]],
         "backbone": [[-1, 1, "Conv", [8, 3, 2]] for _ in range(5)],
         "head": [[[1, 2, 3, 4], 1, "Detect", ["nc", "anchors"]]],
@@ -322,7 +321,7 @@ def test_a_model_of_four_levels(tiny_yaml: dict[str, Any]) -> None:
     model = build_model(deep)
     targets = torch.tensor([[0, 0, 0.5, 0.5, side / 64, side / 64] for side in (7, 15, 31, 63)])
     criterion = DetectionCriterion(LossSettings(anchor_t=1.5), model.detect)
-    terms = criterion(model(torch.rand(2, 3, 64, 64)), of(targets))
+    terms = criterion(model(torch.rand(2, 3, 64, 64)), batch_of(targets))
     assert (terms.counts[0] > 0).all()
     assert terms.counts[1].tolist() == [2 * (64 // stride) ** 2 for stride in (4, 8, 16, 32)]
     loss = terms.means(terms.counts).sum()
@@ -331,14 +330,14 @@ def test_a_model_of_four_levels(tiny_yaml: dict[str, Any]) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-# What training and validation ask beside the terms
+# Hints, objective, weight and anchors
 
 
-def test_hints_save_work_but_change_no_term(tiny_yaml: dict[str, Any]) -> None:
-    """With the cells about the targets the head returns levels, without them raw maps."""
-    model = build_model(tiny_yaml)
+def test_hints_save_work_but_change_no_term() -> None:
+    """With hints the head returns levels, without them raw maps."""
+    model = build_model(tiny_detector())
     criterion = DetectionCriterion(LossSettings(), model.detect)
-    given = batch(targets=torch.tensor([[1, 2, 0.4, 0.6, 0.3, 0.2], [0, 1, 0.1, 0.9, 0.1, 0.1]]), count=2)
+    given = grey_batch(targets=torch.tensor([[1, 2, 0.4, 0.6, 0.3, 0.2], [0, 1, 0.1, 0.9, 0.1, 0.1]]), count=2)
     (cells,) = criterion.hints(given)
     assert (cells.dtype, cells.shape) == (torch.int64, (2, 3, 10))
     images = torch.rand(2, 3, 64, 64)
@@ -347,27 +346,27 @@ def test_hints_save_work_but_change_no_term(tiny_yaml: dict[str, Any]) -> None:
     assert torch.equal(with_hints.counts, without.counts)
 
 
-def test_the_objective_is_the_sum_over_the_images_of_a_step(tiny_yaml: dict[str, Any]) -> None:
-    criterion = DetectionCriterion(LossSettings(), build_model(tiny_yaml).detect)
+def test_the_objective_is_the_sum_over_the_images_of_a_step() -> None:
+    criterion = DetectionCriterion(LossSettings(), build_model(tiny_detector()).detect)
     assert criterion.objective(torch.tensor([1.0, 2, 4]), 16).item() == 7 * 16
-    assert criterion.weight(batch()) == 1
+    assert criterion.weight(grey_batch()) == 1
 
 
-def test_the_anchors_are_those_of_the_model_when_it_is_called(tiny_yaml: dict[str, Any]) -> None:
-    """Loading a state changes them in place."""
-    model = build_model(tiny_yaml)
+def test_the_anchors_are_those_of_the_model_when_it_is_called() -> None:
+    """Loading a state changes the anchors in place."""
+    model = build_model(tiny_detector())
     criterion = DetectionCriterion(LossSettings(anchor_t=1.5), model.detect)
-    given, images = of(torch.tensor([[0, 0, 0.5, 0.5, 4 / 64, 4 / 64]])), torch.rand(1, 3, 64, 64)
+    given, images = batch_of(torch.tensor([[0, 0, 0.5, 0.5, 4 / 64, 4 / 64]])), torch.rand(1, 3, 64, 64)
     before = criterion(model(images), given).counts[0].tolist()
     model.detect.anchors.fill_(100)
     assert before[0] > 0
     assert criterion(model(images), given).counts[0].tolist() == [0, 0]
 
 
-def test_an_exported_files_losses_are_nan() -> None:
+def test_losses_of_an_exported_file_are_nan() -> None:
     criterion = UnavailableCriterion()
-    terms = criterion(None, batch())
+    terms = criterion(None, grey_batch())
     assert terms.means(terms.counts).isnan().tolist() == [True] * 3
-    assert criterion.hints(batch()) == ()
-    assert criterion.weight(batch()) == 1
+    assert criterion.hints(grey_batch()) == ()
+    assert criterion.weight(grey_batch()) == 1
     assert criterion.objective(terms.means(terms.counts), 16).isnan()

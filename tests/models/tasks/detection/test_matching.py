@@ -22,7 +22,7 @@ class TargetMatches(NamedTuple):
 def match_target(
     centre: tuple[float, float], size: tuple[float, float] = (1, 1), threshold: float = 4.0
 ) -> TargetMatches:
-    """Match a target, in cells, of image 3, on a map 6 cells wide and 4 high with anchors 1 x 1 and 8 x 8."""
+    """Match a target in cells, of image 3, on a map 6 cells wide and 4 high with anchors 1 x 1 and 8 x 8."""
     grid = torch.tensor([6, 4])
     row = torch.cat((torch.tensor([3, 1]), torch.tensor(centre) / grid, torch.tensor(size) / grid))
     cells = near_cells(((4, 6),), row[None])
@@ -48,11 +48,11 @@ def match_target(
         ((2.75, 1.5), [(1, 3)]),  # right
         ((2.5, 1.25), [(0, 2)]),  # up
         ((2.5, 1.75), [(2, 2)]),  # down
-        ((2.25, 1.75), [(1, 1), (2, 2)]),  # left and down: both, not the one between
+        ((2.25, 1.75), [(1, 1), (2, 2)]),  # left and down, not the cell between them
         ((2.75, 1.25), [(0, 2), (1, 3)]),  # right and up
-        ((0.25, 1.5), []),  # nothing is left of the first column
+        ((0.25, 1.5), []),  # no neighbour left of the first column
         ((2.5, 0.25), []),
-        ((5.75, 1.5), []),  # nor right of the last
+        ((5.75, 1.5), []),  # or right of the last
         ((2.5, 3.75), []),
         ((0.25, 0.25), []),
         ((5.75, 3.25), [(2, 5)]),
@@ -88,7 +88,7 @@ def test_a_centre_on_the_far_edge_belongs_to_the_last_cell() -> None:
         ((3.75, 1), [0]),
         ((4, 1), []),  # a factor of exactly 4 is too much
         ((1, 4), []),
-        ((0.28125, 1), [0]),  # and the other way round
+        ((0.28125, 1), [0]),  # also if the target is smaller
         ((0.25, 1), []),
         ((1, 0.25), []),
         ((3, 3), [0, 1]),  # 3 from the one, 8 / 3 from the other

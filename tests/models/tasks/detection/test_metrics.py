@@ -1,118 +1,133 @@
-"""`DetectionMetrics`: from predictions to the summary of a validation, with numbers worked out by hand."""
+"""The summary, documents and examples of a validation, with numbers worked out by hand."""
 
 from __future__ import annotations
 
+import io
 import random
+from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from models.tasks.detection.metrics import DETECTION_METRICS, DetectionMetrics
+from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.records import ImageRecord
+from models.tasks.detection.scores import CURVE_POINTS, DETECTION_METRICS
+from tests.making import CLASS_NAMES, ImageInfo, grey_batch
 from tests.models.tasks.detection.batches import (
     DISC,
     IMAGE,
     LIGHT,
-    NAMES,
-    Info,
-    batch,
     box,
     labels,
     predictions,
     random_images,
     shown_images,
 )
+from utils.summary import Box, Example, Summary
+
+METRICS = DetectionMetrics(CLASS_NAMES)
+
+
+def records_of(metrics: DetectionMetrics, boxes: Sequence[Tensor], *infos: ImageInfo) -> list[ImageRecord]:
+    return metrics.update(predictions(boxes, infos, metrics.names), grey_batch(*infos))
+
+
+def summary_of(metrics: DetectionMetrics, boxes: Sequence[Tensor], *infos: ImageInfo) -> Summary:
+    return metrics.summarise(records_of(metrics, boxes, *infos))
 
 
 def three_images() -> list[ImageRecord]:
     """A disc of 20 pixels and two lights of 40, all detected exactly, and an empty image."""
     infos = (
-        Info(image=0, size=(100, 100), rows=labels((0, 0.5, 0.5, 0.2, 0.2), (1, 0.3, 0.3, 0.4, 0.4))),
-        Info(image=1, size=(100, 100), rows=labels((1, 0.3, 0.3, 0.4, 0.4))),
-        Info(image=2, size=(100, 100)),
+        ImageInfo(0, IMAGE, rows=labels((0, 0.5, 0.5, 0.2, 0.2), (1, 0.3, 0.3, 0.4, 0.4))),
+        ImageInfo(1, IMAGE, rows=labels((1, 0.3, 0.3, 0.4, 0.4))),
+        ImageInfo(2, IMAGE),
     )
     boxes = [
         torch.tensor([[40, 40, 60, 60, 0.9, 0], [10, 10, 50, 50, 0.8, 1.0]]),
         torch.tensor([[10, 10, 50, 50, 0.9, 1.0]]),
         torch.zeros(0, 6),
     ]
-    return DetectionMetrics(NAMES).update(predictions(boxes, infos), batch(*infos))
+    return records_of(METRICS, boxes, *infos)
 
 
-def test_the_overall_row() -> None:
-    """all images instances P R mAP50 mAP50-95; 101 points reach 0.995 at most."""
-    head, overall = DetectionMetrics(NAMES).summarise(three_images()).overall
-    assert head.split() == ["Class", "Images", "Instances", "P", "R", "mAP50", "mAP50-95"]
-    assert overall.split() == ["all", "3", "3", "1.0000", "1.0000", "0.9950", "0.9950"]
-
-
-def test_the_overall_row_without_a_correct_detection() -> None:
-    infos = (Info(image=1), Info(image=2, rows=labels((0, 0.5, 0.5, 0.2, 0.2))))
-    boxes = [torch.tensor([[40, 5, 60, 45, 0.9, 1.0]]), torch.zeros(0, 6)]
-    metrics = DetectionMetrics(NAMES)
-    summary = metrics.summarise(metrics.update(predictions(boxes, infos), batch(*infos)))
-    assert summary.overall[1].split() == ["all", "2", "1", "0.0000", "0.0000", "0.0000", "0.0000"]
-
-
-def test_details_per_class_and_size() -> None:
-    details = DetectionMetrics(NAMES).summarise(three_images()).details
-    assert [line.split() for line in details] == [
+def test_table_by_class_and_size() -> None:
+    """Columns: images, instances, P, R, mAP50, mAP50-95. Average precision by 101 points reaches 0.995 at most."""
+    summary = METRICS.summarise(three_images())
+    assert [line.split() for line in summary.overall] == [
+        ["Class", "Images", "Instances", "P", "R", "mAP50", "mAP50-95"],
+        ["all", "3", "3", "1.0000", "1.0000", "0.9950", "0.9950"],
+    ]
+    assert [line.split() for line in summary.details] == [
         ["disc", "1", "1", "1.0000", "1.0000", "0.9950", "0.9950"],
         ["traffic", "light", "2", "2", "1.0000", "1.0000", "0.9950", "0.9950"],
         ["16-32", "px", "3", "1", "-", "-", "0.9950", "0.9950"],
         ["32-64", "px", "3", "2", "-", "-", "0.9950", "0.9950"],
     ]
-    assert len({len(line) for line in details}) == 1  # columns
+    assert len({len(line) for line in summary.table()}) == 1  # columns are aligned
+
+
+def test_overall_row_without_a_correct_detection() -> None:
+    infos = (ImageInfo(image=1), ImageInfo(image=2, rows=labels((0, 0.5, 0.5, 0.2, 0.2))))
+    summary = summary_of(METRICS, [torch.tensor([[40, 5, 60, 45, 0.9, 1.0]]), torch.zeros(0, 6)], *infos)
+    assert summary.overall[1].split() == ["all", "2", "1", "0.0000", "0.0000", "0.0000", "0.0000"]
+
+
+def up_to_070(records: Sequence[ImageRecord]) -> list[ImageRecord]:
+    """Records of detections that are correct up to an IoU of 0.7."""
+    return [record._replace(overlap=np.minimum(record.overlap, 0.72)) for record in records]
 
 
 def test_metrics_and_fitness() -> None:
-    spoilt = [record._replace(overlap=np.minimum(record.overlap, 0.72)) for record in three_images()]  # right up to 0.7
-    summary = DetectionMetrics(NAMES).summarise(spoilt)
+    summary = METRICS.summarise(up_to_070(three_images()))
     assert tuple(summary.metrics) == DETECTION_METRICS == ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95")
     assert list(summary.metrics.values()) == pytest.approx([1, 1, 0.995, 0.4975], abs=1e-6)
     assert summary.fitness == pytest.approx(0.1 * 0.995 + 0.9 * 0.4975)
 
 
 def test_scores_by_class() -> None:
-    metrics = DetectionMetrics(NAMES)
-    summary = metrics.summarise(shown_images())
-    assert {name: list(values) for name, values in summary.by_class.items()} == {
-        "AP50": ["disc", "traffic light"],  # no bar has a label
-        "AP": ["disc", "traffic light"],
-    }
-    assert summary.by_class["AP50"] == pytest.approx({"disc": 0.995, "traffic light": 0})
-    records = [record._replace(overlap=np.minimum(record.overlap, 0.72)) for record in shown_images()]
-    assert metrics.summarise(records).by_class["AP"] == pytest.approx({"disc": 0.4975, "traffic light": 0})
+    """Of the classes that have labels."""
+    by_class = METRICS.summarise(up_to_070(shown_images())).by_class
+    assert list(by_class) == ["AP50", "AP"]
+    assert by_class["AP50"] == pytest.approx({"disc": 0.995, "traffic light": 0})
+    assert by_class["AP"] == pytest.approx({"disc": 0.4975, "traffic light": 0})
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_summary_does_not_depend_on_the_processes_that_made_the_records(seed: int) -> None:
     """One process with one batch, or several with others."""
-    metrics = DetectionMetrics(NAMES, frozenset(range(0, 12, 2)))
+    metrics = DetectionMetrics(CLASS_NAMES, frozenset(range(0, 12, 2)))
     boxes, infos = random_images(seed)
-    given = predictions(boxes, infos)
-    wanted = metrics.summarise(metrics.update(given, batch(*infos)))
-    records = [record for k in range(0, 12, 5) for record in metrics.update(given[k : k + 5], batch(*infos[k : k + 5]))]
+    expected = summary_of(metrics, boxes, *infos)
+    batches = [slice(start, start + 5) for start in range(0, 12, 5)]
+    records = [record for part in batches for record in records_of(metrics, boxes[part], *infos[part])]
     random.Random(seed).shuffle(records)
     summary = metrics.summarise(records)
-    assert (summary.metrics, summary.details, summary.by_class) == (wanted.metrics, wanted.details, wanted.by_class)
+    assert (summary.metrics, summary.table(), summary.by_class) == (
+        *(expected.metrics, expected.table()),
+        expected.by_class,
+    )
     for name in ("classes", "confusion", "shown"):
-        assert summary.evidence[name] == wanted.evidence[name] != []
-    for name, curve in wanted.evidence["curves"].items():
+        assert summary.evidence[name] == expected.evidence[name] != []
+    for name, curve in expected.evidence["curves"].items():
         assert torch.equal(summary.evidence["curves"][name], curve)
-    assert metrics.documents(summary) == metrics.documents(wanted)
-    assert metrics.examples(summary) == metrics.examples(wanted)
+    assert metrics.documents(summary) == metrics.documents(expected)
+    assert metrics.examples(summary) == metrics.examples(expected)
 
 
 # The confusion matrix
 
 
 def confusion(rows: list[tuple[float, ...]], *boxes: list[float]) -> list[list[int]]:
-    """Cells of the confusion matrix of one image; 3 is background."""
-    metrics, info = DetectionMetrics(NAMES), Info(0, IMAGE, rows=labels(*rows))
-    records = metrics.update(predictions([torch.tensor(boxes).view(-1, 6)], [info]), batch(info))
-    cells: list[list[int]] = metrics.summarise(records).evidence["confusion"]
+    """Return the nonzero cells of the confusion matrix of one image: true class, predicted class, count.
+
+    3 is background.
+    """
+    summary = summary_of(METRICS, [torch.tensor(boxes).view(-1, 6)], ImageInfo(0, IMAGE, rows=labels(*rows)))
+    cells: list[list[int]] = summary.evidence["confusion"]
     return cells
 
 
@@ -121,9 +136,9 @@ def test_confusion_counts_true_and_predicted_classes() -> None:
     assert confusion([DISC, LIGHT], box(10, 30, 0.9, 2), box(50, 90, 0.8, 1)) == [[0, 2, 1], [1, 1, 1]]
 
 
-def test_a_second_detection_of_a_label_is_of_the_background() -> None:
+def test_a_second_detection_of_a_label_is_background() -> None:
     assert confusion([DISC], box(10, 30, 0.5, 0), box(10, 29, 0.9, 0)) == [[0, 0, 1], [3, 0, 1]]
-    # The nearer one has the label, though it is of another class and less confident.
+    # The larger overlap is paired, even if it is of another class and less confident.
     assert confusion([DISC], box(10, 29, 0.9, 0), box(10, 30, 0.3, 1)) == [[0, 1, 1], [3, 0, 1]]
 
 
@@ -136,29 +151,140 @@ def test_misses_and_false_detections() -> None:
     assert confusion([]) == []
 
 
-def test_confusion_is_of_confident_detections() -> None:
+def test_confusion_counts_confident_detections() -> None:
     assert confusion([DISC], box(10, 30, 0.25, 0)) == [[0, 3, 1]]
     assert confusion([DISC], box(10, 30, 0.2500001, 0)) == [[0, 0, 1]]
-
-
-def test_images_are_not_confused_with_each_other() -> None:
-    """The detection of the second image lies where the first has a label, and the third is empty."""
-    infos = (Info(0, IMAGE, rows=labels(DISC)), Info(1, IMAGE), Info(2, IMAGE))
-    boxes = [torch.zeros(0, 6), torch.tensor([box(10, 30, 0.9, 0)]), torch.zeros(0, 6)]
-    metrics = DetectionMetrics(NAMES)
-    records = metrics.update(predictions(boxes, infos), batch(*infos))
-    assert metrics.summarise(records).evidence["confusion"] == [[0, 3, 1], [3, 0, 1]]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3, 4])
 def test_confusion_adds_up_to_labels_and_detections(seed: int) -> None:
     boxes, infos = random_images(seed)
-    metrics, matrix = DetectionMetrics(NAMES), np.zeros((4, 4), int)
-    records = metrics.update(predictions(boxes, infos), batch(*infos))
-    for true, predicted, count in metrics.summarise(records).evidence["confusion"]:
+    matrix = np.zeros((4, 4), int)
+    for true, predicted, count in summary_of(METRICS, boxes, *infos).evidence["confusion"]:
         matrix[true, predicted] = count
     truth = np.concatenate([info.rows[:, 0] for info in infos]).astype(int)
     confident = np.concatenate([image[image[:, 4] > 0.25, 5] for image in boxes]).astype(int)
     assert matrix[:3].sum(1).tolist() == np.bincount(truth, minlength=3).tolist()
     assert matrix[:, :3].sum(0).tolist() == np.bincount(confident, minlength=3).tolist()
     assert 0 < matrix[:3, :3].sum() < min(len(truth), len(confident))
+
+
+# Documents, examples, and the evidence that they are made of
+
+
+def test_documents() -> None:
+    documents = METRICS.documents(METRICS.summarise(shown_images()))
+    assert set(documents) == {"classes.csv", "confusion_matrix.csv", "curves.csv", "PR_curve.csv", "val_boxes.csv"}
+    assert documents["classes.csv"] == (
+        "class,images,instances,precision,recall,AP50,AP50-95\n"
+        "disc,1,1,1,1,0.995,0.995\n"
+        "traffic light,1,1,0,0,0,0\n"
+        "bar,0,0,,,,\n"
+    )
+    assert documents["confusion_matrix.csv"] == (
+        "true \\ predicted,disc,traffic light,bar,background\n"
+        "disc,1,0,0,0\n"
+        "traffic light,0,0,0,1\n"
+        "bar,0,0,0,0\n"
+        "background,0,0,2,0\n"
+    )
+    assert documents["val_boxes.csv"] == (
+        "image,kind,class,confidence,x1,y1,x2,y2\n"
+        '"/data/a, ""b"".jpg",image,,,,,,\n'
+        "/data/b.jpg,label,disc,,75,25,125,75\n"
+        "/data/b.jpg,prediction,disc,0.5,75,25,125,75\n"
+        "/data/b.jpg,prediction,bar,0.5,10,20,30,40\n"
+        "/data/c.jpg,label,traffic light,,70,37.5,100,62.5\n"  # clipped
+        "/data/c.jpg,prediction,bar,0.25,0,0,33.3333,50\n"
+    )
+    points = [f"{point:g}" for point in CURVE_POINTS]
+    assert documents["curves.csv"].splitlines() == [
+        "class,confidence,precision,recall",
+        *(f"disc,{point},1,{int(float(point) <= 0.5)}" for point in points),
+        *(f"traffic light,{point},0,0" for point in points),
+    ]
+    assert documents["PR_curve.csv"].splitlines() == [
+        "class,recall,precision",
+        *(f"disc,{point},{int(float(point) < 1)}" for point in points),
+        *(f"traffic light,{point},0" for point in points),
+    ]
+
+
+def test_documents_without_any_label() -> None:
+    boxes = [torch.tensor([box(10, 30, 0.9, 1)]), torch.zeros(0, 6)]
+    documents = METRICS.documents(summary_of(METRICS, boxes, ImageInfo(0, IMAGE), ImageInfo(1, IMAGE)))
+    assert documents["classes.csv"].splitlines()[1:] == ["disc,0,0,,,,", "traffic light,0,0,,,,", "bar,0,0,,,,"]
+    assert documents["confusion_matrix.csv"].splitlines()[-1] == "background,0,1,0,0"
+    assert [len(documents[name].splitlines()) for name in ("curves.csv", "PR_curve.csv", "val_boxes.csv")] == [1, 1, 1]
+
+
+def test_documents_of_one_class() -> None:
+    metrics = DetectionMetrics({0: "item"})
+    info = ImageInfo(0, IMAGE, rows=labels(DISC))
+    documents = metrics.documents(summary_of(metrics, [torch.tensor([box(10, 30, 0.9, 0)])], info))
+    assert documents["confusion_matrix.csv"] == "true \\ predicted,item,background\nitem,1,0\nbackground,0,0\n"
+    assert documents["classes.csv"].splitlines()[1:] == ["item,1,1,1,1,0.995,0.995"]
+
+
+def test_a_summary_of_an_older_version_without_evidence() -> None:
+    summary = Summary({}, 0.0, [], [])
+    assert METRICS.documents(summary) == {}
+    assert METRICS.examples(summary) == []
+
+
+def test_examples() -> None:
+    empty, detected, missed = METRICS.examples(METRICS.summarise(shown_images()))
+    assert empty == Example('a, "b".jpg', 2, (64, 48), [], [])
+    assert detected == Example(
+        "b.jpg",
+        4,
+        (200, 100),
+        [Box(0, None, (0.375, 0.25, 0.625, 0.75))],
+        [Box(0, 0.5, (0.375, 0.25, 0.625, 0.75)), Box(2, 0.5, (0.05, 0.2, 0.15, 0.4))],
+    )
+    assert missed[:3] == ("c.jpg", 7, IMAGE)
+    ((label, confidence, corners),) = missed.labels
+    assert (label, confidence) == (1, None)
+    assert corners == pytest.approx((0.7, 0.375, 1, 0.625))
+    ((label, confidence, corners),) = missed.predictions
+    assert (label, confidence) == (2, 0.25)
+    assert corners == pytest.approx((0, 0, 1 / 3, 0.5))
+    assert {type(side) for side in corners} == {float}
+
+
+def test_predictions_to_draw_are_confident_and_in_falling_confidence() -> None:
+    metrics = DetectionMetrics(CLASS_NAMES, frozenset([0]))
+    boxes = torch.tensor([box(1, 9, 0.5, 0), box(2, 9, 0.75, 1), box(3, 9, 0.5, 2), box(4, 9, 0.1, 0)])
+    summary = summary_of(metrics, [boxes], ImageInfo(0, IMAGE))
+    (example,) = metrics.examples(summary)
+    assert [(one.label, one.confidence) for one in example.predictions] == [(1, 0.75), (0, 0.5), (2, 0.5)]
+    rows = metrics.documents(summary)["val_boxes.csv"].splitlines()[1:]
+    assert [row.split(",")[2] for row in rows] == ["traffic light", "disc", "bar"]
+
+
+def test_evidence_survives_a_state_file() -> None:
+    """Saved as tensors and plain values; a path may contain any bytes."""
+    with torch.inference_mode():
+        records = shown_images()
+        (odd,) = [record for record in records if record.image == 4]
+        assert odd.shown is not None
+        records[records.index(odd)] = odd._replace(shown=odd.shown._replace(path="/data/\udcff.jpg"))
+        summary = METRICS.summarise(records)
+    file = io.BytesIO()
+    torch.save(asdict(summary), file)
+    file.seek(0)
+    loaded = Summary(**torch.load(file, weights_only=True))
+    assert METRICS.documents(loaded) == METRICS.documents(summary)
+    assert METRICS.examples(loaded) == METRICS.examples(summary)
+    assert loaded.by_class == summary.by_class
+    assert "/data/\udcff.jpg,label" in METRICS.documents(loaded)["val_boxes.csv"]
+
+
+def test_evidence_is_small() -> None:
+    """Of 80 classes: three curves of 201 numbers of four bytes each, and little else."""
+    metrics = DetectionMetrics({k: f"class {k}" for k in range(80)})
+    infos = [ImageInfo(k, rows=labels((k % 80, 0.5, 0.5, 0.2, 0.2))) for k in range(80)]
+    summary = summary_of(metrics, [torch.rand(30, 6).double()] * 80, *infos)
+    file = io.BytesIO()
+    torch.save(summary.evidence, file)
+    assert 3 * 80 * 201 * 4 < file.tell() < 3 * 80 * 201 * 4 + 30_000

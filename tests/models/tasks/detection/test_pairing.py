@@ -20,42 +20,45 @@ from models.tasks.detection.pairing import (
 
 
 def right_at(threshold: float, overlap: np.ndarray, beaten: np.ndarray) -> list[bool]:
-    """As documented: beaten < t <= overlap."""
+    """Return which detections are correct, as documented: beaten < t <= overlap."""
     return ((beaten < threshold) & (threshold <= overlap)).tolist()
 
 
 def bar(height: float, at: float = 0.0) -> list[float]:
-    """A box whose IoU with the one of height 1 at the same position is `height`."""
+    """Return a box whose IoU with the one of height 1 at the same position is `height`, or 1e-7 less."""
     return [at, 0, at + 1, height]
 
 
 def matched(heights: Sequence[float], group: Sequence[int] = (), true_group: Sequence[int] = (0,)) -> Matches:
-    """Bars matched to labels of height 1, all at one position."""
+    """Match bars to labels of height 1, all at one position."""
     boxes, truth = np.array([bar(height) for height in heights]), np.array([bar(1.0)] * len(true_group))
     groups = np.array(group or [0] * len(heights), np.int64), np.array(true_group, np.int64)
-    return match_detections(boxes.reshape(-1, 4), groups[0], truth.reshape(-1, 4), groups[1], eps=0)
+    return match_detections(boxes.reshape(-1, 4), groups[0], truth.reshape(-1, 4), groups[1])
 
 
 def test_of_two_detections_of_a_label_the_confident_one_is_correct_if_it_reaches_the_threshold() -> None:
-    overlap, partner, beaten = matched([0.6, 0.92])  # the first is the more confident
+    overlap, partner, beaten = matched([0.61, 0.92])  # the first is more confident
     assert partner.tolist() == [0, 0]
-    assert overlap.tolist() == pytest.approx([0.6, 0.92])
-    assert right_at(0.5, overlap, beaten) == [True, False]
-    assert right_at(0.6, overlap, beaten) == [True, False]
-    assert right_at(0.65, overlap, beaten) == [False, True]
-    assert right_at(0.9, overlap, beaten) == [False, True]
-    assert right_at(0.95, overlap, beaten) == [False, False]
+    assert overlap.tolist() == pytest.approx([0.61, 0.92])
+    for threshold, correct in {
+        0.5: [True, False],
+        0.6: [True, False],
+        0.65: [False, True],
+        0.9: [False, True],
+        0.95: [False, False],
+    }.items():
+        assert right_at(threshold, overlap, beaten) == correct
 
 
 def test_three_detections_of_a_label() -> None:
-    overlap, _, beaten = matched([0.7, 0.6, 0.97])
-    assert beaten.tolist() == pytest.approx([0, 0.7, 0.7])
+    overlap, _, beaten = matched([0.71, 0.6, 0.97])
+    assert beaten.tolist() == pytest.approx([0, 0.71, 0.71])
     rights = np.array([right_at(t, overlap, beaten) for t in IOU_THRESHOLDS])
-    assert (rights.sum(1) == 1).all()  # the label is found once at every threshold
+    assert (rights.sum(1) == 1).all()  # one correct detection at every threshold
     assert rights[:, 0].tolist() == [True] * 5 + [False] * 5
 
 
-def test_a_detection_below_every_threshold_takes_nothing_away() -> None:
+def test_a_detection_below_every_threshold_beats_none() -> None:
     overlap, _, beaten = matched([0.4, 0.6])
     assert right_at(0.5, overlap, beaten) == [False, True]
 
@@ -64,14 +67,14 @@ def test_each_detection_is_matched_to_its_best_label() -> None:
     truth = np.array([[0, 0, 1, 1], [0, 0, 1, 0.5], [0, 0, 1, 1]])
     boxes = np.array([bar(0.8), bar(0.6), bar(0.4), bar(0.5), bar(0.9, at=5)])
     group = np.zeros(5, np.int64)
-    overlap, partner, beaten = match_detections(boxes, group, truth, group[:3], eps=0)
-    assert partner.tolist() == [0, 1, 1, 1, 0]  # of equal ones the first
+    overlap, partner, beaten = match_detections(boxes, group, truth, group[:3])
+    assert partner.tolist() == [0, 1, 1, 1, 0]  # of equal overlaps the first
     assert overlap.tolist() == pytest.approx([0.8, 5 / 6, 0.8, 1, 0])
     assert beaten.tolist() == pytest.approx([0, 0, 5 / 6, 5 / 6, 0])
 
 
 def test_only_labels_of_the_same_group_count() -> None:
-    """Two labels on one spot, a detection of each group, and one of a third."""
+    """Two labels of two groups at one position, a detection of each group, and one of a third group."""
     overlap, partner, beaten = matched([0.9, 0.8, 0.95], [7, 3, 5], [3, 7])
     assert overlap.tolist() == pytest.approx([0.9, 0.8, 0])
     assert partner.tolist() == [1, 0, 0]
@@ -92,14 +95,14 @@ def plain_iou(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def random_boxes(rng: np.random.Generator, count: int) -> np.ndarray:
-    """On a coarse grid, so that many overlap alike."""
+    """Return boxes on a coarse grid, so that many overlaps are equal."""
     low = rng.integers(0, 3, (count, 2)) * 2
     return np.concatenate((low, low + rng.integers(4, 9, (count, 2))), 1).astype(np.float32)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_matching_as_the_plain_implementation(seed: int) -> None:
-    """Detection by detection, at each threshold: right where no earlier one with the same best label was."""
+    """At each threshold a detection is correct if no earlier one with the same best label was."""
     rng = np.random.default_rng(seed)
     boxes = partial(random_boxes, rng)
     detections, truth, groups = boxes(40), boxes(rng.integers(12)), int(rng.integers(1, 5))
@@ -127,14 +130,14 @@ def paired(
     group: Sequence[int] = (),
     true_group: Sequence[int] = (),
 ) -> list[tuple[int, int]]:
-    """Detection and label of each pair; without groups all are of one image."""
+    """Return detection and label of each pair; without groups all are of one image."""
     groups = np.array(group or [0] * len(boxes), np.int64), np.array(true_group or [0] * len(truth), np.int64)
-    pairs = pair_detections(np.array(boxes).reshape(-1, 4), groups[0], np.array(truth).reshape(-1, 4), groups[1], eps=0)
+    pairs = pair_detections(np.array(boxes).reshape(-1, 4), groups[0], np.array(truth).reshape(-1, 4), groups[1])
     return list(zip(*(part.tolist() for part in pairs), strict=True))
 
 
 def test_the_largest_overlap_is_paired_first() -> None:
-    """Whatever the confidences: the second has the label, and the first, which overlaps it too, none."""
+    """Whatever the confidences."""
     assert paired([bar(0.6), bar(0.9)], [bar(1)]) == [(1, 0)]
 
 
@@ -143,14 +146,14 @@ def test_a_detection_that_loses_a_label_takes_the_next() -> None:
     assert paired([bar(0.9), bar(0.8)], [bar(1), bar(0.6)]) == [(0, 0), (1, 1)]
 
 
-def test_one_detection_finds_one_label() -> None:
+def test_a_detection_is_paired_with_one_label() -> None:
     assert paired([bar(0.8)], [bar(0.6), bar(1)]) == [(0, 1)]  # 0.75 and 0.8
 
 
 def test_pairs_overlap_by_more_than_the_threshold() -> None:
     assert CONFUSION_IOU == 0.45
     assert paired([bar(0.45)], [bar(1)]) == []
-    assert paired([bar(0.4500001)], [bar(1)]) == [(0, 0)]
+    assert paired([bar(0.450001)], [bar(1)]) == [(0, 0)]
 
 
 def test_of_equal_overlaps_the_earlier_label_and_then_the_earlier_detection_comes_first() -> None:
@@ -169,7 +172,7 @@ def test_pairing_nothing() -> None:
     assert paired([], []) == paired([bar(1)], []) == paired([], [bar(1)]) == []
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 def test_pairing_as_the_plain_implementation(seed: int) -> None:
     """The largest remaining overlap, again and again."""
     rng = np.random.default_rng(seed)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,21 +12,21 @@ from models.tasks.detection.postprocess import DetectionPostprocess, boxes_in_fi
 from models.tasks.detection.tta import PADDING_GREY
 from models.tasks.detection.views import DecodedView, RawView, SuppressedView, decode
 from models.yolo import YoloModel, build_model
-from tests.models.tasks.detection.batches import NAMES, Info, Place, batch
+from tests.making import CLASS_NAMES, ImageInfo, Placement, grey_batch, tiny_detector
 from utils.errors import UserError
 
 
 @pytest.fixture
-def model(tiny_yaml: dict[str, Any]) -> YoloModel:
-    """Of strides 4 and 8."""
-    model = build_model(tiny_yaml).eval()
+def model() -> YoloModel:
+    """Return a model of strides 4 and 8."""
+    model = build_model(tiny_detector()).eval()
     model.stride = 8
     return model
 
 
 @pytest.fixture
 def postprocess() -> DetectionPostprocess:
-    return DetectionPostprocess(NAMES, Thresholds())
+    return DetectionPostprocess(CLASS_NAMES, Thresholds())
 
 
 def view_of(model: YoloModel, outputs: list[Tensor]) -> RawView:
@@ -36,7 +34,7 @@ def view_of(model: YoloModel, outputs: list[Tensor]) -> RawView:
 
 
 def inputs_of(model: nn.Module) -> list[Tensor]:
-    """What the model is called with from now on."""
+    """Return a list that collects the inputs of the model from now on."""
     calls: list[Tensor] = []
     model.register_forward_pre_hook(lambda _, given: calls.append(given[0]))
     return calls
@@ -45,12 +43,12 @@ def inputs_of(model: nn.Module) -> list[Tensor]:
 # Predictions
 
 
-def test_predictions_are_in_the_files_pixels(model: YoloModel, postprocess: DetectionPostprocess) -> None:
+def test_predictions_are_in_pixels_of_the_file(model: YoloModel, postprocess: DetectionPostprocess) -> None:
     outputs = [torch.full((2, 2, 16, 16, 8), -20.0), torch.full((2, 2, 8, 8, 8), -20.0)]
     # Image 1, anchor 16 x 16, cell (column 3, row 5) of stride 8: centre (28, 44), so 20, 36, 36, 52
     outputs[1][1, 0, 5, 3] = torch.tensor([0, 0, 0, 0, 0, -20, 20, -20])
-    info = Info(7, size=(100, 70), placement=Place((0.5, 0.8), (4, 12)), path="/data/b.jpg")
-    empty, prediction = postprocess([view_of(model, outputs)], batch(Info(), info))
+    info = ImageInfo(7, size=(100, 70), placement=Placement((0.5, 0.8), (4, 12)), path="/data/b.jpg")
+    empty, prediction = postprocess([view_of(model, outputs)], grey_batch(ImageInfo(), info))
     assert empty.boxes.shape == (0, 6)
     expected = torch.tensor([[32, 30, 64, 50, 0.5, 1.0]])
     torch.testing.assert_close(prediction.boxes, expected, rtol=1e-5, atol=1e-4, check_dtype=False)
@@ -63,7 +61,8 @@ def test_thresholds(model: YoloModel) -> None:
         outputs[1][0, 0, 4, 2 * column + 1] = torch.tensor([0, 0, 0, 0, objectness, 20, -20, -20])
 
     def confidences(thresholds: Thresholds) -> list[float]:
-        (prediction,) = DetectionPostprocess(NAMES, thresholds)([view_of(model, outputs)], batch(Info()))
+        postprocess = DetectionPostprocess(CLASS_NAMES, thresholds)
+        (prediction,) = postprocess([view_of(model, outputs)], grey_batch(ImageInfo()))
         return prediction.boxes[:, 4].tolist()
 
     assert confidences(Thresholds()) == pytest.approx([0.7311, 0.5, 0.2689], abs=1e-4)
@@ -71,18 +70,18 @@ def test_thresholds(model: YoloModel) -> None:
     assert confidences(Thresholds(conf_thres=0.001, iou_thres=0.6, max_det=1)) == pytest.approx([0.7311], abs=1e-4)
 
 
-def test_an_unknown_class() -> None:
-    DetectionPostprocess(NAMES, Thresholds(classes=(0, 2)))
+def test_an_unknown_class_is_an_error() -> None:
+    DetectionPostprocess(CLASS_NAMES, Thresholds(classes=(0, 2)))
     with pytest.raises(UserError, match="--classes 3: the model has classes 0 to 2"):
-        DetectionPostprocess(NAMES, Thresholds(classes=(0, 4, 3)))
+        DetectionPostprocess(CLASS_NAMES, Thresholds(classes=(0, 4, 3)))
 
 
 def test_boxes_in_files_undo_the_placement_and_are_cut_at_the_edges() -> None:
-    info = Info(size=(100, 50), placement=Place((2.0, 0.5), (10, 20)))
+    info = ImageInfo(size=(100, 50), placement=Placement((2.0, 0.5), (10, 20)))
     detections = torch.tensor([[30, 25, 110, 40, 0.9, 2], [0, 0, 300, 100, 0.5, 1], [-20, 10, 5, 15, 0.4, 0]])
     expected = torch.tensor([[10, 10, 50, 40, 0.9, 2], [0, 0, 100, 50, 0.5, 1], [0, 0, 0, 0, 0.4, 0]])
     exact, empty, boxes = boxes_in_files(
-        [torch.tensor([[1, 2, 3, 4, 0.5, 0]]), torch.zeros(0, 6), detections], [Info(), info, info]
+        [torch.tensor([[1, 2, 3, 4, 0.5, 0]]), torch.zeros(0, 6), detections], [ImageInfo(), info, info]
     )
     assert exact.tolist() == [[1, 2, 3, 4, 0.5, 0]]
     assert empty.shape == (0, 6)
@@ -104,7 +103,7 @@ def test_one_view_is_the_model_on_the_images(model: YoloModel, postprocess: Dete
 
 
 def test_augmented_views(model: YoloModel, postprocess: DetectionPostprocess) -> None:
-    """Three sizes, the second mirrored; the first leaves out the coarse level, the last the fine one."""
+    """Three sizes, the second mirrored; the first skips the coarse level, the last the fine one."""
     calls = inputs_of(model)
     images = torch.rand(1, 3, 48, 64)
     views = postprocess.views(model, images, augment=True)
@@ -121,19 +120,19 @@ def test_augmented_views(model: YoloModel, postprocess: DetectionPostprocess) ->
         assert (one[..., :height, :width] != PADDING_GREY).all()
     mean = images.flip(3)[..., :24].mean()
     torch.testing.assert_close(calls[1][..., :39, :20].mean(), mean, atol=0.03, rtol=0)
-    assert len(postprocess(views, batch(Info()))) == 1
+    assert len(postprocess(views, grey_batch(ImageInfo()))) == 1
 
 
-def test_a_model_of_one_level_keeps_it(tiny_yaml: dict[str, Any], postprocess: DetectionPostprocess) -> None:
+def test_the_level_of_a_model_of_one_level_is_not_skipped(postprocess: DetectionPostprocess) -> None:
     head = [[[1], 1, "Detect", ["nc", "anchors"]]]
-    model = build_model({**tiny_yaml, "anchors": tiny_yaml["anchors"][:1], "head": head}).eval()
+    model = build_model({**tiny_detector(), "anchors": tiny_detector()["anchors"][:1], "head": head}).eval()
     model.stride = 4
     views = postprocess.views(model, torch.rand(1, 3, 32, 32), augment=True)
     assert [view.skipped_level for view in views if isinstance(view, RawView)] == [None] * 3
 
 
 class Exported(contract.Model):
-    """An exported file, which returns the same for whatever images."""
+    """An exported file that returns the same for all images."""
 
     def __init__(self, outputs: Tensor | tuple[Tensor, Tensor]) -> None:
         super().__init__()
@@ -149,7 +148,7 @@ def test_an_exported_file_returns_boxes(model: YoloModel, postprocess: Detection
     (decoded,) = postprocess.views(Exported(decode(view_of(model, model(images)))), images, augment=False)
     assert isinstance(decoded, DecodedView)
     assert decoded.outputs is None
-    given = batch(Info(), Info())
+    given = grey_batch(ImageInfo(), ImageInfo())
     for prediction, expected in zip(postprocess([decoded], given), postprocess(views, given), strict=True):
         torch.testing.assert_close(prediction.boxes, expected.boxes, rtol=1e-4, atol=1e-3)
 
@@ -160,5 +159,5 @@ def test_an_exported_file_returns_detections(postprocess: DetectionPostprocess) 
     (view,) = postprocess.views(Exported((rows, torch.tensor([2]))), torch.rand(1, 3, 8, 8), augment=False)
     assert isinstance(view, SuppressedView)
     assert view.outputs is None
-    (prediction,) = postprocess([view], batch(Info()))
+    (prediction,) = postprocess([view], grey_batch(ImageInfo()))
     assert prediction.boxes.tolist() == [[1, 2, 3, 4, 0.5, 2], [5, 6, 7, 8, 0.25, 0]]

@@ -1,4 +1,4 @@
-"""The detections of one image in all forms in which they are passed on."""
+"""The detections of one image in all their forms."""
 
 from __future__ import annotations
 
@@ -7,31 +7,34 @@ import pytest
 import torch
 
 from models.tasks.detection.metrics import DetectionMetrics
-from tests.models.tasks.detection.batches import NAMES, Info, batch, labels, predictions
+from tests.making import CLASS_NAMES, ImageInfo, grey_batch
+from tests.models.tasks.detection.batches import labels, predictions
 from utils.plots.drawing import Style
 
 
 def test_label_rows() -> None:
-    infos = (Info(size=(100, 200)), Info(size=(30, 30)), Info())
+    infos = (ImageInfo(size=(100, 200)), ImageInfo(size=(30, 30)), ImageInfo())
     boxes = [
         torch.tensor([[10, 20, 30, 60, 0.5, 2], [0, 0, 100, 200, 0.25, 0]]),
         torch.tensor([[0, 0, 10, 20, 0.875, 1.0]]),
         torch.zeros(0, 6),
     ]
-    found = predictions(boxes, infos)
-    assert [one.label_rows(False) for one in found] == [
+    predicted = predictions(boxes, infos)
+    assert [one.label_rows(False) for one in predicted] == [
         ["2 0.2 0.2 0.2 0.2", "0 0.5 0.5 1 1"],
         ["1 0.166667 0.333333 0.333333 0.666667"],
         [],
     ]
-    assert found[0].label_rows(True) == ["2 0.2 0.2 0.2 0.2 0.5", "0 0.5 0.5 1 1 0.25"]
-    assert found[0].label_rows(True, corners=True) == ["2 10 20 30 60 0.5", "0 0 0 100 200 0.25"]
+    assert predicted[0].label_rows(True) == ["2 0.2 0.2 0.2 0.2 0.5", "0 0.5 0.5 1 1 0.25"]
+    assert predicted[0].label_rows(True, corners=True) == ["2 10 20 30 60 0.5", "0 0 0 100 200 0.25"]
 
 
 def test_with_labels() -> None:
-    """A detection is dropped if a label of its class overlaps it by more than the threshold; the label is 20, 20 to 60,
-    60."""
-    infos = (Info(size=(100, 200), rows=labels((1, 0.4, 0.2, 0.4, 0.2))), Info())
+    """Detections that overlap a label of their class by more than the threshold are dropped.
+
+    The label is 20, 20, 60, 60.
+    """
+    infos = (ImageInfo(size=(100, 200), rows=labels((1, 0.4, 0.2, 0.4, 0.2))), ImageInfo())
     boxes = torch.tensor(
         [
             [20, 20, 60, 60, 0.9, 1],
@@ -41,8 +44,8 @@ def test_with_labels() -> None:
             [0, 0, 10, 20, 0.5, 1],
         ]
     ).double()
-    found = predictions([boxes, boxes[-1:]], infos)
-    first, second = (one.with_labels().label_rows(True) for one in found)
+    predicted = predictions([boxes, boxes[-1:]], infos)
+    first, second = (one.with_labels().label_rows(True) for one in predicted)
     assert first == [
         "1 0.4 0.2 0.4 0.2 1",
         "0 0.4 0.2 0.4 0.2 0.8",
@@ -52,33 +55,34 @@ def test_with_labels() -> None:
     assert second == ["1 0.05 0.05 0.1 0.1 0.5"]
     none = predictions([boxes[:0]] * 2, infos)
     assert [one.with_labels().label_rows(False) for one in none] == [["1 0.4 0.2 0.4 0.2"], []]
-    metrics = DetectionMetrics(NAMES)
-    assert len(metrics.update(found, batch(*infos))[0].confidence) == 5  # metrics are those of the detections alone
+    records = DetectionMetrics(CLASS_NAMES).update(predicted, grey_batch(*infos))
+    assert len(records[0].confidence) == 5  # metrics do not see the labels
 
 
 def test_coco_rows_are_in_pixels_of_the_file() -> None:
     boxes = [torch.tensor([[1, 2, 3, 4, 0.5, 2.0]]), torch.zeros(0, 6)]
-    first, second = (one.coco_rows() for one in predictions(boxes, [Info(image=3, path="/data/b.jpg"), Info(image=1)]))
+    infos = [ImageInfo(image=3, path="/data/b.jpg"), ImageInfo(image=1)]
+    first, second = (one.coco_rows() for one in predictions(boxes, infos))
     assert (first.image, first.path, first.rows.tolist()) == (3, "/data/b.jpg", [[1, 2, 3, 4, 0.5, 2]])
     assert (second.image, second.rows.shape) == (1, (0, 6))
 
 
 def test_array_items_and_description() -> None:
     boxes = torch.tensor([[1, 2, 3, 4, 0.75, 2], [5, 6, 7, 8, 0.5, 0], [1, 1, 2, 2, 0.25, 2]]).double()
-    found, nothing = predictions([boxes, boxes[:0]], [Info(), Info()])
-    assert found.array.dtype == np.float32
-    assert found.array.tolist() == boxes.tolist()
+    predicted, nothing = predictions([boxes, boxes[:0]], [ImageInfo(), ImageInfo()])
+    assert predicted.array.dtype == np.float32
+    assert predicted.array.tolist() == boxes.tolist()
     assert nothing.array.shape == (0, 6)
-    assert found.items == [("bar", 0.75), ("disc", 0.5), ("bar", 0.25)]
-    assert found.describe() == "1 disc, 2 bars"
+    assert predicted.items == [("bar", 0.75), ("disc", 0.5), ("bar", 0.25)]
+    assert predicted.describe() == "1 disc, 2 bars"
     assert (nothing.items, nothing.describe()) == ([], "nothing")
 
 
 def test_crops() -> None:
     image = np.arange(20 * 30 * 3, dtype=np.uint8).reshape(20, 30, 3)
     boxes = torch.tensor([[2.5, 3.5, 10, 8, 0.75, 1], [5, 5, 5, 5, 0.5, 0]]).double()
-    (found,) = predictions([boxes], [Info()])
-    ((name, crop),) = found.crops(image)  # the second box has no pixels
+    (predicted,) = predictions([boxes], [ImageInfo()])
+    ((name, crop),) = predicted.crops(image)  # the second box has no pixels
     assert name == "traffic light"
     assert np.array_equal(crop, image[3:8, 2:10])
 
@@ -87,7 +91,7 @@ def test_crops() -> None:
 def test_drawing_copies_the_image_and_puts_the_most_confident_on_top(names: bool) -> None:
     image = np.zeros((100, 100, 3), np.uint8)
     boxes = torch.tensor([[20, 40, 80, 80, 0.75, 1], [20, 40, 80, 80, 0.5, 0]]).double()
-    both, first = predictions([boxes, boxes[:1]], [Info(), Info()])
+    both, first = predictions([boxes, boxes[:1]], [ImageInfo(), ImageInfo()])
     style = Style(2, names, True)
     drawn = both.draw(image, style)
     assert not image.any()

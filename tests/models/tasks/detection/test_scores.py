@@ -15,6 +15,7 @@ from models.tasks.detection.records import CONFIDENT_THRESHOLD, ImageRecord
 from models.tasks.detection.scores import (
     AP_RECALLS,
     CURVE_POINTS,
+    DETECTION_METRICS,
     SIZE_EDGES_PIXELS,
     ClassScores,
     SizeScores,
@@ -22,13 +23,13 @@ from models.tasks.detection.scores import (
     join,
 )
 
-PERFECT = 0.995  # the area by 101 points falls to 0 at the last of them: 100 intervals, the last one half full
+PERFECT = 0.995  # of 100 intervals between 101 points the last one counts half, because precision ends at 0
 
 
 def record(
     image: int = 0, detections: Sequence[tuple[float, ...]] = (), labels: Sequence[tuple[float, float]] = ()
 ) -> ImageRecord:
-    """detections: confidence, class, overlap, beaten, own side, the label's side; labels: class, side."""
+    """detections: confidence, class, overlap, beaten, side, side of the label. labels: class, side."""
     confidence, label, overlap, beaten, side, partner = np.array(detections, float).reshape(-1, 6).T
     true_label, true_side = np.array(labels, float).reshape(-1, 2).T
     return ImageRecord(image, overlap, beaten, partner, confidence, label, side, true_label, true_side)
@@ -54,7 +55,7 @@ def score_sizes(records: list[ImageRecord]) -> list[SizeScores]:
 
 
 def test_confusion_by_hand() -> None:
-    """Two labels of class 0 and one of 1; a right detection, one of class 2 for 1, one for nothing, one too weak."""
+    """Two labels of class 0 and one of 1; a hit, a detection of class 2 for 1, a false one, a weak one."""
     image = record(3, [hit(0.9), miss(0.8, 2), miss(0.7, 2), miss(CONFIDENT_THRESHOLD, 1)], [(0, 20), (1, 20), (0, 20)])
     image = image._replace(paired=np.array([[0, 0], [1, 2]], np.int32))
     expected = [[1, 0, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 1, 0]]
@@ -74,7 +75,7 @@ def test_confusion_of_nothing() -> None:
 
 
 def test_average_precision_by_hand() -> None:
-    """Right, wrong, right of 2 labels: recall 1/2, 1/2, 1 and precision 1, 1/2, 2/3; the envelope is 1, then 2/3.
+    """Hit, miss, hit of 2 labels: recall 1/2, 1/2, 1 and precision 1, 1/2, 2/3; the envelope is 1, then 2/3.
 
     By 101 points: 1 at 0 ... 0.49, 2/3 at 0.5 ... 0.99, 0 at 1.
     """
@@ -96,13 +97,13 @@ def test_perfect_detections() -> None:
     records = [record(k, [hit(0.9, k % 2), hit(0.8, 1)], [(k % 2, 20), (1, 20)]) for k in range(6)]
     scores = score_classes(records)
     np.testing.assert_allclose(scores.ap, PERFECT)
-    assert scores.means() == pytest.approx({"precision": 1, "recall": 1, "mAP50": PERFECT, "mAP50-95": PERFECT})
+    assert scores.means() == pytest.approx(dict(zip(DETECTION_METRICS, (1, 1, PERFECT, PERFECT), strict=True)))
 
 
 def test_overlap_decides_at_each_threshold() -> None:
     scores = score_classes([record(0, [hit(0.9, overlap=0.72)], [(0, 20)])])
     np.testing.assert_allclose(scores.ap, [[PERFECT] * 5 + [0] * 5])
-    assert scores.means()["mAP50-95"] == pytest.approx(PERFECT / 2)
+    assert scores.means()["mAP_0.5:0.95"] == pytest.approx(PERFECT / 2)
 
 
 def test_confidence_orders_the_detections_of_all_images() -> None:
@@ -114,14 +115,14 @@ def test_confidence_orders_the_detections_of_all_images() -> None:
 def test_no_detections() -> None:
     scores = score_classes([record(0, [], [(0, 20), (2, 20)])])
     assert scores.classes.tolist() == [0, 2]
-    assert scores.means() == {"precision": 0, "recall": 0, "mAP50": 0, "mAP50-95": 0}
+    assert scores.means() == dict.fromkeys(DETECTION_METRICS, 0)
 
 
 def test_no_labels() -> None:
     records = [record(0, [miss(0.9)]), record(1)]
     scores = score_classes(records)
     assert scores.classes.tolist() == []
-    assert scores.means() == {"precision": 0, "recall": 0, "mAP50": 0, "mAP50-95": 0}
+    assert scores.means() == dict.fromkeys(DETECTION_METRICS, 0)
     assert score_sizes(records) == []
 
 
@@ -141,7 +142,7 @@ def test_images_and_instances_are_counted() -> None:
 
 
 def test_precision_and_recall_are_read_where_the_smoothed_f1_is_highest() -> None:
-    """One label, found at 0.8, and a mistake at 0.2, between which precision falls from 1 to 1/2 on a line.
+    """One label, a hit at 0.8 and a miss at 0.2; precision falls linearly from 1 to 1/2 between them.
 
     The mean over a tenth of the confidences is highest where its window ends at 0.8, so at 0.75.
     """
@@ -151,7 +152,7 @@ def test_precision_and_recall_are_read_where_the_smoothed_f1_is_highest() -> Non
 
 
 def test_all_classes_are_read_at_one_confidence() -> None:
-    """Class 0 is found at 0.9, and class 1 at 0.3 only: the best mean F1 is where both are found, up to 0.3."""
+    """Hits of class 0 at 0.9 and of class 1 at 0.3: the mean F1 is best up to 0.3."""
     scores = score_classes([record(0, [hit(0.9), hit(0.3, label=1), miss(0.5)], [(0, 20), (1, 20)])])
     assert scores.recall.tolist() == pytest.approx([1, 1])
     assert scores.precision.tolist() == pytest.approx([0.5, 1], abs=1e-6)
@@ -161,7 +162,7 @@ def test_all_classes_are_read_at_one_confidence() -> None:
 
 
 def test_curves_by_hand() -> None:
-    """Two labels, one found at 0.8; a mistake at 0.4. In between precision falls on a line from 1 to 1/2."""
+    """Two labels, a hit at 0.8 and a miss at 0.4; precision falls linearly from 1 to 1/2 between them."""
     curves = score_classes([record(0, [hit(0.8), miss(0.4)], [(0, 20), (0, 20)])]).curves
     assert CURVE_POINTS[[0, 1, 100, 200]].tolist() == [0, 0.005, 0.5, 1]
     assert curves.precision[0, [0, 79, 81, 120, 159, 161, 200]].tolist() == pytest.approx(
@@ -227,7 +228,7 @@ def equal(a: ClassScores, b: ClassScores) -> bool:
 def test_order_of_the_records_does_not_matter() -> None:
     records = random_records(40, seed=0)
     scores, sizes = score_classes(records), score_sizes(records)
-    assert 0 < scores.means()["mAP50"] < 0.9
+    assert 0 < scores.means()["mAP_0.5"] < 0.9
     assert len(sizes) == 5
     for seed in range(3):
         random.Random(seed).shuffle(records)
@@ -240,7 +241,7 @@ def test_order_of_the_records_does_not_matter() -> None:
 
 def test_a_label_of_another_size_has_no_influence() -> None:
     small = record(0, [hit(0.9, side=10, partner=10)], [(0, 10)])
-    large = record(1, [], [(0, 50)])  # never found
+    large = record(1, [], [(0, 50)])  # not detected
     wrong = record(2, [miss(0.99, side=50)])  # and a detection of nothing
     alone = score_sizes([small])
     both = score_sizes([small, large, wrong])
@@ -262,7 +263,7 @@ def test_a_false_detection_counts_in_its_own_size() -> None:
 
 
 def test_a_correct_detection_counts_in_the_size_of_its_label() -> None:
-    """A label of 40 pixels found by a box of 28: right at low thresholds for the label's size, wrong nowhere else."""
+    """A detection of 28 pixels of a label of 40: correct at 0.5 for the label's size, false for no other size."""
     records = [
         record(0, [hit(0.9, overlap=0.52, side=28, partner=40)], [(0, 40)]),
         record(1, [hit(0.5, side=20, partner=20)], [(0, 20)]),
@@ -319,7 +320,7 @@ def plain_scores(records: list[ImageRecord], low: float, high: float) -> list[li
 
 
 def matched_records(seed: int, classes: int, images: int = 12) -> list[ImageRecord]:
-    """Images as they come from matching: a label is found once at most; few distinct confidences."""
+    """Return records as from matching: at most one hit per label, few distinct confidences."""
     rng = np.random.default_rng(seed)
     records = []
     for image in rng.permutation(images):

@@ -14,24 +14,18 @@ from torch import Tensor
 
 from models.tasks.contract import Thresholds
 from models.tasks.detection import suppression
+from models.tasks.detection.boxes import xywh_to_xyxy
 from models.tasks.detection.suppression import detect, filter_detections, least_logit, row_sigmoids, suppress
-from models.tasks.detection.views import (
-    DecodedView,
-    RawView,
-    SuppressedView,
-    cell_geometry,
-    decode,
-    decode_xyxy,
-)
+from models.tasks.detection.views import DecodedView, RawView, SuppressedView, cell_geometry, decode, decode_xywh
 
 THREE = math.log(3)  # the logit of 3/4; of 1/4 with a minus
 
 
 def exact_boxes(outputs: list[Tensor], anchors: Tensor, strides: Tensor) -> Tensor:
-    """Every box (b, n, 5 + classes): xyxy in pixels, objectness, class scores, to the last bit as `detect` has them."""
+    """Return all boxes (b, n, 5 + classes): xyxy in pixels, objectness, class scores, bit-identical to `detect`'s."""
     cells = torch.cat([cell_geometry(*level) for level in zip(outputs, anchors, strides, strict=True)])
     images = [row_sigmoids([raw[image].flatten(0, 2) for raw in outputs]) for image in range(len(outputs[0]))]
-    return torch.stack([torch.cat((decode_xyxy(scores, cells), scores[:, 4:]), 1) for scores in images])
+    return torch.stack([torch.cat((xywh_to_xyxy(decode_xywh(scores, cells)), scores[:, 4:]), 1) for scores in images])
 
 
 def test_detections_are_in_fp32() -> None:
@@ -43,17 +37,17 @@ def test_detections_are_in_fp32() -> None:
 
 
 def view(raw: Tensor) -> RawView:
-    """One level of one anchor, a cell large, of stride 1."""
+    """Return a view of one level, with one anchor of 1 x 1 cells and stride 1."""
     return RawView([raw], torch.ones(1, 1, 2), torch.ones(1))
 
 
 def predictions(*rows: tuple[float, ...]) -> Tensor:
-    """An image's predictions from rows x, y, w, h, objectness, class scores."""
+    """Return an image's predictions from rows x, y, w, h, objectness, class scores."""
     return torch.tensor(rows, dtype=torch.float)
 
 
 def run(given: Tensor, conf_thres: float = 0.1, iou_thres: float = 0.5, max_det: int = 300, **more: Any) -> Tensor:
-    """The detections of the image: of scores of one half, in cells and with anchors that make the boxes of it."""
+    """Return the detections of an image, from scores of 1/2 in cells and with anchors that give the boxes."""
     scores = torch.cat((torch.full((len(given), 4), 0.5), given[:, 4:]), 1)
     cells = torch.cat((given[:, :2] - 0.5, torch.ones(len(given), 2), given[:, 2:4]), 1)
     return suppress(scores, cells, Thresholds(conf_thres, iou_thres, max_det, **more))
@@ -82,7 +76,7 @@ def test_classes_do_not_suppress_each_other() -> None:
     same, other = (50, 50, 20, 20, 1, 0.8, 0), (51, 50, 20, 20, 1, 0, 0.75)
     assert run(predictions(same, other))[:, 4:].tolist() == [[pytest.approx(0.8), 0], [0.75, 1]]
     assert len(run(predictions(same, (51, 50, 20, 20, 1, 0.75, 0)))) == 1
-    # Nor do distant classes and large images, where an offset between them would have to be large.
+    # Also not for distant classes and large images, which need a large offset.
     far = predictions((10, 10, 20, 20, 1, *[0.0] * 78, 0.5, 0), (4000, 4000, 20, 20, 1, *[0.0] * 79, 0.5))
     assert len(run(far)) == 2
 
@@ -90,7 +84,7 @@ def test_classes_do_not_suppress_each_other() -> None:
 def test_confidence_threshold() -> None:
     given = predictions((50, 50, 20, 20, 0.5, 0.5), (150, 50, 20, 20, 0.5, 0.75))
     assert run(given, conf_thres=0.24)[:, 4].tolist() == [0.375, 0.25]
-    assert run(given, conf_thres=0.25)[:, 4].tolist() == [0.375]  # it must be exceeded
+    assert run(given, conf_thres=0.25)[:, 4].tolist() == [0.375]  # exclusive
     assert len(run(given, conf_thres=0.375)) == 0
 
 
@@ -140,8 +134,8 @@ def test_detections_have_no_gradient() -> None:
 
 
 def test_no_image_is_dropped_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """YOLOv5 stops after 0.5 + 0.05 x batch seconds; here the clock advances a minute each time that it is read."""
-    count = 300
+    """YOLOv5 stops after 0.5 + 0.05 x batch seconds; this clock advances a minute with each reading."""
+    count = 30
     given = torch.zeros(count, 1, 1, 1, 6)
     ticks = itertools.count(step=60)
     with monkeypatch.context() as clock:
@@ -157,7 +151,7 @@ def test_no_image_is_dropped_however_long_it_takes(monkeypatch: pytest.MonkeyPat
 def plain_detections(
     outputs: list[Tensor], anchors: Tensor, strides: Tensor, thresholds: Thresholds, most: int
 ) -> list[Tensor]:
-    """What `detect` returns, computed from every box of every class and every pair of them."""
+    """Compute `detect` from every box of every class and every pair of them."""
     images = []
     for image in exact_boxes(outputs, anchors, strides):
         confidence = (image[:, 5:] * image[:, 4:5]).numpy()
@@ -178,7 +172,7 @@ def iou(a: np.ndarray, b: tuple) -> float:
 
 
 def random_maps(seed: int, classes: int, few: bool) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Three images on two levels, the second without anything; `few` distinct logits, so that many are equal."""
+    """Return maps of three images on two levels, the second empty. few: distinct logits, so that many are equal."""
     generator = torch.Generator().manual_seed(seed)
     outputs = [torch.randn(3, 2, side, side, 5 + classes, generator=generator) * 2 for side in (6, 3)]
     for raw in outputs:
@@ -206,7 +200,7 @@ def test_as_the_plain_implementation(
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_detections_of_an_image_do_not_depend_on_the_others(threads: int) -> None:
-    """To the last bit, and however many threads a CPU takes."""
+    """To the last bit, with any number of CPU threads."""
     before = torch.get_num_threads()
     generator = torch.Generator().manual_seed(0)
     outputs = [torch.randn(3, 2, side, side, 85, generator=generator) for side in (20, 11)]
@@ -229,7 +223,7 @@ def test_a_score_of_nan_hides_no_other_box() -> None:
 
 
 @pytest.mark.parametrize("probability", [0.0, 1e-30, 0.001, 0.5, 0.999999, 1 - 1e-7, 1.0])
-def testleast_logit(probability: float) -> None:
+def test_least_logit(probability: float) -> None:
     logits = torch.cat((torch.linspace(-110, 20, 200_001), torch.linspace(-17, 17, 200_001)))
     exceed = logits.sigmoid() > probability
     taken = logits > least_logit(probability)
@@ -242,7 +236,7 @@ def testleast_logit(probability: float) -> None:
 
 
 def one_box(columns: int, column: int, confidence: float, x: float = 0.0) -> Tensor:
-    """A map of 4 rows of stride 8 without anything but a box in the second row, `x` the logit of its place."""
+    """Return a map of 4 rows of stride 8 with one box, in the second row; x: logit of its horizontal position."""
     raw = torch.full((1, 1, 4, columns, 6), -20.0)
     raw[0, 0, 1, column] = torch.tensor([x, 0, 0, 0, math.log(confidence / (1 - confidence)), 20])
     return raw
@@ -252,14 +246,13 @@ ANCHOR, EIGHT = torch.tensor([[[1.0, 2.0]]]), torch.tensor([8.0])
 
 
 def test_a_mirrored_view() -> None:
-    """48 pixels wide: from the right the third cell is from 16 to 24, and the box is right of its middle, mirrored left
-    of it: 8 (0.75 x 2 - 0.5 + 2) = 24 from the right."""
+    """48 pixels wide: the centre is 8 (0.75 x 2 - 0.5 + 2) = 24 pixels from the right edge."""
     (detections,) = detect([RawView([one_box(6, 2, 0.5, THREE)], ANCHOR, EIGHT, mirrored_width=48)], Thresholds())
     torch.testing.assert_close(detections, torch.tensor([[20.0, 4, 28, 20, 0.5, 0]]))
 
 
 def test_a_scaled_view() -> None:
-    """Boxes grow back, each side by its own share; the images are 60 wide, the model was given 30, in 32 columns."""
+    """Boxes are scaled back, each side by its own factor; images 60 wide are 30 wide for the model, in 32 columns."""
     raw = one_box(4, 2, 0.5, THREE)  # around 24, 12; 8 wide and 16 high
     (detections,) = detect([RawView([raw], ANCHOR, EIGHT, (0.5, 0.8))], Thresholds())
     torch.testing.assert_close(detections, torch.tensor([[40.0, 5, 56, 25, 0.5, 0]]))
@@ -268,8 +261,7 @@ def test_a_scaled_view() -> None:
 
 
 def test_views_are_joined_before_the_suppression() -> None:
-    """Of two models: other sizes of maps, anchors, and numbers of levels. The more confident box of one
-    suppresses that of the other; a box that only one of them has stays."""
+    """The views of two models differ in size, anchors and levels. Of equal boxes the more confident remains."""
     one = RawView([one_box(6, 2, 0.5)], ANCHOR, EIGHT)
     nothing = torch.full((1, 3, 2, 3, 6), -20.0)
     same = torch.full((1, 3, 4, 6, 6), -20.0)
@@ -294,10 +286,10 @@ def test_a_skipped_level() -> None:
 
 
 def random_view(seed: int) -> RawView:
-    """Two levels of two anchors, of two images of 32x32."""
-    torch.manual_seed(seed)
-    maps = [torch.randn(2, 2, side, side, 8) * 2 for side in (4, 2)]
-    return RawView(maps, torch.rand(2, 2, 2) * 3 + 1, torch.tensor([8.0, 16]))
+    """Return two levels of two anchors, of two images of 32x32."""
+    generator = torch.Generator().manual_seed(seed)
+    maps = [torch.randn(2, 2, side, side, 8, generator=generator) * 2 for side in (4, 2)]
+    return RawView(maps, torch.rand(2, 2, 2, generator=generator) * 3 + 1, torch.tensor([8.0, 16]))
 
 
 def test_decoded_boxes_are_suppressed_like_raw_maps() -> None:

@@ -1,4 +1,4 @@
-"""`DetectionTask` makes its parts for the model and the hyperparameters."""
+"""`DetectionTask` makes the parts of the task from the model and the hyperparameters."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from models.tasks.contract import ExportSettings, Thresholds
 from models.tasks.detection.export_module import DecodedDetector, SuppressedDetector
 from models.tasks.detection.loss import DetectionCriterion, LossSettings, UnavailableCriterion
 from models.tasks.detection.task import DetectionTask
-from tests.models.tasks.detection.batches import NAMES, Info, batch
+from tests.making import CLASS_NAMES, ImageInfo, grey_batch, tiny_detector
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
 
 
 @pytest.fixture
 def task() -> DetectionTask:
-    return DetectionTask(NAMES, Hyperparameters())
+    return DetectionTask(CLASS_NAMES, Hyperparameters())
 
 
-def test_the_name_in_a_yaml() -> None:
+def test_the_registered_task() -> None:
     assert TASKS["detect"].load() is DetectionTask
 
 
@@ -41,30 +41,28 @@ def test_official_weights(name: str, official: bool) -> None:
 
 
 @pytest.mark.parametrize(("asked", "taken"), [(64, 64), (60, 64), (65, 72), (3, 16), (16, 16)])
-def test_image_size_is_whole_strides_and_at_least_two(
-    task: DetectionTask, tiny_yaml: dict[str, Any], asked: int, taken: int
-) -> None:
-    model = task.build_model(tiny_yaml, asked)
+def test_image_size_is_whole_strides_and_at_least_two(task: DetectionTask, asked: int, taken: int) -> None:
+    model = task.build_model(tiny_detector(), asked)
     assert model.stride == 8
     assert model.imgsz == taken
 
 
-def test_the_model_has_the_tasks_classes(task: DetectionTask, tiny_yaml: dict[str, Any]) -> None:
-    model = task.build_model({**tiny_yaml, "nc": 80}, 64)
-    assert model.names == NAMES
+def test_the_model_has_the_tasks_classes(task: DetectionTask) -> None:
+    model = task.build_model({**tiny_detector(), "nc": 80}, 64)
+    assert model.names == CLASS_NAMES
     assert model.yaml["nc"] == model.detect.nc == 3
 
 
-def test_anchors_that_a_yaml_or_the_hyperparameters_ask_for(task: DetectionTask, tiny_yaml: dict[str, Any]) -> None:
-    assert task.model_yaml(tiny_yaml) == tiny_yaml
+def test_anchors_that_a_yaml_or_the_hyperparameters_ask_for(task: DetectionTask) -> None:
+    assert task.model_yaml(tiny_detector()) == tiny_detector()
     assert task.fresh_tensors(from_yaml=False) == ()
     assert task.fresh_tensors(from_yaml=True) == ("anchors",)
-    more = DetectionTask(NAMES, Hyperparameters(anchors=3))
-    assert more.model_yaml(tiny_yaml) == {**tiny_yaml, "anchors": 3}
+    more = DetectionTask(CLASS_NAMES, Hyperparameters(anchors=3))
+    assert more.model_yaml(tiny_detector()) == {**tiny_detector(), "anchors": 3}
     assert more.fresh_tensors(from_yaml=False) == ("anchors",)
 
 
-def test_anchors_are_adapted_to_the_split_at_the_models_size(task: DetectionTask, tiny_yaml: dict[str, Any]) -> None:
+def test_anchors_are_adapted_to_the_split_at_the_models_size(task: DetectionTask) -> None:
     sizes = []
 
     def side_lengths(imgsz: int) -> np.ndarray:
@@ -72,17 +70,17 @@ def test_anchors_are_adapted_to_the_split_at_the_models_size(task: DetectionTask
         return np.array([[4, 4], [30, 20.0]])
 
     split: Any = SimpleNamespace(labels=SimpleNamespace(side_lengths=side_lengths))
-    (message,) = task.adapt(task.build_model(tiny_yaml, 60), split)
+    (message,) = task.adapt(task.build_model(tiny_detector(), 60), split)
     assert message.startswith("AutoAnchor: 1.0000 of the boxes fit an anchor")
     assert sizes == [64]
 
 
-# Its parts
+# Parts
 
 
-def test_gains_are_scaled_to_the_model(tiny_yaml: dict[str, Any]) -> None:
-    task = DetectionTask(NAMES, Hyperparameters(box=0.1, obj=0.7, cls=0.3, anchor_t=3.0), label_smoothing=0.2)
-    criterion = task.criterion(task.build_model(tiny_yaml, 60))  # 2 levels, 3 classes, 64 pixels
+def test_gains_are_scaled_to_the_model() -> None:
+    task = DetectionTask(CLASS_NAMES, Hyperparameters(box=0.1, obj=0.7, cls=0.3, anchor_t=3.0), label_smoothing=0.2)
+    criterion = task.criterion(task.build_model(tiny_detector(), 60))  # 2 levels, 3 classes, 64 pixels
     assert isinstance(criterion, DetectionCriterion)
     expected = LossSettings(
         box=0.1 * 1.5, obj=0.7 * 1.5 * 0.01, cls=0.3 * 1.5 * 3 / 80, anchor_t=3.0, label_smoothing=0.2
@@ -96,15 +94,15 @@ def test_an_exported_file_has_no_criterion(task: DetectionTask) -> None:
 
 
 def test_inputs_are_0_to_1(task: DetectionTask) -> None:
-    inputs = task.inputs(batch(Info(), side=2))
+    inputs = task.inputs(grey_batch(ImageInfo(), side=2))
     assert inputs.dtype == torch.float32
     torch.testing.assert_close(inputs, torch.full((1, 3, 2, 2), 0.2))
 
 
-def test_losses_are_of_the_batchs_targets(task: DetectionTask, tiny_yaml: dict[str, Any]) -> None:
-    model = task.build_model(tiny_yaml, 64)
+def test_losses_are_of_the_batchs_targets(task: DetectionTask) -> None:
+    model = task.build_model(tiny_detector(), 64)
     targets = torch.tensor([[1, 2, 0.5078125, 0.5078125, 4.5 / 64, 4.25 / 64]])  # near the anchor 4 x 4 of stride 4
-    given = batch(Info(), Info(), targets=targets)
+    given = grey_batch(ImageInfo(), ImageInfo(), targets=targets)
     terms = task.criterion(model)(model(task.inputs(given)), given)
     assert len(terms.means(terms.counts)) == len(task.loss_names) == 3
     # Cell (8.125, 8.125): itself, left and up, for the anchors 4 x 4 and 8 x 4; 16 x 16 has about 3.8 times its size.
@@ -112,25 +110,23 @@ def test_losses_are_of_the_batchs_targets(task: DetectionTask, tiny_yaml: dict[s
     assert terms.counts[1].tolist() == [2 * 2 * 16**2, 2 * 2 * 8**2]
 
 
-def test_postprocess_has_the_tasks_classes_and_the_thresholds(task: DetectionTask, tiny_yaml: dict[str, Any]) -> None:
-    model = task.build_model(tiny_yaml, 64)
+def test_postprocess_has_the_tasks_classes_and_the_thresholds(task: DetectionTask) -> None:
+    model = task.build_model(tiny_detector(), 64)
     thresholds = Thresholds(conf_thres=0.3, classes=(1,))
     postprocess = task.postprocess(model, thresholds)
-    assert (postprocess.names, postprocess.thresholds) == (NAMES, thresholds)
+    assert (postprocess.names, postprocess.thresholds) == (CLASS_NAMES, thresholds)
     with pytest.raises(UserError, match="--classes 3: the model has classes 0 to 2"):
         task.postprocess(model, Thresholds(classes=(3,)))
 
 
 def test_metrics_have_the_tasks_classes(task: DetectionTask) -> None:
     metrics = task.metrics(frozenset([3]))
-    assert (metrics.names, metrics.shown) == (NAMES, {3})
+    assert (metrics.names, metrics.shown) == (CLASS_NAMES, {3})
 
 
 @pytest.mark.parametrize(("topk_per_class", "most_per_class"), [(7, 7), (100, 40)])
-def test_export_module(
-    task: DetectionTask, tiny_yaml: dict[str, Any], topk_per_class: int, most_per_class: int
-) -> None:
-    model = task.build_model(tiny_yaml, 64).eval()
+def test_export_module(task: DetectionTask, topk_per_class: int, most_per_class: int) -> None:
+    model = task.build_model(tiny_detector(), 64).eval()
     decoded, nothing = task.export_module(model, ExportSettings())
     assert isinstance(decoded, DecodedDetector)
     assert nothing is None
@@ -146,7 +142,7 @@ def test_export_module(
 
 
 def test_draw_batch(task: DetectionTask) -> None:
-    given = batch(Info(), targets=torch.tensor([[0, 1, 0.5, 0.5, 0.5, 0.5]]))
+    given = grey_batch(ImageInfo(), targets=torch.tensor([[0, 1, 0.5, 0.5, 0.5, 0.5]]))
     picture = task.draw_batch(given)
     assert (picture.dtype, picture.shape) == (np.uint8, (64, 64, 3))
     assert (picture[40, 40] == 51).all()

@@ -1,4 +1,4 @@
-"""The augmented copies of a batch."""
+"""Augmented copies of a batch."""
 
 from __future__ import annotations
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from models.tasks.detection.boxes import xywh_to_xyxy
-from models.tasks.detection.views import RawView, cell_geometry, decode, decode_xyxy
+from models.tasks.detection.views import RawView, decode
 
 THREE = math.log(3)  # the logit of 3/4; of 1/4 with a minus
 
 
 def corners(decoded: Tensor) -> Tensor:
-    """Decoded boxes (b, n, 5 + classes) with xyxy in place of xywh."""
+    """Convert decoded boxes (b, n, 5 + classes) from xywh to xyxy."""
     return torch.cat((xywh_to_xyxy(decoded[..., :4]), decoded[..., 4:]), 2)
 
 
@@ -38,11 +38,3 @@ def test_decode_levels_follow_each_other() -> None:
     torch.testing.assert_close(
         corners(decode(view._replace(skipped_level=0)))[0, :, :4], torch.tensor(boxes[4:], dtype=torch.float)
     )
-
-
-def test_corners_are_decoded_from_scores_and_geometry() -> None:
-    raw = torch.randn(1, 2, 3, 4, 7)
-    anchors, stride = torch.tensor([[1.0, 1], [2, 5]]), torch.tensor(8.0)
-    boxes = decode_xyxy(raw.flatten(0, 3).sigmoid(), cell_geometry(raw, anchors, stride))
-    expected = corners(decode(RawView([raw], anchors[None], stride[None])))[0, :, :4]
-    torch.testing.assert_close(boxes, expected)

@@ -33,7 +33,7 @@ class HeatmapCriterion(Criterion):
 
 
 def heat(targets: Tensor, shape: torch.Size) -> Tensor:
-    """Return the maps of `shape` (b, classes, h, w) that keypoints (m, 4) ask for: image, class, normalised x and y."""
+    """Return the target maps, `shape` (b, classes, h, w), of keypoints (m, 4): image, class, normalised x and y."""
     maps = targets.new_zeros(shape)
     rows = torch.arange(shape[2], device=targets.device)[:, None] + 0.5
     columns = torch.arange(shape[3], device=targets.device) + 0.5

@@ -1,4 +1,4 @@
-"""The metrics of keypoints: the mean distance, and the share of keypoints that are near enough."""
+"""The metrics of keypoints: the mean distance, and the share of correct keypoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MISSED = 1.0  # distance of a keypoint that is not predicted
 class ImageRecord(NamedTuple):
     image: int
     distances: list[tuple[int, float]]  # class and distance of each labelled keypoint
-    shown: list[tuple[float, float]] | None  # predicted keypoints, normalised, if the image is to be drawn
+    shown: list[tuple[float, float]] | None  # predicted keypoints, normalised, of an image to draw
 
 
 class HeatmapMetrics(Metrics):

@@ -1,4 +1,4 @@
-"""From heat maps to keypoints: the most probable cell of each class."""
+"""Keypoints from heat maps: the most probable cell of each class."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class HeatmapView(NamedTuple):
 
 
 class HeatmapPostprocess(Postprocess):
-    """The mean of the maps of all views, and its highest cell for each class."""
+    """Average the maps of all views and take the highest cell of each class."""
 
     def __init__(self, names: Mapping[int, str], thresholds: Thresholds) -> None:
         if unknown := sorted(set(thresholds.classes) - set(names)):

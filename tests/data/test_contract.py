@@ -1,0 +1,376 @@
+"""The promises of `data.dataset.DataSet` that hold for every data set."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from data.batches import Batch
+from data.cache import Images, ImagesInMemory, ImagesOnDisk
+from data.dataset import DataOptions, DataSet, Split, data_source
+from models.tasks.classification.task import ClassificationRecipe
+from tests.making import noise, write_image, write_yaml
+from utils.config.hyperparameters import Hyperparameters, Recipe
+from utils.errors import UserError
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+NAMES = ('a, "b"', "car", "disc")
+# Width and height of the training images: a prime number of them, in many shapes.
+SIZES = ((64, 64), (64, 48), (40, 64), (30, 30), (100, 50), (48, 96), (64, 20), (20, 64), (70, 61), (33, 47), (64, 64),
+         (80, 60), (11, 30))  # fmt: skip
+TRAIN, VAL, BATCH_SIZE = len(SIZES), 5, 4
+
+
+def draw(file: Path, number: int, *rows: str) -> None:
+    write_image(file, noise(*SIZES[number], seed=number), *rows)
+
+
+def draw_boxes(folder: Path) -> dict[str, Any]:
+    """Draw images with one to three polygons each, and one without any; return the YAML."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", TRAIN), ("val", VAL)):
+        for number in range(count):
+            rows = []
+            for x, y in rng.uniform(0.4, 0.6, (0 if number == 3 else number % 3 + 1, 2)):
+                width, height = rng.uniform(0.15, 0.3, 2)
+                diamond = (x, y - height, x + width, y, x, y + height, x - width, y)
+                rows.append(f"{number % 3} {' '.join(f'{value:.4f}' for value in diamond)}")
+            draw(folder / f"images/{split}/{number:02}.png", number, *rows)
+    return {"train": "images/train", "val": "images/val", "names": list(NAMES)}
+
+
+def draw_classes(folder: Path) -> dict[str, Any]:
+    """Draw a folder of images per class; return the YAML."""
+    for split, count in (("train", TRAIN), ("val", VAL)):
+        for number in range(count):
+            draw(folder / split / NAMES[number % 3] / f"{number:02}.png", number)
+    return {"train": "train", "val": "val"}
+
+
+class Kind(NamedTuple):
+    """A data set: its class, a function that draws one, all augmentation, and the settings that mix images."""
+
+    name: str
+    draw: Callable[[Path], dict[str, Any]]
+    recipe: Recipe
+    unmixed: Mapping[str, float]
+
+
+BOXES = Hyperparameters(
+    hsv_h=0.015, hsv_s=0.7, hsv_v=0.4, degrees=10.0, translate=0.1, scale=0.5, shear=2.0, perspective=0.0005,
+    flipud=0.5, fliplr=0.5, mosaic=1.0, mixup=0.5, copy_paste=0.5,
+)  # fmt: skip
+CLASSES = ClassificationRecipe(
+    crop_scale=0.3, fliplr=0.5, flipud=0.5, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1, randaugment=2,
+    randaugment_magnitude=7, erasing=0.5, mixup=0.3, cutmix=0.3, mixup_alpha=0.4, cutmix_alpha=0.8,
+)  # fmt: skip
+KINDS = {
+    "detection": Kind("data.detection:DetectionData", draw_boxes, BOXES, {"mosaic": 0.0}),
+    "classification": Kind("data.classification:ClassificationData", draw_classes, CLASSES, {"mixup": 0, "cutmix": 0}),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def drawing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Kind, Path]:
+    """A kind of data set and the YAML of a drawn one."""
+    kind, folder = KINDS[request.param], tmp_path_factory.mktemp(request.param)
+    return kind, write_yaml(folder / "data.yaml", kind.draw(folder))
+
+
+@pytest.fixture
+def copy(drawing: tuple[Kind, Path], tmp_path: Path) -> tuple[Kind, Path]:
+    """The same in a folder that a test may change."""
+    kind, file = drawing
+    return kind, shutil.copytree(file.parent, tmp_path / "copy") / "data.yaml"
+
+
+def opened(drawing: tuple[Kind, Path], **options: Any) -> DataSet[Any]:
+    kind, file = drawing
+    return data_source(str(file), kind.name).open(64, 32, DataOptions(**options))
+
+
+def train_loader(drawing: tuple[Kind, Path], batch_size: int = BATCH_SIZE, seed: int = 3, **options: Any) -> Any:
+    data = opened(drawing, **options)
+    recipe = drawing[0].recipe
+    return data.train_loader(data.split("train", recipe), batch_size, recipe, seed)
+
+
+def epoch_of(loader: Any, epoch: int, skipped: int = 0) -> list[Batch]:
+    loader.batch_sampler.set_epoch(epoch)
+    loader.batch_sampler.skip(skipped)
+    return list(loader)
+
+
+def two_epochs(drawing: tuple[Kind, Path], **options: Any) -> list[Batch]:
+    """Return the batches of two epochs of one loader, whose processes stay."""
+    loader = train_loader(drawing, **options)
+    return [*epoch_of(loader, 0), *epoch_of(loader, 1)]
+
+
+def evaluation(drawing: tuple[Kind, Path], batch_size: int = BATCH_SIZE, square: bool = False, **options: Any) -> Any:
+    data = opened(drawing, **options)
+    split = data.split("train")  # there are more images than in the validation
+    return data.evaluation_loader(split, data.evaluation_batches(split, batch_size, square))
+
+
+def images_of(batches: Sequence[Batch]) -> list[int]:
+    return [info.image for batch in batches for info in batch.infos]
+
+
+def check_same(first: Sequence[Batch], second: Sequence[Batch]) -> None:
+    """Check that pixels and targets are the same bit by bit, in the same order."""
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a.images, b.images)
+        assert torch.equal(a.targets, b.targets)
+        assert [(info.image, info.path) for info in a.infos] == [(info.image, info.path) for info in b.infos]
+
+
+def differ(first: Sequence[Batch], second: Sequence[Batch]) -> bool:
+    return not any(torch.equal(a.images, b.images) for a, b in zip(first, second, strict=True))
+
+
+# Batches of a training
+
+
+def test_pixels_and_targets_do_not_depend_on_workers_or_the_global_seed(drawing: tuple[Kind, Path]) -> None:
+    expected = two_epochs(drawing)
+    for workers in (0, 1, 4):
+        torch.manual_seed(workers)
+        check_same(two_epochs(drawing, workers=workers), expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"image_weights": True, "partners": "near"},
+        {"repeat_factor": 0.9, "multi_scale": True},
+    ],
+    ids=str,
+)
+def test_a_run_that_is_resumed_in_mid_epoch_gets_the_batches_that_are_left(
+    drawing: tuple[Kind, Path], sampling: dict[str, Any], workers: int
+) -> None:
+    expected = two_epochs(drawing, **sampling)
+    first = len(expected) // 2
+    check_same(epoch_of(train_loader(drawing, workers=workers, **sampling), 1, skipped=1), expected[first + 1 :])
+
+
+def test_an_item_depends_on_its_sample_index_only(drawing: tuple[Kind, Path]) -> None:
+    """Made one by one in reversed order, from an epoch of other batches, items make the same batches."""
+    small, large = train_loader(drawing, batch_size=1), train_loader(drawing, batch_size=TRAIN)
+    samples = [sample for (sample,) in small.batch_sampler]
+    items = {sample: small.dataset[sample] for sample in reversed(samples)}
+    check_same([large.collate_fn([items[sample] for sample in samples])], epoch_of(large, 0))
+
+
+def test_epoch_position_and_seed_each_change_the_pixels(drawing: tuple[Kind, Path]) -> None:
+    items, others = train_loader(drawing).dataset, train_loader(drawing, seed=4).dataset
+    sample = next(iter(train_loader(drawing).batch_sampler))[0]
+    pixels = [items[sample], items[sample._replace(epoch=1)], items[sample._replace(position=1)], others[sample]]
+    assert len({item[0].numpy().tobytes() for item in pixels}) == 4
+
+
+def test_the_order_is_a_function_of_seed_and_epoch(drawing: tuple[Kind, Path]) -> None:
+    loader = train_loader(drawing)
+    orders = [images_of(epoch_of(loader, epoch)) for epoch in (0, 1)]
+    for order in orders:  # full batches: the last is filled from the start
+        assert sorted(order[:TRAIN]) == list(range(TRAIN))
+        assert order[TRAIN:] == order[: -TRAIN % BATCH_SIZE]
+    assert orders[0] != orders[1]
+    assert images_of(epoch_of(train_loader(drawing), 1)) == orders[1]
+    assert images_of(epoch_of(train_loader(drawing, seed=4), 0)) != orders[0]
+
+
+def test_training_batches_have_the_documented_form(drawing: tuple[Kind, Path]) -> None:
+    for batch in epoch_of(train_loader(drawing), 0):
+        assert (batch.images.dtype, batch.images.shape) == (torch.uint8, (BATCH_SIZE, 3, 64, 64))
+        assert batch.targets.dtype == torch.float32
+        assert all(Path(info.path).is_file() for info in batch.infos)
+    moved = batch.to("meta")
+    assert (moved.images.device.type, moved.targets.device.type, moved.infos) == ("meta", "meta", batch.infos)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_close_mosaic_ends_the_mixing_of_images(drawing: tuple[Kind, Path], workers: int) -> None:
+    kind, file = drawing
+    closing = train_loader(drawing, workers=workers, close_mosaic=1, epochs=2)
+    usual, unmixed = (
+        train_loader(drawing),
+        train_loader((kind._replace(recipe=replace(kind.recipe, **kind.unmixed)), file)),
+    )
+    check_same(epoch_of(closing, 0), epoch_of(usual, 0))
+    check_same(epoch_of(closing, 1), epoch_of(unmixed, 1))
+    assert differ(epoch_of(usual, 1), epoch_of(unmixed, 1))
+
+
+def test_the_largest_batch_is_what_memory_must_hold(drawing: tuple[Kind, Path]) -> None:
+    loader = train_loader(drawing, multi_scale=True)
+    items = [loader.dataset[sample] for sample in loader.batch_sampler.largest()]
+    assert loader.collate_fn(items).images.shape == (BATCH_SIZE, 3, 96, 96)
+
+
+# Batches of an evaluation
+
+
+def test_an_evaluation_validates_each_image_once(drawing: tuple[Kind, Path]) -> None:
+    batches = list(evaluation(drawing))
+    assert [len(batch.images) for batch in batches] == [4, 4, 4, 1]
+    assert sorted(images_of(batches)) == list(range(TRAIN))
+    check_same(list(evaluation(drawing, workers=3)), batches)
+
+
+def test_a_share_of_the_evaluation_is_part_of_the_whole(drawing: tuple[Kind, Path]) -> None:
+    data = opened(drawing)
+    split = data.split("val")
+    batches = data.evaluation_batches(split, batch_size=2, square=False)
+    whole, share = (list(data.evaluation_loader(split, part)) for part in (batches, batches[1::2]))
+    check_same(share, whole[1::2])
+
+
+def test_evaluated_pixels_do_not_depend_on_the_batch_size(drawing: tuple[Kind, Path]) -> None:
+    small, large = (list(evaluation(drawing, batch_size, square=True)) for batch_size in (1, TRAIN))
+    assert images_of(small) == images_of(large)
+    assert torch.equal(torch.cat([batch.images for batch in small]), large[0].images)
+
+
+def test_a_picture_without_labels_is_an_item(drawing: tuple[Kind, Path]) -> None:
+    data = opened(drawing)
+    for sides in ((64, 64), (96, 96)):
+        item = data.item(noise(50, 80), "camera 0", sides, 32, full=True)
+        batch = data.collate([item, item])
+        assert batch.images.shape == (2, 3, *sides)
+        assert batch.infos[1].path == "camera 0"
+
+
+# Caches
+
+
+@pytest.mark.parametrize(("cache", "kind"), [("ram", ImagesInMemory), ("disk", ImagesOnDisk)])
+def test_cached_images_make_the_same_batches(drawing: tuple[Kind, Path], cache: str, kind: type[Images]) -> None:
+    expected = [*two_epochs(drawing), *evaluation(drawing)]
+    assert type(train_loader(drawing, cache=cache).dataset.images) is kind
+    for workers in (0, 2):  # those on disk are written at first, then read
+        found = [*two_epochs(drawing, cache=cache, workers=workers), *evaluation(drawing, cache=cache)]
+        check_same(found, expected)
+
+
+def test_the_cache_of_the_validation_is_not_for_training(drawing: tuple[Kind, Path]) -> None:
+    assert type(train_loader(drawing, cache="val").dataset.images) is Images
+    loader = evaluation(drawing, cache="val")
+    assert type(loader.dataset.images) is ImagesInMemory
+    check_same(list(loader), list(evaluation(drawing)))
+
+
+def test_loaders_have_messages_about_cache_and_sampling(drawing: tuple[Kind, Path]) -> None:
+    data = opened(drawing, cache="ram", close_mosaic=3, epochs=5)
+    loader = train_loader(drawing, cache="ram", close_mosaic=3, epochs=5)
+    assert loader.batch_sampler.messages == ("--close-mosaic 3: no images mixed of several from epoch 3 on",)
+    for each in (loader, evaluation(drawing, cache="ram")):
+        (message,) = data.cache_messages(each)
+        assert message.startswith(f"--cache ram: room for {TRAIN} of {TRAIN} images")
+    assert data.uncached().options == replace(data.options, cache="")
+    assert data.cache_messages(train_loader(drawing)) == []
+
+
+# Splits
+
+
+def test_a_data_set_is_opened_with_its_classes_and_files(drawing: tuple[Kind, Path]) -> None:
+    kind, file = drawing
+    source, data = data_source(str(file), kind.name), opened(drawing)
+    assert source.names() == dict(enumerate(NAMES))
+    train, val = data.split("train"), data.split("val")
+    assert (train.problems, val.problems) == ((), ())
+    assert {name: source.files()[name] for name in ("train", "val")} == {"train": train.images, "val": val.images}
+    assert data.identity(train, val) == {"yaml": str(file), "train": train.identity(), "val": val.identity()}
+    messages = data.messages(train, val)
+    assert [message.partition(": ")[0] for message in messages] == ["train", "val"]
+    assert "5 of the 5 validation images are training images too" in data.messages(val, val)[-1]
+
+
+def test_instances_are_the_labels_of_the_images(drawing: tuple[Kind, Path]) -> None:
+    data = opened(drawing)
+    train, val = data.split("train"), data.split("val")
+    rows = list(csv.reader(data.documents(train, val)["labels.csv"].splitlines()))
+    assert rows[0] == ["split", "class", "images", "instances"]
+    assert [tuple(row[:2]) for row in rows[1:]] == [(split, name) for split in ("train", "val") for name in NAMES]
+    for part, split in ((rows[1:4], train), (rows[4:], val)):
+        images, classes = split.instances()
+        assert [int(row[3]) for row in part] == np.bincount(classes, minlength=3).tolist()
+        assert [int(row[2]) for row in part] == [len(np.unique(images[classes == k])) for k in range(3)]
+
+
+def test_a_split_of_a_single_image(copy: tuple[Kind, Path]) -> None:
+    for image in opened(copy).split("train").images[1:]:
+        image.unlink()
+    data = opened(copy)
+    split = data.split("train")
+    assert images_of(epoch_of(train_loader(copy), 0)) == [0] * BATCH_SIZE
+    assert images_of(list(evaluation(copy))) == [0]
+    assert sum(int(row.split(",")[-2]) for row in data.documents(split, split)["labels.csv"].splitlines()[1:]) == 2
+
+
+def test_bad_images_are_left_out_and_listed(copy: tuple[Kind, Path]) -> None:
+    whole = opened(copy).split("train")
+    images, labels = whole.images, whole.instances()
+    for image in images[:5]:
+        image.write_bytes(b"not an image")
+    write_image(images[5], noise(9, 40))
+    images[6].write_bytes(images[6].read_bytes()[:-60])  # cut short
+    data = opened(copy)
+    split = data.split("train")
+    bad = [problem.partition(": ")[0] for problem in split.problems if problem.endswith("; left out")]
+    assert bad == list(map(str, images[:7]))
+    assert split.images == images[7:]
+    assert split.instances().classes.tolist() == labels.classes[labels.images >= 7].tolist()
+    assert "9x40 pixels, smaller than 10" in split.problems[5]
+    report = split.report("train")
+    assert report[0].startswith(f"train: {TRAIN - 7} images")
+    assert report[1].startswith(f"warning: {images[0]}: not readable as an image")
+    more = len(split.problems) - 5
+    assert report[6:] == [f"warning: {more} more such problems in train; problems.txt in the run folder lists all"]
+    for batch in evaluation(copy, square=True):
+        for info in batch.infos:
+            assert info.path == str(split.images[info.image])
+    with pytest.raises(
+        UserError, match=rf"{images[0].name}: .* \(--strict; {len(split.problems)} such problems in train\)$"
+    ):
+        opened(copy, strict=True).split("train")
+    assert len(opened(copy, strict=True).split("val").images) == VAL
+
+
+def test_a_split_without_a_readable_image_is_an_error(copy: tuple[Kind, Path]) -> None:
+    images = opened(copy).split("val").images
+    for image in images:
+        image.write_bytes(b"not an image")
+    with pytest.raises(UserError) as caught:
+        opened(copy).split("val")
+    assert f"{copy[1]}: no image of `val:` can be read; the first: {images[0]}: not readable" in str(caught.value)
+
+
+def differing(one: Split, other: Split) -> set[str]:
+    """Return the keys of the identity in which two splits differ."""
+    assert one.identity().keys() == other.identity().keys()
+    return {key for key, value in one.identity().items() if other.identity()[key] != value}
+
+
+def test_moved_files_are_the_same_split_and_other_files_another(
+    drawing: tuple[Kind, Path], copy: tuple[Kind, Path]
+) -> None:
+    split, moved = opened(drawing).split("train"), opened(copy).split("train")
+    assert split.identity()["count"] == str(TRAIN)
+    moved.images[3].touch()
+    assert not differing(split, opened(copy).split("train"))
+    assert differing(split, replace(moved, images=moved.images[::-1])) == {"files"}
+    moved.images[-1].unlink()
+    assert differing(split, opened(copy).split("train")) == {"count", "files", "labels"}
