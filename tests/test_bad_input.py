@@ -229,8 +229,8 @@ ERRORS = {
     "tabs": Case(
         text("data.yaml", "train: images/train\n\tval: images/val"), "data.yaml, line 2: found character '\\t'"
     ),
-    "a list": Case(text("data.yaml", "- train"), "data.yaml holds no `key: value` lines"),
-    "empty": Case(text("data.yaml", ""), "data.yaml holds no `key: value` lines"),
+    "a list": Case(text("data.yaml", "- train"), "data.yaml has no `key: value` lines"),
+    "empty": Case(text("data.yaml", ""), "data.yaml has no `key: value` lines"),
     "UTF-16": Case(text("data.yaml", "train: x".encode("utf-16")), "data.yaml is not text in UTF-8"),
     # hyperparameters
     "out of range": Case(hyp(mosaic=2), "hyp.yaml: mosaic is 2; give 0 to 1"),

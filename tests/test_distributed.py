@@ -361,7 +361,7 @@ def test_one_sentence_from_two_processes(run_script: RunScript, flags: list[str]
 @pytest.mark.long
 def test_a_process_that_never_comes(run_script: RunScript, flags: list[str]) -> None:
     port = free_port()
-    for rank, message in ((0, "only 1 of 2 processes came to 127.0.0.1"), (1, "cannot be reached within 3 s")):
+    for rank, message in ((0, "only 1 of 2 processes connected to 127.0.0.1"), (1, "cannot be reached within 3 s")):
         begun = time.monotonic()
         printed = run_script("train.py", *flags, "--dist-timeout", "3", fails=True, **by_hand(rank, port))
         refused(printed, message)
@@ -390,7 +390,7 @@ def test_unequal_machines_are_refused_where_accelerate_would_drop_a_process(
 
     with ThreadPoolExecutor() as pool:
         for printed in pool.map(machine, "01"):
-            refused(printed, "3 do not fit on 2 machines")
+            refused(printed, "3 cannot be divided among 2 machines")
 
 
 # Two machines: network namespaces joined by a cable, each with its own address and its own run folder
@@ -430,7 +430,7 @@ def test_a_cut_cable(hosts: tuple[str, str], fine_tune: Callable[..., str], tmp_
         cut = time.monotonic()
         for end in ends:
             printed, ended = end.result()
-            refused(printed, "did not move, or could not be reached, for 8 s (--dist-timeout) while the others waited")
+            refused(printed, "made no progress, or could not be reached, for 8 s (--dist-timeout)")
             assert ended - cut < 60  # measured: 13 s
 
 

@@ -24,14 +24,14 @@ NAMED = 'name=$1; shift; echo "$name" > /proc/sys/kernel/hostname; exec "$@"'
 
 @pytest.fixture
 def doctor(run_script: RunScript, small_data: Path, tmp_path: Path) -> Callable[..., str]:
-    """Looks at a small job from scratch on the CPU; what was printed."""
+    """Run the preflight of a small job on the CPU; return its output."""
     what = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--imgsz", "64", "--batch-size", "4")
     how = ("--device", "cpu", "--workers", "1", "--project", str(tmp_path / "runs"))
 
     def run(*flags: str, **more: Any) -> str:
         printed = run_script("train.py", *what, *how, "--doctor", *flags, **{"OMP_NUM_THREADS": "1", **more})
         assert not (tmp_path / "runs").exists()
-        # A launcher logs its own farewell with a traceback, where the machine that it leaves last has gone already.
+        # A launcher logs a traceback of its own if the main machine ends first.
         assert not any("Traceback" in line for line in printed.splitlines() if LAUNCHER_LOGS not in line)
         return printed
 
@@ -39,7 +39,7 @@ def doctor(run_script: RunScript, small_data: Path, tmp_path: Path) -> Callable[
 
 
 def heads(printed: str) -> int:
-    """How many tables were printed."""
+    """Return the number of printed tables."""
     return sum(line.startswith("host  ") for line in printed.splitlines())
 
 
@@ -57,7 +57,7 @@ def test_one_process(doctor: Callable[..., str]) -> None:
     assert printed.splitlines()[-1] == "the job can start"
 
 
-def test_a_job_that_would_fail(doctor: Callable[..., str]) -> None:
+def test_an_error_fails_the_preflight(doctor: Callable[..., str]) -> None:
     printed = doctor("--data", "nowhere.yaml", fails=True)
     assert heads(printed) == 1
     (error,) = errors(printed)
@@ -69,31 +69,29 @@ def test_two_processes(doctor: Callable[..., str]) -> None:
     printed = doctor("--processes", "2")
     assert heads(printed) == 1
     assert not errors(printed)
-    assert "2 processes: " in printed
     assert "all-reduce of 16 MiB among 2 processes over gloo: " in printed
     assert printed.splitlines()[-1] == "the job can start"
 
 
-def test_a_process_that_never_comes(doctor: Callable[..., str]) -> None:
-    """Its rank is named by the main process; without a main process the others say so."""
+def test_a_missing_process_is_an_error(doctor: Callable[..., str]) -> None:
     port = free_port()
     flags = ("--dist-timeout", "3")
     printed = doctor(*flags, fails=True, **by_hand(0, port))
     assert heads(printed) == 1
     (error,) = errors(printed)
-    assert "no word from rank 1 within 3 s: start the same command there" in error
+    assert "no answer from rank 1" in error
     assert f"open 127.0.0.1 port {port}" in error
     printed = doctor(*flags, fails=True, **by_hand(1, port))
     assert heads(printed) == 0
     (error,) = errors(printed)
-    assert f"the main process at 127.0.0.1 port {port} cannot be reached within 3 s" in error
+    assert f"the main process at 127.0.0.1 port {port} cannot be reached" in error
 
 
 # Two machines
 
 
 def on_host(hosts: Sequence[str], rank: int) -> tuple[str, ...]:
-    """What stands before a command on one of two machines, which are named a and b where that is permitted."""
+    """Return the prefix of a command on one of two machines, with host names a and b if that is permitted."""
     named = ("unshare", "--uts", "bash", "-c", NAMED, "-", "ab"[rank])
     works = subprocess.run([*named, "true"], capture_output=True).returncode == 0
     return ("ip", "netns", "exec", hosts[rank], *(named if works else ()))
@@ -101,7 +99,7 @@ def on_host(hosts: Sequence[str], rank: int) -> tuple[str, ...]:
 
 @pytest.fixture
 def both(hosts: tuple[str, str], doctor: Callable[..., str]) -> Callable[..., list[str]]:
-    """Looks at a job of two machines with a process each; what each of them printed. More flags: for machine b."""
+    """Run the preflight of two machines with a process each; return both outputs. flags: of machine b."""
 
     def run(*flags: str, ends: Sequence[str] = (sys.executable,), patience: str = "30", **more: Any) -> list[str]:
         def machine(rank: int) -> str:
@@ -124,17 +122,16 @@ def test_two_machines_by_accelerate(hosts: tuple[str, str], doctor: Callable[...
 
     with ThreadPoolExecutor() as pool:
         printed = list(pool.map(machine, (0, 1)))
-    print(printed[0])
     assert [heads(text) for text in printed] == [1, 0]
     assert not errors("".join(printed))
     assert "all-reduce of 16 MiB" in printed[0]
     assert "the job can start" in printed[0]
 
 
-def test_what_differs_between_machines_is_named(
+def test_differences_between_machines_are_errors(
     both: Callable[..., list[str]], small_data: Path, tmp_path: Path
 ) -> None:
-    """Code, data and a flag, all at once: machine b has another copy of the repository and of the data."""
+    """Machine b has another copy of the repository and of the data, and another flag."""
     copy = tmp_path / "repository"
     for part in ("models", "data", "utils", "accelerate_configs"):
         shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
@@ -147,7 +144,7 @@ def test_what_differs_between_machines_is_named(
     next((tmp_path / "elsewhere" / "images" / "train").iterdir()).unlink()
     (tmp_path / "other.yaml").write_text(yaml.safe_dump({**content, "path": str(tmp_path / "elsewhere")}))
 
-    # run_script puts the repository's train.py where the copy's belongs: it stands behind a dash
+    # run_script appends the repository's train.py, which bash gets as $1 and drops.
     other = ("bash", "-c", f'{sys.executable} {copy / "train.py"} "${{@:2}}"', "-")
     printed = both("--data", str(tmp_path / "other.yaml"), "--epochs", "7", ends=other, fails=True)
     assert [heads(text) for text in printed] == [1, 0]
@@ -170,23 +167,23 @@ def test_what_differs_between_machines_is_named(
     assert not errors(printed[1])
 
 
-def test_data_that_one_machine_lacks(both: Callable[..., list[str]]) -> None:
+def test_missing_data_on_one_machine_is_an_error(both: Callable[..., list[str]]) -> None:
     printed = both("--data", "nowhere.yaml", fails=True)
     (error,) = errors(printed[0])
     assert "rank 1: data set 'nowhere.yaml' is not a file" in error
-    assert "all-reduce of" in printed[0]  # all that can be looked at is looked at
+    assert "all-reduce of" in printed[0]  # the network is measured too
     assert not errors(printed[1])
 
 
-# Firewalls, played by routing rules: packets that come to a closed port are dropped without a word
+# Firewalls, simulated by routing rules that drop packets to closed ports
 
 
 def close_ports(hosts: Sequence[str], but: str) -> None:
-    """Let nothing but this TCP port's packets, and the answers to them, into the machines. Skips where rules cannot."""
+    """Drop all TCP packets except those of this port. Skips the test if routing rules are not permitted."""
     try:
         for host in hosts:
             ip("-n", host, "rule", "add", "pref", "100", "lookup", "local")
-            ip("-n", host, "rule", "del", "pref", "0")  # it would let everything in before the others are asked
+            ip("-n", host, "rule", "del", "pref", "0")  # else it would accept everything before the other rules
             for end in ("dport", "sport"):
                 open_port = ("pref", "10", "iif", "cable", "ipproto", "tcp", end, but, "lookup", "local")
                 ip("-n", host, "rule", "add", *open_port)
@@ -200,8 +197,7 @@ def test_only_the_main_port_is_open(hosts: tuple[str, str], both: Callable[..., 
     printed = both(patience="10", fails=True)
     assert [heads(text) for text in printed] == [1, 0]
     (error,) = errors(printed[0])
-    assert "meet at 10.77.0.1 port 29500 but do not reach each other at other ports" in error
-    assert "GLOO_SOCKET_IFNAME" in error
+    assert "reach 10.77.0.1 port 29500, but not each other at other ports" in error
     assert not errors(printed[1])
 
 
@@ -209,6 +205,6 @@ def test_the_main_port_is_closed(hosts: tuple[str, str], both: Callable[..., lis
     close_ports(hosts, but="22")
     printed = both(patience="4", fails=True)
     (error,) = errors(printed[0])
-    assert "no word from rank 1 within 4 s" in error
+    assert "no answer from rank 1" in error
     (error,) = errors(printed[1])
-    assert "the main process at 10.77.0.1 port 29500 cannot be reached within 4 s" in error
+    assert "the main process at 10.77.0.1 port 29500 cannot be reached" in error

@@ -59,14 +59,14 @@ def test_one_is_killed_under_a_launcher(train: Train, tmp_path: Path) -> None:
     """Its SIGTERM to those that are left does not keep them from saying who is not."""
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"))
     printed = train(tmp_path, launcher=launcher, **planted("SIGKILL", "loss", 3, rank=1), fails=True)
-    refused(printed, f"error: process 1 on {os.uname().nodename} ended without a word, or cannot be reached")
+    refused(printed, f"error: process 1 on {os.uname().nodename} ended without an error message, or cannot be reached")
 
 
 @pytest.mark.parametrize("fault", ["stall", pytest.param("SIGSTOP", marks=pytest.mark.long)])
 def test_one_stalls(fault: str, train: Train, tmp_path: Path) -> None:
     """Who it was, and where it and those that waited were."""
     printed = train(tmp_path, *HERE, "--dist-timeout", "10", **planted(fault, "loss", 3, rank=1), fails=True)
-    what = "did not move" if fault == "stall" else "did not move, or could not be reached,"
+    what = "made no progress" if fault == "stall" else "made no progress, or could not be reached,"
     refused(printed, f"error: process 1 on {os.uname().nodename} {what} for 10 s (--dist-timeout)")
     stacks = tmp_path / "exp" / "stacks"
     assert str(stacks) in printed
@@ -77,7 +77,7 @@ def test_one_stalls(fault: str, train: Train, tmp_path: Path) -> None:
 
 def test_a_loader_process_is_killed(train: Train, tmp_path: Path) -> None:
     printed = train(tmp_path, **planted("SIGKILL", "sample", 3), fails=True)
-    refused(printed, "error: a loader process was ended")
+    refused(printed, "error: a loader process was killed")
     assert "Traceback" not in printed
 
 

@@ -1,4 +1,4 @@
-"""The editor's launch.json: what it names is there, and a breakpoint stops training on one process and on two."""
+"""The editor's launch.json: its files exist, and a breakpoint stops training on one process and on two."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ import pytest
 
 from tests.conftest import ROOT, free_port, left_behind
 
-Entry = dict[str, Any]  # of launch.json; the debugger takes one as the arguments of a session
-LIMIT = 120.0  # seconds for each wait: generous, for nothing is measured here
+Entry = dict[str, Any]  # of launch.json, and arguments of a debugger session
+LIMIT = 120.0  # seconds, of each wait
 PROCESSES = {"train: one process": 1, "train: two CPU processes under accelerate launch": 2}
 
 
 def entries() -> dict[str, Entry]:
-    """The entries of launch.json by name, with the folder filled in as the editor does."""
+    """Return the entries of launch.json by name, with the folder inserted as the editor does."""
     content = json.loads((ROOT / ".vscode" / "launch.json").read_text(encoding="utf-8"))
     filled = json.dumps(content["configurations"]).replace("${workspaceFolder}", ROOT.as_posix())
     return {entry["name"]: entry for entry in json.loads(filled)}
 
 
-def test_entries_name_what_is_there() -> None:
+def test_files_of_the_entries_exist() -> None:
     assert set(entries()) == {*PROCESSES, "attach"}
     for entry in entries().values():
         assert (entry["type"], entry["justMyCode"], entry.get("subProcess", True)) == ("debugpy", False, True)
-        assert "${" not in json.dumps(entry)  # a variable that is not filled in
+        assert "${" not in json.dumps(entry)  # no variable is left
         texts = [entry.get("program", ""), *entry.get("args", ())]
         assert all((Path(entry["cwd"]) / text).is_file() for text in texts if text.endswith((".py", ".yaml")))
         assert "module" not in entry or importlib.util.find_spec(entry["module"])
 
 
 class Debugger:
-    """The editor's part in the Debug Adapter Protocol: for each process a session, on a connection of its own."""
+    """The editor's part in the Debug Adapter Protocol: a session per process, each on its own connection."""
 
     def __init__(self, line: int) -> None:
-        self.line = line  # of train.py, where to stop
-        self.answers: list[str] = []  # of the processes that have stopped there
+        self.line = line  # breakpoint in train.py
+        self.answers: list[str] = []  # of the stopped processes
         self.sessions: dict[socket.socket, Entry] = {}
         self.received: Queue[tuple[socket.socket, dict[str, Any]]] = Queue()
         self.numbers = itertools.count(1)
 
     def open(self, entry: Entry) -> bool:
-        """Begin a session; False where nobody listens yet."""
+        """Start a session; return False if the port is not open yet."""
         try:
             connection = socket.create_connection((entry["connect"]["host"], entry["connect"]["port"]))
         except ConnectionRefusedError:
@@ -79,7 +79,7 @@ class Debugger:
                 self.received.put((connection, json.loads(stream.read(int(header.split()[1])))))
 
     def stopped(self, count: int) -> bool:
-        """Wait for a message, a moment at most, and answer it. Have so many processes stopped?"""
+        """Answer a message if one arrives in 0.1 s; return whether `count` processes have stopped."""
         with suppress(Empty):
             self.answer(*self.received.get(timeout=0.1))
         return len(self.answers) == count
@@ -106,14 +106,14 @@ class Debugger:
                 self.answers.append(answer)
 
     def end(self) -> None:
-        """End the sessions and the processes that are debugged in them."""
+        """End the sessions and their processes."""
         for connection in self.sessions:
             with suppress(OSError):  # it has ended with another one
                 self.send(connection, "disconnect", terminateDebuggee=True)
 
 
 def first_line_of_the_loop() -> int:
-    """Of train_one_epoch's loop over the batches: the first one is read, and nothing is done with it yet."""
+    """Return the number of the first line in train_one_epoch's loop over batches."""
     tree = ast.parse((ROOT / "train.py").read_text(encoding="utf-8"))
     function = next(node for node in ast.walk(tree) if getattr(node, "name", "") == "train_one_epoch")
     return next(node for node in ast.walk(function) if isinstance(node, ast.For)).body[0].lineno
@@ -128,9 +128,9 @@ def until(condition: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize("name", PROCESSES)
 def test_a_breakpoint_stops_every_process(name: str, small_data: Path, tmp_path: Path) -> None:
-    """An entry's own command, started as the entry `attach` needs it, which is then used."""
+    """Start an entry's command under a debugger that listens, and use the entry `attach`."""
     entry, port, cache = entries()[name], int(free_port()), str(tmp_path / "cache")
-    # The debugger's adapter and the launcher's processes leave the session, and the adapter its parent too
+    # The debugger's adapter and the launcher's processes start sessions of their own
     left = functools.partial(left_behind, f"XDG_CACHE_HOME={cache}", patience=0)
     listening = [sys.executable, "-m", "debugpy", "--listen", f"127.0.0.1:{port}", "--wait-for-client"]
     target = [entry["program"]] if "program" in entry else ["-m", entry["module"]]
@@ -148,14 +148,14 @@ def test_a_breakpoint_stops_every_process(name: str, small_data: Path, tmp_path:
     debugger, count = Debugger(first_line_of_the_loop()), PROCESSES[name]
     session = {**entries()["attach"], "connect": {"host": "127.0.0.1", "port": port}}
     try:
-        assert until(lambda: debugger.open(session) or debuggee.poll() is not None), "nobody listens"
+        assert until(lambda: debugger.open(session) or debuggee.poll() is not None), "the debugger does not listen"
         assert until(lambda: debugger.stopped(count) or debuggee.poll() is not None)
         assert sorted(debugger.answers) == [f"({rank}, {count}, 0)" for rank in range(count)]
         debugger.end()
-        assert until(lambda: debuggee.poll() is not None and not left()), "something is left"
+        assert until(lambda: debuggee.poll() is not None and not left()), "processes are left"
     finally:
         for process in left():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         debuggee.wait(LIMIT)
-        print((tmp_path / "printed.txt").read_text())  # shown where the test fails
+        print((tmp_path / "printed.txt").read_text())  # shown if the test fails

@@ -1,7 +1,4 @@
-"""Run work in a thread that training never waits for; command lines of processes for such work, and their end.
-
-Called by utils/plots, utils/tracking and models/weights/releases.py.
-"""
+"""Run work beside the training, in a thread or a process. Called by utils/plots, utils/tracking and models/weights."""
 
 from __future__ import annotations
 
@@ -20,15 +17,15 @@ from utils.errors import first_line
 from utils.files import ROOT
 
 Job = Callable[[], object]
-_starting = threading.Lock()  # held while `start_process` starts one; other threads do not fork meanwhile
+_starting = threading.Lock()  # held by `start_process`, so that other threads do not fork meanwhile
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release)
 
 
 class Background:
-    """Runs one job after another. A failure is a warning, the first one only.
+    """Runs jobs one after another in a thread. The first failure is a warning.
 
-    failure: what has happened then, in a few words. warn: called with the warning.
+    failure: beginning of the warning. warn: called with the warning.
     """
 
     def __init__(self, failure: str, warn: Callable[[str], object]) -> None:
@@ -37,14 +34,14 @@ class Background:
         self.thread: threading.Thread | None = None
 
     def do(self, job: Job) -> None:
-        """Run `job` after those before it."""
+        """Run `job` after the jobs before it."""
         if self.thread is None:
             self.thread = threading.Thread(target=self._work, daemon=True)
             self.thread.start()
         self.jobs.put(job)
 
     def finish(self, patience: float) -> bool:
-        """Wait for all jobs, at most `patience` seconds; return whether they have ended."""
+        """Wait for all jobs, at most `patience` seconds; return whether all have ended."""
         if self.thread is None:
             return True
         self.jobs.put(None)
@@ -65,28 +62,25 @@ class Background:
 
 
 def start_process(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-    """Start a process as `subprocess.Popen` does, from a thread beside which others fork, such as for loader processes.
+    """Start a process as `subprocess.Popen` does, while no other thread forks.
 
-    `Popen` waits for the end of a pipe that a process forked meanwhile would inherit, and hold as long as it lives.
+    `Popen` waits until a pipe is closed that a process forked meanwhile would inherit and never close.
     """
     with _starting:
         return subprocess.Popen(command, text=True, **options)
 
 
 def own_python(module: str, function: str = "main") -> list[str]:
-    """Return a command line that calls a function of a module of this repository from any current folder.
+    """Return a command line that calls a function of a module of this repository; arguments may follow.
 
-    Arguments may follow. `python -m` would search the current folder first.
+    Unlike `python -m`, it does not search the current folder for the module.
     """
-    return [
-        sys.executable,
-        "-c",
-        f"import sys; sys.path[0] = {str(ROOT)!r}; from {module} import {function}; {function}()",
-    ]
+    code = f"import sys; sys.path[0] = {str(ROOT)!r}; from {module} import {function}; {function}()"
+    return [sys.executable, "-c", code]
 
 
 def kill_children(pid: int) -> None:
-    """Kill all processes that a process has started, and their children."""
+    """Kill all descendants of a process."""
     with suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True):
             with suppress(psutil.Error):

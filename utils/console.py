@@ -6,38 +6,32 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TextIO, TypeVar
+from typing import TypeVar
 
 from tqdm import tqdm
 
 T = TypeVar("T")
-REFRESH_SECONDS = 1.0  # between two updates of the values beside a bar: each waits for the device
+REFRESH_SECONDS = 1.0  # between two updates of the values beside a bar; each synchronises the device
 BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:12}| {rate_fmt}{postfix}"
-YELLOW = "33"  # ANSI code
-_silent: list[bool] = []  # not empty once `silence` has been called
+YELLOW, PLAIN = "\x1b[33m", "\x1b[0m"  # ANSI codes
+_silent: list[bool] = []  # not empty after a call of `silence`
 
 
 def silence() -> None:
-    """Stop this process from printing help and errors of the command line: another one of the machine does."""
+    """Stop this process from printing help and errors of the command line; another process prints them."""
     _silent.append(True)
 
 
 def is_silent() -> bool:
-    """Return whether another process of the machine prints help and errors of the command line."""
+    """Return whether `silence` was called."""
     return bool(_silent)
 
 
-def coloured(text: str, colour: str, stream: TextIO) -> str:
-    """Return `text` in an ANSI colour if `stream` is a terminal and the user has not set NO_COLOR."""
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
-    return text if plain else f"\x1b[{colour}m{text}\x1b[0m"
-
-
 def show(*lines: str) -> None:
-    """Print lines, above the progress bar if there is one; warnings are yellow on a terminal."""
+    """Print lines above the progress bar; warnings are yellow on a terminal, unless the user has set NO_COLOR."""
+    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     for line in lines:
-        warning = line.startswith("warning: ")
-        tqdm.write(coloured(line, YELLOW, sys.stdout) if warning else line, file=sys.stdout)
+        tqdm.write(f"{YELLOW}{line}{PLAIN}" if coloured and line.startswith("warning: ") else line, file=sys.stdout)
     sys.stdout.flush()
 
 
@@ -49,42 +43,42 @@ def duration(seconds: float) -> str:
 
 
 class RemainingTime:
-    """Estimates the time to the end of a run from the time of its batches so far, validations included.
+    """Estimates the remaining time of a run from the mean time per batch, validations included.
 
-    batches: of the whole run that are left at its start. The caller counts `done`.
+    batches: remaining batches of the run at the start. The caller increments `done`.
     """
 
     def __init__(self, batches: int) -> None:
         self.batches, self.done, self._started = batches, 0, time.monotonic()
 
     def seconds(self) -> float:
-        """Return the seconds to the end; 0 before the first batch is done."""
+        """Return the remaining seconds; 0 before the first batch is done."""
         if not self.done:
             return 0.0
         return (time.monotonic() - self._started) / self.done * (self.batches - self.done)
 
 
 class Bar:
-    """A progress bar over batches, with images per second, and values that are shown when `due`.
+    """A progress bar over batches, with images per second and other values.
 
-    images: of the whole pass; `done` of them are over when it starts. shown: whether to draw the bar. It is drawn on
-    terminals only; times are measured in any case.
+    images: of the whole pass, `done` of them before its start. shown: whether to draw the bar, which is drawn on
+    terminals only. Times are measured in any case.
     """
 
     def __init__(self, title: str, images: int, shown: bool, done: int = 0) -> None:
         self.title, self.images, self.shown, self.done = title, images, shown, done
         self.waited = 0.0  # seconds that this process waited for batches
-        self.seconds = 0.0  # of the whole pass, once it is over
+        self.seconds = 0.0  # of the whole pass, after its end
 
     @property
     def rate(self) -> float:
-        """Images per second of the whole pass, 0 until it is over."""
+        """Images per second of the whole pass, 0 before its end."""
         return (self.images - self.done) / max(self.seconds, 1e-9) if self.seconds else 0.0
 
     def over(self, batches: Iterable[T], size: Callable[[T], int]) -> Iterator[T]:
         """Iterate over `batches`. size: returns the number of images in a batch."""
         self.started = self._last = time.monotonic()
-        disable = None if self.shown else True  # None: tqdm asks whether it writes to a terminal
+        disable = None if self.shown else True  # None: on terminals only
         with tqdm(
             total=self.images,
             initial=self.done,
@@ -96,20 +90,17 @@ class Bar:
             bar_format=BAR_FORMAT,
         ) as self._bar:
             source = iter(batches)
-            while True:
-                before = time.monotonic()
-                try:
-                    batch = next(source)
-                except StopIteration:
-                    break
-                self.waited += time.monotonic() - before
+            asked = time.monotonic()
+            for batch in source:
+                self.waited += time.monotonic() - asked
                 yield batch
                 self._bar.update(size(batch))
+                asked = time.monotonic()
         self.seconds = time.monotonic() - self.started
 
     @property
     def waiting(self) -> float:
-        """The share of the time so far that this process waited for batches, 0 to 1."""
+        """The fraction of the time so far in which this process waited for batches."""
         return self.waited / max(time.monotonic() - self.started, 1e-9)
 
     def due(self) -> bool:

@@ -1,4 +1,4 @@
-"""Download files: once per machine, resumed after a lost connection, checked, and never half written.
+"""Download files: once per machine, resumable, checked, and never partly written.
 
 Called by data/archives.py, data/media.py and models/weights/releases.py.
 """
@@ -28,16 +28,16 @@ from utils.errors import UserError
 from utils.files import PART_SUFFIX, one_at_a_time
 
 SCHEMES = ("http", "https", "file")
-SERVER_TIMEOUT_SECONDS = 20.0  # that a server may be silent
-MAX_FAILURES = 6  # attempts that may fail in a row
+SERVER_TIMEOUT_SECONDS = 20.0  # without data from the server
+MAX_FAILURES = 6  # failed attempts in a row
 RETRY_SECONDS = 1.0  # before the second attempt; doubled before each further one
 MIN_PROGRESS_BYTES = 2**20  # an attempt that receives less has failed
 BLOCK_BYTES = 2**20  # read at once
-RETRIED_STATUS_CODES = (408, 416, 425, 429)  # client errors that may not recur; server errors are retried too
+RETRIED_STATUS_CODES = (408, 416, 425, 429)  # client errors; server errors are retried too
 
 
 class _Content(NamedTuple):
-    """What a server's headers say of a file: length, a tag that changes with the content ('' if unknown), MD5."""
+    """A file according to a server's headers: length, a tag that changes with the content ('' if unknown), MD5."""
 
     length: int | None
     tag: str
@@ -46,7 +46,7 @@ class _Content(NamedTuple):
     @staticmethod
     def of(headers: Mapping[str, str]) -> _Content:
         length, tag = headers.get("Content-Length") or "", headers.get("ETag") or ""
-        if not tag or tag.startswith("W/"):  # a weak one may stay while bytes change
+        if not tag or tag.startswith("W/"):  # a weak tag may not change with the bytes
             tag = headers.get("Last-Modified") or ""
         return _Content(int(length) if length.isdecimal() else None, tag, _md5(headers))
 
@@ -58,39 +58,35 @@ def download(
     usable: Callable[[Path], bool] = os.path.isfile,
     advice: str = "",
 ) -> Path:
-    """Download the file at `address` to `path` unless it is there, and return `path`.
+    """Download the file at `address` to `path` unless `path` exists, and return `path`.
 
-    One process of a machine downloads, the others wait. The part that was received before a connection was lost or the
-    process ended stays beside `path` and is not fetched again.
+    One process of a machine downloads, the others wait. A partial file stays beside `path`; later calls continue it.
 
-    sha256: its first digits, if known. usable: checks the file. advice: what to do if it cannot be downloaded; ends
-    the error. Raises `UserError` with the address and the reason.
+    sha256: its first digits, if known. usable: checks the file. advice: end of the error message. Raises `UserError`
+    with the address and the reason.
     """
     with one_at_a_time(path.with_name(f"{path.name}.lock")):
         if not path.is_file():
             try:
                 _fetch(address, path, sha256, usable)
-            except (OSError, ValueError, HTTPException) as error:  # URLError and all that sockets raise are OSErrors
+            except (OSError, ValueError, HTTPException) as error:  # URLError and socket errors are OSErrors
                 reason = str(getattr(error, "reason", error)) or type(error).__name__
-                advice = advice or f"fetch it by other means and put it at {path}"
+                advice = advice or f"download it in another way and save it as {path}"
                 raise UserError(f"{address} cannot be downloaded ({reason}); {advice}") from None
     return path
 
 
 def is_address(text: Any) -> bool:
-    """Return whether `text` is an address that `download` takes."""
+    """Return whether `text` is an address for `download`."""
     return isinstance(text, str) and re.fullmatch(rf"(?:{'|'.join(SCHEMES)})://\S+", text) is not None
 
 
 def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool]) -> None:
-    """Download a file, a second time if the content is wrong.
-
-    Raises OSError, HTTPException, or ValueError if retrying is pointless.
-    """
+    """Download a file, a second time if the content is wrong. Raises OSError, HTTPException or ValueError."""
     if not is_address(address):
         raise ValueError(f"it must begin with {', '.join(f'{scheme}://' for scheme in SCHEMES)} and have no spaces")
-    repeated = False
-    while True:
+    problem = ""
+    for _ in range(2):
         transfer = _Transfer(address, path)
         transfer.run()
         problem = _problem(transfer, sha256, usable)
@@ -99,26 +95,24 @@ def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool]
                 os.replace(transfer.part, path)
             return
         transfer.part.unlink()
-        if repeated:
-            raise ValueError(f"{problem}, twice")
-        repeated = True
+    raise ValueError(f"{problem}, twice")
 
 
 def _problem(transfer: _Transfer, sha256: str, usable: Callable[[Path], bool]) -> str:
-    """Return what is wrong with the received file, '' if nothing is."""
+    """Return the problem of the received file, '' if there is none."""
     if sha256 and not _digest(transfer.part, "sha256").hex().startswith(sha256):
         return "its SHA-256 is not the expected one"
     if transfer.content.md5 and _digest(transfer.part, "md5") != transfer.content.md5:
-        return "its MD5 is not the one that the server gives"
-    return "" if usable(transfer.part) else "the content is not such a file, or is damaged"
+        return "its MD5 is not that of the server's headers"
+    return "" if usable(transfer.part) else "the content is of another kind, or damaged"
 
 
 class _Transfer:
-    """A download into the file `part` beside `path`, whose name identifies address and content."""
+    """A download into the file `part` beside `path`; its name depends on address and content."""
 
     def __init__(self, address: str, path: Path) -> None:
         self.address, self.path = address, path
-        self.answered = False  # by the server, at least once
+        self.answered = False  # whether the server has answered a request
         self.content = _Content(None, "", b"")
         self.part = self._part()
 
@@ -131,7 +125,7 @@ class _Transfer:
                 self._receive()
                 return
             except (OSError, HTTPException) as error:
-                # A server that has never answered is not retried: a machine without a network fails at once.
+                # Without any answer there is no second attempt: a machine without a network fails at once.
                 if isinstance(error, HTTPError):
                     hopeless = error.code < 500 and error.code not in RETRIED_STATUS_CODES
                 else:
@@ -145,13 +139,13 @@ class _Transfer:
             time.sleep(RETRY_SECONDS * 2.0 ** max(failures - 1, 0))
 
     def received(self) -> int:
-        """Return the bytes in `part` that a further attempt can continue from."""
+        """Return the number of bytes in `part` that the next attempt can continue from."""
         if not (self.content.tag and self.content.length):
             return 0
         return self.part.stat().st_size if self.part.is_file() else 0
 
     def _receive(self) -> None:
-        """Request the missing bytes once. Raises OSError, also if the server sends fewer than announced."""
+        """Request the missing bytes once. Raises OSError, also if the server sends too few."""
         received = self.received()
         if received and received == self.content.length:
             return
@@ -167,7 +161,7 @@ class _Transfer:
                 start = received
                 if not _continues(answer.headers, received, self.content):
                     self.part.unlink(missing_ok=True)
-                    raise OSError("the server's file has changed meanwhile")
+                    raise OSError("the file on the server has changed meanwhile")
             else:
                 start, self.content = 0, _Content.of(answer.headers)
                 self.part = self._part()
@@ -181,7 +175,7 @@ class _Transfer:
         return self.path.with_name(f".{self.path.name}-{digest}{PART_SUFFIX}")
 
     def _save(self, answer: Any, start: int) -> None:
-        """Write the body of an answer, which begins at byte `start`, into `part`."""
+        """Write the body of an answer into `part`, from byte `start` on."""
         folder, length = self.part.parent, self.content.length
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -189,7 +183,7 @@ class _Transfer:
                 if other != self.part:
                     other.unlink()
             if length and length - start > (free := shutil.disk_usage(folder).free):
-                raise OSError(None, f"it takes {gigabytes(length - start)}, and {gigabytes(free)} are free")
+                raise OSError(None, f"it needs {gigabytes(length - start)}, and {gigabytes(free)} are free")
             file = self.part.open("r+b" if start else "wb")
         done = start
         bar = tqdm(
@@ -198,12 +192,12 @@ class _Transfer:
             desc=self.path.name,
             unit="B",
             unit_scale=True,
-            disable=None,  # tqdm asks whether it writes to a terminal
+            disable=None,  # on terminals only
             leave=False,
         )
         with file, bar:
             file.seek(start)
-            # read1 returns what has arrived: nothing is lost if the server falls silent.
+            # read1 returns without waiting for a full block: nothing received is lost at a time-out.
             while block := answer.read1(BLOCK_BYTES if length is None else min(BLOCK_BYTES, length - done)):
                 with _writing(folder):
                     file.write(block)
@@ -219,7 +213,7 @@ class _Transfer:
 
 
 def _continues(headers: Mapping[str, str], received: int, content: _Content) -> bool:
-    """Return whether a partial answer continues after the `received` bytes of the same content."""
+    """Return whether a partial answer starts after the `received` bytes of the same content."""
     span = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", headers.get("Content-Range") or "")
     if not span or int(span[1]) != received or span[3] not in ("*", str(content.length)):
         return False
@@ -228,7 +222,7 @@ def _continues(headers: Mapping[str, str], received: int, content: _Content) -> 
 
 
 def _md5(headers: Mapping[str, str]) -> bytes:
-    """Return the MD5 of the whole file that Azure, Google and other servers send in base64; b'' if there is none."""
+    """Return the MD5 in the headers of Azure, Google and other servers, b'' if there is none."""
     encoded = headers.get("x-ms-blob-content-md5") or headers.get("Content-MD5") or ""
     if match := re.search(r"\bmd5=([\w+/]+=*)", headers.get("x-goog-hash") or ""):
         encoded = match[1]

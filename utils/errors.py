@@ -1,4 +1,4 @@
-"""The error that is shown to the user as one sentence, and what its message may hold. Imported everywhere."""
+"""`UserError`, which is printed as one sentence, and parts of messages. Imported everywhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """An error that the user can fix. Its message says what is wrong, in which file, line or key, and what to do."""
+    """An error that the user can fix. Its message: what is wrong, in which file, line or key, and what to do."""
 
 
 def first_line(error: BaseException, length: int = 160) -> str:
@@ -18,6 +18,12 @@ def first_line(error: BaseException, length: int = 160) -> str:
 def shortened(text: str, length: int = 160) -> str:
     """Return `text`, cut to `length` characters for a message."""
     return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def plural(number: int, noun: str) -> str:
+    """Return a number and a noun, in the plural unless the number is 1."""
+    ending = "es" if noun.endswith(("ss", "tch")) else "s"
+    return f"{number} {noun}{ending if number != 1 else ''}"
 
 
 def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:

@@ -1,4 +1,4 @@
-"""Find, lock, number and read files, and write them so that none is ever half written. Imported everywhere."""
+"""Find, lock, read and atomically write files, and number folders. Imported everywhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from utils.errors import UserError
 
 LOCK_FILE = ".lock"  # in a run folder that a run writes to
-LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock for a moment longer
+LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a little longer
 PART_SUFFIX = ".part"  # of a file that is being written
 ROOT = Path(__file__).resolve().parents[1]  # the repository
 
@@ -32,7 +32,9 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp makes files that only their owner may read
+        umask = os.umask(0)  # the only way to read it
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)  # mkstemp makes files that only their owner may read
         os.replace(name, path)
     except BaseException:
         with suppress(FileNotFoundError):
@@ -42,9 +44,9 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def one_at_a_time(lock: Path) -> Iterator[None]:
-    """Let the processes of a machine that use the same lock file run this block one after another.
+    """Run the block in one process at a time of those that use the same lock file.
 
-    They run it together if the file cannot be made; so may one that starts while the file is being removed.
+    Without a lock if the file cannot be made, or while another process removes it.
     """
     with ExitStack() as stack:
         with suppress(OSError, NotImplementedError):
@@ -55,9 +57,9 @@ def one_at_a_time(lock: Path) -> Iterator[None]:
 
 
 def lock_folder(folder: Path) -> FileLock:
-    """Lock a run folder for this process, until the lock is released or the process ends.
+    """Lock a run folder until the lock is released or this process ends; do nothing on a disk without locks.
 
-    On a disk without locks nothing is locked. Raises `UserError` if another process has locked the folder.
+    Raises `UserError` if another process has locked the folder.
     """
     lock = FileLock(folder / LOCK_FILE, timeout=LOCK_TIMEOUT_SECONDS)
     try:
@@ -69,27 +71,20 @@ def lock_folder(folder: Path) -> FileLock:
     return lock
 
 
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
-
-
 def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml") -> Path:
-    """Return the file that a flag names: a path as given, or below the repository, or a name in a shipped folder.
+    """Return the file that a flag names: a path, absolute or relative to here or the repository, or a shipped file.
 
-    name: with or without `suffix`. what: names the kind of file in errors. folders: of shipped files, below the
-    repository. Raises `UserError`, which lists the shipped files, if there is no such file.
+    name: with or without `suffix`. what: kind of file, for the error. folders: of shipped files, relative to the
+    repository. Raises `UserError` with a list of the shipped files.
     """
     stem = name if name.endswith(suffix) else name + suffix
     candidates = [Path(name), ROOT / name, *(ROOT / folder / Path(stem).name for folder in folders)]
     for candidate in candidates:
-        if os.path.isfile(candidate):  # unlike Path's, false for a name that no file can have
+        if os.path.isfile(candidate):  # Path.is_file raises an error for a name that is too long
             return candidate
     shipped = sorted(p.name for folder in folders for p in (ROOT / folder).glob("*" + suffix))
     raise UserError(
-        f"{what} '{name}' is not a file; give the path of one, or one that comes with the repository: "
-        f"{', '.join(shipped)}"
+        f"{what} '{name}' is not a file; give the path of a file, or one of the repository's: {', '.join(shipped)}"
     )
 
 
@@ -107,7 +102,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         problem = getattr(error, "problem", None) or "not YAML"
         raise UserError(f"{path}{line}: {problem}; fix the YAML there") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path} holds no `key: value` lines; it must be a YAML mapping")
+        raise UserError(f"{path} has no `key: value` lines; it must be a YAML mapping")
     return content
 
 
@@ -121,34 +116,26 @@ def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:
-    """Make and return the folder `project/name`, or if it exists the first free of name2, name3, ...
+    """Make and return the folder `project/name`, or if it exists the first free one of name2, name3, ...
 
-    exist_ok: use `project/name` even if it exists. Making the folder reserves it: two runs that start together never
-    get the same one. Raises `UserError`.
+    exist_ok: use `project/name` even if it exists; else two runs that start together get different folders. Raises
+    `UserError`.
     """
-    for candidate in _numbered(name):
-        folder = project / candidate
+    number = 1
+    while True:
+        folder = project / (f"{name}{number}" if number > 1 else name)
         try:
             project.mkdir(parents=True, exist_ok=True)
             folder.mkdir(exist_ok=exist_ok)
+            return folder
         except OSError as error:
             taken = isinstance(error, FileExistsError) and project.is_dir() and not exist_ok
             if not taken:
                 message = f"the run folder {folder} cannot be made: {error.strerror}; choose another --project"
                 raise UserError(message) from None
-        else:
-            return folder
-    raise AssertionError("unreachable")
-
-
-def _numbered(name: str) -> Iterator[str]:
-    yield name
-    number = 2
-    while True:
-        yield f"{name}{number}"
         number += 1
 
 
 def cache_folder() -> Path:
-    """Return the folder of derived files: `$XDG_CACHE_HOME/lockstep`, else `~/.cache/lockstep`."""
+    """Return the folder of caches: `$XDG_CACHE_HOME/lockstep`, by default `~/.cache/lockstep`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"

@@ -12,12 +12,12 @@ from torch import Tensor
 
 
 def layout(device: torch.device) -> torch.memory_format:
-    """Return channels_last, in which convolutions are faster, for CPU and CUDA, and torch's default for others."""
+    """Return channels_last, in which convolutions are faster, for CPU and CUDA, else torch's default."""
     return torch.channels_last if device.type in ("cpu", "cuda") else torch.contiguous_format
 
 
 def contiguous(content: Any) -> Any:
-    """Return `content` with the tensors in its dicts and lists contiguous, so that a file is the same on any device."""
+    """Make the tensors in nested dicts and lists contiguous, so that a file does not depend on the device."""
     if isinstance(content, Tensor):
         return content.contiguous()
     if isinstance(content, dict):

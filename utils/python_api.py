@@ -1,4 +1,4 @@
-"""Calls of the scripts from Python: train.run and val.run use `call`, and their `main` ends with `hand_over`."""
+"""Call the scripts from Python: train.run and val.run use `call`; their `main` ends with `hand_over`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from utils.summary import Summary
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-# In the environment: the file that the main process writes its result into. Processes that it starts inherit it.
+# Environment variable, also of spawned processes: the file into which the main process writes its result.
 RESULT = "LOCKSTEP_RESULT"
 
 
 def call(main: Callable[[Sequence[str]], object], script: str, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Call the `main` of a script, `train` or `val`, with flags by their names and return what it hands over.
+    """Call the `main` of a script, `train` or `val`, with flags by name; return the result of `hand_over`.
 
-    It starts as many processes as the flags say. Signal handlers are restored afterwards. Raises `UserError` if the
-    command would end with an error.
+    Restores the signal handlers. Raises `UserError` if the command would end with an error.
     """
     arguments = as_arguments(OPTIONS_OF_SCRIPT[script], flags)
     with tempfile.TemporaryDirectory() as folder:
@@ -40,7 +39,7 @@ def call(main: Callable[[Sequence[str]], object], script: str, flags: Mapping[st
         except Stopped as stopped:
             if stopped.code:
                 raise UserError(f"the run ended early with exit code {stopped.code}") from None
-        except SystemExit as error:  # of the parser, or of processes that were started: they have printed the reason
+        except SystemExit as error:  # the parser or the spawned processes have printed the reason
             raise UserError(f"the run failed with exit code {error.code}; see the messages above") from None
         finally:
             del os.environ[RESULT]
@@ -48,12 +47,11 @@ def call(main: Callable[[Sequence[str]], object], script: str, flags: Mapping[st
             signal.set_wakeup_fd(-1)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        result: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-        return result
+        return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def hand_over(summary: Summary, folder: Path) -> None:
-    """Write the metrics of a run and its folder for `call`; without a call from Python do nothing."""
+    """Write the metrics of a run and its folder for `call`, if the script was called from Python."""
     if file := os.environ.get(RESULT):
         columns = {"metrics": summary.metrics, "val": summary.losses}
         result = {f"{part}/{name}": value for part, values in columns.items() for name, value in values.items()}
@@ -61,9 +59,9 @@ def hand_over(summary: Summary, folder: Path) -> None:
 
 
 def as_arguments(kind: type[DataclassInstance], flags: Mapping[str, Any]) -> list[str]:
-    """Return flags as words of a command line: True is the flag alone, None and False omit it, a list is several words.
+    """Convert flags to command-line arguments; True is the flag alone, None and False omit it, a list is many words.
 
-    Raises `UserError` for a name that is not a flag.
+    Raises `UserError` for an unknown name.
     """
     known = {field.name for field in flags_of(kind)}
     aliases = {alias.replace("-", "_"): field.name for field in flags_of(kind) for alias in field.metadata["aliases"]}

@@ -21,7 +21,7 @@ from utils.console import Bar, show
 from utils.distributed.accelerator import describe
 from utils.distributed.barrier import untimed_barrier
 from utils.distributed.collectives import Collectives
-from utils.distributed.devices import device_name, device_table
+from utils.distributed.devices import device_name
 from utils.distributed.exit import StopRequested
 from utils.distributed.graceful_stop import GracefulStop
 from utils.distributed.watchdog import Watchdog
@@ -43,11 +43,9 @@ class FolderOptions:
 
 
 class Run:
-    """One training or validation run. Every process makes the same calls; only the main one prints, draws and writes.
+    """A training or validation run. Every process makes the same calls; only the main one prints, draws and writes.
 
-    accelerator: Accelerate's own. collectives: what the processes exchange. path: the run folder, once it is opened:
-    `project`/`name` or the first free `name2`, `name3`, ... (`exist_ok`: `name` in any case). files: writes into it.
-    quiet: print warnings and final results only.
+    quiet: print warnings and final results only. path, files: the run folder and its writer, after `open_folder`.
     """
 
     def __init__(self, accelerator: Accelerator, quiet: bool = False) -> None:
@@ -61,28 +59,27 @@ class Run:
         self._stop = GracefulStop()
 
     def open_folder(self, options: FolderOptions) -> None:
-        """Make the run folder, now that all input is found good. All processes must call it together."""
+        """Make the run folder. All processes must call this together, after all input has been checked."""
         project = Path(options.project)
         name = numbered_folder(project, options.name, options.exist_ok).name if self._is_main else ""
-        # The name is broadcast, not the path: another machine may have its runs elsewhere.
+        # The name is broadcast, not the path: --project may differ between machines.
         self.path = project / self.collectives.broadcast(name)
-        self.files = (
-            MainRunFolder(self.path, self.collectives, self.print, self._draw_results)
-            if self._is_main
-            else RunFolder(self.path, self.collectives)
-        )
+        self.files = RunFolder(self.path, self.collectives)
+        if self._is_main:
+            self.files = MainRunFolder(self.path, self.collectives, self.print, self._draw_results)
 
     def untimed_barrier(self) -> AbstractContextManager[None]:
-        """Return a context in which a process may work as long as it needs, as to download; all leave it together."""
+        """Return a context for work of any duration, such as a download; all processes leave it together."""
         return untimed_barrier()
 
     def device_lines(self, verbose: bool) -> list[str]:
-        """Describe what the run runs on, with a line for each process's device if there are several or if `verbose`."""
+        """Describe torch, devices and precision, with a line per process if there are several or if `verbose`."""
         self.devices = self.collectives.gather([device_name(self.accelerator.device)])
-        return [describe(self.accelerator), *device_table(self.devices, verbose)]
+        table = [f"  process {rank}: {device}" for rank, device in enumerate(self.devices)]
+        return [describe(self.accelerator), *(table if len(table) > 1 or verbose else [])]
 
     def print(self, *lines: str, always: bool = False) -> None:
-        """Print lines once; if the run is quiet, warnings and what is `always` printed."""
+        """Print lines on the main process; if the run is quiet, only warnings, and lines with `always`."""
         if not self._is_main:
             return
         for line in lines:
@@ -92,7 +89,7 @@ class Run:
                 tracker.log_line(line)
 
     def bar(self, title: str, images: int, done: int = 0) -> Bar:
-        """Return a progress bar, drawn by the main process only. done: images before it starts."""
+        """Return a progress bar, drawn by the main process only. done: images before its start."""
         return Bar(title, images, self._is_main and not self.quiet, done)
 
     def on_main(self, work: Callable[[], object]) -> None:
@@ -101,7 +98,7 @@ class Run:
             work()
 
     def process_table(self, batches: Any) -> list[str]:
-        """Return a line for each process: host, rank, device, and the images of its first batches, by number.
+        """Return a line per process: rank, host, device, and the image indices of its first batches.
 
         batches: an iterable of this process's batches, lists of sample indices.
         """
@@ -114,7 +111,7 @@ class Run:
     # Ending early
 
     def watchdog(self, timeout: float) -> Watchdog:
-        """Return a context that ends a run of several processes if one has not called `beat` for `timeout` seconds."""
+        """Return a context that ends a run of several processes after `timeout` seconds without a `beat` of one."""
         self._watchdog = Watchdog(timeout, self.path)
         return self._watchdog
 
@@ -124,39 +121,39 @@ class Run:
         return self._stop
 
     def check_stop(self, step: int) -> None:
-        """Raise `StopRequested` if all processes are to stop at the end of this optimizer step."""
+        """Raise `StopRequested` if all processes must stop at the end of this optimizer step."""
         if reason := self._stop.after(step):
             raise StopRequested(reason)
 
     def stop_requested(self) -> str:
-        """Return the signal that requests a stop, '' if none does: a validation need not be finished then."""
+        """Return the signal that requests a stop, '' if none: a validation may then end early."""
         return self._stop.requested()
 
     def stop_together(self, reason: str) -> None:
-        """Raise `StopRequested` on every process if any of them has a reason. All must call it together."""
+        """Raise `StopRequested` on every process if any has a reason. All processes must call this together."""
         if shared := next(filter(None, self.collectives.gather([reason])), ""):
             raise StopRequested(shared)
 
     def beat(self) -> None:
-        """Reset the watchdog's timer: this process has come to its next batch."""
+        """Reset the watchdog's timer: this process starts its next batch."""
         self._watchdog.beat()
 
-    # Pictures: drawn beside the training, which waits for them at the end only and never fails because of them
+    # Pictures: drawn in the background; their errors are warnings
 
     def enable_plots(self, *charts: str) -> None:
-        """Draw pictures from now on, these charts at once."""
+        """Draw these charts, and enable `plot` and `charts`."""
         if self._is_main:
             self._plotter = Plotter(self.path, self.print, self._log_pictures)
             if charts:
                 self._plotter.draw_charts(*charts)
 
     def plot(self, draw: Callable[[], Mapping[str, np.ndarray]]) -> None:
-        """Write the pictures that `draw` returns by file name, uint8 (h, w, 3) BGR, into the run folder."""
+        """Write the pictures that `draw` returns, uint8 (h, w, 3) BGR by file name, into the run folder."""
         if self._plotter:
             self._plotter.draw(draw)
 
     def charts(self, *names: str) -> None:
-        """Draw these charts, or all, from the text files in the run folder."""
+        """Draw these charts, by default all, from the text files in the run folder."""
         if self._plotter:
             self._plotter.draw_charts(*names)
 
@@ -177,24 +174,24 @@ class Run:
 
     @property
     def is_tracked(self) -> bool:
-        """Whether the main process has a tracker, the same on every process. All must ask together."""
+        """Whether the main process has a tracker. All processes must read this together."""
         return self.collectives.broadcast(bool(self.trackers))
 
     def start_trackers(self, make: Callable[[], list[Tracker]], config: Mapping[str, Any], step: int) -> None:
-        """Start the trackers that `make` returns. config: every setting. step: the optimizer step at the start."""
+        """Start the trackers that `make` returns. config: all settings. step: optimizer steps before the start."""
         self.step = step
         if self._is_main:
             self.accelerator.log_with = make()
             self.accelerator.init_trackers("", dict(config))
 
     def log_point(self, values: Mapping[str, Any], step: int) -> None:
-        """Log values by key at an optimizer step, without those that are None. The key "step" or "epoch" is their x."""
+        """Log values by key, without None, at an optimizer step. The key "step" or "epoch" is their x axis."""
         self.step = step
         self.accelerator.log({key: value for key, value in values.items() if value is not None}, step=step)
 
     def finish(self, patience: float = math.inf) -> None:
-        """Wait for pictures and for trackers, each at most `patience` seconds, and no longer than its own limit."""
+        """Wait for pictures and trackers, each for at most `patience` seconds and its own time limit."""
         if self._plotter and not self._plotter.finish(min(patience, FINISH_TIMEOUT_SECONDS)):
-            self.print(f"warning: the pictures were not drawn in time; python -m utils.plots {self.path} draws them")
+            self.print(f"warning: the pictures are not finished; draw them with python -m utils.plots {self.path}")
         for tracker in self.trackers:
             tracker.finish(patience)

@@ -1,7 +1,4 @@
-"""The folder of a run: settings.yaml, results.csv, weights/, checkpoint/ and other files. Made by utils/run.py.
-
-The main process has a `MainRunFolder`; the others have a `RunFolder`, which writes nothing.
-"""
+"""The run folder: settings.yaml, results.csv, weights/, checkpoint/ and other files. Made by utils/run.py."""
 
 from __future__ import annotations
 
@@ -20,16 +17,16 @@ from utils.files import PART_SUFFIX, lock_folder
 
 
 class RunFolder:
-    """The run folder on a process that writes nothing, and what can be called on every process alike."""
+    """The run folder on a process other than the main one: its methods write nothing."""
 
     def __init__(self, path: Path, collectives: Collectives) -> None:
         self.path, self.collectives = path, collectives
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
-        """Write settings.yaml: every resolved setting."""
+        """Write settings.yaml: all settings, defaults included."""
 
     def write_problems(self, problems: Sequence[str]) -> None:
-        """Write problems.txt, what was left out of the data set, if anything was."""
+        """Write problems.txt, what was left out of the data set, unless it is empty."""
 
     def write_documents(self, documents: Mapping[str, str]) -> None:
         """Write text files by name."""
@@ -37,51 +34,38 @@ class RunFolder:
     def add_row(self, row: Mapping[str, float | int | None]) -> None:
         """Add a row to results.csv: 9 significant digits, empty for None. The first row's keys are the header.
 
-        The file is written anew each time, so that it is always whole.
+        The whole file is written each time, so that it is never incomplete.
         """
 
     def save_weights(
-        self,
-        files: Sequence[str],
-        model: nn.Module,
-        then: Callable[[], object] = lambda: None,
-        *,
-        yaml: Mapping[str, Any],
-        names: Mapping[int, str],
-        settings: Mapping[str, Any],
+        self, files: Sequence[str], model: nn.Module, then: Callable[[], object] = lambda: None, **content: Any
     ) -> None:
-        """Write files of these names in weights/, all alike, in the background; call `then` once they are written.
+        """Write files with the same content into weights/ in the background, then call `then`.
 
-        yaml, names, settings: see `weights_content`.
+        content: see `weights_content`.
         """
 
     def save_state(self, state: Mapping[str, Any]) -> None:
         """Write a state for --resume into checkpoint/, with the rows of results.csv, in the background."""
 
     def read_state(self) -> dict[str, Any] | None:
-        """Return the last whole state of this folder, the same on every process. All must call this together."""
-        return self.collectives.broadcast(self._newest_state())
+        """Return the newest complete state, the same on every process. All processes must call this together."""
+        return self.collectives.broadcast(None)
 
     def rewind(self, state: Mapping[str, Any] | None) -> None:
-        """Make the folder what it was when `state` was saved: its rows in results.csv, and no partly written files.
-
-        None removes the states of an earlier run.
-        """
+        """Restore the rows of results.csv in `state`, and remove partly written files. None removes all states."""
 
     def wait_for_writing(self) -> None:
-        """Wait until everything is written; what cannot be written is a warning."""
+        """Wait until everything is written; an error is a warning."""
 
     def finish_writing(self) -> None:
-        """Wait until everything is written. Raises `UserError` if a file cannot be."""
-
-    def _newest_state(self) -> dict[str, Any] | None:
-        return None
+        """Wait until everything is written. Raises `UserError` if a file cannot be written."""
 
 
 class MainRunFolder(RunFolder):
-    """The run folder on the main process, which is the only one that writes; it locks the folder while it lives.
+    """The run folder on the main process, which locks it until the process ends.
 
-    warn: called with warnings about files. row_added: called when results.csv has a new row.
+    warn: called with warnings about files. row_added: called after each new row of results.csv.
     """
 
     def __init__(
@@ -108,7 +92,7 @@ class MainRunFolder(RunFolder):
 
     def write_documents(self, documents: Mapping[str, str]) -> None:
         for name, text in documents.items():
-            self._write_now(name, text.encode(errors="surrogateescape"))  # names of files may be any bytes
+            self._write_now(name, text.encode(errors="surrogateescape"))  # file names may be any bytes
 
     def add_row(self, row: Mapping[str, float | int | None]) -> None:
         if not self._lines:
@@ -118,22 +102,18 @@ class MainRunFolder(RunFolder):
         self.row_added()
 
     def save_weights(
-        self,
-        files: Sequence[str],
-        model: nn.Module,
-        then: Callable[[], object] = lambda: None,
-        *,
-        yaml: Mapping[str, Any],
-        names: Mapping[int, str],
-        settings: Mapping[str, Any],
+        self, files: Sequence[str], model: nn.Module, then: Callable[[], object] = lambda: None, **content: Any
     ) -> None:
         if files:
-            content = serialised(weights_content(model, yaml, names, settings))
-            self._writer.write([self.path / "weights" / name for name in files], content, then)
+            paths = [self.path / "weights" / name for name in files]
+            self._writer.write(paths, serialised(weights_content(model, **content)), then)
 
     def save_state(self, state: Mapping[str, Any]) -> None:
         content = serialised({**state, "rows": self._lines})
         self._writer.submit({self._states.folder: lambda: self._states.write(content)})
+
+    def read_state(self) -> dict[str, Any] | None:
+        return self.collectives.broadcast(self._states.read(self.warn))
 
     def rewind(self, state: Mapping[str, Any] | None) -> None:
         for part in (*self.path.glob(f".*{PART_SUFFIX}"), *self.path.glob(f"*/.*{PART_SUFFIX}")):
@@ -149,9 +129,6 @@ class MainRunFolder(RunFolder):
 
     def finish_writing(self) -> None:
         self._writer.finish(self.path)
-
-    def _newest_state(self) -> dict[str, Any] | None:
-        return self._states.read(self.warn)
 
     def _write_rows(self) -> None:
         self._write_now("results.csv", "".join(f"{line}\n" for line in self._lines).encode())

@@ -11,16 +11,16 @@ PREPARING, INFERENCE, POSTPROCESSING = "preparing", "inference", "post-processin
 
 
 class BatchTimes(NamedTuple):
-    """The images of one batch, and the seconds of each of its stages."""
+    """Number of images of a batch, and seconds of its stages."""
 
     images: int
     seconds: dict[str, float]
 
 
 class StageTimer:
-    """A timer over the stages of this process's batches.
+    """Measures the stages of this process's batches.
 
-    synchronise: called before the clock is read: a device works asynchronously, and a stage ends when it has finished.
+    synchronise: waits for the device, which works asynchronously; called before the clock is read.
     """
 
     def __init__(self, synchronise: Callable[[], object] = lambda: None) -> None:
@@ -43,15 +43,12 @@ class StageTimer:
 
 
 def without_warmup(batches: Sequence[BatchTimes]) -> list[BatchTimes]:
-    """Return all batches of a process but the first, in which memory is allocated and kernels are chosen.
-
-    If there is only one, it is returned.
-    """
+    """Return all batches but the first, which allocates memory and selects kernels, unless it is the only one."""
     return list(batches[1:] or batches)
 
 
 def milliseconds_per_image(batches: Sequence[BatchTimes]) -> dict[str, float]:
-    """Return the milliseconds per image of each printed stage, over batches of all processes."""
+    """Return the mean milliseconds per image of each printed stage."""
     images = max(sum(batch.images for batch in batches), 1)
     return {
         stage: 1000 * sum(batch.seconds.get(stage, 0.0) for batch in batches) / images

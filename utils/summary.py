@@ -1,7 +1,4 @@
-"""The result of an evaluation: metrics, and what charts, pictures and trackers show of it.
-
-Tasks make summaries; val.py, train.py, utils/run.py and trackers read them. Independent of the task.
-"""
+"""The result of an evaluation, for every task. Made by tasks; read by val.py, train.py, utils/plots and trackers."""
 
 from __future__ import annotations
 
@@ -13,33 +10,33 @@ import numpy as np
 
 from utils.files import csv_text
 
-DRAWN_IMAGES = 48  # validation images with their predictions in the run folder
+DRAWN_IMAGES = 48  # validation images that are drawn with their predictions
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The metrics of a split. Saved in the state of a run: the names of the fields are part of that format."""
+    """The metrics of a split. The names of the fields are part of the format of a saved state."""
 
     metrics: dict[str, float]  # by column of results.csv, without "metrics/"
-    fitness: float  # decides which epoch is the best
-    overall: list[str]  # lines of the printed table: its head and the row of all classes
-    details: list[str]  # lines of the printed table: a row per class, and whatever else the task distinguishes
+    fitness: float  # highest in the best epoch
+    overall: list[str]  # lines of the printed table: header and the row of all classes
+    details: list[str]  # other lines of the printed table: rows of classes, object sizes, ...
     evidence: dict[str, Any] = field(default_factory=dict)  # plain values, for documents and pictures
     losses: dict[str, float] = field(default_factory=dict)  # mean of each loss term over the batches
     rate: float = 0.0  # images per second
     by_class: dict[str, dict[str, float]] = field(default_factory=dict)  # metric -> class -> value, if it has labels
 
     def table(self, brief: bool = False) -> list[str]:
-        """Return the metrics as lines of text; if `brief`, only the row of all classes."""
+        """Return the lines of the printed table; if `brief`, header and the row of all classes only."""
         return [*self.overall, *([] if brief else self.details)]
 
 
 class Box(NamedTuple):
-    """A box on an image that is shown."""
+    """A box to draw."""
 
     label: int  # class number
     confidence: float | None  # None for a label
-    xyxy: tuple[float, float, float, float]  # corners, as shares of the image's width and height
+    xyxy: tuple[float, float, float, float]  # as fractions of the image's width and height
 
 
 class Example(NamedTuple):
@@ -47,7 +44,7 @@ class Example(NamedTuple):
 
     name: str  # of the file
     image: int  # index in the split
-    size: tuple[int, int]  # width and height of the file's image, pixels
+    size: tuple[int, int]  # width and height of the file's image in pixels
     labels: list[Box]
     predictions: list[Box]  # the most confident first
 
@@ -64,7 +61,7 @@ def sparse_counts(matrix: np.ndarray) -> list[list[int]]:
 
 
 def dense_counts(sparse: Sequence[Sequence[int]], side: int) -> np.ndarray:
-    """Return the matrix of counts, int64 (side, side), that `sparse_counts` was called with."""
+    """Return the matrix of counts, int64 (side, side), from the result of `sparse_counts`."""
     matrix = np.zeros((side, side), np.int64)
     for row, column, count in sparse:
         matrix[row, column] = count
@@ -72,6 +69,6 @@ def dense_counts(sparse: Sequence[Sequence[int]], side: int) -> np.ndarray:
 
 
 def confusion_text(matrix: np.ndarray, names: Sequence[str]) -> str:
-    """Return confusion_matrix.csv: counts by true class (rows) and predicted class (columns), `names` of both."""
+    """Return the content of confusion_matrix.csv: counts by true class (rows) and predicted class (columns)."""
     rows = ((name, *row) for name, row in zip(names, matrix.tolist(), strict=True))
     return csv_text(("true \\ predicted", *names), rows)

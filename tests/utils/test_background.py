@@ -1,4 +1,4 @@
-"""Work beside the training: in order, bounded, and a failure is one warning."""
+"""Jobs in the background: in order, with a time limit, and one warning; and the start of processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_jobs_are_done_in_order() -> None:
     assert done == list(range(20))
 
 
-def test_failures_are_one_warning_and_the_rest_is_done() -> None:
+def test_failures_are_one_warning_and_later_jobs_run() -> None:
     warnings: list[str] = []
     done: list[str] = []
     work = Background("it has failed", warnings.append)
@@ -36,7 +36,7 @@ def test_failures_are_one_warning_and_the_rest_is_done() -> None:
     assert done == ["after"]
 
 
-def test_the_end_does_not_wait_for_ever() -> None:
+def test_finish_has_a_time_limit() -> None:
     stuck = threading.Event()
     work = Background("it has failed", print)
     work.do(stuck.wait)
@@ -44,7 +44,7 @@ def test_the_end_does_not_wait_for_ever() -> None:
     stuck.set()
 
 
-def test_it_can_go_on_after_an_end_and_has_no_thread_without_work() -> None:
+def test_jobs_can_follow_a_finish() -> None:
     done: list[int] = []
     work = Background("it has failed", print)
     assert work.finish(0)
@@ -54,7 +54,7 @@ def test_it_can_go_on_after_an_end_and_has_no_thread_without_work() -> None:
     assert done == [0, 1]
 
 
-def test_our_modules_are_found_from_a_folder_that_has_modules_of_these_names(tmp_path: Path) -> None:
+def test_modules_of_the_current_folder_are_not_imported(tmp_path: Path) -> None:
     (tmp_path / "utils").mkdir()
     (tmp_path / "utils" / "__init__.py").write_text("raise RuntimeError('not this one')")
     command = own_python("utils.errors", "UserError")
@@ -62,7 +62,7 @@ def test_our_modules_are_found_from_a_folder_that_has_modules_of_these_names(tmp
 
 
 def test_no_fork_while_a_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process forked meanwhile would hold the pipe whose end `Popen` waits for, as long as it lives."""
+    """A process forked meanwhile would inherit the pipe that `Popen` waits for."""
     popen, started, inside = subprocess.Popen, threading.Event(), threading.Event()
 
     def slow_popen(*arguments: Any, **options: Any) -> Any:

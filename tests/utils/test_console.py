@@ -1,13 +1,14 @@
-"""Console output: bars and colours on terminals only."""
+"""Console output: bars and colours, on terminals only."""
 
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 
 from utils import console
-from utils.console import YELLOW, Bar, RemainingTime, coloured, duration, show
+from utils.console import Bar, RemainingTime, duration, show
 
 
 class Terminal(io.StringIO):
@@ -15,29 +16,24 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-
-
-def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert coloured("a", YELLOW, Terminal()) == "\x1b[33ma\x1b[0m"
-    assert coloured("a", YELLOW, io.StringIO()) == "a"
-    monkeypatch.setenv("TERM", "dumb")
-    assert coloured("a", YELLOW, Terminal()) == "a"
-
-
-def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert coloured("a", YELLOW, Terminal()) == "a"
-
-
-def test_warnings_are_yellow_and_the_rest_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stdout", terminal)
-    show("warning: careful", "all is well")
-    assert terminal.getvalue() == "\x1b[33mwarning: careful\x1b[0m\nall is well\n"
+@pytest.mark.parametrize(
+    ("stream", "no_color", "term", "yellow"),
+    [
+        (Terminal, "", "xterm", True),
+        (Terminal, "1", "xterm", False),
+        (Terminal, "", "dumb", False),
+        (io.StringIO, "", "xterm", False),
+    ],
+)
+def test_warnings_are_yellow_on_terminals(
+    stream: type[io.StringIO], no_color: str, term: str, yellow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = stream()
+    monkeypatch.setattr("sys.stdout", output)
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", term)
+    show("warning: a", "b")
+    assert output.getvalue() == ("\x1b[33mwarning: a\x1b[0m\nb\n" if yellow else "warning: a\nb\n")
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0, "0:00"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03")])
@@ -45,7 +41,7 @@ def test_durations(seconds: float, expected: str) -> None:
     assert duration(seconds) == expected
 
 
-def test_what_remains_follows_from_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
     monkeypatch.setattr("utils.console.time.monotonic", lambda: now[0])
     remaining = RemainingTime(8)
@@ -56,13 +52,15 @@ def test_what_remains_follows_from_what_is_done(monkeypatch: pytest.MonkeyPatch)
     assert remaining.seconds() == 0
 
 
-def test_a_bar_measures_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_measures_times_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     now = [0.0]
     monkeypatch.setattr("utils.console.time.monotonic", lambda: now[0])
 
     def batches() -> list[int]:
         for _ in range(4):
-            now[0] += 1.0  # a batch is waited for
+            now[0] += 1.0  # the wait for a batch
             yield 8
 
     bar = Bar("epoch", 48, True, done=16)
@@ -76,7 +74,7 @@ def test_a_bar_measures_without_a_terminal(monkeypatch: pytest.MonkeyPatch, caps
     assert "".join(capsys.readouterr()) == ""
 
 
-def test_a_bar_on_a_terminal_shows_values_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_shows_values_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setattr(console, "REFRESH_SECONDS", 0.0)
@@ -84,7 +82,7 @@ def test_a_bar_on_a_terminal_shows_values_now_and_then(monkeypatch: pytest.Monke
     for _ in bar.over(range(3), lambda _: 8):
         if bar.due():
             bar.show({"box": "0.1234", "wait": "3%"})
-        bar._bar.refresh()
+        time.sleep(0.11)  # tqdm draws every 0.1 s
     assert "epoch 1/2" in terminal.getvalue()
     assert "box 0.1234, wait 3%" in terminal.getvalue()
     hidden = Terminal()

@@ -1,8 +1,13 @@
-"""Errors for people."""
+"""Parts of messages."""
 
 from __future__ import annotations
 
-from utils.errors import first_line, nearest
+from utils.errors import first_line, nearest, plural
+
+
+def test_plural() -> None:
+    assert [plural(1, "batch"), plural(2, "batch")] == ["1 batch", "2 batches"]
+    assert [plural(2, noun) for noun in ("epoch", "process")] == ["2 epochs", "2 processes"]
 
 
 def test_nearest() -> None:
@@ -13,7 +18,7 @@ def test_nearest() -> None:
     assert nearest("epochs", ()) == ""
 
 
-def test_the_first_line_of_an_error() -> None:
+def test_first_line() -> None:
     assert first_line(ValueError("one\ntwo")) == "one"
     assert first_line(ValueError("\n one two\n"), length=6) == "one..."
     assert first_line(ValueError()) == "ValueError"

@@ -1,13 +1,11 @@
-"""Files that are never half written, folders that are never shared, and messages that say where to look."""
+"""Atomic writes, numbered and locked folders, shipped files, and errors in YAML files."""
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import stat
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -24,28 +22,28 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_replacing_makes_the_file_and_its_folder(tmp_path: Path) -> None:
+def test_replacing_makes_the_folder_too(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "file.bin"
     with replacing(path) as file:
         file.write(b"new")
-        assert not path.exists()  # not before all is written
+        assert not path.exists()
     assert path.read_bytes() == b"new"
     assert names(path.parent) == ["file.bin"]
 
 
-def test_readers_see_the_old_file_until_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_readers_see_the_old_file_until_the_new_one_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "file.bin"
     path.write_bytes(b"old")
     with path.open("rb") as reader:
         with replacing(path) as file:
             file.write(b"new and longer")
             assert path.read_bytes() == b"old"
-        assert reader.read() == b"old"  # whoever has it open keeps it
+        assert reader.read() == b"old"  # an open file does not change
     assert path.read_bytes() == b"new and longer"
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_a_failure_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path, error: type[BaseException]) -> None:
+def test_a_failure_leaves_the_old_file_only(tmp_path: Path, error: type[BaseException]) -> None:
     path = tmp_path / "file.bin"
     path.write_bytes(b"old")
 
@@ -73,7 +71,7 @@ def test_permissions_follow_the_umask(tmp_path: Path, mask: int, mode: int) -> N
     try:
         with replacing(tmp_path / "file.bin") as file:
             file.write(b"new")
-        assert os.umask(mask) == mask  # and it stays as it was
+        assert os.umask(mask) == mask  # unchanged
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "file.bin").stat().st_mode) == mode
@@ -91,14 +89,14 @@ def test_numbered_folders(tmp_path: Path) -> None:
     assert numbered_folder(project, "other", False).name == "other"
 
 
-def test_an_existing_folder_as_it_stands(tmp_path: Path) -> None:
+def test_exist_ok_uses_an_existing_folder(tmp_path: Path) -> None:
     first = numbered_folder(tmp_path, "exp", True)
     (first / "weights").mkdir()
     assert numbered_folder(tmp_path, "exp", True) == first == tmp_path / "exp"
     assert names(first) == ["weights"]
 
 
-def test_a_file_of_that_name_is_not_taken_for_a_folder(tmp_path: Path) -> None:
+def test_a_file_of_the_same_name_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "exp").touch()
     assert numbered_folder(tmp_path, "exp", False).name == "exp2"
 
@@ -110,37 +108,30 @@ def test_a_project_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exist_ok", [False, True])
-def test_a_project_that_is_a_link_to_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exist_ok: bool) -> None:
-    """A disk that is not mounted, say: there is an end to trying."""
-    attempts = files._numbered
-
-    def few(name: str) -> Iterator[str]:
-        yield from itertools.islice(attempts(name), 20)
-        pytest.fail("still trying")
-
-    monkeypatch.setattr(files, "_numbered", few)
+def test_a_project_that_is_a_broken_link_is_an_error(tmp_path: Path, exist_ok: bool) -> None:
+    """Such as one to a disk that is not mounted: trying other numbers would never end."""
     (tmp_path / "runs").symlink_to(tmp_path / "gone")
     with pytest.raises(UserError, match="cannot be made"):
         numbered_folder(tmp_path / "runs", "exp", exist_ok)
 
 
-# A folder is one run's
+# Locks
 
 
-def hold(folder: Path, mouth: Connection) -> None:
-    held = lock_folder(folder)
-    mouth.send(held.is_locked)
+def hold(folder: Path, sender: Connection) -> None:
+    lock = lock_folder(folder)
+    sender.send(lock.is_locked)
     time.sleep(60)
 
 
-def test_a_folder_is_held_as_long_as_a_process_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_locked_until_the_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fork = multiprocessing.get_context("fork")
-    ear, mouth = fork.Pipe(duplex=False)
-    other = fork.Process(target=hold, args=(tmp_path, mouth))
+    receiver, sender = fork.Pipe(duplex=False)
+    other = fork.Process(target=hold, args=(tmp_path, sender))
     other.start()
     try:
-        assert ear.poll(30)
-        assert ear.recv()
+        assert receiver.poll(30)
+        assert receiver.recv()
         with monkeypatch.context() as patched:
             patched.setattr(files, "LOCK_TIMEOUT_SECONDS", 0.1)
             with pytest.raises(UserError) as caught:
@@ -156,12 +147,12 @@ def test_a_folder_is_held_as_long_as_a_process_lives(tmp_path: Path, monkeypatch
     assert lock_folder(tmp_path).is_locked
 
 
-def test_a_folder_that_is_given_back(tmp_path: Path) -> None:
+def test_a_released_folder_can_be_locked(tmp_path: Path) -> None:
     lock_folder(tmp_path).release()
     assert lock_folder(tmp_path).is_locked
 
 
-def test_a_disk_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_locks_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise NotImplementedError("no locks here")
 
@@ -174,7 +165,7 @@ def test_a_disk_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with two shipped files; the working folder is another one."""
+    """A repository with two shipped files; the current folder is another one."""
     root = tmp_path / "repository"
     (root / "data" / "hyps").mkdir(parents=True)
     for name in ("low", "high"):
@@ -190,21 +181,20 @@ def test_shipped_files_are_found(repository: Path, name: str) -> None:
     assert find_file(name, "recipe", ["data/hyps"]) == repository / "data" / "hyps" / "low.yaml"
 
 
-def test_the_users_own_file_goes_first(repository: Path) -> None:
+def test_a_path_takes_precedence(repository: Path) -> None:
     Path("low.yaml").touch()
     assert find_file("low.yaml", "recipe", ["data/hyps"]).resolve() == Path("low.yaml").resolve()
-    own = Path.cwd() / "mine.txt"
-    own.touch()
-    assert find_file(str(own), "recipe", ["data/hyps"]) == own
+    path = Path.cwd() / "mine.txt"
+    path.touch()
+    assert find_file(str(path), "recipe", ["data/hyps"]) == path
 
 
 @pytest.mark.parametrize("name", ["lo.yaml", "", "."])
-def test_what_is_not_there(repository: Path, name: str) -> None:
+def test_a_missing_file_is_an_error(repository: Path, name: str) -> None:
     with pytest.raises(UserError) as caught:
         find_file(name, "recipe", ["data/hyps"])
     assert str(caught.value) == (
-        f"recipe '{name}' is not a file; give the path of one, or one that comes with the repository: "
-        "high.yaml, low.yaml"
+        f"recipe '{name}' is not a file; give the path of a file, or one of the repository's: high.yaml, low.yaml"
     )
 
 
@@ -213,7 +203,7 @@ def test_what_is_not_there(repository: Path, name: str) -> None:
 
 def test_read_yaml(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
-    path.write_bytes("\ufeffname: é\nlist: [1, 2]\n".encode())  # with the mark that some editors put before UTF-8
+    path.write_bytes("\ufeffname: é\nlist: [1, 2]\n".encode())  # with a byte order mark
     assert read_yaml(path) == {"name": "é", "list": [1, 2]}
 
 
@@ -225,24 +215,24 @@ def test_read_yaml(tmp_path: Path) -> None:
         (b"a: 1\nb: !!python/object:os.system {}\n", r"a\.yaml, line 2: could not determine a constructor"),
         (b"a: \x00\n", r"a\.yaml: not YAML; fix"),
         (b"a: \xff\xfe\n", r"a\.yaml is not text in UTF-8; save it as UTF-8"),
-        (b"", r"a\.yaml holds no `key: value` lines; it must be a YAML mapping"),
-        (b"- 1\n- 2\n", r"a\.yaml holds no `key: value` lines"),
-        (b"text\n", r"a\.yaml holds no `key: value` lines"),
+        (b"", r"a\.yaml has no `key: value` lines; it must be a YAML mapping"),
+        (b"- 1\n- 2\n", r"a\.yaml has no `key: value` lines"),
+        (b"text\n", r"a\.yaml has no `key: value` lines"),
     ],
 )
-def test_what_is_no_yaml_mapping(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_that_is_not_a_yaml_mapping_is_an_error(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "a.yaml"
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_yaml(path)
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.yaml cannot be read: No such file or directory"):
         read_yaml(tmp_path / "a.yaml")
 
 
-# Derived files
+# Caches
 
 
 def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Memory formats: which are used, and that files do not depend on them."""
+"""Memory formats of devices and of files."""
 
 from __future__ import annotations
 

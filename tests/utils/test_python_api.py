@@ -1,10 +1,9 @@
-"""Calling the scripts from Python."""
+"""Calls of the scripts from Python."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from utils.summary import Summary
 SUMMARY = Summary({"mAP_0.5": 0.5}, 0.25, ["head", "all"], [], losses={"box_loss": 2.0})
 
 
-def test_flags_as_words() -> None:
+def test_flags_become_arguments() -> None:
     flags = {"imgsz": 320, "weights": "", "rect": True, "cos_lr": False, "freeze": (0, 2), "name": None, "seed": 0}
     words = as_arguments(TrainOptions, flags)
     assert words == ["--imgsz=320", "--weights=", "--rect", "--freeze", "0", "2", "--seed=0"]
@@ -28,7 +27,7 @@ def test_flags_as_words() -> None:
     assert (options.imgsz, options.weights, options.rect, options.freeze) == (320, "", True, (0, 2))
 
 
-def test_other_names_and_hyperparameters() -> None:
+def test_aliases_and_hyperparameters() -> None:
     words = as_arguments(TrainOptions, {"img": 64, "img_size": 96, "hyp.lr0": 0.1, "patience": -1})
     assert words == ["--imgsz=64", "--imgsz=96", "--hyp.lr0=0.1", "--patience=-1"]
 
@@ -40,54 +39,52 @@ def test_several_weights() -> None:
     )
 
 
-def test_an_unknown_name() -> None:
+def test_an_unknown_name_is_an_error() -> None:
     with pytest.raises(UserError, match=r"unknown argument epoch \(did you mean 'epochs'\?\)"):
         as_arguments(TrainOptions, {"epoch": 1})
 
 
-def test_the_result_is_handed_over(tmp_path: Path) -> None:
+def test_the_result_is_returned(tmp_path: Path) -> None:
     def main(argv: Sequence[str]) -> None:
         assert argv == ["--epochs=1"]
         hand_over(SUMMARY, tmp_path)
 
-    found = call(main, "train", {"epochs": 1})
-    assert found == {"metrics/mAP_0.5": 0.5, "val/box_loss": 2.0, "fitness": 0.25, "folder": str(tmp_path)}
+    result = call(main, "train", {"epochs": 1})
+    assert result == {"metrics/mAP_0.5": 0.5, "val/box_loss": 2.0, "fitness": 0.25, "folder": str(tmp_path)}
     assert RESULT not in os.environ
 
 
-def test_nothing_is_handed_over_without_a_call(tmp_path: Path) -> None:
+def test_no_result_is_written_without_a_call(tmp_path: Path) -> None:
     hand_over(SUMMARY, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_ends_early_leaves_the_signals_as_they_were() -> None:
-    before = signal.getsignal(signal.SIGINT)
-
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (Stopped(0), ""),
+        (Stopped(130), "the run ended early with exit code 130"),
+        (SystemExit(3), "the run failed with exit code 3; see the messages above"),
+    ],
+)
+def test_the_end_of_a_script_is_an_error_and_restores_signal_handlers(error: BaseException, message: str) -> None:
     def main(argv: Sequence[str]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise Stopped(130)
+        raise error
 
-    with pytest.raises(UserError, match="ended early with exit code 130"):
-        call(main, "train", {})
+    before = signal.getsignal(signal.SIGINT)
+    if message:
+        with pytest.raises(UserError, match=message):
+            call(main, "train", {})
+    else:
+        assert call(main, "train", {}) == {}
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_the_flags_of_each_script() -> None:
+def test_each_script_has_its_own_flags() -> None:
     words: list[Sequence[str]] = []
     call(words.append, "val", {"weights": ["a.pt", "b.pt"], "save_json": True})
     assert words == [["--weights", "a.pt", "b.pt", "--save-json"]]
     with pytest.raises(UserError, match="unknown argument epochs"):
         call(words.append, "val", {"epochs": 1})
     assert len(words) == 1
-
-
-def test_a_finished_run_is_no_error() -> None:
-    def main(argv: Sequence[str]) -> None:
-        raise Stopped(0)
-
-    assert call(main, "train", {}) == {}
-
-
-def test_processes_that_have_failed() -> None:
-    with pytest.raises(UserError, match="failed with exit code 3; see the messages above"):
-        call(lambda argv: sys.exit(3), "train", {})

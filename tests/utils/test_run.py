@@ -1,4 +1,4 @@
-"""A run: every process makes the same calls, and the main one prints, draws and logs."""
+"""Runs on one process and on two: the main process prints, draws and logs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run_in(folder: Path, quiet: bool = False, exist_ok: bool = False) -> Run:
 
 
 @pytest.mark.parametrize(("quiet", "printed"), [(False, "a\nwarning: b\nc\nd\n"), (True, "warning: b\nd\n")])
-def test_lines(quiet: bool, printed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_lines(quiet: bool, printed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, recorder = run_in(tmp_path, quiet), Recorder()
     run.start_trackers(lambda: [recorder], {"epochs": 3}, 0)
     run.print("a", "warning: b")
@@ -72,7 +72,7 @@ def test_lines(quiet: bool, printed: str, tmp_path: Path, capsys: pytest.Capture
     assert recorder.config == {"epochs": 3}
 
 
-def test_nothing_is_written_before_the_folder_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_before_open_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = Run(Accelerator(cpu=True))
     run.files.write_settings({"epochs": 3})
@@ -89,7 +89,7 @@ def test_folders(tmp_path: Path) -> None:
 
 def test_points_and_pictures(tmp_path: Path) -> None:
     run, recorder = run_in(tmp_path), Recorder()
-    run.plot(pytest.fail)  # nothing is drawn yet
+    run.plot(pytest.fail)  # before `enable_plots`
     assert not run.is_tracked
     run.start_trackers(lambda: [recorder], {}, 12)
     assert run.is_tracked
@@ -120,7 +120,7 @@ def test_devices(verbose: bool, lines: int) -> None:
 
 def test_signals_stop_a_run_at_its_next_step() -> None:
     run = Run(Accelerator(cpu=True))
-    run.check_stop(1)  # before there is anything to stop
+    run.check_stop(1)  # before `graceful_stop`
     with run.graceful_stop(0.0):
         run.check_stop(1)
         assert run.stop_requested() == ""
@@ -138,13 +138,13 @@ def test_the_time_limit_stops_a_run() -> None:
     run = Run(Accelerator(cpu=True))
     age = time.time() - psutil.Process().create_time()  # seconds
     with run.graceful_stop(age / 3600 / 2):
-        assert run.stop_requested() == ""  # a validation is finished
+        assert run.stop_requested() == ""  # a signal only
         with pytest.raises(StopRequested) as stopped:
             run.check_stop(1)
     assert (stopped.value.reason, stopped.value.code) == (TIME_LIMIT, 0)
 
 
-def test_a_reason_to_stop() -> None:
+def test_stop_together_needs_a_reason() -> None:
     run = Run(Accelerator(cpu=True))
     run.stop_together("")
     with pytest.raises(StopRequested, match="exit code 130"):
@@ -154,10 +154,15 @@ def test_a_reason_to_stop() -> None:
 # Two processes
 
 
-def stop_of_two() -> list[Any]:
-    """Return what a process of two raises if none, both, or one of them has a reason to stop."""
-    run, outcomes = Run(Accelerator(cpu=True)), []
-    main = run.accelerator.is_main_process
+def on_two(folder: str) -> dict[str, list[Any]]:
+    """Return the results of a run's methods on a process of two."""
+    run = run_in(Path(folder))
+    return {"stops": stops_of_two(run), "run": use_on_two(run)}
+
+
+def stops_of_two(run: Run) -> list[Any]:
+    """Return the results of `stop_together` if none, both, or one of two processes has a reason, and the devices."""
+    outcomes, main = [], run.accelerator.is_main_process
     for reason in ("", "SIGTERM", "" if main else "SIGUSR1", "SIGINT" if main else "SIGTERM"):
         try:
             outcomes.append(run.stop_together(reason))
@@ -166,17 +171,8 @@ def stop_of_two() -> list[Any]:
     return [*outcomes, len(run.device_lines(verbose=False)), run.devices]
 
 
-def test_two_processes_stop_together(on_processes: OnProcesses) -> None:
-    one, other = on_processes(2, stop_of_two)
-    assert one == other
-    *outcomes, lines, devices = one
-    assert outcomes == [None, ("SIGTERM", 143), ("SIGUSR1", 138), ("SIGINT", 130)]  # the first process's reason
-    assert (lines, len(devices)) == (3, 2)
-
-
-def on_two(folder: str) -> list[Any]:
-    """Return what a process of two has of a run."""
-    run, recorder, work = run_in(Path(folder)), Recorder(), []
+def use_on_two(run: Run) -> list[Any]:
+    recorder, work = Recorder(), []
     run.start_trackers(lambda: [recorder], {}, 0)
     run.on_main(lambda: work.append("done"))
     run.print("once")
@@ -192,11 +188,15 @@ def on_two(folder: str) -> list[Any]:
 
 
 def test_two_processes(tmp_path: Path, on_processes: OnProcesses, capfd: pytest.CaptureFixture[str]) -> None:
-    one, other = on_processes(2, on_two, str(tmp_path))
-    *shared, table = one[3:]
-    assert one[:3] == ["exp", ["done"], 1]
-    assert other[:3] == ["exp", [], 0]
-    assert other[3:] == one[3:]
+    main, other = on_processes(2, on_two, str(tmp_path))
+    assert main["stops"] == other["stops"]
+    *outcomes, lines, devices = main["stops"]
+    assert outcomes == [None, ("SIGTERM", 143), ("SIGUSR1", 138), ("SIGINT", 130)]  # the first process's reason
+    assert (lines, len(devices)) == (3, 2)
+    *shared, table = main["run"][3:]
+    assert main["run"][:3] == ["exp", ["done"], 1]
+    assert other["run"][:3] == ["exp", [], 0]
+    assert other["run"][3:] == main["run"][3:]
     assert shared == [True, ["epoch", "0"]]
     assert [line.partition(" on ")[0] for line in table] == ["process 0 of 2", "process 1 of 2"]
     assert all(", cpu" in line and line.endswith(": images 0 9; 1 9") for line in table)

@@ -1,4 +1,4 @@
-"""The files of a run folder; on other processes than the main one there are none."""
+"""The files of a run folder, which the main process writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path: Path, warnings: list[str]) -> MainRunFolder:
 
 
 def fill(folder: RunFolder) -> None:
-    """Write everything that can be."""
+    """Call every method that writes."""
     folder.write_settings({"names": ("ä", "b"), "epochs": 3})
     folder.write_problems(["a.jpg is empty; left out", "b.jpg too"])
     folder.write_documents({"classes.csv": "a,b\n", "n\udcffmes.txt": "\udcff"})
@@ -68,12 +68,12 @@ def test_other_processes_write_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_problems_no_file(folder: MainRunFolder, tmp_path: Path) -> None:
+def test_there_is_no_problems_file_without_problems(folder: MainRunFolder, tmp_path: Path) -> None:
     folder.write_problems([])
     assert not (tmp_path / "problems.txt").exists()
 
 
-def test_row_added_is_called_once_the_row_is_in_the_file(tmp_path: Path) -> None:
+def test_row_added_is_called_after_the_row_is_written(tmp_path: Path) -> None:
     rows: list[str] = []
 
     def row_added() -> None:
@@ -91,7 +91,7 @@ def state_of(folder: RunFolder) -> dict[str, Any]:
     return state
 
 
-def test_rows_are_rewound_to_the_state(folder: MainRunFolder, tmp_path: Path, warnings: list[str]) -> None:
+def test_rewind_restores_the_rows_of_the_state(folder: MainRunFolder, tmp_path: Path, warnings: list[str]) -> None:
     folder.add_row({"epoch": 0})
     folder.save_state({"format": "lockstep-state-1", "weights": torch.ones(3)})
     folder.add_row({"epoch": 1})
@@ -109,20 +109,20 @@ def test_rows_are_rewound_to_the_state(folder: MainRunFolder, tmp_path: Path, wa
     assert warnings == []
 
 
-def test_a_run_that_begins_anew_has_no_states(folder: MainRunFolder) -> None:
+def test_a_new_run_removes_old_states(folder: MainRunFolder) -> None:
     folder.save_state({"format": "lockstep-state-1"})
     folder.finish_writing()
     folder.rewind(None)
     assert folder.read_state() is None
 
 
-def test_nothing_to_save(folder: MainRunFolder, tmp_path: Path) -> None:
+def test_no_file_names_write_no_weights(folder: MainRunFolder, tmp_path: Path) -> None:
     folder.save_weights([], nn.Linear(2, 1), yaml={}, names={}, settings={})
     folder.finish_writing()
     assert not (tmp_path / "weights").exists()
 
 
-def test_what_cannot_be_written_is_a_warning_and_in_the_end_an_error(
+def test_a_file_that_cannot_be_written_is_a_warning_and_finally_an_error(
     folder: MainRunFolder, tmp_path: Path, warnings: list[str]
 ) -> None:
     (tmp_path / "weights").touch()

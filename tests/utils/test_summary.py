@@ -1,4 +1,4 @@
-"""Which images are drawn, and counts without their zeros."""
+"""Evenly spaced indices, sparse counts, and the confusion matrix as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from utils.summary import confusion_text, dense_counts, evenly_spaced, sparse_co
         (10, 4, [0, 2, 5, 7]),
         (7, 1, [0]),
         (3, 3, [0, 1, 2]),
-        (3, 16, [0, 1, 2]),  # all that there are
+        (3, 16, [0, 1, 2]),
         (0, 16, []),
         (5, 0, []),
     ],
@@ -24,21 +24,21 @@ def test_evenly_spaced(images: int, count: int, expected: list[int]) -> None:
     assert evenly_spaced(images, count) == expected
 
 
-def test_evenly_leaves_no_gap_and_takes_none_twice() -> None:
+def test_spacings_differ_by_one_at_most() -> None:
     for images, count in ((128, 16), (5000, 16), (1000, 999), (2**40, 7)):
-        found = evenly_spaced(images, count)
-        assert (len(found), found[0]) == (count, 0)
-        steps = np.diff([*found, images])
+        indices = evenly_spaced(images, count)
+        assert (len(indices), indices[0]) == (count, 0)
+        steps = np.diff([*indices, images])
         assert 0 < min(steps) <= max(steps) <= min(steps) + 1
 
 
 def test_sparse_counts_have_no_zeros() -> None:
     matrix = np.array([[0, 3, 0], [0, 0, 0], [1, 0, 70000]])
-    found = sparse_counts(matrix)
-    assert found == [[0, 1, 3], [2, 0, 1], [2, 2, 70000]]
-    assert {type(value) for row in found for value in row} == {int}
-    assert np.array_equal(dense_counts(found, 3), matrix)
-    assert dense_counts(found, 3).dtype == np.int64
+    counts = sparse_counts(matrix)
+    assert counts == [[0, 1, 3], [2, 0, 1], [2, 2, 70000]]
+    assert {type(value) for row in counts for value in row} == {int}
+    assert np.array_equal(dense_counts(counts, 3), matrix)
+    assert dense_counts(counts, 3).dtype == np.int64
     assert sparse_counts(np.zeros((2, 2), np.int64)) == []
     assert dense_counts([], 2).tolist() == [[0, 0], [0, 0]]
 

@@ -12,10 +12,10 @@ from utils.errors import UserError
 
 
 def decide_on_main(decide: Callable[[], dict[str, Any]], name: str, timeout: float) -> dict[str, Any]:
-    """Return what `decide` returns on the main process, on every process: other machines may see files later.
+    """Return the main process's result of `decide` on every process; a file may become visible later on other machines.
 
     A `UserError` or `Stopped` of the main process is raised on every process. The result must be plain JSON values;
-    with more than one process, tuples arrive as lists. name: of the decision, in the store; timeout: in seconds.
+    with more than one process, tuples arrive as lists. name: topic in the store. timeout: seconds.
     """
     if ranks().world_size == 1:
         return decide()
@@ -29,7 +29,7 @@ def decide_on_main(decide: Callable[[], dict[str, Any]], name: str, timeout: flo
         except Stopped as stopped:
             answer = {"exit_code": stopped.code}
         store.write("answer", answer)
-        if "value" not in answer:  # this process is about to end, and may host the store that the others read from
+        if "value" not in answer:  # this process is about to end, and may host the store that the others read
             store.write("received", True)
             store.wait_for_values("received", timeout)
     else:
@@ -39,5 +39,4 @@ def decide_on_main(decide: Callable[[], dict[str, Any]], name: str, timeout: flo
         raise UserError(answer["error"])
     if "exit_code" in answer:
         raise Stopped(answer["exit_code"])
-    value: dict[str, Any] = answer["value"]
-    return value
+    return answer["value"]

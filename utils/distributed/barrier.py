@@ -1,7 +1,4 @@
-"""A barrier without a time limit, for work that may take hours on one machine only, such as a download.
-
-Called by utils/run.py.
-"""
+"""A barrier without a time limit, for downloads that may take hours on one machine. Called by utils/run.py."""
 
 from __future__ import annotations
 
@@ -16,24 +13,23 @@ from utils.distributed.ranks import world_size
 from utils.distributed.store import RunStore, ask_run_store, run_store
 from utils.errors import UserError
 
-HEARTBEAT_SECONDS = 1.0  # between two heartbeats of a process that works
-SILENCE_LIMIT_SECONDS = 60.0  # without any heartbeat, after which those that wait give up
-_numbers = itertools.count()
+HEARTBEAT_SECONDS = 1.0  # between two heartbeats of a working process
+SILENCE_LIMIT_SECONDS = 60.0  # without any heartbeat, until the waiting processes give up
+barrier_numbers = itertools.count()  # the same on all processes
 
 
 @contextmanager
 def untimed_barrier() -> Iterator[None]:
-    """Let each process do what is in the `with`, however long it takes, then wait until all have done it.
+    """Let each process run the `with` block, however long it takes, then wait until all have finished it.
 
-    It is no collective, which would end at the time-out. Processes that still work send heartbeats over the run's
-    store, so that one that has ended without a message is found. One that fails ends the run as anywhere else. Raises
-    `UserError` that names the processes which are gone.
+    Unlike a collective it has no time-out: processes that are still working send heartbeats through the run's store.
+    Raises `UserError` that names the processes that have ended without an error message.
     """
     store = run_store()
     if store is None or world_size() == 1:
         yield
         return
-    name, done = f"barrier/{next(_numbers)}", threading.Event()
+    name, done = f"barrier/{next(barrier_numbers)}", threading.Event()
     threading.Thread(target=_send_heartbeats, args=(store, f"{name}/heartbeats", done), daemon=True).start()
     try:
         yield
@@ -53,7 +49,7 @@ def _send_heartbeats(store: RunStore, counter: str, done: threading.Event) -> No
 def _wait(store: RunStore, name: str, processes: int) -> None:
     heartbeats, since, pause = -1, time.monotonic(), 0.005
     while store.count(f"{name}/done", 0) < processes:
-        # Of all processes together: those that wait send none.
+        # The counter is that of all working processes; waiting ones send no heartbeats.
         before, heartbeats = heartbeats, store.count(f"{name}/heartbeats", 0)
         if heartbeats != before:
             since = time.monotonic()
@@ -61,8 +57,8 @@ def _wait(store: RunStore, name: str, processes: int) -> None:
             done: dict[int, bool] = ask_run_store(lambda store: store.values(name), {})
             missing = sorted(set(range(processes)) - set(done))
             raise UserError(
-                f"{process_names(missing)} ended without a word, or cannot be reached: no sign of life for "
-                f"{SILENCE_LIMIT_SECONDS:g} s while the others waited for the start"
+                f"{process_names(missing)} ended without an error message, or cannot be reached: no heartbeat for "
+                f"{SILENCE_LIMIT_SECONDS:g} s while the other processes waited"
             )
         time.sleep(pause)
         pause = min(2 * pause, HEARTBEAT_SECONDS)

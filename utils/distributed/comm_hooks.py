@@ -1,4 +1,4 @@
-"""Smaller gradients on slow links: DDP's communication hooks by name. Called by prepare and accelerator."""
+"""Compress gradients for slow networks: DDP's communication hooks by name. Called by prepare and accelerator."""
 
 from __future__ import annotations
 
@@ -8,22 +8,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 HALF_PRECISION_HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 HOOKS = (*HALF_PRECISION_HOOKS, "powersgd")
-# PowerSGD answers one message with the next. Over gloo those of two buckets may cross, so all gradients are one bucket.
+# PowerSGD sends two messages in turn. Over gloo those of two buckets may be mixed up, so there is one bucket.
 BUCKET_MB = {"powersgd": 2**14}
 DDP_BUCKET_MB = 25  # DDP's default
 POWERSGD_RANK = 2  # of PowerSGD's approximation of each gradient matrix
 
 
-def bucket_size(hook: str) -> int:
-    """Return how many MB of gradients travel at a time."""
-    return BUCKET_MB.get(hook, DDP_BUCKET_MB)
-
-
 def register_comm_hook(model: DistributedDataParallel, hook: str, warmup: int) -> None:
     """Register one of `HOOKS` for the gradients of `model`.
 
-    fp16 and bf16 halve them. PowerSGD (Vogels et al. 2019) sends two thin factors of each weight's gradient and keeps
-    what they miss for the next step; the first `warmup` optimizer steps go uncompressed.
+    fp16 and bf16 halve their size. PowerSGD (Vogels et al. 2019) sends two low-rank factors of each weight's gradient
+    and adds the residual to the next step's gradient; the first `warmup` optimizer steps are not compressed.
     """
     if hook in HALF_PRECISION_HOOKS:
         model.register_comm_hook(None, HALF_PRECISION_HOOKS[hook])

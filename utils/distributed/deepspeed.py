@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO, if `accelerate launch` requests it: the engine's settings, and parameters that are partitioned.
+"""DeepSpeed's ZeRO, if `accelerate launch` requests it: the engine's settings, partitioned parameters and states.
 
 Called by accelerator, preflight, prepare and utils/checkpoint/training_state.py. The package deepspeed is imported only
-if it is used; Accelerate needs transformers beside it, at every stage.
+if it is used; for it Accelerate needs transformers too.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ PACKAGES = ("deepspeed", "transformers")
 
 
 def is_requested() -> bool:
-    """Does the launcher request DeepSpeed?"""
+    """Return whether the launcher requests DeepSpeed."""
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
 def missing_packages() -> list[str]:
-    """Return which of `PACKAGES` are not installed."""
+    """Return the packages of `PACKAGES` that are not installed."""
     return [package for package in PACKAGES if importlib.util.find_spec(package) is None]
 
 
@@ -36,28 +36,27 @@ def refuse_comm_hook(comm_hook: str) -> None:
     """Raise `UserError` if DDP's compression is requested under DeepSpeed."""
     if comm_hook and is_requested():
         raise UserError(
-            f"--comm-hook {comm_hook} goes with DDP, and DeepSpeed sends gradients in its own way; "
-            "leave it out, or take a launch file without DeepSpeed"
+            f"--comm-hook {comm_hook} works with DDP only; remove it, or use a launch file without DeepSpeed"
         )
 
 
 def prepare_environment(on_cpu: bool, precision: str | None) -> str:
-    """Prepare for an Accelerator under DeepSpeed. Returns the precision of the engine's autocast: no or bf16.
+    """Prepare the environment for an Accelerator with DeepSpeed; return the precision of its autocast: no or bf16.
 
     Raises `UserError` for missing packages, and for fp16: the engine's autocast has no loss scaling.
     """
     if missing := missing_packages():
         raise UserError(
-            f"the launch file asks for DeepSpeed, and {' and '.join(missing)} cannot be imported; "
-            "pip install -r requirements-deepspeed.txt, or take another file of accelerate_configs"
+            f"the launch file requests DeepSpeed, but {' and '.join(missing)} cannot be imported; run "
+            "pip install -r requirements-deepspeed.txt, or use another file of accelerate_configs"
         )
     precision = precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in ("no", "bf16"):
-        raise UserError(f"mixed precision {precision} does not go with DeepSpeed here; take bf16 or no")
+        raise UserError(f"mixed precision {precision} is not supported with DeepSpeed; use bf16 or no")
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    # Accelerate would make bf16 of the parameters, BatchNorm's included; the engine's autocast leaves them in fp32.
+    # Accelerate would convert the parameters to bf16, BatchNorm's too; the engine's autocast leaves them in fp32.
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     from deepspeed.utils import logger
 
@@ -67,41 +66,39 @@ def prepare_environment(on_cpu: bool, precision: str | None) -> str:
 
 
 def configure_autocast(plugin: Any, precision: str) -> None:
-    """Let the engine run the model in bf16 if that is the `precision`; parameters, buffers and norms stay in fp32."""
+    """Enable the engine's autocast if `precision` is bf16; parameters, buffers and norms stay in fp32."""
     if precision == "bf16":
         plugin.deepspeed_config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
 
 
 def stage_and_precision(plugin: Any) -> tuple[int, str]:
-    """Return the engine's stage and the precision of its autocast."""
+    """Return the stage of ZeRO and the precision of the engine's autocast."""
     precision = "bf16" if plugin.deepspeed_config.get("torch_autocast") else "no"
     return plugin.deepspeed_config["zero_optimization"]["stage"], precision
 
 
 def configure(plugin: Any, batch_size: int, accumulation: int, clip: float) -> None:
-    """Configure what the engine does not take from the loop: a process's share of the batch, batches per optimizer
-    step, and the clipping."""
+    """Set the engine's batch size per process, batches per optimizer step, and gradient norm for clipping."""
     plugin.deepspeed_config.update(
         {
             "gradient_accumulation_steps": accumulation,
             "train_micro_batch_size_per_gpu": batch_size,
             "gradient_clipping": clip,
-            "zero_force_ds_cpu_optimizer": False,  # offloaded or not, the same optimizer takes the same steps
+            "zero_force_ds_cpu_optimizer": False,  # the same optimizer and steps with offload and without
         }
     )
 
 
 def optimizer_state(optimizer: Any, parameters: Sequence[nn.Parameter]) -> dict[int, dict[str, Any]]:
-    """Return the optimizer's state of each parameter in full, numbered as torch's `Optimizer.state_dict` does.
+    """Return the unpartitioned optimizer state of each parameter, numbered as in torch's `Optimizer.state_dict`.
 
-    optimizer: as Accelerate has prepared it. parameters: those of its groups, one after another. All processes must
-    call this together.
+    optimizer: prepared by Accelerate. parameters: those of its groups, in order. All processes must call this together.
     """
     if not is_requested():
         return optimizer.state_dict()["state"]
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    flat_states = _flat_states(optimizer)
+    flat_states = optimizer.optimizer.optimizer.state  # of DeepSpeed's optimizer, and of torch's inside it
     if not flat_states:
         return {}
     parts, common = _split(next(iter(flat_states.values())))
@@ -117,7 +114,7 @@ def optimizer_state(optimizer: Any, parameters: Sequence[nn.Parameter]) -> dict[
 def load_optimizer_state(
     optimizer: Any, parameters: Sequence[nn.Parameter], saved: Mapping[int, Mapping[str, Any]]
 ) -> None:
-    """Load what `optimizer_state` returned, whether under DDP or under any stage."""
+    """Load the result of `optimizer_state`, saved with DDP or with any stage of ZeRO."""
     if not saved:
         return
     if not is_requested():
@@ -128,8 +125,9 @@ def load_optimizer_state(
     from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
     parts, common = _split(next(iter(saved.values())))
-    zero = optimizer.optimizer
-    for flat in _flat_parameters(zero):
+    zero, stage3 = optimizer.optimizer, _is_stage3(optimizer)
+    flat_parameters = zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups
+    for flat in flat_parameters:  # this process's part of all parameters
         copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in common.items()}
         zero.optimizer.state[flat] = {**{name: torch.zeros_like(flat) for name in parts}, **copies}
     _link(optimizer)
@@ -137,7 +135,7 @@ def load_optimizer_state(
         for name in parts if number in saved else ():
             value = saved[number][name].to(torch.float32)
             if hasattr(parameter, "ds_id"):
-                # A part is as long on every process, so the last one may reach beyond the end.
+                # Parts have equal lengths, so the last one may extend beyond the end.
                 length, rank = parameter.ds_tensor.numel(), ranks().rank  # type: ignore[attr-defined]
                 filled = nn.functional.pad(value.flatten(), (0, length * ranks().world_size - value.numel()))
                 safe_set_local_optimizer_state(parameter, filled[rank * length : (rank + 1) * length], name)
@@ -146,7 +144,7 @@ def load_optimizer_state(
 
 
 def _in_layout(values: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    """Return values with those of the parameter's shape in its memory layout, which the fused optimizers assume."""
+    """Convert the values of the parameter's shape to its memory layout, as the fused optimizers require."""
     return {
         name: torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
         if isinstance(value, Tensor) and value.shape == parameter.shape
@@ -155,29 +153,20 @@ def _in_layout(values: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, 
     }
 
 
-def _flat_parameters(zero: Any) -> list[Tensor]:
-    """Return what the engine's inner optimizer steps: the flat parts of this process."""
-    return (
-        zero.fp32_partitioned_groups_flat
-        if hasattr(zero, "fp32_partitioned_groups_flat")
-        else (zero.single_partition_of_fp32_groups)
-    )
-
-
-def _flat_states(optimizer: Any) -> dict[Tensor, dict[str, Any]]:
-    return optimizer.optimizer.optimizer.state
+def _is_stage3(optimizer: Any) -> bool:
+    return hasattr(optimizer.optimizer, "fp32_partitioned_groups_flat")
 
 
 def _split(state: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of what is as long as the parameters, and what is one value for all, such as Adam's step."""
+    """Return the names of the values per parameter element, and the single values, such as Adam's step."""
     parts = [name for name, value in state.items() if isinstance(value, Tensor) and value.dim()]
     return parts, {name: value for name, value in state.items() if name not in parts}
 
 
 def _link(optimizer: Any) -> None:
-    """Link each parameter to its part of the flat state: stages 1 and 2 do so in the first step, and not for all."""
+    """Link each parameter to its part of the flat state; stages 1 and 2 do so in the first step, for some only."""
     zero = optimizer.optimizer
-    if hasattr(zero, "fp32_partitioned_groups_flat"):
+    if _is_stage3(optimizer):
         return
     for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
         for parameter in parameters:
@@ -187,10 +176,7 @@ def _link(optimizer: Any) -> None:
 
 @contextmanager
 def gathered_parameters(model: nn.Module) -> Iterator[None]:
-    """Gather the parameters in full within the `with`; ZeRO-3 leaves a part of each on every process.
-
-    All processes must call this together.
-    """
+    """Gather the parameters, of which ZeRO-3 stores a part on each process. All processes must call this together."""
     parts = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
     if not parts:
         yield

@@ -1,4 +1,4 @@
-"""Devices: which ones `--device` names, how many processes they need, and how they are described.
+"""Devices: those that `--device` names, the number of processes for them, and their description.
 
 Called by the scripts, accelerator, spawn, preflight, utils/run.py and utils/training/memory.py.
 """
@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
 
 import torch
 
 from utils.distributed.ranks import local_world_size, world_size
 from utils.distributed.rendezvous import prepare_for_gloo
-from utils.errors import UserError
+from utils.errors import UserError, plural
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def device_numbers(device: str) -> list[int]:
-    """Return the CUDA devices that `--device` names, as numbers among those that torch sees; [] for '', cpu and mps."""
+    """Return torch's numbers of the CUDA devices that `--device` names; [] for '', cpu and mps."""
     if device in ("", "cpu", "mps"):
         return []
     words = device.replace("cuda:", "").replace(" ", "").split(",")
@@ -30,7 +29,7 @@ def device_numbers(device: str) -> list[int]:
 
 
 def one_device(device: str) -> torch.device:
-    """Return the device that `--device` names, for a program of a single process; '' is the best there is."""
+    """Return the device that `--device` names, for a program of a single process; '' selects the best one."""
     numbers = device_numbers(device)
     if len(numbers) > 1:
         raise UserError(f"--device {device}: one device is enough here; name one of them")
@@ -44,31 +43,31 @@ def one_device(device: str) -> torch.device:
 
 
 def processes_to_start(device: str, processes: int) -> int:
-    """Return how many processes plain python is to start: one for each named device, or `processes`.
+    """Return the number of processes to start without a launcher: one for each named device, or `processes`.
 
     Raises `UserError` if the two contradict each other or the launcher.
     """
     named = len(device_numbers(device))
     if processes and named > 1 and processes != named:
-        raise UserError(f"--processes {processes} --device {device}: one process per device; leave --processes out")
+        raise UserError(f"--processes {processes} --device {device}: one process runs per device; remove --processes")
     if processes > 1 and named == 1:
         raise UserError(f"--processes {processes} --device {device}: name a device for each process, such as 0,1")
     if processes > 1 and device == "mps":
-        raise UserError(f"--processes {processes} --device mps: an Apple GPU serves one process only")
+        raise UserError(f"--processes {processes} --device mps: an Apple GPU supports one process only")
     launched = world_size()
     if processes and launched > 1 and processes != launched:
         raise UserError(
             f"--processes {processes}: the launcher has started {launched} processes; "
-            "leave --processes out and give the number to the launcher"
+            "remove --processes and pass the number to the launcher"
         )
     return processes or max(named, 1)
 
 
 def choose_devices(device: str) -> bool:
-    """Make only the named CUDA devices visible, so that local rank k has the k-th. Returns whether to use the CPU.
+    """Make only the named CUDA devices visible, so that local rank k gets the k-th. Returns whether to use the CPU.
 
-    Nothing here may make torch look for devices before the environment says which. Raises `UserError` if there are
-    fewer devices than are named, or than processes.
+    CUDA must not be initialised before the environment is set. Raises `UserError` if there are fewer devices than
+    named, or than processes.
     """
     _check_mps_exists(device)
     if device in ("cpu", "mps"):
@@ -79,7 +78,7 @@ def choose_devices(device: str) -> bool:
         _check_devices_exist(device, numbers, available)
         if len(numbers) < processes:
             raise UserError(
-                f"--device {device} names {_count(len(numbers), 'device')} for the {processes} processes of this "
+                f"--device {device} names {plural(len(numbers), 'device')} for the {processes} processes of this "
                 "machine; name one for each"
             )
         visible = (os.environ.get(VISIBLE_DEVICES) or ",".join(map(str, range(available)))).split(",")
@@ -88,7 +87,7 @@ def choose_devices(device: str) -> bool:
         if processes > torch.cuda.device_count():
             raise UserError(
                 f"the launcher started {processes} processes on this machine, where torch sees "
-                f"{_count(torch.cuda.device_count(), 'CUDA device')}; start as many processes, or give --device cpu"
+                f"{plural(torch.cuda.device_count(), 'CUDA device')}; start as many processes, or use --device cpu"
             )
     else:
         return world_size() > 1 or not torch.backends.mps.is_available()
@@ -96,7 +95,7 @@ def choose_devices(device: str) -> bool:
 
 
 def device_kind(device: str) -> str:
-    """Return cpu, cuda or mps: what `--device` means on this machine, which is prepared as for a run."""
+    """Prepare the devices as for a run; return the kind that `--device` selects: cpu, cuda or mps."""
     on_cpu = choose_devices(device)
     if on_cpu and world_size() > 1:
         prepare_for_gloo()
@@ -110,19 +109,12 @@ def _check_mps_exists(device: str) -> None:
 
 def _check_devices_exist(device: str, numbers: list[int], available: int) -> None:
     if max(numbers) >= available:
-        count = f"torch sees {_count(available, 'CUDA device')} here" if available else "torch sees no CUDA device here"
+        count = f"torch sees {plural(available, 'CUDA device')} here" if available else "torch sees no CUDA device here"
         raise UserError(f"--device {device}: {count}; try --device {available - 1 if available else 'cpu'}")
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number > 1 else ''}"
-
-
-# What a machine has, for the start of a run and its messages
-
-
 def loader_workers(requested: int) -> int:
-    """Return the loader processes of each training process: as requested, at most this machine's cores over all."""
+    """Return the loader processes per training process: `requested`, at most this machine's cores over all of them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(0, min(requested, cores // local_world_size()))
 
@@ -136,10 +128,5 @@ def describe_device(device: torch.device) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return this process's machine, device, and what that is."""
+    """Return this process's host and device, with its description."""
     return f"{socket.gethostname()} {device} ({describe_device(device)})"
-
-
-def device_table(devices: Sequence[str], verbose: bool) -> list[str]:
-    """Return a line for each process's device if there are several processes, or if `verbose`."""
-    return [f"  process {rank}: {device}" for rank, device in enumerate(devices)] if len(devices) > 1 or verbose else []

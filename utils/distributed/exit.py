@@ -1,4 +1,4 @@
-"""How processes end together: one prints why, once, and the others end with it.
+"""Ending all processes together: one of them prints the reason.
 
 Called by the scripts (`run_main`), by spawn, and by what ends a run early (watchdog, graceful_stop, barrier).
 """
@@ -25,14 +25,14 @@ from utils.distributed.ranks import ranks, speaks_for_machine, world_size
 from utils.distributed.store import ask_run_store, run_store
 from utils.errors import UserError, first_line
 
-TIME_LIMIT = "time"  # the reason to stop that is no signal's name
-EXPLAIN_SECONDS = 5.0  # that a failing process leaves another one to print why
-ALARM_POLL_SECONDS = 1.0  # between two looks whether another process has failed
-ROLL_CALL_SECONDS = 2.5  # in which the processes that are left write that they are
+TIME_LIMIT = "time"  # the reason of a stop that no signal has requested
+EXPLAIN_SECONDS = 5.0  # that a failing process waits for another one to print the reason
+ALARM_POLL_SECONDS = 1.0  # between two checks whether another process has failed
+ROLL_CALL_SECONDS = 2.5  # in which the surviving processes write that they are present
 
 
 class Stopped(Exception):
-    """The run ends early, as requested: everything is saved and printed. `code` is the exit code."""
+    """The run ends early, on request, with the exit code `code`; everything is saved and printed."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"stopped, exit code {code}")
@@ -40,7 +40,7 @@ class Stopped(Exception):
 
 
 class StopRequested(Stopped):
-    """The run is to stop early, at a point where all processes are. reason: a signal's name, or `TIME_LIMIT`."""
+    """All processes stop early, at the same step. reason: a signal's name, or `TIME_LIMIT`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(0 if reason == TIME_LIMIT else 128 + signal.Signals[reason])
@@ -50,8 +50,8 @@ class StopRequested(Stopped):
 def run_main(main: Callable[[], object]) -> None:
     """Call a script's `main`; turn a `UserError` into one line on stderr and exit code 1, Ctrl-C into exit code 130.
 
-    Of many processes one prints. Losing another process is an error of this kind too. No process that this one has
-    started outlives it, and it does not outlive the launcher that started it.
+    One of all processes prints the line, also for a process that was lost. This process ends with its launcher, and its
+    loader processes end with it.
     """
     if not speaks_for_machine():
         warnings.simplefilter("ignore")
@@ -62,7 +62,9 @@ def run_main(main: Callable[[], object]) -> None:
     except UserError as error:
         _end(f"error: {error}", 1)
     except Stopped as stopped:
-        _leave(stopped.code)
+        if world_size() == 1:
+            sys.exit(stopped.code)
+        give_up("", stopped.code)
     except KeyboardInterrupt:
         _end("interrupted", 130)
     except Exception as error:
@@ -80,14 +82,11 @@ def run_main(main: Callable[[], object]) -> None:
     if distributed.is_initialized():
         distributed.destroy_process_group()
     if world_size() > 1 or by_zero:
-        give_up("", 0)  # threads of DeepSpeed, or one that asks the store, may abort an orderly exit
-
-
-# What went wrong
+        give_up("", 0)  # threads of DeepSpeed, or one that reads the store, may abort a regular exit
 
 
 def lost_contact(error: Exception) -> str:
-    """Return a sentence for an error of torch's communication between processes; '' for any other error."""
+    """Describe an error of torch's communication between processes; return '' for any other error."""
     text = str(error)
     known = isinstance(error, RuntimeError) and re.search(r"gloo|nccl", text, re.IGNORECASE)
     if not known and not isinstance(error, distributed.DistError):
@@ -95,88 +94,81 @@ def lost_contact(error: Exception) -> str:
     if waited := re.search(r"[Tt]imed out (?:waiting|after) (\d+) ?ms", text):
         return (
             f"another process has not answered for {int(waited[1]) / 1000:g} s (--dist-timeout): it hangs, or the "
-            "network between the machines is cut"
+            "network between the machines is down"
         )
     if closed := re.search(r"(?:closed by peer|Read error|Write error) \[?([\w.:]+?)\]?:\d+", text):
-        return f"a process on {closed[1]} has ended or cannot be reached any more; what it printed says why"
-    return f"the contact with the other processes broke ({first_line(error, 1000)}); what they printed says why"
-
-
-# Ending
+        return f"a process on {closed[1]} has ended or cannot be reached any more; see its output for the reason"
+    return f"the connection to the other processes broke ({first_line(error, 1000)}); see their output for the reason"
 
 
 def _end(message: str, code: int) -> NoReturn:
-    """Print why, once for all processes, and exit."""
+    """Print the reason, once for all processes, and exit."""
     end_workers()
     if world_size() == 1:
         print(message, file=sys.stderr)
         sys.exit(code)
     raise_alarm()
-    if is_first_to_fail():
-        give_up(message, code)
-    time.sleep(EXPLAIN_SECONDS)  # an exit of this one may end the other one before it has printed
-    give_up("", code)
-
-
-def _leave(code: int) -> NoReturn:
-    """Exit with all the others; everything is printed."""
-    if world_size() == 1:
-        sys.exit(code)
-    give_up("", code)
+    give_up_after_first(lambda: message, code)
 
 
 def _end_as_survivor(message: str) -> NoReturn:
-    """Exit with all that are left, for another process is gone: it may have printed why, else one of them names it."""
+    """Exit with all surviving processes after one was lost; one of them names it unless it has printed a reason."""
     end_workers()
     raise_alarm()
     time.sleep(ROLL_CALL_SECONDS)
     if ask_run_store(lambda store: store.count("failed", 0), 0):
-        give_up("", 1)
-    if is_first_to_fail():
+        give_up("")
+
+    def explain() -> str:
         present: dict[int, bool] = ask_run_store(lambda store: store.values("present"), {})
-        gone = set(range(world_size())) - set(present) - {ranks().rank}
-        lost = f"{process_names(sorted(gone))} ended without a word, or cannot be reached"
-        give_up(f"error: {lost if gone else message}")
-    time.sleep(EXPLAIN_SECONDS)
-    give_up("", 1)
+        missing = set(range(world_size())) - set(present) - {ranks().rank}
+        lost = f"{process_names(sorted(missing))} ended without an error message, or cannot be reached"
+        return f"error: {lost if missing else message}"
+
+    give_up_after_first(explain)
+
+
+def give_up_after_first(explain: Callable[[], str], code: int = 1) -> NoReturn:
+    """Exit as `give_up` does. The first process to fail prints the result of `explain`; the others wait for that."""
+    if is_first_to_fail():
+        give_up(explain(), code)
+    time.sleep(EXPLAIN_SECONDS)  # if this process exits earlier, the first one may be ended before it has printed
+    give_up("", code)
 
 
 def give_up(message: str, code: int = 1) -> NoReturn:
-    """Exit at once, whatever the other processes and threads of this one do; its loader processes end too."""
+    """Print `message` if it is not empty, end the loader processes and exit without waiting for other threads."""
     if message:
         print(message, file=sys.stderr, flush=True)
     end_workers()
     sys.stdout.flush()
-    # Not by sys.exit: taking the process group down in order may wait for processes that are gone.
+    # Not sys.exit: destroying the process group may wait for processes that have ended.
     os._exit(code)
 
 
-# What failing processes write for each other
-
-
 def is_first_to_fail() -> bool:
-    """Is this the first process that asks? The run's store counts; if it is gone, one process of each machine is."""
-    count = ask_run_store(lambda store: store.count("failed"), 0)
-    return count == 1 if count else speaks_for_machine() or _main_is_gone()
+    """Return whether this process is the first to call this; without the store, whether it prints for its machine."""
+    calls = ask_run_store(lambda store: store.count("failed"), 0)
+    return calls == 1 if calls else speaks_for_machine() or _main_is_gone()
 
 
 def _main_is_gone() -> bool:
-    """Is the store gone with the main process of this machine, so that the next process is to speak?"""
+    """Return whether the main process of this machine hosted the store, and this process prints in its place."""
     here = ranks()
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return run_store() is not None and not hosted and here.rank == here.local_rank == 1
 
 
 def process_names(numbers: Iterable[int]) -> str:
-    """Return names of these ranks for people: `process 1 on a and process 2 on b`."""
+    """Return the names of ranks: `process 1 on a and process 2 on b`."""
     names: dict[int, str] = ask_run_store(lambda store: store.values("names"), {})
     return " and ".join(names.get(rank, f"process {rank}") for rank in numbers)
 
 
 def sign_in() -> None:
-    """Write this process's name, once all have met, and from now on answer if another process fails.
+    """Write this process's name to the store, and start a thread that ends this process if another one fails.
 
-    A thread answers, for the main one may wait for the process that failed; then it ends this process.
+    The main thread may be waiting for the process that failed.
     """
     if world_size() > 1:
         ask_run_store(lambda store: store.write("names", str(ranks())), None)
@@ -184,7 +176,7 @@ def sign_in() -> None:
 
 
 def raise_alarm() -> None:
-    """Let all processes know that this run ends, and that they are to write whether they are still there."""
+    """Tell all processes that the run ends; those that still run write so to the store."""
     ask_run_store(lambda store: store.write_once("alarm", True), None)
 
 
@@ -195,14 +187,11 @@ def _await_alarm() -> None:
             time.sleep(ALARM_POLL_SECONDS)
         ask_run_store(lambda store: store.write("present", True), None)
         time.sleep(ROLL_CALL_SECONDS + EXPLAIN_SECONDS)
-        give_up("", 1)
-
-
-# Ending with the process that started this one
+        give_up("")
 
 
 def follow_launcher() -> None:
-    """End with the process that has started this one if that is a launcher, which may be killed without a signal."""
+    """End this process with the launcher that started it, if any: a launcher may be killed without passing it on."""
     if "TORCHELASTIC_RUN_ID" in os.environ or "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
         threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
 
@@ -210,4 +199,4 @@ def follow_launcher() -> None:
 def _follow(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
-    give_up("", 1)
+    give_up("")

@@ -1,4 +1,4 @@
-"""Stopping early in good order: signals and the time limit, at an optimizer step that all processes agree on.
+"""Stop a run on a signal or at the time limit, at the same optimizer step on all processes.
 
 Called by utils/run.py.
 """
@@ -9,7 +9,6 @@ import signal
 import socket
 import threading
 import time
-from types import TracebackType
 
 import psutil
 
@@ -18,14 +17,15 @@ from utils.distributed.ranks import ranks, speaks_for_machine
 from utils.distributed.store import run_store
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-SECOND_INTERRUPT_SECONDS = 0.5  # between two Ctrl-C that are two: one may arrive more than once
+SECOND_INTERRUPT_SECONDS = 0.5  # at least, between two Ctrl-C: a single one may arrive more than once
 
 
 class GracefulStop:
-    """Watches for signals, within a `with`, and the time limit. A first signal requests the stop at the end of a step;
-    a second Ctrl-C ends the process at once.
+    """Receives signals within the `with`, and checks the time limit.
 
-    hours: the time limit, counted from the start of this process; 0 for none.
+    The first signal requests a stop at the end of a step, a second Ctrl-C ends the process at once.
+
+    hours: the time limit, from the start of this process; 0 for none.
     """
 
     def __init__(self, hours: float = 0.0) -> None:
@@ -33,8 +33,8 @@ class GracefulStop:
         self.signal, self.since = "", 0.0
 
     def __enter__(self) -> GracefulStop:
-        # The number of a signal is written to a socket at once and read by a thread, whatever the main thread waits
-        # for; Python's own handlers wait until it is back from there.
+        # A thread reads the number of a signal from a socket. Python's own handlers would run in the main thread, which
+        # may be waiting in C code for a long time.
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         self._handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
@@ -42,11 +42,9 @@ class GracefulStop:
         threading.Thread(target=self._listen, daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:
-            return  # this process ends, and has to print why: the launcher's SIGTERM, for all that are left, can wait
+            return  # this process is about to print the error and exit: the launcher's SIGTERM must not end it before
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -63,11 +61,11 @@ class GracefulStop:
             self.signal, self.since = signal.Signals(number).name, time.monotonic()
 
     def after(self, step: int) -> str:
-        """Return, at the end of an optimizer step, why all processes are to stop here: a signal's name, `TIME_LIMIT`,
-        or '' to go on.
+        """Return the reason for all processes to stop at the end of this optimizer step: a signal's name, `TIME_LIMIT`,
+        or '' to continue.
 
-        The process that gets a signal writes down the next step: no process can have ended that one before, for its
-        gradients are shared, and so all read it there.
+        The process that receives a signal writes the next step to the store. No process can have ended that step
+        before, because gradients are reduced over all processes, so all processes read it in time.
         """
         reason = self.signal or (TIME_LIMIT if ranks().rank == 0 and time.time() > self.deadline else "")
         store = run_store()
@@ -81,8 +79,7 @@ class GracefulStop:
         return reason if step >= last_step else ""
 
     def requested(self) -> str:
-        """Return the signal, whichever process got it, that requests a stop before the next step; the time limit can
-        wait for a step."""
+        """Return the signal that any process has received, '' if none. The time limit is checked by `after` only."""
         store = run_store()
         if not self.signal and store is not None and (stop := store.value("stop")):
             return "" if stop[1] == TIME_LIMIT else stop[1]

@@ -1,4 +1,4 @@
-"""Loader processes of this process: they end with it, neither before nor after. Called by data/batches.py and exit."""
+"""The loader processes of this process, which end together with it. Called by data/batches.py and exit."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import threading
 from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
-PARENT_POLL_SECONDS = 1.0  # between two looks whether the training process is gone
+PARENT_POLL_SECONDS = 1.0  # between two checks whether the training process has ended
 
 
 def shield_worker(number: int) -> None:
-    """Ignore signals to the whole job, which are for the training process; end on its signal, or if it is gone.
+    """Make a loader process ignore signals sent to the whole job, and end on its parent's SIGTERM or with its parent.
 
-    Called in each loader process as it starts.
+    A `worker_init_fn` of torch's DataLoader.
     """
     parent = os.getppid()
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # Linux: at once when the parent dies
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # on Linux it ends at once with its parent
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -39,7 +39,7 @@ def _await_end(parent: int) -> None:
 
 
 def end_workers() -> None:
-    """End the loader processes that this one has started; if they were killed torch would print errors."""
+    """Terminate the loader processes of this process; if they were killed torch would print errors."""
     workers = multiprocessing.active_children()
     for worker in workers:
         worker.terminate()
@@ -48,12 +48,12 @@ def end_workers() -> None:
 
 
 def loader_died(error: Exception) -> str:
-    """Return a sentence for a loader process that has ended by itself; '' for any other error."""
+    """Describe the error of a loader process that was killed; return '' for any other error."""
     text = str(error)
     if not isinstance(error, RuntimeError) or "DataLoader worker" not in text:
         return ""
     if "unable to allocate shared memory(shm)" in text or "killed by signal: Bus error" in text:
         return "a loader process ran out of shared memory: make /dev/shm larger (docker --shm-size), or lower --workers"
     if re.search(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)", text):
-        return "a loader process was ended; if nobody did that, the system was short of memory: lower --workers"
+        return "a loader process was killed, probably by the system because memory ran out; lower --workers"
     return ""

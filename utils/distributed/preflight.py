@@ -1,7 +1,7 @@
-"""The preflight (`--doctor`): looks at every process of a launch before a job starts. Called by train.py.
+"""The preflight (`--doctor`): checks every process of a launch before a job starts. Called by train.py.
 
-Its processes write at the store where a run meets, which needs no other port than the main one. Whether the others are
-open is tried once the table is printed.
+The processes exchange their facts through the store, which needs the main port only; the other ports are tested after
+the table is printed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,14 +38,14 @@ from utils.distributed.preflight_report import (
 from utils.distributed.ranks import ranks, world_size
 from utils.distributed.rendezvous import RENDEZVOUS_MARGIN_SECONDS, connect, main_address
 from utils.distributed.store import RunStore
-from utils.errors import UserError
+from utils.errors import UserError, plural
 from utils.files import ROOT
 
-NOTICE_SECONDS = 15.0  # until the main process prints which others it waits for
-MEASUREMENT_SECONDS = 30.0  # that the test of the other ports takes, at most
-RESULTS_SECONDS = 10.0  # that the main process waits for the others' measurements after its own
-CONNECT_SECONDS = 5.0  # that one connection to the main address may take
-# Flags that may differ between machines. Files that they name are compared by their content.
+NOTICE_SECONDS = 15.0  # until the main process prints which processes it waits for
+MEASUREMENT_SECONDS = 30.0  # of the network, at most
+RESULTS_SECONDS = 10.0  # that the main process waits for the other processes' measurements after its own
+CONNECT_SECONDS = 5.0  # time-out of a connection to the main address
+# Flags that may differ between machines. The files that they name are compared by content.
 MACHINE_FLAGS = (
     *("weights", "cfg", "data", "hyp", "device", "processes", "dist_timeout", "workers", "cache", "project", "name"),
     *("exist_ok", "nosave", "noplots", "show_processes", "local_rank", "doctor"),
@@ -57,36 +56,23 @@ CODE_FILES = (
     *(f"{part}/**/*.{kind}" for part in ("models", "data", "utils") for kind in ("py", "yaml")),
 )
 MACHINE_FILES = ("accelerate_configs/*.yaml", "data/*.yaml")  # may hold a machine's own rank, or its path to the data
-# What `read` returns: settings by name, and the files that the job reads, by what they are for.
-Inputs = tuple[Mapping[str, Any], Mapping[str, Sequence[Path]]]
-
-
-@dataclass(frozen=True)
-class PreflightSettings:
-    """The flags that the preflight itself needs."""
-
-    device: str
-    project: str
-    workers: int
-    dist_timeout: float  # seconds
+Inputs = tuple[Mapping[str, Any], Mapping[str, Sequence[Path]]]  # settings by name, and the job's files by purpose
 
 
 def examine(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> None:
-    """Examine all processes of this launch; the main one prints a table and what is wrong.
+    """Check all processes of this launch; the main one prints a table, errors and warnings.
 
-    flags: all of the command line, by name, to be compared. read: reads what the job would, and raises `UserError` if
-    it could not. If the job would fail all processes end here, with exit code 1.
+    flags: the command line by name, `comm_hook`, `device`, `dist_timeout`, `project` and `workers` among them. read:
+    returns the inputs of the job; raises `UserError`. If the job would fail all processes end here with exit code 1.
     """
-    settings = PreflightSettings(**{field.name: flags[field.name] for field in dataclasses.fields(PreflightSettings)})
-    main, errors, kind = ranks().rank == 0, [], ""
+    main, errors, kind, timeout = ranks().rank == 0, [], "", flags["dist_timeout"]
     try:
         refuse_comm_hook(flags["comm_hook"])
-        kind = device_kind(settings.device)
+        kind = device_kind(flags["device"])
     except UserError as error:
         errors.append(str(error))
-    timeout = settings.dist_timeout
     store = connect(timeout, "doctor")
-    store.write("facts", dataclasses.asdict(_examine_process(settings, flags, read, kind, errors)))
+    store.write("facts", dataclasses.asdict(_examine_process(flags, read, kind, errors)))
     facts, serious = _report_facts(store, timeout) if main else ([], 0)
     if store.wait_for_main("measure", timeout + RENDEZVOUS_MARGIN_SECONDS):
         limit = min(timeout, MEASUREMENT_SECONDS)
@@ -98,13 +84,13 @@ def examine(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> None:
     failed = store.wait_for_main("serious", MEASUREMENT_SECONDS + RENDEZVOUS_MARGIN_SECONDS)
     store.leave("facts")
     if failed:
-        give_up("", 1)  # hard, for a measurement that hangs would keep the process
+        give_up("")  # a measurement that hangs would block a regular exit
 
 
 def _report_facts(store: RunStore, timeout: float) -> tuple[list[ProcessFacts], int]:
-    """Print the table and what is wrong; write whether to measure. Returns the facts and the number of errors."""
-    facts = _all_facts(store, timeout)
-    findings = [*_missing_processes(store, facts, timeout), *compare(facts)]
+    """Print the table and all findings; write whether to measure. Returns the facts and the number of errors."""
+    facts = collect_facts(store, timeout)
+    findings = [*check_ranks(store, facts, timeout), *compare(facts)]
     print(*table(facts), *findings, sep="\n", flush=True)
     backends = {process.backend for process in facts}
     store.write("measure", 1 < len(facts) == world_size() and len(backends) == 1 and "" not in backends)
@@ -119,13 +105,12 @@ def _report_measurement(store: RunStore, facts: Sequence[ProcessFacts], limit: f
     return len(findings)
 
 
-def _all_facts(store: RunStore, timeout: float) -> list[ProcessFacts]:
-    """Return the facts of all processes that write them within the time-out, by rank."""
+def collect_facts(store: RunStore, timeout: float) -> list[ProcessFacts]:
+    """Return the facts of all processes that write them within `timeout` seconds, in the order of the ranks."""
     known = {field.name for field in dataclasses.fields(ProcessFacts)}
     written = store.wait_for_values("facts", min(NOTICE_SECONDS, timeout))
     if len(written) < world_size() and timeout > NOTICE_SECONDS:
-        missing = rank_list(_missing_ranks(written))
-        print(f"waiting for {missing}, for at most {timeout:g} s (--dist-timeout)", flush=True)
+        print(f"waiting for {rank_list(_missing_ranks(written))}, at most {timeout:g} s (--dist-timeout)", flush=True)
         written = store.wait_for_values("facts", timeout - NOTICE_SECONDS)
     return [
         ProcessFacts(**{name: value for name, value in written[rank].items() if name in known})
@@ -137,46 +122,40 @@ def _missing_ranks(present: Iterable[int]) -> list[int]:
     return sorted(set(range(world_size())) - set(present))
 
 
-def _missing_processes(store: RunStore, facts: Sequence[ProcessFacts], timeout: float) -> list[Finding]:
-    """Return ranks that have written nothing, and ranks that several processes have."""
+def check_ranks(store: RunStore, facts: Sequence[ProcessFacts], timeout: float) -> list[Finding]:
+    """Return an error for ranks that have written no facts, and for each rank that several processes have."""
     address, port = main_address()
     errors = []
     if missing := _missing_ranks(process.rank for process in facts):
         errors.append(
-            f"no word from {rank_list(missing)} within {timeout:g} s: start the same command there, read what it "
-            f"printed, and open {address} port {port} to it"
+            f"no answer from {rank_list(missing)} within {timeout:g} s: start the same command there, check its "
+            f"output, and open {address} port {port} to it"
         )
     for rank in range(world_size()):
         if (times := store.times_written("facts", rank)) > 1:
             errors.append(
-                f"{times} processes say that they are rank {rank}; give each machine its own --machine_rank, or each "
-                "process its own RANK"
+                f"{times} processes have rank {rank}; give each machine its own --machine_rank, or each process its "
+                "own RANK"
             )
     return [Finding(True, text) for text in errors]
 
 
-# One process
-
-
 def _examine_process(
-    settings: PreflightSettings,
-    flags: Mapping[str, Any],
-    read: Callable[[], Inputs],
-    kind: str,
-    device_errors: Sequence[str],
+    flags: Mapping[str, Any], read: Callable[[], Inputs], kind: str, errors: list[str]
 ) -> ProcessFacts:
+    """Return the facts of this process. errors: those of its device."""
     inputs: Mapping[str, Any] = {}
     files: Mapping[str, Sequence[Path]] = {}
-    errors = list(device_errors)
     try:
         inputs, files = read()
     except UserError as error:
         errors.append(str(error))
     if is_requested() and (missing := missing_packages()):
-        errors.append(f"DeepSpeed is asked for, and {' and '.join(missing)} cannot be found; install them here too")
-    folder = _existing(Path(settings.project).absolute())
+        errors.append(f"DeepSpeed is requested, but {' and '.join(missing)} cannot be imported; install them here too")
+    project = Path(flags["project"]).absolute()
+    folder = next(path for path in (project, *project.parents) if path.exists())  # where the run folder will be
     if ranks().rank == 0 and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        errors.append(f"nothing can be written to {folder}; choose another --project")
+        errors.append(f"{folder} is not writable; choose another --project")
     compared = {f"--{name}".replace("_", "-"): value for name, value in flags.items() if name not in MACHINE_FLAGS}
     device, memory = _device(kind)
     return ProcessFacts(
@@ -196,18 +175,13 @@ def _examine_process(
         },
         shm=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else -1,
         disk=shutil.disk_usage(folder).free,
-        workers=loader_workers(settings.workers),
+        workers=loader_workers(flags["workers"]),
         errors=tuple(errors),
     )
 
 
-def _existing(path: Path) -> Path:
-    """Return the path, or the nearest folder above it that exists."""
-    return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
 def _device(kind: str) -> tuple[str, tuple[int, int]]:
-    """Return this process's device, and its memory, free and total."""
+    """Return the name of this process's device, and its free and total memory in bytes."""
     if kind == "cuda":
         number = ranks().local_rank
         return f"cuda:{number} {torch.cuda.get_device_name(number)}", torch.cuda.mem_get_info(number)
@@ -216,7 +190,7 @@ def _device(kind: str) -> tuple[str, tuple[int, int]]:
 
 
 def _reach() -> float:
-    """Return the milliseconds that a connection to the main address takes; -1 if none is made."""
+    """Return the milliseconds of a connection to the main address; -1 if it fails."""
     begun = time.perf_counter()
     try:
         socket.create_connection(main_address(), timeout=CONNECT_SECONDS).close()
@@ -237,7 +211,7 @@ def _versions() -> dict[str, str]:
 
 
 def _version(package: str) -> str:
-    """Return a package's version, read from its files: importing it may take long, and print."""
+    """Return a package's version, or '-', without importing it."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -245,7 +219,7 @@ def _version(package: str) -> str:
 
 
 def hash_files(root: Path, patterns: Sequence[str], excluded: Sequence[str] = ()) -> dict[str, str]:
-    """Return the files below `root` that match a pattern, and none of `excluded`, with a hash of their content."""
+    """Return a hash of the content of each file below `root` that matches a pattern, and none of `excluded`."""
     files = {file for pattern in patterns for file in root.glob(pattern)}
     files -= {file for pattern in excluded for file in root.glob(pattern)}
     return {
@@ -254,11 +228,7 @@ def hash_files(root: Path, patterns: Sequence[str], excluded: Sequence[str] = ()
 
 
 def fingerprint(files: Sequence[Path]) -> str:
-    """Return `28 files 3f2a91bc`: how many, and a hash of their sizes and their names below the folder of all.
-
-    A file that does not exist has no size.
-    """
+    """Return the number of files and a hash of their sizes and relative names: `28 files 3f2a91bc`."""
     top = os.path.commonpath([file.parent for file in files])
     lines = sorted(f"{os.path.relpath(file, top)} {file.stat().st_size if file.exists() else ''}" for file in files)
-    count = f"{len(files)} file{'s' if len(files) > 1 else ''}"
-    return f"{count} {short_hash(os.fsencode(chr(10).join(lines)))}"
+    return f"{plural(len(files), 'file')} {short_hash(os.fsencode(chr(10).join(lines)))}"

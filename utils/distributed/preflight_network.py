@@ -1,7 +1,4 @@
-"""The preflight's test of the network: an all-reduce among all processes, at other ports than the main one.
-
-Called by preflight.
-"""
+"""The preflight's test of the network: an all-reduce among all processes, over the other ports. Called by preflight."""
 
 from __future__ import annotations
 
@@ -15,19 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import distributed
 
-from utils.distributed.preflight_report import MIB, Finding, ProcessFacts, places
+from utils.distributed.preflight_report import MIB, Finding, ProcessFacts, by_value, places
 from utils.distributed.ranks import ranks
 from utils.distributed.rendezvous import main_address, new_connection
 from utils.errors import UserError, first_line
 
 MESSAGE_BYTES = 16 * MIB  # of an all-reduce
-REPETITIONS = 5  # of it, of which the fastest counts
-SLOW_SECONDS = 1.0  # of the first one, after which it is not repeated
+REPETITIONS = 5  # the fastest one counts
+SLOW_SECONDS = 1.0  # of the first repetition, above which there is no other one
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 class Measured(NamedTuple):
-    """Seconds of an all-reduce; if there was none, why, and whether the processes had reached each other at all."""
+    """Seconds of an all-reduce; or its error, and whether the processes were connected."""
 
     seconds: float
     connected: bool
@@ -35,10 +32,7 @@ class Measured(NamedTuple):
 
 
 def measure(kind: str, limit: float) -> Measured:
-    """All-reduce a message among all processes, on devices of a kind, within `limit` seconds.
-
-    In a thread of its own, which is left behind if it hangs.
-    """
+    """Measure an all-reduce on devices of a kind, in a thread, which is abandoned after `limit` seconds."""
     done: list[float] = []
     errors: list[str] = []
     connected = threading.Event()
@@ -49,7 +43,7 @@ def measure(kind: str, limit: float) -> Measured:
         except (RuntimeError, UserError) as error:
             errors.append(first_line(error, 1000))
 
-    # NCCL's own watch would abort the process at the time-out.
+    # NCCL's own watchdog would abort the process at the time-out.
     os.environ.update(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0")
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -58,7 +52,7 @@ def measure(kind: str, limit: float) -> Measured:
 
 
 def _all_reduce(kind: str, limit: float, connected: threading.Event) -> float:
-    """Return the seconds that all processes take for one message. Sets `connected` once anything came through."""
+    """Return the seconds of the slowest process for one message. Sets `connected` after the first small message."""
     here = ranks()
     store = new_connection(limit, "doctor")
     device = torch.device(kind, here.local_rank) if kind == "cuda" else torch.device(kind)
@@ -77,13 +71,13 @@ def _all_reduce(kind: str, limit: float, connected: threading.Event) -> float:
         if kind == "cuda":
             torch.cuda.synchronize(device)
         times.append(_slowest(time.perf_counter() - begun, device))
-        if times[0] > SLOW_SECONDS:  # the same on all processes
+        if times[0] > SLOW_SECONDS:  # the same decision on all processes
             break
     return min(times)
 
 
 def _slowest(seconds: float, device: torch.device) -> float:
-    """Return the most that any process has."""
+    """Return the maximum over all processes."""
     shared = torch.tensor(seconds, device=device)
     distributed.all_reduce(shared, distributed.ReduceOp.MAX)
     return shared.item()
@@ -92,7 +86,7 @@ def _slowest(seconds: float, device: torch.device) -> float:
 def judge_measurement(
     facts: Sequence[ProcessFacts], measured: Mapping[int, Measured], limit: float
 ) -> tuple[list[str], list[Finding]]:
-    """Return lines about the measurement, and what is wrong. measured: by rank."""
+    """Return the line of a successful measurement, and errors. measured: by rank."""
     results = [(process, measured.get(process.rank, Measured(0.0, False, "no answer"))) for process in facts]
     failed = [(process, result) for process, result in results if result.error]
     size, backend = f"{MESSAGE_BYTES // MIB} MiB", facts[0].backend
@@ -102,18 +96,16 @@ def judge_measurement(
         return [f"all-reduce of {size} among {len(facts)} processes over {backend}: {speed}"], []
     if all(result.connected for _, result in failed):
         text = (
-            f"the processes reach each other, but an all-reduce of {size} did not end within {limit:g} s: the network "
-            "is slow or drops large packets; compare the MTU (ip link) on all machines"
+            f"the processes are connected, but an all-reduce of {size} did not end within {limit:g} s: the network is "
+            "slow or drops large packets; compare the MTU (ip link) on all machines"
         )
         return [], [Finding(True, text)]
-    holders: dict[str, list[ProcessFacts]] = {}
-    for process, result in failed:
-        holders.setdefault(result.error, []).append(process)
-    reasons = "; ".join(f"{places(having)}: {error}" for error, having in holders.items())
+    holders = by_value((process, result.error) for process, result in failed)
+    reasons = "; ".join(f"{places(processes)}: {error}" for error, processes in holders.items())
     address, port = main_address()
     text = (
-        f"the processes meet at {address} port {port} but do not reach each other at other ports within "
-        f"{limit:g} s ({reasons}); open all ports between the machines in their firewalls, or name the network "
-        f"interface that leads to the others in {backend.upper()}_SOCKET_IFNAME"
+        f"the processes reach {address} port {port}, but not each other at other ports within {limit:g} s ({reasons}); "
+        "open all ports between the machines in their firewalls, or set the network interface in "
+        f"{backend.upper()}_SOCKET_IFNAME"
     )
     return [], [Finding(True, text)]

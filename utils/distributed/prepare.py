@@ -1,8 +1,7 @@
-"""Make a model, its optimizer and its loader ready for several processes.
+"""Prepare a model, its optimizer and its loader for several processes. Called by utils/training/optimizer_steps.py.
 
-Called by utils/training/optimizer_steps.py. What Accelerate's `prepare` does not do is here: layers whose
-result depends on the whole batch, the memory format, equal weights on all processes, DeepSpeed's configuration, and
-DDP's buffers and compression.
+In addition to Accelerate's `prepare`: layers whose result depends on the global batch, the memory format, equal weights
+on all processes, DeepSpeed's configuration, and DDP's buffers and compression.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """The flags that say how processes work together on a batch."""
+    """The flags of the batch and of the communication between processes."""
 
     batch_size: int  # of all processes
     sync_bn: bool
@@ -39,33 +38,30 @@ class SyncOptions:
 
 @dataclass(frozen=True)
 class DistributedModel:
-    """A model in two forms. `prepared` is what Accelerate makes of `bare`: DDP's or DeepSpeed's, called in training.
+    """A model, `bare`, and Accelerate's wrapper of it, `prepared`, which is called in training.
 
-    `bare` is kept, because Accelerate's `unwrap_model` imports deepspeed if that is installed.
+    `bare` is stored because Accelerate's `unwrap_model` imports deepspeed if that is installed.
     """
 
     bare: Model
     prepared: nn.Module
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Return a context in which the parameters are whole, although ZeRO-3 keeps a part on each process.
-
-        All processes must enter it together.
-        """
+        """Return a context with unpartitioned parameters (ZeRO-3). All processes must enter it together."""
         return gathered_parameters(self.prepared)
 
     def average_statistics(self, ema: nn.Module) -> None:
-        """Make the BatchNorm statistics of all processes equal, those of the EMA too; with --sync-bn they are."""
+        """Average the BatchNorm statistics, the EMA's too, over processes; with --sync-bn they are equal already."""
         average_statistics(self.prepared)
         average_statistics(ema)
 
 
 def place_model(accelerator: Accelerator, model: Model) -> None:
-    """Move `model` to the device, with equal weights on all processes. In place; all processes must call it."""
+    """Move `model` to the device in place, with the main process's weights. All processes must call this together."""
     synchronise_dropout(model)
-    # DeepSpeed takes weights in torch's usual format only; the maps, which are larger, follow the images anyway.
-    usual = accelerator.state.deepspeed_plugin is not None
-    memory_format = torch.contiguous_format if usual else layout(accelerator.device)
+    # DeepSpeed requires contiguous weights; feature maps, which are larger, have the format of the images anyway.
+    by_zero = accelerator.state.deepspeed_plugin is not None
+    memory_format = torch.contiguous_format if by_zero else layout(accelerator.device)
     model.to(accelerator.device, memory_format=memory_format)  # type: ignore[call-overload]
     Collectives(accelerator).align(model)
 
@@ -80,7 +76,7 @@ def prepare(
     clip_norm: float,
     warmup_steps: int,
 ) -> tuple[DistributedModel, Any, DataLoader]:
-    """Return the model with exact BatchNorm, the optimizer and the loader as Accelerate prepares them.
+    """Return the model with exact BatchNorm, the optimizer and the loader, prepared by Accelerate.
 
     warmup_steps: optimizer steps whose gradients PowerSGD does not compress.
     """
@@ -91,7 +87,7 @@ def prepare(
         configure(plugin, local_batch, accelerator.gradient_accumulation_steps, clip_norm)
     prepared, optimizer, loader = accelerator.prepare(bare, optimizer, loader)
     if isinstance(prepared, DistributedDataParallel):
-        prepared.broadcast_buffers = False  # not with every batch: --sync-bn or an average makes the statistics equal
+        prepared.broadcast_buffers = False  # --sync-bn or `average_statistics` makes the statistics equal
         if options.comm_hook:
             register_comm_hook(prepared, options.comm_hook, warmup_steps)
     return DistributedModel(bare, prepared), optimizer, loader

@@ -1,7 +1,6 @@
-"""Rank and world size of this process, which the launcher or `utils.distributed.spawn` leaves in the environment.
+"""Rank and world size of this process, which the launcher or `utils.distributed.spawn` sets in the environment.
 
-`ranks` and `speaks_for_machine` are for utils/distributed/ and utils/run.py alone. Other modules get by with the
-numbers of processes, with `launched`, and with `print_on_main`.
+`ranks` and `speaks_for_machine` are for utils/distributed/ and utils/run.py only; other modules may use the rest.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ import os
 import socket
 from typing import NamedTuple
 
-SPAWNED = "LOCKSTEP_SPAWNED"  # in the environment of processes that `spawn` has started
+SPAWNED = "LOCKSTEP_SPAWNED"  # environment variable of the processes that `spawn` starts
 
 
 class Ranks(NamedTuple):
-    """The number of this process among all, and among those of its machine, and how many there are."""
+    """Rank of this process and number of processes, among all and on this machine."""
 
     rank: int
     world_size: int
@@ -26,7 +25,7 @@ class Ranks(NamedTuple):
 
 
 def ranks() -> Ranks:
-    """Return what the environment says; without a launcher, the ranks of the only process."""
+    """Read the ranks from the environment; without a launcher they are those of a single process."""
     rank, processes, local_rank = (int(os.environ.get(name) or 0) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     return Ranks(rank, max(processes, 1), local_rank, local)
@@ -43,21 +42,21 @@ def local_world_size() -> int:
 
 
 def fair_threads(processes: int) -> int:
-    """Return the threads of each of `processes` of this machine: with more than cores they slow each other down."""
+    """Return the threads per process for `processes` on this machine; more threads than cores are slower."""
     return max((os.cpu_count() or 1) // processes, 1)
 
 
 def launched() -> bool:
-    """Has a launcher, and not `spawn`, started this process as one of several?"""
+    """Return whether a launcher, not `spawn`, has started this process as one of several."""
     return world_size() > 1 and SPAWNED not in os.environ
 
 
 def speaks_for_machine() -> bool:
-    """Is this the process that prints for its machine before the processes have met, or if they cannot agree?"""
+    """Return whether this process prints for its machine if the processes cannot communicate."""
     return ranks().local_rank == 0
 
 
 def print_on_main(*lines: str) -> None:
-    """Print lines on the main process; before there is a `Run`, which prints everything else."""
+    """Print lines on the main process, before there is a `Run`."""
     if ranks().rank == 0:
         print(*lines, sep="\n", flush=True)

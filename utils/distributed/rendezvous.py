@@ -1,4 +1,4 @@
-"""The rendezvous: how the processes of a launch reach each other, and what to say if they do not.
+"""The rendezvous: connect the processes of a launch, and explain why they cannot connect.
 
 Called by accelerator and, before there is an Accelerator, by preflight and utils/checkpoint/resume.py.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import torch
@@ -27,15 +27,14 @@ from utils.distributed.store import RunStore, store_key
 from utils.errors import UserError, first_line
 from utils.files import read_yaml
 
-T = TypeVar("T")
-RESTART_METHOD = "lockstep://"  # torch's name for the rendezvous after a launcher has started the processes anew
-RENDEZVOUS_MARGIN_SECONDS = 30.0  # after the time-out, until a rendezvous that torch does not end is ended
+RESTART_METHOD = "lockstep://"  # init_method of the rendezvous after a launcher has restarted the processes
+RENDEZVOUS_MARGIN_SECONDS = 30.0  # added to the time-out, after which a rendezvous that torch does not end is ended
 
 
 def refuse_uneven_launch() -> None:
-    """Raise `UserError` if `accelerate launch` is to start processes that cannot be spread evenly over the machines.
+    """Raise `UserError` if `accelerate launch` cannot divide its processes evenly among the machines.
 
-    It gives each machine num_processes // num_machines processes and silently drops the rest.
+    It starts num_processes // num_machines processes on each machine and silently drops the rest.
     """
     with suppress(psutil.Error, SystemExit):
         command = psutil.Process(os.getppid()).cmdline()
@@ -43,7 +42,7 @@ def refuse_uneven_launch() -> None:
         start = next((k for k, word in enumerate(command) if word.endswith("launch")), None)
         if start is None or not any("accelerate" in word for word in command[: start + 1]):
             return
-        from accelerate.commands.launch import launch_command_parser  # here, for few runs need it
+        from accelerate.commands.launch import launch_command_parser  # imported here: slow, and rarely needed
 
         flags = launch_command_parser().parse_args(command[start + 1 :])
         config = read_yaml(Path(flags.config_file)) if flags.config_file else {}
@@ -51,15 +50,16 @@ def refuse_uneven_launch() -> None:
         machines = flags.num_machines or config.get("num_machines") or 1
         if processes % machines:
             raise UserError(
-                f"accelerate launch starts equally many processes on every machine, and {processes} do not fit on "
-                f"{machines} machines; take a multiple of {machines}, or start each machine by torch.distributed.run"
+                "accelerate launch starts the same number of processes on every machine; "
+                f"{processes} cannot be divided among {machines} machines: use a multiple of {machines}, or "
+                "torch.distributed.run on each machine"
             )
 
 
 def prepare_for_gloo() -> None:
-    """Set the number of threads, and the network interface that leads to the main process.
+    """Set the number of threads, and gloo's network interface to the one with a route to the main process.
 
-    gloo takes the interface of the host's name, which on many machines is the loopback.
+    By default gloo uses the interface of the host name, which on many machines is the loopback.
     """
     if not os.environ.get("OMP_NUM_THREADS"):
         threads = fair_threads(local_world_size())
@@ -68,7 +68,7 @@ def prepare_for_gloo() -> None:
     if world_size() == local_world_size() or os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((main_address()[0], 9))  # sends nothing: it asks for the route
+        probe.connect((main_address()[0], 9))  # selects the route, sends nothing
         local_address = probe.getsockname()[0]
         for interface, addresses in psutil.net_if_addrs().items():
             if any(address.address == local_address for address in addresses):
@@ -76,14 +76,14 @@ def prepare_for_gloo() -> None:
 
 
 def main_address() -> tuple[str, int]:
-    """Return address and port of the main process, where the processes meet."""
+    """Return address and port of the main process."""
     return os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT") or 29500)
 
 
 def wait_for_main_address(timeout: float) -> None:
-    """Wait until the main process can be reached; torch would print each of its attempts.
+    """Wait until the main process can be reached; torch would print a warning for each attempt.
 
-    Raises `UserError` if it cannot be within `timeout` seconds.
+    Raises `UserError` after `timeout` seconds.
     """
     if ranks().rank == 0:
         return
@@ -99,18 +99,18 @@ def wait_for_main_address(timeout: float) -> None:
             return
     raise UserError(
         f"the main process at {address} port {port} cannot be reached within {timeout:g} s ({reason.lower()}): start "
-        "it there, open the port, check the address, or raise --dist-timeout"
+        "it, open the port, check the address, or raise --dist-timeout"
     )
 
 
 @contextmanager
 def rendezvous_errors(timeout: float) -> Iterator[None]:
-    """Turn what goes wrong while the processes meet into a `UserError`, within a bounded time."""
+    """Turn errors of the rendezvous within the `with` into a `UserError`, and end the process if it takes too long."""
     if world_size() == 1:
         yield
         return
     where = "{} port {}".format(*main_address())
-    stuck = f"error: the processes did not meet at {where} within {timeout:g} s; is something else listening there?"
+    stuck = f"error: no rendezvous at {where} within {timeout:g} s; check whether another program uses this port"
     timer = threading.Timer(timeout + RENDEZVOUS_MARGIN_SECONDS, give_up, [stuck])
     timer.daemon = True
     timer.start()
@@ -128,20 +128,20 @@ def _explain(error: BaseException, where: str, timeout: float) -> str:
         return f"{where} is in use on this machine; give all processes another one (--main_process_port, --master_port)"
     if joined := re.search(r"(\d+)/(\d+) clients joined", text):
         return (
-            f"only {joined[1]} of {joined[2]} processes came to {where} within {timeout:g} s: start the others, open "
-            "the port, or raise --dist-timeout"
+            f"only {joined[1]} of {joined[2]} processes connected to {where} within {timeout:g} s: start the others, "
+            "open the port, or raise --dist-timeout"
         )
     return (
-        f"the processes do not reach each other within {timeout:g} s ({first_line(error, 1000)}); if a machine has "
+        f"the processes cannot reach each other within {timeout:g} s ({first_line(error, 1000)}); if a machine has "
         "several networks, name the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
     )
 
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    """torch's own rendezvous, in a part of the store for each attempt.
+    """Run torch's own rendezvous with keys that differ between attempts of the launcher.
 
-    A launcher that starts the processes anew may keep the store, where the last attempt's addresses are still written:
-    torch takes one of these for that of a process which is only just starting, and waits for its answer.
+    A launcher that restarts the processes may reuse the store, with the addresses of the last attempt: torch would wait
+    for an answer from one of these.
     """
     for store, rank, processes in rendezvous("env://", timeout=timeout):
         yield PrefixStore(store_key("torch"), store), rank, processes
@@ -152,13 +152,13 @@ register_rendezvous_handler(RESTART_METHOD.partition(":")[0], _rendezvous)
 
 # Connections to the store before there is an Accelerator
 
-_hosted: list[TCPStore] = []  # the store of `connect`, which the main process may host, until `start` has met there too
+_hosted: list[TCPStore] = []  # the store of `connect`, which the main process may host, until `release_store`
 
 
 def connect(timeout: float, topic: str) -> RunStore:
-    """Return the store where the processes of a launch meet. Waits for the main process, and for no other one.
+    """Connect to the store of the main process; with one process return a store in memory.
 
-    Raises `UserError` if that one cannot be reached within `timeout` seconds. With one process it is a store in memory.
+    Waits for no other process. Raises `UserError` if the main process cannot be reached within `timeout` seconds.
     """
     if world_size() == 1:
         return RunStore(HashStore(), topic)
@@ -171,20 +171,20 @@ def connect(timeout: float, topic: str) -> RunStore:
 
 
 def release_store() -> None:
-    """Let go of the store of `connect`, once the processes have met there."""
+    """Drop the store of `connect`; torch's process group uses it from now on."""
     _hosted.clear()
 
 
 def new_connection(timeout: float, topic: str) -> Store:
-    """Return one more connection to the store of `connect`, for a process group of torch's.
+    """Return another connection to the store of `connect`, for a process group of torch's.
 
-    Over a single one, a question waits for the answer to the question before it.
+    On a single connection each request waits for the answer to the one before.
     """
     return PrefixStore(store_key(topic), _tcp_store(timeout, host=False))
 
 
 def _tcp_store(timeout: float, host: bool) -> TCPStore:
-    # Multi-tenant: torch, which opens this store for itself when the processes meet, takes the one that is there.
+    # With multi_tenant, torch's own rendezvous uses this store instead of opening another one at this port.
     return TCPStore(
         *main_address(),
         is_master=host,

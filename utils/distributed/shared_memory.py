@@ -14,17 +14,17 @@ import psutil
 from utils.distributed.ranks import ranks
 from utils.distributed.store import run_store
 
-_promised: list[int] = []  # bytes of each piece so far; they fill up later, so what is free does not show them
+reserved_bytes: list[int] = []  # of each call so far: pages count as free until they are written
 
 
 def shared_memory(size: Callable[[int], int]) -> np.ndarray:
-    """Return zeroed bytes, uint8 (n,), that all processes of this machine and those that they fork share.
+    """Return zeroed bytes, uint8 (n,), shared by all processes of this machine and those that they fork.
 
-    They are gone with the last of these processes. size: returns the number of bytes to take of those that are free.
-    All processes must call this in the same order.
+    They are freed with the last of these processes. size: returns n for a number of free bytes. All processes must
+    make these calls in the same order.
     """
-    free = psutil.virtual_memory().available - sum(_promised)
-    store, here, name = run_store(), ranks(), f"memory/{socket.gethostname()}/{len(_promised)}"
+    free = psutil.virtual_memory().available - sum(reserved_bytes)
+    store, here, name = run_store(), ranks(), f"memory/{socket.gethostname()}/{len(reserved_bytes)}"
     if store is None or here.local_world_size < 2 or not hasattr(os, "memfd_create"):
         memory: Any = mmap.mmap(-1, max(size(free), 1))
     elif here.local_rank == 0:
@@ -36,7 +36,7 @@ def shared_memory(size: Callable[[int], int]) -> np.ndarray:
         try:
             with open(store.wait_for_value(name), "r+b") as file:
                 memory = mmap.mmap(file.fileno(), 0)
-        except OSError:  # another container under the same name
+        except OSError:  # another container with the same host name
             memory = mmap.mmap(-1, max(size(free // here.local_world_size), 1))
-    _promised.append(len(memory))
+    reserved_bytes.append(len(memory))
     return np.frombuffer(memory, np.uint8)

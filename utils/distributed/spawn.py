@@ -1,4 +1,4 @@
-"""Starting a run's processes on this machine without a launcher, and waiting for them. Called by the scripts."""
+"""Start the processes of a run on this machine without a launcher, and wait for them. Called by the scripts."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from utils.distributed.ranks import SPAWNED, fair_threads, world_size
 from utils.distributed.store import RunStore
 from utils.errors import UserError
 
-SHUTDOWN_SECONDS = 10.0  # that the other processes have if one has failed: to print why, to notice it, to end
+SHUTDOWN_SECONDS = 10.0  # after a process has failed, until the others are killed
 
 
 def spawn(main: Callable[[], object], processes: int) -> bool:
     """Start processes on this machine, each of which calls `main`, and wait for all of them.
 
-    Returns False, with nothing done, if this process is to do the work itself: it is to be the only one, or a launcher
-    has started it. If one process fails the others are ended, and this one exits with its code. Signals are passed on.
+    Returns False without starting any if `processes` is 1 or if a launcher has started this process. If a process fails
+    the others are ended, and this one exits with its exit code. Signals are passed on.
     """
     if processes == 1 or world_size() > 1 or "LOCAL_RANK" in os.environ:
         return False
-    # The store where they meet is held here: its port is taken from now on, and it outlives any of them.
+    # The parent hosts the store: its port is taken from now on, and it outlives the processes.
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         SPAWNED: "1",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's name for: no process needs to open the store
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # tells torch that the store is already hosted
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
     }
-    os.environ.setdefault("OMP_NUM_THREADS", str(fair_threads(processes)))  # torch reads it once, at its start
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each prints with its stack that the others are gone
+    os.environ.setdefault("OMP_NUM_THREADS", str(fair_threads(processes)))  # read once, when torch is imported
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each prints a stack if another one ends
     loader_start_method = multiprocessing.get_start_method()
     started = [
         multiprocessing.get_context("spawn").Process(target=_enter, args=(rank, main, environment, loader_start_method))
@@ -58,22 +58,22 @@ def spawn(main: Callable[[], object], processes: int) -> bool:
 
 
 def spawn_for_devices(main: Callable[[], object], device: str, processes: int) -> bool:
-    """Spawn a process for each device that --device names, or as many as --processes says: see `spawn`."""
+    """Spawn a process for each device of --device, or the number of --processes: see `spawn`."""
     return spawn(main, processes_to_start(device, processes))
 
 
 def _enter(rank: int, main: Callable[[], object], environment: dict[str, str], loader_start_method: str) -> None:
-    # A spawned process would spawn its loader's processes too, each with a copy of all that they read.
+    # A spawned process would spawn its loader processes too, each with a copy of the data set.
     multiprocessing.set_start_method(loader_start_method, force=True)
     with suppress(OSError):
-        os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the process that started this one, which passes it on
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save
+        os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the parent only, which passes it on
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until GracefulStop handles it
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     run_main(main)
 
 
 def _wait(started: Sequence[SpawnProcess], store: RunStore) -> None:
-    """Wait for all; if one fails, exit with its code or raise `UserError` that names it."""
+    """Wait for all processes; if one fails, exit with its code, or raise a `UserError` that names it."""
     received: list[int] = []  # signals
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -84,7 +84,7 @@ def _wait(started: Sequence[SpawnProcess], store: RunStore) -> None:
                 process.kill() if again else os.kill(process.pid or 0, number)
 
     before = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
-    failed: list[int] = []  # ranks, in their order
+    failed: list[int] = []  # ranks, the first to fail first
     end, why = float("inf"), ""
     try:
         while alive := [process for process in started if process.is_alive()]:
@@ -107,14 +107,14 @@ def _wait(started: Sequence[SpawnProcess], store: RunStore) -> None:
     if received and min(codes) < 0:
         raise KeyboardInterrupt
     if any(codes):
-        sys.exit(max(*codes, 1))  # a process has printed why
+        sys.exit(max(*codes, 1))  # a process has printed the reason
 
 
 def _why_killed(rank: int, code: int, store: RunStore) -> str:
-    """Return a sentence for a process that a signal has ended; '' if it, or another one for it, has printed why."""
+    """Describe the death of a process by a signal; return '' if it or another process has printed the reason."""
     if code > 0 or store.count("failed") > 1:
         return ""
     return (
-        f"process {rank} on {socket.gethostname()} was ended by {signal.Signals(-code).name}; if nobody did that, "
-        "it may have been the system, short of memory"
+        f"process {rank} on {socket.gethostname()} was killed by {signal.Signals(-code).name}, possibly by the system "
+        "because memory ran out"
     )

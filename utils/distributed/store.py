@@ -1,18 +1,18 @@
-"""The run's store: all that its processes write for each other outside of collectives, over one protocol.
+"""The run's store: everything that its processes exchange outside of collectives.
 
 Every key is lockstep/<attempt of the launcher>/<topic>/<name>[/<rank>], every value is JSON, counters are numbers.
 
-Before the processes have met, over a connection of `utils.distributed.rendezvous.connect`:
-    doctor/...     what the preflight compares
-    resume/...     the run that --resume means
-Once they have met, over `run_store`:
-    names, failed, alarm, present    who is there, who has failed, who is left (exit)
-    positions                        where each process is if none moves (watchdog)
-    stop                             at which step to stop, and why (graceful_stop)
-    barrier/<number>/...             who is done, and a heartbeat of those that are not (barrier)
+Before the process group exists, over a connection of `utils.distributed.rendezvous.connect`:
+    doctor/...     values that the preflight compares
+    resume/...     the run that --resume selects
+Afterwards, over `run_store`:
+    names, failed, alarm, present    names of all processes, number of failed ones, survivors (exit)
+    positions                        state of each process if none makes progress (watchdog)
+    stop                             step and reason of a stop (graceful_stop)
+    barrier/<number>/...             processes that have arrived, and heartbeats of the others (barrier)
     memory/<host>/<number>           handles of shared memory (shared_memory)
 
-Here alone torch's stores are read and written; rendezvous and spawn make them. Called by utils/distributed/.
+Only this module reads and writes torch's stores; rendezvous and spawn make them. Called by utils/distributed/.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from utils.distributed.ranks import ranks
 from utils.errors import UserError
 
 T = TypeVar("T")
-POLL_SECONDS = 0.05  # between two looks at what other processes have written; torch's own wait prints warnings
-LEAVE_SECONDS = 5.0  # that the main process, which may host the store, waits for others that have left
-ANSWER_SECONDS = 3.0  # that `ask_run_store` waits; the store may be gone, or its line dead
+POLL_SECONDS = 0.05  # between two reads of other processes' values; torch's own wait prints warnings
+LEAVE_SECONDS = 5.0  # that the main process, which may host the store, waits until the others have left
+ANSWER_SECONDS = 3.0  # that `ask_run_store` waits; the store's process may have ended, or the network may be down
 
 
 class RunStore:
-    """Values and counters of the processes of a run at one of torch's stores.
+    """Values and counters of the processes of a run, in one of torch's stores.
 
-    topic: keeps the names of one purpose from those of others. Reading and writing raise torch's `DistError` if the
-    store does not answer, which over a dead line takes many minutes: see `ask_run_store`.
+    topic: prefix of all names. Reading and writing raise torch's `DistError` if the store does not answer, which takes
+    many minutes if the network is down: see `ask_run_store`.
     """
 
     def __init__(self, store: distributed.Store, topic: str = "") -> None:
@@ -49,21 +49,21 @@ class RunStore:
     # A value of each rank
 
     def write(self, name: str, value: Any) -> None:
-        """Write this process's value, and count that it is written."""
+        """Write this process's value, and count the writes."""
         entry = f"{name}/{self._ranks.rank}"
         self.count(f"{entry}/times")
-        self._store.set(self._key(entry), json.dumps(value))  # last: who reads it may take the store away
+        self._store.set(self._key(entry), json.dumps(value))  # last: its reader may end the store
 
     def times_written(self, name: str, rank: int) -> int:
-        """Return how often a rank's value was written."""
+        """Return the number of times that a rank's value was written."""
         return self.count(f"{name}/{rank}/times", 0)
 
     def values(self, name: str) -> dict[int, Any]:
-        """Return the values that are written by now, by rank."""
+        """Return the values written so far, by rank."""
         return self._values(name, range(self._ranks.world_size))
 
     def wait_for_values(self, name: str, seconds: float) -> dict[int, Any]:
-        """Return the values of those ranks that write one within `seconds`."""
+        """Return the values of all ranks, or after `seconds` those written so far."""
         values: dict[int, Any] = {}
         for values in self._poll(name, range(self._ranks.world_size), seconds):
             if len(values) == self._ranks.world_size:
@@ -75,13 +75,11 @@ class RunStore:
         for values in self._poll(name, (0,), seconds):
             if values:
                 return values[0]
-        raise UserError(
-            f"the main process has not answered for {seconds:g} s: see what it printed, and whether the network is cut"
-        )
+        raise UserError(f"the main process has not answered for {seconds:g} s: check its output, and the network")
 
     def leave(self, name: str) -> None:
-        """Leave the store. The main process, which may host it, waits first for those that have written `name`, for at
-        most `LEAVE_SECONDS`."""
+        """Leave the store. The main process, which may host it, first waits for the processes that have written `name`
+        to leave, for at most `LEAVE_SECONDS`."""
         self.write("left", True)
         writers = [rank for rank in range(self._ranks.world_size) if self.times_written(name, rank)]
         if self._ranks.rank == 0:
@@ -91,7 +89,7 @@ class RunStore:
     # One value for all
 
     def write_once(self, name: str, value: Any) -> None:
-        """Write a value unless a process has written it: the first one wins."""
+        """Write a value unless a process has already written one."""
         self._store.compare_set(self._key(name), "", json.dumps(value))
 
     def value(self, name: str) -> Any:
@@ -99,17 +97,17 @@ class RunStore:
         return json.loads(self._store.get(self._key(name))) if self.is_written(name) else None
 
     def is_written(self, name: str) -> bool:
-        """Is there a value of `write_once`?"""
+        """Return whether `write_once` was called."""
         return self._store.check([self._key(name)])
 
     def wait_for_value(self, name: str) -> Any:
-        """Return the value of `write_once` as soon as there is one. Raises `DistError` after the store's time-out."""
+        """Wait for the value of `write_once`. Raises `DistError` after the store's time-out."""
         return json.loads(self._store.get(self._key(name)))
 
     # Counters
 
     def count(self, name: str, by: int = 1) -> int:
-        """Add to a counter. Returns its new value; with `by` 0, its value."""
+        """Add to a counter; return its new value."""
         return self._store.add(self._key(name), by)
 
     def _key(self, name: str) -> str:
@@ -120,7 +118,7 @@ class RunStore:
         return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
     def _poll(self, name: str, of: Sequence[int], seconds: float) -> Iterator[dict[int, Any]]:
-        """Yield the values of these ranks that are written, again and again for `seconds`, and once at least."""
+        """Yield the values written so far by these ranks, at least once, for `seconds`."""
         end = time.monotonic() + seconds
         while True:
             yield self._values(name, of)
@@ -130,19 +128,19 @@ class RunStore:
 
 
 def attempt() -> int:
-    """Return how many times the launcher has started the processes anew (`--max_restarts`)."""
+    """Return how many times the launcher has restarted the processes (`--max_restarts`)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
 def store_key(name: str) -> str:
-    """Return the key of a name in a store that the next attempt of the launcher may use again."""
+    """Return the key of a name in a store that may be reused when the launcher restarts the processes."""
     return f"lockstep/{attempt()}/{name}"
 
 
 def run_store() -> RunStore | None:
-    """Return the store of the processes that have met; None for the only process.
+    """Return the store of the process group, None without one.
 
-    It is torch's at its bottom, where all processes see the same keys.
+    It is the innermost of torch's stores, in which all processes see the same keys.
     """
     if not distributed.is_initialized():
         return None
@@ -152,13 +150,13 @@ def run_store() -> RunStore | None:
     return RunStore(store)
 
 
-_unanswered: list[RunStore] = []  # the run's store, once it has not answered in time
+_unanswered: list[RunStore] = []  # the run's store, after it has not answered in time
 
 
 def ask_run_store(question: Callable[[RunStore], T], otherwise: T) -> T:
-    """Return what `question` returns for the run's store, or `otherwise` if there is none that answers in time.
+    """Return the result of `question` for the run's store, or `otherwise` if there is none or it does not answer.
 
-    Once it has not answered it is not asked again.
+    After `ANSWER_SECONDS` without an answer it is never asked again.
     """
     store, answer = run_store(), [otherwise]
     if store is None or _unanswered:
@@ -168,7 +166,7 @@ def ask_run_store(question: Callable[[RunStore], T], otherwise: T) -> T:
         with suppress(RuntimeError):
             answer.append(question(store))
 
-    # In a thread of its own, for over a dead line the question would wait for many minutes.
+    # In a thread: if the network is down, the call takes many minutes.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(ANSWER_SECONDS)

@@ -1,7 +1,4 @@
-"""BatchNorm in any memory layout and over several processes: exact at every step, or averaged now and then.
-
-Called by prepare.
-"""
+"""BatchNorm that is exact in any memory layout, and over several processes. Called by prepare."""
 
 from __future__ import annotations
 
@@ -15,15 +12,14 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def synchronise_batchnorm(model: M, over_processes: bool) -> M:
-    """Return `model` with BatchNorm layers that are exact in any memory layout; parameters, buffers and names stay.
+    """Replace the BatchNorm layers of `model` by exact ones with the same parameters, buffers and names.
 
-    over_processes: they see the global batch, not the local one. On the CPU they are `ExactBatchNorm`, elsewhere
-    torch's BatchNorm or, over processes, SyncBatchNorm.
+    over_processes: whether the statistics are those of the global batch. On the CPU the layers are `ExactBatchNorm`, on
+    other devices torch's SyncBatchNorm if `over_processes`, else unchanged.
     """
     over_processes = over_processes and _processes() > 1
     if next(iter(model.state_dict().values())).device.type != "cpu":
-        converted: M = nn.SyncBatchNorm.convert_sync_batchnorm(model) if over_processes else model
-        return converted
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model) if over_processes else model
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, _BatchNorm) and not isinstance(child, ExactBatchNorm):
@@ -33,9 +29,9 @@ def synchronise_batchnorm(model: M, over_processes: bool) -> M:
 
 @torch.no_grad()
 def average_statistics(model: nn.Module) -> None:
-    """Give the BatchNorm layers of every process the mean of all processes' running statistics.
+    """Set the running statistics of all BatchNorm layers to their mean over processes.
 
-    In float64, so that what is equal already stays as it is, to the bit.
+    Computed in float64, so that equal statistics do not change by a bit.
     """
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     buffers = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
@@ -49,27 +45,27 @@ def average_statistics(model: nn.Module) -> None:
 
 
 class ExactBatchNorm(_BatchNorm):
-    """BatchNorm whose statistics in training are as exact in channels_last as in any layout.
+    """BatchNorm with exact statistics in any memory layout.
 
-    Input and output (b, channels, ...). over_processes: the statistics are those of the global batch, and all
-    processes must call it together: one all-reduce forward, one backward.
+    Input and output (b, channels, ...). over_processes: the statistics are those of the global batch; all processes
+    must call the layer together: one all-reduce forward, one backward.
 
-    torch's own kernel for channels_last on the CPU adds up each channel in one float32: on a map of 160 x 160 its
-    variance is off by 7e-5, and which of them depends on the number of threads.
+    torch's CPU kernel for channels_last accumulates each channel in one float32: on a map of 160 x 160 the relative
+    error of the variance is 7e-5, and depends on the number of threads.
     """
 
     over_processes = False
 
     @classmethod
     def of(cls, layer: _BatchNorm, over_processes: bool) -> ExactBatchNorm:
-        """Return the same layer, with the same parameters and buffers."""
+        """Return an `ExactBatchNorm` with the same parameters and buffers as `layer`."""
         layer_copy = cls(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
         layer_copy._parameters, layer_copy._buffers = layer._parameters, layer._buffers
         layer_copy.over_processes = over_processes
         return layer_copy.train(layer.training)
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Any shape will do."""
+        """Accept any shape."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
@@ -102,9 +98,9 @@ def _processes() -> int:
 
 
 def _widened(values: Tensor) -> Tensor:
-    """channels_last values (b, c, h, w) as a view (b, w c, h, 1), each channel in w parts that lie beside each other.
+    """Return a view (b, w c, h, 1) of channels_last values (b, c, h, w), and other values unchanged.
 
-    The kernels then add up w times fewer numbers in one float32, in longer runs. Other values stay as they are.
+    Each channel becomes w channels, so the kernels add w times fewer numbers in one float32.
     """
     last = torch.channels_last
     if values.dim() != 4 or not values.is_contiguous(memory_format=last) or values.is_contiguous():
@@ -113,9 +109,9 @@ def _widened(values: Tensor) -> Tensor:
 
 
 def _moments(input: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance (over count) per channel of this process's batch, exact to float32 at least."""
+    """Return mean and biased variance per channel of this process's batch, at least as exact as float32."""
     wide = _widened(input.to(torch.promote_types(input.dtype, torch.float32)))
-    # BatchNorm's own kernel, on the CPU four times as fast as torch.var_mean; without statistics to update.
+    # BatchNorm's own kernel, without running statistics: on the CPU four times as fast as torch.var_mean.
     means, variances = (part.view(-1, input.shape[1]) for part in torch.batch_norm_update_stats(wide, None, None, 0.0))
     if len(means) == 1:
         return means[0], variances[0]
@@ -124,9 +120,9 @@ def _moments(input: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _global_moments(count: float, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Values per channel (), their mean and their variance (over count), over all processes; in float64.
+    """Return the values per channel (), mean and biased variance per channel over all processes, in float64.
 
-    Each process's own moments are exact to its precision; sums of squares in float64 add no error to speak of.
+    The sums of squares in float64 add a negligible error to each process's moments.
     """
     mean, variance = mean.double(), variance.double()
     sums = torch.cat((mean.new_full((1,), count), count * mean, count * (variance + mean**2)))
@@ -162,8 +158,8 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, variance = ctx.saved_tensors
         deviation = (variance + ctx.eps).rsqrt()
-        # torch's own: in channels_last its sums over the gradient are not exact, which moves the gradients of weight
-        # and bias by 1e-5 on the largest maps, and that of the input by less than 1e-6.
+        # In channels_last torch's sums over the gradient are not exact: relative errors of 1e-5 in the gradients of
+        # weight and bias on the largest maps, and of less than 1e-6 in that of the input.
         backward = torch.ops.aten.native_batch_norm_backward.default
         if not ctx.over_processes:
             mask = [True, weight is not None, weight is not None]
@@ -178,7 +174,7 @@ class _Normalise(torch.autograd.Function):
         distributed.all_reduce(sums)
         slope, shift = (part.to(mean) for part in (sums / ctx.count).chunk(2))
         scale = deviation * gains
-        # -scale (x slope + shift), x the normalised input, is a normalisation too; and one pass adds scale g
+        # -scale (x slope + shift), x the normalised input, is a normalisation too; addcmul_ adds scale g.
         for_input = nn.functional.batch_norm(input, mean, variance, -scale * slope, -scale * shift, False, 0.0, ctx.eps)
         for_input.addcmul_(grad, scale.view(-1, *[1] * (input.dim() - 2)).to(input.dtype))
         parameters = (None, None) if weight is None else (for_weight, for_bias)

@@ -1,7 +1,4 @@
-"""Dropout that does not depend on the number of processes: each draws for the global batch and takes its slice.
-
-Called by prepare.
-"""
+"""Dropout that is independent of the number of processes: each draws the global batch's mask. Called by prepare."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ from utils.distributed.ranks import ranks
 
 
 def synchronise_dropout(model: nn.Module) -> None:
-    """Replace the dropout and stochastic depth layers of `model` by ones whose masks are those of the global batch.
+    """Replace the dropout and stochastic depth layers of `model`, in place, by `GlobalDropout`.
 
-    The masks follow from torch's seed, which must be the same on all processes. Names and parameters stay.
+    torch's seed must be the same on all processes. The names of modules and parameters do not change.
     """
     stochastic_depth = getattr(sys.modules.get("torchvision.ops.stochastic_depth"), "StochasticDepth", ())
     for module in list(model.modules()):
-        for name, child in list(module._modules.items()):  # under each of its names
+        for name, child in list(module._modules.items()):  # a shared layer under each of its names
             if type(child) is nn.Dropout and child.p:
                 module.register_module(name, GlobalDropout(child.p, rows=False).train(child.training))
             elif isinstance(child, (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)) and child.p:
@@ -30,10 +27,9 @@ def synchronise_dropout(model: nn.Module) -> None:
 
 
 class GlobalDropout(nn.Module):
-    """Zeroes each value with the probability `p`, or each image (`rows`), or each channel of an image (`maps`), and
-    scales the rest up.
+    """Dropout with probability `p` of values, of whole images (`rows`), or of channels of an image (`maps`).
 
-    Input and output (b, ...): this process's slice of the batch, which the processes hold in the order of the ranks.
+    Input and output (b, ...): this process's slice of the global batch, in the order of the ranks.
     """
 
     def __init__(self, p: float, rows: bool, maps: bool = False) -> None:
@@ -44,7 +40,7 @@ class GlobalDropout(nn.Module):
         if not self.training:
             return input
         images, here = len(input), ranks()
-        drawn_dims = 1 if self.rows else 2 if self.maps else input.dim()  # one mask value for each index in them
+        drawn_dims = 1 if self.rows else 2 if self.maps else input.dim()  # the mask is constant over the others
         shape = [images * here.world_size, *input.shape[1:drawn_dims], *[1] * (input.dim() - drawn_dims)]
         mask = torch.empty(shape, device=input.device).bernoulli_(1 - self.p)
         mask = mask[images * here.rank : images * (here.rank + 1)]

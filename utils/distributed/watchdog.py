@@ -1,7 +1,4 @@
-"""A watchdog over the processes of a run: if none moves any more, which one holds the others up?
-
-Called by utils/run.py.
-"""
+"""End a run that makes no progress, and name the process that the others wait for. Called by utils/run.py."""
 
 from __future__ import annotations
 
@@ -11,29 +8,29 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NamedTuple
 
-from utils.distributed.exit import EXPLAIN_SECONDS, give_up, is_first_to_fail, process_names, raise_alarm
+from utils.distributed.exit import give_up_after_first, process_names, raise_alarm
 from utils.distributed.ranks import ranks, world_size
 from utils.distributed.store import ask_run_store
 
-POSITIONS_SECONDS = 3.0  # in which the other processes write where they are
-# Where a process waits for others: in a collective, or in backward, which ends in one.
+POSITIONS_SECONDS = 3.0  # in which the other processes write their positions
+# Code that waits for other processes: a collective, or backward, which ends in one.
 WAITING = ("torch/distributed/", "torch/autograd/", "deepspeed/comm/")
 
 
 class Position(NamedTuple):
-    """Where a process is that does not move: its batches so far, and whether it waits for other processes."""
+    """The state of a process without progress: its batches so far, and whether it waits for other processes."""
 
     batches: int
     waits: bool
 
 
 class Watchdog:
-    """Within a `with`, ends a process that has not moved for `timeout` seconds, and prints which it waited for.
+    """Ends a process if `beat` was not called for `timeout` seconds within the `with`; names the process at fault.
 
-    Each process writes its Python stacks into `folder`/stacks. A process that runs alone is not watched.
+    Each process writes its Python stacks into `folder`/stacks. A single process is not watched.
     """
 
     def __init__(self, timeout: float, folder: Path) -> None:
@@ -41,7 +38,7 @@ class Watchdog:
         self.batches, self.last, self.on = 0, time.monotonic(), False
 
     def beat(self) -> None:
-        """Note that this process has come to its next batch."""
+        """Reset the timer: this process starts its next batch."""
         self.batches += 1
         self.last = time.monotonic()
 
@@ -49,48 +46,47 @@ class Watchdog:
         self.beat()
         self.on = world_size() > 1
         if self.on:
-            threading.Thread(target=self._watch, daemon=True).start()
+            threading.Thread(target=self.watch, daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.on = False
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
+        """Call `end` if there is no beat for `timeout` seconds; return at the end of the `with`."""
         while self.on:
             time.sleep(min(self.timeout / 10, 1.0))
             if self.on and time.monotonic() - self.last > self.timeout:
-                self._end()
+                self.end()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Write the stacks and the position of this process, and exit with all processes."""
         waits = is_waiting(sys._current_frames()[threading.main_thread().ident or 0])
         position = Position(self.batches, waits)
         ask_run_store(lambda store: store.write("positions", position), None)
-        with suppress(OSError):  # a full disk must not keep it from ending
+        with suppress(OSError):  # on a full disk the process must end too
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         raise_alarm()
         time.sleep(POSITIONS_SECONDS)
-        if not is_first_to_fail():
-            time.sleep(EXPLAIN_SECONDS)
-            give_up("", 1)
+        give_up_after_first(lambda: self._explain(position))
+
+    def _explain(self, position: Position) -> str:
         written: dict[int, list] = ask_run_store(lambda store: store.values("positions"), {})
         positions = {rank: Position(*values) for rank, values in written.items()}
-        positions[ranks().rank] = position  # the store may be beyond reach
-        late = blamed(world_size(), positions)
-        what = "did not move" if late <= set(positions) else "did not move, or could not be reached,"
-        who = f"{process_names(sorted(late))} {what}" if late else "no process moved"
-        give_up(
-            f"error: {who} for {self.timeout:g} s (--dist-timeout) while the others waited; what each was doing stands "
-            f"in {self.file.parent}",
-            1,
+        positions[ranks().rank] = position  # in case the store cannot be reached
+        late = late_ranks(world_size(), positions)
+        what = "made no progress" if late <= set(positions) else "made no progress, or could not be reached,"
+        who = f"{process_names(sorted(late))} {what}" if late else "no process made progress"
+        return (
+            f"error: {who} for {self.timeout:g} s (--dist-timeout) while the others waited; the stack of each process "
+            f"is in {self.file.parent}"
         )
 
 
 def is_waiting(frame: FrameType | None) -> bool:
-    """Does this stack end in a wait for other processes?"""
+    """Return whether a stack ends in a wait for other processes. frame: the innermost one."""
     while frame is not None:
         name = frame.f_code.co_filename.replace("\\", "/")
         if any(part in name for part in WAITING):
@@ -99,8 +95,8 @@ def is_waiting(frame: FrameType | None) -> bool:
     return False
 
 
-def blamed(processes: int, positions: dict[int, Position]) -> set[int]:
-    """Return the ranks that hold the others up: those without a position, that do not wait, or that are behind."""
+def late_ranks(processes: int, positions: dict[int, Position]) -> set[int]:
+    """Return the ranks that the others wait for: those without a position, those not waiting, or those behind."""
     absent = set(range(processes)) - set(positions)
     if absent:
         return absent

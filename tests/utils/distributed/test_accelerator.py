@@ -1,4 +1,4 @@
-"""The start of an Accelerator on several processes."""
+"""The start of an Accelerator on several processes, and the description of its batches."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from torch import distributed
 
 from tests.conftest import OnProcesses
-from utils.distributed.accelerator import plan, start
+from utils.distributed.accelerator import forget, plan, start
 from utils.distributed.ranks import ranks
 
 
-def meet_again() -> int:
-    """As if the launcher had started the processes anew and kept the store, the second one late."""
+def start_twice() -> int:
+    """Start as if the launcher had restarted the processes with the same store, the second one late."""
     start("cpu", "no", 60.0)
     distributed.destroy_process_group()
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     if ranks().rank == 1:
         time.sleep(1)
@@ -29,23 +28,17 @@ def meet_again() -> int:
     return int(accelerator.reduce(torch.tensor([ranks().rank + 1]))[0])
 
 
-def test_addresses_of_the_last_attempt_are_not_taken(on_processes: OnProcesses) -> None:
-    assert on_processes(2, meet_again) == [3, 3]
+def test_a_restarted_launch_ignores_the_addresses_of_the_last_attempt(on_processes: OnProcesses) -> None:
+    assert on_processes(2, start_twice) == [3, 3]
 
 
 @pytest.mark.parametrize(
-    ("processes", "accumulation", "first", "second"),
+    ("processes", "accumulation", "batch", "epoch"),
     [
-        (1, 2, "8 images (1 process) x 2 accumulated: an optimizer step for every 16 images", "5 batches and 3 steps"),
-        (
-            2,
-            1,
-            "8 images (2 processes x 4) x 1 accumulated: an optimizer step for every 8 images",
-            "5 batches and 5 steps",
-        ),
+        (1, 2, "batch size 8 (1 process), 2 batches per optimizer step (16 images)", "5 batches, 3 optimizer steps"),
+        (2, 1, "batch size 8 (2 processes x 4), 1 batch per optimizer step (8 images)", "5 batches, 5 optimizer steps"),
     ],
 )
-def test_plan(processes: int, accumulation: int, first: str, second: str) -> None:
+def test_plan(processes: int, accumulation: int, batch: str, epoch: str) -> None:
     accelerator: Any = SimpleNamespace(num_processes=processes, gradient_accumulation_steps=accumulation)
-    lines = plan(accelerator, batch_size=8, batches=5, epochs=4)
-    assert lines == [f"batches of {first}", f"{second} an epoch, 4 epochs"]
+    assert plan(accelerator, batch_size=8, batches=5, epochs=4) == [batch, f"{epoch} per epoch; 4 epochs"]

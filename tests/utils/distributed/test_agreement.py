@@ -1,4 +1,4 @@
-"""What the main process decides for all; tests/utils/checkpoint/test_resume.py has more on several processes."""
+"""Decisions of the main process; more on several processes in tests/utils/checkpoint/test_resume.py."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from utils.distributed.agreement import decide_on_main
 from utils.distributed.exit import Stopped
 from utils.distributed.ranks import ranks
 from utils.errors import UserError
+
+
+def give() -> dict[str, Any]:
+    return {"rank": ranks().rank}
 
 
 def stop() -> NoReturn:
@@ -31,23 +35,18 @@ def test_one_process_decides_for_itself() -> None:
         decide_on_main(fail, "test", 1.0)
 
 
-def decided(what: str) -> Any:
-    """What a process gets, of a decision that depends on its rank."""
-    decide = {"value": lambda: {"rank": ranks().rank}, "stop": stop, "fail": fail}[
-        what if ranks().rank == 0 else "value"
-    ]
-    outcome: Any
-    try:
-        outcome = decide_on_main(decide, "test", 60.0)
-    except UserError as error:
-        outcome = f"error: {error}"
-    except Stopped as stopped:
-        outcome = f"stopped {stopped.code}"
+def outcomes() -> list[Any]:
+    """Return the outcome of each decision on this process; only the main process may make it."""
+    results: list[Any] = []
+    for decide in (give, stop, fail):
+        try:
+            results.append(decide_on_main(decide if ranks().rank == 0 else pytest.fail, decide.__name__, 60.0))
+        except (UserError, Stopped) as error:
+            results.append(str(error))
     distributed.init_process_group("gloo")
     distributed.barrier()
-    return outcome
+    return results
 
 
-@pytest.mark.parametrize(("what", "outcome"), [("value", {"rank": 0}), ("stop", "stopped 3"), ("fail", "error: no")])
-def test_all_processes_get_what_the_main_one_decides(what: str, outcome: object, on_processes: OnProcesses) -> None:
-    assert on_processes(2, decided, what) == [outcome] * 2
+def test_all_processes_get_the_main_ones_decision(on_processes: OnProcesses) -> None:
+    assert on_processes(2, outcomes) == [[{"rank": 0}, "stopped, exit code 3", "no"]] * 2

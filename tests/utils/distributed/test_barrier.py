@@ -1,4 +1,4 @@
-"""Processes that prepare in their own time: those that are done wait for the others, and not for the dead."""
+"""The barrier without a time limit: it waits for working processes, and not for processes that have ended."""
 
 from __future__ import annotations
 
@@ -20,33 +20,31 @@ from utils.errors import UserError
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], object]], list]:
-    """Threads that take themselves for three processes: each is given its rank; what they return, or raise."""
-    shared, own = distributed.HashStore(), threading.local()
-    monkeypatch.setattr(store, "ranks", lambda: Ranks(own.rank, 3, own.rank, 3))
+    """Three threads that act as processes, with short times: `work` gets the rank; its results or errors, by rank."""
+    shared, local = distributed.HashStore(), threading.local()
+    monkeypatch.setattr(store, "ranks", lambda: Ranks(local.rank, 3, local.rank, 3))
     for module in (barrier, store):
         monkeypatch.setattr(module, "run_store", lambda: RunStore(shared))
     monkeypatch.setattr(barrier, "world_size", lambda: 3)
-    monkeypatch.setattr(barrier, "_numbers", itertools.repeat(0))
+    monkeypatch.setattr(barrier, "barrier_numbers", itertools.repeat(0))
     monkeypatch.setattr(barrier, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(barrier, "SILENCE_LIMIT_SECONDS", 0.2)
 
     def run(work: Callable[[int], object]) -> list:
-        def one(rank: int) -> object:
-            own.rank = rank
+        def process(rank: int) -> object:
+            local.rank = rank
             try:
                 return work(rank)
             except (UserError, KeyError) as error:
                 return error
 
         with ThreadPoolExecutor(3) as threads:
-            return list(threads.map(one, range(3)))
+            return list(threads.map(process, range(3)))
 
     return run
 
 
-def test_all_go_on_together_however_long_one_takes(three: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than a silence that would end them: who works gives signs of life."""
-    monkeypatch.setattr(barrier, "SILENCE_LIMIT_SECONDS", 0.2)
-
+def test_all_wait_for_a_process_that_works_longer_than_the_silence_limit(three: Callable) -> None:
     def work(rank: int) -> tuple[float, float]:
         with untimed_barrier():
             time.sleep(0.6 * (rank == 1))
@@ -57,24 +55,22 @@ def test_all_go_on_together_however_long_one_takes(three: Callable, monkeypatch:
     assert min(after for _, after in times) >= max(done for done, _ in times)
 
 
-def test_who_has_died_is_named(three: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(barrier, "SILENCE_LIMIT_SECONDS", 0.2)
-
+def test_a_process_that_has_ended_is_named(three: Callable) -> None:
     def work(rank: int) -> None:
         if rank != 1:
             with untimed_barrier():
                 time.sleep(0.3 * rank)
 
-    first, dead, last = three(work)
-    assert dead is None
+    first, absent, last = three(work)
+    assert absent is None
     for error in (first, last):
-        assert str(error).startswith("process 1 ended without a word, or cannot be reached: no sign of life for 0.2 s")
+        assert str(error) == (
+            "process 1 ended without an error message, or cannot be reached: no heartbeat for 0.2 s while the other "
+            "processes waited"
+        )
 
 
-def test_an_error_is_not_waited_with(three: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes its way at once; the others are ended by it, which is the business of failures."""
-    monkeypatch.setattr(barrier, "SILENCE_LIMIT_SECONDS", 0.2)
-
+def test_an_error_in_the_block_is_raised_at_once(three: Callable) -> None:
     def work(rank: int) -> None:
         with untimed_barrier():
             if rank == 0:
@@ -85,6 +81,6 @@ def test_an_error_is_not_waited_with(three: Callable, monkeypatch: pytest.Monkey
     assert all(str(error).startswith("process 0 ended") for error in others)
 
 
-def test_one_process_waits_for_nobody() -> None:
+def test_one_process_does_not_wait() -> None:
     with untimed_barrier():
         pass

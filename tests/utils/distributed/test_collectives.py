@@ -1,14 +1,16 @@
-"""Values that processes exchange; and that one process gets back what it gives."""
+"""Collectives on two processes and on one."""
 
 from __future__ import annotations
 
-import torch
+import pytest
 from torch import nn
 
 from tests.conftest import OnProcesses
 from utils.distributed.accelerator import start
 from utils.distributed.collectives import Collectives
 from utils.distributed.ranks import ranks
+
+ALIKE = {"broadcast": {"rank": 0}, "share of three": None, "weight": 1.0}
 
 
 def exchange() -> dict[str, object]:
@@ -20,27 +22,23 @@ def exchange() -> dict[str, object]:
         "broadcast": collectives.broadcast({"rank": rank}),
         "gather": collectives.gather([f"{rank}a", f"{rank}b"]),
         "shard": collectives.shard([1, 2, 3, 4, 5]),
-        "own": collectives.own_share(["x", "y"]),
-        "others": collectives.own_share(["x", "y", "z"]),
+        "share of two": collectives.own_share(["x", "y"]),
+        "share of three": collectives.own_share(["x", "y", "z"]),
         "weight": float(model.weight.detach()),
     }
 
 
-def test_two_processes(on_processes: OnProcesses) -> None:
-    first, second = on_processes(2, exchange)
-    alike = {"broadcast": {"rank": 0}, "gather": ["0a", "0b", "1a", "1b"], "others": None, "weight": 1.0}
-    assert first == {**alike, "shard": [1, 3, 5], "own": "x"}
-    assert second == {**alike, "shard": [2, 4], "own": "y"}
-
-
-def test_one_process(on_processes: OnProcesses) -> None:
-    (alone,) = on_processes(1, exchange)
-    assert alone == {
-        "broadcast": {"rank": 0},
-        "gather": ["0a", "0b"],
-        "shard": [1, 2, 3, 4, 5],
-        "own": None,
-        "others": None,
-        "weight": 1.0,
-    }
-    assert torch.distributed.is_initialized() is False
+@pytest.mark.parametrize(
+    ("gathered", "shards", "shares"),
+    [
+        (["0a", "0b"], [[1, 2, 3, 4, 5]], [None]),
+        (["0a", "0b", "1a", "1b"], [[1, 3, 5], [2, 4]], ["x", "y"]),
+    ],
+)
+def test_collectives(
+    gathered: list[str], shards: list[list[int]], shares: list[str | None], on_processes: OnProcesses
+) -> None:
+    assert on_processes(len(shards), exchange) == [
+        {**ALIKE, "gather": gathered, "shard": shard, "share of two": share}
+        for shard, share in zip(shards, shares, strict=True)
+    ]

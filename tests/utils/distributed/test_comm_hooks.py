@@ -1,8 +1,7 @@
-"""Compressed gradients: what comes out of DDP's hooks on two processes."""
+"""Compressed gradients: the results of DDP's hooks on two processes."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,43 +14,38 @@ from utils.distributed.ranks import ranks
 STEPS = 6
 
 
-def gradients(how: str) -> list[Tensor]:
-    """The gradients of a matrix after each of some steps, the first two uncompressed by PowerSGD."""
+def gradients() -> dict[str, list[Tensor]]:
+    """Return the gradients of a matrix after each step by hook, '' for none; PowerSGD compresses from the third on."""
     distributed.init_process_group("gloo")
+    return {hook: gradients_of(hook) for hook in ("", *HOOKS)}
+
+
+def gradients_of(hook: str) -> list[Tensor]:
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(64, 96, bias=False), bucket_cap_mb=BUCKET_MB.get(how))
-    if how:
-        register_comm_hook(model, how, warmup=2)
-    found = []
+    model = DistributedDataParallel(nn.Linear(64, 96, bias=False), bucket_cap_mb=BUCKET_MB.get(hook))
+    if hook:
+        register_comm_hook(model, hook, warmup=2)
+    results = []
     for step in range(STEPS):
         torch.manual_seed(100 * step + ranks().rank)
         model.zero_grad()
         model(torch.randn(8, 64)).square().mean().backward()
-        found.append(model.module.weight.grad.clone())
-    return found
+        results.append(model.module.weight.grad.clone())
+    return results
 
 
-@pytest.fixture
-def exact(on_processes: OnProcesses) -> list[Tensor]:
-    return on_processes(2, gradients, "")[0]
+def test_compressed_gradients(on_processes: OnProcesses) -> None:
+    first, second = on_processes(2, gradients)
+    exact = first[""]
+    for hook in HOOKS:
+        assert all(torch.equal(one, other) for one, other in zip(first[hook], second[hook], strict=True))
+    for hook, largest_error in {"fp16": 1e-3, "bf16": 1e-2}.items():
+        for gradient, reference in zip(first[hook], exact, strict=True):
+            assert 0 < (gradient - reference).norm() / reference.norm() < largest_error
+    assert torch.equal(first["powersgd"][0], exact[0])
+    assert torch.linalg.matrix_rank(first["powersgd"][-1]) == 2 < torch.linalg.matrix_rank(exact[-1])
 
 
-@pytest.mark.parametrize(("how", "gap"), [("fp16", 1e-3), ("bf16", 1e-2)])
-def test_halves(how: str, gap: float, exact: list[Tensor], on_processes: OnProcesses) -> None:
-    first, second = on_processes(2, gradients, how)
-    for own, other, true in zip(first, second, exact, strict=True):
-        assert torch.equal(own, other)
-        assert 0 < (own - true).norm() / true.norm() < gap
-
-
-def test_powersgd(exact: list[Tensor], on_processes: OnProcesses) -> None:
-    """After its warm-up a gradient is a matrix of rank 2."""
-    first, second = on_processes(2, gradients, "powersgd")
-    assert all(torch.equal(own, other) for own, other in zip(first, second, strict=True))
-    assert torch.equal(first[0], exact[0])
-    assert torch.linalg.matrix_rank(first[-1]) == 2 < torch.linalg.matrix_rank(exact[-1])
-
-
-def test_the_flag_offers_them_all() -> None:
+def test_the_flag_offers_all_hooks() -> None:
     choices = next(f.metadata["choices"] for f in TrainOptions.__dataclass_fields__.values() if f.name == "comm_hook")
     assert choices == HOOKS

@@ -1,4 +1,4 @@
-"""Devices, and what must hold before processes meet."""
+"""Devices: those that --device names, the processes for them, and the CPU cores."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 import pytest
 import torch
 
+from tests.making import launched, without_launcher
 from utils.distributed.devices import (
     choose_devices,
     describe_device,
     device_name,
     device_numbers,
-    device_table,
     loader_workers,
     processes_to_start,
 )
@@ -20,17 +20,8 @@ from utils.errors import UserError
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher; what a test puts into the environment goes with it."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-
-
-def launched(monkeypatch: pytest.MonkeyPatch, processes: int, here: int) -> None:
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
-    monkeypatch.setenv("LOCAL_RANK", "0")
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_launcher(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +33,7 @@ def test_device_numbers(device: str, numbers: list[int]) -> None:
 
 
 @pytest.mark.parametrize("device", ["gpu", "0,", "0,0", "-1", "0;1", "cuda"])
-def test_a_device_that_means_nothing(device: str) -> None:
+def test_an_invalid_device_is_refused(device: str) -> None:
     with pytest.raises(UserError, match=f"--device {device}"):
         device_numbers(device)
 
@@ -56,19 +47,19 @@ def test_processes_to_start(device: str, processes: int, expected: int) -> None:
 
 
 @pytest.mark.parametrize(("device", "processes"), [("0,1", 3), ("0", 2), ("mps", 2), ("0,1", 1)])
-def test_processes_that_contradict_the_devices(device: str, processes: int) -> None:
+def test_processes_must_match_the_devices(device: str, processes: int) -> None:
     with pytest.raises(UserError, match=f"--processes {processes} --device {device}"):
         processes_to_start(device, processes)
 
 
-def test_processes_that_contradict_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_must_match_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, 4, 4)
     with pytest.raises(UserError, match="the launcher has started 4"):
         processes_to_start("cpu", 2)
     assert processes_to_start("cpu", 4) == 4
 
 
-def on_a_machine_with(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
+def set_cuda_devices(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
 
@@ -80,20 +71,19 @@ def on_a_machine_with(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
 def test_only_the_named_devices_are_visible(
     visible: str, device: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So local rank k, which torch gives the k-th visible device, has the k-th that is named."""
-    on_a_machine_with(monkeypatch, visible.count(",") + 1 if visible else 4)
+    set_cuda_devices(monkeypatch, visible.count(",") + 1 if visible else 4)
+    launched(monkeypatch, device.count(",") + 1, device.count(",") + 1)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    launched(monkeypatch, device.count(",") + 1, device.count(",") + 1)
     assert not choose_devices(device)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
 
 
-def test_the_cpu_if_there_is_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_a_machine_with(monkeypatch, 0)
+def test_the_cpu_is_used_without_a_gpu_or_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_cuda_devices(monkeypatch, 0)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert choose_devices("")
-    on_a_machine_with(monkeypatch, 1)
+    set_cuda_devices(monkeypatch, 1)
     assert not choose_devices("")
     assert choose_devices("cpu")
 
@@ -107,26 +97,23 @@ def test_the_cpu_if_there_is_nothing_else(monkeypatch: pytest.MonkeyPatch) -> No
         ("", 1, 4, "started 4 processes on this machine, where torch sees 1 CUDA device;"),
     ],
 )
-def test_too_few_devices(
+def test_too_few_devices_are_an_error(
     device: str, devices: int, processes: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_a_machine_with(monkeypatch, devices)
+    set_cuda_devices(monkeypatch, devices)
     launched(monkeypatch, processes, processes)
     with pytest.raises(UserError, match=message):
         choose_devices(device)
 
 
-def test_workers_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
     assert (loader_workers(8), loader_workers(3), loader_workers(0)) == (8, 3, 0)
     launched(monkeypatch, 8, 4)
     assert loader_workers(8) == 2
 
 
-def test_devices_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descriptions() -> None:
     cpu = torch.device("cpu")
     assert describe_device(cpu) == f"{torch.get_num_threads()} threads"
     assert device_name(cpu) == f"{os.uname().nodename} cpu ({torch.get_num_threads()} threads)"
-    assert device_table(["a"], verbose=False) == []
-    assert device_table(["a"], verbose=True) == ["  process 0: a"]
-    assert device_table(["a", "b"], verbose=False) == ["  process 0: a", "  process 1: b"]

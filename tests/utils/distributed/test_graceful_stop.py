@@ -1,4 +1,4 @@
-"""Stopping early, by signals and by the time limit: noticed at once, and by all processes at the same step."""
+"""Stops on signals and at the time limit, on all processes at the same step."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from utils.distributed.graceful_stop import STOP_SIGNALS, GracefulStop
 from utils.distributed.ranks import ranks
 
 
-def until(true: Callable[[], Any]) -> Any:
-    """Wait for what another thread or process does."""
+def until(condition: Callable[[], Any]) -> Any:
+    """Wait for another thread or process, until `condition` returns a true value; return that."""
     end = time.monotonic() + 30
-    while not (found := true()) and time.monotonic() < end:
+    while not (value := condition()) and time.monotonic() < end:
         time.sleep(0.01)
-    return found
+    return value
 
 
 # One process
@@ -52,7 +52,7 @@ def test_other_signals_are_ignored() -> None:
             os.kill(os.getpid(), signal.SIGUSR2)
             assert until(lambda: received) == [signal.SIGUSR2]
             os.kill(os.getpid(), signal.SIGTERM)
-            assert until(stop.requested) == "SIGTERM"  # it came after the other one, which was ignored
+            assert until(stop.requested) == "SIGTERM"  # sent later than the ignored signal
     finally:
         signal.signal(signal.SIGUSR2, before)
 
@@ -67,7 +67,7 @@ def test_the_reason_is_the_last_signal() -> None:
 
 @pytest.fixture
 def handled() -> Iterator[list[int]]:
-    """Signals that reached the handlers that were there before."""
+    """Signals that reached the handlers of before the `with`."""
     received: list[int] = []
     before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in STOP_SIGNALS}
     wakeup = signal.set_wakeup_fd(-1)
@@ -87,7 +87,7 @@ def test_handlers_are_restored(handled: list[int]) -> None:
     assert handled == [signal.SIGUSR1]
 
 
-def test_an_error_leaves_it_on_so_that_the_reason_can_be_printed(handled: list[int]) -> None:
+def test_signals_are_still_received_after_an_error(handled: list[int]) -> None:
     def leave() -> None:
         with GracefulStop() as stop:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -108,7 +108,7 @@ with GracefulStop() as stop:
     os.kill(os.getpid(), signal.SIGINT)
     while not stop.requested():
         time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGINT)  # the same one, which came through the launcher too
+    os.kill(os.getpid(), signal.SIGINT)  # the same Ctrl-C, passed on by the launcher too
     time.sleep(1)
     print("goes on", flush=True)
     os.kill(os.getpid(), signal.SIGINT)
@@ -130,11 +130,11 @@ def test_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stop.after(1) == ""
     now = begun + 1801  # counted from the start of the process
     assert stop.after(2) == TIME_LIMIT
-    assert stop.requested() == ""  # it waits for a step
+    assert stop.requested() == ""  # a signal only
     assert GracefulStop().after(2) == ""  # no limit
 
 
-def test_only_the_main_process_looks_at_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_main_process_checks_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopping.time, "time", lambda: float("inf"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
@@ -152,21 +152,21 @@ def test_exit_codes() -> None:
     }
 
 
-# Many processes share their gradients, and stop together
+# Several processes
 
 STEPS = 10_000  # at most
-Signals = dict[int, tuple[int, int]]  # by rank: the step within which it comes, or 0 for any time, and the signal
+Signals = dict[int, tuple[int, int]]  # by rank: the step of the signal, or 0 for a random time, and its number
 Ended = tuple[int, str, str]
 
 
 def train(signals: Signals, hours: float) -> Ended:
-    """Return the step that this process stops at, the reason, and the reason that a validation gets."""
+    """Return the last step of this process, the reason of the stop, and `requested` afterwards."""
     step, reason = 0, ""
     when, number = signals.get(ranks().rank, (-1, 0))
-    at_any_time = threading.Timer(0.02 * random.random(), os.kill, (os.getpid(), number))
+    at_random_time = threading.Timer(0.02 * random.random(), os.kill, (os.getpid(), number))
     with GracefulStop(hours) as stop:
         if when == 0:
-            at_any_time.start()
+            at_random_time.start()
         while not reason and step < STEPS:
             step += 1
             distributed.all_reduce(torch.ones(1))
@@ -175,14 +175,14 @@ def train(signals: Signals, hours: float) -> Ended:
                 until(lambda: stop.signal)
             reason = stop.after(step)
         if when == 0:
-            at_any_time.join()
+            at_random_time.join()
         distributed.barrier()
         requested = stop.requested()
     return step, reason, requested
 
 
 def runs(cases: list[tuple[Signals, float]]) -> list[Ended]:
-    """Train one run after another, as if a launcher started them anew."""
+    """Train one run after another, as if a launcher restarted the processes."""
     distributed.init_process_group("gloo")
     random.seed(ranks().rank)
     ended = []
@@ -203,21 +203,21 @@ TWO: list[tuple[Signals, float]] = [
     ({1: (5, signal.SIGUSR1), 2: (5, signal.SIGTERM)}, 0),
     ({0: (5, signal.SIGTERM), 1: (6, signal.SIGUSR1)}, 0),
 ]
-AT_ANY_TIME: list[tuple[Signals, float]] = [({0: (0, signal.SIGTERM), 2: (0, signal.SIGUSR1)}, 0)] * 30
+AT_RANDOM_TIMES: list[tuple[Signals, float]] = [({0: (0, signal.SIGTERM), 2: (0, signal.SIGUSR1)}, 0)] * 30
 
 
 def test_all_processes_stop_at_the_same_step(on_processes: OnProcesses) -> None:
-    ranks = on_processes(3, runs, [*ONE, *TWO, *AT_ANY_TIME])
-    ended = list(zip(*ranks, strict=True))  # by run, then by rank
+    ranks = on_processes(3, runs, [*ONE, *TWO, *AT_RANDOM_TIMES])
+    ended = list(zip(*ranks, strict=True))  # per run, the result of each rank
     assert ended[: len(ONE)] == [
         ((8, "SIGTERM", "SIGTERM"),) * 3,  # the step after the signal
         ((8, "SIGUSR1", "SIGUSR1"),) * 3,
         ((8, "SIGINT", "SIGINT"),) * 3,
-        ((2, TIME_LIMIT, ""),) * 3,  # the main process's clock is past its limit; a validation goes on
+        ((2, TIME_LIMIT, ""),) * 3,  # the main process is past the time limit
     ]
-    steps, reasons = ([[one[part] for one in run] for run in ended[len(ONE) :]] for part in (0, 1))
+    steps, reasons = ([[result[part] for result in run] for run in ended[len(ONE) :]] for part in (0, 1))
     assert steps[: len(TWO)] == [[6] * 3] * 3
-    assert all(len(set(run)) == 1 and run[0] for run in reasons)  # of two signals, the one that was written first
+    assert all(len(set(run)) == 1 and run[0] for run in reasons)  # that of the first signal in the store
     assert reasons[2] == ["SIGTERM"] * 3
     assert all(len(set(run)) == 1 and run[0] < STEPS for run in steps)
-    assert all(one[2] for run in ended[len(ONE) :] for one in run)
+    assert all(requested for run in ended[len(ONE) :] for *_, requested in run)

@@ -1,4 +1,4 @@
-"""Loader processes, which end with the process that they work for, not before and not after."""
+"""Loader processes, which end together with their training process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from utils.distributed.exit import run_main
 from utils.distributed.graceful_stop import STOP_SIGNALS, GracefulStop
 from utils.distributed.loader_processes import end_workers, loader_died, shield_worker
 
-# What went wrong
+# Errors
 
 BUS = (
     "DataLoader worker (pid 71) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
@@ -33,12 +33,12 @@ SHM = (
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "part"),
     [
         (RuntimeError(BUS), "ran out of shared memory: make /dev/shm larger"),
         (RuntimeError(SHM), "ran out of shared memory: make /dev/shm larger"),
-        (RuntimeError("DataLoader worker (pid 71) is killed by signal: Killed. "), "short of memory: lower --workers"),
-        (RuntimeError("DataLoader worker (pid(s) 71, 72) exited unexpectedly"), "short of memory: lower --workers"),
+        (RuntimeError("DataLoader worker (pid 71) is killed by signal: Killed. "), "memory ran out; lower --workers"),
+        (RuntimeError("DataLoader worker (pid(s) 71, 72) exited unexpectedly"), "memory ran out; lower --workers"),
         (RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nshape mismatch"), ""),
         (RuntimeError("Caught ValueError in DataLoader worker process 0.\nshared memory killed by signal"), ""),
         (RuntimeError("DataLoader timed out after 5 seconds"), ""),
@@ -46,14 +46,14 @@ SHM = (
         (ValueError(BUS), ""),
     ],
 )
-def test_loader_died(error: Exception, said: str) -> None:
-    found = loader_died(error)
-    assert said in found
-    assert bool(found) == bool(said)
+def test_loader_died(error: Exception, part: str) -> None:
+    message = loader_died(error)
+    assert part in message
+    assert bool(message) == bool(part)
 
 
 class Deadly(Dataset[int]):
-    """An item ends the process that loads it."""
+    """A data set that kills the process that loads an item."""
 
     def __len__(self) -> int:
         return 4
@@ -63,19 +63,19 @@ class Deadly(Dataset[int]):
         return index
 
 
-def test_a_loader_process_that_was_killed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_loader_process_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         run_main(lambda: list(DataLoader(Deadly(), num_workers=1, worker_init_fn=shield_worker)))
     assert caught.value.code == 1
     assert capsys.readouterr().err == (
-        "error: a loader process was ended; if nobody did that, the system was short of memory: lower --workers\n"
+        "error: a loader process was killed, probably by the system because memory ran out; lower --workers\n"
     )
 
 
 # Processes
 
 FORK = multiprocessing.get_context("fork")
-LIFE = 60  # seconds, should nothing end it
+LIFE_SECONDS = 60  # of a process that nothing ends
 
 
 def gone(pid: int) -> bool:
@@ -85,36 +85,37 @@ def gone(pid: int) -> bool:
         return True
 
 
-def until(true: Callable[[], bool]) -> bool:
+def ends(pid: int) -> bool:
     end = time.monotonic() + 30
-    while not true() and time.monotonic() < end:
+    while not gone(pid) and time.monotonic() < end:
         time.sleep(0.02)
-    return true()
+    return gone(pid)
 
 
-def work(mouth: Connection) -> None:
+def load(sender: Connection) -> None:
+    """A loader process, which sends its number."""
     shield_worker(0)
-    mouth.send(os.getpid())
-    time.sleep(LIFE)
+    sender.send(os.getpid())
+    time.sleep(LIFE_SECONDS)
 
 
-def employ(mouth: Connection) -> None:
-    """A training process: its loader process says that it is there."""
-    FORK.Process(target=work, args=(mouth,)).start()
-    time.sleep(LIFE)
+def train(sender: Connection) -> None:
+    """A training process with a loader process."""
+    FORK.Process(target=load, args=(sender,)).start()
+    time.sleep(LIFE_SECONDS)
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., tuple[Any, int]]]:
-    """Start a process of this; it, and the number of the loader process, which may be the same."""
+    """Start a process; return it and the number of the loader process, which may be the same."""
     started: list[int] = []
 
     def run(target: Callable[[Connection], None]) -> tuple[Any, int]:
-        ear, mouth = FORK.Pipe(duplex=False)
-        process = FORK.Process(target=target, args=(mouth,))
+        receiver, sender = FORK.Pipe(duplex=False)
+        process = FORK.Process(target=target, args=(sender,))
         process.start()
-        assert ear.poll(30)
-        worker = ear.recv()
+        assert receiver.poll(30)
+        worker = receiver.recv()
         started.extend([process.pid or 0, worker])
         return process, worker
 
@@ -124,17 +125,11 @@ def start() -> Iterator[Callable[..., tuple[Any, int]]]:
             os.kill(pid, signal.SIGKILL)
 
 
-def from_elsewhere(number: int, pid: int) -> None:
-    """A signal that does not come from the process that the worker works for."""
-    subprocess.run(["kill", f"-{number}", str(pid)], check=True)
-
-
-def test_signals_to_the_whole_job_pass_a_loader_process(start: Callable[..., tuple[Any, int]]) -> None:
-    """The one that it works for asks for the end when it has saved; and hears only what is sent to itself."""
+def test_a_loader_process_ends_on_its_parents_signal_only(start: Callable[..., tuple[Any, int]]) -> None:
     with GracefulStop() as stop:
-        process, worker = start(work)
-        for number in (*STOP_SIGNALS, signal.SIGTERM):
-            from_elsewhere(number, worker)
+        process, worker = start(load)
+        for number in STOP_SIGNALS:
+            subprocess.run(["kill", f"-{number}", str(worker)], check=True)
         process.join(0.5)
         assert process.is_alive()
         assert stop.requested() == ""
@@ -144,22 +139,22 @@ def test_signals_to_the_whole_job_pass_a_loader_process(start: Callable[..., tup
 
 
 @pytest.mark.parametrize("prctl", [True, False])
-def test_a_loader_process_ends_with_the_one_that_it_works_for(
+def test_a_loader_process_ends_with_its_training_process(
     prctl: bool, start: Callable[..., tuple[Any, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(name: None) -> None:
         raise OSError("no such library")
 
-    if not prctl:  # as on systems other than Linux: it looks for itself
+    if not prctl:  # as on systems other than Linux
         monkeypatch.setattr(ctypes, "CDLL", missing)
-    process, worker = start(employ)
+    process, worker = start(train)
     assert not gone(worker)
     process.kill()
     process.join(30)
-    assert until(lambda: gone(worker))
+    assert ends(worker)
 
 
 def test_end_workers(start: Callable[..., tuple[Any, int]]) -> None:
-    _, worker = start(work)
+    _, worker = start(load)
     end_workers()
     assert gone(worker)

@@ -1,4 +1,4 @@
-"""How the preflight collects the processes' facts, and what it takes files for."""
+"""Collection of the processes' facts, and hashes of files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import distributed
 
 from tests.utils.distributed.test_preflight_report import A
 from utils.config.options import TrainOptions
-from utils.distributed import preflight
 from utils.distributed.preflight import (
     CODE_FILES,
     MACHINE_FILES,
     MACHINE_FLAGS,
-    PreflightSettings,
+    check_ranks,
+    collect_facts,
     fingerprint,
     hash_files,
 )
@@ -24,24 +24,23 @@ from utils.distributed.store import RunStore
 from utils.files import ROOT
 
 
-def test_ranks_that_say_nothing_and_ranks_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_and_repeated_ranks_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     store = RunStore(distributed.HashStore(), "doctor")
     store.write("facts", dataclasses.asdict(A))
     store.write("facts", dataclasses.asdict(A))
-    facts = preflight._all_facts(store, 0.1)
-    assert [one.host for one in facts] == ["a"]
-    silent, twice = preflight._missing_processes(store, facts, 0.1)
-    assert "no word from ranks 1 and 2 within 0.1 s" in silent.text
-    assert "2 processes say that they are rank 0" in twice.text
-    store.leave("facts")  # does not wait for those that never came
+    facts = collect_facts(store, 0.1)
+    assert [process.host for process in facts] == ["a"]
+    missing, repeated = check_ranks(store, facts, 0.1)
+    assert "no answer from ranks 1 and 2 within 0.1 s" in missing.text
+    assert "2 processes have rank 0" in repeated.text
+    store.leave("facts")  # does not wait for the missing ranks
 
 
-def test_facts_of_another_state_of_the_code() -> None:
-    """They may have more or fewer keys; the table and the comparison, which says so, are printed all the same."""
+def test_facts_of_another_version_of_the_code_may_have_other_keys() -> None:
     store = RunStore(distributed.HashStore(), "doctor")
-    store.write("facts", {"host": "b", "rank": 0, "unheard": 1, "code": {"train.py": "2222"}})
-    (facts,) = preflight._all_facts(store, 1.0)
+    store.write("facts", {"host": "b", "rank": 0, "unknown": 1, "code": {"train.py": "2222"}})
+    (facts,) = collect_facts(store, 1.0)
     assert facts == ProcessFacts(host="b", rank=0, code={"train.py": "2222"})
     assert table([facts])
     assert "the code in train.py, utils/training/ema.py differs" in compare([A, facts])[0].text
@@ -49,13 +48,9 @@ def test_facts_of_another_state_of_the_code() -> None:
 
 def test_machine_flags_exist() -> None:
     assert set(MACHINE_FLAGS) <= {option.name for option in dataclasses.fields(TrainOptions)}
-    assert {field.name for field in dataclasses.fields(PreflightSettings)} <= set(MACHINE_FLAGS)
 
 
-# Hashes
-
-
-def test_a_hash_of_files_knows_content_and_names(tmp_path: Path) -> None:
+def test_hashes_depend_on_content(tmp_path: Path) -> None:
     for name in ("a.py", "data/b.py", "data/own.yaml", "data/hyps/c.yaml", "runs/d.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -67,20 +62,14 @@ def test_a_hash_of_files_knows_content_and_names(tmp_path: Path) -> None:
     assert after["data/b.py"] != hashes["data/b.py"]
 
 
-def test_the_whole_repository_is_hashed() -> None:
+def test_all_code_is_hashed() -> None:
     names = set(hash_files(ROOT, CODE_FILES, MACHINE_FILES))
-    assert {
-        "train.py",
-        "val.py",
-        "utils/distributed/preflight.py",
-        "models/tasks/detection/task.py",
-        "models/yolov5n.yaml",
-    } <= names
+    assert {"val.py", "utils/distributed/preflight.py", "models/tasks/__init__.py", "models/yolov5n.yaml"} <= names
     assert {name.split("/")[0] for name in names} <= {"train.py", "val.py", "models", "data", "utils"}
     assert "data/coco128.yaml" in hash_files(ROOT, MACHINE_FILES)
 
 
-def test_a_fingerprint_does_not_depend_on_the_root(tmp_path: Path) -> None:
+def test_a_fingerprint_depends_on_relative_names_and_sizes(tmp_path: Path) -> None:
     prints = {}
     for root, names in {"one": "ab", "other": "ab", "less": "a", "named": "ac"}.items():
         files = [tmp_path / root / "deep" / f"{name}.jpg" for name in ("x/1", *(f"y/{name}" for name in names))]
@@ -91,7 +80,7 @@ def test_a_fingerprint_does_not_depend_on_the_root(tmp_path: Path) -> None:
     assert prints["one"] == prints["other"]
     assert prints["one"].startswith("3 files ")
     assert len({prints[root] for root in ("one", "less", "named")}) == 3
-    files[0].write_text("1234")  # a copy that broke off
+    files[0].write_text("1234")
     assert fingerprint(files) != prints["named"]
     files[0].unlink()
     assert fingerprint(files) != prints["named"]

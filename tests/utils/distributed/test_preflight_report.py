@@ -1,4 +1,4 @@
-"""What the preflight makes of the processes' facts."""
+"""Findings and table of the preflight."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ A = ProcessFacts(
 B = dataclasses.replace(A, host="b", rank=1)
 
 
-def found(**changed: Any) -> list[Finding]:
-    """What is found where host b differs from host a in this."""
+def findings_if(**changed: Any) -> list[Finding]:
+    """Return the findings if host b differs from host a in these facts."""
     return compare([A, dataclasses.replace(B, **changed)])
 
 
-def test_equal_processes() -> None:
-    assert found() == compare([A]) == []
+def test_equal_processes_have_no_findings() -> None:
+    assert findings_if() == compare([A]) == []
 
 
 @pytest.mark.parametrize(
-    ("changed", "serious", "said"),
+    ("changed", "serious", "parts"),
     [
         (
             {"code": {**A.code, "utils/training/ema.py": "3f2a"}},
@@ -59,7 +59,7 @@ def test_equal_processes() -> None:
         (
             {"settings": {**A.settings, "--epochs": "4"}},
             True,
-            ["--epochs differs", "host b rank 1 has 4; give the same"],
+            ["--epochs differs", "host b rank 1 has 4; use the same"],
         ),
         ({"versions": {**A.versions, "Python": "3.11.8"}}, False, ["Python differs", "host b rank 1 has 3.11.8"]),
         ({"versions": {**A.versions, "torch": "2.8"}}, True, ["torch differs", "host b rank 1 has 2.8; install"]),
@@ -68,23 +68,23 @@ def test_equal_processes() -> None:
         ({"versions": {**A.versions, "deepspeed": "0.19"}, "deepspeed": True}, True, ["deepspeed differs"]),
         ({"device": "cuda:0 X", "backend": "nccl"}, True, ["kind of device differs", "host b rank 1 has cuda;"]),
         ({"errors": ("x.yaml is not a file",), "data": {}}, True, ["on host b rank 1: x.yaml is not a file"]),
-        ({"shm": 64 * MIB}, False, ["on host b /dev/shm has 64 MiB", "--shm-size", "--workers 0"]),
+        ({"shm": 64 * MIB}, False, ["on host b /dev/shm", "has 64 MiB", "--shm-size", "--workers 0"]),
         ({"device": "cpu", "disk": MIB}, False, []),  # only the main process writes
         ({"shm": 64 * MIB, "workers": 0}, False, []),
     ],
 )
-def test_what_differs_is_named(changed: dict[str, Any], serious: bool, said: list[str]) -> None:
-    findings = found(**changed)
-    assert len(findings) == bool(said), findings
+def test_differences_are_findings(changed: dict[str, Any], serious: bool, parts: list[str]) -> None:
+    findings = findings_if(**changed)
+    assert len(findings) == bool(parts), findings
     for finding in findings:
         assert finding.serious == serious
         assert str(finding).startswith("error: " if serious else "warning: ")
-        assert all(words in finding.text for words in said), finding.text
+        assert all(part in finding.text for part in parts), finding.text
 
 
-def test_a_full_disk_and_a_busy_gpu() -> None:
+def test_a_full_disk_and_a_busy_gpu_are_warnings() -> None:
     (full,) = compare([dataclasses.replace(A, disk=10 * MIB)])
-    assert "on host a, which writes the results, the disk has 10 MiB left" in full.text
+    assert "on host a, which writes the results, the disk has 10 MiB free" in full.text
     (busy,) = compare([dataclasses.replace(A, device="cuda:0 X", backend="nccl", memory=(GIB, 8 * GIB))])
     assert "only 1.0 of 8.0 GiB of cuda:0 X are free" in busy.text
     assert not full.serious
@@ -100,7 +100,7 @@ def test_places() -> None:
 
 def test_table() -> None:
     title, head, *rows = table([A, B])
-    assert title == "1 process: a rank 0, b rank 1"  # the number is the launcher's, and this is none
+    assert title == "1 process: host a rank 0, host b rank 1"  # 1: the launcher's number, without a launcher
     assert head.split()[:3] == ["host", "rank", "device"]
     assert [row.split()[:3] for row in rows] == [["a", "0", "cpu"], ["b", "1", "cpu"]]
     assert "8.0 of 16.0 GiB" in rows[0]

@@ -1,4 +1,4 @@
-"""A model, its optimizer and its loader, made ready for one process, for two, and for DeepSpeed."""
+"""Preparation of model, optimizer and loader for one process, for two, and for DeepSpeed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def images() -> torch.Tensor:
 def prepared(
     accelerator: Any, model: nn.Module, sync_bn: bool = False, comm_hook: str = ""
 ) -> tuple[DistributedModel, Any, Any]:
-    """Return model, optimizer and loader, prepared as train.py does."""
+    """Return model, optimizer and loader, prepared as in train.py."""
     place_model(accelerator, model)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(images()), batch_size=BATCH)
@@ -64,10 +64,10 @@ def test_one_process() -> None:
     weight = next(distributed.bare.parameters())
     weight.sum().backward()
     optimizer.step()
-    assert torch.allclose(weight, before["0.weight"] - 0.1)  # of the model itself, not of a copy
+    assert torch.allclose(weight, before["0.weight"] - 0.1)  # the optimizer steps the model itself
 
 
-def test_one_process_has_nothing_to_gather_or_average() -> None:
+def test_one_process_gathers_and_averages_nothing() -> None:
     distributed, *_ = prepared(Accelerator(cpu=True), network())
     ema = copy.deepcopy(distributed.bare)
     before = copy.deepcopy([distributed.bare.state_dict(), ema.state_dict()])
@@ -80,21 +80,8 @@ def test_one_process_has_nothing_to_gather_or_average() -> None:
 # Two processes
 
 
-def placed() -> list[Any]:
-    """Return the weights of two processes that have drawn different ones."""
-    accelerator, model = start("cpu", "no", 60.0), network(seed=ranks().rank)
-    place_model(accelerator, model)  # type: ignore[arg-type]
-    return [model.state_dict()]
-
-
-def test_two_processes_start_from_the_weights_of_the_main_one(on_processes: OnProcesses) -> None:
-    for (state,) in on_processes(2, placed):
-        assert all(torch.equal(state[name], value) for name, value in network().state_dict().items())
-
-
-def trained(sync_bn: bool, comm_hook: str) -> dict[str, Any]:
-    """Return what a process of two has after a backward pass on its share of the first batch."""
-    accelerator = start("cpu", "no", 60.0, comm_hook)
+def trained(accelerator: Accelerator, sync_bn: bool, comm_hook: str) -> dict[str, Any]:
+    """Return the results of a process after a backward pass on its part of the first batch."""
     distributed, _, loader = prepared(accelerator, network(), sync_bn, comm_hook)
     distributed.prepared.train()
     (batch,) = next(iter(loader))
@@ -114,40 +101,50 @@ def trained(sync_bn: bool, comm_hook: str) -> dict[str, Any]:
     }
 
 
+def place_and_train() -> dict[str, Any]:
+    """Return the weights of a process after drawing its own, and its results of training in three ways."""
+    accelerator, model = start("cpu", "no", 60.0), network(seed=ranks().rank)
+    place_model(accelerator, model)  # type: ignore[arg-type]
+    ways = {"plain": (False, ""), "sync_bn": (True, ""), "bf16": (False, "bf16")}
+    return {"placed": model.state_dict(), **{name: trained(accelerator, *way) for name, way in ways.items()}}
+
+
 def test_two_processes(on_processes: OnProcesses) -> None:
-    one, other = on_processes(2, trained, False, "")
-    for process in (one, other):
+    first, second = on_processes(2, place_and_train)
+    for state in (first["placed"], second["placed"]):  # the main process's
+        assert all(torch.equal(state[name], value) for name, value in network().state_dict().items())
+    check_plain(first["plain"], second["plain"])
+    check_sync_bn(first["sync_bn"], second["sync_bn"])
+    for name, gradient in first["bf16"]["gradients"].items():
+        assert torch.equal(gradient, gradient.bfloat16().float())
+        assert torch.equal(gradient, second["bf16"]["gradients"][name])
+
+
+def check_plain(first: dict[str, Any], second: dict[str, Any]) -> None:
+    for process in (first, second):
         assert process["wrapped"]
         assert not process["broadcast"]
-    assert torch.equal(torch.cat((one["batch"], other["batch"])), images()[:BATCH])  # each has its slice
-    assert all(torch.equal(gradient, other["gradients"][name]) for name, gradient in one["gradients"].items())
-    assert not torch.equal(one["statistics"], other["statistics"])  # each has seen its share only
-    mean, average = one["averaged"]
-    assert torch.allclose(mean, (one["statistics"] + other["statistics"]) / 2)
+    assert torch.equal(torch.cat((first["batch"], second["batch"])), images()[:BATCH])  # each has its slice
+    assert all(torch.equal(gradient, second["gradients"][name]) for name, gradient in first["gradients"].items())
+    assert not torch.equal(first["statistics"], second["statistics"])  # of each slice
+    mean, average = first["averaged"]
+    assert torch.allclose(mean, (first["statistics"] + second["statistics"]) / 2)
     assert average.tolist() == [1.5] * 6
-    assert torch.equal(mean, other["averaged"][0])
-    assert torch.equal(average, other["averaged"][1])
+    assert torch.equal(mean, second["averaged"][0])
+    assert torch.equal(average, second["averaged"][1])
 
 
-def test_two_processes_with_exact_batchnorm(on_processes: OnProcesses) -> None:
-    """Statistics and gradients are those of one process that sees the whole batch."""
-    one, other = on_processes(2, trained, True, "")
+def check_sync_bn(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Statistics and gradients are those of one process with the whole batch."""
     alone, _, loader = prepared(Accelerator(cpu=True), network())
     (batch,) = next(iter(loader))
     torch.manual_seed(2)
     alone.bare.train()(batch).square().sum().backward()
-    for process in (one, other):
+    for process in (first, second):
         assert torch.allclose(process["statistics"], alone.bare.get_buffer("1.running_mean"), atol=1e-7)
         for name, parameter in alone.bare.named_parameters():
             assert parameter.grad is not None
             assert torch.allclose(2 * process["gradients"][name], parameter.grad, rtol=1e-4, atol=1e-5)
-
-
-def test_compressed_gradients(on_processes: OnProcesses) -> None:
-    one, other = on_processes(2, trained, False, "bf16")
-    for name, gradient in one["gradients"].items():
-        assert torch.equal(gradient, gradient.bfloat16().float())
-        assert torch.equal(gradient, other["gradients"][name])
 
 
 # DeepSpeed
@@ -155,7 +152,7 @@ def test_compressed_gradients(on_processes: OnProcesses) -> None:
 
 @pytest.fixture
 def plugin() -> SimpleNamespace:
-    """Return Accelerate's plugin with what a launch file says."""
+    """Accelerate's plugin with the settings of a launch file."""
     return SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0})
 
 

@@ -1,9 +1,10 @@
-"""Ranks and world sizes from what a launcher leaves in the environment."""
+"""Ranks and world sizes from the environment variables of a launcher."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.making import without_launcher
 from utils.distributed.ranks import (
     SPAWNED,
     Ranks,
@@ -17,8 +18,7 @@ from utils.distributed.ranks import (
 
 
 def test_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+    without_launcher(monkeypatch)
     assert ranks() == Ranks(0, 1, 0, 1)
     assert (world_size(), local_world_size()) == (1, 1)
     assert speaks_for_machine()

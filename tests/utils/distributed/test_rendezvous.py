@@ -1,32 +1,31 @@
-"""How the processes of a launch reach each other."""
+"""Checks and settings before the processes of a launch connect."""
 
 from __future__ import annotations
 
 import os
+import socket
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from utils.distributed.rendezvous import connect, prepare_for_gloo, refuse_uneven_launch
+from tests.making import launched, without_launcher
+from utils.distributed.rendezvous import (
+    connect,
+    prepare_for_gloo,
+    refuse_uneven_launch,
+    rendezvous_errors,
+    wait_for_main_address,
+)
 from utils.errors import UserError
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher; what a test puts into the environment goes with it."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_launcher(monkeypatch)
 
 
-def launched(monkeypatch: pytest.MonkeyPatch, processes: int, here: int) -> None:
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
-    monkeypatch.setenv("LOCAL_RANK", "0")
-
-
-def parent(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+def set_parent(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
     monkeypatch.setattr(psutil, "Process", lambda _: SimpleNamespace(cmdline=lambda: command))
 
 
@@ -38,11 +37,11 @@ def parent(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
         ["/x/accelerate", "launch", "--config_file", "accelerate_configs/2node.yaml", "--num_processes=5", "train.py"],
     ],
 )
-def test_accelerate_cannot_start_unequal_numbers(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    parent(monkeypatch, command)
-    with pytest.raises(
-        UserError, match=r"do not fit on 2 machines; take a multiple of 2, or .*torch\.distributed\.run"
-    ):
+def test_accelerate_launch_must_divide_the_processes_evenly(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_parent(monkeypatch, command)
+    with pytest.raises(UserError, match=r"cannot be divided among 2 machines: use a multiple of 2, or torch\.distrib"):
         refuse_uneven_launch()
 
 
@@ -56,17 +55,17 @@ def test_accelerate_cannot_start_unequal_numbers(command: list[str], monkeypatch
         ["bash"],
     ],
 )
-def test_other_launches_pass(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    parent(monkeypatch, command)
+def test_other_launches_are_accepted(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    set_parent(monkeypatch, command)
     refuse_uneven_launch()
 
 
-def test_gloo_takes_the_interface_that_leads_to_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_uses_the_interface_with_a_route_to_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     launched(monkeypatch, 2, 2)
     prepare_for_gloo()
-    assert "GLOO_SOCKET_IFNAME" not in os.environ  # one machine: nothing to choose
+    assert "GLOO_SOCKET_IFNAME" not in os.environ  # not needed on one machine
     launched(monkeypatch, 4, 2)
     prepare_for_gloo()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
@@ -75,10 +74,40 @@ def test_gloo_takes_the_interface_that_leads_to_the_main_process(monkeypatch: py
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
 
 
-# Before there is an Accelerator
+def test_an_unreachable_main_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, 2, 1)
+    monkeypatch.setenv("RANK", "1")
+    with socket.socket() as closed:  # bound, but not listening
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(UserError) as raised:
+            wait_for_main_address(0.1)
+    assert str(raised.value) == (
+        f"the main process at 127.0.0.1 port {port} cannot be reached within 0.1 s (connection refused): start it, "
+        "open the port, check the address, or raise --dist-timeout"
+    )
 
 
-def test_one_process_has_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("EADDRINUSE: address already in use", "10.0.0.1 port 29501 is in use on this machine; give all processes"),
+        ("Timed out. 1/2 clients joined.", "only 1 of 2 processes connected to 10.0.0.1 port 29501 within 5 s: start"),
+        ("no route\nmore", "the processes cannot reach each other within 5 s (no route); if a machine has several"),
+    ],
+)
+def test_errors_of_the_rendezvous(error: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, 2, 1)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29501")
+    with pytest.raises(UserError) as raised, rendezvous_errors(5.0):
+        raise RuntimeError(error)
+    assert str(raised.value).startswith(message)
+
+
+def test_one_process_gets_a_new_store_in_memory() -> None:
     store = connect(1.0, "doctor")
     store.write("facts", 1)
     assert store.values("facts") == {0: 1}

@@ -1,4 +1,4 @@
-"""Shared memory; that processes share it is tested with the cache, in tests/data/test_cache.py."""
+"""Shared memory; sharing it between started processes is tested in tests/data/test_cache.py."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from utils.distributed import shared_memory as module
 from utils.distributed.shared_memory import shared_memory
 
 
-def test_memory_is_not_promised_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_promised", [])
+def test_memory_is_reserved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "reserved_bytes", [])
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    asked: list[int] = []
+    free_bytes: list[int] = []
     for _ in range(2):
-        shared_memory(lambda free: asked.append(free) or 600)  # type: ignore[func-returns-value]
-    assert asked == [1000, 400]
+        shared_memory(lambda free: free_bytes.append(free) or 600)  # type: ignore[func-returns-value]
+    assert free_bytes == [1000, 400]
 
 
 def test_forked_processes_write_into_it() -> None:

@@ -1,4 +1,4 @@
-"""Starting processes, and how they end."""
+"""The start of processes, and their end."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 
 from tests.conftest import OnProcesses
+from utils.distributed import spawn as spawn_module
 from utils.distributed.exit import run_main, sign_in
 from utils.distributed.ranks import Ranks, ranks
 from utils.distributed.spawn import spawn
@@ -26,40 +27,40 @@ def my_ranks() -> tuple[Ranks, str, str, int]:
 
 
 def test_spawn(on_processes: OnProcesses) -> None:
-    """Loader processes start as they would without it: forked, where that is the system's way."""
+    """The start method, that of loader processes, is the default of the system."""
     method = multiprocessing.get_start_method()
     assert on_processes(3, my_ranks) == [(Ranks(rank, 3, rank, 3), "1", method, 6) for rank in range(3)]
 
 
-def test_spawn_leaves_one_process_and_launched_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spawn_does_nothing_for_one_process_or_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not spawn(pytest.fail, 1)
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert not spawn(pytest.fail, 2)
 
 
-# How processes end: these are what they do
+# The end of processes: functions that they run
 
 
 def all_fail() -> None:
     distributed.init_process_group("gloo")
-    raise UserError("everyone sees this")
+    raise UserError("the same on all")
 
 
 def fail_before_meeting() -> None:
-    raise UserError("everyone sees this")
+    raise UserError("the same on all")
 
 
 def the_first_fails() -> None:
     distributed.init_process_group("gloo")
     if ranks().rank == 0:
-        raise UserError("only the first sees this")
+        raise UserError("on the first only")
     distributed.all_reduce(torch.ones(1))
 
 
 def the_last_fails() -> None:
     distributed.init_process_group("gloo")
     if ranks().rank == 2:
-        raise UserError("only the last sees this")
+        raise UserError("on the last only")
     distributed.all_reduce(torch.ones(1))
 
 
@@ -74,40 +75,40 @@ def the_last_leaves_silently() -> None:
     distributed.init_process_group("gloo")
     sign_in()
     if ranks().rank == 2:
-        time.sleep(1)  # the others wait for it already
+        time.sleep(1)  # the others are waiting for it
         os._exit(0)
     distributed.all_reduce(torch.ones(1))
 
 
 @pytest.mark.parametrize(
-    ("work", "said"),
+    ("work", "processes", "part"),
     [
-        (all_fail, "everyone sees this"),
-        (fail_before_meeting, "everyone sees this"),
-        (the_first_fails, "only the first sees this"),
-        (the_last_fails, "only the last sees this"),
-        (the_last_is_killed, "process 2 on"),
-        (the_last_leaves_silently, "process 2 on"),
+        (all_fail, 2, "the same on all"),
+        (fail_before_meeting, 2, "the same on all"),
+        (the_first_fails, 2, "on the first only"),
+        (the_last_fails, 3, "on the last only"),
+        (the_last_is_killed, 3, "process 2 on"),
+        (the_last_leaves_silently, 3, "process 2 on"),
     ],
 )
-def test_one_sentence_and_nobody_left(
-    work: object, said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_failed_run_prints_one_line(
+    work: object, processes: int, part: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with pytest.raises(SystemExit) as caught:
-        run_main(lambda: spawn(work, 3))  # type: ignore[arg-type]
+        run_main(lambda: spawn(work, processes))  # type: ignore[arg-type]
     assert caught.value.code == 1
     printed = capfd.readouterr()
     assert printed.err.count("error: ") == 1, printed
-    assert said in printed.err
+    assert part in printed.err
     assert "Traceback" not in printed.err
     assert printed.out == ""
 
 
 def test_a_killed_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher of all processes tells, unless one that waited for the killed one was faster."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with pytest.raises(UserError, match=r"process 1 on \S+ was ended by SIGKILL"):
+    monkeypatch.setattr(spawn_module, "SHUTDOWN_SECONDS", 0.1)
+    with pytest.raises(UserError, match=r"process 1 on \S+ was killed by SIGKILL"):
         spawn(kill_the_second, 2)
 
 

@@ -1,4 +1,4 @@
-"""The run's store: values of each rank, one value for all, counters, and answers in a bounded time."""
+"""The run's store: values per rank, one value for all, counters, and answers within a time limit."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from torch import distributed
 
 from tests.conftest import OnProcesses
 from utils.distributed import store as store_module
-from utils.distributed.ranks import Ranks, ranks
+from utils.distributed.ranks import ranks
 from utils.distributed.store import RunStore, ask_run_store, run_store, store_key
 from utils.errors import UserError
 
 
 @pytest.fixture
 def stores(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Returns the store as each of several processes has it."""
+    """A function that returns a `RunStore` for each of several processes."""
 
     def make(processes: int, topic: str = "start", store: distributed.Store | None = None) -> list[RunStore]:
         store, made = store or distributed.HashStore(), []
         with monkeypatch.context() as patch:
+            patch.setenv("WORLD_SIZE", str(processes))
             for rank in range(processes):
-                patch.setattr(store_module, "ranks", lambda rank=rank: Ranks(rank, processes, rank, processes))
+                patch.setenv("RANK", str(rank))
                 made.append(RunStore(store, topic))
         return made
 
@@ -36,7 +37,7 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("value", [None, False, 0, "", [], {"a": [1, 2.5, None]}, "ä"])
-def test_all_read_what_is_written(value: Any, stores: Any) -> None:
+def test_all_processes_read_a_value(value: Any, stores: Any) -> None:
     main, other = stores(2)
     main.write("answer", value)
     assert main.wait_for_main("answer", 1.0) == other.wait_for_main("answer", 1.0) == value
@@ -54,7 +55,7 @@ def test_the_last_value_counts(stores: Any) -> None:
     assert store.times_written("other", 0) == 0
 
 
-def test_what_comes_later_is_waited_for(stores: Any) -> None:
+def test_later_values_are_waited_for(stores: Any) -> None:
     main, other = stores(2)
     late = threading.Timer(0.2, main.write, ("answer", "late"))
     late.start()
@@ -64,15 +65,14 @@ def test_what_comes_later_is_waited_for(stores: Any) -> None:
     assert main.wait_for_values("answer", 30.0) == {0: "late", 1: "later"}
 
 
-def test_a_main_process_that_does_not_answer(stores: Any) -> None:
+def test_a_main_process_without_an_answer_is_an_error(stores: Any) -> None:
     _, other = stores(2)
     other.write("answer", 1)
-    with pytest.raises(UserError, match=r"the main process has not answered for 0\.1 s: see what it printed"):
+    with pytest.raises(UserError, match=r"the main process has not answered for 0\.1 s: check its output"):
         other.wait_for_main("answer", 0.1)
 
 
-def test_topics_and_attempts(monkeypatch: pytest.MonkeyPatch, stores: Any) -> None:
-    """They share a store, and so do the runs of a launcher that starts the processes anew."""
+def test_topics_and_attempts_have_their_own_names(monkeypatch: pytest.MonkeyPatch, stores: Any) -> None:
     shared = distributed.HashStore()
     (one,) = stores(1, "doctor", shared)
     one.write("answer", 1)
@@ -84,7 +84,6 @@ def test_topics_and_attempts(monkeypatch: pytest.MonkeyPatch, stores: Any) -> No
 
 
 def test_the_main_process_leaves_last(monkeypatch: pytest.MonkeyPatch, stores: Any) -> None:
-    """It waits for those that came, and for no longer than a moment."""
     main, other, _ = stores(3)
     main.write("facts", 1)
     other.write("facts", 1)
@@ -117,7 +116,7 @@ def test_the_first_writer_wins(stores: Any) -> None:
     assert main.value("stop") == other.value("stop") == other.wait_for_value("stop") == [3, "SIGTERM"]
 
 
-def test_a_value_that_does_not_come() -> None:
+def test_waiting_for_a_value_has_a_time_limit() -> None:
     store = distributed.HashStore()
     store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(distributed.DistError):
@@ -130,8 +129,8 @@ def test_counters(stores: Any) -> None:
     assert (main.count("failed"), other.count("failed"), main.count("failed", 0)) == (1, 2, 2)
 
 
-def test_keys_are_compared_across_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes with another version of the code find each other's facts, so that the preflight can name it."""
+def test_the_keys_of_the_preflight_never_change() -> None:
+    """Else it could not report processes with another version of the code."""
     store = distributed.HashStore()
     RunStore(store, "doctor").write("facts", {"host": "a"})
     before = distributed.PrefixStore(store_key("doctor"), store)
@@ -153,7 +152,7 @@ def slow_answer(store: RunStore) -> int:
 
 
 def ask() -> tuple[int, int, list[float], int]:
-    """The sum of what two processes have written, a counter, and the seconds of a question without an answer, twice."""
+    """Return the sum of the processes' values, a counter, the seconds of two unanswered calls, and their result."""
     distributed.init_process_group("gloo")
     store = run_store()
     assert store is not None
@@ -171,7 +170,7 @@ def ask() -> tuple[int, int, list[float], int]:
     return total, count, times, answer
 
 
-def test_a_question_is_answered_in_time_or_not_asked_again(on_processes: OnProcesses) -> None:
+def test_a_store_without_an_answer_is_not_asked_again(on_processes: OnProcesses) -> None:
     returned = on_processes(2, ask)
     assert [total for total, *_ in returned] == [3, 3]
     assert sorted(count for _, count, *_ in returned) == [3, 6]

@@ -1,4 +1,4 @@
-"""Dropout whose choices are those of the batch of all processes."""
+"""Dropout with the masks of the global batch."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ from torch import Tensor, nn
 from torchvision.models import convnext_tiny, mobilenet_v3_small
 from torchvision.ops import StochasticDepth
 
+from tests.making import without_launcher
 from utils.distributed.sync_dropout import GlobalDropout, synchronise_dropout
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher; what a test puts into the environment goes with it."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_launcher(monkeypatch)
 
 
 def network() -> nn.Sequential:
-    """All that is replaced, at two depths, and what looks like it."""
+    """Make a network with layers to replace, at two depths, and layers to leave as they are."""
     inner = nn.Sequential(nn.Dropout(0.25, inplace=True), StochasticDepth(0.75, "row"))
     return nn.Sequential(
         nn.Linear(3, 3), nn.Dropout(0.5), inner, nn.Dropout(0.0), nn.Dropout2d(0.5), StochasticDepth(0.5, "batch")
     )
 
 
-def test_what_drops_is_replaced() -> None:
+def test_dropout_layers_are_replaced() -> None:
     model = network()
     names, state = [name for name, _ in model.named_modules()], model.state_dict()
     inner = model[2]
@@ -42,18 +40,18 @@ def test_what_drops_is_replaced() -> None:
         (0.75, True, False),
         (0.5, False, True),
     ]
-    assert [type(part) for part in model[3:]] == [nn.Dropout, GlobalDropout, StochasticDepth]  # never, or not by row
+    assert [type(part) for part in model[3:]] == [nn.Dropout, GlobalDropout, StochasticDepth]  # p is 0, or not by row
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_mode_stays(training: bool) -> None:
+def test_the_training_mode_stays(training: bool) -> None:
     model = network().train(training)
     synchronise_dropout(model)
     assert {part.training for part in model.modules()} == {training}
 
 
 @pytest.mark.parametrize(("build", "kind"), [(mobilenet_v3_small, nn.Dropout), (convnext_tiny, StochasticDepth)])
-def test_networks_of_torchvisions(build: type, kind: type) -> None:
+def test_torchvision_models(build: type, kind: type) -> None:
     with torch.device("meta"):
         model = build()
     dropping = [name for name, part in model.named_modules() if isinstance(part, kind) and part.p]
@@ -65,23 +63,23 @@ def test_networks_of_torchvisions(build: type, kind: type) -> None:
 
 
 @pytest.mark.parametrize("rows", [True, False])
-def test_nothing_is_dropped_in_evaluation(rows: bool) -> None:
-    given, before = torch.rand(4, 3), torch.get_rng_state()
-    assert GlobalDropout(0.5, rows).eval()(given) is given
-    assert torch.equal(torch.get_rng_state(), before)  # nor drawn
+def test_evaluation_drops_and_draws_nothing(rows: bool) -> None:
+    values, before = torch.rand(4, 3), torch.get_rng_state()
+    assert GlobalDropout(0.5, rows).eval()(values) is values
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("rows", [True, False])
-def test_the_expectation_stays(rows: bool) -> None:
+def test_the_mean_stays(rows: bool) -> None:
     torch.manual_seed(0)
-    found = GlobalDropout(0.2, rows)(torch.full((40_000, 2, 1), 4.0))
-    assert found.unique().tolist() == [0, 5]  # 4 / 0.8
-    assert found.mean().item() == pytest.approx(4, abs=0.06)  # 6 standard deviations of the mean of 40000 rows
-    alike = (found[:, 0] == found[:, 1]).float().mean().item()
+    values = GlobalDropout(0.2, rows)(torch.full((40_000, 2, 1), 4.0))
+    assert values.unique().tolist() == [0, 5]  # 4 / 0.8
+    assert values.mean().item() == pytest.approx(4, abs=0.06)  # 6 standard deviations of the mean of 40000 rows
+    alike = (values[:, 0] == values[:, 1]).float().mean().item()
     assert alike == pytest.approx(1 if rows else 0.8**2 + 0.2**2, abs=0.02 if not rows else 0)
 
 
-def test_whole_maps_are_dropped() -> None:
+def test_whole_channels_are_dropped() -> None:
     torch.manual_seed(0)
     dropped = GlobalDropout(0.5, rows=False, maps=True)(torch.ones(50, 8, 3, 4)) == 0
     assert torch.equal(dropped.all((2, 3)), dropped.any(3).any(2))
@@ -89,25 +87,25 @@ def test_whole_maps_are_dropped() -> None:
 
 
 @pytest.mark.parametrize("rows", [True, False])
-def test_gradients_are_dropped_alike(rows: bool) -> None:
-    given = torch.ones(8, 5, requires_grad=True)
-    found = GlobalDropout(0.5, rows)(given)
-    found.sum().backward()
-    assert given.grad is not None
-    assert torch.equal(given.grad, found.detach())
+def test_the_gradient_has_the_same_mask(rows: bool) -> None:
+    values = torch.ones(8, 5, requires_grad=True)
+    output = GlobalDropout(0.5, rows)(values)
+    output.sum().backward()
+    assert values.grad is not None
+    assert torch.equal(values.grad, output.detach())
 
 
 @pytest.mark.parametrize("rows", [True, False])
-def test_all_may_be_dropped(rows: bool) -> None:
+def test_probability_1_drops_everything(rows: bool) -> None:
     assert GlobalDropout(1.0, rows)(torch.ones(3, 4)).tolist() == [[0] * 4] * 3
 
 
-def test_precision_stays() -> None:
+def test_the_dtype_stays() -> None:
     assert GlobalDropout(0.25, False)(torch.ones(3, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 def run(images: Tensor, rank: int, processes: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, float]:
-    """What a process makes of its part of the images, and the next number that it draws."""
+    """Return the output of a process for its part of the images, and its next random number."""
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     torch.manual_seed(7)
@@ -119,11 +117,11 @@ def run(images: Tensor, rank: int, processes: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_any_number_of_processes_drops_the_same(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mask_does_not_depend_on_the_number_of_processes(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     images = torch.rand(12, 4, 5) + 1
     whole, number = run(images, 0, 1, monkeypatch)
     parts, numbers = zip(*(run(images, rank, processes, monkeypatch) for rank in range(processes)), strict=True)
     assert torch.equal(torch.cat(parts), whole)
-    assert set(numbers) == {number}  # and what comes after is drawn alike
+    assert set(numbers) == {number}
     dropped = [part == 0 for part in parts]
-    assert not torch.equal(dropped[0], dropped[1])  # each process its own images
+    assert not torch.equal(dropped[0], dropped[1])  # of different images

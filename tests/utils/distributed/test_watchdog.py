@@ -1,4 +1,4 @@
-"""When nobody moves any more: who holds the others up, and where it stands."""
+"""The watchdog: which process is late, when it ends a run, and its message."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import distributed
 
+from utils.distributed import exit as exit_module
 from utils.distributed import store as store_module
 from utils.distributed import watchdog
 from utils.distributed.exit import run_main, sign_in
 from utils.distributed.ranks import ranks
 from utils.distributed.spawn import spawn
 from utils.distributed.store import RunStore
-from utils.distributed.watchdog import Position, Watchdog, blamed, is_waiting
+from utils.distributed.watchdog import Position, Watchdog, is_waiting, late_ranks
 
 
 def at(waits: bool, batches: int) -> Position:
@@ -42,12 +43,12 @@ def at(waits: bool, batches: int) -> Position:
         pytest.param({0: at(False, 5), 1: at(False, 5), 2: at(False, 5)}, set(), id="none waits, all alike"),
     ],
 )
-def test_blamed(positions: dict[int, Position], late: set[int]) -> None:
-    assert blamed(3, positions) == late
+def test_late_ranks(positions: dict[int, Position], late: set[int]) -> None:
+    assert late_ranks(3, positions) == late
 
 
 def stack(*files: str) -> FrameType:
-    """A stack that ends in functions of these files, the last one innermost."""
+    """Return the innermost frame of a stack of functions of these files, the last one innermost."""
     inner: Any = sys._getframe
     for file in reversed(files):
         code = compile("def run(inner):\n    return inner()\n", file, "exec")
@@ -82,7 +83,7 @@ def test_no_stack_is_no_wait() -> None:
     assert not is_waiting(None)
 
 
-# When it ends a process
+# The end of a process
 
 
 class Ended(Exception):
@@ -90,12 +91,12 @@ class Ended(Exception):
 
 
 class Observed(Watchdog):
-    def _end(self) -> NoReturn:
+    def end(self) -> NoReturn:
         raise Ended
 
 
 def run_clock(monkeypatch: pytest.MonkeyPatch, beats_until: float, off_at: float = float("inf")) -> float:
-    """Watch for 5 s; the process moves with every look until then. The time of the end; 0 where there is none."""
+    """Return the time at which a watchdog of 5 s ends the process; 0 if it does not. It checks every 0.5 s."""
     now = 0.0
 
     def sleep(seconds: float) -> None:
@@ -109,16 +110,16 @@ def run_clock(monkeypatch: pytest.MonkeyPatch, beats_until: float, off_at: float
     observed = Observed(5.0, Path("runs"))
     observed.on = True
     try:
-        observed._watch()
+        observed.watch()
     except Ended:
         return now
     return 0.0
 
 
-def test_it_ends_a_process_that_does_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_clock(monkeypatch, 20.0) == 25.5  # the first look after 5 s
+def test_it_ends_a_process_without_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_clock(monkeypatch, 20.0) == 25.5  # the first check after 5 s
     assert run_clock(monkeypatch, 20.0, off_at=23.0) == 0.0
-    assert run_clock(monkeypatch, 20.0, off_at=25.5) == 0.0  # it is over: nothing to watch any more
+    assert run_clock(monkeypatch, 20.0, off_at=25.5) == 0.0
 
 
 def test_one_process_is_not_watched() -> None:
@@ -130,8 +131,7 @@ def test_one_process_is_not_watched() -> None:
 
 
 def end(monkeypatch: pytest.MonkeyPatch, folder: Path, *late: int, answers: bool = True) -> str:
-    """What is printed if those are late, by a store that `answers`."""
-    printed: list[str] = []
+    """Return the message if process 0 and the ranks `late` are late. answers: whether the store can be reached."""
     shared = distributed.HashStore()
     monkeypatch.setenv("WORLD_SIZE", "3")
     for rank in (1, 2):
@@ -141,71 +141,64 @@ def end(monkeypatch: pytest.MonkeyPatch, folder: Path, *late: int, answers: bool
     monkeypatch.setattr(watchdog, "POSITIONS_SECONDS", 0)
     monkeypatch.setattr(store_module, "run_store", lambda: RunStore(shared) if answers else None)
 
-    def give_up(message: str, code: int) -> NoReturn:
-        printed.append(message)
-        raise Ended
-
-    monkeypatch.setattr(watchdog, "give_up", give_up)
-    watched = Watchdog(9.5, folder)
-    with pytest.raises(Ended):
-        watched._end()
+    messages: list[str] = []
+    monkeypatch.setattr(watchdog, "give_up_after_first", lambda explain: messages.append(explain()))
+    Watchdog(9.5, folder).end()
     if answers:
         assert RunStore(shared).values("positions")[0] == list(at(False, 0))
         assert RunStore(shared).is_written("alarm")
-    return printed[-1]
+    return messages[-1]
 
 
-def test_the_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_message_names_late_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert end(monkeypatch, tmp_path) == (
-        "error: process 0 did not move for 9.5 s (--dist-timeout) while the others waited; what each was doing stands "
-        f"in {tmp_path}/stacks"
+        "error: process 0 made no progress for 9.5 s (--dist-timeout) while the others waited; the stack of each "
+        f"process is in {tmp_path}/stacks"
     )
-    assert "test_the_sentence" in (tmp_path / "stacks" / "process0.txt").read_text()
-    assert end(monkeypatch, tmp_path, 2).startswith("error: process 0 and process 2 did not move for")
-    assert end(monkeypatch, tmp_path, 1, 2).startswith("error: no process moved for 9.5 s")
+    assert "test_the_message" in (tmp_path / "stacks" / "process0.txt").read_text()
+    assert end(monkeypatch, tmp_path, 2).startswith("error: process 0 and process 2 made no progress for")
+    assert end(monkeypatch, tmp_path, 1, 2).startswith("error: no process made progress for 9.5 s")
     assert end(monkeypatch, tmp_path, answers=False).startswith(
-        "error: process 1 and process 2 did not move, or could not be reached, for 9.5 s (--dist-timeout)"
+        "error: process 1 and process 2 made no progress, or could not be reached, for 9.5 s (--dist-timeout)"
     )
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_not_writable_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").touch()
-    assert end(monkeypatch, tmp_path / "run").startswith("error: process 0 did not move")
+    assert end(monkeypatch, tmp_path / "run").startswith("error: process 0 made no progress")
 
 
 # Three processes
 
 
-def sleep_for_ever() -> None:
+def hang() -> None:
     time.sleep(1e6)
 
 
-def the_second_stalls(folder: Path) -> None:
-    watchdog.POSITIONS_SECONDS = watchdog.EXPLAIN_SECONDS = 1.0
+def hang_on_the_second(folder: Path) -> None:
+    watchdog.POSITIONS_SECONDS = exit_module.EXPLAIN_SECONDS = 1.0
     distributed.init_process_group("gloo")
     sign_in()
     with Watchdog(2.0, folder) as watched:
         for step in range(10):
             watched.beat()
             if ranks().rank == 1 and step == 3:
-                sleep_for_ever()
+                hang()
             distributed.all_reduce(torch.ones(1))
 
 
-def test_the_process_that_holds_the_others_up_is_named(
+def test_a_process_that_hangs_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with pytest.raises(SystemExit) as caught:
-        run_main(lambda: spawn(functools.partial(the_second_stalls, tmp_path), 3))
+        run_main(lambda: spawn(functools.partial(hang_on_the_second, tmp_path), 3))
     assert caught.value.code == 1
     printed = capfd.readouterr()
     assert printed.out == ""
-    assert printed.err == (
-        f"error: process 1 on {socket.gethostname()} did not move for 2 s (--dist-timeout) while the others waited; "
-        f"what each was doing stands in {tmp_path}/stacks\n"
-    )
+    assert printed.err.startswith(f"error: process 1 on {socket.gethostname()} made no progress for 2 s")
+    assert printed.err.count("\n") == 1
     stacks = {file.name: file.read_text() for file in (tmp_path / "stacks").iterdir()}
     assert set(stacks) == {f"process{rank}.txt" for rank in range(3)}
-    assert [name for name, text in stacks.items() if "in sleep_for_ever" in text] == ["process1.txt"]
-    assert all("in the_second_stalls" in text for text in stacks.values())
+    assert [name for name, text in stacks.items() if "in hang\n" in text] == ["process1.txt"]
+    assert all("in hang_on_the_second" in text for text in stacks.values())
