@@ -182,7 +182,7 @@ class Training:
             self.save_weights(["last.pt"])
             run.files.finish_writing()
             reason = f"the time limit of {self.options.time_limit:g} hours"
-        run.print(f"stopped by {reason} {steps.progress}; all is saved: go on with --resume {run.path}")
+        run.print(f"stopped by {reason} {steps.progress}; everything is saved: continue with --resume {run.path}")
         run.finish(TRACKER_SECONDS)
         run.collectives.broadcast(None)  # no process ends while another one still writes
 
@@ -307,7 +307,7 @@ def assemble(argv: Sequence[str], settings: Settings | None = None) -> Training:
     validation_batch = min(2 * loop.batch_size, VALIDATION_BATCH)
     evaluate = evaluator(run, task, model, criterion, data, val_split, validation_batch, logged=options.max_images)
     run.print(*(data.cache_messages(loader) or data.cache_messages(evaluate.loader)), *sampler.messages)
-    run.print(*plan(accelerator, loop.batch_size, len(loader), loop.epochs), f"results go to {run.path}")
+    run.print(*plan(accelerator, loop.batch_size, len(loader), loop.epochs), f"saving results to {run.path}")
     optimizer = settings.select(OptimizerOptions)
     with memory.explain_out_of_memory(loop.batch_size, model.imgsz):
         steps, loader = prepare_training(run, model, loader, settings.hyp, optimizer, task.loss_names, identity, saved)

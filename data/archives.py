@@ -102,7 +102,7 @@ def _fetch_archive(address: str, work: Path, number: int, folder: str, root: Pat
         return
     name = unquote(PurePosixPath(urlsplit(address).path).name) or "archive"
     archive = download(
-        address, work / f"{number}-{name}", advice=f"download it by other means and unpack it to {target}"
+        address, work / f"{number}-{name}", advice=f"download it in another way and unpack it to {target}"
     )
     try:
         unpack(archive, work / "files" / folder, target.name, expected, address)
@@ -157,7 +157,7 @@ def _open_members(archive: Path, name: str) -> Iterator[list[_Member]]:
     except ARCHIVE_ERRORS as error:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # of this machine's disk
             raise
-        raise UserError(f"{name} cannot be unpacked ({error}); try again, or unpack it by other means") from None
+        raise UserError(f"{name} cannot be unpacked ({error}); try again, or unpack it yourself") from None
 
 
 def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> _Member:
@@ -174,7 +174,7 @@ def _tar_member(archive: tarfile.TarFile, info: tarfile.TarInfo, name: str) -> _
 def _member_parts(member: str, regular: bool, name: str) -> tuple[str, ...]:
     """Return the parts of a member's name, separated by either slash. Raises `UserError` for an unsafe member."""
     if not regular:
-        raise UserError(f"{name} contains '{member}', which is a link or a device; unpack it by other means")
+        raise UserError(f"{name} contains '{member}', which is a link or a device; unpack it yourself")
     if not is_inside(member):
         raise UserError(f"{name} contains '{member}', which leads out of the data set; do not trust it")
     return PurePosixPath(member.replace("\\", "/")).parts

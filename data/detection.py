@@ -167,7 +167,7 @@ class DetectionSplit(Split):
     def report(self, title: str) -> list[str]:
         """Return lines for the console: counts, and the first few problems."""
         counts = self.labels.counts
-        summary = f"{title}: {len(counts)} images, {counts.sum()} boxes, {(counts == 0).sum()} images without any"
+        summary = f"{title}: {len(counts)} images ({(counts == 0).sum()} without boxes), {counts.sum()} boxes"
         return [summary, *problem_warnings(self.problems, title)]
 
     def shown(self, index: int, side: int) -> np.ndarray:

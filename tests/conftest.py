@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import random
 import shutil
@@ -170,7 +171,10 @@ def call_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
         monkeypatch.setattr(train, "train", load_all)
         with pytest.raises(SystemExit) as caught:
             run_main({"train.py": train, "val.py": val}[script].main)
-        return int(caught.value.code or 0), "".join(capfd.readouterr())
+        code = int(caught.value.code or 0)
+        del caught
+        gc.collect()  # releases the lock of the run folder
+        return code, "".join(capfd.readouterr())
 
     yield call
     AcceleratorState._reset_state(reset_partial_state=True)

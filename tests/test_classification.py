@@ -176,7 +176,7 @@ def test_killed_and_resumed(processes: int, train: Train, run_script: RunScript,
     resume = ("--resume", str(tmp_path / "killed"))
     fault = planted("SIGKILL", "validation batch of a classifier", rank=0)
     run_script("train.py", *resume, **fault, OMP_NUM_THREADS="1", code=code)
-    assert "going on with" in run_script("train.py", *resume, OMP_NUM_THREADS="1")
+    assert "resuming " in run_script("train.py", *resume, OMP_NUM_THREADS="1")
     identical(tmp_path / "killed", straight)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import ROOT, RunScript, free_port
+from tests.conftest import ROOT, RunScript, free_port, not_here
 from tests.machines import ACCELERATE, CONFIGS, by_hand, ip
 from utils.files import read_yaml
 
@@ -189,7 +189,7 @@ def close_ports(hosts: Sequence[str], but: str) -> None:
                 ip("-n", host, "rule", "add", *open_port)
             ip("-n", host, "rule", "add", "pref", "20", "iif", "cable", "ipproto", "tcp", "blackhole")
     except subprocess.CalledProcessError as error:
-        pytest.skip(f"this system's routing rules know no ports: {error.stderr.strip()}")
+        not_here(f"routing rules with ports ({error.stderr.strip()})")
 
 
 def test_only_the_main_port_is_open(hosts: tuple[str, str], both: Callable[..., list[str]]) -> None:

@@ -142,7 +142,7 @@ def test_a_full_disk(train: Train, run_script: RunScript, small_disk: Path) -> N
     printed = train(small_disk, fails=True)
     assert printed.count("warning: ") == 1
     assert f"{small_disk / 'exp' / 'checkpoint'} cannot be written now: No space left on device" in printed
-    refused(printed, f"cannot be written: No space left on device; fix that, and go on with --resume {small_disk}")
+    refused(printed, f"cannot be written: No space left on device; fix that, and continue with --resume {small_disk}")
     assert len(rows(small_disk / "exp")) == 3
     state = StateFiles(small_disk / "exp" / "checkpoint").read(pytest.fail)
     assert state is not None

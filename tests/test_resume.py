@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import RECIPE, ROOT, RunScript, left_behind
+from tests.conftest import RECIPE, ROOT, CallMain, RunScript, left_behind
 from tests.curves import identical, refused, rows, same_curve, untouched
 from tests.faults.fault_points import planted
 from tests.machines import ACCELERATE, CONFIGS, on_machine
@@ -83,7 +83,7 @@ def test_killed_in_an_epoch_in_validation_and_in_a_save(
     for point, number in (("validation batch", 1), ("file replacement", 1), ("flush to disk", 3)):
         resume(tmp_path, **planted("SIGKILL", point, number), code=-signal.SIGKILL)
     assert list(tmp_path.rglob("*.part"))
-    assert "going on with" in resume(tmp_path)
+    assert "resuming " in resume(tmp_path)
     identical(tmp_path / "exp", undisturbed)
     assert not list(tmp_path.rglob("*.part"))
 
@@ -108,7 +108,7 @@ def test_one_of_two_processes_is_killed(
     assert "ended by SIGKILL" in printed
     for point, number, rank in others:
         resume(tmp_path, **planted("SIGKILL", point, number, rank), code=1)
-    assert "going on with" in resume(tmp_path)
+    assert "resuming " in resume(tmp_path)
     identical(tmp_path / "exp", undisturbed_on_two)
 
 
@@ -143,7 +143,7 @@ def test_a_launcher_starts_it_again(train: Train, undisturbed_on_two: Path, tmp_
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"), "--max_restarts", "1")
     fault = planted("SIGKILL", "optimizer step", 6, rank=1)
     printed = train(tmp_path, "--resume", "auto", launcher=launcher, **fault)
-    assert "going on with" in printed
+    assert "resuming " in printed
     identical(tmp_path / "exp", undisturbed_on_two)
 
 
@@ -158,7 +158,7 @@ def test_a_damaged_state(damage: str, train: Train, resume: Train, undisturbed: 
     )
     printed = resume(tmp_path)
     assert printed.count(f"warning: {newest} is damaged") == 1
-    assert "going on with" in printed
+    assert "resuming " in printed
     identical(tmp_path / "exp", undisturbed)
 
 
@@ -170,7 +170,7 @@ def test_a_damaged_state(damage: str, train: Train, resume: Train, undisturbed: 
 )
 def test_asked_to_end(word: str, code: int, train: Train, resume: Train, undisturbed: Path, tmp_path: Path) -> None:
     printed = train(tmp_path, **planted(word, "loss"), code=code)
-    assert f"stopped by {word} in epoch 1, after batch 2; all is saved: go on with --resume" in printed
+    assert f"stopped by {word} in epoch 1, after batch 2; everything is saved: continue with --resume" in printed
     assert not (tmp_path / "exp" / "results.csv").exists()
     resume(tmp_path)
     identical(tmp_path / "exp", undisturbed)
@@ -181,7 +181,7 @@ def test_asked_to_end_in_validation_on_two(
 ) -> None:
     """One process hears the signal while it validates; nothing of the training is done again."""
     printed = train(tmp_path, *HERE, **planted("SIGTERM", "validation batch", rank=0), code=143)
-    assert "stopped by SIGTERM in epoch 1, after batch 7; all is saved" in printed
+    assert "stopped by SIGTERM in epoch 1, after batch 7; everything is saved" in printed
     resume(tmp_path)
     identical(tmp_path / "exp", undisturbed_on_two)
 
@@ -209,7 +209,7 @@ def test_two_machines_without_a_shared_disk(
 
     printed = on_both(**planted("SIGTERM", "loss", 9, rank=1), fails=True)
     assert "stopped by SIGTERM in epoch 2, after batch 4" in printed[0]
-    assert "going on with" in on_both("--resume", "auto")[0]
+    assert "resuming " in on_both("--resume", "auto")[0]
     assert not (tmp_path / "1").exists()
     identical(tmp_path / "0" / "exp", undisturbed_on_two)
 
@@ -229,7 +229,7 @@ def test_under_another_stage_of_zero(stage: str, train: Train, undisturbed: Path
 def test_the_time_limit(train: Train, undisturbed: Path, tmp_path: Path) -> None:
     """Over at the first step: saved, validated, exit code 0."""
     printed = train(tmp_path, "--time-limit", "0.0001")
-    assert "stopped by the time limit of 0.0001 hours in epoch 1, after batch 2; all is saved" in printed
+    assert "stopped by the time limit of 0.0001 hours in epoch 1, after batch 2; everything is saved" in printed
     assert "mAP50-95" in printed
     assert (tmp_path / "exp" / "weights" / "last.pt").is_file()
     train(tmp_path, "--resume", "auto")
@@ -239,23 +239,33 @@ def test_the_time_limit(train: Train, undisturbed: Path, tmp_path: Path) -> None
 # What is resumed
 
 
-def test_a_finished_run(train: Train, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_finished_run(
+    call_main: CallMain, flags: tuple[str, ...], train: Train, undisturbed: Path, tmp_path: Path
+) -> None:
     """It is left alone, or made longer; what would break it is named."""
     shutil.copytree(undisturbed, tmp_path / "exp")
+
+    def resume(*more: str) -> str:
+        return call_main("train.py", *flags, "--project", str(tmp_path), "--resume", *more)[1]
+
     with untouched(tmp_path):
         message = f"{tmp_path / 'exp'} is finished: nothing to resume"
-        assert message in train(tmp_path, "--resume", "auto")
-        assert message in train(tmp_path, "--resume", str(tmp_path / "exp" / "weights" / "best.pt"))
-        refused(train(tmp_path, "--resume", "--batch-size", "8", fails=True), "--batch-size is 8 now, and")
-        refused(train(tmp_path, "--resume", "--epochs", "5", "--imgsz", "96", fails=True), "--imgsz is 96 now")
+        assert message in resume("auto")
+        assert message in resume(str(tmp_path / "exp" / "weights" / "best.pt"))
+        refused(resume("--batch-size", "8"), "--batch-size is 8 now, and")
+        refused(resume("--epochs", "5", "--imgsz", "96"), "--imgsz is 96 now")
         data = yaml.safe_load((undisturbed / "settings.yaml").read_text())["data"]
         other = tmp_path / "other.yaml"
         other.write_text(Path(data).read_text().replace("0: disc", "0: disk"))
-        printed = train(tmp_path, "--resume", "--epochs", "5", "--data", str(other), fails=True)
-        refused(printed, "the classes have changed since the run began (6 then, 6 now: class 0 was disc and is disk)")
+        refused(
+            resume("--epochs", "5", "--data", str(other)),
+            "the classes have changed since the run began (6 then, 6 now: class 0 was disc and is disk)",
+        )
         other.write_text(Path(data).read_text().replace("train: images/train", "train: images/val"))
-        printed = train(tmp_path, "--resume", "--epochs", "5", "--data", str(other), fails=True)
-        refused(printed, "the training images have changed since the run began (28 then, 8 now)")
+        refused(
+            resume("--epochs", "5", "--data", str(other)),
+            "the training images have changed since the run began (28 then, 8 now)",
+        )
         other.unlink()
     printed = train(tmp_path, "--resume", "--epochs", "4")
     assert "--epochs is 4 and was 3" in printed
@@ -266,10 +276,17 @@ def test_a_finished_run(train: Train, undisturbed: Path, tmp_path: Path) -> None
     assert rows(tmp_path / "exp")[3]["x/lr0"] == pytest.approx(rate)
 
 
-def test_nothing_to_resume(train: Train, tmp_path: Path) -> None:
-    refused(train(tmp_path, "--resume", fails=True), f"there is no run to resume in {tmp_path}")
-    refused(train(tmp_path, "--resume", str(tmp_path / "no"), fails=True), "there is no such file or folder")
-    assert not list(tmp_path.iterdir())
+def test_nothing_to_resume(call_main: CallMain, tmp_path: Path) -> None:
+    project = tmp_path / "runs"
+    messages = {
+        (): f"there is no run to resume in {project}",
+        (str(project / "no"),): "there is no such file or folder",
+    }
+    for more, message in messages.items():
+        code, printed = call_main("train.py", "--project", str(project), "--resume", *more)
+        assert code == 1
+        refused(printed, message)
+    assert not project.exists()
 
 
 @pytest.mark.gpu
@@ -291,13 +308,15 @@ def test_killed_before_there_was_a_state(train: Train, undisturbed: Path, tmp_pa
     identical(tmp_path / "exp", undisturbed)
 
 
-def test_a_folder_that_a_live_run_is_writing(train: Train, tmp_path: Path) -> None:
+def test_a_folder_that_a_live_run_is_writing(call_main: CallMain, flags: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "exp").mkdir()
-    held = lock_folder(tmp_path / "exp")
+    lock = lock_folder(tmp_path / "exp")
     try:
-        refused(train(tmp_path, "--exist-ok", fails=True), f"another run is writing into {tmp_path / 'exp'}")
+        code, printed = call_main("train.py", *flags, "--project", str(tmp_path), "--exist-ok")
     finally:
-        held.release()
+        lock.release()
+    assert code == 1
+    refused(printed, f"another run is writing into {tmp_path / 'exp'}")
 
 
 # Nothing outlives its run

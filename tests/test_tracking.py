@@ -268,11 +268,11 @@ def test_a_failure_of_wandb_does_not_change_the_run(
 def test_a_run_that_is_stopped_by_a_signal_is_logged(train: Train, tmp_path: Path) -> None:
     """It is stopped by SIGTERM after its third step."""
     printed = train(tmp_path, **planted("SIGTERM", "optimizer step", 3), code=143, WANDB_MODE="offline")
-    assert "go on with --resume" in printed
+    assert "continue with --resume" in printed
     run = only(tmp_path / "exp")
     assert run.code == 0
     assert run.column("step")[:3] == [1, 2, 3]
-    assert any("go on with --resume" in line for line in run.lines)
+    assert any("continue with --resume" in line for line in run.lines)
 
 
 def test_a_quiet_run_with_tensorboard(train: Train, tmp_path: Path) -> None:

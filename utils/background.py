@@ -58,7 +58,7 @@ class Background:
                 if not self.failed:
                     self.failed = True
                     reason = f"{type(error).__name__}: {first_line(error, 1000)}"
-                    self.warn(f"warning: {self.failure} ({reason}); training goes on")
+                    self.warn(f"warning: {self.failure} ({reason}); training continues")
 
 
 def start_process(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:

@@ -437,10 +437,10 @@ def test_a_batch_of_backgrounds_has_no_targets() -> None:
 
 def test_a_report_counts_images_boxes_and_problems(folder: Path) -> None:
     # images 0 to 11 have 1, 2, 3, 1, ... boxes, the fourth none
-    assert data_of(folder).split("val").report("val") == ["val: 12 images, 23 boxes, 1 images without any"]
+    assert data_of(folder).split("val").report("val") == ["val: 12 images (1 without boxes), 23 boxes"]
     file = write_label(folder / "images/01.png", "bad", "0 .5 .5 .5 .5")
     lines = data_of(folder).split("val").report("val")
-    assert lines[0] == "val: 12 images, 22 boxes, 1 images without any"
+    assert lines[0] == "val: 12 images (1 without boxes), 22 boxes"
     assert [line.partition(": not")[0] for line in lines[1:]] == [f"warning: {file}, line 1"]
 
 

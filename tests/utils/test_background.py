@@ -32,7 +32,7 @@ def test_failures_are_one_warning_and_later_jobs_run() -> None:
     work.do(lambda: [][0])
     work.do(lambda: done.append("after"))
     assert work.finish(5)
-    assert warnings == ["warning: it has failed (ZeroDivisionError: division by zero); training goes on"]
+    assert warnings == ["warning: it has failed (ZeroDivisionError: division by zero); training continues"]
     assert done == ["after"]
 
 

@@ -129,5 +129,5 @@ def test_a_file_that_cannot_be_written_is_a_warning_and_finally_an_error(
     folder.save_weights(["last.pt"], nn.Linear(2, 1), yaml={"task": "detect"}, names={}, settings={})
     folder.wait_for_writing()
     assert [warning.partition(" cannot")[0] for warning in warnings] == [f"warning: {tmp_path}/weights/last.pt"]
-    with pytest.raises(UserError, match=r"last\.pt cannot be written: .*; fix that, and go on with --resume"):
+    with pytest.raises(UserError, match=r"last\.pt cannot be written: .*; fix that, and continue with --resume"):
         folder.finish_writing()

@@ -60,7 +60,7 @@ class BackgroundWriter:
             if not self.warned.issuperset(jobs):
                 self.warned.update(jobs)
                 names = " and ".join(map(str, jobs))
-                self.warn(f"warning: {names} cannot be written now: {error.strerror or error}; training goes on")
+                self.warn(f"warning: {names} cannot be written now: {error.strerror or error}; training continues")
         else:
             for path in jobs:
                 self.failed.pop(path, None)
@@ -73,7 +73,7 @@ class BackgroundWriter:
                 job()
             except OSError as error:
                 raise UserError(
-                    f"{path} cannot be written: {error.strerror or error}; fix that, and go on with "
+                    f"{path} cannot be written: {error.strerror or error}; fix that, and continue with "
                     f"--resume {run_folder}"
                 ) from None
             self.failed.pop(path)

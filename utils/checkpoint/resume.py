@@ -60,7 +60,7 @@ def read_saved_state(
     saved = run.files.read_state() if settings.saved else None
     if saved:
         run.print(*identity.check(saved), *settings.changes)
-        run.print(f"going on with {run.path} {Progress.from_state(saved['progress'])}")
+        run.print(f"resuming {run.path} {Progress.from_state(saved['progress'])}")
     run.files.rewind(saved)
     return identity, saved
 

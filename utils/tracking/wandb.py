@@ -60,7 +60,7 @@ class WandbTracker(Tracker):
             )
         except OSError as error:
             self.closed = True
-            self.print_line(f"warning: W&B cannot be started ({error.strerror}); training goes on")
+            self.print_line(f"warning: W&B cannot be started ({error.strerror}); training continues")
             return
         self._threads = [
             threading.Thread(target=work, args=(self.process,), daemon=True) for work in (self._write, self._read)

@@ -53,7 +53,7 @@ class Session:
         """Report the first failure; later ones are silent."""
         if not self.warned:
             self.warned = True
-            self.reply(f"warning: W&B: {first_line(error, 1000)}; training goes on, results.csv has its numbers")
+            self.reply(f"warning: W&B: {first_line(error, 1000)}; training continues, results.csv has its numbers")
 
     def start(
         self,

@@ -42,7 +42,7 @@ def adapt_anchors(model: YoloModel, sides: np.ndarray, threshold: float) -> str:
     current = (head.anchors * strides).reshape(-1, 2).numpy()
     before = fit(sides, current, threshold)
     message = (
-        f"AutoAnchor: {before.recall:.4f} of the boxes fit an anchor, {before.anchors_per_box:.2f} anchors per box"
+        f"AutoAnchor: {before.recall:.1%} of the boxes match an anchor, {before.anchors_per_box:.2f} anchors per box"
     )
     if before.recall > SUFFICIENT_RECALL:
         return message
@@ -55,7 +55,7 @@ def adapt_anchors(model: YoloModel, sides: np.ndarray, threshold: float) -> str:
         anchors = anchors.flip(0)
     head.anchors.copy_(anchors / strides)
     model.yaml["anchors"] = anchors.reshape(head.nl, -1).tolist()
-    return f"{message}; new anchors: {after.recall:.4f}, {after.anchors_per_box:.2f}"
+    return f"{message}; new anchors: {after.recall:.1%}, {after.anchors_per_box:.2f} per box"
 
 
 def fit(sides: np.ndarray, anchors: np.ndarray, threshold: float) -> Fit:

@@ -63,7 +63,7 @@ def test_a_repeated_failure_is_one_warning(writer: BackgroundWriter, warnings: l
         writer.write([weights.parent / "results.csv"], b"epoch")
     writer.wait()
     assert warnings == [
-        f"warning: {weights}/last.pt and {weights}/best.pt cannot be written now: File exists; training goes on"
+        f"warning: {weights}/last.pt and {weights}/best.pt cannot be written now: File exists; training continues"
     ]
     assert (weights.parent / "results.csv").read_bytes() == b"epoch"
 
@@ -92,7 +92,7 @@ def test_a_full_disk_leaves_the_old_file(
         writer.write([tmp_path / "last.pt"], b"new")
         writer.wait()
         assert warnings == [
-            f"warning: {tmp_path}/last.pt cannot be written now: No space left on device; training goes on"
+            f"warning: {tmp_path}/last.pt cannot be written now: No space left on device; training continues"
         ]
         assert (tmp_path / "last.pt").read_bytes() == b"old"
         with pytest.raises(UserError, match=r"last\.pt cannot be written: No space left on device; fix that"):
@@ -107,7 +107,7 @@ def test_a_file_that_cannot_be_written_at_the_end_is_an_error(writer: Background
     with pytest.raises(UserError) as caught:
         writer.finish(weights.parent)
     assert str(caught.value) == (
-        f"{weights}/last.pt cannot be written: File exists; fix that, and go on with --resume {weights.parent}"
+        f"{weights}/last.pt cannot be written: File exists; fix that, and continue with --resume {weights.parent}"
     )
 
 
@@ -148,7 +148,7 @@ def test_an_error_without_a_system_message(writer: BackgroundWriter, warnings: l
     writer.submit({Path("a"): fail})
     with pytest.raises(UserError, match="a cannot be written: the archive is too large; fix"):
         writer.finish(Path("runs"))
-    assert warnings == ["warning: a cannot be written now: the archive is too large; training goes on"]
+    assert warnings == ["warning: a cannot be written now: the archive is too large; training continues"]
 
 
 def test_a_programming_error_is_raised(writer: BackgroundWriter, warnings: list[str]) -> None:

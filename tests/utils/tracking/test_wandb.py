@@ -96,7 +96,7 @@ def test_a_process_that_cannot_be_started_is_a_warning(tmp_path: Path, monkeypat
     tracker.store_init_configuration({})
     tracker.log({"step": 1}, step=1)
     tracker.finish()
-    assert printed == ["warning: W&B cannot be started (No such file or directory); training goes on"]
+    assert printed == ["warning: W&B cannot be started (No such file or directory); training continues"]
 
 
 def test_replies_are_printed_and_can_stop_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def test_anchors_that_fit_stay() -> None:
     model = build_model(tiny_detector())
     before = model.detect.anchors.clone()
     message = adapt_anchors(model, np.array([[4, 4], [30, 20.0]]), 4.0)
-    assert "1.0000 of the boxes fit an anchor" in message
+    assert "100.0% of the boxes match an anchor" in message
     assert "new anchors" not in message
     assert torch.equal(model.detect.anchors, before)
     assert model.yaml["anchors"] == tiny_detector()["anchors"]
@@ -109,7 +109,7 @@ def test_anchors_that_do_not_fit_are_replaced() -> None:
     sides = tall_boxes()
     assert fit(sides, pixels(model).reshape(-1, 2), 4.0).recall < SUFFICIENT_RECALL
     message = adapt_anchors(model, sides, 4.0)
-    assert "new anchors: 1.0000" in message
+    assert "new anchors: 100.0%" in message
     assert fit(sides, pixels(model).reshape(-1, 2), 4.0).recall == 1
     areas = pixels(model).prod(2).flatten()
     assert (np.diff(areas) >= 0).all()  # small ones on the fine level

@@ -71,7 +71,7 @@ def test_anchors_are_adapted_to_the_split_at_the_models_size(task: DetectionTask
 
     split: Any = SimpleNamespace(labels=SimpleNamespace(side_lengths=side_lengths))
     (message,) = task.adapt(task.build_model(tiny_detector(), 60), split)
-    assert message.startswith("AutoAnchor: 1.0000 of the boxes fit an anchor")
+    assert message.startswith("AutoAnchor: 100.0% of the boxes match an anchor")
     assert sizes == [64]
 
 
