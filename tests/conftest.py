@@ -154,11 +154,14 @@ class CallMain(Protocol):
 
 
 @pytest.fixture
-def call_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[CallMain]:
+def call_main(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[CallMain]:
     """Instead of training, all images are loaded once."""
     import train
     import val
 
+    cache = tmp_path_factory.mktemp("cache")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
     def load_all(training: train.Training) -> None:
@@ -166,7 +169,7 @@ def call_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
         raise Stopped(0)
 
     def call(script: str, *flags: str) -> tuple[int, str]:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         monkeypatch.setattr(sys, "argv", [script, *flags])
         monkeypatch.setattr(train, "train", load_all)
         with pytest.raises(SystemExit) as caught:
