@@ -22,7 +22,7 @@ from data.sources import read_spec
 from utils.config.hyperparameters import Hyperparameters
 from utils.distributed.accelerator import start
 from utils.distributed.collectives import Collectives
-from utils.distributed.ranks import print_on_main
+from utils.distributed.ranks import ranks
 from utils.distributed.spawn import spawn
 
 MIB = 2**20
@@ -57,7 +57,8 @@ def measure(arguments: argparse.Namespace, cache: str) -> None:
     process_bytes = sum(process.memory_full_info().pss for process in [here, *here.children(recursive=True)])
     total = sum(collectives.gather([process_bytes]))
     images = sum(loader.dataset.images.read(k).nbytes for k in range(len(split.images)))
-    print_on_main(f"cache {cache or '-':4} {total / MIB:8.0f} MiB in total; decoded images: {images / MIB:.0f} MiB")
+    if ranks().rank == 0:
+        print(f"cache {cache or '-':4} {total / MIB:8.0f} MiB in total; decoded images: {images / MIB:.0f} MiB")
 
 
 if __name__ == "__main__":

@@ -360,7 +360,7 @@ def rank_questions(source: str) -> list[str]:
         ("if speaks_for_machine():\n    pass\n", True),
         ("import os\nif os.environ['RANK'] == '0':\n    pass\n", True),
         ("import os\nmain = os.getenv('LOCAL_RANK', '0') == '0'\n", True),
-        ("from utils.distributed.ranks import launched, local_world_size, print_on_main, world_size\n", False),
+        ("from utils.distributed.ranks import launched, local_world_size, world_size\n", False),
         ("n = accelerator.num_processes\n", False),
         ("class Options:\n    local_rank: int = -1\n", False),
         ("names = ('local_rank', 'device')\n", False),

@@ -54,9 +54,3 @@ def launched() -> bool:
 def speaks_for_machine() -> bool:
     """Return whether this process prints for its machine if the processes cannot communicate."""
     return ranks().local_rank == 0
-
-
-def print_on_main(*lines: str) -> None:
-    """Print lines on the main process, before there is a `Run`."""
-    if ranks().rank == 0:
-        print(*lines, sep="\n", flush=True)

@@ -10,7 +10,6 @@ from utils.distributed.ranks import (
     Ranks,
     launched,
     local_world_size,
-    print_on_main,
     ranks,
     speaks_for_machine,
     world_size,
@@ -31,11 +30,3 @@ def test_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched()
     monkeypatch.setenv(SPAWNED, "1")
     assert not launched()
-
-
-def test_print_on_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("RANK", "1")
-    print_on_main("a")
-    monkeypatch.setenv("RANK", "0")
-    print_on_main("b", "c")
-    assert capsys.readouterr().out == "b\nc\n"
