@@ -104,8 +104,8 @@ class Predictor:
         An image: a path or address, a PIL image, an array (h, w, 3) or (h, w) of uint8 in RGB, or a tensor (3, h, w) of
         uint8, or of floats in 0 to 1. A tensor (b, 3, h, w) is a list.
 
-        A detector returns float32 (k, 6): xyxy in pixels of the image, confidence, class, the most confident first. A
-        classifier returns the probability of each class, float32 (classes,).
+        Boxes are float32 (k, 6): xyxy in pixels of the image, confidence, class, the most confident first. A model for
+        whole images returns the probability of each class, float32 (classes,).
         """
         if isinstance(images, (list, tuple)) or (isinstance(images, Tensor) and images.ndim == 4):
             return [self(image) for image in images]
