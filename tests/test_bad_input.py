@@ -1,4 +1,4 @@
-"""Bad input, one row each: one clear sentence before the first step, or a counted warning; the user's files stay."""
+"""A table of bad input: each row ends in one sentence before the first step, or in a warning, and changes no file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROTATED, NONSENSE = 6, 99  # values of EXIF's orientation
 
 
 class Inputs:
-    """What a user has: `set/` with a data YAML, images and labels, a model YAML, hyperparameters and weights."""
+    """The files of a user: `set/` with a data YAML, images and labels, a model YAML, hyperparameters and weights."""
 
     def __init__(self, folder: Path, model: dict[str, Any]) -> None:
         self.folder = folder
@@ -43,7 +43,7 @@ class Inputs:
         self.write("hyp.yaml", self.hyp)
 
     def write(self, name: str, content: Any) -> None:
-        """A file of `set/`: bytes, text, or a YAML's content."""
+        """Write a file of `set/`: bytes, text, or the content of a YAML."""
         file = self.folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         if not isinstance(content, (str, bytes)):
@@ -55,15 +55,15 @@ class Inputs:
         self.write(f"labels/{split}/{Path(name).stem}.txt", rows)
 
     def label(self, rows: str | bytes, split: str = "train") -> None:
-        """Another label file for the first image."""
+        """Replace the label file of the first image."""
         self.write(f"labels/{split}/0.txt", rows)
 
     def change(self, **keys: Any) -> None:
-        """Other values in the data YAML; None takes a key away."""
+        """Change values of the data YAML; None removes a key."""
         self.write("data.yaml", {key: value for key, value in {**self.data, **keys}.items() if value is not None})
 
     def row(self, number: int, row: Any) -> None:
-        """Another row in the model's backbone."""
+        """Add a row to the model's backbone."""
         self.model["backbone"][number] = row
         self.write("model.yaml", self.model)
 
@@ -89,7 +89,7 @@ def exif(orientation: int) -> bytes:
 
 
 def bomb() -> bytes:
-    """A PNG of some bytes that says it has 3.6 billion pixels."""
+    """Return a PNG of a few bytes whose header says 3.6 billion pixels."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
@@ -122,7 +122,7 @@ class Payload:
 
 
 class Unknown:
-    """Of a module that nobody else has."""
+    """A class of a module that exists nowhere else."""
 
 
 def unknown_class() -> bytes:
@@ -138,7 +138,7 @@ def link(inputs: Inputs) -> None:
 
 
 def listed(*lines: str) -> Callable[[Inputs], None]:
-    """A list file for training: the first images, and these lines."""
+    """Train on a list file with the first images and these lines."""
 
     def plant(inputs: Inputs) -> None:
         inputs.write("train.txt", "\n".join(["images/train/0.jpg", "images/train/1.jpg", *lines]))
@@ -184,12 +184,12 @@ def model(**keys: Any) -> Callable[[Inputs], None]:
 
 
 def nothing(inputs: Inputs) -> None:
-    """The flags are bad enough."""
+    """Leave the files as they are: the flags are wrong."""
 
 
 @dataclass
 class Case:
-    """A row of the table: what is planted, and the message. Flags may have {set}, the folder of the inputs."""
+    """A row of the table: what spoils the inputs, and the message. {set} in flags is the folder of the inputs."""
 
     plant: Callable[[Inputs], None]
     message: str
@@ -480,7 +480,7 @@ def test_a_warning_on_two_processes(name: str, inputs: Inputs, run_script: RunSc
 
 
 def test_without_permission(inputs: Inputs, call_main: CallMain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root may read everything: for it the system's answer is played."""
+    """Root may read everything, so for root the system's answer is simulated."""
     closed = inputs.folder / "images/train/0.jpg"
     closed.chmod(0)
     if os.geteuid() == 0:

@@ -35,7 +35,7 @@ Train = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def train(run_script: RunScript, drawn_classes: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Trains yolov5n-cls from scratch for two epochs, on one thread per process; what it printed.
+    """Train yolov5n-cls from scratch for two epochs, on one thread per process; return what was printed.
 
     Not a ResNet: from scratch, with its small epsilon, rounding grows a thousandfold in five steps, on one process too.
     """
@@ -121,7 +121,7 @@ def test_a_resnet_in_float64(on_processes: OnProcesses, drawn_classes: Path, tmp
 
 @pytest.mark.long
 def test_dropout_does_not_depend_on_the_processes(train: Train, tmp_path: Path) -> None:
-    """yolov5n-cls with dropout, mixed images and accumulated batches; another seed drops others."""
+    """yolov5n-cls with dropout, mixed images and accumulated batches; without dropout the losses differ."""
     model = yaml.safe_load((ROOT / "models" / "yolov5n-cls.yaml").read_text())
     model["head"] = [[-1, 1, "Classify", ["nc", 0.5]]]
     (tmp_path / "model.yaml").write_text(yaml.safe_dump(model))
@@ -141,7 +141,7 @@ def test_dropout_does_not_depend_on_the_processes(train: Train, tmp_path: Path) 
 def test_statistics_are_averaged_without_sync_bn(
     train: Train, run_script: RunScript, drawn_classes: Path, tmp_path: Path
 ) -> None:
-    """What two processes have validated is what one validates: every image of a prime number of them, once."""
+    """Two processes get the table of one, and validate each image once; their number is prime."""
     train(tmp_path, "--processes", "2")
     weights = str(tmp_path / "exp" / "weights" / "last.pt")
     how = ("--imgsz", "64", "--workers", "0", "--device", "cpu", "--project", str(tmp_path / "val"))
@@ -164,7 +164,7 @@ def test_statistics_are_averaged_without_sync_bn(
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_killed_and_resumed(processes: int, train: Train, run_script: RunScript, alone: Path, tmp_path: Path) -> None:
-    """In an epoch, then in a validation."""
+    """It is killed in an epoch, then in a validation."""
     here = ("--processes", "2") if processes > 1 else ()
     straight = alone
     if processes > 1:
@@ -181,7 +181,7 @@ def test_killed_and_resumed(processes: int, train: Train, run_script: RunScript,
 
 
 def test_resume_looks_at_the_recipe(train: Train, run_script: RunScript, alone: Path, tmp_path: Path) -> None:
-    """Of this task: a detector's recipe has other keys."""
+    """The recipe's keys are those of this task."""
     other = tmp_path / "other.yaml"
     other.write_text(yaml.safe_dump({**GENTLE, "lr0": 0.5}))
     resume = ("--resume", str(alone), "--epochs", "3", "--hyp", str(other))
@@ -192,7 +192,7 @@ def test_resume_looks_at_the_recipe(train: Train, run_script: RunScript, alone: 
 
 
 def test_fine_tuning_the_head_alone(train: Train, drawn_classes: Path, alone: Path, tmp_path: Path) -> None:
-    """From weights of other classes: what fits is taken, what does not is named; nothing but the head learns."""
+    """Weights of other classes: tensors that fit are loaded, the others are named, and only the head is trained."""
     names = [*reversed(NAMES), "weeds"]  # another order, and one more
     spec = yaml.safe_load(drawn_classes.read_text())
     (tmp_path / "six.yaml").write_text(yaml.safe_dump({**spec, "names": names}))
@@ -209,7 +209,7 @@ def test_fine_tuning_the_head_alone(train: Train, drawn_classes: Path, alone: Pa
 
 
 def test_local_weights_of_torchvision(train: Train, tmp_path: Path) -> None:
-    """A file of bare tensors, as torchvision gives them."""
+    """A file of tensors without metadata, in torchvision's form."""
     torch.save(resnet18(num_classes=10).state_dict(), tmp_path / "resnet18.pth")
     flags = ("--cfg", "models/resnet18.yaml", "--weights", str(tmp_path / "resnet18.pth"), "--epochs", "1")
     printed = train(tmp_path, *flags, "--freeze", "9")
@@ -226,7 +226,7 @@ def test_a_detectors_backbone(train: Train, learned: Path, tmp_path: Path) -> No
 
 @pytest.mark.long
 def test_the_learning_rate_is_scaled_where_asked(train: Train, alone: Path, tmp_path: Path) -> None:
-    """The total batch is what counts: nothing changes silently with the number of processes."""
+    """Without --scale-lr the learning rate does not depend on the number of processes."""
     train(tmp_path, "--processes", "2", "--name", "same", "--epochs", "1", "--noval")
     train(tmp_path, "--processes", "2", "--name", "scaled", "--epochs", "1", "--noval", "--scale-lr")
     assert rows(tmp_path / "same")[0]["x/lr0"] == rows(alone)[0]["x/lr0"] == 0.0005
@@ -252,7 +252,7 @@ def test_a_loss_that_is_not_finite(train: Train, tmp_path: Path) -> None:
 
 
 def test_one_folder(drawn_classes: Path, train: Train, run_script: RunScript, tmp_path: Path) -> None:
-    """Images of all kinds, one that cannot be read; the split and the classes' numbers are written down."""
+    """Images of several modes and a broken one; the split and the class numbers are written to files."""
     folder = tmp_path / "photos"
     shutil.copytree(drawn_classes.with_suffix("") / "train", folder)
     pixels = noise(50, 40)
@@ -315,7 +315,7 @@ def test_the_built_in_job_learns(run_script: RunScript, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_its_defaults_are_taken(run_script: RunScript, tmp_path: Path) -> None:
-    """The data YAML's, and without an entry there the task's; the command line goes before both."""
+    """Defaults come from the task, the data YAML overrides them, and the command line overrides both."""
     what = ("--cfg", "resnet18", "--data", "data/shapes-cls.yaml", "--batch-size", "256", "--epochs", "1")
     run_script("train.py", *what, "--device", "cpu", "--noval", "--noplots", "--project", str(tmp_path))
     settings = yaml.safe_load((tmp_path / "exp" / "settings.yaml").read_text())
@@ -349,7 +349,7 @@ def test_bad_input(
 
 @pytest.mark.gpu
 def test_on_a_gpu(train: Train, alone: Path, tmp_path: Path) -> None:
-    """The curve of the CPU, nearly; in bf16 it runs too, and torchvision's models with it."""
+    """The curve is close to the CPU's; a model of torchvision trains in bf16."""
     train(tmp_path, "--device", "0", "--mixed-precision", "no")
     same_curve(tmp_path / "exp", alone, losses=1e-2, scores=0.07, weights=1e-2)
     train(tmp_path, "--device", "0", "--cfg", "models/resnet18.yaml", "--name", "bf16", "--epochs", "1")

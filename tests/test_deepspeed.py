@@ -39,7 +39,7 @@ def test_the_curve_of_one_process(
     drawn: Path,
     tmp_path: Path,
 ) -> None:
-    """Required: 1e-3; measured: 2e-7. The weights are ordinary: val.py gets training's numbers. One W&B run only."""
+    """Required: 1e-3; measured: 2e-7. val.py gets the same scores from the weight file. There is one W&B run."""
     printed = fine_tune(tmp_path, "--sync-bn", launcher=by(name), DS_ACCELERATOR="cpu", WANDB_MODE="offline")
     assert f"2 processes under DeepSpeed ZeRO-{stage}, mixed precision no" in printed
     assert "WARNING" not in printed
@@ -56,7 +56,7 @@ def test_the_curve_of_one_process(
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["zero2_bf16", "zero3_bf16"])
 def test_bf16_stays_near(name: str, single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
-    """8 bits of fraction: losses within 2 % (measured: 0.2 %), and not those of fp32."""
+    """Losses are within 2 % of fp32 (measured: 0.2 %), but not equal."""
     printed = fine_tune(tmp_path, "--sync-bn", launcher=by(name), DS_ACCELERATOR="cpu")
     assert "mixed precision bf16" in printed
     same_curve(tmp_path / "exp", single, losses=0.02, scores=0.02, weights=1e-3)
@@ -67,7 +67,7 @@ def test_bf16_stays_near(name: str, single: Path, fine_tune: Callable[..., str],
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3_offload"])
 def test_it_ends_in_order_twenty_times(name: str, run_script: RunScript, drawn: Path, tmp_path: Path) -> None:
-    """run_script asks for exit code 0. Without care some runs abort when they take themselves down."""
+    """The exit code is 0 each time; without an orderly shutdown some runs would abort."""
     flags = ("--data", str(drawn), "--weights", "", "--cfg", "yolov5n.yaml", "--imgsz", "64", "--epochs", "1")
     how = ("--batch-size", "8", "--workers", "0", "--noplots", "--device", "cpu", "--project", str(tmp_path))
     for _ in range(20):

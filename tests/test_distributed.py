@@ -1,4 +1,4 @@
-"""One curve on any number of processes and on two machines: whole runs, and what a run does inside."""
+"""One curve on any number of processes and on two machines: whole runs, and parts of a run on several processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_sync_bn_changes_nothing_on_one_process(single: Path, fine_tune: Callabl
 @pytest.mark.long
 @pytest.mark.parametrize("compiler", ["AOT_EAGER", "INDUCTOR"])
 def test_compiled(single: Path, fine_tune: Callable[..., str], tmp_path: Path, compiler: str) -> None:
-    """By torch.compile, as `accelerate launch --dynamo_backend` and an Accelerate config ask for it."""
+    """Compiled by torch.compile, as `accelerate launch --dynamo_backend` and an Accelerate config request it."""
     printed = fine_tune(tmp_path, ACCELERATE_DYNAMO_BACKEND=compiler)
     assert f", compiled by {compiler.lower()}" in printed
     same_curve(tmp_path / "exp", single)
@@ -98,7 +98,7 @@ SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@" & wait -n && wait -n
 
 @pytest.mark.long
 def test_slurm(single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
-    """The batch file with two nodes that are this machine: SLURM's own commands are played by two lines of shell."""
+    """The batch file runs on two nodes, both this machine; SLURM's commands are simulated by two lines of shell."""
     for name, text in {"srun": SRUN, "scontrol": "#!/bin/bash\necho 127.0.0.1; echo other\n"}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -162,7 +162,7 @@ def test_validation_by_accelerate(run_script: RunScript, drawn: Path, learned: P
 
 @pytest.fixture
 def flags(drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """From scratch, with a learning rate and a decay that bite from the first step on."""
+    """Flags of a run from scratch, with a learning rate and a decay that matter from the first step on."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     hyp = tmp_path / "sharp.yaml"
     hyp.write_text(yaml.safe_dump(SHARP))
@@ -203,7 +203,7 @@ WAITING = {"aten::item", "aten::nonzero", "aten::masked_select", "aten::equal", 
 
 
 def waits(flags: Sequence[str]) -> tuple[int, int]:
-    """Such operations in the training loop, and optimizer steps, on a device that is counted one step behind."""
+    """Return the number of such operations in the loop, and of optimizer steps, if steps are counted one step later."""
     OptimizerSteps.behind = 1
     training = train.assemble(flags)
     batches = list(training.loader)
@@ -220,7 +220,7 @@ def waits(flags: Sequence[str]) -> tuple[int, int]:
 def test_the_loop_waits_for_nothing_but_the_verdict_on_the_last_step(
     on_processes: OnProcesses, flags: list[str]
 ) -> None:
-    """Two optimizer steps before it is watched, which is counted while it is not, and two after."""
+    """Two of the steps are profiled; the first of them is counted inside the profile, the second later."""
     assert on_processes(1, waits, flags) == [(2, 3)]
 
 
@@ -257,7 +257,7 @@ def test_settings_do_not_depend_on_the_number_of_processes(on_processes: OnProce
 
 
 def reduced(flags: Sequence[str]) -> tuple[int, int, int, int]:
-    """Elements of gradients that DDP reduces in an epoch, those of the model, optimizer steps, batches."""
+    """Return the gradient elements that DDP reduces in an epoch, the model's parameters, optimizer steps, batches."""
     training = train.assemble(flags)
     model, sent = training.steps.model.prepared, []
 
@@ -278,7 +278,7 @@ def test_gradients_travel_once_per_optimizer_step(on_processes: OnProcesses, fla
 
 
 def validated(flags: Sequence[str]) -> tuple[list[int], int, dict[str, float], dict[str, float]]:
-    """The images that this process validated, how many it put through the model, and the metrics and losses of all."""
+    """Return the images that this process validated, how many it ran through the model, and the metrics and losses."""
     training = train.assemble(flags)
     model, evaluate = training.steps.ema.model, training.evaluate
     images: list[int] = []
@@ -292,7 +292,7 @@ def validated(flags: Sequence[str]) -> tuple[list[int], int, dict[str, float], d
 @pytest.mark.long
 @pytest.mark.parametrize(("hook", "gap"), [("bf16", 0.01), ("powersgd", 0.05)])
 def test_compressed_gradients(hook: str, gap: float, run_script: RunScript, flags: list[str], tmp_path: Path) -> None:
-    """Another curve, but not far from it."""
+    """The curve differs, but stays close."""
     for name, more in (("exact", []), (hook, ["--comm-hook", hook])):
         run_script("train.py", *flags, "--processes", "2", "--name", name, *more, OMP_NUM_THREADS="1")
     for own, exact in zip(rows(tmp_path / hook), rows(tmp_path / "exact"), strict=True):
@@ -302,7 +302,7 @@ def test_compressed_gradients(hook: str, gap: float, run_script: RunScript, flag
 
 
 def test_every_image_is_validated_once(on_processes: OnProcesses, flags: list[str]) -> None:
-    """31 images in batches of 8, by the size of the training batch: four batches, dealt out whole."""
+    """31 images in batches of 8 are four batches, and each goes to one process as a whole."""
     flags = [*flags, "--batch-size", "4"]
     ((images, forwarded, metrics, losses),) = on_processes(1, validated, flags)
     assert (sorted(images), forwarded) == (list(range(VAL)), VAL)
@@ -313,7 +313,7 @@ def test_every_image_is_validated_once(on_processes: OnProcesses, flags: list[st
 
 
 def decided(flags: Sequence[str]) -> tuple[float, dict[str, float]]:
-    """Validate where every process but the first finds better numbers."""
+    """Validate with a fitness that is better on every process but the first."""
     summarise = DetectionMetrics.summarise
 
     def differently(self: DetectionMetrics, records: Any) -> Any:
@@ -326,14 +326,14 @@ def decided(flags: Sequence[str]) -> tuple[float, dict[str, float]]:
 
 
 def test_all_decide_by_the_same_numbers(on_processes: OnProcesses, flags: list[str]) -> None:
-    """Best and early stop follow from the fitness, so all have the main process's to the bit."""
+    """The best epoch and early stopping depend on the fitness, so all processes have the main process's to the bit."""
     first, second = on_processes(2, decided, flags)
     assert first == second
     assert first[0] == 0.0
 
 
 def started_alike(flags: Sequence[str]) -> list[Tensor]:
-    """The weights and their average of a process that would have begun with others of its own."""
+    """Return the weights and EMA of a process that built its model from a seed of its own."""
     build = DetectionTask.build_model
 
     def differently(self: DetectionTask, *described: Any) -> Any:
@@ -397,7 +397,7 @@ def test_unequal_machines_are_refused_where_accelerate_would_drop_a_process(
 
 
 def test_two_machines(hosts: tuple[str, str], single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
-    """Without a word on interfaces, although the host's name means the loopback here. One W&B run is made."""
+    """No interface is named, although the host's name resolves to the loopback here. One W&B run is made."""
 
     def machine(rank: int) -> str:
         offline = {"WANDB_MODE": "offline"}
@@ -413,7 +413,7 @@ def test_two_machines(hosts: tuple[str, str], single: Path, fine_tune: Callable[
 
 
 def test_a_cut_cable(hosts: tuple[str, str], fine_tune: Callable[..., str], tmp_path: Path) -> None:
-    """Both machines end with one sentence, soon after the time-out; none waits for the other for ever."""
+    """Both machines end with one sentence soon after the time-out."""
 
     def machine(rank: int) -> tuple[str, float]:
         flags = ("--sync-bn", "--epochs", "500", "--noval", "--dist-timeout", "8")

@@ -1,4 +1,4 @@
-"""What goes wrong ends in one sentence, on all processes, in bounded time: whole runs with a planted fault."""
+"""Whole runs with a planted fault end with one sentence, on all processes, in bounded time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_fault_point_is_there(point: str) -> None:
 
 
 def test_one_raises(train: Train, tmp_path: Path) -> None:
-    """An error of ours, or of a user's own layer: its traceback, and once who it was."""
+    """An error of our code or of a user's layer prints its traceback and, once, the process."""
     printed = train(tmp_path, *HERE, **planted("raise", "loss", 3, rank=1), fails=True)
     assert printed.count("Traceback") == 1
     assert printed.count("error: ") == 1
@@ -56,7 +56,7 @@ def test_one_raises(train: Train, tmp_path: Path) -> None:
 
 
 def test_one_is_killed_under_a_launcher(train: Train, tmp_path: Path) -> None:
-    """Its SIGTERM to those that are left does not keep them from saying who is not."""
+    """The launcher's SIGTERM does not keep the other processes from naming the killed one."""
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"))
     printed = train(tmp_path, launcher=launcher, **planted("SIGKILL", "loss", 3, rank=1), fails=True)
     refused(printed, f"error: process 1 on {os.uname().nodename} ended without an error message, or cannot be reached")
@@ -64,7 +64,7 @@ def test_one_is_killed_under_a_launcher(train: Train, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["stall", pytest.param("SIGSTOP", marks=pytest.mark.long)])
 def test_one_stalls(fault: str, train: Train, tmp_path: Path) -> None:
-    """Who it was, and where it and those that waited were."""
+    """The error names the process; the stack of every process is written to the run folder."""
     printed = train(tmp_path, *HERE, "--dist-timeout", "10", **planted(fault, "loss", 3, rank=1), fails=True)
     what = "made no progress" if fault == "stall" else "made no progress, or could not be reached,"
     refused(printed, f"error: process 1 on {os.uname().nodename} {what} for 10 s (--dist-timeout)")
@@ -88,7 +88,7 @@ def test_a_loader_process_is_killed(train: Train, tmp_path: Path) -> None:
     "processes", [pytest.param((), id="one"), pytest.param(HERE, id="two", marks=pytest.mark.long)]
 )
 def test_too_many_steps_are_not_finite(processes: tuple[str, ...], train: Train, recipe: Path, tmp_path: Path) -> None:
-    """A learning rate without measure: the step, images, the cause, and the state before."""
+    """The learning rate is huge: the error names the step, its images and the cause; the last good state stays."""
     wild = tmp_path / "wild.yaml"
     wild.write_text(yaml.safe_dump({**yaml.safe_load(recipe.read_text()), "lr0": 1e30, "warmup_epochs": 0}))
     printed = train(tmp_path, *processes, "--hyp", str(wild), "--max-skips", "3", fails=True)
@@ -116,7 +116,7 @@ def test_auto_batch_on_the_cpu(train: Train, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_auto_batch_on_a_gpu(train: Train, tmp_path: Path) -> None:
-    """What it takes is trained with, and most of the images fit: at 64 pixels all of them."""
+    """Training uses the measured batch size: at 64 pixels all images fit."""
     printed = train(tmp_path, "--batch-size", "-1", "--epochs", "1", "--device", "0")
     assert "--batch-size -1: taking 28, by measurement" in printed
     printed = train(tmp_path, "--batch-size", "-1", "--epochs", "1", "--device", "0", "--imgsz", "1280")
@@ -126,7 +126,7 @@ def test_auto_batch_on_a_gpu(train: Train, tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 50 MB, on which there is room for weights and a state of 21 MB, and not for a second one."""
+    """A disk of 50 MB: room for the weights and one state of 21 MB, but not for a second state."""
     folder = tmp_path / "disk"
     folder.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=50m", "tmpfs", str(folder)], capture_output=True)
@@ -138,7 +138,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.long
 def test_a_full_disk(train: Train, run_script: RunScript, small_disk: Path) -> None:
-    """Training goes on; what could not be written is printed at the end, and the state before is whole."""
+    """Training continues; the error at the end names what could not be written, and the previous state is whole."""
     printed = train(small_disk, fails=True)
     assert printed.count("warning: ") == 1
     assert f"{small_disk / 'exp' / 'checkpoint'} cannot be written now: No space left on device" in printed

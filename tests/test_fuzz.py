@@ -1,4 +1,4 @@
-"""Random label files, data, hyperparameter and model YAMLs: what they mean or one sentence, and never anything else."""
+"""Random label files and data, hyperparameter and model YAMLs are read correctly or refused with one sentence."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ anything = st.recursive(
 
 
 def sentence_or(call: Callable[[], Any]) -> Any:
-    """What the call returns; None if it refuses."""
+    """Return the result of the call, or None if it raises `UserError`."""
     with suppress(UserError):
         return call()
 
 
 def write(folder: Path, content: Any) -> Path:
-    """A YAML file of anything that can be written as one."""
+    """Write any content that YAML can hold."""
     file = folder / "some.yaml"
     if isinstance(content, str):
         file.write_text(content, errors="replace")

@@ -1,4 +1,4 @@
-"""What a YOLOv5 user brings: every flag is on docs/migrating.md, and is what the page says; a run with many of them."""
+"""docs/migrating.md names every flag of YOLOv5 and describes it correctly; a run with many of YOLOv5's flags."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def habit(small_data: Path, tmp_path: Path) -> tuple[str, ...]:
 
 
 def test_the_curve_with_them_all(habit: tuple[str, ...], run_script: RunScript, tmp_path: Path) -> None:
-    """On one process and on two; the layers are named again where the weights are used."""
+    """The curve is the same on one process and two; val.py needs --layers too."""
     flags = (
         *habit,
         "--weights=",

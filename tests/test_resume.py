@@ -1,4 +1,4 @@
-"""A run survives: whole runs that are killed, stopped and resumed, and what they are in the end."""
+"""Whole runs that are killed, stopped and resumed end like undisturbed ones."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def resume(run_script: RunScript) -> Train:
 
 @pytest.fixture(scope="module")
 def undisturbed(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of one process that nothing happens to."""
+    """The folder of an undisturbed run of one process."""
     train(project := tmp_path_factory.mktemp("undisturbed"))
     return project / "exp"
 
@@ -102,7 +102,7 @@ def test_killed_in_an_epoch_in_validation_and_in_a_save(
 def test_one_of_two_processes_is_killed(
     points: Sequence[tuple[str, int, int]], train: Train, resume: Train, undisturbed_on_two: Path, tmp_path: Path
 ) -> None:
-    """Both end; the run goes on from the last state."""
+    """Both end, and the resumed run starts from the last state."""
     (point, number, rank), *others = points
     printed = train(tmp_path, *HERE, "--save-steps", "1", **planted("SIGKILL", point, number, rank), code=1)
     assert "ended by SIGKILL" in printed
@@ -117,7 +117,7 @@ def test_one_of_two_processes_is_killed(
 def test_killed_at_twenty_random_moments(
     processes: int, flags: tuple[str, ...], train: Train, resume: Train, tmp_path: Path
 ) -> None:
-    """Each run is killed after another time, wherever it is, until one comes through; then the next begins."""
+    """Each run is killed after random times until it finishes; then the next one starts."""
     more = ("--epochs", "8", "--save-steps", "1", *(HERE if processes > 1 else ()))
     train(tmp_path / "undisturbed", *more)
     moments, kills = random.Random(processes), 0
@@ -139,7 +139,7 @@ def test_killed_at_twenty_random_moments(
 
 
 def test_a_launcher_starts_it_again(train: Train, undisturbed_on_two: Path, tmp_path: Path) -> None:
-    """--max_restarts and --resume auto: the killed process is back, and so is the run."""
+    """With --max_restarts and --resume auto a killed process is started again and resumes the run."""
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"), "--max_restarts", "1")
     fault = planted("SIGKILL", "optimizer step", 6, rank=1)
     printed = train(tmp_path, "--resume", "auto", launcher=launcher, **fault)
@@ -149,7 +149,7 @@ def test_a_launcher_starts_it_again(train: Train, undisturbed_on_two: Path, tmp_
 
 @pytest.mark.parametrize("damage", ["cut", pytest.param("flip", marks=pytest.mark.long)])
 def test_a_damaged_state(damage: str, train: Train, resume: Train, undisturbed: Path, tmp_path: Path) -> None:
-    """The one before is taken, and the end is the same."""
+    """The previous state is read instead, and the end is the same."""
     train(tmp_path, **planted("SIGKILL", "optimizer step", 10), code=-signal.SIGKILL)
     newest = StateFiles(tmp_path / "exp" / "checkpoint").files()[0]
     content = newest.read_bytes()
@@ -179,7 +179,7 @@ def test_asked_to_end(word: str, code: int, train: Train, resume: Train, undistu
 def test_asked_to_end_in_validation_on_two(
     train: Train, resume: Train, undisturbed_on_two: Path, tmp_path: Path
 ) -> None:
-    """One process hears the signal while it validates; nothing of the training is done again."""
+    """One process gets the signal during the validation; no training step is repeated."""
     printed = train(tmp_path, *HERE, **planted("SIGTERM", "validation batch", rank=0), code=143)
     assert "stopped by SIGTERM in epoch 1, after batch 7; everything is saved" in printed
     resume(tmp_path)
@@ -187,7 +187,7 @@ def test_asked_to_end_in_validation_on_two(
 
 
 def test_on_other_processes(train: Train, undisturbed: Path, tmp_path: Path) -> None:
-    """Two stop in mid-epoch, one goes on: the curve is that of one."""
+    """Two processes stop in mid-epoch and one resumes: the curve is that of one process."""
     printed = train(tmp_path, *HERE, "--sync-bn", **planted("SIGTERM", "loss", 9, rank=1), code=143)
     assert "in epoch 2, after batch 4" in printed
     train(tmp_path, "--sync-bn", "--resume", "auto")
@@ -198,7 +198,7 @@ def test_on_other_processes(train: Train, undisturbed: Path, tmp_path: Path) -> 
 def test_two_machines_without_a_shared_disk(
     hosts: tuple[str, str], train: Train, undisturbed_on_two: Path, tmp_path: Path
 ) -> None:
-    """The second one is made to stop, saves nothing, and goes on from what the first one has."""
+    """The second machine gets the signal, saves nothing, and resumes from the state of the first."""
 
     def on_both(*flags: str, **how: Any) -> list[str]:
         def machine(rank: int) -> str:
@@ -216,7 +216,7 @@ def test_two_machines_without_a_shared_disk(
 
 @pytest.mark.parametrize("stage", [pytest.param("1", marks=pytest.mark.long), "3"])
 def test_under_another_stage_of_zero(stage: str, train: Train, undisturbed: Path, tmp_path: Path) -> None:
-    """ZeRO-2 stops, another stage goes on and stops, and one process without DeepSpeed ends the run."""
+    """A run under ZeRO-2 is resumed under another stage, and then by one process without DeepSpeed."""
     for config, number, rank in (("2", 2, 1), (stage, 6, 0)):
         launcher = (*ACCELERATE, "--config_file", str(CONFIGS / f"deepspeed_zero{config}.yaml"))
         fault = planted("SIGTERM", "loss", number, rank)
@@ -227,7 +227,7 @@ def test_under_another_stage_of_zero(stage: str, train: Train, undisturbed: Path
 
 
 def test_the_time_limit(train: Train, undisturbed: Path, tmp_path: Path) -> None:
-    """Over at the first step: saved, validated, exit code 0."""
+    """It is reached at the first step: the run is saved and validated, with exit code 0."""
     printed = train(tmp_path, "--time-limit", "0.0001")
     assert "stopped by the time limit of 0.0001 hours in epoch 1, after batch 2; everything is saved" in printed
     assert "mAP50-95" in printed
@@ -242,7 +242,7 @@ def test_the_time_limit(train: Train, undisturbed: Path, tmp_path: Path) -> None
 def test_a_finished_run(
     call_main: CallMain, flags: tuple[str, ...], train: Train, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """It is left alone, or made longer; what would break it is named."""
+    """It is left unchanged or extended; changes that the curve depends on are refused by name."""
     shutil.copytree(undisturbed, tmp_path / "exp")
 
     def resume(*more: str) -> str:
@@ -292,7 +292,7 @@ def test_nothing_to_resume(call_main: CallMain, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 def test_on_a_gpu(precision: str, train: Train, tmp_path: Path) -> None:
-    """The same bytes and bits there, the scaler's included."""
+    """The resumed run is equal to the bit, including the state of the loss scaler."""
     flags = ("--device", "0", "--mixed-precision", precision)
     train(tmp_path / "undisturbed", *flags)
     train(tmp_path, *flags, **planted("SIGKILL", "optimizer step", 6), code=-signal.SIGKILL)
@@ -301,7 +301,7 @@ def test_on_a_gpu(precision: str, train: Train, tmp_path: Path) -> None:
 
 
 def test_killed_before_there_was_a_state(train: Train, undisturbed: Path, tmp_path: Path) -> None:
-    """It begins again, in the same folder."""
+    """It starts again in the same folder."""
     train(tmp_path, **planted("SIGKILL", "optimizer step"), code=-signal.SIGKILL)
     train(tmp_path, "--resume", "auto")
     assert [folder.name for folder in tmp_path.iterdir()] == ["exp"]
@@ -331,7 +331,7 @@ def test_a_folder_that_a_live_run_is_writing(call_main: CallMain, flags: tuple[s
     ],
 )
 def test_the_main_process_is_killed(launcher: Sequence[str], flags: tuple[str, ...], tmp_path: Path) -> None:
-    """With SIGKILL: it can tell nobody."""
+    """It is killed by SIGKILL, so it cannot notify the others."""
     more = [word for word in HERE if word in launcher]
     command = [*(word for word in launcher if word not in HERE), "train.py", *flags, "--project", str(tmp_path), *more]
     mark = f"LOCKSTEP_TEST={tmp_path}"
@@ -357,7 +357,7 @@ def test_the_main_process_is_killed(launcher: Sequence[str], flags: tuple[str, .
 
 @pytest.mark.parametrize("processes", [(), HERE], ids=["one", "two"])
 def test_ctrl_c_twice(processes: Sequence[str], flags: tuple[str, ...], tmp_path: Path) -> None:
-    """The second one does not wait for the end of the step, which here never comes."""
+    """The second one does not wait for the end of the step, which here never ends."""
     command = [sys.executable, "train.py", *flags, "--project", str(tmp_path), *processes, "--save-steps", "1"]
     mark = f"LOCKSTEP_TEST={tmp_path}"
     run = subprocess.Popen(

@@ -21,7 +21,7 @@ COLUMNS = [
 
 
 def train(run_script: RunScript, project: Path, data: Path, *flags: str, **how: Any) -> str:
-    """A short run on the small set; what it printed."""
+    """Train for a short time on the small set; return what was printed."""
     own = ("--data", str(data), "--project", str(project), "--device", "cpu")
     scratch = ("--weights", "", "--cfg", "yolov5n.yaml", "--hyp", "data/hyps/shapes.yaml")
     rest = ("--imgsz", "64", "--epochs", "2", "--batch-size", "8", "--workers", "0")
@@ -103,7 +103,7 @@ def test_val_equals_training(first: tuple[Path, str], tmp_path: Path, run_script
 
 
 def test_fine_tuning_flags(first: tuple[Path, str], tmp_path: Path, run_script: RunScript, small_data: Path) -> None:
-    """Starting from weights of other classes, frozen, single class, rectangular, cached, cosine, no validation."""
+    """Weights of other classes, frozen layers, one class, rectangular batches, a cache, cosine, no validation."""
     weights = str(first[0] / "weights" / "last.pt")
     flags = ("--weights", weights, "--cfg", "", "--single-cls", "--rect", "--cache", "disk", "--cos-lr", "--noval")
     more = ("--freeze", "10", "--optimizer", "AdamW", "--save-period", "1", "--noplots", "--label-smoothing", "0.1")
@@ -120,7 +120,7 @@ def test_fine_tuning_flags(first: tuple[Path, str], tmp_path: Path, run_script: 
 
 
 def test_early_stop_and_nosave(tmp_path: Path, run_script: RunScript, small_data: Path) -> None:
-    """With next to no learning rate nothing gets better, so `--patience 1` stops after the second epoch."""
+    """With next to no learning rate no epoch beats the first: `--patience 1` stops after the second."""
     hyp = tmp_path / "still.yaml"
     hyp.write_text("lr0: 1e-30\nwarmup_epochs: 0\nmosaic: 0.0\n")
     printed = train(run_script, tmp_path, small_data, "--hyp", str(hyp), "--epochs", "5", "--patience", "1", "--nosave")
@@ -162,7 +162,7 @@ def test_built_in_job_reaches_its_promise(tmp_path: Path, run_script: RunScript)
 
 @pytest.mark.gpu
 def test_trains_on_a_gpu(tmp_path: Path, run_script: RunScript, small_data: Path) -> None:
-    """Two epochs each in bf16, fp16 and fp32, and deterministic: twice the same bytes."""
+    """Two epochs each in bf16, fp16 and fp32; two fp32 runs write the same bytes."""
     for number, precision in enumerate(("bf16", "fp16", "no", "no")):
         flags = ("--device", "0", "--mixed-precision", precision, "--name", f"{precision}{number}", "--workers", "2")
         train(run_script, tmp_path, small_data, *flags)
