@@ -26,7 +26,7 @@ def by(name: str) -> tuple[str, ...]:
     [
         pytest.param("zero1", 1, marks=pytest.mark.long),
         ("zero2", 2),
-        ("zero3", 3),
+        pytest.param("zero3", 3, marks=pytest.mark.long),  # test_resume.py runs it too
         pytest.param("zero3_offload", 3, marks=pytest.mark.long),
     ],
 )

@@ -105,7 +105,7 @@ def test_one_of_two_processes_is_killed(
     """Both end, and the resumed run starts from the last state."""
     (point, number, rank), *others = points
     printed = train(tmp_path, *HERE, "--save-steps", "1", **planted("SIGKILL", point, number, rank), code=1)
-    assert "ended by SIGKILL" in printed
+    assert "was killed by SIGKILL" in printed
     for point, number, rank in others:
         resume(tmp_path, **planted("SIGKILL", point, number, rank), code=1)
     assert "resuming " in resume(tmp_path)

@@ -88,9 +88,9 @@ def test_official_weights_are_checked(server: Server, folder: Path) -> None:
     damaged[len(damaged) // 2] ^= 1
     for name, content, why in (
         ("yolov5n.pt", weights(), "its SHA-256 is not the expected one"),
-        ("yolov5s.pt", b"<html>", "the content is not such a file"),
-        ("yolov5s.pt", weights()[:-9], "the content is not such a file"),
-        ("yolov5s.pt", bytes(damaged), "the content is not such a file"),
+        ("yolov5s.pt", b"<html>", "the content is of another kind, or damaged"),
+        ("yolov5s.pt", weights()[:-9], "the content is of another kind, or damaged"),
+        ("yolov5s.pt", bytes(damaged), "the content is of another kind, or damaged"),
     ):
         server.give(f"v7.0/{name}", sending(content))
         with pytest.raises(UserError, match=why):
