@@ -84,7 +84,7 @@ class Session:
         common = {**run, "dir": folder, "config": dict(config), "resume": "allow", "settings": wandb_settings}
         offline_reason = "offline" if mode in ("offline", "dryrun") else ""
         if not offline_reason and not has_key(settings):
-            offline_reason = "no key (wandb login), so the run is stored on this machine"
+            offline_reason = "not logged in (wandb login), so the run is stored on this machine"
         if not offline_reason and not self._start_online(common):
             offline_reason = "the run is stored on this machine"
         if offline_reason:
