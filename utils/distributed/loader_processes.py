@@ -55,5 +55,5 @@ def loader_died(error: Exception) -> str:
     if "unable to allocate shared memory(shm)" in text or "killed by signal: Bus error" in text:
         return "a loader process ran out of shared memory: make /dev/shm larger (docker --shm-size), or lower --workers"
     if re.search(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)", text):
-        return "a loader process was killed, probably by the system because memory ran out; lower --workers"
+        return "a loader process was killed, possibly by the system because memory ran out; if so, lower --workers"
     return ""

@@ -37,8 +37,8 @@ SHM = (
     [
         (RuntimeError(BUS), "ran out of shared memory: make /dev/shm larger"),
         (RuntimeError(SHM), "ran out of shared memory: make /dev/shm larger"),
-        (RuntimeError("DataLoader worker (pid 71) is killed by signal: Killed. "), "memory ran out; lower --workers"),
-        (RuntimeError("DataLoader worker (pid(s) 71, 72) exited unexpectedly"), "memory ran out; lower --workers"),
+        (RuntimeError("DataLoader worker (pid 71) is killed by signal: Killed. "), "if so, lower --workers"),
+        (RuntimeError("DataLoader worker (pid(s) 71, 72) exited unexpectedly"), "if so, lower --workers"),
         (RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nshape mismatch"), ""),
         (RuntimeError("Caught ValueError in DataLoader worker process 0.\nshared memory killed by signal"), ""),
         (RuntimeError("DataLoader timed out after 5 seconds"), ""),
@@ -68,7 +68,7 @@ def test_a_killed_loader_process_is_one_line(capsys: pytest.CaptureFixture[str])
         run_main(lambda: list(DataLoader(Deadly(), num_workers=1, worker_init_fn=shield_worker)))
     assert caught.value.code == 1
     assert capsys.readouterr().err == (
-        "error: a loader process was killed, probably by the system because memory ran out; lower --workers\n"
+        "error: a loader process was killed, possibly by the system because memory ran out; if so, lower --workers\n"
     )
 
 
