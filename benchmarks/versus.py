@@ -3,8 +3,9 @@
     python -m benchmarks.versus --data ../datasets/coco128 --yolov5 ../yolov5 [--python ../yolov5/.venv/bin/python]
         [--ultralytics ../ultralytics/.venv/bin/python] [--weights yolov5n.pt]
 
-`--data`: a folder with images/<split> and labels/<split> of photos, which are linked 16 times. Programs that are not
-named are not measured. Each measurement is a separate process with one thread; medians of `--rounds`.
+`--data`: a folder with images/<split> and labels/<split> of photos, which are linked 16 times, or enlarged once.
+Programs that are not named are not measured. Each measurement is a separate process with one thread, or two that share
+the batches; medians of `--rounds`. The CPU time of loader processes is included.
 """
 
 from __future__ import annotations
@@ -13,41 +14,47 @@ import argparse
 import json
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import cv2
 
 from utils.files import ROOT
 
 TIMES = 16  # number of links to each photo
-FIRST, BATCHES = 2, 12  # batches for warm-up, timed batches
 STEPS = 4  # timed training steps, one optimizer step, after as many for warm-up
 # The code of a child process: `begin()` and `end(images)` enclose the timed part. FOLDER contains images/ and labels/.
 CLOCK = """
 import json, os, sys, time
+import psutil
 import torch
 torch.set_num_threads(1)
 STEPS, WEIGHTS, MODEL, SIZE, WORKERS = (os.environ[name] for name in ("STEPS", "WEIGHTS", "MODEL", "SIZE", "WORKERS"))
-STEPS = int(STEPS)
+STEPS, FOLDER = int(STEPS), os.environ["FOLDER"]
+RANK, PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+def now():
+    children = psutil.Process().children(recursive=True)
+    return time.process_time() + sum(sum(child.cpu_times()[:2]) for child in children), time.perf_counter()
 def begin():
     global at
-    at = time.process_time(), time.perf_counter()
+    at = now()
 def end(images):
-    spent = time.process_time() - at[0], time.perf_counter() - at[1]
+    spent = (after - before for after, before in zip(now(), at))
     print("RESULT", json.dumps([seconds / images * 1000 for seconds in spent]), flush=True)
-FOLDER, FIRST, BATCHES = os.environ["FOLDER"], int(os.environ["FIRST"]), int(os.environ["BATCHES"])
 def drain(loader):
-    batches = iter(loader)
-    for _ in range(FIRST):
-        next(batches)
     begin()
-    for _ in range(BATCHES):
-        next(batches)
-    end(BATCHES * 16)
+    images = 0
+    for batch in loader:
+        pixels = batch["img"] if isinstance(batch, dict) else getattr(batch, "images", None)
+        images += len(batch[0] if pixels is None else pixels)
+    end(images)  # before the loader's processes end
+    os._exit(0)
 def take_steps(loss, model, optimizer, ema):
     for number in range(2 * STEPS):
         if number == STEPS:
@@ -72,14 +79,17 @@ from data.detection import DetectionData
 from data.sources import read_spec
 from utils.config.hyperparameters import Hyperparameters
 spec = read_spec(Path(FOLDER) / "data.yaml")
-def loader(cache="", near=True):
-    options = DataOptions(cache=cache, partners="near" if near else "any")
+def loader(cache="", partners="window"):
+    options = DataOptions(cache=cache, partners=partners, workers=int(WORKERS))
     data = DetectionData(spec, imgsz=640, stride=32, options=options)
     split = data.split("train")
     made = data.train_loader(split, batch_size=16, hyp=Hyperparameters(), seed=0)
     if cache:
         for index in range(len(split.images)):
             made.dataset.images.read(index)
+    if PROCESSES > 1:
+        from utils.distributed.accelerator import start
+        made = start("cpu", "no", 60.0)[0].prepare(made)
     return made
 """
 THEIRS = """
@@ -89,8 +99,10 @@ from utils.dataloaders import create_dataloader
 cv2.setNumThreads(0)
 hyp = yaml.safe_load(open("data/hyps/hyp.scratch-low.yaml"))
 def loader(cache=None):
-    made, _ = create_dataloader(FOLDER + "/images/train", 640, 16, 32, hyp=hyp, augment=True, cache=cache, workers=0,
-                                shuffle=True)
+    if PROCESSES > 1:
+        torch.distributed.init_process_group("gloo")
+    made, _ = create_dataloader(FOLDER + "/images/train", 640, 16 // PROCESSES, 32, hyp=hyp, augment=True, cache=cache,
+                                rank=RANK if PROCESSES > 1 else -1, workers=int(WORKERS), shuffle=True)
     return made
 """
 # Ours is a step of the loop itself; YOLOv5's cannot be called alone, so it is assembled here from the same parts.
@@ -232,9 +244,12 @@ from ultralytics.utils import DEFAULT_CFG
 def dataset(cache=False):
     settings = get_cfg(DEFAULT_CFG, overrides={"imgsz": int(SIZE), "cache": cache, "task": "detect"})
     data = check_det_dataset(FOLDER + "/data.yaml", autodownload=False)
-    return build_yolo_dataset(settings, FOLDER + "/images/train", 16, data, mode="train")
+    return build_yolo_dataset(settings, FOLDER + "/images/train", 16 // PROCESSES, data, mode="train")
 def loader(cache=False):
-    return build_dataloader(dataset(cache), 16, workers=0, shuffle=True, rank=-1)
+    if PROCESSES > 1:
+        torch.distributed.init_process_group("gloo")
+    rank = RANK if PROCESSES > 1 else -1
+    return build_dataloader(dataset(cache), 16 // PROCESSES, workers=int(WORKERS), shuffle=True, rank=rank)
 """
 ULTRALYTICS_STEP = """
 from ultralytics.nn.tasks import DetectionModel
@@ -264,16 +279,22 @@ def step(model: str, size: int, precision: str = "no") -> Part:
     return Part(OUR_FLAGS + OUR_STEP, THEIRS + THEIR_STEP, ULTRALYTICS + ULTRALYTICS_STEP, variables)
 
 
+def loaded(ours: str, cache: str = "", workers: int = 0, processes: int = 1, **variables: str) -> Part:
+    """Loading one epoch, of 2048 items or 128 large ones. ours, cache: arguments of each `loader`."""
+    variables |= {"WORKERS": str(workers), "WORLD_SIZE": str(processes)}
+    drain = f"drain(loader({cache}))"
+    return Part(OURS + f"drain(loader({ours}))", THEIRS + drain, ULTRALYTICS + drain, variables)
+
+
 PARTS = {
-    "loader, mosaic of any images": Part(
-        OURS + "drain(loader(near=False))", THEIRS + "drain(loader())", ULTRALYTICS + "drain(loader())"
-    ),
-    "loader, mosaic of neighbours": Part(
-        OURS + "drain(loader())", THEIRS + "drain(loader())", ULTRALYTICS + "drain(loader())"
-    ),
-    "loader, images in memory": Part(
-        OURS + "drain(loader('ram'))", THEIRS + "drain(loader('ram'))", ULTRALYTICS + "drain(loader('ram'))"
-    ),
+    "loader": loaded(""),
+    "loader, 2 workers": loaded("", workers=2),
+    "loader, 2 processes of 1 worker": loaded("", workers=1, processes=2),
+    "loader, mosaic of any images": loaded("partners='any'"),
+    "loader, mosaic of neighbours": loaded("partners='near'"),
+    "loader, images in memory": loaded("'ram'", cache="'ram'"),
+    "loader, photos of 2048x1371": loaded("", PHOTOS="2048x1371"),
+    "loader, photos of 4000x3000": loaded("", PHOTOS="4000x3000"),
     "label scan, cold": Part(OUR_SCAN, THEIR_SCAN, ULTRALYTICS + "begin()\nend(len(dataset()))"),
     "start, to the first loss": Part(OUR_FLAGS + OUR_START, THEIR_START, variables={"WORKERS": "2"}),
     "step, yolov5n at 320": step("yolov5n", 320),
@@ -296,7 +317,8 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, help="official yolov5n.pt, for the validation")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = linked(options.data, Path(temporary))
+        folders = {"": linked(options.data, Path(temporary) / "set")}
+        folder = folders[""]
         sides = {"ours": (sys.executable, ROOT)}
         if options.yolov5:
             sides["yolov5"] = (options.python, options.yolov5)
@@ -307,7 +329,10 @@ def main() -> None:
             if options.part in name and (options.weights or "WEIGHTS" not in part.ours):
                 weights = {"WEIGHTS": str(options.weights and options.weights.resolve()), **part.variables}
                 able = {side: how for side, how in sides.items() if getattr(part, side)}
-                report(name, able, replace(part, variables=weights), folder, options.rounds)
+                photos = part.variables.get("PHOTOS", "")
+                if photos not in folders:
+                    folders[photos] = enlarged(options.data, Path(temporary) / photos, photos)
+                report(name, able, replace(part, variables=weights), folders[photos], options.rounds)
 
 
 def report(name: str, sides: dict[str, tuple[str, Path]], part: Part, folder: Path, rounds: int) -> None:
@@ -324,43 +349,67 @@ def report(name: str, sides: dict[str, tuple[str, Path]], part: Part, folder: Pa
 
 
 def measured(python: str, checkout: Path, snippet: str, variables: Mapping[str, str], folder: Path) -> list[float]:
-    """Return CPU and wall milliseconds per image of one run in a separate process."""
+    """Return CPU and wall milliseconds per image of one run in a separate process, or in WORLD_SIZE of them."""
     cache = folder.parent / "cache"
     shutil.rmtree(cache, ignore_errors=True)
     for leftover in folder.rglob("*.cache"):  # YOLOv5's label cache
         leftover.unlink()
-    numbers = {"FOLDER": str(folder), "FIRST": str(FIRST), "BATCHES": str(BATCHES), "OMP_NUM_THREADS": "1"}
-    numbers |= {"STEPS": str(STEPS), "MODEL": "yolov5n", "SIZE": "640", "WORKERS": "0", "PRECISION": "no"}
-    numbers |= variables
-    done = subprocess.run(
-        [python, "-c", CLOCK + snippet],
-        cwd=checkout,
-        env={**os.environ, **numbers, "XDG_CACHE_HOME": str(cache)},
-        capture_output=True,
-        text=True,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not lines:
-        sys.exit(f"{checkout}: {done.stderr[-2000:]}")
-    return json.loads(lines[-1].removeprefix("RESULT "))
+    numbers = {"FOLDER": str(folder), "OMP_NUM_THREADS": "1", "STEPS": str(STEPS), "MODEL": "yolov5n", "SIZE": "640"}
+    numbers |= {"WORKERS": "0", "PRECISION": "no", "XDG_CACHE_HOME": str(cache), **variables}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = int(variables.get("WORLD_SIZE", 1))
+    started = []
+    for rank in range(processes):
+        if processes > 1:
+            numbers |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)}
+            numbers |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command, environment = [python, "-c", CLOCK + snippet], {**os.environ, **numbers}
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, cwd=checkout, env=environment, stdout=pipe, stderr=pipe, text=True))
+    results = []
+    for process in started:
+        printed, errors = process.communicate()
+        lines = [line for line in printed.splitlines() if line.startswith("RESULT ")]
+        if not lines:
+            sys.exit(f"{checkout}: {errors[-2000:]}")
+        results.append(json.loads(lines[-1].removeprefix("RESULT ")))
+    return [statistics.mean(column) for column in zip(*results, strict=True)]
 
 
-def linked(source: Path, parent: Path) -> Path:
-    """Make a data set of the photos in `source`, each linked `TIMES` times; labels are copied. Return its folder."""
-    folder = parent / "set"
+def linked(source: Path, folder: Path) -> Path:
+    """Make a data set of the photos in `source`, each linked `TIMES` times, and return its folder."""
+    for photo, label, place in _photos(source, folder):
+        for number in range(TIMES):
+            name = f"{photo.stem}_{number:02d}"
+            (place / f"{name}.jpg").symlink_to(photo.resolve())
+            if label.is_file():
+                shutil.copy(label, folder / "labels" / "train" / f"{name}.txt")
+    return folder
+
+
+def enlarged(source: Path, folder: Path, size: str) -> Path:
+    """Make a data set of the photos in `source`, enlarged to `size`, such as 4000x3000, and return its folder."""
+    for photo, label, place in _photos(source, folder):
+        width, height = map(int, size.split("x"))
+        image = cv2.resize(cv2.imread(str(photo)), (width, height), interpolation=cv2.INTER_CUBIC)
+        cv2.imwrite(str(place / photo.name), image, [cv2.IMWRITE_JPEG_QUALITY, 90])
+        if label.is_file():
+            shutil.copy(label, folder / "labels" / "train" / label.name)
+    return folder
+
+
+def _photos(source: Path, folder: Path) -> Iterator[tuple[Path, Path, Path]]:
+    """Make the folders and the YAML of a data set; yield each photo of `source`, its label file, and its new folder."""
     for kind in ("images", "labels"):
         (folder / kind / "train").mkdir(parents=True)
     for photo in sorted((source / "images").rglob("*.jpg")):
         label = Path(str(photo).replace("/images/", "/labels/")).with_suffix(".txt")
-        for number in range(TIMES):
-            name = f"{photo.stem}_{number:02d}"
-            (folder / "images" / "train" / f"{name}.jpg").symlink_to(photo.resolve())
-            if label.is_file():
-                shutil.copy(label, folder / "labels" / "train" / f"{name}.txt")
+        yield photo, label, folder / "images" / "train"
     (folder / "data.yaml").write_text(
         f"path: {folder}\ntrain: images/train\nval: images/train\nnc: 80\nnames: {list(map(str, range(80)))}\n"
     )
-    return folder
 
 
 if __name__ == "__main__":

@@ -355,6 +355,26 @@ def random_hsv(sample: Sample, settings: AugmentSettings, rng: np.random.Generat
     return sample._replace(image=cv2.cvtColor(image, cv2.COLOR_HSV2BGR, dst=image))
 
 
+def random_hsv_linear(sample: Sample, settings: AugmentSettings, rng: np.random.Generator) -> Sample:
+    """Turn the hue, and multiply saturation and value by random factors, at less than half the time of `random_hsv`.
+
+    A channel c of a pixel whose largest channel is v becomes value * v - value * saturation * (v - c), which is what
+    the factors mean in HSV until something is clipped. The hue is turned around the axis of greys, alike for all
+    colours, by up to `hsv_h` of 180 degrees.
+    """
+    turn, saturation, value = rng.uniform(-1, 1, 3) * (settings.hsv_h, settings.hsv_s, settings.hsv_v) + (0, 1, 1)
+    cos, sin = math.cos(math.pi * turn), math.sin(math.pi * turn) / math.sqrt(3)
+    around_greys = np.array([[cos, sin, -sin], [-sin, cos, sin], [sin, -sin, cos]]) + (1 - cos) / 3
+    image = cv2.transform(sample.image, around_greys)
+    channels = cv2.split(image)
+    largest = cv2.max(cv2.max(*channels[:2]), channels[2])
+    brightened = cv2.convertScaleAbs(largest, alpha=value)
+    for channel in channels:
+        cv2.subtract(largest, channel, dst=channel)
+        cv2.addWeighted(brightened, 1, channel, -value * saturation, 0, dst=channel)
+    return sample._replace(image=cv2.merge(channels, dst=image))
+
+
 def flip(sample: Sample, axis: int) -> Sample:
     """Mirror an image and its boxes along axis 0, x (left and right), or axis 1, y (top and bottom)."""
     boxes = sample.boxes.copy()
@@ -374,6 +394,7 @@ class Augmenter:
     count: int  # images in the data set; partners are drawn from all, so mosaics do not depend on the process
     load: Callable[[int], Sample]  # returns an image by its index, its longer side at `imgsz`
     size: Callable[[int], tuple[int, int]]  # returns width and height of that image
+    hsv: Callable[[Sample, AugmentSettings, np.random.Generator], Sample] = random_hsv
 
     def __call__(
         self, index: int, shape: tuple[int, int], rng: np.random.Generator, partners: Sequence[int] = ()
@@ -393,7 +414,7 @@ class Augmenter:
             fitted, _ = letterbox(self.load(index), shape, enlarge=True)
             sample = random_warp(fitted, settings, shape, rng, unit=max(shape) / self.imgsz)
         if settings.hsv_h or settings.hsv_s or settings.hsv_v:
-            sample = random_hsv(sample, settings, rng)
+            sample = self.hsv(sample, settings, rng)
         if rng.random() < settings.flipud:
             sample = flip(sample, 1)
         if rng.random() < settings.fliplr:

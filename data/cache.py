@@ -6,6 +6,7 @@ The data sets call `open_images`.
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import io
 import mmap
@@ -20,7 +21,8 @@ from weakref import WeakSet
 
 import numpy as np
 
-from data.images import read_image, resize_long_side, scaled_shape
+from data.image_ring import RING_MEMORY_SHARE, ImageRing
+from data.images import read_image, read_reduced, resize_long_side, scaled_shape
 from utils.distributed.shared_memory import shared_memory
 from utils.errors import UserError
 from utils.files import cache_folder, replacing
@@ -34,7 +36,7 @@ _on_disk: WeakSet[ImagesOnDisk] = WeakSet()  # of this process: what one of them
 
 
 class Files(Sequence[Path]):
-    """Paths in one piece of memory: of path objects, each loader process would get a copy of its own."""
+    """Paths in one block of memory, which loader processes share; they would copy a list of Path objects."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         names = [os.fsencode(path) for path in paths]
@@ -55,11 +57,12 @@ class Files(Sequence[Path]):
 class Images:
     """The images of a split, with the longer side at `imgsz` pixels, or as in the file if `imgsz` is 0.
 
-    smooth: average areas if an image shrinks.
+    smooth: average areas if an image shrinks. sizes: (n, 2), width and height of each file's image, if large photos are
+    to be read by `read_reduced`; else None.
     """
 
-    def __init__(self, files: Sequence[Path], imgsz: int, smooth: bool) -> None:
-        self.files, self.imgsz, self.smooth = Files(files), imgsz, smooth
+    def __init__(self, files: Sequence[Path], imgsz: int, smooth: bool, sizes: np.ndarray | None = None) -> None:
+        self.files, self.imgsz, self.smooth, self.reduced_from = Files(files), imgsz, smooth, sizes
 
     @property
     def messages(self) -> list[str]:
@@ -67,9 +70,19 @@ class Images:
         return []
 
     def read(self, index: int) -> np.ndarray:
-        """Return one image, uint8 (h, w, 3) BGR, which must not be changed."""
+        """Return one image, uint8 (h, w, 3) BGR, which must not be changed, and stays as it is until `release`."""
+        if self.reduced_from is not None:
+            width, height = self.reduced_from[index].tolist()
+            return read_reduced(self.files[index], width, height, self.imgsz)
         image = read_image(self.files[index])
         return resize_long_side(image, self.imgsz, self.smooth) if self.imgsz else image
+
+    def is_cached(self, index: int) -> bool:
+        """Return whether `read` needs no decoding."""
+        return False
+
+    def release(self) -> None:
+        """Give up the images that were read: the memory of some may be used for others."""
 
 
 class ImagesInMemory(Images):
@@ -79,41 +92,43 @@ class ImagesInMemory(Images):
     width and height of each file's image, from which follows its position in the memory.
     """
 
-    def __init__(self, files: Sequence[Path], imgsz: int, smooth: bool, sizes: np.ndarray, cache: str = "ram") -> None:
-        super().__init__(files, imgsz, smooth)
+    def __init__(
+        self, files: Sequence[Path], imgsz: int, smooth: bool, sizes: np.ndarray, reduced: bool, cache: str
+    ) -> None:
+        super().__init__(files, imgsz, smooth, sizes if reduced else None)
         self.cache = cache
         self.shapes = cached_shapes(sizes, imgsz)
         # A byte per image, 1 once it is cached, then the pixels of all images.
         ends = len(files) + np.cumsum(self.shapes.prod(1, dtype=np.int64) * 3)
         self.starts = np.concatenate(([len(files)], ends[:-1]))
         self.memory = shared_memory(lambda free: int(ends[ends <= free * CACHE_MEMORY_SHARE].max(initial=len(files))))
-        self.fitting = int((ends <= len(self.memory)).sum())
+        self.fitting = int((ends <= len(self.memory.bytes)).sum())
 
     @property
     def messages(self) -> list[str]:
         when = "validation" if self.cache == "val" else "epoch"
+        room = f"room for {self.fitting} of {len(self.files)} images, {len(self.memory.bytes) / 2**30:.2f} GiB"
         return [
-            f"--cache {self.cache}: room for {self.fitting} of {len(self.files)} images, "
-            f"{len(self.memory) / 2**30:.2f} GiB for all processes of a machine (at most {CACHE_MEMORY_SHARE:.0%} of "
-            f"what is free), filled in the first {when}"
+            f"--cache {self.cache}: {room} for all processes of a machine (at most {CACHE_MEMORY_SHARE:.0%} of what is "
+            f"free), filled in the first {when}"
         ]
 
     def read(self, index: int) -> np.ndarray:
         if index >= self.fitting:
             return super().read(index)
         height, width = self.shapes[index].tolist()
-        start = int(self.starts[index])
-        cached = self.memory[start : start + height * width * 3].reshape(height, width, 3)
-        if not self.memory[index]:
+        start, memory = int(self.starts[index]), self.memory.bytes
+        cached = memory[start : start + height * width * 3].reshape(height, width, 3)
+        if not memory[index]:
             image = super().read(index)
             if image.shape != cached.shape:  # the file has changed since its size was read
                 return image
             cached[:] = image  # two processes at a time write the same
-            self.memory[index] = 1
+            memory[index] = 1
         return cached
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Images, (self.files, self.imgsz, self.smooth)  # spawned processes share no memory
+    def is_cached(self, index: int) -> bool:
+        return index < self.fitting
 
 
 class ImagesOnDisk(Images):
@@ -124,8 +139,8 @@ class ImagesOnDisk(Images):
     one warning. sizes: (n, 2), width and height of each file's image.
     """
 
-    def __init__(self, files: Sequence[Path], imgsz: int, smooth: bool, sizes: np.ndarray) -> None:
-        super().__init__(files, imgsz, smooth)
+    def __init__(self, files: Sequence[Path], imgsz: int, smooth: bool, sizes: np.ndarray, reduced: bool) -> None:
+        super().__init__(files, imgsz, smooth, sizes if reduced else None)
         self.folder = cache_folder() / "images"
         self.written = np.array([os.path.exists(self._cache_file(file)) for file in self.files], bool)
         self.sizes = disk_bytes(cached_shapes(sizes, imgsz).prod(1, dtype=np.int64) * 3)
@@ -138,6 +153,8 @@ class ImagesOnDisk(Images):
         reserve = int((free + folder_bytes(self.folder)) * (1 - CACHE_DISK_SHARE))
         self.min_free_bytes = reserve // 2  # whichever program writes
         ends = np.cumsum(np.where(self.written, 0, self.sizes))
+        if _on_disk:
+            gc.collect()  # loaders of an earlier run are in reference cycles
         fits = ends <= free - reserve - sum(images.pending_bytes for images in _on_disk)
         self.cached = self.written | fits
         self.pending_bytes: int = ends[fits].max(initial=0)
@@ -166,6 +183,9 @@ class ImagesOnDisk(Images):
                 self._stop_writing(error)
         return image
 
+    def is_cached(self, index: int) -> bool:
+        return bool(self.cached[index])
+
     def _write(self, path: Path, image: np.ndarray) -> None:
         content = io.BytesIO()
         np.save(content, image)  # written straight to a file on a full disk, it may lose its end without an error
@@ -189,8 +209,43 @@ class ImagesOnDisk(Images):
         except OSError as error:
             raise UserError(f"{file} cannot be read: {error.strerror}; fix or remove it") from None
         stamp = f"\0{status.st_size}\0{status.st_mtime_ns}\0{self.imgsz}\0{self.smooth}"
+        if self.reduced_from is not None:
+            stamp += "\0reduced"
         digest = hashlib.sha256(os.fsencode(file) + stamp.encode()).hexdigest()
         return f"{self.folder}/{digest[:2]}/{digest}.npy"
+
+
+class ImagesInRing(Images):
+    """Images of which the last `room` that were decoded stay in memory, shared by all processes of a machine.
+
+    source: reads the others; it may have a cache. sizes: (n, 2), width and height of each file's image.
+    """
+
+    def __init__(self, source: Images, sizes: np.ndarray, room: int) -> None:
+        super().__init__(source.files, source.imgsz, source.smooth)
+        self.source = source
+        self.wanted = min(room, len(self.files))
+        self.ring = ImageRing(cached_shapes(sizes, self.imgsz), self.wanted)
+
+    @property
+    def messages(self) -> list[str]:
+        short = (
+            f"memory for {self.ring.room} of {self.wanted} decoded images, shared by all processes of a machine (at "
+            f"most {RING_MEMORY_SHARE:.0%} of what is free): some images are decoded more than once"
+        )
+        return [*self.source.messages, *([short] if self.ring.room < self.wanted else [])]
+
+    def read(self, index: int) -> np.ndarray:
+        if self.source.is_cached(index):
+            return self.source.read(index)
+        image = self.ring.get(index)
+        if image is None:
+            image = self.source.read(index)
+            self.ring.put(index, image)
+        return image
+
+    def release(self) -> None:
+        self.ring.release()
 
 
 def folder_bytes(folder: Path) -> int:
@@ -215,13 +270,25 @@ def cached_shapes(sizes: np.ndarray, imgsz: int) -> np.ndarray:
     return sizes[:, ::-1].astype(np.int32)
 
 
-def open_images(files: Sequence[Path], imgsz: int, smooth: bool, cache: str, sizes: np.ndarray) -> Images:
+def open_images(
+    files: Sequence[Path],
+    imgsz: int,
+    smooth: bool,
+    cache: str,
+    sizes: np.ndarray,
+    room: int = 0,
+    reduced: bool = False,
+) -> Images:
     """Return the images of `files`. cache: "ram" or "val" (in memory), "disk", or "" (read from the files each time).
 
-    sizes: (n, 2), width and height of each file's image.
+    sizes: (n, 2), width and height of each file's image. room: images outside of the cache that stay in memory.
+    reduced: read large photos by `read_reduced`.
     """
+    images = Images(files, imgsz, smooth, sizes if reduced else None)
     if cache in ("ram", "val"):
-        return ImagesInMemory(files, imgsz, smooth, sizes, cache)
-    if cache == "disk":
-        return ImagesOnDisk(files, imgsz, smooth, sizes)
-    return Images(files, imgsz, smooth)
+        images = ImagesInMemory(files, imgsz, smooth, sizes, reduced, cache)
+    elif cache == "disk":
+        images = ImagesOnDisk(files, imgsz, smooth, sizes, reduced)
+    if room and ImageRing.is_supported() and not all(map(images.is_cached, range(len(files)))):
+        return ImagesInRing(images, sizes, room)
+    return images

@@ -77,6 +77,7 @@ class TrainingItems(_Items):
         augmenter = self.augmenter if self.sampling.mixes(sample.epoch) else self.unmixed
         generator = item_generator(self.seed, sample)
         pixels, target = augmenter(sample.image, sample.shape[0], generator, sample.partners)
+        self.images.release()
         return pixels, target, self.info(sample.image)
 
 
@@ -227,7 +228,9 @@ class ClassificationData(DataSet[ClassificationSplit]):
             near=1,
             mixed=1,
         )
-        settings, images = select(TransformSettings, hyp), self._open(split, self.train_cache)
+        settings = select(TransformSettings, hyp)
+        room = self.options.images_in_use(len(split.images), 1, batch_size, self.options.workers)
+        images = self._open(split, self.train_cache, room if settings.mixup or settings.cutmix else 0)
         items = TrainingItems(images, split.labels, len(self.names), settings, seed, self.options)
         return loader(items, batches, collate, self.options.workers)
 
@@ -240,8 +243,8 @@ class ClassificationData(DataSet[ClassificationSplit]):
         items = EvaluationItems(self._open(split, self.options.cache), split.labels, len(self.names))
         return loader(items, batches, collate, self.options.workers)
 
-    def _open(self, split: ClassificationSplit, cache: str) -> Images:
-        return open_images(split.images, 0, False, cache, split.sizes)
+    def _open(self, split: ClassificationSplit, cache: str, room: int = 0) -> Images:
+        return open_images(split.images, 0, False, cache, split.sizes, room)
 
 
 Classes = dict[str, list[Path]]  # the images of each class, sorted, by its name

@@ -63,8 +63,15 @@ def main() -> None:
     given = _parser().parse_args()
     names: list[str] = []
     if given.format == "voc":
-        options = {name: getattr(given, name) for name in ("difficult", "one_based", "exist_ok")}
-        tally, names = convert_voc(given.source, given.labels, given.images, class_names(given.names), **options)
+        tally, names = convert_voc(
+            given.source,
+            given.labels,
+            given.images,
+            class_names(given.names),
+            difficult=given.difficult,
+            one_based=given.one_based,
+            exist_ok=given.exist_ok,
+        )
     elif given.format == "coco":
         if given.names_to and given.names_to.exists() and not given.exist_ok:
             raise UserError(f"--names-to {given.names_to} exists already; add --exist-ok to replace it")

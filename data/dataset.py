@@ -150,8 +150,8 @@ class DataSet(ABC, Generic[S]):
         return "" if self.options.cache == "val" else self.options.cache
 
     def uncached(self: D) -> D:
-        """Return the same data set without a cache."""
-        return replace(self, options=replace(self.options, cache=""))
+        """Return the same data set without any memory for decoded images."""
+        return replace(self, options=replace(self.options, cache="", partners="any"))
 
     def messages(self, train: S, val: S) -> list[str]:
         """Return lines for the console about the splits of a training."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from data.augment import MOSAIC_PARTNERS, Augmenter, AugmentSettings, Placement, Sample, letterbox
+from data.augment import (
+    MOSAIC_PARTNERS,
+    Augmenter,
+    AugmentSettings,
+    Placement,
+    Sample,
+    letterbox,
+    random_hsv,
+    random_hsv_linear,
+)
 from data.batches import Batch, empty_pixels, loader, stacked
 from data.cache import Images, open_images
 from data.dataset import DataSet, Item, Split, labels_text, split_identity
@@ -80,30 +89,14 @@ class _Items(Dataset[tuple[Tensor, Tensor, ImageInfo]]):
         return ImageInfo(index, str(self.images.files[index]), (width, height), placement, self.labels.of(index))
 
 
-class RecentSamples:
-    """`load` with a cache of the last `count` results. Unlike functools.lru_cache's, it goes to spawned processes."""
-
-    def __init__(self, load: Callable[[int], Sample], count: int) -> None:
-        self.load, self.count = load, count
-        self.samples: dict[int, Sample] = {}  # the oldest first
-
-    def __call__(self, index: int) -> Sample:
-        sample = self.samples.pop(index) if index in self.samples else self.load(index)
-        self.samples[index] = sample
-        if len(self.samples) > self.count:
-            del self.samples[next(iter(self.samples))]
-        return sample
-
-
 class TrainingItems(_Items):
     """Augmented items; the same sample index gives the same pixels in any process."""
 
     def __init__(self, images: Images, labels: Labels, augment: AugmentSettings, seed: int, sampling: Sampling) -> None:
         super().__init__(images, labels)
         self.seed, self.sampling = seed, sampling
-        # Neighbours share mosaic partners, and a process loads neighbours one after another.
-        load = RecentSamples(self.load, 2 * (MOSAIC_PARTNERS + 1))
-        self.augmenter = Augmenter(augment, images.imgsz, len(images.files), load, self.size)
+        hsv = random_hsv_linear if sampling.partners == "window" else random_hsv
+        self.augmenter = Augmenter(augment, images.imgsz, len(images.files), self.load, self.size, hsv)
         self.unmixed = replace(self.augmenter, settings=replace(augment, mosaic=0.0))
 
     def size(self, index: int) -> tuple[int, int]:
@@ -114,7 +107,9 @@ class TrainingItems(_Items):
     def item(self, sample: SampleIndex, pixels: Tensor) -> tuple[Tensor, Tensor, ImageInfo]:
         augmenter = self.augmenter if self.sampling.mixes(sample.epoch) else self.unmixed
         augmented = augmenter(sample.image, sample.shape, item_generator(self.seed, sample), sample.partners)
-        return *to_tensors(augmented, pixels), self.info(sample.image, NO_PLACEMENT)
+        targets = to_tensors(augmented, pixels)
+        self.images.release()
+        return *targets, self.info(sample.image, NO_PLACEMENT)
 
 
 class EvaluationItems(_Items):
@@ -277,7 +272,9 @@ class DetectionData(DataSet[DetectionSplit]):
             near=MOSAIC_PARTNERS,
             mixed=mixed,
         )
-        images = self._open(split, self.train_cache, smooth=False)
+        room = options.images_in_use(len(split.images), MOSAIC_PARTNERS, batch_size, options.workers)
+        reduced = options.partners == "window"
+        images = self._open(split, self.train_cache, False, room if augment.mosaic else 0, reduced)
         items = TrainingItems(images, split.labels, augment, seed, options)
         return loader(items, batches, collate, self.options.workers)
 
@@ -290,5 +287,5 @@ class DetectionData(DataSet[DetectionSplit]):
         items = EvaluationItems(self._open(split, self.options.cache, smooth=True), split.labels)
         return loader(items, batches, collate, self.options.workers)
 
-    def _open(self, split: DetectionSplit, cache: str, smooth: bool) -> Images:
-        return open_images(split.images, self.imgsz, smooth, cache, split.labels.sizes)
+    def _open(self, split: DetectionSplit, cache: str, smooth: bool, room: int = 0, reduced: bool = False) -> Images:
+        return open_images(split.images, self.imgsz, smooth, cache, split.labels.sizes, room, reduced)

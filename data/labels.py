@@ -162,7 +162,7 @@ def _read_cache(path: Path) -> Labels | None:
             problems = tuple(str(text) for text in arrays["problems"])
             polygons = Polygons(arrays["points"], arrays["ends"]) if "points" in arrays else None
             return Labels(arrays["rows"], arrays["offsets"], arrays["sizes"], problems, polygons)
-    except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile):
+    except (OSError, EOFError, KeyError, TypeError, AttributeError, ValueError, zipfile.BadZipFile):
         return None  # absent, or not written by this version: scan again
 
 

@@ -17,7 +17,7 @@ from urllib.parse import urlparse
 import cv2
 import numpy as np
 
-from data.images import IMAGE_SUFFIXES, read_image
+from data.images import IMAGE_SUFFIXES, read_whole_image
 from utils.errors import UserError
 from utils.files import cache_folder
 
@@ -134,7 +134,7 @@ class Media:
         for item in self.items:
             try:
                 if item.kind == "picture":
-                    yield Frame(item, read_image(local_file(item)))
+                    yield Frame(item, read_whole_image(local_file(item)))
                 elif item.kind == "video":
                     yield from self._video(item)
             except UserError as error:

@@ -16,6 +16,8 @@ from utils.errors import UserError
 
 # The first part of a generator's seed: what its numbers are for.
 ORDER_STREAM, ITEM_STREAM, SIZE_STREAM, PARTNERS_STREAM = 1, 2, 3, 4
+PARTNERS_WINDOW = 1000  # positions around an item's own, from which its partners are drawn
+PREFETCHED_BATCHES = 2  # of each loader process: torch's default
 EVALUATION_PAD_STRIDES = 0.5  # added to both sides of a batch that is not square, as YOLOv5 does
 
 
@@ -26,7 +28,7 @@ class SampleIndex(NamedTuple):
     position: int  # in the epoch's order, over all processes
     image: int  # the index in the split
     shape: tuple[int, int]  # height and width to deliver, pixels
-    partners: tuple[int, ...] = ()  # indices of mosaic partners; empty: they are chosen among all images
+    partners: tuple[int, ...] = ()  # indices of the images to mix it with; empty: they are chosen among all images
 
 
 def item_generator(seed: int, sample: SampleIndex) -> np.random.Generator:
@@ -140,14 +142,18 @@ class Sampling:
         if len(flags) > 1:
             raise UserError(f"{flags[0]} and {flags[1]} both say in what order images come; leave one of them out")
 
-    @property
-    def near(self) -> bool:
-        """Whether mosaic partners are the next images in the order."""
-        return self.partners == "near"
-
     def largest(self, imgsz: int) -> int:
         """Return the largest size of a batch in pixels, not rounded to strides."""
         return imgsz * 3 // 2 if self.multi_scale else imgsz
+
+    def images_in_use(self, images: int, near: int, batch_size: int, workers: int) -> int:
+        """Return the number of decoded images to be stored, so that each is decoded once per epoch; 0: it is no use.
+
+        images: of the split. near: partners of an item with --partners near. workers: loader processes.
+        """
+        span = {"window": PARTNERS_WINDOW, "near": near}.get(self.partners, 0)
+        span += batch_size * (1 + PREFETCHED_BATCHES * workers + 1)  # batches that are loaded at the same time
+        return span if self.partners != "any" or images <= span else 0
 
     def mixes(self, epoch: int) -> bool:
         """Return whether items of this epoch may be mixed from several images."""
@@ -192,9 +198,10 @@ class GlobalBatches:
     """Batches of the whole run, for all processes together: lists of `batch_size` sample indices.
 
     The order depends on (seed, epoch). The last batch is filled from the start of the order, so that every batch is
-    full. partners: the number of images that are mixed with each, drawn from the order, or with `near` the next ones in
-    it: neighbours share them, so that each is read once. sizes: possible sizes of the longer side of `shape`, drawn per
-    batch by (seed, epoch, batch); empty: all batches have `shape`. messages: for the console.
+    full. partners: the number of images that are mixed with each, drawn by (seed, epoch, position). reach: where they
+    are in the order: "any", "near" (the next ones), or "window" (the `PARTNERS_WINDOW` positions around its own).
+    sizes: possible sizes of the longer side of `shape`, drawn per batch by (seed, epoch, batch); empty: all batches
+    have `shape`. messages: for the console.
     """
 
     drop_last = False  # Accelerate reads it
@@ -206,12 +213,12 @@ class GlobalBatches:
         seed: int,
         shape: tuple[int, int],
         partners: int = 0,
-        near: bool = False,
+        reach: str = "any",
         sizes: range = range(0),
         messages: Sequence[str] = (),
     ) -> None:
         self._order, self.batch_size, self.seed, self.shape = order, batch_size, seed, shape
-        self.count, self.partners, self.near, self.sizes = order.count, partners, near, sizes
+        self.count, self.partners, self.reach, self.sizes = order.count, partners, reach, sizes
         self.messages = tuple(messages)
         self.epoch, self.skipped = 0, 0
         self.sampler = self  # with several processes Accelerate calls `set_epoch` of a batch sampler's `sampler`
@@ -257,11 +264,13 @@ class GlobalBatches:
 
     def _partners(self, order: np.ndarray) -> np.ndarray:
         """Return the indices of the partners at each place of the order, (count, partners)."""
-        if self.near:
-            places = np.arange(self.count)[:, None] + np.arange(1, self.partners + 1)
-            return order[places % self.count]
+        places = np.arange(self.count)[:, None]
+        if self.reach == "near":
+            return order[(places + np.arange(1, self.partners + 1)) % self.count]
         rng = np.random.default_rng((PARTNERS_STREAM, self.seed, self.epoch))
-        return order[rng.integers(self.count, size=(self.count, self.partners), dtype=np.int32)]
+        window = min(PARTNERS_WINDOW, self.count) if self.reach == "window" else self.count
+        first = (places - window // 2).clip(0, self.count - window)
+        return order[first + rng.integers(window, size=(self.count, self.partners), dtype=np.int32)]
 
     def unscaled_shape(self, batch: int) -> tuple[int, int]:
         """Return height and width of a batch without --multi-scale."""
@@ -310,7 +319,7 @@ def training_batches(
 ) -> GlobalBatches:
     """Return the batches of a training. image_sizes: (n, 2), width and height of the files, pixels.
 
-    near, mixed: the number of partners of an item with `sampling.near`, and of those drawn from a weighted order.
+    near, mixed: the number of partners of an item with --partners near, and of those drawn from the order.
     """
     count = len(image_sizes)
     order, sizes = sampling.order(instances, count), batch_sizes(imgsz, stride)
@@ -318,9 +327,10 @@ def training_batches(
     sizes = sizes if sampling.multi_scale else range(0)
     if sampling.rect:
         return RectangularBatches(image_sizes, batch_size, seed, imgsz, stride, sizes, messages)
-    weighted = sampling.image_weights or sampling.repeat_factor  # else partners are chosen among all images
-    partners = near if sampling.near else mixed if weighted else 0
-    return GlobalBatches(order, batch_size, seed, (imgsz, imgsz), partners, sampling.near, sizes, messages)
+    # With "any" and each image once, an item draws its partners among all images by itself.
+    drawn = sampling.partners == "window" or sampling.image_weights or sampling.repeat_factor
+    partners = near if sampling.partners == "near" else mixed if drawn else 0
+    return GlobalBatches(order, batch_size, seed, (imgsz, imgsz), partners, sampling.partners, sizes, messages)
 
 
 def evaluation_batches(

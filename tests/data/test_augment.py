@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
 from unittest.mock import Mock
 
 import cv2
@@ -22,6 +24,7 @@ from data.augment import (
     mixup,
     mosaic_positions,
     random_hsv,
+    random_hsv_linear,
     random_matrix,
     random_warp,
     warp_boxes,
@@ -441,10 +444,11 @@ def test_the_weight_of_mixup_is_near_one_half() -> None:
 # Colours
 
 
-def coloured(image: np.ndarray, draws: tuple[float, float, float], **gains: float) -> np.ndarray:
+def coloured(image: np.ndarray, draws: tuple[float, float, float], hsv: Any = random_hsv, **gains: float) -> np.ndarray:
     """Change hue, saturation and value. draws: from -1 to 1, of the three factors."""
-    before = sample(image, [0, 0, 3, 3], classes=[4])
-    after = random_hsv(before, AugmentSettings(**gains), uniform(np.array(draws)))
+    before = sample(image.copy(), [0, 0, 3, 3], classes=[4])
+    after = hsv(before, AugmentSettings(**gains), uniform(np.array(draws)))
+    assert np.array_equal(before.image, image)
     assert np.array_equal(after.boxes, before.boxes)
     assert np.array_equal(after.classes, before.classes)
     assert after.image.dtype == np.uint8
@@ -485,10 +489,59 @@ def test_a_gain_scales_hue_saturation_or_value(
     assert (changed == after).all()
 
 
-def test_the_value_factor_is_uniform_around_one() -> None:
+@pytest.mark.parametrize("hsv", [random_hsv, random_hsv_linear])
+def test_the_value_factor_is_uniform_around_one(hsv: Any) -> None:
     rng, before = np.random.default_rng(0), sample(plain(1, 1, 100))
-    values = [random_hsv(before, AugmentSettings(hsv_v=0.4), rng).image[0, 0, 0] for _ in range(2000)]
+    values = [hsv(before, AugmentSettings(hsv_v=0.4), rng).image[0, 0, 0] for _ in range(2000)]
     check_uniform(np.array(values, float), 60, 140)
+
+
+@pytest.mark.parametrize(
+    ("gains", "draw", "before", "after"),
+    [
+        pytest.param({"hsv_v": 0.5}, 1.0, (100,) * 3, (150,) * 3, id="brighter"),
+        pytest.param({"hsv_v": 0.5}, -1.0, (100, 80, 20), (50, 40, 10), id="darker"),
+        pytest.param({"hsv_v": 0.5}, 1.0, (200,) * 3, (255,) * 3, id="value is clipped"),
+        pytest.param({"hsv_h": 2 / 3}, 1.0, RED, GREEN, id="0 degrees become 120"),
+        pytest.param({"hsv_h": 2 / 3}, -1.0, RED, BLUE, id="0 degrees wrap around to 240"),
+        pytest.param({"hsv_h": 2 / 3, "hsv_s": 1.0}, 1.0, (70,) * 3, (70,) * 3, id="greys have no hue or saturation"),
+        pytest.param({"hsv_s": 1.0}, -1.0, RED, (255, 255, 255), id="without saturation"),
+        pytest.param({"hsv_s": 0.5}, -1.0, RED, (128, 128, 255), id="less saturation"),
+        pytest.param({"hsv_s": 0.5}, 1.0, (100, 60, 20), (100, 40, 0), id="saturation is clipped"),
+    ],
+)
+def test_a_linear_gain_turns_the_hue_and_scales_saturation_or_value(
+    gains: dict[str, float], draw: float, before: tuple[int, ...], after: tuple[int, ...]
+) -> None:
+    changed = coloured(np.full((4, 4, 3), before, np.uint8), (draw, draw, draw), random_hsv_linear, **gains)
+    assert (changed == after).all()
+
+
+@pytest.mark.parametrize("draws", [(0, 1, 1), (0, -1, 1), (0, 1, -1), (0, -0.3, -0.8)])
+def test_linear_gains_equal_those_in_hsv_if_nothing_is_clipped(draws: tuple[float, float, float]) -> None:
+    image = 80 + noise(60, 60) // 3
+    changed = coloured(image, draws, random_hsv_linear, hsv_s=0.4, hsv_v=0.4)
+    hsv = cv2.cvtColor(image.astype(np.float32), cv2.COLOR_BGR2HSV) * np.float32(
+        [1, 1 + 0.4 * draws[1], 1 + 0.4 * draws[2]]
+    )
+    assert np.abs(changed - cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)).max() <= 1.5  # two roundings
+
+
+@pytest.mark.parametrize("draw", [1, -1])
+def test_a_linear_turn_is_an_angle_of_hue(draw: int) -> None:
+    image = noise(60, 60)
+    changed = coloured(image, (draw, 0, 0), random_hsv_linear, hsv_h=0.05)
+    hues = [cv2.cvtColor(one.astype(np.float32), cv2.COLOR_BGR2HSV)[..., 0] for one in (image, changed)]
+    turned = (hues[1] - hues[0] + 180) % 360 - 180
+    assert np.median(turned) == pytest.approx(draw * 9, abs=1)  # 0.05 of 180 degrees
+
+
+def test_an_item_is_coloured_by_the_given_function() -> None:
+    images = Images()
+    usual = images.augmenter(hsv_s=0.7, hsv_v=0.4)
+    linear = replace(usual, hsv=random_hsv_linear)
+    a, b = (augmenter(1, (16, 16), np.random.default_rng(0)).image for augmenter in (usual, linear))
+    assert 0 < np.abs(a.astype(int) - b).mean() < 3
 
 
 # Flips

@@ -21,11 +21,12 @@ from PIL import Image
 
 from data import cache
 from data.cache import Images, open_images
-from data.images import image_size
+from data.images import image_size, read_reduced
 from tests.conftest import OnProcesses
 from tests.making import noise, spoil, write_image
 from utils.distributed.accelerator import start
 from utils.distributed.ranks import ranks
+from utils.distributed.shared_memory import SharedMemory
 from utils.distributed.store import run_store
 from utils.errors import UserError
 
@@ -64,6 +65,13 @@ def files(tmp_path: Path) -> list[Path]:
     return [write_image(tmp_path / f"set/{k}.png", noise(*size, seed=k)) for k, size in enumerate(sizes)]
 
 
+@pytest.fixture
+def photos(tmp_path: Path) -> list[Path]:
+    """A large photo and a small one."""
+    sizes = ((2000, 1200), (64, 48))
+    return [write_image(tmp_path / f"set/{k}.jpg", noise(*size, seed=k)) for k, size in enumerate(sizes)]
+
+
 def free_disk(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(size)))
 
@@ -100,6 +108,17 @@ def test_cached_images_are_those_of_the_files(files: list[Path], way: str, smoot
     images = opened(files, 32, smooth, way)
     for _ in range(2):
         assert same(pixels(images), expected)
+
+
+@pytest.mark.parametrize("way", ["", "ram", "disk"])
+def test_large_photos_are_reduced_on_request(photos: list[Path], way: str) -> None:
+    sizes = sizes_of(photos)
+    expected = [read_reduced(file, *size, 32) for file, size in zip(photos, sizes.tolist(), strict=True)]
+    images = open_images(photos, 32, False, way, sizes, reduced=True)
+    for _ in range(2):
+        assert same(pixels(images), expected)
+        images = pickle.loads(pickle.dumps(images))  # as for spawned processes
+    assert not same(pixels(opened(photos, 32, False, way)), expected)
 
 
 @pytest.mark.parametrize("way", ["", "ram", "disk"])
@@ -144,7 +163,7 @@ def test_images_that_do_not_fit_into_memory_are_read_from_their_files(
     files = [write_image(tmp_path / f"set/{k}.bmp", noise(12, 12, seed=k)) for k in range(20)]
     expected = pixels(opened(files, 12, True, ""))
     free = round((10 * 12 * 12 * 3 + 20) / cache.CACHE_MEMORY_SHARE) + 1  # and a byte per image
-    monkeypatch.setattr(cache, "shared_memory", lambda size: np.zeros(size(free), np.uint8))
+    monkeypatch.setattr(cache, "shared_memory", lambda size: SharedMemory.of_size(size(free)))
     images = opened(files, 12, True, "ram")
     assert "room for 10 of 20 images" in images.messages[0]
     assert same(pixels(images), expected)
@@ -171,7 +190,7 @@ def read_after_the_first(files: list[Path], sizes: np.ndarray) -> tuple[int, lis
         spoil(*files)
         store.write_once("filled", True)
     store.wait_for_value("filled")
-    return len(images.memory), [int(image.sum()) for image in pixels(images)]
+    return len(images.memory.bytes), [int(image.sum()) for image in pixels(images)]
 
 
 def test_memory_is_one_for_all_processes(on_processes: OnProcesses, files: list[Path]) -> None:
@@ -210,6 +229,12 @@ def test_disk_keeps_sizes_and_kinds_of_shrinking_apart(files: list[Path]) -> Non
         expected = pixels(opened(files, imgsz, smooth, ""))
         for _ in range(2):
             assert same(pixels(opened(files, imgsz, smooth, "disk")), expected)
+
+
+def test_disk_keeps_reduced_photos_apart(photos: list[Path]) -> None:
+    for reduced in (True, False, True):
+        expected = pixels(open_images(photos, 32, False, "", sizes_of(photos), reduced=reduced))
+        assert same(pixels(open_images(photos, 32, False, "disk", sizes_of(photos), reduced=reduced)), expected)
 
 
 def test_disk_keeps_equal_names_in_different_folders_apart(tmp_path: Path) -> None:
@@ -294,6 +319,15 @@ def test_images_that_do_not_fit_on_the_disk_are_read_from_their_files(
     spoil(files[2])
     with pytest.raises(UserError):
         images.read(2)
+
+
+def test_what_an_earlier_run_would_have_written_is_free(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if it is part of a reference cycle, as torch's loaders are."""
+    free_disk(monkeypatch, FOR_TWO)
+    loader = SimpleNamespace(images=opened(files, 32, True, "disk"))
+    loader.itself = loader
+    del loader
+    assert "room for 2 of 4 images" in opened(files, 32, True, "disk").messages[0]
 
 
 def test_gigabytes_on_disk_are_the_bytes_of_the_pixels(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

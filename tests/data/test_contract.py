@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from data import sampler
 from data.batches import Batch
 from data.cache import Images, ImagesInMemory, ImagesOnDisk
 from data.dataset import DataOptions, DataSet, Split, data_source
@@ -86,6 +87,12 @@ def drawing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return kind, write_yaml(folder / "data.yaml", kind.draw(folder))
 
 
+@pytest.fixture(autouse=True)
+def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a window have fewer images than the data set."""
+    monkeypatch.setattr(sampler, "PARTNERS_WINDOW", 6)
+
+
 @pytest.fixture
 def copy(drawing: tuple[Kind, Path], tmp_path: Path) -> tuple[Kind, Path]:
     """The same in a folder that a test may change."""
@@ -141,11 +148,14 @@ def differ(first: Sequence[Batch], second: Sequence[Batch]) -> bool:
 # Batches of a training
 
 
-def test_pixels_and_targets_do_not_depend_on_workers_or_the_global_seed(drawing: tuple[Kind, Path]) -> None:
-    expected = two_epochs(drawing)
+@pytest.mark.parametrize("partners", ["window", "any"])
+def test_pixels_and_targets_do_not_depend_on_workers_or_the_global_seed(
+    drawing: tuple[Kind, Path], partners: str
+) -> None:
+    expected = two_epochs(drawing, partners=partners)
     for workers in (0, 1, 4):
         torch.manual_seed(workers)
-        check_same(two_epochs(drawing, workers=workers), expected)
+        check_same(two_epochs(drawing, partners=partners, workers=workers), expected)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -154,6 +164,7 @@ def test_pixels_and_targets_do_not_depend_on_workers_or_the_global_seed(drawing:
     [
         {"image_weights": True, "partners": "near"},
         {"repeat_factor": 0.9, "multi_scale": True},
+        {"partners": "window"},
     ],
     ids=str,
 )
@@ -257,11 +268,11 @@ def test_a_picture_without_labels_is_an_item(drawing: tuple[Kind, Path]) -> None
 
 @pytest.mark.parametrize(("cache", "kind"), [("ram", ImagesInMemory), ("disk", ImagesOnDisk)])
 def test_cached_images_make_the_same_batches(drawing: tuple[Kind, Path], cache: str, kind: type[Images]) -> None:
-    expected = [*two_epochs(drawing), *evaluation(drawing)]
-    assert type(train_loader(drawing, cache=cache).dataset.images) is kind
-    for workers in (0, 2):  # those on disk are written at first, then read
-        found = [*two_epochs(drawing, cache=cache, workers=workers), *evaluation(drawing, cache=cache)]
-        check_same(found, expected)
+    for workers, partners in ((0, "any"), (2, "window")):  # those on disk are written at first, then read
+        loader = train_loader(drawing, cache=cache, workers=workers, partners=partners)
+        assert type(loader.dataset.images) is kind  # nothing is left for the ring
+        expected_epoch = epoch_of(train_loader(drawing, partners=partners), 0)
+        check_same([*epoch_of(loader, 0), *evaluation(drawing, cache=cache)], [*expected_epoch, *evaluation(drawing)])
 
 
 def test_the_cache_of_the_validation_is_not_for_training(drawing: tuple[Kind, Path]) -> None:

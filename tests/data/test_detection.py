@@ -1,19 +1,25 @@
-"""Detection data: boxes where the pixels are, the way back to the file, and the documents of a data set.
+"""Detection data: boxes stay aligned with the pixels, predictions map back to the file, documents of a data set.
 
 The promises that all data sets share are in test_contract.py.
 """
 
 from __future__ import annotations
 
+import mmap
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
+import cv2
 import numpy as np
 import pytest
 import torch
 from PIL import ExifTags, Image
+from torch.utils.data import get_worker_info
 
+from data import sampler
 from data.augment import AugmentSettings, Placement, Sample
 from data.batches import empty_pixels
 from data.dataset import DataOptions
@@ -21,6 +27,7 @@ from data.detection import Batch, DetectionData, DetectionSplit, ImageInfo, coll
 from data.sources import DataSpec, label_file, read_spec
 from tests.making import plain, write_image, write_label, write_yaml
 from utils.config.hyperparameters import Hyperparameters
+from utils.distributed import shared_memory
 from utils.errors import UserError
 
 NOTHING = Hyperparameters(
@@ -79,19 +86,49 @@ def folder(tmp_path: Path) -> Path:
 # Training items
 
 
-@pytest.mark.parametrize(("near", "most"), [(True, 7), (False, 16)])
-def test_neighbours_share_their_mosaic_partners(
-    folder: Path, near: bool, most: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("partners", "window", "least", "most"),
+    [("window", 20, 0.9, 1.2), ("near", 20, 0.9, 1.2), ("any", 20, 2.0, 4.0), ("window", 1000, 0.9, 1.2)],
+)
+def test_an_image_is_decoded_about_once_per_epoch(
+    partners: str, window: int, least: float, most: float, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process's slice of four positions reads seven images if partners are neighbours."""
-    data = data_of(folder, partners="near" if near else "any")
-    loader: Any = data.train_loader(data.split("train"), batch_size=4, hyp=replace(NOTHING, mosaic=1.0), seed=3)
-    images, reads = loader.dataset.images, []
-    read = images.read
-    monkeypatch.setattr(images, "read", lambda index: reads.append(index) or read(index))
-    next(iter(loader))
-    assert 4 < len(reads) <= most
-    assert (len(reads) == len(set(reads))) or not near
+    """If all images of the window are in memory; a mosaic of any images decodes up to four per item."""
+    monkeypatch.setattr(sampler, "PARTNERS_WINDOW", window)
+    count = 200
+    for number in range(count):
+        write_image(tmp_path / f"images/{number:03}.png", np.full((16, 16, 3), number, np.uint8), "0 0.5 0.5 0.8 0.8")
+    decoded = np.frombuffer(mmap.mmap(-1, 32), np.int64)  # by each loader process
+    decode = cv2.imdecode
+
+    def counted(*given: Any) -> np.ndarray:
+        worker = get_worker_info()
+        decoded[worker.id if worker else 0] += 1
+        return decode(*given)
+
+    monkeypatch.setattr("cv2.imdecode", counted)
+    data = data_of(tmp_path, partners=partners, workers=workers)
+    epoch_of(data, replace(NOTHING, mosaic=1.0))
+    assert least <= decoded.sum() / count <= most
+
+
+@pytest.mark.parametrize("hyp", [EVERYTHING, replace(NOTHING, mosaic=1.0)], ids=["everything", "mosaic"])
+def test_little_memory_changes_no_pixel(folder: Path, hyp: Hyperparameters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither do workers: the ring holds all twelve images, seven, or none."""
+    monkeypatch.setattr(sampler, "PARTNERS_WINDOW", 6)
+    expected = epoch_of(data_of(folder, partners="window"), hyp)
+    for free, workers in ((2**20, 0), (400_000, 2), (0, 0)):
+        monkeypatch.setattr(shared_memory, "available_bytes", lambda free=free: free)
+        monkeypatch.setattr(shared_memory, "in_use", WeakSet())
+        data = data_of(folder, partners="window", workers=workers)
+        loader: Any = data.train_loader(data.split("train", hyp), 4, hyp, seed=3)
+        batches = list(loader)
+        for batch, same in zip(batches, expected, strict=True):
+            assert torch.equal(batch.images, same.images)
+            assert torch.equal(batch.targets, same.targets)
+        if free < 2**20:
+            assert re.match(r"memory for [07] of 12 decoded images", data.cache_messages(loader)[0])
 
 
 def test_pixels_are_written_straight_into_the_batch(folder: Path) -> None:

@@ -6,12 +6,14 @@ import io
 import zlib
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import cv2
 import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
-from data.images import image_size, read_image, resize_long_side, scaled_shape
+from data.images import image_size, read_image, read_reduced, read_whole_image, resize_long_side, scaled_shape
 from tests.making import noise, plain, write_image
 from utils.errors import UserError
 
@@ -35,6 +37,11 @@ def corners() -> np.ndarray:
     image = np.zeros((32, 48, 3), np.uint8)
     image[:16, :24], image[:16, 24:], image[16:, :24], image[16:, 24:] = RED, GREEN, BLUE, WHITE
     return image
+
+
+def large_corners(width: int, height: int) -> np.ndarray:
+    """Return an image in the colours of `corners`."""
+    return cv2.resize(corners(), (width, height), interpolation=cv2.INTER_NEAREST)
 
 
 def oriented(orientation: int) -> Image.Exif:
@@ -62,7 +69,7 @@ def test_pixels_are_those_of_the_file_in_the_order_blue_green_red(tmp_path: Path
         (".png", {}),
         (".webp", {"lossless": True}),
         (".tif", {}),
-        (".tiff", {"compression": "zstd"}),  # which OpenCV cannot read
+        (".tiff", {"compression": "lzma"}),  # which OpenCV cannot read
     ],
     ids=str,
 )
@@ -200,6 +207,30 @@ def test_a_broken_file_has_no_size(tmp_path: Path, name: str) -> None:
         image_size(file)
 
 
+@pytest.mark.parametrize("name", BROKEN_FILES)
+def test_a_broken_file_is_not_read_as_a_whole_image(
+    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The decoders print nothing of their own."""
+    file = tmp_path / "a.jpg"
+    file.write_bytes(BROKEN_FILES[name])
+    with pytest.raises(UserError, match=r"a\.jpg cannot be read as an image \([^<>]*\); fix or remove it"):
+        read_whole_image(file)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("content", [*UPRIGHT_FILES.values(), *TURNED_FILES.values()])
+def test_a_whole_image_is_read_as_any_other(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "a.jpg"
+    file.write_bytes(content)
+    assert np.array_equal(read_whole_image(file), read_image(file))
+
+
+def test_an_image_that_is_too_large_for_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    assert read_whole_image(write_image(tmp_path / "a.png", corners())).shape == (32, 48, 3)
+
+
 @pytest.mark.parametrize("options", [{}, {"icc_profile": bytes(100)}], ids=["plain", "with a profile"])
 @pytest.mark.parametrize("kind", ["jpeg", "png"])
 def test_pixels_are_not_decoded_for_the_size(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
@@ -260,3 +291,122 @@ def test_enlarging_is_linear(smooth: bool) -> None:
 def test_an_image_of_the_right_size_is_not_changed(smooth: bool) -> None:
     pixels = noise(32, 20)
     assert np.array_equal(resize_long_side(pixels, 32, smooth), pixels)
+
+
+# Large photos
+
+
+@pytest.mark.parametrize("size", [64, 320, 640, 900])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_large_photo_is_read_upright_in_the_shape_of_its_true_size(
+    tmp_path: Path, orientation: int, size: int
+) -> None:
+    file = write_image(tmp_path / "a.jpg", large_corners(1999, 1013), exif=oriented(orientation), quality=95)
+    width, height = image_size(file)
+    image = read_reduced(file, width, height, size)
+    assert image.flags.c_contiguous
+    assert (image.dtype, image.shape) == (np.uint8, (*scaled_shape(width, height, size)[::-1], 3))
+    for half, colours in zip(np.array_split(image, 2), UPRIGHT[orientation], strict=True):
+        for quarter, colour in zip(np.array_split(half, 2, axis=1), colours, strict=True):
+            assert np.abs(quarter[4:-4, 4:-4, ::-1].astype(int) - colour).max() <= 8
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "size", "decoded"),
+    [
+        (4000, 3000, 640, (1000, 750)),  # an eighth would be 500 wide
+        (3000, 4000, 640, (750, 1000)),
+        (2560, 1920, 640, (640, 480)),
+        (2559, 1920, 640, (1280, 960)),  # a quarter of 2559 is less than 640, though rounded up it would be 640
+        (4032, 3024, 320, (504, 378)),
+        (8000, 500, 320, (1000, 63)),  # less than an eighth is not possible
+        (2048, 1371, 1280, (2048, 1371)),
+    ],
+)
+def test_a_large_jpeg_is_decoded_at_the_smallest_scale_that_is_not_below_the_size(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    width: int,
+    height: int,
+    size: int,
+    decoded: tuple[int, int],
+) -> None:
+    file = write_image(tmp_path / "a.jpg", plain(width, height))
+    shapes, decode = [], cv2.imdecode
+
+    def recorded(*given: Any) -> np.ndarray:
+        image = decode(*given)
+        shapes.append(image.shape[1::-1])
+        return image
+
+    monkeypatch.setattr("cv2.imdecode", recorded)
+    assert read_reduced(file, width, height, size).shape[1::-1] == scaled_shape(width, height, size)
+    assert shapes == [decoded]
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [("RGB", {}), ("RGB", {"subsampling": 0}), ("RGB", {"progressive": True}), ("L", {}), ("CMYK", {})],
+    ids=str,
+)
+@pytest.mark.parametrize("size", [640, 320])
+def test_a_large_jpeg_of_every_kind_looks_as_if_decoded_whole(
+    tmp_path: Path, mode: str, options: dict[str, Any], size: int
+) -> None:
+    pixels = cv2.resize(noise(200, 150), (2000, 1504), interpolation=cv2.INTER_CUBIC)
+    file = tmp_path / "a.jpg"
+    Image.fromarray(pixels).convert(mode).save(file, quality=95, **options)
+    whole = resize_long_side(read_image(file), size, smooth=True)
+    assert cv2.absdiff(read_reduced(file, 2000, 1504, size), whole).mean() < 2  # a shift by a pixel: 8 to 16
+
+
+@pytest.mark.parametrize("suffix", [".jpg", ".png"])
+def test_a_fine_pattern_of_a_large_photo_becomes_its_mean(tmp_path: Path, suffix: str) -> None:
+    stripes = plain(2000, 1200, 60)
+    stripes[:, ::2] = 180
+    image = read_reduced(write_image(tmp_path / f"a{suffix}", stripes), 2000, 1200, 300)
+    assert np.abs(image.astype(int) - 120).max() <= 12  # every other column alone would be 60 or 180
+
+
+@pytest.mark.parametrize("kind", ["jpg", "png"])
+def test_up_to_two_megapixels_a_photo_is_read_as_any_image(tmp_path: Path, kind: str) -> None:
+    file = write_image(tmp_path / f"a.{kind}", noise(2000, 1000))
+    expected = resize_long_side(read_image(file), 320, smooth=False)
+    assert np.array_equal(read_reduced(file, 2000, 1000, 320), expected)
+
+
+@pytest.mark.parametrize("size", [900, 1800])
+def test_a_large_photo_that_is_not_halved_is_read_as_any_image(tmp_path: Path, size: int) -> None:
+    file = write_image(tmp_path / "a.jpg", noise(1600, 1400))
+    expected = resize_long_side(read_image(file), size, smooth=False)
+    assert np.array_equal(read_reduced(file, 1600, 1400, size), expected)
+
+
+def test_a_photo_that_has_changed_since_its_size_was_read_has_its_own_shape(tmp_path: Path) -> None:
+    file = write_image(tmp_path / "a.jpg", noise(400, 300))
+    expected = resize_long_side(read_image(file), 320, smooth=True)
+    assert np.array_equal(read_reduced(file, 4000, 2000, 320), expected)
+
+
+def test_a_large_photo_that_only_pillow_can_read_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_image(tmp_path / "a.jpg", large_corners(2000, 1200))
+    monkeypatch.setattr("cv2.imdecode", Mock(return_value=None))
+    assert np.array_equal(read_reduced(file, 2000, 1200, 320), resize_long_side(read_image(file), 320, smooth=True))
+
+
+@pytest.mark.parametrize("content", [b"", JPEG[:40], b"not an image"])
+def test_an_unreadable_large_photo_is_named(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "a.jpg"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.jpg cannot be read as an image \(.*\); fix or remove it"):
+        read_reduced(file, 4000, 3000, 640)
+
+
+def test_a_large_jpeg_without_its_end_is_read_without_a_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = write_image(tmp_path / "a.jpg", large_corners(2000, 1200))
+    expected = read_reduced(file, 2000, 1200, 320)
+    file.write_bytes(file.read_bytes()[:-2])
+    assert np.array_equal(read_reduced(file, 2000, 1200, 320), expected)
+    assert capfd.readouterr().err == ""

@@ -1,12 +1,19 @@
-"""Memory that all processes of a machine share. Called by data/cache.py."""
+"""Memory that all processes of a machine share. Called by data/cache.py and data/image_ring.py."""
 
 from __future__ import annotations
 
+import gc
+import itertools
 import mmap
 import os
 import socket
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.reduction import DupFd
+from pathlib import Path
 from typing import Any
+from weakref import WeakSet, finalize
 
 import numpy as np
 import psutil
@@ -14,29 +21,69 @@ import psutil
 from utils.distributed.ranks import ranks
 from utils.distributed.store import run_store
 
-reserved_bytes: list[int] = []  # of each call so far: pages count as free until they are written
+CGROUP = Path("/sys/fs/cgroup")  # of a container, version 2
+in_use: WeakSet[SharedMemory] = WeakSet()  # of this process: pages count as free until they are written
+_calls = itertools.count()
 
 
-def shared_memory(size: Callable[[int], int]) -> np.ndarray:
-    """Return zeroed bytes, uint8 (n,), shared by all processes of this machine and those that they fork.
+class SharedMemory:
+    """Zeroed bytes, uint8 (n,), of a file without a name; it exists as long as a process that has opened it.
 
-    They are freed with the last of these processes. size: returns n for a number of free bytes. All processes must
-    make these calls in the same order.
+    It can be sent to processes that are being started.
     """
-    free = psutil.virtual_memory().available - sum(reserved_bytes)
-    store, here, name = run_store(), ranks(), f"memory/{socket.gethostname()}/{len(reserved_bytes)}"
+
+    def __init__(self, file: int) -> None:
+        self.file = file  # descriptor, on which parts can be locked
+        self.bytes = np.frombuffer(mmap.mmap(file, 0), np.uint8)
+        finalize(self, os.close, file)
+
+    @classmethod
+    def of_size(cls, size: int) -> SharedMemory:
+        """Return `size` new bytes, at least one. Pages take memory once they are written."""
+        if hasattr(os, "memfd_create"):
+            file = os.memfd_create("lockstep", 0)
+        else:
+            with tempfile.TemporaryFile() as temporary:
+                file = os.dup(temporary.fileno())
+        os.ftruncate(file, max(size, 1))
+        return cls(file)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (DupFd(self.file),)
+
+
+def _received(file: Any) -> SharedMemory:
+    return SharedMemory(file.detach())
+
+
+def shared_memory(size: Callable[[int], int]) -> SharedMemory:
+    """Return memory shared by all processes of this machine and those that they start.
+
+    size: returns the number of bytes for a number of free bytes. All processes must make these calls in the same order.
+    """
+    if in_use:
+        gc.collect()  # loaders of an earlier run are in reference cycles
+    free = max(available_bytes() - sum(len(memory.bytes) for memory in in_use), 0)
+    store, here, name = run_store(), ranks(), f"memory/{socket.gethostname()}/{next(_calls)}"
     if store is None or here.local_world_size < 2 or not hasattr(os, "memfd_create"):
-        memory: Any = mmap.mmap(-1, max(size(free), 1))
+        memory = SharedMemory.of_size(size(free // here.local_world_size))
     elif here.local_rank == 0:
-        handle = os.memfd_create("lockstep", 0)
-        os.ftruncate(handle, max(size(free), 1))
-        store.write_once(name, f"/proc/{os.getpid()}/fd/{handle}")
-        memory = mmap.mmap(handle, 0)
+        memory = SharedMemory.of_size(size(free))
+        store.write_once(name, f"/proc/{os.getpid()}/fd/{memory.file}")
     else:
         try:
-            with open(store.wait_for_value(name), "r+b") as file:
-                memory = mmap.mmap(file.fileno(), 0)
+            memory = SharedMemory(os.open(store.wait_for_value(name), os.O_RDWR))
         except OSError:  # another container with the same host name
-            memory = mmap.mmap(-1, max(size(free // here.local_world_size), 1))
-    reserved_bytes.append(len(memory))
-    return np.frombuffer(memory, np.uint8)
+            memory = SharedMemory.of_size(size(free // here.local_world_size))
+    in_use.add(memory)
+    return memory
+
+
+def available_bytes() -> int:
+    """Return the memory that can be used without swapping: of the machine, or of this container if that is less."""
+    available: int = psutil.virtual_memory().available
+    with suppress(OSError, ValueError, KeyError):  # no container, or one without a limit
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        available = min(available, limit - used + int(stat["inactive_file"]))
+    return available

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from torch.utils.data import DataLoader, Dataset
@@ -50,6 +52,27 @@ def test_loader_died(error: Exception, part: str) -> None:
     message = loader_died(error)
     assert part in message
     assert bool(message) == bool(part)
+
+
+def count_new_pages(result: Connection) -> None:
+    """Send the pages that the system gives to a loader process for a hundred items of four images."""
+    shield_worker(0)
+    before = 0
+    for number in range(110):
+        if number == 10:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        images = [np.ones((480, 640, 3), np.uint8) for _ in range(4)]
+        del images
+    result.send(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+
+def test_a_loader_process_reuses_the_memory_of_images() -> None:
+    """Their 90,000 pages would be new ones, each filled with zeros."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("spawn").Process(target=count_new_pages, args=(sender,))
+    process.start()
+    assert receiver.recv() < 9000
+    process.join(60)
 
 
 class Deadly(Dataset[int]):

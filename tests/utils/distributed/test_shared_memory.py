@@ -2,30 +2,82 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+from pathlib import Path
 from types import SimpleNamespace
+from weakref import WeakSet
 
 import psutil
 import pytest
 
 from utils.distributed import shared_memory as module
-from utils.distributed.shared_memory import shared_memory
+from utils.distributed.shared_memory import SharedMemory, available_bytes, shared_memory
 
 
 def test_memory_is_reserved_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "reserved_bytes", [])
+    monkeypatch.setattr(module, "in_use", WeakSet())
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     free_bytes: list[int] = []
-    for _ in range(2):
-        shared_memory(lambda free: free_bytes.append(free) or 600)  # type: ignore[func-returns-value]
+
+    def size(free: int) -> int:
+        free_bytes.append(free)
+        return 600
+
+    first = shared_memory(size)
+    second = shared_memory(size)
     assert free_bytes == [1000, 400]
+    assert len(first.bytes) == len(second.bytes) == 600
+
+
+def test_memory_of_an_earlier_run_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if it is part of a reference cycle; its file is closed."""
+    monkeypatch.setattr(module, "in_use", WeakSet())
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    loader = SimpleNamespace(memory=shared_memory(lambda free: 600))
+    loader.itself, file = loader, loader.memory.file
+    del loader
+    assert len(shared_memory(lambda free: free).bytes) == 1000
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
 
 
 def test_forked_processes_write_into_it() -> None:
-    memory = shared_memory(lambda free: 4)
+    memory = shared_memory(lambda free: 4).bytes
     assert memory.tolist() == [0, 0, 0, 0]
     if not (child := os.fork()):
         memory[2] = 7
         os._exit(0)
     os.waitpid(child, 0)
     assert memory.tolist() == [0, 0, 7, 0]
+
+
+def write_seven(memory: SharedMemory) -> None:
+    memory.bytes[2] = 7
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_it_can_be_sent_to_a_started_process(method: str) -> None:
+    memory = shared_memory(lambda free: 4)
+    process = multiprocessing.get_context(method).Process(target=write_seven, args=(memory,))
+    process.start()
+    process.join(60)
+    assert memory.bytes.tolist() == [0, 0, 7, 0]
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [("1000", 1000 - 700 + 300), ("max", 5000), ("9000", 5000), ("", 5000)],
+    ids=["a container's limit", "no limit", "a limit above the machine's memory", "no container"],
+)
+def test_the_limit_of_a_container_counts(
+    limit: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cached files, 300 bytes here, can be dropped."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5000))
+    monkeypatch.setattr(module, "CGROUP", tmp_path)
+    if limit:
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 400\ninactive_file 300\n")
+    assert available_bytes() == expected
