@@ -2,22 +2,34 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-STAMP := $(VENV)/.installed
+LEAN := $(VENV)/.installed-for-training
+FULL := $(VENV)/.installed
+REQUIREMENTS := requirements.txt requirements-dev.txt requirements-deepspeed.txt requirements-export.txt
 
-.PHONY: setup train test test-long test-gpu test-gpu2 lint bench bench-processes bench-saving bench-versus bench-gpus
+.PHONY: setup train test test-long test-gpu test-gpu2 test-floors lint constraints \
+	bench bench-processes bench-saving bench-versus bench-gpus
 
-setup: $(STAMP)
+# Everything: for DeepSpeed, exports, tests and linters too.
+setup: $(FULL)
 
-# The stamp is written last: an interrupted installation is done again.
-$(STAMP): requirements.txt requirements-dev.txt requirements-deepspeed.txt requirements-export.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "error: Python 3.10 or newer is needed; name one with make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
-	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet -r requirements.txt -r requirements-dev.txt
+define install
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	{ echo "error: Python 3.10 or newer is needed; name one with make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+$(RUN) -m pip install --quiet --upgrade pip
+$(RUN) -m pip install --quiet $(1)
+endef
+
+# The stamps are written last: an interrupted installation is done again. Everything includes what training needs.
+$(LEAN): requirements.txt
+	$(call install,-r requirements.txt)
 	@touch $@
 
-train: setup
+$(FULL): $(REQUIREMENTS)
+	$(call install,-r requirements.txt -r requirements-dev.txt)
+	@touch $(LEAN) $@
+
+train: $(LEAN)
 	$(RUN) train.py
 
 # Two at a time, a file's tests one after another: they share what they have trained.
@@ -32,6 +44,36 @@ test-gpu: setup
 
 test-gpu2: setup
 	$(RUN) -m pytest -m gpu2
+
+# The lowest versions that the requirements allow, on the lowest Python of this machine, or FLOORS_PYTHON. CI does not run it.
+FLOORS := .venv-floors
+FLOORS_PYTHON ?= $(shell for minor in 10 11 12 13 14; do \
+	for python in python3.$$minor $(HOME)/.pyenv/versions/3.$$minor.*/bin/python; do \
+	$$python -c "" 2>/dev/null && echo $$python && exit; done; done)
+
+# Without the linters: what those require would raise the versions.
+$(FLOORS)/.installed: $(REQUIREMENTS)
+	$(FLOORS_PYTHON) -m venv --clear $(FLOORS)
+	$(FLOORS)/bin/python -m pip install --quiet uv
+	$(FLOORS)/bin/uv pip install --quiet --python $(FLOORS)/bin/python --resolution lowest-direct \
+		-r requirements.txt -r requirements-deepspeed.txt -r requirements-export.txt \
+		-c requirements-dev.txt pytest pytest-xdist hypothesis debugpy tensorboard
+	@touch $@
+
+# The tests of the packages, and two whole runs: the built-in job, shortened, and DeepSpeed's bf16 against fp32.
+test-floors: $(FLOORS)/.installed
+	$(FLOORS)/bin/python -m pytest -n 2 --dist loadfile -m "not long and not gpu and not gpu2" tests/data tests/models tests/utils
+	$(FLOORS)/bin/python train.py --epochs 2
+	$(FLOORS)/bin/python -m pytest tests/test_deepspeed.py -k "zero2_bf16"
+
+# The newest versions, from an environment that has nothing else.
+constraints:
+	rm -rf .venv-newest
+	$(MAKE) setup VENV=.venv-newest
+	echo "# Written by make constraints: the versions that the tests of $(shell date +%F) ran with, for" > constraints.txt
+	echo "# $$(.venv-newest/bin/python -V) on Linux. To install them: pip install -r requirements.txt -c constraints.txt" >> constraints.txt
+	.venv-newest/bin/python -m pip freeze >> constraints.txt
+	rm -rf .venv-newest
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -14,7 +14,6 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,14 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from data.dataset import Item, data_source, dataset_class
-from data.images import read_image
+from data.images import read_whole_image
 from data.media import Frame, Media, MediaItem, find_media, local_file, prefetched
 from models.ensemble import Inference, for_inference, read_members
+from models.image_size import sides_of
 from models.tasks.contract import Batch, Prediction, Thresholds
 from utils.config.options import DetectOptions
-from utils.config.parser import parse_options
-from utils.config.ranges import IMGSZ
+from utils.config.parser import given_flags, parse_options
+from utils.config.select import select
 from utils.console import Bar, show
 from utils.distributed.devices import one_device
 from utils.distributed.exit import Stopped, run_main
@@ -53,7 +53,8 @@ from utils.stage_times import (
 class Predictor:
     """A model, or an ensemble of several, for images of any size.
 
-    The arguments are the flags of detect.py: `weights` is one name or several, `imgsz` one number or (height, width).
+    The arguments are the flags of detect.py, with their defaults: `weights` is one name or several, `imgsz` one number,
+    (height, width), or 0 for the default. Prints how the image size was chosen, and warnings; `quiet`: these only.
     Raises `UserError`, whose message says what to do.
     """
 
@@ -61,10 +62,10 @@ class Predictor:
         self,
         weights: str | Path | Sequence[str | Path] = "yolov5s.pt",
         *,
-        imgsz: int | Sequence[int] = 640,
-        conf_thres: float = 0.25,
-        iou_thres: float = 0.45,
-        max_det: int = 1000,
+        imgsz: int | Sequence[int] = 0,
+        conf_thres: float | None = None,
+        iou_thres: float | None = None,
+        max_det: int | None = None,
         classes: Sequence[int] = (),
         agnostic_nms: bool = False,
         augment: bool = False,
@@ -72,10 +73,11 @@ class Predictor:
         device: str = "",
         data: str = "",
         layers: str = "",
+        quiet: bool = False,
     ) -> None:
-        sides = [imgsz] if isinstance(imgsz, int) else list(imgsz)
-        if len(sides) not in (1, 2) or not all(side in IMGSZ for side in sides):
-            raise UserError(f"--imgsz {' '.join(map(str, sides))}: give one number of pixels, or height and width")
+        values = {"conf_thres": conf_thres, "iou_thres": iou_thres, "max_det": max_det}
+        given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+        given |= {"imgsz": sides_of(imgsz), **({"agnostic_nms": True} if agnostic_nms else {})}
         self.device = one_device(device)
         files = [weights] if isinstance(weights, str | Path) else weights
         members = read_members([str(name) for name in files], layers, augment)
@@ -84,14 +86,18 @@ class Predictor:
         self.task = kind(source.names() if source else members.class_names, kind.recipe())
         self.data = dataset_class(members.entry.data)
         self.half = half and self.device.type == "cuda"
-        models = members.build(self.task, max(sides), data or "the names")
+        size = members.image_size(imgsz)
+        models = members.build(self.task, max(size.sides), data or "the names")
         self.models = [for_inference(model, self.device, self.half, fold=True) for model in models]
-        thresholds = Thresholds(conf_thres, iou_thres, max_det, tuple(classes), agnostic_nms, one_class=True)
+        thresholds = select(Thresholds, DetectOptions(**given), classes=tuple(classes), one_class=True)
         postprocess = self.task.postprocess(models[0], thresholds)
         self.inference = Inference(self.task, postprocess, self.device, augment, self.half)
         self.stride = math.lcm(*(model.stride for model in models))
-        whole = [math.ceil(side / self.stride) * self.stride for side in sides]
-        self.sides, self.full = members.fixed_size or (whole[0], whole[-1]), members.fixed_size is not None
+        self.size = size.rounded(self.stride)
+        lines = [*self.size.messages, *members.overridden({**given, "half": self.half})]
+        if half and not self.half:
+            lines.append("warning: --half is for CUDA; taking full precision")
+        show(*(line for line in lines if not quiet or line.startswith("warning: ")))
 
     @property
     def names(self) -> dict[int, str]:
@@ -114,7 +120,7 @@ class Predictor:
 
     def item(self, image: np.ndarray, name: str) -> Item:
         """Return an image, uint8 (h, w, 3) BGR, as an item of a batch."""
-        return self.data.item(image, name, self.sides, self.stride, self.full)
+        return self.data.item(image, name, self.size.sides, self.stride, self.size.is_fixed)
 
     @torch.inference_mode()
     def predict(self, batch: Batch, timer: StageTimer | None = None) -> Sequence[Prediction]:
@@ -129,9 +135,13 @@ class Predictor:
 def as_pixels(image: Any) -> np.ndarray:
     """Convert an image in any form that `Predictor` takes to uint8 (h, w, 3) BGR. Raises `UserError`."""
     if isinstance(image, str | Path):
-        return read_image(local_file(MediaItem("picture", str(image))))
+        return read_whole_image(local_file(MediaItem("picture", str(image))))
     if isinstance(image, Image.Image):
-        image = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+        try:
+            image = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+        except Exception as error:  # the file that Pillow reads only now is damaged, for which it has many kinds
+            name = getattr(image, "filename", "") or "the PIL image"
+            raise UserError(f"{name} cannot be read as an image ({error}); fix or remove it") from None
     if isinstance(image, Tensor):
         image = image.detach().cpu()
         if image.is_floating_point():
@@ -151,14 +161,13 @@ def as_pixels(image: Any) -> np.ndarray:
 
 def main() -> None:
     """Detect from the command line."""
-    options = parse_options(DetectOptions, sys.argv[1:])
+    argv = sys.argv[1:]
+    options = parse_options(DetectOptions, argv)
     media = Media(find_media(options.source), options.vid_stride)
-    names = {field.name for field in fields(DetectOptions)} & set(Predictor.__init__.__annotations__)
-    predictor = Predictor(**{name: getattr(options, name) for name in names})
+    given, known = given_flags(DetectOptions, argv), Predictor.__init__.__annotations__
+    predictor = Predictor(**{name: value for name, value in given.items() if name in known})
     folder = numbered_folder(Path(options.project), options.name, options.exist_ok)
     lock = lock_folder(folder)
-    if options.half and not predictor.half:
-        show("warning: --half is for CUDA; taking full precision")
     synchronise = torch.accelerator.synchronize if predictor.device.type != "cpu" else lambda: None
     timer, file_names = StageTimer(synchronise), FileNames(media.items)
     frames_done = warnings_shown = 0
@@ -179,7 +188,8 @@ def main() -> None:
     times = milliseconds_per_image(without_warmup(timer.batches))
     show(f"{frames_done} images{f'; {format_times(times)}' if frames_done else ''}; results in {folder}")
     if media.problems:
-        show(f"warning: {len(media.problems)} of the sources could not be read, or not to the end; see above")
+        bad, count = len(media.problems), len(media.items)
+        show(f"warning: {bad} of the {count} sources could not be read, or not to the end; see above")
         raise Stopped(1)
 
 

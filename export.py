@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,13 +11,14 @@ import torch
 from data.dataset import data_source
 from models.ensemble import common_task, halve, load_model, refuse_flags, weight_files
 from models.export.formats import ExportJob, write
-from models.export.runtime import ExportMetadata, whole_strides
+from models.export.runtime import ExportMetadata
+from models.image_size import ImageSize, choose_size
 from models.layer_registry import add_layers
 from models.tasks import TASKS
 from models.tasks.contract import ExportSettings
 from models.weights.reader import Weights, read_weights
 from utils.config.options import ExportOptions
-from utils.config.parser import parse_options, with_defaults
+from utils.config.parser import parse_options
 from utils.config.select import select
 from utils.console import show
 from utils.distributed.devices import device_kind
@@ -33,8 +33,7 @@ NEEDLESS_FLAGS = {
 
 def main() -> None:
     """Export the weight files to all formats that the flags name."""
-    argv = sys.argv[1:]
-    options = parse_options(ExportOptions, argv)
+    options = parse_options(ExportOptions, sys.argv[1:])
     if options.device == "mps":
         raise UserError("--device mps: models are not exported on Apple GPUs; give cpu")
     device = torch.device(device_kind(options.device))
@@ -44,16 +43,16 @@ def main() -> None:
         content = read_weights(file)
         kind = TASKS[common_task({name: content})].load()
         refuse_flags(options, kind.refused)
-        size = kind.defaults.get("imgsz")
-        job = prepare(name, content, with_defaults(options, argv, {"imgsz": (size,)} if size else {}), device)
-        show(*messages(options, job))
+        size = choose_size({name: content}, kind, options.imgsz)
+        job = prepare(name, content, options, size, device)
+        show(*size.rounded(job.metadata.stride).messages, *messages(options, job))
         for format_name in dict.fromkeys(options.include):
             began = time.perf_counter()
             path = write(job, format_name, file.with_suffix(""))
             show(f"{format_name}: {path}, {megabytes(path):.1f} MB, {time.perf_counter() - began:.1f} s")
 
 
-def prepare(name: str, content: Weights, options: ExportOptions, device: torch.device) -> ExportJob:
+def prepare(name: str, content: Weights, options: ExportOptions, size: ImageSize, device: torch.device) -> ExportJob:
     """Build the model of a weight file for its export. Raises `UserError`."""
     task_name = common_task({name: content})
     assert content.model is not None
@@ -62,7 +61,7 @@ def prepare(name: str, content: Weights, options: ExportOptions, device: torch.d
         names = data_source(options.data, entry.data).names()
     kind = entry.load()
     task = kind(names, kind.recipe())
-    model = load_model(task, content, max(options.imgsz), name, options.data or "its list of names")
+    model = load_model(task, content, max(size.sides), name, options.data or "its list of names")
     module, suppression = task.export_module(model, select(ExportSettings, options))
     half = options.half and device.type == "cuda"
     (halve(module) if half else module).to(device).requires_grad_(False)
@@ -71,7 +70,7 @@ def prepare(name: str, content: Weights, options: ExportOptions, device: torch.d
         names=names,
         stride=model.stride,
         model=dict(content.model),
-        imgsz=image_size(options.imgsz, model.stride),
+        imgsz=size.rounded(model.stride).sides,
         batch=options.batch_size,
         dynamic=options.dynamic,
         half=half,
@@ -82,22 +81,10 @@ def prepare(name: str, content: Weights, options: ExportOptions, device: torch.d
     return ExportJob(module, metadata, options.opset, options.verbose)
 
 
-def image_size(sides: Sequence[int], stride: int) -> tuple[int, int]:
-    """Return height and width of the images, from one number or both, in whole strides. Raises `UserError` for more."""
-    if len(sides) > 2:
-        raise UserError(f"--imgsz {' '.join(map(str, sides))} has {len(sides)} numbers; give one, or height and width")
-    return whole_strides(sides[0], stride), whole_strides(sides[-1], stride)
-
-
 def messages(options: ExportOptions, job: ExportJob) -> list[str]:
     """Return lines for the console about the export."""
     lines, metadata = [], job.metadata
     height, width = metadata.imgsz
-    if (options.imgsz[0], options.imgsz[-1]) != metadata.imgsz:
-        lines.append(
-            f"--imgsz {' '.join(map(str, options.imgsz))} is no multiple of the stride {metadata.stride}; "
-            f"taking {height} {width}"
-        )
     if options.half and not metadata.half:
         lines.append("warning: --half needs CUDA, as in --device 0; exporting in full precision")
     lines += [f"--{flag} changes nothing: {why}" for flag, why in NEEDLESS_FLAGS.items() if getattr(options, flag)]

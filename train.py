@@ -31,7 +31,7 @@ from utils.run import FolderOptions, Run
 from utils.tracking.run_log import RunLog, TrackingOptions, wandb_run_id
 from utils.training import memory, report
 from utils.training.optimizer_steps import OptimizerOptions, OptimizerSteps, prepare_training
-from val import Evaluator, evaluator, rounding
+from val import Evaluator, evaluator
 
 DRAWN_BATCHES = 3  # training batches that are drawn into the run folder
 VALIDATION_BATCH = 32  # images per process and validation batch, at most
@@ -270,7 +270,7 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     data = source.open(model.imgsz, model.stride, replace(data_options, workers=workers))
     with run.untimed_barrier():
         train_split, val_split = data.split("train", settings.hyp), data.split("val")
-    messages += [*rounding(options.imgsz, model.imgsz), *warnings, *data.messages(train_split, val_split)]
+    messages += [*warnings, *data.messages(train_split, val_split)]
     return Inputs(job, model, data, train_split, val_split, messages)
 
 
@@ -280,8 +280,8 @@ def assemble(argv: Sequence[str], settings: Settings | None = None) -> Training:
     settings: the result of `settle(argv, ...)`, if there is one already. Raises `UserError`.
     """
     options = (settings := settings or settle(argv, recipe_of)).options
-    accelerator = start(options.device, options.mixed_precision, options.dist_timeout, options.comm_hook)
-    run = Run(accelerator, options.quiet)
+    accelerator, precision = start(options.device, options.mixed_precision, options.dist_timeout, options.comm_hook)
+    run = Run(accelerator, precision, options.quiet)
     inputs = read_inputs(run, settings)
     (settings, _, _, task), model, data, train_split, val_split, messages = inputs
     options = settings.options  # with the defaults of task and data set
@@ -313,7 +313,7 @@ def assemble(argv: Sequence[str], settings: Settings | None = None) -> Training:
         steps, loader = prepare_training(run, model, loader, settings.hyp, optimizer, task.loss_names, identity, saved)
     if options.show_processes:
         run.print(*run.process_table(loader.batch_sampler))
-    content = {"yaml": model.yaml, "names": task.names, "settings": settings.flags()}
+    content = {"yaml": model.yaml, "names": task.names, "settings": {**settings.flags(), "imgsz": model.imgsz}}
     return Training(
         options=loop,
         run=run,

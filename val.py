@@ -22,7 +22,7 @@ from models.ensemble import Inference, Members, for_inference, read_members, ref
 from models.tasks.contract import Batch, Criterion, Metrics, Model, Prediction, Task, Thresholds
 from utils import coco
 from utils.config.options import ValOptions
-from utils.config.parser import parse_options, with_defaults
+from utils.config.parser import given_flags, parse_options, with_defaults
 from utils.config.select import select
 from utils.distributed.accelerator import start
 from utils.distributed.devices import loader_workers
@@ -48,7 +48,6 @@ class Evaluator:
     """
 
     run: Run
-    task: Task
     criterion: Criterion
     inference: Inference
     metrics: Metrics
@@ -97,7 +96,8 @@ class Evaluator:
         weighted = [(weight, [weight * value for value in values]) for _, weight, values in sorted(losses)]
         total = sum(weight for weight, _ in weighted)
         means = [sum(column) / total for column in zip(*(values for _, values in weighted), strict=True)]
-        return dict(zip(self.task.loss_names, means or [math.nan] * len(self.task.loss_names), strict=True))
+        names = self.inference.task.loss_names
+        return dict(zip(names, means or [math.nan] * len(names), strict=True))
 
 
 def evaluator(
@@ -122,13 +122,7 @@ def evaluator(
     drawn = frozenset(evenly_spaced(len(split.images), max(logged, DRAWN_IMAGES if draws else 0)))
     inference = Inference(task, task.postprocess(model, thresholds or Thresholds()), run.accelerator.device)
     loader = data.evaluation_loader(split, batches)
-    return Evaluator(run, task, criterion, inference, task.metrics(drawn), loader, len(split.images))
-
-
-def rounding(requested: int, imgsz: int) -> list[str]:
-    """Return a message if the image size was rounded."""
-    message = f"--imgsz {requested} is not a multiple of the model's stride; taking {imgsz}"
-    return [] if requested == imgsz else [message]
+    return Evaluator(run, criterion, inference, task.metrics(drawn), loader, len(split.images))
 
 
 @dataclass
@@ -152,16 +146,16 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
     options: the parsed `argv`, if it is parsed already. Raises `UserError`.
     """
     options = options or parse_options(ValOptions, argv)
-    run = Run(start(options.device, "no" if options.half else options.mixed_precision, options.dist_timeout))
+    run = Run(*start(options.device, "no" if options.half else options.mixed_precision, options.dist_timeout))
     device = run.accelerator.device
     with run.untimed_barrier():  # one machine may have more to download than another
         members = read_members(options.weights, options.layers, options.augment)
         source = data_source(options.data, members.entry.data)
     kind = members.entry.load()
     check_flags(options, kind.refused)
-    sizes = ({"imgsz": values["imgsz"]} for values in (kind.defaults, source.spec.defaults) if "imgsz" in values)
-    options = with_defaults(options, argv, *sizes, SPEED_DEFAULTS if options.task == "speed" else {})
-    options = with_fixed_size(options, members.fixed_size)
+    options = with_defaults(options, argv, SPEED_DEFAULTS if options.task == "speed" else {})
+    size = members.image_size(options.imgsz, source.spec.defaults.get("imgsz", 0))
+    options = with_size(options, size.sides, size.is_fixed)
     with run.untimed_barrier():
         names = source.names(options.single_cls)
     task = kind(names, kind.recipe())
@@ -176,11 +170,13 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
     run.open_folder(select(FolderOptions, options))
     run.quiet = options.quiet
     lines = [*run.device_lines(verbose=False)[:1], *source.spec.warnings, *split.report(split_name)]
-    run.print(*lines, *rounding(options.imgsz, models[0].imgsz), *messages(options, half, members))
+    overridden = members.overridden({**given_flags(ValOptions, argv), "half": half})
+    run.print(*lines, *size.rounded(stride).messages, *messages(options, half, members), *overridden)
     run.files.write_problems(split.problems)
     run.files.write_settings({**vars(options), "imgsz": models[0].imgsz})
     if not options.noplots:
         run.enable_plots()
+    thresholds = select(Thresholds, options)
     evaluate = evaluator(
         run,
         task,
@@ -189,16 +185,16 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
         data,
         split,
         batch_size=options.batch_size,
-        thresholds=select(Thresholds, options),
+        thresholds=thresholds,
         square=options.square,
         draws=not options.noplots,
     )
+    run.print(*metric_warnings(members.suppression, evaluate.metrics, thresholds))
     if options.show_processes:
         run.print(*run.process_table(evaluate.loader.batch_sampler))
     # On other devices a stage is over only after a synchronisation, which takes time.
     times_stages = options.task == "speed" or device.type == "cpu"
-    roots = source.spec.roots
-    validation = Validation(options, run, members, models, evaluate, split, roots=roots, times_stages=times_stages)
+    validation = Validation(options, run, members, models, evaluate, split, source.spec.roots, times_stages)
     evaluate.inference = replace(evaluate.inference, augment=options.augment, half=half)
     evaluate.keepers = keepers(validation)
     if times_stages and device.type != "cpu":
@@ -237,7 +233,7 @@ def validate(validation: Validation) -> None:
     run.plot(lambda: evaluate.metrics.pictures(summary, split, validation.models[0].imgsz))
     run.charts()
     run.files.finish_writing()
-    names = evaluate.task.names
+    names = evaluate.inference.task.names
     brief = options.quiet or (len(names) > MANY_CLASSES and not options.verbose)
     run.print(*summary.table(brief), f"{summary.rate:.1f} images/s; results in {run.path}", always=True)
     batches = run.collectives.gather(without_warmup(evaluate.timer.batches))
@@ -258,29 +254,33 @@ def check_flags(options: ValOptions, refused: Mapping[str, str]) -> None:
         raise UserError(f"--annotations {options.annotations} is not a file; check the path")
 
 
-def with_fixed_size(options: ValOptions, size: tuple[int, int] | None) -> ValOptions:
-    """Return the flags for a file that takes images of one size only. Raises `UserError` if they are not square."""
-    if size is None:
-        return options
-    if size[0] != size[1]:
+def with_size(options: ValOptions, sides: tuple[int, int], is_fixed: bool) -> ValOptions:
+    """Return the flags for images of a height and width; is_fixed: exactly. Raises `UserError` if they differ."""
+    height, width = sides
+    if height != width:
         raise UserError(
-            f"--weights takes images of {size[0]}x{size[1]} alone, and val.py makes square ones; "
+            f"--weights takes images of {height}x{width} alone, and val.py makes square ones; "
             "export it with --dynamic, or with one number for --imgsz"
         )
-    return replace(options, imgsz=size[0], square=True)
+    return replace(options, imgsz=height, square=options.square or is_fixed)
 
 
 def messages(options: ValOptions, half: bool, members: Members) -> list[str]:
-    """Return lines about precision, an ensemble, images of one size, and --augment."""
-    lines = ["weights and images in half precision"] if half else []
+    """Return lines about precision, an ensemble, and --augment."""
+    lines = ["weights and images in half precision"] if half and len(members.exported) < len(members.files) else []
     if options.half and not half:
         lines.append("warning: --half is for CUDA; taking full precision")
     first, *others = members.files
     if others:
         lines.append(f"an ensemble of {len(members.files)} models; the losses are those of {first}")
-    if size := members.fixed_size:
-        lines.append(f"exported for images of {size[0]}x{size[1]} alone: square batches of that size")
     return lines + ["--augment: the model runs on scaled and mirrored copies of each image too"] * options.augment
+
+
+def metric_warnings(suppression: str, metrics: Metrics, thresholds: Thresholds) -> list[str]:
+    """Return a warning if the metrics do not compare with those of other runs. suppression: see `Members`."""
+    if suppression:
+        return [f"warning: {suppression}; the metrics compare only with those of files that were exported alike"]
+    return metrics.threshold_warnings(thresholds)
 
 
 def speed(times: Mapping[str, float], options: ValOptions) -> str:

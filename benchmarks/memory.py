@@ -42,7 +42,7 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace, cache: str) -> None:
     """Measure on each process; the main one prints."""
-    collectives = Collectives(start("cpu", "no", 300.0))
+    collectives = Collectives(start("cpu", "no", 300.0)[0])
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "data.yaml"
         file.write_text(yaml.safe_dump({"path": str(arguments.data.resolve()), "train": "images", "nc": 80}))

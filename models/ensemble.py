@@ -9,13 +9,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from models.export.runtime import Exported, read_model
+from models.export.runtime import Exported, ExportMetadata, read_model
 from models.fuse import fuse
+from models.image_size import ImageSize, choose_size, in_words, whole_strides
 from models.layer_registry import add_layers
 from models.tasks import TASKS, TaskEntry, task_of
 from models.tasks.contract import Batch, Model, Postprocess, Task, View
@@ -40,7 +41,18 @@ def refuse_flags(options: object, refused: Mapping[str, str]) -> None:
     """Raise `UserError` for a flag that does not apply to the task. refused: reasons by the flag's name."""
     for flag, reason in refused.items():
         if getattr(options, flag, False):
-            raise UserError(f"--{flag.replace('_', '-')} {reason}")
+            raise UserError(f"{_flag(flag)} {reason}")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _text(value: float | Sequence[int]) -> str:
+    """Format the value of a flag."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, (int, float)) else in_words(value)
 
 
 def common_task(weights: Mapping[str, Weights]) -> str:
@@ -72,19 +84,6 @@ def check_programs(weights: Mapping[str, Weights], augment: bool) -> None:
             raise UserError(f"--augment needs maps of all sizes, which the exported {name} does not give; take its .pt")
         if content.program and content.program.metadata.suppression and len(weights) > 1:
             raise UserError(f"{name} was exported with --nms and cannot be in an ensemble; export it without")
-
-
-def fixed_size(weights: Mapping[str, Weights]) -> tuple[int, int] | None:
-    """Return the image height and width in pixels that exported files require; None if they take any size.
-
-    Raises `UserError` if two files require different sizes.
-    """
-    programs = {name: content.program.metadata for name, content in weights.items() if content.program}
-    sizes = {name: metadata.imgsz for name, metadata in programs.items() if not metadata.dynamic}
-    if len(set(sizes.values())) > 1:
-        each = ", ".join(f"{name} {height}x{width}" for name, (height, width) in sizes.items())
-        raise UserError(f"these files take images of different sizes ({each}); export them with --dynamic")
-    return next(iter(sizes.values()), None)
 
 
 def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -> Model:
@@ -121,19 +120,45 @@ def halve(model: M) -> M:
 class Members:
     """The weight files of an ensemble, or a single one.
 
-    files: by the names on the command line. weights: their contents, by the same names. fixed_size: image height and
-    width in pixels, if an exported file requires them.
+    files: by the names on the command line. weights: their contents, by the same names.
     """
 
     files: dict[str, Path]
     weights: dict[str, Weights]
     entry: TaskEntry
-    fixed_size: tuple[int, int] | None
 
     @property
     def class_names(self) -> dict[int, str]:
         """The class names, which all files share."""
         return next(iter(self.weights.values())).class_names
+
+    def image_size(self, requested: int | Sequence[int], suggested: int = 0) -> ImageSize:
+        """Return the image size, not rounded: see `choose_size`. Raises `UserError` if the files disagree."""
+        return choose_size(self.weights, self.entry.load(), requested, suggested)
+
+    @property
+    def exported(self) -> dict[str, ExportMetadata]:
+        """The metadata of the exported files."""
+        return {name: content.program.metadata for name, content in self.weights.items() if content.program}
+
+    @property
+    def suppression(self) -> str:
+        """The file that was exported with --nms, and its other flags; '' if there is none."""
+        files = [(name, file) for name, file in self.exported.items() if file.suppression]
+        return next((f"{name} was exported with {file.suppression_flags}" for name, file in files), "")
+
+    def overridden(self, flags: Mapping[str, Any]) -> list[str]:
+        """Return a warning for each exported file that overrides flags, with the values that count.
+
+        flags: given on the command line, by field name.
+        """
+        lines = []
+        for name, file in self.exported.items():
+            values = file.overrides(flags)
+            each = [f"{_flag(flag)} {_text(value)} (not {_text(flags[flag])})" for flag, value in values.items()]
+            if each:
+                lines.append(f"warning: {name} was exported with its own values: {', '.join(each)}")
+        return lines
 
     def build(self, task: Task, imgsz: int, data: str) -> list[Model]:
         """Return the model of each file, on the CPU, all for images of one size: whole strides of each of them.
@@ -146,7 +171,7 @@ class Members:
 
         models = load(imgsz)
         stride = math.lcm(*(model.stride for model in models))
-        common = math.ceil(max(model.imgsz for model in models) / stride) * stride
+        common = whole_strides(max(model.imgsz for model in models), stride)
         return models if all(model.imgsz == common for model in models) else load(common)
 
 
@@ -162,7 +187,7 @@ def read_members(names: Sequence[str], layers: str, augment: bool) -> Members:
     weights = {name: read_model(file) for name, file in files.items()}
     entry = TASKS[common_task(weights)]
     check_programs(weights, augment)
-    return Members(files, weights, entry, fixed_size(weights))
+    return Members(files, weights, entry)
 
 
 def for_inference(model: Model, device: torch.device, half: bool, fold: bool = False) -> Model:

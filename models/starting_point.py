@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from models.flops import gflops
+from models.image_size import rounding
 from models.layer_registry import add_layers
 from models.tasks import TASKS, TaskEntry, task_of
 from models.tasks.contract import Model, Task
@@ -24,12 +25,13 @@ MAX_NAMED_TENSORS = 5  # in a message
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The flags that name the model and its initial weights."""
+    """The flags that name the model, its initial weights and its image size."""
 
     cfg: str
     weights: str
     layers: str
     freeze: tuple[int, ...]
+    imgsz: int
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: Mod
     work = gflops(model, model.imgsz)
     size = f", {work:.3g} GFLOPs at {model.imgsz} px" if work else ""
     messages = [f"{start.source}: {layers} layers, {parameters:,} parameters{size}"]
+    messages += rounding([options.imgsz], [model.imgsz], model.stride)
     if start.weights:
         messages += _load(model, start, start.weights, task)
     if numbers := freeze(model, options.freeze):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.image_size import whole_strides
 from models.layer_registry import MAX_COUNT, LayerPlacement, Scaling, is_count, layer_maker
 from models.layers import Conv, Detect, Head
 from models.tasks import TASKS, task_of
@@ -123,7 +123,7 @@ def build_model(
     layers, strides = _build_layers(source, rows, description, with_anchors)
     _check_head(source, layers, head)
     stride = int(max(strides, default=1))
-    model = YoloModel(layers, rows, description, stride, max(math.ceil(imgsz / stride), 2) * stride)
+    model = YoloModel(layers, rows, description, stride, whole_strides(imgsz, stride))
     if isinstance(last := layers[-1], Detect):
         last.set_strides(strides)
         last.initialise_biases()

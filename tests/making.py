@@ -67,7 +67,7 @@ def write_yaml(file: Path, content: Mapping[str, Any]) -> Path:
 
 
 class Placement(NamedTuple):
-    """Where an image lies in its network input, as `data.augment.Placement`."""
+    """The scale and offset of an image in its network input, as `data.augment.Placement`."""
 
     scale: tuple[float, float] = (1.0, 1.0)
     offset: tuple[int, int] = (0, 0)

@@ -294,8 +294,8 @@ def test_accelerate_is_imported_by_those_that_need_it() -> None:
         "utils/run.py",
         "utils/distributed/accelerator.py",
         "utils/distributed/collectives.py",
+        "utils/distributed/launcher.py",
         "utils/distributed/prepare.py",
-        "utils/distributed/rendezvous.py",
         "utils/tracking/tracker.py",
     }
 

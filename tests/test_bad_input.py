@@ -21,6 +21,7 @@ from PIL import Image
 from models.yolo import build_model
 from tests.conftest import CallMain, RunScript
 from tests.curves import untouched
+from tests.making import tiny_detector
 from utils.checkpoint.weight_files import weights_content
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
@@ -399,8 +400,8 @@ def encoded_small() -> bytes:
 
 
 @pytest.fixture
-def inputs(tmp_path: Path, tiny_yaml: dict[str, Any]) -> Inputs:
-    inputs = Inputs(tmp_path / "set", tiny_yaml)
+def inputs(tmp_path: Path) -> Inputs:
+    inputs = Inputs(tmp_path / "set", tiny_detector())
     (inputs.folder / "empty").mkdir()
     inputs.write("other.yaml", {**inputs.data, "val": "bad.txt"})
     inputs.write("bad.txt", "model.jpg")

@@ -92,4 +92,4 @@ def test_what_it_cannot_do(
 def test_absent_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else object())
     with pytest.raises(UserError, match=r"transformers cannot be imported; run pip install"):
-        zero.prepare_environment(True, "no")
+        zero.prepare_environment(on_cpu=True)

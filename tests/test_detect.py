@@ -23,6 +23,7 @@ from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import build_model
 from tests.conftest import RunScript
+from tests.making import noise, write_image
 from utils.checkpoint.weight_files import serialised, weights_content
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
@@ -46,14 +47,21 @@ def photo(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def classifier(tmp_path: Path) -> str:
-    """Random weights of a small classifier."""
+    """Random weights of a small classifier, as after a training at 64 pixels."""
     names = {0: "cat", 1: "dog", 2: "cow"}
     task = ClassificationTask(names, ClassificationRecipe())
     yaml = {**read_yaml(ROOT / "models" / "resnet18.yaml"), "nc": 3}
     model = task.build_model(task.model_yaml(yaml), 64)
     path = tmp_path / "kinds.pt"
-    path.write_bytes(serialised(weights_content(model, {**yaml, "task": "classify"}, names, {})))
+    path.write_bytes(serialised(weights_content(model, {**yaml, "task": "classify"}, names, {"imgsz": 64})))
     return str(path)
+
+
+def truncated(file: Path) -> Path:
+    """Write the first half of an image."""
+    content = write_image(file, noise(160, 120)).read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    return file
 
 
 # Predictions
@@ -114,10 +122,32 @@ def test_some_classes_only(learned: Path, photo: Path, predictor: Predictor) -> 
         Predictor(learned, classes=[6], device="cpu")
 
 
+def test_the_size_of_a_detectors_training_is_printed(
+    learned: Path, classifier: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    predictor = Predictor(learned, device="cpu")
+    assert predictor.size.sides == (640, 640)
+    line = "was trained at 96 px; the default size is 640, and --imgsz 96 gives that of the training"
+    assert capsys.readouterr().out == f"{learned} {line}\n"
+    for silent in ({"quiet": True}, {"imgsz": 96}, {"weights": classifier}):
+        Predictor(**{"weights": learned, "device": "cpu", **silent})
+        assert capsys.readouterr().out == ""
+
+
+def test_a_rounded_size_is_printed(learned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    predictor = Predictor(learned, imgsz=(90, 128), device="cpu")
+    assert predictor.size.sides == (96, 128)
+    assert capsys.readouterr().out == "--imgsz 90 128 is rounded up to 96 128, whole strides of 32 pixels\n"
+
+
 def test_a_classifiers_probabilities(classifier: str) -> None:
-    model = Predictor(classifier, imgsz=64, device="cpu")
-    probabilities = model(np.full((70, 90, 3), 90, np.uint8))
+    """Without a size, images have that of the training."""
+    image = noise(90, 70)
+    model = Predictor(classifier, device="cpu")
+    probabilities = model(image)
     assert probabilities.shape == (3,)
+    np.testing.assert_array_equal(probabilities, Predictor(classifier, imgsz=64, device="cpu")(image))
+    assert (probabilities != Predictor(classifier, imgsz=224, device="cpu")(image)).all()
     assert probabilities.sum() == pytest.approx(1, abs=1e-5)
     assert model.names == {0: "cat", 1: "dog", 2: "cow"}
 
@@ -129,12 +159,19 @@ def test_a_classifiers_probabilities(classifier: str) -> None:
         (np.zeros((4, 4, 4), np.uint8), "3 channels, RGB, not 4"),
         (np.zeros((0, 4, 3), np.uint8), "a uint8 array"),
         (3, "not int"),
-        ("nowhere.jpg", "nowhere.jpg cannot be read"),
+        ("nowhere.jpg", r"nowhere.jpg cannot be read as an image \(.*\); fix or remove it"),
     ],
 )
 def test_invalid_images(image: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
         as_pixels(image)
+
+
+def test_a_truncated_image_is_refused_by_name(tmp_path: Path) -> None:
+    file = truncated(tmp_path / "cut.jpg")
+    for image in (file, str(file), Image.open(file)):
+        with pytest.raises(UserError, match=r"cut\.jpg cannot be read as an image \(image file is truncated"):
+            as_pixels(image)
 
 
 def test_grey_images_and_rotated_pictures() -> None:
@@ -191,11 +228,14 @@ def test_file_names_are_unique() -> None:
 def test_a_folder_with_everything(
     learned: Path, photo: Path, predictor: Predictor, run_script: RunScript, tmp_path: Path
 ) -> None:
-    """An image, a video and a broken file: whatever can be read is processed, and the exit code is 1."""
+    """An image, a video and broken files: whatever can be read is processed, and the exit code is 1."""
     folder, image, expected = tmp_path / "in", cv2.imread(str(photo)), predictor(photo)
     folder.mkdir()
     shutil.copy(photo, folder / "photo.png")
-    (folder / "cut.jpg").write_bytes(b"nothing")
+    broken = [truncated(folder / f"cut.{kind}") for kind in ("jpg", "png", "webp", "bmp", "tif")]
+    for name, content in {"empty.jpg": b"", "text.jpg": b"nothing"}.items():
+        (folder / name).write_bytes(content)
+        broken.append(folder / name)
     video = cv2.VideoWriter(str(folder / "clip.avi"), cv2.VideoWriter.fourcc(*"MJPG"), 10.0, image.shape[1::-1])
     for _ in range(5):
         video.write(image)
@@ -205,7 +245,10 @@ def test_a_folder_with_everything(
         "--project", str(tmp_path), "--save-txt", "--save-conf", "--save-csv", "--save-crop", "--save_format", "1",
         "--vid-stride", "2", "--batch-size", "2", "--conf-thres", str(CONFIDENCE), code=1,
     )  # fmt: skip
-    assert f"warning: {folder / 'cut.jpg'} cannot be read" in printed
+    for file in broken:
+        assert printed.count(f"warning: {file} cannot be read as an image (") == 1
+    assert "warning: 7 of the 9 sources could not be read, or not to the end; see above" in printed
+    assert "Corrupt JPEG data" not in printed
     assert "4 images; per image: " in printed
     line = next(line for line in printed.splitlines() if line.startswith(str(folder / "photo.png")))
     names = [predictor.names[int(row[5])] for row in expected]
@@ -229,7 +272,7 @@ def test_a_folder_with_everything(
 
 def test_a_classifiers_weights(classifier: str, run_script: RunScript, tmp_path: Path) -> None:
     cv2.imwrite(str(tmp_path / "a.jpg"), np.full((70, 90, 3), 90, np.uint8))
-    how = ("--imgsz", "64", "--device", "cpu", "--project", str(tmp_path), "--save-txt", "--save-conf")
+    how = ("--device", "cpu", "--project", str(tmp_path), "--save-txt", "--save-conf")
     printed = run_script("detect.py", "--weights", classifier, "--source", str(tmp_path / "*.jpg"), *how)
     text = (tmp_path / "exp" / "labels" / "a.txt").read_text().split()
     assert sorted(text[1::2]) == ["cat", "cow", "dog"]
@@ -247,7 +290,7 @@ def test_bad_input(run_script: RunScript) -> None:
     ("flags", "message"),
     [
         ({"imgsz": (1, 2, 3)}, "--imgsz 1 2 3: give one number of pixels, or height and width"),
-        ({"imgsz": 0}, "--imgsz 0: give one"),
+        ({"imgsz": -8}, "--imgsz -8: give one"),
         ({"device": "0,1"}, "one device is enough here"),
         ({"weights": []}, "--weights names no file"),
     ],

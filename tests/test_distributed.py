@@ -333,7 +333,7 @@ def test_all_decide_by_the_same_numbers(on_processes: OnProcesses, flags: list[s
 
 
 def started_alike(flags: Sequence[str]) -> list[Tensor]:
-    """Return the weights and EMA of a process that built its model from a seed of its own."""
+    """Return the weights and EMA of a process that built its model from another seed."""
     build = DetectionTask.build_model
 
     def differently(self: DetectionTask, *described: Any) -> Any:

@@ -14,9 +14,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from data.builtin.shapes import NAMES as SHAPES
-from export import image_size, prepare
+from detect import Predictor
+from export import prepare
 from models.export.formats import ExportJob, write
 from models.export.runtime import read_exported
+from models.image_size import ImageSize
 from models.tasks.detection.export_module import DecodedDetector
 from models.weights.reader import Weights, read_weights
 from models.weights.transfer import transfer
@@ -29,7 +31,7 @@ from utils.config.parser import parse_options
 from utils.config.yolov5_flags import REFUSED
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
-from val import with_fixed_size
+from val import with_size
 
 NAMES = dict(enumerate(SHAPES))
 FILES = ("best.onnx", "best.torchscript", "best.pt2", "best_openvino_model")
@@ -59,7 +61,7 @@ def test_files_and_messages(weights: Path, exported: str) -> None:
     assert sorted(path.name for path in weights.parent.iterdir()) == sorted(["best.pt", *FILES])
     lines = exported.splitlines()
     assert lines[:3] == [
-        "--imgsz 60 is no multiple of the stride 8; taking 64 64",
+        "--imgsz 60 is rounded up to 64, whole strides of 8 pixels",
         "--simplify changes nothing: ONNX files are always simplified",
         f"detect, {len(NAMES)} classes; images of 64x64, or other whole strides, any number at a time",
     ]
@@ -86,28 +88,59 @@ def test_val_predicts_the_same_objects(
         np.testing.assert_allclose(expected[name], exported_rows[name], rtol=1e-3, atol=1e-4)
 
 
+def test_flags_that_a_file_with_suppression_overrides_are_named(
+    weights: Path, small_data: Path, tmp_path: Path, run_script: RunScript, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In val.py, which warns of its mAP too, in detect.py and in `Predictor`."""
+    best, formats = shutil.copy(weights, tmp_path / "best.pt"), ("torchscript", "exported")
+    what = ("--imgsz", "64", "--nms", "--iou-thres", "0.5", "--include", *formats)
+    assert "was trained at" not in run_script("export.py", "--weights", best, *what)
+    file, device = str(tmp_path / "best.pt2"), ("--device", "cpu", "--project", str(tmp_path))
+    flags = ("--weights", file, "--imgsz", "96", "--conf-thres", "0.1", "--iou-thres", "0.6")
+    sides = "--imgsz 64 (not 96)"
+    thresholds = "--iou-thres 0.5 (not 0.6), --conf-thres 0.25 (not 0.1)"
+    line = f"warning: {file} was exported with its own values: {sides}, {thresholds}\n"
+    printed = run_script("val.py", *flags, *device, "--data", str(small_data), "--workers", "0")
+    assert line in printed
+    own = "--nms --conf-thres 0.25 --iou-thres 0.5 --topk-all 100 --topk-per-class 100"
+    assert f"warning: {file} was exported with {own}; the metrics compare only with those of files " in printed
+    assert printed.count("warning: ") == 2
+    images = read_yaml(small_data)["path"] + "/images/val"
+    assert line in run_script("detect.py", *flags, *device, "--source", images, "--quiet", "--nosave")
+    Predictor(file, imgsz=96, conf_thres=0.1, iou_thres=0.6, device="cpu")
+    assert line in capsys.readouterr().out
+    Predictor(file, device="cpu")
+    assert capsys.readouterr().out == "exported for images of 64x64 alone\n"
+
+
+def test_the_default_size_is_that_of_a_classifiers_training(tmp_path: Path, run_script: RunScript) -> None:
+    rows = {"backbone": [[-1, 1, "Conv", [8, 3, 2]]], "head": [[-1, 1, "Classify", [3]]]}
+    model = build_model({"task": "classify", "nc": 3, **rows})
+    names = {0: "a", 1: "b", 2: "c"}
+    for settings, size in (({"imgsz": 40}, 40), ({}, 224)):
+        (tmp_path / "best.pt").write_bytes(serialised(weights_content(model, model.yaml, names, settings)))
+        printed = run_script("export.py", "--weights", str(tmp_path / "best.pt"))
+        assert f"classify, 3 classes; images of {size}x{size}, 1 at a time" in printed
+        assert read_exported(tmp_path / "best.torchscript").metadata.imgsz == (size, size)
+
+
 def test_an_exported_file_sets_the_image_size_of_val() -> None:
-    options = with_fixed_size(ValOptions(imgsz=320), (64, 64))
+    options = with_size(ValOptions(imgsz=320), (64, 64), is_fixed=True)
     assert (options.imgsz, options.square) == (64, True)
-    assert with_fixed_size(ValOptions(imgsz=320), None) == ValOptions(imgsz=320)
+    assert with_size(ValOptions(), (320, 320), is_fixed=False) == ValOptions(imgsz=320)
     with pytest.raises(UserError, match=r"takes images of 32x64 alone, and val.py makes square ones"):
-        with_fixed_size(ValOptions(), (32, 64))
-
-
-def test_image_size() -> None:
-    assert image_size([640], 32) == (640, 640)
-    assert image_size([330, 640], 32) == (352, 640)
-    with pytest.raises(UserError, match="--imgsz 1 2 3 has 3 numbers; give one, or height and width"):
-        image_size([1, 2, 3], 32)
+        with_size(ValOptions(), (32, 64), is_fixed=True)
 
 
 def test_class_names_of_a_data_set(weights: Path, tmp_path: Path) -> None:
     def job_for(names: list[str]) -> ExportJob:
         file = write_yaml(tmp_path / "d.yaml", {"path": ".", "train": "a", "val": "a", "names": names})
-        return prepare("best.pt", read_weights(weights), ExportOptions(data=str(file)), torch.device("cpu"))
+        options, size = ExportOptions(data=str(file)), ImageSize((60, 96))
+        return prepare("best.pt", read_weights(weights), options, size, torch.device("cpu"))
 
     names = [f"thing {k}" for k in NAMES]
-    assert job_for(names).metadata.names == dict(enumerate(names))
+    metadata = job_for(names).metadata
+    assert (metadata.names, metadata.imgsz) == (dict(enumerate(names)), (64, 96))
     with pytest.raises(UserError, match=rf"^best.pt has {len(NAMES)} classes and .*d.yaml has 1"):
         job_for(["one"])
 
@@ -130,7 +163,7 @@ def test_an_exported_classifier_returns_logits(name: str, tmp_path: Path) -> Non
     rows = {"backbone": [[-1, 1, "Conv", [8, 3, 2]]], "head": [[-1, 1, "Classify", [3]]]}
     model = build_model({"task": "classify", "nc": 3, **rows}).eval()
     content = Weights(model.state_dict(), model.yaml, {0: "a", 1: "b", 2: "c"}, "classify", {}, "lockstep")
-    job = prepare("best.pt", content, ExportOptions(imgsz=(32,)), torch.device("cpu"))
+    job = prepare("best.pt", content, ExportOptions(), ImageSize((32, 32)), torch.device("cpu"))
     program = read_exported(write(job, name, tmp_path / "best"))
     images = torch.randn(3, 3, 32, 32)
     torch.testing.assert_close(program(images), model(images), rtol=1e-5, atol=1e-6)

@@ -32,7 +32,7 @@ def train(run_script: RunScript, small_data: Path, recipe: Path) -> Train:
     how = ("--imgsz", "64", "--epochs", "3", "--batch-size", "4", "--workers", "1", "--device", "cpu")
 
     def run(project: Path, *more: str, **options: Any) -> str:
-        flags = (*what, *how, "--noautoanchor", "--noplots", "--project", str(project), *more)
+        flags = (*what, *how, "--noautoanchor", "--project", str(project), *more)
         return run_script("train.py", *flags, **{"OMP_NUM_THREADS": "1", **options})
 
     return run

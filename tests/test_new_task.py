@@ -237,7 +237,7 @@ def test_validation_on_one_and_two_processes(
 ) -> None:
     best, last = (str(trained / "weights" / name) for name in ("best.pt", "last.pt"))
     data = ("--data", str(keypoints), "--project", str(tmp_path))
-    how = (*data, "--imgsz", "64", "--batch-size", "4", "--device", "cpu", "--workers", "0", "--noplots")
+    how = (*data, "--batch-size", "4", "--device", "cpu", "--workers", "0", "--noplots")
     assert "PCK" in run("val.py", "--weights", best, *how, "--save-txt", "--save-conf")
     run("val.py", "--weights", best, *how, "--processes", "2", "--name", "two")
     assert points_of(tmp_path) == points_of(tmp_path, "two") == points_of(trained.parent)
@@ -248,7 +248,7 @@ def test_validation_on_one_and_two_processes(
 
 def test_detection(run: Callable[..., str], keypoints: Path, trained: Path, tmp_path: Path) -> None:
     source = keypoints.parent / "images/val"
-    how = ("--imgsz", "64", "--device", "cpu", "--project", str(tmp_path), "--conf-thres", "0.001")
+    how = ("--device", "cpu", "--project", str(tmp_path), "--conf-thres", "0.001")
     keep = ("--save-txt", "--save-csv", "--save-crop")
     printed = run("detect.py", "--weights", str(trained / "weights/best.pt"), "--source", str(source), *how, *keep)
     assert printed.count("1 blue, 1 red") == VAL_IMAGES
@@ -263,7 +263,7 @@ def exported(run: Callable[..., str], trained: Path, tmp_path_factory: pytest.Te
     folder = tmp_path_factory.mktemp("exported")
     weights = shutil.copy2(trained / "weights/best.pt", folder / "best.pt")
     formats = ("--include", "torchscript", "exported")
-    assert "heatmap, 2 classes" in run("export.py", "--weights", str(weights), "--imgsz", "64", *formats)
+    assert "heatmap, 2 classes" in run("export.py", "--weights", str(weights), *formats)
     return folder
 
 
@@ -272,7 +272,7 @@ def test_export(
     suffix: str, run: Callable[..., str], keypoints: Path, trained: Path, exported: Path, tmp_path: Path
 ) -> None:
     what = ("--weights", str(exported / f"best.{suffix}"), "--data", str(keypoints), "--project", str(tmp_path))
-    how = ("--imgsz", "64", "--batch-size", "1", "--device", "cpu", "--workers", "0", "--noplots")
+    how = ("--batch-size", "1", "--device", "cpu", "--workers", "0", "--noplots")
     run("val.py", *what, *how)
     for row, expected in zip(points_of(tmp_path), points_of(trained.parent), strict=True):
         assert row[:2] == expected[:2]

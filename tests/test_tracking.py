@@ -215,7 +215,7 @@ def test_a_killed_run_is_continued(train: Train, run_script: RunScript, plain: P
 
 @contextmanager
 def server(answers: bool) -> Iterator[str]:
-    """Return an address on loopback where nothing listens, or where a server accepts connections and never answers."""
+    """Return an address on loopback. Nothing listens there, or if `answers` a server that never sends anything."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         if answers:

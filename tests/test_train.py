@@ -36,9 +36,9 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory, run_script: RunScript, small_data: Path) -> tuple[Path, str]:
-    """A run of two epochs, and what it printed."""
+    """A run of two epochs, whose image size is rounded to 64, and what it printed."""
     project = tmp_path_factory.mktemp("runs")
-    return project / "exp", train(run_script, project, small_data, plots=True)
+    return project / "exp", train(run_script, project, small_data, "--imgsz", "60", plots=True)
 
 
 def test_run_folder(first: tuple[Path, str]) -> None:
@@ -53,8 +53,12 @@ def test_run_folder(first: tuple[Path, str]) -> None:
     for name in ("last.pt", "best.pt"):
         weights = read_weights(folder / "weights" / name)
         assert weights.source == "lockstep"
-        assert weights.names[0] == "disc"
+        assert (weights.names[0], weights.training_size) == ("disc", 64)
         assert all(torch.isfinite(tensor).all() for tensor in weights.state.values())
+
+
+def test_prints_a_rounded_image_size(first: tuple[Path, str]) -> None:
+    assert "--imgsz 60 is rounded up to 64, whole strides of 32 pixels\n" in first[1]
 
 
 def test_prints_the_table_and_the_folder(first: tuple[Path, str]) -> None:

@@ -19,9 +19,10 @@ import yaml
 from data.builtin.shapes import NAMES
 from models.ensemble import Members
 from models.tasks import TASKS
-from models.tasks.classification.task import ClassificationTask
+from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
 from models.tasks.detection.task import DetectionTask
 from tests.conftest import RunScript
+from tests.making import tiny_detector, write_yaml
 from utils.checkpoint.weight_files import serialised, weights_content
 from utils.coco import CocoImage
 from utils.config.hyperparameters import Hyperparameters
@@ -137,14 +138,15 @@ def weights(file: Path, yaml: dict[str, Any], names: Mapping[int, str], seed: in
 
 
 @pytest.fixture
-def two_models(tiny_yaml: dict[str, Any], tmp_path: Path) -> tuple[str, str]:
+def two_models(tmp_path: Path) -> tuple[str, str]:
     """Weight files of two detectors, one of strides 4 and 8, and one of stride 16 with other anchors."""
     names = dict(enumerate(NAMES))
-    rows = [*tiny_yaml["backbone"], [-1, 1, "Conv", [12, 3, 2]]]
+    tiny = tiny_detector()
+    rows = [*tiny["backbone"], [-1, 1, "Conv", [12, 3, 2]]]
     coarse = {
         "nc": len(names), "anchors": [[20, 20]], "backbone": rows, "head": [[[3], 1, "Detect", ["nc", "anchors"]]],
     }  # fmt: skip
-    fine = {**tiny_yaml, "nc": len(names)}
+    fine = {**tiny, "nc": len(names)}
     return weights(tmp_path / "fine.pt", fine, names), weights(tmp_path / "coarse.pt", coarse, names, seed=1)
 
 
@@ -168,7 +170,7 @@ def test_all_at_once_on_two_processes(
     for content in (files, again):
         del content["settings.yaml"]  # has the run's name
     assert files == again
-    assert "--imgsz 60 is not a multiple of the model's stride; taking 64" in printed[1]
+    assert "--imgsz 60 is rounded up to 64, whole strides of 16 pixels" in printed[1]
     assert f"an ensemble of 2 models; the losses are those of {two_models[0]}" in printed[1]
     assert "no instances_val.json" in printed[1]
 
@@ -181,6 +183,31 @@ def test_all_at_once_on_two_processes(
         written = files[file.name].decode().splitlines()
         assert all(line.endswith(" 1") for line in written[: len(truth)])
         assert [line.split()[0] for line in written[: len(truth)]] == [line.split()[0] for line in truth]
+
+
+def test_a_high_confidence_threshold_is_a_warning(
+    two_models: tuple[str, str], small_data: Path, tmp_path: Path, run_script: RunScript
+) -> None:
+    how = ("--imgsz", "64", "--workers", "0", "--device", "cpu", "--project", str(tmp_path), "--quiet")
+    for flags, warned in ((("--conf-thres", "0.25"), True), (("--conf-thres", "0.01"), False)):
+        printed = run_script("val.py", "--weights", two_models[0], "--data", str(small_data), *how, *flags)
+        assert ("warning: --conf-thres 0.25 cuts the precision-recall curves" in printed) == warned
+        assert printed.count("warning: ") == warned
+
+
+def test_a_classifier_is_validated_at_the_size_of_its_training(
+    drawn_classes: Path, tmp_path: Path, run_script: RunScript
+) -> None:
+    """Not at that of the data YAML, nor at the task's default; no threshold makes its metrics incomparable."""
+    names = dict(enumerate(sorted(NAMES)))
+    yaml = {"task": "classify", "architecture": "resnet18", "nc": len(names)}
+    model = ClassificationTask(names, ClassificationRecipe()).build_model(yaml, 40)
+    (tmp_path / "best.pt").write_bytes(serialised(weights_content(model, model.yaml, names, {"imgsz": 40})))
+    data = write_yaml(tmp_path / "data.yaml", {**read_yaml(drawn_classes), "defaults": {"imgsz": 48}})
+    how = ("--workers", "0", "--device", "cpu", "--project", str(tmp_path), "--conf-thres", "0.25")
+    printed = run_script("val.py", "--weights", str(tmp_path / "best.pt"), "--data", str(data), *how)
+    assert read_yaml(tmp_path / "exp" / "settings.yaml")["imgsz"] == 40
+    assert "warning: " not in printed
 
 
 def test_speed(two_models: tuple[str, str], small_data: Path, tmp_path: Path, run_script: RunScript) -> None:
@@ -213,7 +240,7 @@ def test_half_on_cuda(shared: Path, photos: Path, tmp_path: Path, run_script: Ru
 
 
 def test_messages_about_precision() -> None:
-    members = Members({"best.pt": Path("best.pt")}, {}, TASKS["detect"], fixed_size=None)
+    members = Members({"best.pt": Path("best.pt")}, {}, TASKS["detect"])
     assert messages(ValOptions(), half=False, members=members) == []
     assert messages(ValOptions(half=True), half=True, members=members) == ["weights and images in half precision"]
     (warning,) = messages(ValOptions(half=True), half=False, members=members)

@@ -57,18 +57,19 @@ def download(
     sha256: str = "",
     usable: Callable[[Path], bool] = os.path.isfile,
     advice: str = "",
+    licence: str = "",
 ) -> Path:
     """Download the file at `address` to `path` unless `path` exists, and return `path`.
 
     One process of a machine downloads, the others wait. A partial file stays beside `path`; later calls continue it.
 
-    sha256: its first digits, if known. usable: checks the file. advice: end of the error message. Raises `UserError`
-    with the address and the reason.
+    sha256: its first digits, if known. usable: checks the file. advice: end of the error message. licence: of the file,
+    printed when it is downloaded. Raises `UserError` with the address and the reason.
     """
     with one_at_a_time(path.with_name(f"{path.name}.lock")):
         if not path.is_file():
             try:
-                _fetch(address, path, sha256, usable)
+                _fetch(address, path, sha256, usable, licence)
             except (OSError, ValueError, HTTPException) as error:  # URLError and socket errors are OSErrors
                 reason = str(getattr(error, "reason", error)) or type(error).__name__
                 advice = advice or f"download it in another way and save it as {path}"
@@ -81,13 +82,13 @@ def is_address(text: Any) -> bool:
     return isinstance(text, str) and re.fullmatch(rf"(?:{'|'.join(SCHEMES)})://\S+", text) is not None
 
 
-def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool]) -> None:
+def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool], licence: str) -> None:
     """Download a file, a second time if the content is wrong. Raises OSError, HTTPException or ValueError."""
     if not is_address(address):
         raise ValueError(f"it must begin with {', '.join(f'{scheme}://' for scheme in SCHEMES)} and have no spaces")
     problem = ""
     for _ in range(2):
-        transfer = _Transfer(address, path)
+        transfer = _Transfer(address, path, licence)
         transfer.run()
         problem = _problem(transfer, sha256, usable)
         if not problem:
@@ -110,8 +111,8 @@ def _problem(transfer: _Transfer, sha256: str, usable: Callable[[Path], bool]) -
 class _Transfer:
     """A download into the file `part` beside `path`; its name depends on address and content."""
 
-    def __init__(self, address: str, path: Path) -> None:
-        self.address, self.path = address, path
+    def __init__(self, address: str, path: Path, licence: str) -> None:
+        self.address, self.path, self.licence = address, path, licence
         self.answered = False  # whether the server has answered a request
         self.content = _Content(None, "", b"")
         self.part = self._part()
@@ -155,7 +156,8 @@ class _Transfer:
             request.add_header("If-Range", self.content.tag)
         with urlopen(request, timeout=SERVER_TIMEOUT_SECONDS) as answer:
             if not self.answered:
-                print(f"downloading {self.address}", file=sys.stderr, flush=True)
+                licence = f" (licence: {self.licence})" if self.licence else ""
+                print(f"downloading {self.address}{licence}", file=sys.stderr, flush=True)
             self.answered = True
             if answer.status == 206:
                 start = received

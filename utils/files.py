@@ -74,14 +74,16 @@ def lock_folder(folder: Path) -> FileLock:
 def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml") -> Path:
     """Return the file that a flag names: a path, absolute or relative to here or the repository, or a shipped file.
 
-    name: with or without `suffix`. what: kind of file, for the error. folders: of shipped files, relative to the
-    repository. Raises `UserError` with a list of the shipped files.
+    name: with or without `suffix`; an existing path is never replaced by a shipped file. what: kind of file, for the
+    error. folders: of shipped files, relative to the repository. Raises `UserError` with a list of the shipped files.
     """
     stem = name if name.endswith(suffix) else name + suffix
     candidates = [Path(name), ROOT / name, *(ROOT / folder / Path(stem).name for folder in folders)]
     for candidate in candidates:
         if os.path.isfile(candidate):  # Path.is_file raises an error for a name that is too long
             return candidate
+        if name and os.path.exists(candidate):
+            raise UserError(f"{what} '{name}' is a folder; give the path of a {suffix} file")
     shipped = sorted(p.name for folder in folders for p in (ROOT / folder).glob("*" + suffix))
     raise UserError(
         f"{what} '{name}' is not a file; give the path of a file, or one of the repository's: {', '.join(shipped)}"

@@ -24,6 +24,7 @@ from utils.distributed.collectives import Collectives
 from utils.distributed.devices import device_name
 from utils.distributed.exit import StopRequested
 from utils.distributed.graceful_stop import GracefulStop
+from utils.distributed.precision import Precision
 from utils.distributed.watchdog import Watchdog
 from utils.files import numbered_folder
 from utils.plots.plotter import FINISH_TIMEOUT_SECONDS, Plotter
@@ -48,8 +49,8 @@ class Run:
     quiet: print warnings and final results only. path, files: the run folder and its writer, after `open_folder`.
     """
 
-    def __init__(self, accelerator: Accelerator, quiet: bool = False) -> None:
-        self.accelerator, self.quiet = accelerator, quiet
+    def __init__(self, accelerator: Accelerator, precision: Precision, quiet: bool = False) -> None:
+        self.accelerator, self.precision, self.quiet = accelerator, precision, quiet
         self.collectives = Collectives(accelerator)
         self.step = 0  # the optimizer step at which pictures are logged
         self.path, self.files = Path(), RunFolder(Path(), self.collectives)  # until `open_folder`
@@ -76,7 +77,7 @@ class Run:
         """Describe torch, devices and precision, with a line per process if there are several or if `verbose`."""
         self.devices = self.collectives.gather([device_name(self.accelerator.device)])
         table = [f"  process {rank}: {device}" for rank, device in enumerate(self.devices)]
-        return [describe(self.accelerator), *(table if len(table) > 1 or verbose else [])]
+        return [describe(self.accelerator, self.precision), *(table if len(table) > 1 or verbose else [])]
 
     def print(self, *lines: str, always: bool = False) -> None:
         """Print lines on the main process; if the run is quiet, only warnings, and lines with `always`."""

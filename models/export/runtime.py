@@ -9,12 +9,11 @@ from __future__ import annotations
 import inspect
 import io
 import json
-import math
 import os
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.image_size import sides_of, whole_strides
 from models.tasks.contract import Model
 from models.weights.reader import EXPORTED_SUFFIXES, Weights, read_weights
 from utils.errors import UserError, first_line
@@ -68,6 +68,32 @@ class ExportMetadata:
     suppression: dict[str, Any] | None  # thresholds and limits, if the file suppresses overlapping boxes
     settings: dict[str, Any]  # of the run that trained it
 
+    def overrides(self, flags: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values that count instead of those of flags, by the flags' names.
+
+        flags: given ones, by name.
+        """
+        values: dict[str, Any] = {}
+        sides = () if self.dynamic else sides_of(flags.get("imgsz", 0))
+        if sides and (sides[0], sides[-1]) != self.imgsz:
+            values["imgsz"] = self.imgsz
+        if flags.get("half") and not self.half:
+            values["half"] = False
+        if own := self.suppression:
+            values |= {"iou_thres": own["iou_thres"], "agnostic_nms": own["agnostic"]}
+            values["conf_thres"] = max(flags.get("conf_thres", 0.0), own["conf_thres"])  # applied to its detections too
+            values["max_det"] = min(flags.get("max_det", own["most"]), own["most"])
+        return {name: value for name, value in values.items() if name in flags and flags[name] != value}
+
+    @property
+    def suppression_flags(self) -> str:
+        """The flags of export.py that describe the suppression in the file, '' if there is none."""
+        if not (own := self.suppression):
+            return ""
+        numbers = f"--conf-thres {own['conf_thres']:g} --iou-thres {own['iou_thres']:g} --topk-all {own['most']}"
+        agnostic = " --agnostic-nms" if own["agnostic"] else ""
+        return f"--nms {numbers} --topk-per-class {own['most_per_class']}{agnostic}"
+
     def text(self) -> str:
         """Return JSON with sorted keys; `shape`, `stride` and `names` are for YOLOv5's programs."""
         content = {"format": EXPORT_FORMAT, **asdict(self), "shape": [self.batch, 3, *self.imgsz]}
@@ -93,11 +119,6 @@ def read_model(path: Path) -> Weights:
     exported = read_exported(path)
     metadata = exported.metadata
     return Weights({}, metadata.model, metadata.names, metadata.task, metadata.settings, "exported", exported)
-
-
-def whole_strides(side: int, stride: int) -> int:
-    """Return `side` in pixels, rounded up to whole strides: at least two if the stride is above 1."""
-    return max(math.ceil(side / stride), 2 if stride > 1 else 1) * stride
 
 
 class Exported(Model):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskEntry:
-    """Where a task's classes are defined, and how its models are recognised."""
+    """The modules and classes of a task, and how its models are recognised."""
 
     task: str  # module:class, see contract.py
     data: str  # module:class of its data set, for the scripts (data/dataset.py)

@@ -41,7 +41,7 @@ class Batch(Protocol):
 
 
 class Split(Protocol):
-    """The part of a split that every task may use; `adapt` may use more of its own data set's split."""
+    """The methods of a split that every task may use; a task's `adapt` may use more of its own data set."""
 
     def shown(self, index: int, side: int) -> Image:
         """Return an image of the split with its longer side at most `side` pixels."""
@@ -186,6 +186,10 @@ class Metrics(ABC):
     def documents(self, summary: Summary) -> dict[str, str]:
         """Return text files for the run folder by name, such as confusion_matrix.csv. Charts are drawn from them."""
 
+    def threshold_warnings(self, thresholds: Thresholds) -> list[str]:
+        """Return warnings if the metrics at `thresholds` do not compare with those of other runs; none by default."""
+        return []
+
     def examples(self, summary: Summary) -> list[Example]:
         """Return images with labels and predictions, for trackers; none by default."""
         return []
@@ -211,7 +215,8 @@ class ExportModule(NamedTuple):
     """The module to export and the settings of its suppression."""
 
     module: nn.Module  # of images (b, 3, h, w), as `Task.inputs` makes them
-    suppression: dict[str, Any] | None  # None: without suppression
+    # conf_thres, iou_thres, most (detections of an image), most_per_class, agnostic; None: without suppression
+    suppression: dict[str, Any] | None
 
 
 class Task(ABC):
@@ -224,6 +229,9 @@ class Task(ABC):
     recipe: ClassVar[type[Recipe]]  # the keys of its hyperparameter YAML
     defaults: ClassVar[Mapping[str, Any]] = {}  # for flags that are not on the command line
     refused: ClassVar[Mapping[str, str]] = {}  # flags that do not apply, each with the reason
+    # Whether val.py, detect.py and export.py take the image size of the training if there is no --imgsz. Otherwise they
+    # take that of `defaults`, or 640, and print that of the training.
+    default_is_training_size: ClassVar[bool] = True
     official_weights: ClassVar[str] = r"(?!)"  # regular expression: names of YOLOv5's release files
 
     def __init__(self, names: Mapping[int, str], hyp: Recipe, label_smoothing: float = 0.0) -> None:

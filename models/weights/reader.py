@@ -23,10 +23,12 @@ from models.weights.yolov5_pickle import (
     model_yaml,
     plain_values,
     state_dict,
+    training_settings,
     unpickle,
     unwrap,
 )
 from utils.checkpoint.weight_files import FORMAT
+from utils.config.ranges import IMGSZ, is_number
 from utils.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -47,6 +49,12 @@ class Weights:
     settings: dict[str, Any]
     source: Literal["lockstep", "yolov5", "tensors", "exported"]
     program: Exported | None = None  # runs an exported file, which has no tensors
+
+    @property
+    def training_size(self) -> int:
+        """The image size of the training in pixels; 0 if the file does not contain it."""
+        size = self.settings.get("imgsz")
+        return int(size) if is_number(size) and size in IMGSZ else 0
 
     @property
     def class_names(self) -> dict[int, str]:
@@ -109,6 +117,7 @@ def _refuse_torchscript(data: bytes) -> None:
 
 def _interpret(content: Any) -> Weights:
     """Return the weights in an unpickled file. Raises `UnusableFile`."""
+    settings = training_settings(content)
     if isinstance(content, dict):
         if str(content.get("format", "")).startswith("lockstep-"):
             return _read_lockstep(content)
@@ -126,7 +135,7 @@ def _interpret(content: Any) -> Weights:
         raise UnusableFile("contains no model; give weights that train.py or YOLOv5 wrote")
     state, names = _as_float32(state_dict(network)), _numbered(network.state.get("names") or {})
     yaml = model_yaml(network, state, len(names))
-    return Weights(state, yaml, names, _yolov5_task(class_name(network)), {}, "yolov5")
+    return Weights(state, yaml, names, _yolov5_task(class_name(network)), settings, "yolov5")
 
 
 def _is_state_dict(content: Mapping[Any, Any]) -> bool:

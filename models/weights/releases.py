@@ -29,6 +29,7 @@ OPENVINO_SUFFIX = "_openvino_model"  # of an exported folder
 CHECKSUM_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.pth$")  # of torchvision's files: the first digits of the SHA-256
 OTHER_TASK = re.compile(r"(yolov5[nsmlx])-\w+\.pt")  # release files of tasks that are not in `TASKS`
 RELEASE_ADDRESS = "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
+RELEASE_LICENCE = "AGPL-3.0, published by Ultralytics"
 RELEASE_SHA256 = {"yolov5n.pt": "4f180cf23ba0717ada0badd6c685026d73d48f184d00fc159c2641284b2ac0a3"}  # of release files
 
 
@@ -68,6 +69,7 @@ def official_weights(name: str, file: str) -> Path:
         usable=is_whole,
         advice=f"download it yourself to {Path(name).absolute()} or {cached}, or start from scratch with "
         "--weights '' and --cfg",
+        licence=RELEASE_LICENCE,
     )
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from models.yolo import MODEL_KEYS
+from utils.config.ranges import is_number
 from utils.files import ROOT, read_yaml
 
 # Modules and classes whose objects a file may hold. None of them is imported: a stub replaces each.
@@ -192,6 +193,14 @@ def unwrap(content: Any) -> Any:
         else:
             break
     return content
+
+
+def training_settings(content: Any) -> dict[str, Any]:
+    """Return the flags of the training that a file of YOLOv5 holds, as far as they are used here: `imgsz`."""
+    flags = content.get("opt") if isinstance(content, dict) else None
+    flags = flags.state if isinstance(flags, Stub) else flags
+    size = flags.get("imgsz") if isinstance(flags, dict) else None
+    return {"imgsz": size} if is_number(size) else {}
 
 
 def state_dict(network: Stub) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.ensemble import Members, check_programs, common_task, fixed_size, halve, weight_files
+from models.ensemble import Members, check_programs, common_task, halve, weight_files
 from models.export.runtime import Exported, ExportMetadata
 from models.tasks import TASKS
 from models.tasks.contract import Model
@@ -42,10 +42,12 @@ def exported(imgsz: tuple[int, int], dynamic: bool, suppression: dict[str, Any] 
     return Weights({}, tiny_detector(), NAMES, "detect", {}, "exported", program)
 
 
+def ensemble(weights: dict[str, Weights]) -> Members:
+    return Members({name: Path(name) for name in weights}, weights, TASKS["detect"])
+
+
 def build(weights: dict[str, Weights], imgsz: int, names: dict[int, str] = NAMES) -> list[Model]:
-    files = {name: Path(name) for name in weights}
-    members = Members(files, weights, TASKS["detect"], None)
-    return members.build(DetectionTask(names, Hyperparameters()), imgsz, "my.yaml")
+    return ensemble(weights).build(DetectionTask(names, Hyperparameters()), imgsz, "my.yaml")
 
 
 def test_files_of_one_task_and_class_list_fit_together() -> None:
@@ -96,13 +98,28 @@ def test_an_exported_file_is_used_as_a_model() -> None:
     assert model.imgsz == 64
 
 
-def test_image_size_that_exported_files_require() -> None:
-    dynamic, square, oblong = exported((64, 64), True), exported((64, 64), False), exported((32, 64), False)
-    assert fixed_size({"a.pt": content(), "b.onnx": dynamic}) is None
-    assert fixed_size({"a.pt": content(), "b.onnx": oblong}) == (32, 64)
-    message = r"different sizes \(a\.onnx 64x64, b\.onnx 32x64\); export them with --dynamic"
-    with pytest.raises(UserError, match=message):
-        fixed_size({"a.onnx": square, "b.onnx": oblong})
+LIMITS = {"conf_thres": 0.25, "iou_thres": 0.45, "most": 100, "most_per_class": 50, "agnostic": False}
+
+
+def test_flags_that_exported_files_override_are_named_in_one_line() -> None:
+    given = {"imgsz": 320, "conf_thres": 0.001, "iou_thres": 0.6, "max_det": 300, "agnostic_nms": True, "half": True}
+    assert ensemble({"a.pt": content()}).overridden(given) == []
+    assert ensemble({"a.pt": content(), "b.onnx": exported((64, 96), False)}).overridden(given) == [
+        "warning: b.onnx was exported with its own values: --imgsz 64 96 (not 320), --half off (not on)"
+    ]
+    assert ensemble({"a.onnx": exported((64, 64), False, LIMITS)}).overridden(given) == [
+        "warning: a.onnx was exported with its own values: --imgsz 64 (not 320), --half off (not on), "
+        "--iou-thres 0.45 (not 0.6), --agnostic-nms off (not on), --conf-thres 0.25 (not 0.001), "
+        "--max-det 100 (not 300)"
+    ]
+    assert ensemble({"a.onnx": exported((64, 64), False, LIMITS)}).overridden({"weights": ("a.onnx",)}) == []
+
+
+def test_a_file_with_suppression_is_described() -> None:
+    assert ensemble({"a.pt": content(), "b.onnx": exported((64, 64), True)}).suppression == ""
+    assert ensemble({"a.onnx": exported((64, 64), True, LIMITS)}).suppression == (
+        "a.onnx was exported with --nms --conf-thres 0.25 --iou-thres 0.45 --topk-all 100 --topk-per-class 50"
+    )
 
 
 def test_exported_files_do_not_support_augmentation_nor_suppression_in_an_ensemble() -> None:

@@ -189,7 +189,15 @@ def test_a_path_takes_precedence(repository: Path) -> None:
     assert find_file(str(path), "recipe", ["data/hyps"]) == path
 
 
-@pytest.mark.parametrize("name", ["lo.yaml", "", "."])
+def test_a_folder_is_not_replaced_by_a_shipped_file_of_its_name(repository: Path) -> None:
+    folder = Path.cwd() / "mine" / "low"
+    folder.mkdir(parents=True)
+    for name in (str(folder), "mine/low"):
+        with pytest.raises(UserError, match=rf"recipe '{name}' is a folder; give the path of a \.yaml file"):
+            find_file(name, "recipe", ["data/hyps"])
+
+
+@pytest.mark.parametrize("name", ["lo.yaml", ""])
 def test_a_missing_file_is_an_error(repository: Path, name: str) -> None:
     with pytest.raises(UserError) as caught:
         find_file(name, "recipe", ["data/hyps"])

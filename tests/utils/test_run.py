@@ -17,6 +17,7 @@ from accelerate import Accelerator
 
 from tests.conftest import OnProcesses
 from utils.distributed.exit import TIME_LIMIT, StopRequested
+from utils.distributed.precision import Precision
 from utils.run import FolderOptions, Run
 from utils.tracking.tracker import Tracker
 
@@ -55,7 +56,7 @@ class Recorder(Tracker):
 
 
 def run_in(folder: Path, quiet: bool = False, exist_ok: bool = False) -> Run:
-    run = Run(Accelerator(cpu=True), quiet)
+    run = Run(Accelerator(cpu=True), Precision("no", "the default on the CPU"), quiet)
     run.open_folder(FolderOptions(str(folder), "exp", exist_ok))
     return run
 
@@ -74,7 +75,7 @@ def test_printed_lines(quiet: bool, printed: str, tmp_path: Path, capsys: pytest
 
 def test_nothing_is_written_before_open_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run = Run(Accelerator(cpu=True))
+    run = Run(Accelerator(cpu=True), Precision("no", "the default on the CPU"))
     run.files.write_settings({"epochs": 3})
     run.files.write_documents({"a.csv": "a"})
     assert not list(tmp_path.iterdir())
@@ -106,10 +107,10 @@ def test_points_and_pictures(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("verbose", "lines"), [(False, 1), (True, 2)])
 def test_devices(verbose: bool, lines: int) -> None:
-    run = Run(Accelerator(cpu=True))
+    run = Run(Accelerator(cpu=True), Precision("no", "the default on the CPU"))
     first, *table = run.device_lines(verbose)
     assert "cpu" in first
-    assert first.endswith("1 process, mixed precision no")
+    assert first.endswith("1 process, mixed precision no (the default on the CPU)")
     (device,) = run.devices
     assert table == [f"  process 0: {device}"][: lines - 1]
     assert device.startswith(f"{os.uname().nodename} cpu (")
@@ -119,7 +120,7 @@ def test_devices(verbose: bool, lines: int) -> None:
 
 
 def test_signals_stop_a_run_at_its_next_step() -> None:
-    run = Run(Accelerator(cpu=True))
+    run = Run(Accelerator(cpu=True), Precision("no", "the default on the CPU"))
     run.check_stop(1)  # before `graceful_stop`
     with run.graceful_stop(0.0):
         run.check_stop(1)
@@ -135,7 +136,7 @@ def test_signals_stop_a_run_at_its_next_step() -> None:
 
 
 def test_the_time_limit_stops_a_run() -> None:
-    run = Run(Accelerator(cpu=True))
+    run = Run(Accelerator(cpu=True), Precision("no", "the default on the CPU"))
     age = time.time() - psutil.Process().create_time()  # seconds
     with run.graceful_stop(age / 3600 / 2):
         assert run.stop_requested() == ""  # a signal only
@@ -145,7 +146,7 @@ def test_the_time_limit_stops_a_run() -> None:
 
 
 def test_stop_together_needs_a_reason() -> None:
-    run = Run(Accelerator(cpu=True))
+    run = Run(Accelerator(cpu=True), Precision("no", "the default on the CPU"))
     run.stop_together("")
     with pytest.raises(StopRequested, match="exit code 130"):
         run.stop_together("SIGINT")

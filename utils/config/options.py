@@ -90,10 +90,10 @@ class TrainOptions:
     )
     close_mosaic: int = flag(0, "number of final epochs that train without mosaic and mixup", "data", NOT_NEGATIVE)
     partners: str = flag(
-        "any",
-        "images that mosaic and a classifier's mixup combine: any, or near ones in the epoch's order, which is faster",
+        "window",
+        "images that mosaic and mixup combine: any; of a window of 1000 in the epoch's order; or the next ones (near)",
         "data",
-        choices=("any", "near"),
+        choices=("window", "any", "near"),
     )
     strict: bool = flag(False, "problems in single images and label rows are errors instead of warnings", "data")
     resume: str = flag(
@@ -158,7 +158,10 @@ class TrainOptions:
     )
     seed: int = flag(0, "seed of every random choice", "training", Range(0, 2**32 - 1))
     mixed_precision: str = flag(
-        "", "autocast precision; '' takes the launcher's, else bf16 or fp16 on CUDA", "training", choices=PRECISIONS
+        "",
+        "autocast precision; '' is what the launch file names, else bf16 or fp16 on CUDA",
+        "training",
+        choices=PRECISIONS,
     )
     log_with: str = flag(
         "",
@@ -222,7 +225,12 @@ class ValOptions:
     layers: str = flag("", "Python file with your own layers, which the model contains; the file is executed", "model")
     batch_size: int = flag(32, "images per batch", "data", Range(1), aliases=("batch",))
     imgsz: int = flag(
-        640, "side of the square that images are fitted into, in pixels", "data", IMGSZ, aliases=("img", "img-size")
+        0,
+        "side of the square that images are fitted into, in pixels; 0: the size of an exported file, of a classifier's "
+        "training, of the data YAML's `defaults`, or 640",
+        "data",
+        Range(0, IMGSZ.maximum),
+        aliases=("img", "img-size"),
     )
     conf_thres: float = flag(0.001, "lowest confidence of a detection", "predictions", SHARE)
     iou_thres: float = flag(0.6, "overlap above which NMS drops the weaker of two boxes", "predictions", SHARE)
@@ -270,7 +278,10 @@ class ValOptions:
     name: str = flag("exp", "name of the run folder; a number is added if it is taken", "saving")
     exist_ok: bool = flag(False, "write into project/name even if it exists", "saving")
     mixed_precision: str = flag(
-        "", "autocast precision; '' takes the launcher's, else bf16 or fp16 on CUDA", "model", choices=PRECISIONS
+        "",
+        "autocast precision; '' is what the launch file names, else bf16 or fp16 on CUDA",
+        "model",
+        choices=PRECISIONS,
     )
     show_processes: bool = flag(
         False, "list every process: host, rank, device and its part of the first batches", "processes"
@@ -290,8 +301,9 @@ class DetectOptions:
     )
     data: str = flag("", "data set YAML with the class names; '' takes those inside --weights", "model")
     imgsz: tuple[int, ...] = flag(
-        (640,),
-        "size that images are fitted into, in pixels: one number, or height and width",
+        (),
+        "size that images are fitted into, in pixels: one number, or height and width; none: that of an exported file, "
+        "of a classifier's training, or 640",
         "images",
         IMGSZ,
         aliases=("img", "img-size"),
@@ -343,8 +355,9 @@ class ExportOptions:
     data: str = flag("", "data set YAML with the class names; '' takes those inside --weights", "model")
     layers: str = flag("", "Python file with your own layers, which the model contains; the file is executed", "model")
     imgsz: tuple[int, ...] = flag(
-        (640, 640),
-        "size of the images, in pixels: one number, or height and width",
+        (),
+        "size of the images, in pixels: one number, or height and width; none: the size of a classifier's training, or "
+        "640",
         "format",
         IMGSZ,
         aliases=("img", "img-size"),

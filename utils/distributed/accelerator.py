@@ -18,47 +18,40 @@ from accelerate.utils import DynamoBackend, set_seed
 
 from utils.distributed import deepspeed
 from utils.distributed.comm_hooks import BUCKET_MB, DDP_BUCKET_MB
-from utils.distributed.devices import choose_devices, describe_device
+from utils.distributed.devices import describe_device, device_kind
 from utils.distributed.exit import sign_in
+from utils.distributed.launcher import refuse_unsupported_launch
+from utils.distributed.precision import Precision, choose_precision
 from utils.distributed.ranks import world_size
-from utils.distributed.rendezvous import (
-    RESTART_METHOD,
-    prepare_for_gloo,
-    refuse_uneven_launch,
-    release_store,
-    rendezvous_errors,
-    wait_for_main_address,
-)
+from utils.distributed.rendezvous import RESTART_METHOD, release_store, rendezvous_errors
 from utils.distributed.store import attempt
 from utils.errors import UserError, plural
 
-LAUNCHER_PRECISION = "ACCELERATE_MIXED_PRECISION"  # set by `accelerate launch`
 # Added to torch's own time-out, so that the watchdog, which knows which process is late, ends the run first.
 COLLECTIVE_MARGIN_SECONDS = 10.0
 
 
-def start(device: str, mixed_precision: str, timeout: float, comm_hook: str = "") -> Accelerator:
+def start(device: str, mixed_precision: str, timeout: float, comm_hook: str = "") -> tuple[Accelerator, Precision]:
     """Make an Accelerator on `device` ('' selects the best one), for global batches; connect all processes.
 
-    timeout: seconds that the processes wait for each other, now and later. comm_hook: one of `comm_hooks.HOOKS`, or ''.
-    Raises `UserError` if a device is missing or the processes cannot connect.
+    mixed_precision: requested by a flag, or ''. timeout: seconds that the processes wait for each other, now and later.
+    comm_hook: one of `comm_hooks.HOOKS`, or ''. Raises `UserError` if a device is missing or not supported, or if the
+    processes cannot connect.
     """
     deepspeed.refuse_comm_hook(comm_hook)
-    processes = world_size()
-    on_cpu = choose_devices(device)
+    refuse_unsupported_launch(device)
+    processes, kind, by_zero = world_size(), device_kind(device), deepspeed.is_requested()
     if processes > 1:
         os.environ.setdefault("LOCAL_RANK", "0")  # needed by Accelerate, and not set on some clusters
-        refuse_uneven_launch()
-        if on_cpu:
-            prepare_for_gloo()
-        wait_for_main_address(timeout)
-    precision, by_zero = _precision(on_cpu or device == "mps", mixed_precision), deepspeed.is_requested()
-    engine_precision = deepspeed.prepare_environment(on_cpu, precision) if by_zero else ""
+    if by_zero:
+        deepspeed.prepare_environment(kind == "cpu")
+    precision = choose_precision(mixed_precision, kind, by_zero, timeout)
+    on_cpu = kind == "cpu"
     # On the CPU DeepSpeed prints a line per process about an operation that it has compiled.
     with rendezvous_errors(timeout), redirect_stdout(io.StringIO()) if by_zero else nullcontext():
         accelerator = Accelerator(
             cpu=on_cpu and not by_zero,  # with cpu=True Accelerate would silently not use DeepSpeed
-            mixed_precision="no" if by_zero else precision,
+            mixed_precision="no" if by_zero else precision.name,
             dataloader_config=DataLoaderConfiguration(split_batches=True, dispatch_batches=False, non_blocking=True),
             step_scheduler_with_optimizer=False,
             kwargs_handlers=[
@@ -80,22 +73,8 @@ def start(device: str, mixed_precision: str, timeout: float, comm_hook: str = ""
             "with accelerate launch, torch.distributed.run, or --processes"
         )
     if by_zero:
-        deepspeed.configure_autocast(accelerator.state.deepspeed_plugin, engine_precision)
-    return accelerator
-
-
-def _precision(slow: bool, requested: str) -> str | None:
-    """Return the requested precision, None for the launcher's, or the default of the device.
-
-    The default is bf16 or fp16 on CUDA, and no mixed precision on other devices (`slow`).
-    """
-    if requested:
-        return requested
-    if os.environ.get(LAUNCHER_PRECISION):
-        return None
-    if slow or not torch.cuda.is_available():
-        return "no"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+        deepspeed.configure_autocast(accelerator.state.deepspeed_plugin, precision.name)
+    return accelerator, precision
 
 
 def forget() -> None:
@@ -125,15 +104,13 @@ def plan(accelerator: Accelerator, batch_size: int, batches: int, epochs: int) -
     ]
 
 
-def describe(accelerator: Accelerator) -> str:
+def describe(accelerator: Accelerator, precision: Precision) -> str:
     """Describe torch's version, the device, the processes, precision and compiler of a run."""
     device = accelerator.device
     processes = plural(accelerator.num_processes, "process")
-    precision = accelerator.mixed_precision
     if plugin := accelerator.state.deepspeed_plugin:
-        stage, precision = deepspeed.stage_and_precision(plugin)
-        processes += f" under DeepSpeed ZeRO-{stage}"
+        processes += f" under DeepSpeed ZeRO-{deepspeed.stage(plugin)}"
     compiler = accelerator.state.dynamo_plugin.backend
     compiled = "" if compiler == DynamoBackend.NO else f", compiled by {compiler.value.lower()}"
     hardware = f"{device} ({describe_device(device)})"
-    return f"torch {torch.__version__}, {hardware}, {processes}, mixed precision {precision}{compiled}"
+    return f"torch {torch.__version__}, {hardware}, {processes}, {precision}{compiled}"

@@ -1,17 +1,22 @@
-"""Decisions that the main process makes for all processes before they form a process group. --resume uses it."""
+"""Decisions that the main process makes for all processes before they form a process group.
+
+Called by precision and utils/checkpoint/resume.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from utils.distributed.exit import Stopped
 from utils.distributed.ranks import ranks
 from utils.distributed.rendezvous import connect
 from utils.errors import UserError
 
+T = TypeVar("T")
 
-def decide_on_main(decide: Callable[[], dict[str, Any]], name: str, timeout: float) -> dict[str, Any]:
+
+def decide_on_main(decide: Callable[[], T], name: str, timeout: float) -> T:
     """Return the main process's result of `decide` on every process; a file may become visible later on other machines.
 
     A `UserError` or `Stopped` of the main process is raised on every process. The result must be plain JSON values;
@@ -39,4 +44,5 @@ def decide_on_main(decide: Callable[[], dict[str, Any]], name: str, timeout: flo
         raise UserError(answer["error"])
     if "exit_code" in answer:
         raise Stopped(answer["exit_code"])
-    return answer["value"]
+    value: T = answer["value"]
+    return value

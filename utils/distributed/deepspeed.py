@@ -40,29 +40,20 @@ def refuse_comm_hook(comm_hook: str) -> None:
         )
 
 
-def prepare_environment(on_cpu: bool, precision: str | None) -> str:
-    """Prepare the environment for an Accelerator with DeepSpeed; return the precision of its autocast: no or bf16.
-
-    Raises `UserError` for missing packages, and for fp16: the engine's autocast has no loss scaling.
-    """
+def prepare_environment(on_cpu: bool) -> None:
+    """Prepare the environment for an Accelerator with DeepSpeed. Raises `UserError` for missing packages."""
     if missing := missing_packages():
         raise UserError(
             f"the launch file requests DeepSpeed, but {' and '.join(missing)} cannot be imported; run "
             "pip install -r requirements-deepspeed.txt, or use another file of accelerate_configs"
         )
-    precision = precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision not in ("no", "bf16"):
-        raise UserError(f"mixed precision {precision} is not supported with DeepSpeed; use bf16 or no")
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    # Accelerate would convert the parameters to bf16, BatchNorm's too; the engine's autocast leaves them in fp32.
-    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     from deepspeed.utils import logger
 
     for verbose_logger in (logger, logging.getLogger("torch.utils.cpp_extension")):
         verbose_logger.setLevel(logging.ERROR)
-    return precision
 
 
 def configure_autocast(plugin: Any, precision: str) -> None:
@@ -71,10 +62,19 @@ def configure_autocast(plugin: Any, precision: str) -> None:
         plugin.deepspeed_config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
 
 
-def stage_and_precision(plugin: Any) -> tuple[int, str]:
-    """Return the stage of ZeRO and the precision of the engine's autocast."""
-    precision = "bf16" if plugin.deepspeed_config.get("torch_autocast") else "no"
-    return plugin.deepspeed_config["zero_optimization"]["stage"], precision
+def check_autocast(engine: Any, precision: str) -> None:
+    """Raise `UserError` if the engine's autocast does not have the run's precision: a configuration file may set it."""
+    actual = str(engine.torch_autocast_dtype()).removeprefix("torch.") if engine.torch_autocast_enabled() else "no"
+    if actual != {"bf16": "bfloat16"}.get(precision, precision):
+        raise UserError(
+            f"mixed precision {precision} was requested, but DeepSpeed's autocast is {actual}; remove torch_autocast "
+            "from its configuration file, or use --mixed-precision"
+        )
+
+
+def stage(plugin: Any) -> int:
+    """Return the stage of ZeRO."""
+    return plugin.deepspeed_config["zero_optimization"]["stage"]
 
 
 def configure(plugin: Any, batch_size: int, accumulation: int, clip: float) -> None:

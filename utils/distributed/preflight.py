@@ -24,6 +24,7 @@ from torch import distributed
 from utils.distributed.deepspeed import is_requested, missing_packages, refuse_comm_hook
 from utils.distributed.devices import device_kind, loader_workers
 from utils.distributed.exit import give_up
+from utils.distributed.launcher import refuse_unsupported_launch
 from utils.distributed.preflight_network import BACKENDS, Measured, judge_measurement, measure
 from utils.distributed.preflight_report import (
     Finding,
@@ -68,6 +69,7 @@ def examine(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> None:
     main, errors, kind, timeout = ranks().rank == 0, [], "", flags["dist_timeout"]
     try:
         refuse_comm_hook(flags["comm_hook"])
+        refuse_unsupported_launch(flags["device"])
         kind = device_kind(flags["device"])
     except UserError as error:
         errors.append(str(error))

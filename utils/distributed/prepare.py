@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from utils.distributed.collectives import Collectives
 from utils.distributed.comm_hooks import register_comm_hook
-from utils.distributed.deepspeed import configure, gathered_parameters
+from utils.distributed.deepspeed import check_autocast, configure, gathered_parameters
 from utils.distributed.sync_batchnorm import average_statistics, synchronise_batchnorm
 from utils.distributed.sync_dropout import synchronise_dropout
 from utils.memory_format import layout
@@ -73,12 +73,13 @@ def prepare(
     loader: DataLoader,
     options: SyncOptions,
     *,
+    precision: str,
     clip_norm: float,
     warmup_steps: int,
 ) -> tuple[DistributedModel, Any, DataLoader]:
     """Return the model with exact BatchNorm, the optimizer and the loader, prepared by Accelerate.
 
-    warmup_steps: optimizer steps whose gradients PowerSGD does not compress.
+    precision: of autocast. warmup_steps: optimizer steps whose gradients PowerSGD does not compress.
     """
     plugin = accelerator.state.deepspeed_plugin
     bare = synchronise_batchnorm(model, options.sync_bn)
@@ -86,6 +87,8 @@ def prepare(
         local_batch = options.batch_size // accelerator.num_processes
         configure(plugin, local_batch, accelerator.gradient_accumulation_steps, clip_norm)
     prepared, optimizer, loader = accelerator.prepare(bare, optimizer, loader)
+    if plugin:
+        check_autocast(prepared, precision)
     if isinstance(prepared, DistributedDataParallel):
         prepared.broadcast_buffers = False  # --sync-bn or `average_statistics` makes the statistics equal
         if options.comm_hook:

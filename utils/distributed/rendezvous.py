@@ -1,6 +1,6 @@
 """The rendezvous: connect the processes of a launch, and explain why they cannot connect.
 
-Called by accelerator and, before there is an Accelerator, by preflight and utils/checkpoint/resume.py.
+Called by accelerator and, before there is an Accelerator, by agreement and preflight.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,38 +21,13 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from utils.distributed.exit import give_up
+from utils.distributed.launcher import refuse_uneven_launch
 from utils.distributed.ranks import fair_threads, local_world_size, ranks, world_size
 from utils.distributed.store import RunStore, store_key
 from utils.errors import UserError, first_line
-from utils.files import read_yaml
 
 RESTART_METHOD = "lockstep://"  # init_method of the rendezvous after a launcher has restarted the processes
 RENDEZVOUS_MARGIN_SECONDS = 30.0  # added to the time-out, after which a rendezvous that torch does not end is ended
-
-
-def refuse_uneven_launch() -> None:
-    """Raise `UserError` if `accelerate launch` cannot divide its processes evenly among the machines.
-
-    It starts num_processes // num_machines processes on each machine and silently drops the rest.
-    """
-    with suppress(psutil.Error, SystemExit):
-        command = psutil.Process(os.getppid()).cmdline()
-        # accelerate launch ..., accelerate-launch ..., python -m accelerate.commands.launch ...
-        start = next((k for k, word in enumerate(command) if word.endswith("launch")), None)
-        if start is None or not any("accelerate" in word for word in command[: start + 1]):
-            return
-        from accelerate.commands.launch import launch_command_parser  # imported here: slow, and rarely needed
-
-        flags = launch_command_parser().parse_args(command[start + 1 :])
-        config = read_yaml(Path(flags.config_file)) if flags.config_file else {}
-        processes = flags.num_processes or config.get("num_processes") or 1
-        machines = flags.num_machines or config.get("num_machines") or 1
-        if processes % machines:
-            raise UserError(
-                "accelerate launch starts the same number of processes on every machine; "
-                f"{processes} cannot be divided among {machines} machines: use a multiple of {machines}, or "
-                "torch.distributed.run on each machine"
-            )
 
 
 def prepare_for_gloo() -> None:
@@ -162,11 +136,12 @@ def connect(timeout: float, topic: str) -> RunStore:
     """
     if world_size() == 1:
         return RunStore(HashStore(), topic)
-    refuse_uneven_launch()
-    wait_for_main_address(timeout)
-    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # or by `spawn`
-    with rendezvous_errors(timeout):
-        _hosted[:] = [_tcp_store(timeout, host=ranks().rank == 0 and not by_launcher)]
+    if not _hosted:
+        refuse_uneven_launch()
+        wait_for_main_address(timeout)
+        by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # or by `spawn`
+        with rendezvous_errors(timeout):
+            _hosted.append(_tcp_store(timeout, host=ranks().rank == 0 and not by_launcher))
     return RunStore(_hosted[0], topic)
 
 

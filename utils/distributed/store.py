@@ -5,6 +5,7 @@ Every key is lockstep/<attempt of the launcher>/<topic>/<name>[/<rank>], every v
 Before the process group exists, over a connection of `utils.distributed.rendezvous.connect`:
     doctor/...     values that the preflight compares
     resume/...     the run that --resume selects
+    precision/...  the precision of autocast
 Afterwards, over `run_store`:
     names, failed, alarm, present    names of all processes, number of failed ones, survivors (exit)
     positions                        state of each process if none makes progress (watchdog)

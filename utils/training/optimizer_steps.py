@@ -139,7 +139,7 @@ class OptimizerSteps:
         run, guard = self.run, self.guard
         suspects = run.collectives.gather(guard.suspects(ended.window, self.step_log.terms))
         images = sum(run.collectives.gather([sum(len(paths) for _, paths in ended.window)]))
-        precision, lr0 = run.accelerator.mixed_precision, self.schedule.lr0
+        precision, lr0 = run.precision.name, self.schedule.lr0
         with self.model.gathered():
             skipped, bare = guard.skipped_in_a_row, self.model.bare
             cause = explain_skipped_steps(ended.step, skipped, suspects, images, bare, precision, lr0)
@@ -173,7 +173,14 @@ def prepare_training(
     accumulation = accelerator.gradient_accumulation_steps
     warmup_steps = schedule.warmup // accumulation
     distributed, optimizer, loader = prepare(
-        accelerator, model, optimizer, loader, options, clip_norm=CLIP_NORM, warmup_steps=warmup_steps
+        accelerator,
+        model,
+        optimizer,
+        loader,
+        options,
+        precision=run.precision.name,
+        clip_norm=CLIP_NORM,
+        warmup_steps=warmup_steps,
     )
     start_momentum(optimizer)
     state = TrainingState(

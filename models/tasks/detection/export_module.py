@@ -45,6 +45,8 @@ class SuppressedDetector(nn.Module):
     """A `DecodedDetector` with non-maximum suppression. No shape depends on the number of detections."""
 
     def __init__(self, decoding: DecodedDetector, settings: GraphSuppression) -> None:
+        import torchvision.ops  # noqa: F401  # not in `forward`: torch.jit.trace fails if its first import is traced
+
         super().__init__()
         self.decoding, self.settings = decoding, settings
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.tasks.contract import Batch, Metrics, Prediction
+from models.tasks.contract import Batch, Metrics, Prediction, Thresholds
 from models.tasks.detection.prediction import DetectionPrediction
 from models.tasks.detection.records import ImageRecord, image_records
 from models.tasks.detection.scores import (
@@ -29,6 +29,7 @@ from utils.files import csv_text
 from utils.summary import Box, Example, Summary, confusion_text, dense_counts, sparse_counts
 
 FITNESS_WEIGHTS = {"mAP_0.5": 0.1, "mAP_0.5:0.95": 0.9}  # YOLOv5's
+MAX_MAP_CONFIDENCE = 0.01  # with a higher threshold mAP is another number: see docs/validation.md
 Row = Sequence[float]  # of a table of plain numbers
 
 
@@ -56,6 +57,15 @@ class DetectionMetrics(Metrics):
         }
         evidence = _evidence(records, scores, len(self.names))
         return Summary(metrics, fitness, overall, details, evidence, by_class=by_class)
+
+    def threshold_warnings(self, thresholds: Thresholds) -> list[str]:
+        """Return a warning if `conf_thres` ends the precision-recall curves so early that mAP changes."""
+        if thresholds.conf_thres <= MAX_MAP_CONFIDENCE:
+            return []
+        return [
+            f"warning: --conf-thres {thresholds.conf_thres:g} cuts the precision-recall curves: mAP does not compare "
+            f"with that of other runs; give {MAX_MAP_CONFIDENCE:g} or less, such as 0.001, the default"
+        ]
 
     def documents(self, summary: Summary) -> dict[str, str]:
         """Return CSV files: scores and counts by class, curves, and the boxes of the images to draw.

@@ -42,7 +42,7 @@ class ImageRecord(NamedTuple):
     true_label: np.ndarray  # (m,) class
     true_side: np.ndarray  # (m,)
     paired: np.ndarray = NO_PAIRS  # (p, 2) classes of a label and of the detection paired with it
-    shown: ShownImage | None = None  # if the image is to be drawn
+    shown: ShownImage | None = None  # None if the image is not drawn
 
 
 # Without detections and labels: what is concatenated if there is no record.

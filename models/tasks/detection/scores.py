@@ -178,7 +178,7 @@ def _size_ap(joined: JoinedRecords, counts: np.ndarray, low: float, high: float)
             continue
         near, correct = _correct(joined, detections)
         inside_so_far = inside[detections].cumsum()
-        # A correct detection counts with the side of its label instead of its own, which shifts all later ranks.
+        # A correct detection is sized by its label, not by its own box, which shifts all later ranks.
         for column, correct_at_iou in enumerate(correct.T):
             rank = near[correct_at_iou]
             if len(rank):

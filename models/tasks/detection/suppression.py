@@ -38,7 +38,9 @@ def detect(views: Sequence[RawView | DecodedView], thresholds: Thresholds) -> li
     if len(raw) == len(views):
         return _detect_raw(raw, thresholds)
     parts = [(view.boxes if isinstance(view, DecodedView) else decode(view)).float() for view in views]
-    return [suppress(image[image[:, 4] > thresholds.conf_thres], None, thresholds) for image in torch.cat(parts, 1)]
+    # Filtered before they are joined: all boxes of a batch are hundreds of megabytes.
+    confident = ([boxes[boxes[:, 4] > thresholds.conf_thres] for boxes in image] for image in zip(*parts, strict=True))
+    return [suppress(torch.cat(boxes), None, thresholds) for boxes in confident]
 
 
 def filter_detections(view: SuppressedView, thresholds: Thresholds) -> list[Tensor]:

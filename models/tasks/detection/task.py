@@ -45,6 +45,7 @@ class DetectionTask(Task):
     metric_names = DETECTION_METRICS
     recipe = Hyperparameters
     official_weights = r"yolov5[nsmlx]6?\.pt"
+    default_is_training_size = False  # 640, as in YOLOv5
 
     def __init__(self, names: Mapping[int, str], hyp: Hyperparameters, label_smoothing: float = 0.0) -> None:
         super().__init__(names, hyp, label_smoothing)

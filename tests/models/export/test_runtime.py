@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from models.export.formats import ExportJob, write
-from models.export.runtime import Exported, ExportMetadata, read_exported, read_model, whole_strides
+from models.export.runtime import Exported, ExportMetadata, read_exported, read_model
 from models.tasks.detection.export_module import DecodedDetector, GraphSuppression, SuppressedDetector
 from models.weights.reader import read_weights
 from models.yolo import build_model
@@ -117,11 +117,39 @@ def test_attributes_of_an_exported_model(dynamic: dict[str, Path], fixed: dict[s
     assert exported.imgsz == 48  # the longer side of its only size
 
 
+FIXED = replace(METADATA, dynamic=False)
+SUPPRESSING = replace(METADATA, suppression=LIMITS._asdict())
+
+
 @pytest.mark.parametrize(
-    ("side", "stride", "expected"), [(640, 32, 640), (641, 32, 672), (5, 32, 64), (33, 1, 33), (1, 1, 1)]
+    ("metadata", "flags", "expected"),
+    [
+        (METADATA, {"imgsz": 320, "conf_thres": 0.1, "iou_thres": 0.9, "max_det": 5, "weights": "a"}, {}),
+        (METADATA, {"half": True}, {"half": False}),
+        (replace(METADATA, half=True), {"half": True}, {}),
+        (FIXED, {"imgsz": 320}, {"imgsz": (64, 64)}),
+        (FIXED, {"imgsz": (64, 32)}, {"imgsz": (64, 64)}),
+        (FIXED, {"imgsz": 64, "conf_thres": 0.1}, {}),
+        (FIXED, {"imgsz": 0}, {}),
+        (SUPPRESSING, {}, {}),
+        (SUPPRESSING, {"conf_thres": 0.1, "imgsz": 320}, {"conf_thres": 0.3}),
+        (SUPPRESSING, {"conf_thres": 0.5, "max_det": 10}, {}),  # applied to the file's detections
+        (SUPPRESSING, {"max_det": 300, "iou_thres": 0.6}, {"max_det": 20, "iou_thres": 0.45}),
+        (SUPPRESSING, {"iou_thres": 0.45, "agnostic_nms": True}, {"agnostic_nms": False}),
+    ],
 )
-def test_whole_strides(side: int, stride: int, expected: int) -> None:
-    assert whole_strides(side, stride) == expected
+def test_values_that_count_instead_of_flags(
+    metadata: ExportMetadata, flags: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert metadata.overrides(flags) == expected
+
+
+def test_the_flags_of_the_suppression() -> None:
+    assert METADATA.suppression_flags == ""
+    numbers = "--nms --conf-thres 0.3 --iou-thres 0.45 --topk-all 20 --topk-per-class 20"
+    assert SUPPRESSING.suppression_flags == numbers
+    agnostic = replace(METADATA, suppression=LIMITS._replace(agnostic=True)._asdict())
+    assert agnostic.suppression_flags == f"{numbers} --agnostic-nms"
 
 
 @pytest.mark.parametrize("name", FORMATS)

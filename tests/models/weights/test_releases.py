@@ -72,7 +72,7 @@ def test_the_address_of_the_releases() -> None:
     assert RELEASE_ADDRESS == "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
 
 
-def test_official_weights_are_downloaded_once(server: Server, folder: Path) -> None:
+def test_official_weights_are_downloaded_once(server: Server, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = weights()
     server.give("v7.0/yolov5s.pt", sending(content))
     path = find_weights("yolov5s.pt")
@@ -80,6 +80,8 @@ def test_official_weights_are_downloaded_once(server: Server, folder: Path) -> N
     assert path.read_bytes() == content
     assert find_weights("yolov5s.pt") == path
     assert server.asked == [("/v7.0/yolov5s.pt", 0)]
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first == f"downloading {server.address}/v7.0/yolov5s.pt (licence: AGPL-3.0, published by Ultralytics)"
 
 
 def test_official_weights_are_checked(server: Server, folder: Path) -> None:
@@ -206,9 +208,9 @@ def test_errors_of_wandb_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("HOME", str(folder))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
     with pytest.raises(UserError, match="there is no key for W&B: wandb login"):
         find_weights("wandb:me/mine/model:best")
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     with pytest.raises(UserError, match="cannot be downloaded"):
         find_weights("wandb:me/mine/model:best")

@@ -1,4 +1,4 @@
-"""Files written in the background: a failure is a warning, and is repeated at the end, where it is an error."""
+"""Files written in the background: a failure is a warning; if the retry at the end fails too, it is an error."""
 
 from __future__ import annotations
 

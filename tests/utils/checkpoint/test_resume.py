@@ -22,6 +22,7 @@ from utils.config.options import BUILT_IN_JOB, TrainOptions
 from utils.config.parser import parse_options
 from utils.config.settings import Settings
 from utils.distributed.exit import Stopped
+from utils.distributed.precision import Precision
 from utils.distributed.ranks import ranks
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
@@ -309,7 +310,7 @@ def stopped_run(tmp_path: Path) -> Path:
 
 
 def opened(settings: Settings) -> Run:
-    run = Run(Accelerator(cpu=True))
+    run = Run(Accelerator(cpu=True), Precision("no", "the default on the CPU"))
     run.open_folder(settings.select(FolderOptions))
     return run
 

@@ -46,11 +46,10 @@ YOLOV5_TRAIN = {
     "save_period": -1,
     "seed": 0,
 }
-YOLOV5_VAL = {
+YOLOV5_VAL = {  # beside --imgsz, whose default depends on the weights
     "data": "data/coco128.yaml",
     "weights": ("yolov5s.pt",),
     "batch_size": 32,
-    "imgsz": 640,
     "conf_thres": 0.001,
     "iou_thres": 0.6,
     "max_det": 300,

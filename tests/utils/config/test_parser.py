@@ -61,7 +61,7 @@ def test_the_help_has_every_flag_and_default(kind: type, capsys: pytest.CaptureF
     for field in flags_of(kind):
         assert f"--{field.name.replace('_', '-')}" in text
         assert field.metadata["help"] in text
-    assert ("(default 640 640)" if kind is ExportOptions else "(default 640)") in text
+    assert {TrainOptions: "(default 640)", ValOptions: "or 640 (default 0)"}.get(kind, "or 640 (default none)") in text
     assert text.count("(default ") == len(flags_of(kind))
     assert ("--hyp.lr0 0.005" in text) == (kind is TrainOptions)
 

@@ -107,7 +107,7 @@ FIXED = {
     "image_weights": (True, False),
     "repeat_factor": (0.001, 0.0),
     "close_mosaic": (10, 0),
-    "partners": ("near", "any"),
+    "partners": ("near", "window"),
     "single_cls": (True, False),
     "optimizer": ("AdamW", "SGD"),
     "cos_lr": (True, False),

@@ -24,7 +24,7 @@ def start_twice() -> int:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     if ranks().rank == 1:
         time.sleep(1)
-    accelerator = start("cpu", "no", 10.0)
+    accelerator, _ = start("cpu", "no", 10.0)
     return int(accelerator.reduce(torch.tensor([ranks().rank + 1]))[0])
 
 

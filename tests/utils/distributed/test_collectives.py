@@ -14,7 +14,7 @@ ALIKE = {"broadcast": {"rank": 0}, "share of three": None, "weight": 1.0}
 
 
 def exchange() -> dict[str, object]:
-    collectives, rank = Collectives(start("cpu", "no", 60.0)), ranks().rank
+    collectives, rank = Collectives(start("cpu", "no", 60.0)[0]), ranks().rank
     model = nn.Linear(1, 1)
     nn.init.constant_(model.weight, rank + 1.0)
     collectives.align(model)

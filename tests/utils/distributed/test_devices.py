@@ -86,6 +86,8 @@ def test_the_cpu_is_used_without_a_gpu_or_on_request(monkeypatch: pytest.MonkeyP
     set_cuda_devices(monkeypatch, 1)
     assert not choose_devices("")
     assert choose_devices("cpu")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")  # by accelerate launch --cpu
+    assert choose_devices("")
 
 
 @pytest.mark.parametrize(

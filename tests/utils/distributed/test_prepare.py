@@ -19,6 +19,7 @@ from utils.distributed.prepare import DistributedModel, SyncOptions, place_model
 from utils.distributed.ranks import ranks
 from utils.distributed.sync_batchnorm import ExactBatchNorm
 from utils.distributed.sync_dropout import GlobalDropout
+from utils.errors import UserError
 
 BATCH = 4  # of all processes
 
@@ -43,7 +44,7 @@ def prepared(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(images()), batch_size=BATCH)
     options = SyncOptions(BATCH, sync_bn, comm_hook)
-    return prepare(accelerator, model, optimizer, loader, options, clip_norm=10.0, warmup_steps=2)  # type: ignore[arg-type]
+    return prepare(accelerator, model, optimizer, loader, options, precision="no", clip_norm=10.0, warmup_steps=2)  # type: ignore[arg-type]
 
 
 # One process
@@ -103,7 +104,7 @@ def trained(accelerator: Accelerator, sync_bn: bool, comm_hook: str) -> dict[str
 
 def place_and_train() -> dict[str, Any]:
     """Return the weights of a process after drawing its own, and its results of training in three ways."""
-    accelerator, model = start("cpu", "no", 60.0), network(seed=ranks().rank)
+    (accelerator, _), model = start("cpu", "no", 60.0), network(seed=ranks().rank)
     place_model(accelerator, model)  # type: ignore[arg-type]
     ways = {"plain": (False, ""), "sync_bn": (True, ""), "bf16": (False, "bf16")}
     return {"placed": model.state_dict(), **{name: trained(accelerator, *way) for name, way in ways.items()}}
@@ -156,13 +157,15 @@ def plugin() -> SimpleNamespace:
     return SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0})
 
 
-def test_deepspeed_is_configured_before_its_engine_is_made(plugin: SimpleNamespace) -> None:
+@pytest.mark.parametrize("uses_autocast", [False, True])
+def test_deepspeed_is_configured_before_its_engine_is_made(plugin: SimpleNamespace, uses_autocast: bool) -> None:
     accelerator = Accelerator(cpu=True)
     configs: list[dict[str, Any]] = []
 
-    def make_engine(*parts: Any) -> tuple[Any, ...]:
+    def make_engine(model: Any, *parts: Any) -> tuple[Any, ...]:
         configs.append(dict(plugin.deepspeed_config))
-        return parts
+        model.torch_autocast_enabled, model.torch_autocast_dtype = lambda: uses_autocast, lambda: torch.bfloat16
+        return model, *parts
 
     fake = SimpleNamespace(
         state=SimpleNamespace(deepspeed_plugin=plugin),
@@ -172,6 +175,10 @@ def test_deepspeed_is_configured_before_its_engine_is_made(plugin: SimpleNamespa
         gradient_accumulation_steps=3,
         prepare=make_engine,
     )
+    if uses_autocast:  # as its own configuration file says
+        with pytest.raises(UserError, match=r"mixed precision no was requested, but DeepSpeed's autocast is bfloat16"):
+            prepared(fake, network())
+        return
     distributed, *_ = prepared(fake, network())
     assert configs == [
         {

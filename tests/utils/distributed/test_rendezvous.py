@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from tests.making import launched, without_launcher
 from utils.distributed.rendezvous import (
     connect,
     prepare_for_gloo,
-    refuse_uneven_launch,
     rendezvous_errors,
     wait_for_main_address,
 )
@@ -23,41 +20,6 @@ from utils.errors import UserError
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     without_launcher(monkeypatch)
-
-
-def set_parent(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
-    monkeypatch.setattr(psutil, "Process", lambda _: SimpleNamespace(cmdline=lambda: command))
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["python", "/x/bin/accelerate", "launch", "--num_processes", "3", "--num_machines", "2", "train.py"],
-        ["python", "-m", "accelerate.commands.launch", "--num_processes", "3", "--num_machines=2", "t.py"],
-        ["/x/accelerate", "launch", "--config_file", "accelerate_configs/2node.yaml", "--num_processes=5", "train.py"],
-    ],
-)
-def test_accelerate_launch_must_divide_the_processes_evenly(
-    command: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_parent(monkeypatch, command)
-    with pytest.raises(UserError, match=r"cannot be divided among 2 machines: use a multiple of 2, or torch\.distrib"):
-        refuse_uneven_launch()
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["/x/accelerate", "launch", "--config_file", "accelerate_configs/2node.yaml", "--num_processes=4", "train.py"],
-        ["/x/accelerate", "launch", "--num_processes", "3", "train.py"],
-        ["python", "-m", "torch.distributed.run", "--nproc_per_node", "3", "--nnodes", "2", "train.py"],
-        ["python", "-m", "torch.distributed.launch", "--nproc_per_node", "3", "--nnodes", "2", "train.py"],
-        ["bash"],
-    ],
-)
-def test_other_launches_are_accepted(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    set_parent(monkeypatch, command)
-    refuse_uneven_launch()
 
 
 def test_gloo_uses_the_interface_with_a_route_to_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:

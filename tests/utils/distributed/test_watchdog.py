@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import distributed
 
+from tests.conftest import without_greetings
 from utils.distributed import exit as exit_module
 from utils.distributed import store as store_module
 from utils.distributed import watchdog
@@ -195,7 +196,7 @@ def test_a_process_that_hangs_is_named(
         run_main(lambda: spawn(functools.partial(hang_on_the_second, tmp_path), 3))
     assert caught.value.code == 1
     printed = capfd.readouterr()
-    assert printed.out == ""
+    assert without_greetings(printed.out) == ""
     assert printed.err.startswith(f"error: process 1 on {socket.gethostname()} made no progress for 2 s")
     assert printed.err.count("\n") == 1
     stacks = {file.name: file.read_text() for file in (tmp_path / "stacks").iterdir()}

@@ -192,7 +192,7 @@ def test_the_schedule_depends_on_the_flags(cosine: bool, rate: float, tmp_path: 
 
 def one_of_two(folder: str) -> list[Any]:
     """Return the outcome of steps whose loss is not finite on the second process only."""
-    run = Run(start("cpu", "no", 60.0))
+    run = Run(*start("cpu", "no", 60.0))
     run.open_folder(FolderOptions(folder, "exp", exist_ok=False))
     steps, loader = prepared(run, scale_lr=True, max_skips=2)
     bad = [2, 3] if ranks().rank else []

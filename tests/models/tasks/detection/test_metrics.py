@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.tasks.contract import Thresholds
 from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.records import ImageRecord
 from models.tasks.detection.scores import CURVE_POINTS, DETECTION_METRICS
@@ -278,6 +279,12 @@ def test_evidence_survives_a_state_file() -> None:
     assert METRICS.examples(loaded) == METRICS.examples(summary)
     assert loaded.by_class == summary.by_class
     assert "/data/\udcff.jpg,label" in METRICS.documents(loaded)["val_boxes.csv"]
+
+
+@pytest.mark.parametrize(("conf_thres", "warned"), [(0.001, False), (0.01, False), (0.02, True), (0.25, True)])
+def test_a_confidence_threshold_that_changes_map_is_a_warning(conf_thres: float, warned: bool) -> None:
+    warnings = METRICS.threshold_warnings(Thresholds(conf_thres))
+    assert [warning.startswith(f"warning: --conf-thres {conf_thres} cuts") for warning in warnings] == [True] * warned
 
 
 def test_evidence_is_small() -> None:

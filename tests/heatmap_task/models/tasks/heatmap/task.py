@@ -10,8 +10,8 @@ import cv2
 import numpy as np
 from torch import Tensor
 
-from models.export.runtime import whole_strides
 from models.fuse import fuse
+from models.image_size import whole_strides
 from models.tasks.contract import Batch, ExportModule, ExportSettings, Image, Model, Task, Thresholds
 from models.tasks.heatmap.head import Heatmap
 from models.tasks.heatmap.loss import HeatmapCriterion

@@ -1,0 +1,124 @@
+"""The image size that is taken without --imgsz, and its rounding to whole strides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from models.export.runtime import Exported, ExportMetadata
+from models.image_size import ImageSize, choose_size, fixed_size, rounding, sides_of, whole_strides
+from models.tasks.classification.task import ClassificationTask
+from models.tasks.contract import Task
+from models.tasks.detection.task import DetectionTask
+from models.weights.reader import Weights
+from utils.errors import UserError
+
+
+def trained(imgsz: Any = None) -> Weights:
+    """Return weights that were trained at a size, if they say so."""
+    return Weights({}, {}, {}, "", {} if imgsz is None else {"imgsz": imgsz}, "lockstep")
+
+
+def exported(height: int, width: int, dynamic: bool = False, imgsz: int = 64) -> Weights:
+    """Return an exported file. imgsz: of the training."""
+    settings = {"imgsz": imgsz}
+    size = {"imgsz": (height, width), "batch": 1, "dynamic": dynamic, "half": False, "device": "cpu"}
+    metadata = ExportMetadata("", {}, 8, {}, **size, suppression=None, settings=settings)
+    return Weights({}, {}, {}, "", settings, "exported", Exported(metadata, lambda images: [images], "best.onnx"))
+
+
+@pytest.mark.parametrize(
+    ("side", "stride", "expected"), [(640, 32, 640), (641, 32, 672), (5, 32, 64), (33, 1, 33), (1, 1, 1)]
+)
+def test_whole_strides(side: int, stride: int, expected: int) -> None:
+    assert whole_strides(side, stride) == expected
+
+
+@pytest.mark.parametrize(
+    ("requested", "taken", "messages"),
+    [
+        ([320], [320], []),
+        ([320], [320, 320], []),
+        ([300], [320], ["--imgsz 300 is rounded up to 320, whole strides of 32 pixels"]),
+        ([300, 640], [320, 640], ["--imgsz 300 640 is rounded up to 320 640, whole strides of 32 pixels"]),
+    ],
+)
+def test_a_rounded_size_is_printed(requested: list[int], taken: list[int], messages: list[str]) -> None:
+    assert rounding(requested, taken, 32) == messages
+
+
+def test_a_size_in_whole_strides() -> None:
+    assert ImageSize((64, 96)).rounded(32) == ImageSize((64, 96))
+    size = ImageSize((60, 96), messages=("a",)).rounded(32)
+    assert (size.sides, len(size.messages)) == ((64, 96), 2)
+    assert ImageSize((60, 96), is_fixed=True).rounded(32).sides == (60, 96)
+
+
+@pytest.mark.parametrize(
+    ("imgsz", "sides"), [(0, ()), ((), ()), (320, (320,)), ([320], (320,)), ((320, 640), (320, 640))]
+)
+def test_values_of_imgsz(imgsz: Any, sides: tuple[int, ...]) -> None:
+    assert sides_of(imgsz) == sides
+
+
+@pytest.mark.parametrize("imgsz", [-8, 2**15, (0, 320), (1, 2, 3)])
+def test_other_values_of_imgsz_are_refused(imgsz: Any) -> None:
+    with pytest.raises(UserError, match=r"^--imgsz .*: give one number of pixels, or height and width"):
+        sides_of(imgsz)
+
+
+@pytest.mark.parametrize(
+    ("task", "weights", "suggested", "expected"),
+    [
+        (ClassificationTask, trained(64), 0, 64),
+        (ClassificationTask, trained(64), 48, 64),
+        (ClassificationTask, trained(), 48, 48),
+        (ClassificationTask, trained(), 0, 224),
+        (ClassificationTask, trained("64"), 0, 224),
+        (ClassificationTask, trained(-1), 0, 224),
+        (ClassificationTask, exported(32, 32, dynamic=True), 0, 64),
+        (ClassificationTask, exported(32, 32), 48, 32),
+        (DetectionTask, trained(64), 0, 640),
+        (DetectionTask, trained(64), 320, 320),
+        (DetectionTask, trained(), 0, 640),
+        (DetectionTask, exported(32, 32, dynamic=True), 0, 640),
+        (DetectionTask, exported(32, 64), 0, (32, 64)),
+    ],
+)
+def test_the_default_size(task: type[Task], weights: Weights, suggested: int, expected: int | tuple[int, int]) -> None:
+    """A classifier's is that of its training, a detector's 640, unless the file was exported for one size."""
+    sides = (expected, expected) if isinstance(expected, int) else expected
+    assert choose_size({"a.pt": weights}, task, 0, suggested).sides == sides
+
+
+def test_a_size_on_the_command_line_comes_before_all_but_an_exported_files() -> None:
+    for task in (ClassificationTask, DetectionTask):
+        assert choose_size({"a.pt": trained(64)}, task, (96, 128), suggested=48) == ImageSize((96, 128))
+        size = choose_size({"a.onnx": exported(32, 64)}, task, 96)
+        assert size == ImageSize((32, 64), True, ("exported for images of 32x64 alone",))
+
+
+def test_a_detectors_training_size_is_printed_if_it_differs() -> None:
+    assert choose_size({"a.pt": trained(640)}, DetectionTask, 0).messages == ()
+    assert choose_size({"a.pt": trained(64), "b.pt": trained(640), "c.pt": trained()}, DetectionTask, 0).messages == (
+        "a.pt was trained at 64 px; the default size is 640, and --imgsz 64 gives that of the training",
+    )
+    assert choose_size({"a.pt": trained(64)}, ClassificationTask, 0).messages == ()
+
+
+def test_an_ensemble_of_classifiers_has_one_training_size() -> None:
+    weights = {"a.pt": trained(64), "b.pt": trained(), "c.pt": trained(64)}
+    assert choose_size(weights, ClassificationTask, 0).sides == (64, 64)
+    weights["d.pt"] = trained(224)
+    with pytest.raises(UserError, match=r"image sizes \(a\.pt at 64 px, c\.pt at 64 px, d\.pt at 224 px\)"):
+        choose_size(weights, ClassificationTask, 0)
+    assert choose_size(weights, ClassificationTask, 96).sides == (96, 96)
+
+
+def test_the_size_that_exported_files_require() -> None:
+    assert fixed_size({"a.pt": trained(), "b.onnx": exported(64, 64, dynamic=True)}) is None
+    assert fixed_size({"a.pt": trained(), "b.onnx": exported(32, 64)}) == (32, 64)
+    message = r"different sizes \(a\.onnx 64x64, b\.onnx 32x64\); export them with --dynamic"
+    with pytest.raises(UserError, match=message):
+        fixed_size({"a.onnx": exported(64, 64), "b.onnx": exported(32, 64)})
