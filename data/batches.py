@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,14 +30,21 @@ class Batch:
     targets: Tensor
     infos: tuple[Any, ...]
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Return the batch with its tensors on `device`."""
-        images, targets = (t.to(device, non_blocking=non_blocking) for t in (self.images, self.targets))
-        return replace(self, images=images, targets=targets)
+    def to(self: B, device: torch.device | str, non_blocking: bool = False) -> B:
+        """Return the batch with its tensors, those of a subclass too, on `device`."""
+        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self: B) -> B:
         """Return the batch in page-locked memory; the loader calls this."""
-        return replace(self, images=self.images.pin_memory(), targets=self.targets.pin_memory())
+        return self._with_tensors(Tensor.pin_memory)
+
+    def _with_tensors(self: B, convert: Callable[[Tensor], Tensor]) -> B:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: convert(value) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
+
+
+B = TypeVar("B", bound=Batch)
 
 
 def empty_pixels(*shape: int) -> Tensor:
