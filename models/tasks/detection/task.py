@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -12,7 +12,7 @@ from models.fuse import fuse
 from models.layers import Detect
 from models.tasks.contract import Batch, Criterion, ExportModule, ExportSettings, Image, Model, Task, Thresholds
 from models.tasks.detection.anchors import adapt_anchors
-from models.tasks.detection.export_module import DecodedDetector, GraphSuppression, SuppressedDetector
+from models.tasks.detection.export_module import DecodedDetector, SuppressedDetector, graph_suppression
 from models.tasks.detection.loss import LOSS_NAMES, DetectionCriterion, LossSettings, UnavailableCriterion
 from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.postprocess import DetectionPostprocess
@@ -46,6 +46,7 @@ class DetectionTask(Task):
     recipe = Hyperparameters
     official_weights = r"yolov5[nsmlx]6?\.pt"
     default_is_training_size = False  # 640, as in YOLOv5
+    head: ClassVar[type[Detect]] = Detect  # of the models
 
     def __init__(self, names: Mapping[int, str], hyp: Hyperparameters, label_smoothing: float = 0.0) -> None:
         super().__init__(names, hyp, label_smoothing)
@@ -62,7 +63,7 @@ class DetectionTask(Task):
 
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> YoloModel:
         """Build the model of a YAML for this task's classes and images of about `imgsz` pixels, at least 2 strides."""
-        model = build_model(dict(yaml), nc=len(self.names), source=source, head=Detect, imgsz=imgsz)
+        model = build_model(dict(yaml), nc=len(self.names), source=source, head=self.head, imgsz=imgsz)
         model.names = dict(self.names)
         return model
 
@@ -94,13 +95,7 @@ class DetectionTask(Task):
         decoding = DecodedDetector(fuse(model)).eval()
         if not settings.nms:
             return ExportModule(decoding, None)
-        suppression = GraphSuppression(
-            settings.conf_thres,
-            settings.iou_thres,
-            settings.topk_all,
-            min(settings.topk_per_class, settings.topk_all),
-            settings.agnostic_nms,
-        )
+        suppression = graph_suppression(settings)
         return ExportModule(SuppressedDetector(decoding, suppression).eval(), suppression._asdict())
 
     def draw_batch(self, batch: Batch) -> Image:
