@@ -117,7 +117,7 @@ def _groups(
 
 def _partner_side(true_side: np.ndarray, overlap: np.ndarray, partner: np.ndarray) -> np.ndarray:
     """Return the side of the label that each detection is matched to, 0 if there is none, (k,)."""
-    return np.where(overlap > 0, np.append(true_side, np.float32(0))[partner], np.float32(0))
+    return np.asarray(np.where(overlap > 0, np.append(true_side, np.float32(0))[partner], np.float32(0)))
 
 
 def _shown(boxes: Tensor, info: ImageInfo) -> ShownImage:

@@ -72,9 +72,14 @@ def detect_with_more(views: Sequence[RawView | DecodedView], thresholds: Thresho
 
 def filter_detections(view: SuppressedView, thresholds: Thresholds) -> list[Tensor]:
     """Return a suppressing model's detections of each image, (k, 6), that the thresholds allow."""
+    return [image[rows] for image, rows in zip(view.detections, allowed_rows(view, thresholds), strict=True)]
+
+
+def allowed_rows(view: SuppressedView, thresholds: Thresholds) -> list[Tensor]:
+    """Return the rows of each image's detections that the thresholds allow, int64 (k,)."""
     detections = [image[: int(count)] for image, count in zip(view.detections, view.counts.tolist(), strict=True)]
     allowed = [(image[:, 4] > thresholds.conf_thres) & _of_classes(image[:, 5], thresholds) for image in detections]
-    return [image[mask][: thresholds.max_det] for image, mask in zip(detections, allowed, strict=True)]
+    return [mask.nonzero()[: thresholds.max_det, 0] for mask in allowed]
 
 
 def suppress(scores: Tensor, cells: Tensor | None, thresholds: Thresholds) -> tuple[Tensor, Tensor]:

@@ -183,7 +183,7 @@ class _MaskSums(torch.autograd.Function):
         return sums
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         coefficients, pixels, truth = ctx.saved_tensors
         plan: MaskPlan = ctx.plan
         coefficient_gradient, pixel_gradient = torch.zeros_like(coefficients), torch.zeros_like(pixels)
@@ -214,8 +214,8 @@ def _group_logits(
     row = ((position + 0.5) / width).int()
     column = position - row * width
     index = (first + row * plan.map_width + column).flatten()
-    chosen = coefficients.index_select(0, plan.rows[group.matches]).unflatten(0, (len(first), -1))
-    near = pixels.index_select(0, index).unflatten(0, (len(first), -1))
+    chosen = coefficients.index_select(0, plan.rows[group.matches]).view(len(first), group.matches_each, -1)
+    near = pixels.index_select(0, index).view(len(first), group.pixels_each, -1)
     valid = valid.to(pixels.dtype)
     target = truth.index_select(0, (start + row * truth_width + column).flatten()).view_as(valid) * valid
     return chosen, near, chosen.bmm(near.transpose(1, 2)), target, valid, index
