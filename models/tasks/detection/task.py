@@ -41,8 +41,8 @@ class LabelledSplit(Protocol):
 class DetectionTask(Task):
     """Object detection, as in YOLOv5."""
 
-    loss_names = LOSS_NAMES
-    metric_names = DETECTION_METRICS
+    loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
+    metric_names: ClassVar[tuple[str, ...]] = DETECTION_METRICS
     recipe = Hyperparameters
     official_weights = r"yolov5[nsmlx]6?\.pt"
     default_is_training_size = False  # 640, as in YOLOv5
