@@ -188,7 +188,8 @@ class OutlineMasks(MaskSource):
         """Iterate over the masks of some outlines."""
         beyond = max(self.size)
         for row in rows:
-            corners = (self.shapes[row] * self.size).astype(np.int32)
+            # In fp32, in which the product of a rounded share is the whole number of pixels that it was made from.
+            corners = (self.shapes[row].astype(np.float32) * np.array(self.size, np.float32)).astype(np.int32)
             left, top = corners.min(0, initial=beyond).clip(0, self.size)
             right, bottom = (corners.max(0, initial=-1) + 1).clip((left, top), self.size)
             filled = np.zeros((bottom - top, right - left), np.uint8)

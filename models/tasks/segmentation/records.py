@@ -21,6 +21,9 @@ from models.tasks.segmentation.prediction import SegmentationPrediction
 from models.tasks.segmentation.views import cut_by_boxes
 
 MAX_MASK_VALUES = 2**22  # pixels of the masks that are compared at once, so about 40 MB
+# Overlaps are fractions of small numbers of pixels and often equal a threshold: then they reach it, as by YOLOv5's
+# arithmetic in fp32, in which `EPSILON` has no effect.
+TIE = 1 + 1e-7
 
 
 class ShownOutlines(NamedTuple):
@@ -55,7 +58,7 @@ def _outlines(prediction: SegmentationPrediction, shown: ShownImage) -> ShownOut
     """Return the outlines of labels and of the detections that are drawn, which are the most confident ones."""
     confident = range(len(shown.predictions))
     outlined = [
-        [np.floor(points * prediction.size).astype(np.int32) for points in outlines]
+        [(points * np.array(prediction.size, np.float32)).astype(np.int32) for points in outlines]
         for outlines in (prediction.label_outlines, prediction.source.outlines(confident))
     ]
     return ShownOutlines(*outlined)
@@ -80,8 +83,8 @@ class MaskOverlaps:
         assert self._true_starts[-1] == len(self._windows)  # an evaluation has a target for every row
 
     def __call__(self, detection: np.ndarray, label: np.ndarray) -> np.ndarray:
-        """Return the overlaps of pairs, float32 (p,), given the numbers of both in the batch, (p,) each."""
-        overlaps = np.zeros(len(detection), np.float32)
+        """Return the overlaps of pairs, float64 (p,), given the numbers of both in the batch, (p,) each."""
+        overlaps = np.zeros(len(detection))
         if not len(detection):
             return overlaps
         boxes = torch.cat([one.map_boxes for one in self._masks]).cpu().numpy()[detection]
@@ -95,15 +98,21 @@ class MaskOverlaps:
             labels, column = np.unique(label[of_image], return_inverse=True)
             rows, row = np.unique(detection[of_image], return_inverse=True)
             pairs.append((of_image, row * len(labels) + column))
-            values.append(self._of_image(number, rows - self._starts[number], labels).flatten())
-        ends = list(accumulate((len(one) for one in values), initial=0))
-        numbers = torch.cat(values).cpu().numpy() if values else overlaps  # the only wait for the device
-        for start, (of_image, position) in zip(ends, pairs, strict=False):
-            overlaps[of_image] = numbers[start + position]
+            values.append(self._of_image(number, rows - self._starts[number], labels).flatten(1))
+        if not values:
+            return overlaps
+        starts = accumulate((value.shape[1] for value in values), initial=0)
+        intersection, union = torch.cat(values, 1).double().cpu().numpy()  # the only wait for the device
+        every = np.minimum(intersection / (union + EPSILON) * TIE, 1)
+        for start, (of_image, position) in zip(starts, pairs, strict=False):
+            overlaps[of_image] = every[start + position]
         return overlaps
 
     def _of_image(self, image: int, rows: np.ndarray, labels: np.ndarray) -> Tensor:
-        """Return the overlaps (rows, labels) on an image. rows: of its detections. labels: in the batch."""
+        """Return the pixels of intersections and unions on an image, (2, rows, labels).
+
+        rows: of its detections. labels: in the batch.
+        """
         detected = self._masks[image]
         truth = self._true_masks(labels, detected.maps.size)
         areas = truth.sum(1)
@@ -111,8 +120,8 @@ class MaskOverlaps:
         for chunk in _chunks(rows.tolist(), max(1, MAX_MASK_VALUES // truth.shape[1])):
             inside = cut_by_boxes(detected.maps.inside(chunk), detected.map_boxes[chunk]).flatten(1).float()
             intersection = inside @ truth.T
-            parts.append(intersection / (inside.sum(1)[:, None] + areas - intersection + EPSILON))
-        return torch.cat(parts)
+            parts.append(torch.stack((intersection, inside.sum(1)[:, None] + areas - intersection)))
+        return torch.cat(parts, 1)
 
     def _true_masks(self, labels: np.ndarray, size: tuple[int, int]) -> Tensor:
         """Return the masks of labels as numbers, (labels, h * w)."""
