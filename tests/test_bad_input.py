@@ -269,7 +269,7 @@ ERRORS = {
     ),
     "no head": Case(model(head=[]), "model.yaml: the last row of `head` is no detection head"),
     "no backbone": Case(model(backbone=None), "model.yaml: `backbone` is None; give a list of rows"),
-    "other task": Case(model(task="segment"), "model.yaml is a model for the task 'segment'; give one for detect"),
+    "other task": Case(model(task="pose"), "model.yaml is a model for the task 'pose'; give one for detect"),
     "no model": Case(nothing, "model 'yolov9.yaml' is not a file; give", "--cfg yolov9.yaml"),
     "neither": Case(nothing, "no model is given; name one with --cfg", "--cfg="),
     # weights
@@ -290,8 +290,8 @@ ERRORS = {
         "--weights {set}/w.pt",
     ),
     "another task's": Case(
-        lambda inputs: inputs.weights(task="segment", model={**inputs.model, "task": "segment"}),
-        "weights.pt is a model for the task 'segment'",
+        lambda inputs: inputs.weights(task="pose", model={**inputs.model, "task": "pose"}),
+        "weights.pt is a model for the task 'pose'",
         "--weights {set}/weights.pt --cfg=",
     ),
     "bare tensors": Case(

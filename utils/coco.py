@@ -40,7 +40,7 @@ class CocoImage(NamedTuple):
     image: int  # index in the split
     path: str
     rows: np.ndarray  # (k, 6): xyxy in pixels of the file, confidence, class
-    masks: Sequence[Mapping[str, Any]] = ()  # of each detection, compressed run lengths; none for detectors
+    masks: Sequence[Mapping[str, Any]] = ()  # of each detection, compressed run lengths; () without masks
 
 
 @dataclass(frozen=True)

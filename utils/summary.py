@@ -37,7 +37,6 @@ class Box(NamedTuple):
     label: int  # class number
     confidence: float | None  # None for a label
     xyxy: tuple[float, float, float, float]  # as fractions of the image's width and height
-    outline: tuple[float, ...] = ()  # of its mask: x, y, x, y, ... as such fractions; () without one
 
 
 class Example(NamedTuple):
@@ -48,6 +47,9 @@ class Example(NamedTuple):
     size: tuple[int, int]  # width and height of the file's image in pixels
     labels: list[Box]
     predictions: list[Box]  # the most confident first
+    # Outlines of the masks of both, x, y, x, y, ... as fractions of the image's width and height; () without masks
+    label_outlines: Sequence[Sequence[float]] = ()
+    prediction_outlines: Sequence[Sequence[float]] = ()
 
 
 def evenly_spaced(items: int, count: int) -> list[int]:

@@ -27,7 +27,6 @@ TORCHVISION_DEFAULT = "DEFAULT"  # the weights that torchvision recommends for a
 WANDB_PREFIX = "wandb:"
 OPENVINO_SUFFIX = "_openvino_model"  # of an exported folder
 CHECKSUM_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.pth$")  # of torchvision's files: the first digits of the SHA-256
-OTHER_TASK = re.compile(r"(yolov5[nsmlx])-\w+\.pt")  # release files of tasks that are not in `TASKS`
 RELEASE_ADDRESS = "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
 RELEASE_LICENCE = "AGPL-3.0, published by Ultralytics"
 RELEASE_SHA256 = {"yolov5n.pt": "4f180cf23ba0717ada0badd6c685026d73d48f184d00fc159c2641284b2ac0a3"}  # of release files
@@ -50,8 +49,6 @@ def find_weights(name: str, yaml: Mapping[str, Any] | None = None, source: str =
     file = Path(name).name
     if any(re.fullmatch(entry.load().official_weights, file) for entry in TASKS.values()):
         return official_weights(name, file)
-    if other := OTHER_TASK.fullmatch(file):
-        raise UserError(f"weights {name} are for none of the tasks here, {', '.join(TASKS)}; give {other[1]}.pt")
     raise UserError(f"weights {name} are not a file; check the path, or start from scratch with --weights ''")
 
 

@@ -26,7 +26,7 @@ from models.tasks.segmentation.image_info import SegmentationBatch
 from models.tasks.segmentation.prediction import SegmentationPrediction
 from models.tasks.segmentation.records import SegmentationRecord, segmentation_records
 from utils.files import csv_text
-from utils.summary import Box, Example, Summary
+from utils.summary import Example, Summary
 
 KINDS = ("B", "M")  # of boxes and of masks, YOLOv5's suffixes
 SEGMENTATION_METRICS = tuple(f"{name}({kind})" for kind in KINDS for name in DETECTION_METRICS)
@@ -97,8 +97,8 @@ class SegmentationMetrics(DetectionMetrics):
         masks = summary.evidence.get("masks", {"outlines": []})
         return [
             example._replace(
-                labels=_outlined(example.labels, outlines["labels"], example.size),
-                predictions=_outlined(example.predictions, outlines["predictions"], example.size),
+                label_outlines=_shares(outlines["labels"], example.size),
+                prediction_outlines=_shares(outlines["predictions"], example.size),
             )
             for example, outlines in zip(super().examples(summary), masks["outlines"], strict=True)
         ]
@@ -129,13 +129,9 @@ class SegmentationMetrics(DetectionMetrics):
         return lines, details
 
 
-def _outlined(boxes: Sequence[Box], outlines: Sequence[Sequence[int]], size: tuple[int, int]) -> list[Box]:
-    """Return boxes with their outlines. outlines: x y x y ... in pixels of a file of `size`, width and height."""
-    return [
-        # The centres of the outline's pixels.
-        box._replace(outline=tuple((value + 0.5) / size[number % 2] for number, value in enumerate(outline)))
-        for box, outline in zip(boxes, outlines, strict=True)
-    ]
+def _shares(outlines: Sequence[Sequence[int]], size: tuple[int, int]) -> list[tuple[float, ...]]:
+    """Return the centres of outlines' pixels, x y x y ... each, as shares of the file's width and height."""
+    return [tuple((value + 0.5) / size[number % 2] for number, value in enumerate(outline)) for outline in outlines]
 
 
 def _outline_rows(

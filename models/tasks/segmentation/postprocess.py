@@ -65,15 +65,15 @@ class SegmentationPostprocess(Postprocess):
             retina = self.thresholds.retina_masks
             masks = DetectedMasks(of_image, network_boxes, corners, info.size, info.placement, retina)
             prediction = SegmentationPrediction(
-                info.image,
-                info.path,
-                info.size,
-                file_boxes,
-                info.rows,
-                self.names,
-                self.thresholds.iou_thres,
-                masks,
-                info.outlines,
+                image=info.image,
+                path=info.path,
+                size=info.size,
+                boxes=file_boxes,
+                labels=info.rows,
+                names=self.names,
+                iou_thres=self.thresholds.iou_thres,
+                source=masks,
+                label_outlines=info.outlines,
             )
             predictions.append(prediction)
         return predictions

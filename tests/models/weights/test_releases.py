@@ -54,7 +54,9 @@ def test_the_working_folder_comes_before_the_repository(folder: Path) -> None:
         assert find_weights(name).absolute() == folder / "work" / "LICENSE"
 
 
-@pytest.mark.parametrize("name", ["yolov5n.pt", "yolov5x6.pt", "yolov5s-cls.pt", "weights/yolov5s.pt"])
+@pytest.mark.parametrize(
+    "name", ["yolov5n.pt", "yolov5x6.pt", "yolov5s-cls.pt", "yolov5m-seg.pt", "weights/yolov5s.pt"]
+)
 def test_the_error_for_official_weights_names_address_and_paths(name: str, folder: Path) -> None:
     with pytest.raises(UserError) as caught:
         find_weights(name)
@@ -107,13 +109,7 @@ def test_the_checksum_of_yolov5n(shared: Path, server: Server) -> None:
     assert find_weights("yolov5n.pt").read_bytes() == content
 
 
-def test_official_weights_for_another_task() -> None:
-    expected = r"^weights yolov5s-seg\.pt are for none of the tasks here, detect, classify; give yolov5s\.pt$"
-    with pytest.raises(UserError, match=expected):
-        find_weights("yolov5s-seg.pt")
-
-
-@pytest.mark.parametrize("name", ["mine.pt", "yolov5q.pt", "yolov5n.pt.old", "xyolov5n.pt", ".."])
+@pytest.mark.parametrize("name", ["mine.pt", "yolov5q.pt", "yolov5n-pose.pt", "yolov5n.pt.old", "xyolov5n.pt", ".."])
 def test_other_names_are_not_downloaded(name: str) -> None:
     with pytest.raises(UserError, match=f"^weights {name} are not a file; check the path, or start from scratch with"):
         find_weights(name)

@@ -54,9 +54,7 @@ class Pickled(torch.nn.Module):
         self.yaml = {"nc": 2, "anchors": ((1, 2),)}
 
 
-def save_as_yolov5(
-    value: Any, path: Path, legacy: bool, kind: type = Pickled, alias: str = "SegmentationModel"
-) -> None:
+def save_as_yolov5(value: Any, path: Path, legacy: bool, kind: type = Pickled, alias: str = "PoseModel") -> None:
     """Save `value`, with class `kind` renamed to models.yolo.`alias`."""
     name, alias_name = f"{kind.__module__}\n{kind.__name__}\n".encode(), f"models.yolo\n{alias}\n".encode()
     plain = path.with_suffix(".plain")
@@ -76,7 +74,7 @@ def test_the_ema_is_preferred(legacy: bool, ema: Any, expected: float, file: Pat
     weights = read_weights(file)
     torch.testing.assert_close(weights.state, {"weight": torch.full((2,), expected)}, rtol=0, atol=0)
     assert (weights.names, weights.model) == ({0: "cat", 1: "dog"}, {"nc": 2, "anchors": [[1, 2]]})
-    assert weights.task == "SegmentationModel"  # for no task of ours
+    assert weights.task == "PoseModel"  # for no task of ours
 
 
 OLD: dict[str, Any] = {  # as up to release 4.0: Focus, BottleneckCSP and SPP

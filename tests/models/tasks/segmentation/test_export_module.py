@@ -40,13 +40,11 @@ def test_boxes_and_prototypes() -> None:
 
 
 def test_padding_of_detections_has_empty_masks() -> None:
-    module = SuppressedSegmenter(
-        DecodedSegmenter(tiny_model()), LIMITS._replace(conf_thres=0.5, most=100, iou_thres=0.1)
-    )
+    module = SuppressedSegmenter(DecodedSegmenter(tiny_model()), LIMITS._replace(most=200, iou_thres=0.05))
     detections, counts, masks = module(images_of(2, 64, 64))
-    assert masks.shape == (2, 100, 16, 16)
+    assert masks.shape == (2, 200, 16, 16)
     for rows, count, of_image in zip(detections, counts.tolist(), masks, strict=True):
-        assert 0 < count < 100
+        assert 0 < count < 200
         assert not rows[count:].any()
         assert not of_image[count:].any()
         assert of_image[:count].any()

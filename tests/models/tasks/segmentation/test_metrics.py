@@ -234,8 +234,10 @@ def test_documents() -> None:
 
 def test_examples() -> None:
     (example,) = METRICS.examples(summary_of(Case([Instance(0, WHOLE, HALF)], [Instance(0, WHOLE)])))
-    assert example.labels[0].outline == tuple((x + 0.5) / SIDE for x in (8, 8, 24, 8, 24, 40, 8, 40))
-    assert len(example.predictions[0].outline) >= 8
+    assert list(example.label_outlines) == [tuple((x + 0.5) / SIDE for x in (8, 8, 24, 8, 24, 40, 8, 40))]
+    (outline,) = example.prediction_outlines
+    assert len(outline) >= 8
+    assert len(example.labels) == len(example.predictions) == 1
     assert METRICS.examples(Summary({}, 0.0, [], [])) == []
 
 
