@@ -157,6 +157,7 @@ class Thresholds:
     classes: tuple[int, ...] = ()  # only these; empty: all
     agnostic_nms: bool = False  # predictions of different classes suppress each other too
     one_class: bool = False  # a box counts for its most probable class only
+    retina_masks: bool = False  # masks are computed at the size of the file
 
 
 class Postprocess(ABC):
@@ -197,6 +198,12 @@ class Metrics(ABC):
     def pictures(self, summary: Summary, split: Split, side: int) -> dict[str, Image]:
         """Return pictures for the run folder by name; none by default. side: pixels of an image's longer side."""
         return {}
+
+
+# Flags that apply to segmentation alone: what the other tasks refuse.
+SEGMENTATION_FLAGS = dict.fromkeys(
+    ("mask_ratio", "no_overlap", "retina_masks"), "is for segmentation: there are no masks"
+)
 
 
 @dataclass(frozen=True)
