@@ -126,8 +126,9 @@ def training_masks(
     order = np.argsort(-areas, kind="stable")
     owners = np.zeros(drawn_shape, np.int32)  # the number of the target in this order, from 1; 0 for none
     for number, (left, top, mask) in enumerate((drawings[k] for k in order.tolist()), 1):
-        part = owners[top : top + mask.shape[0], left : left + mask.shape[1]]
-        np.copyto(part, number, where=mask.view(bool))
+        if mask.size:
+            part = owners[top : top + mask.shape[0], left : left + mask.shape[1]]
+            np.copyto(part, number, where=mask.view(bool))
     if drawn_shape != map_shape:
         owners = owners[np.ix_(rows, columns)]
     windows = target_windows(targets[order], map_shape)
