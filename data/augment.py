@@ -129,23 +129,17 @@ def warp_mosaic(
             continue
         sample = load(number)
         tile = _MosaicTile(sample.image, position, part, window)
-        polygons = sample.polygons
+        polygons, limits = sample.polygons, window
         if upright:
             factors, shifts = _draw_upright(result, tile, matrix)
             after.append((sample.boxes * factors + shifts).clip(window[:2] * 2, window[2:] * 2))
-            if polygons is not None:
-                outlines.append(polygons.at(polygons.points * factors[:2] + shifts[:2]))
-                bounds.append(np.tile(window, (len(polygons.counts), 1)))
+            polygons = polygons and polygons.at(polygons.points * factors[:2] + shifts[:2])
         else:
             _draw_warped(result, tile, matrix)
-            if polygons is not None:
-                on_canvas = polygons.at(polygons.points * tile.ratio + position[:2])
-                if masks:
-                    on_canvas, _ = on_canvas.cut(np.array(part))
-                else:
-                    on_canvas = on_canvas.clipped(np.array((0, 0, canvas, canvas)))
-                outlines.append(on_canvas.at(warp_points(on_canvas.points, matrix)))
-                bounds.append(np.tile((0, 0, *shape[::-1]), (len(polygons.counts), 1)))
+            polygons, limits = polygons and _warp_outlines(polygons, tile, matrix, canvas, masks), (0, 0, *shape[::-1])
+        if polygons is not None:
+            outlines.append(polygons)
+            bounds.append(np.tile(limits, (len(polygons.counts), 1)))
         before.append((sample.boxes * (tile.ratio * 2) + position[:2] * 2).clip(0, canvas))
         classes.append(sample.classes)
     if not classes:
@@ -153,7 +147,7 @@ def warp_mosaic(
         return Sample(result, np.zeros((0, 4), np.float32), np.zeros(0, np.float32), nothing)
     old = np.concatenate(before)
     polygons = Polygons.joined(outlines) if outlines else None
-    if polygons is not None and masks:
+    if masks and polygons is not None:
         polygons, new = polygons.cut(np.concatenate(bounds))
     else:
         new = np.concatenate(after) if upright else warp_boxes(old, matrix, shape)
@@ -238,6 +232,16 @@ def _draw_warped(result: np.ndarray, tile: _MosaicTile, matrix: np.ndarray) -> N
     _warp_image(
         cut, into_window @ matrix @ onto_canvas, target.shape[:2], dst=target, borderMode=cv2.BORDER_TRANSPARENT
     )
+
+
+def _warp_outlines(polygons: Polygons, tile: _MosaicTile, matrix: np.ndarray, canvas: int, masks: bool) -> Polygons:
+    """Return the outlines of an image, cut off at the edge of the canvas, in pixels of the result."""
+    polygons = polygons.at(polygons.points * tile.ratio + tile.position[:2])
+    if masks:
+        polygons, _ = polygons.cut(np.array(tile.part))
+    else:
+        polygons = polygons.clipped(np.array((0, 0, canvas, canvas)))
+    return polygons.at(warp_points(polygons.points, matrix))
 
 
 def _warp_image(image: np.ndarray, matrix: np.ndarray, shape: tuple[int, int], **options: Any) -> np.ndarray:
