@@ -40,6 +40,7 @@ class CocoImage(NamedTuple):
     image: int  # index in the split
     path: str
     rows: np.ndarray  # (k, 6): xyxy in pixels of the file, confidence, class
+    masks: Sequence[Mapping[str, Any]] = ()  # of each detection, compressed run lengths; none for detectors
 
 
 @dataclass(frozen=True)
@@ -161,13 +162,15 @@ def results(images: Sequence[CocoImage], ids: CocoIds) -> list[dict[str, Any]]:
     for image in sorted(images, key=lambda image: image.image):
         corners, confidence, label = image.rows[:, :4], image.rows[:, 4], image.rows[:, 5].astype(int)
         boxes = np.concatenate((corners[:, :2], corners[:, 2:] - corners[:, :2]), 1).round(3).tolist()
-        for box, score, number in zip(boxes, confidence.tolist(), label.tolist(), strict=True):
+        masks = [{"segmentation": mask} for mask in image.masks] or [{}] * len(boxes)
+        for box, score, number, mask in zip(boxes, confidence.tolist(), label.tolist(), masks, strict=True):
             rows.append(
                 {
                     "image_id": ids.images[image.image],
                     "category_id": ids.categories[number],
                     "bbox": box,
                     "score": round(score, 5),
+                    **mask,
                 }
             )
     return rows

@@ -37,6 +37,7 @@ class Box(NamedTuple):
     label: int  # class number
     confidence: float | None  # None for a label
     xyxy: tuple[float, float, float, float]  # as fractions of the image's width and height
+    outline: tuple[float, ...] = ()  # of its mask: x, y, x, y, ... as such fractions; () without one
 
 
 class Example(NamedTuple):

@@ -29,8 +29,9 @@ from utils.errors import UserError, first_line
 from utils.files import replacing
 
 ONNX_OPSET = 18  # the lowest that torch's exporter writes without a conversion
-# Names of tensors in ONNX files; the first two as in YOLOv5.
-INPUT_NAME, OUTPUT_NAME, COUNT_NAME = "images", "output0", "count"
+# Names of tensors in ONNX files, as far as a model has so many outputs. Those without suppression are YOLOv5's.
+INPUT_NAME = "images"
+OUTPUT_NAMES, SUPPRESSED_NAMES = ("output0", "output1"), ("output0", "count", "masks")
 MAX_EXPORT_SIDE_PIXELS = 2**14  # of images, with --dynamic
 MAX_EXPORT_BATCH = 2**14  # images
 
@@ -77,12 +78,13 @@ class ExportJob:
         import onnxscript  # noqa: F401
 
         metadata = self.metadata
+        names = SUPPRESSED_NAMES if metadata.suppression else OUTPUT_NAMES
         program = torch.onnx.export(
             self.program,
             (),
             dynamo=True,
             input_names=[INPUT_NAME],
-            output_names=[OUTPUT_NAME, COUNT_NAME] if metadata.suppression else [OUTPUT_NAME],
+            output_names=names[: len(self.program.graph_signature.user_outputs)],
             opset_version=self.opset,
             external_data=False,
             verbose=self.verbose,
@@ -92,8 +94,8 @@ class ExportJob:
         if (written := model.opset_import[0].version) != self.opset:
             raise UserError(f"--opset {self.opset} is not possible for this model; leave it out, or give {written}")
         _tidy(model, metadata)
-        names, stride = str(metadata.names), str(metadata.stride)
-        for key, value in ((ONNX_METADATA_KEY, metadata.text()), ("names", names), ("stride", stride)):
+        classes, stride = str(metadata.names), str(metadata.stride)
+        for key, value in ((ONNX_METADATA_KEY, metadata.text()), ("names", classes), ("stride", stride)):
             model.metadata_props.add(key=key, value=value)
         return model.SerializeToString(deterministic=True)
 
@@ -176,7 +178,7 @@ def _tidy(model: Any, metadata: ExportMetadata) -> None:
         for output in graph.output:
             for axis, dim in enumerate(output.type.tensor_type.shape.dim):
                 if dim.dim_param:
-                    dim.dim_param = "batch" if axis == 0 else "anchors"
+                    dim.dim_param = {0: "batch", 1: "anchors", 2: "mask_height", 3: "mask_width"}[axis]
 
 
 def _openvino(job: ExportJob, path: Path) -> None:

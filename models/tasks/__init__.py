@@ -42,6 +42,12 @@ TASKS: dict[str, TaskEntry] = {
         head="Classify",
         yolov5_class="ClassificationModel",
     ),
+    "segment": TaskEntry(
+        task="models.tasks.segmentation.task:SegmentationTask",
+        data="data.segmentation:SegmentationData",
+        head="Segment",
+        yolov5_class="SegmentationModel",
+    ),
 }
 
 

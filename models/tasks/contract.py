@@ -157,7 +157,7 @@ class Thresholds:
     classes: tuple[int, ...] = ()  # only these; empty: all
     agnostic_nms: bool = False  # predictions of different classes suppress each other too
     one_class: bool = False  # a box counts for its most probable class only
-    retina_masks: bool = False  # masks are computed at the size of the file
+    retina_masks: bool = False  # masks are scaled to the file before the threshold, not after it
 
 
 class Postprocess(ABC):

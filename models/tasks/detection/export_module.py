@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from models.tasks.contract import ExportSettings
 from models.tasks.detection.boxes import xywh_to_xyxy
 from models.tasks.detection.suppression import CLASS_OFFSET_PIXELS
 from models.tasks.detection.views import RawView, decode
@@ -26,6 +27,17 @@ class GraphSuppression(NamedTuple):
     most: int = 100  # detections of an image
     most_per_class: int = 100
     agnostic: bool = False  # boxes of different classes suppress each other
+
+
+def graph_suppression(settings: ExportSettings) -> GraphSuppression:
+    """Return the settings of the suppression that export.py's flags ask for."""
+    return GraphSuppression(
+        settings.conf_thres,
+        settings.iou_thres,
+        settings.topk_all,
+        min(settings.topk_per_class, settings.topk_all),
+        settings.agnostic_nms,
+    )
 
 
 class DecodedDetector(nn.Module):
@@ -55,7 +67,14 @@ class SuppressedDetector(nn.Module):
 
         Detections are xyxy in pixels, confidence and class, in falling confidence, padded with rows of zeros.
         """
-        boxes, label, confidence = self._candidates(self.decoding(images))
+        return self.select(self.decoding(images))[:2]
+
+    def select(self, decoded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return detections and numbers as `forward`, and the box of each detection, int64 (b, most).
+
+        decoded: (b, n, 5 + classes). Padding has any box below n.
+        """
+        boxes, label, confidence, box = self._candidates(decoded)
         confidence = confidence * self._not_suppressed(boxes, label, confidence)
         if self.settings.most_per_class < self.settings.most:
             confidence = confidence * self._within_class(label, confidence)
@@ -64,10 +83,10 @@ class SuppressedDetector(nn.Module):
         rows = rows.gather(1, order[..., None].expand(-1, -1, 5))
         valid = (best > 0).float()[..., None]
         detections = torch.cat((rows[..., :4], best[..., None], rows[..., 4:]), 2) * valid
-        return detections, valid.sum((1, 2)).int()
+        return detections, valid.sum((1, 2)).int(), box.gather(1, order).clamp(max=decoded.shape[1] - 1)
 
-    def _candidates(self, decoded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the k most confident pairs of box and class: xyxy (b, k, 4), class and confidence (b, k).
+    def _candidates(self, decoded: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the k most confident pairs of box and class: xyxy (b, k, 4); class, confidence and box (b, k).
 
         They are in falling confidence, which is 0 if it does not exceed the threshold.
         """
@@ -80,7 +99,8 @@ class SuppressedDetector(nn.Module):
         confidence, pair = (rows[..., 5:] * rows[..., 4:5]).flatten(1).topk(count)
         row = torch.div(pair, classes, rounding_mode="floor")
         boxes = xywh_to_xyxy(rows[..., :4]).gather(1, row[..., None].expand(-1, -1, 4))
-        return boxes, (pair - row * classes).float(), confidence * (confidence > self.settings.conf_thres)
+        confidence = confidence * (confidence > self.settings.conf_thres)
+        return boxes, (pair - row * classes).float(), confidence, box.gather(1, row)
 
     def _not_suppressed(self, boxes: Tensor, label: Tensor, confidence: Tensor) -> Tensor:
         """Return which candidates are not suppressed by a more confident one, (b, k), 0 or 1.

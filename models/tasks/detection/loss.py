@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from models.tasks.contract import Batch, Criterion, LossTerms
 from models.tasks.detection.boxes import complete_iou
 from models.tasks.detection.matching import (
     NEIGHBOURS,
+    Cells,
     Level,
     device_constant,
     map_sizes,
@@ -52,6 +54,16 @@ class LossSettings:
         return replace(self, box=self.box * share, obj=obj, cls=cls)
 
 
+class MatchedOutputs(NamedTuple):
+    """A head's outputs, and which of them are matched to targets. k: cells near the targets, see `Cells`."""
+
+    levels: list[Level]
+    cells: Cells
+    anchors: Tensor  # (levels, anchors, 2), in cells
+    matched: Tensor  # bool (levels, k, anchors)
+    rows: Tensor  # at least float32 (levels, k, anchors, outputs): the logits of all levels' `rows`
+
+
 class DetectionCriterion(Criterion):
     """Box (CIoU), objectness and class terms over the cells that targets are matched to.
 
@@ -74,25 +86,33 @@ class DetectionCriterion(Criterion):
 
         outputs: of each level a raw map (b, anchors, h, w, 5 + classes), or the `Level` at the cells of `hints`.
         """
-        settings, targets = self.settings, batch.targets
-        anchors = self._head.anchors.to(targets.device)  # (levels, anchors, 2), in cells
+        return self.terms(self.match_outputs(outputs, batch.targets), batch.targets)
+
+    def match_outputs(self, outputs: Sequence[Tensor | Level], targets: Tensor) -> MatchedOutputs:
+        """Match the outputs of `__call__` to targets."""
+        anchors = self._head.anchors.to(targets.device)
         cells = near_cells(map_sizes(outputs), targets)
-        matched = match(cells, anchors, settings.anchor_t)
+        matched = match(cells, anchors, self.settings.anchor_t)
         levels = [
             output if isinstance(output, Level) else read_level(output, index)
             for output, index in zip(outputs, cells.indices, strict=True)
         ]
-        rows = _at_least_float32(torch.stack([level.rows for level in levels]))  # (levels, k, anchors, 5 + classes)
+        rows = at_least_float32(torch.stack([level.rows for level in levels]))
+        return MatchedOutputs(levels, cells, anchors, matched, rows)
+
+    def terms(self, outputs: MatchedOutputs, targets: Tensor) -> LossTerms:
+        """Return the terms box, objectness and class."""
+        settings, (levels, cells, anchors, matched, rows) = self.settings, outputs
         centre = rows[..., :2].sigmoid() * 2 - 0.5
         size = (rows[..., 2:4].sigmoid() * 2) ** 2 * anchors[:, None]
         iou = complete_iou(torch.cat((centre, size), 3), cells.box[:, :, None])
         box = torch.where(matched, 1 - iou, 0).sum((1, 2))
         overlaps = iou.detach().clamp(min=0).to(rows.dtype)
         obj = [
-            self._objectness(_at_least_float32(level.objectness), *matches)
+            self._objectness(at_least_float32(level.objectness), *matches)
             for level, *matches in zip(levels, cells.indices, matched, overlaps, strict=True)
         ]
-        cls = self._class_sums(rows[..., 5:], targets[:, 1].long(), matched)
+        cls = self._class_sums(rows[..., 5 : 5 + self.classes], targets[:, 1].long(), matched)
         sums = torch.stack((box, torch.stack(obj), cls))
         match_counts = matched.sum((1, 2)).to(sums)
         cell_counts = device_constant(tuple(level.objectness.numel() for level in levels), sums.device).to(sums)
@@ -138,11 +158,14 @@ class DetectionCriterion(Criterion):
 
 
 class UnavailableCriterion(Criterion):
-    """The criterion of an exported file, which returns no raw maps: every term is NaN."""
+    """The criterion of an exported file, which returns no raw maps: every term is NaN. terms: their number."""
+
+    def __init__(self, terms: int = len(LOSS_NAMES)) -> None:
+        self.count = terms
 
     def __call__(self, outputs: None, batch: Batch) -> LossTerms:
         """Return terms of NaN."""
-        ones = torch.ones(len(LOSS_NAMES), 1)
+        ones = torch.ones(self.count, 1)
         return LossTerms(ones * torch.nan, ones, ones)
 
     def objective(self, means: Tensor, images: int) -> Tensor:
@@ -154,7 +177,7 @@ class UnavailableCriterion(Criterion):
         return 1.0
 
 
-def _at_least_float32(values: Tensor) -> Tensor:
+def at_least_float32(values: Tensor) -> Tensor:
     """Return half-precision values as float32, others unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 

@@ -30,6 +30,7 @@ from utils.summary import Box, Example, Summary, confusion_text, dense_counts, s
 
 FITNESS_WEIGHTS = {"mAP_0.5": 0.1, "mAP_0.5:0.95": 0.9}  # YOLOv5's
 MAX_MAP_CONFIDENCE = 0.01  # with a higher threshold mAP is another number: see docs/validation.md
+CLASS_COLUMNS = ("class", "images", "instances", "precision", "recall", "AP50", "AP50-95")  # of classes.csv
 Row = Sequence[float]  # of a table of plain numbers
 
 
@@ -51,12 +52,8 @@ class DetectionMetrics(Metrics):
         metrics = scores.means()
         fitness = sum(weight * metrics[name] for name, weight in FITNESS_WEIGHTS.items())
         overall, details = _tables(self.names, len(records), scores, score_sizes(joined))
-        by_class = {
-            name: {self.names[int(k)]: float(value) for k, value in zip(scores.classes, values, strict=True)}
-            for name, values in (("AP50", scores.ap[:, 0]), ("AP", scores.ap.mean(1)))
-        }
-        evidence = _evidence(records, scores, len(self.names))
-        return Summary(metrics, fitness, overall, details, evidence, by_class=by_class)
+        evidence = detection_evidence(records, scores, len(self.names))
+        return Summary(metrics, fitness, overall, details, evidence, by_class=ap_by_class(scores, self.names))
 
     def threshold_warnings(self, thresholds: Thresholds) -> list[str]:
         """Return a warning if `conf_thres` ends the precision-recall curves so early that mAP changes."""
@@ -77,14 +74,13 @@ class DetectionMetrics(Metrics):
             return {}
         classes, curves = evidence["classes"], evidence["curves"]
         confusion = dense_counts(evidence["confusion"], len(names) + 1)
-        by_confidence = _curve_rows(names, classes, curves["precision"], curves["recall"])
-        head = ("class", "images", "instances", "precision", "recall", "AP50", "AP50-95")
+        by_confidence = curve_rows(names, classes, curves["precision"], curves["recall"])
         boxes_head = ("image", "kind", "class", "confidence", "x1", "y1", "x2", "y2")
         return {
-            "classes.csv": csv_text(head, _class_rows(names, classes)),
+            "classes.csv": csv_text(CLASS_COLUMNS, class_rows(names, classes)),
             "confusion_matrix.csv": confusion_text(confusion, [*names, "background"]),
             "curves.csv": csv_text(("class", "confidence", "precision", "recall"), by_confidence),
-            "PR_curve.csv": csv_text(("class", "recall", "precision"), _curve_rows(names, classes, curves["envelope"])),
+            "PR_curve.csv": csv_text(("class", "recall", "precision"), curve_rows(names, classes, curves["envelope"])),
             "val_boxes.csv": csv_text(boxes_head, _box_rows(names, evidence["shown"])),
         }
 
@@ -121,20 +117,35 @@ def _tables(
     return [head, overall], details
 
 
-def _evidence(records: Sequence[ImageRecord], scores: ClassScores, classes: int) -> dict[str, Any]:
+def ap_by_class(scores: ClassScores, names: Mapping[int, str]) -> dict[str, dict[str, float]]:
+    """Return AP50 and AP of each class that has labels, by class name."""
+    return {
+        name: {names[int(k)]: float(value) for k, value in zip(scores.classes, values, strict=True)}
+        for name, values in (("AP50", scores.ap[:, 0]), ("AP", scores.ap.mean(1)))
+    }
+
+
+def score_evidence(scores: ClassScores) -> dict[str, Any]:
+    """Return the rows of `class_rows` and the curves, as plain values and tensors."""
+    columns = (scores.precision, scores.recall, scores.ap[:, 0], scores.ap.mean(1))
+    counts = (scores.classes, scores.images, scores.instances)
+    return {
+        "classes": [list(row) for row in zip(*(values.tolist() for values in (*counts, *columns)), strict=True)],
+        "curves": {
+            name: torch.from_numpy(values.astype(np.float32)) for name, values in scores.curves._asdict().items()
+        },
+    }
+
+
+def detection_evidence(records: Sequence[ImageRecord], scores: ClassScores, classes: int) -> dict[str, Any]:
     """Return the plain values that documents and examples are made of, whatever the order of the records.
 
     The keys are part of the format of a run's state.
     """
-    columns = (scores.precision, scores.recall, scores.ap[:, 0], scores.ap.mean(1))
-    counts = (scores.classes, scores.images, scores.instances)
     shown = sorted(((record.image, record.shown) for record in records if record.shown), key=lambda pair: pair[0])
     return {
-        "classes": [list(row) for row in zip(*(values.tolist() for values in (*counts, *columns)), strict=True)],
+        **score_evidence(scores),
         "confusion": sparse_counts(confusion_matrix(records, classes)),
-        "curves": {
-            name: torch.from_numpy(values.astype(np.float32)) for name, values in scores.curves._asdict().items()
-        },
         "shown": [
             {
                 "image": image,
@@ -148,7 +159,7 @@ def _evidence(records: Sequence[ImageRecord], scores: ClassScores, classes: int)
     }
 
 
-def _class_rows(names: Sequence[str], classes: Sequence[Row]) -> Iterator[list[Any]]:
+def class_rows(names: Sequence[str], classes: Sequence[Row]) -> Iterator[list[Any]]:
     """Iterate over the rows of classes.csv, one for every class.
 
     classes: number, images, labels and scores of the classes that have labels.
@@ -162,7 +173,7 @@ def _class_rows(names: Sequence[str], classes: Sequence[Row]) -> Iterator[list[A
             yield [name, 0, 0, *[""] * 4]
 
 
-def _curve_rows(names: Sequence[str], classes: Sequence[Row], *curves: Tensor) -> Iterator[list[str]]:
+def curve_rows(names: Sequence[str], classes: Sequence[Row], *curves: Tensor) -> Iterator[list[str]]:
     """Iterate over the rows of a curve's file: class, point and values, for every class that has labels.
 
     curves: (c, 201) each.

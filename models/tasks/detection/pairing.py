@@ -5,6 +5,7 @@ Called by records.py for the metrics and by `DetectionPrediction.with_labels`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,10 @@ from models.tasks.detection.boxes import EPSILON
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)  # COCO's
 CONFUSION_IOU = 0.45  # above which the confusion matrix pairs a detection with a label of any class
+
+
+# Returns the overlaps (p,), floating-point, of pairs of a detection and a label, given the indices of both, (p,) each.
+Overlaps = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 class Matches(NamedTuple):
@@ -38,13 +43,18 @@ def match_detections(boxes: np.ndarray, group: np.ndarray, true_boxes: np.ndarra
     boxes: (k, 4) xyxy, most confident first within a group. true_boxes: (m, 4). group, true_group: integers. At a
     threshold t a detection is correct if beaten < t <= overlap: the most confident of those that reach t.
     """
-    overlap, beaten = np.zeros((2, len(boxes)), np.result_type(boxes, true_boxes))
-    partner = np.zeros(len(boxes), np.int64)
+    return match_by_overlap(lambda one, true: _overlaps(boxes[one], true_boxes[true]), group, true_group)
+
+
+def match_by_overlap(overlaps: Overlaps, group: np.ndarray, true_group: np.ndarray) -> Matches:
+    """Match as `match_detections`, by other overlaps than those of boxes; it asks for those of all pairs at once."""
     paired, counts, detection, label = _pairs(group, true_group)
+    shared = overlaps(detection, label)
+    overlap, beaten = np.zeros((2, len(group)), shared.dtype)
+    partner = np.zeros(len(group), np.int64)
     if not len(paired):
         return Matches(overlap, partner, beaten)
     starts = counts.cumsum() - counts
-    shared = _overlaps(boxes[detection], true_boxes[label])
     overlap[paired] = np.maximum.reduceat(shared, starts)
     # The first of the labels with the largest overlap.
     best = np.where(shared == np.repeat(overlap[paired], counts), np.arange(len(shared)), len(shared) - 1)

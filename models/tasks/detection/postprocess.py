@@ -26,8 +26,7 @@ class DetectionPostprocess(Postprocess):
 
     def __init__(self, names: Mapping[int, str], thresholds: Thresholds) -> None:
         """Raise `UserError` if `thresholds` name an unknown class."""
-        if unknown := sorted(set(thresholds.classes) - set(names)):
-            raise UserError(f"--classes {unknown[0]}: the model has classes 0 to {len(names) - 1}")
+        refuse_unknown_classes(thresholds, names)
         self.names, self.thresholds = dict(names), thresholds
 
     def views(self, model: Model, inputs: Tensor, augment: bool) -> list[DetectionView]:
@@ -42,7 +41,7 @@ class DetectionPostprocess(Postprocess):
         for augmentation in AUGMENTATIONS:
             images, scale = augmentation.apply(inputs, model.stride)
             mirrored_width = inputs.shape[3] if augmentation.mirrored else 0
-            views.append(_raw_view(model, model(images))._replace(scale=scale, mirrored_width=mirrored_width))
+            views.append(raw_view(model, model(images))._replace(scale=scale, mirrored_width=mirrored_width))
         strides = views[0].strides.tolist()
         if len(strides) > 1:
             coarsest, finest = (strides.index(choose(strides)) for choose in (max, min))
@@ -73,13 +72,20 @@ def _view(model: Model, outputs: list[Tensor] | Tensor | tuple[Tensor, Tensor]) 
         return DecodedView(outputs)
     if isinstance(outputs, tuple):
         return SuppressedView(*outputs)
-    return _raw_view(model, outputs)
+    return raw_view(model, outputs)
 
 
-def _raw_view(model: Model, outputs: list[Tensor]) -> RawView:
+def refuse_unknown_classes(thresholds: Thresholds, names: Mapping[int, str]) -> None:
+    """Raise `UserError` if `thresholds` name a class that the model does not have."""
+    if unknown := sorted(set(thresholds.classes) - set(names)):
+        raise UserError(f"--classes {unknown[0]}: the model has classes 0 to {len(names) - 1}")
+
+
+def raw_view(model: Model, outputs: list[Tensor], more: int = 0) -> RawView:
+    """Return the plain view of a network's raw maps. more: outputs of an anchor after its class scores."""
     assert isinstance(model, YoloModel)  # an exported file returns no raw maps
     device = outputs[0].device
-    return RawView(outputs, model.detect.anchors.to(device), model.detect.stride.to(device))
+    return RawView(outputs, model.detect.anchors.to(device), model.detect.stride.to(device), more=more)
 
 
 def boxes_in_files(detections: Sequence[Tensor], infos: Sequence[ImageInfo]) -> list[Tensor]:

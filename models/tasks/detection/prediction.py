@@ -79,14 +79,19 @@ class DetectionPrediction(Prediction):
     def with_labels(self) -> DetectionPrediction:
         """Return the labels, with a confidence of 1, followed by the detections that overlap no label of their class by
         more than `iou_thres`."""
+        return replace(self, boxes=torch.cat((self.label_boxes(), self.boxes[self.unlabelled()])))
+
+    def label_boxes(self) -> Tensor:
+        """Return the labels in the form of `boxes`, with a confidence of 1."""
         label = torch.from_numpy(self.labels).double()
         truth = xywh_to_xyxy(label[:, 1:5]) * torch.tensor(self.size * 2)
-        matches = match_detections(
-            self.boxes[:, :4].numpy(), self.boxes[:, 5].long().numpy(), truth.numpy(), label[:, 0].long().numpy()
-        )
-        labels = torch.cat((truth, torch.ones(len(label), 1), label[:, :1]), 1)
-        unlabelled = self.boxes[torch.from_numpy(matches.overlap <= self.iou_thres)]
-        return replace(self, boxes=torch.cat((labels, unlabelled)))
+        return torch.cat((truth, torch.ones(len(label), 1), label[:, :1]), 1)
+
+    def unlabelled(self) -> Tensor:
+        """Return the rows of the detections that match no label, int64 (u,); see `with_labels`."""
+        boxes, labels = ((rows[:, :4].numpy(), rows[:, 5].long().numpy()) for rows in (self.boxes, self.label_boxes()))
+        (rows,) = np.nonzero(match_detections(*boxes, *labels).overlap <= self.iou_thres)
+        return torch.from_numpy(rows)
 
     def coco_rows(self) -> CocoImage:
         """Return the detections for COCO's results."""

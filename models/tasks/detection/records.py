@@ -14,7 +14,7 @@ from torch import Tensor
 
 from models.tasks.detection.boxes import xywh_to_xyxy
 from models.tasks.detection.image_info import ImageInfo
-from models.tasks.detection.pairing import match_detections, pair_detections
+from models.tasks.detection.pairing import Overlaps, match_by_overlap, match_detections, pair_detections
 
 CONFIDENT_THRESHOLD = 0.25  # confidence of detections that are drawn or in the confusion matrix
 NO_PAIRS = np.zeros((0, 2), np.int32)
@@ -66,11 +66,10 @@ def image_records(
     boxes, (confidence, label) = detections[:, :4], detections[:, 4:].astype(np.float32).T.copy()
     sizes = np.array([info.size * 2 for info in infos], np.float32)
     truth, true_label = xywh_to_xyxy(torch.from_numpy(rows[:, 1:5])).numpy() * sizes[true_image], rows[:, 0]
-    classes = int(max(label.max(initial=0), true_label.max(initial=0))) + 1
-    group, true_group = (image * classes + label).astype(np.int64), (true_image * classes + true_label).astype(np.int64)
+    group, true_group = _groups(image, label, true_image, true_label)
     overlap, partner, beaten = match_detections(boxes, group, truth, true_group)
     true_side = _side(truth)
-    partner_side = np.where(overlap > 0, np.append(true_side, np.float32(0))[partner], np.float32(0))
+    partner_side = _partner_side(true_side, overlap, partner)
     confident = np.flatnonzero(confidence > CONFIDENT_THRESHOLD)
     paired, paired_label = pair_detections(boxes[confident], image[confident], truth, true_image)
     pairs = np.stack((true_label[paired_label], label[confident[paired]]), 1).astype(np.int32)
@@ -86,6 +85,39 @@ def image_records(
         ImageRecord._make((info.image, *detected, *true, *both, _shown(boxes, info) if info.image in shown else None))
         for info, boxes, detected, true, both in per_image
     ]
+
+
+def matched_by(overlaps: Overlaps, records: Sequence[ImageRecord]) -> list[ImageRecord]:
+    """Return the records of a batch with other matches: by `overlaps` instead of those of boxes.
+
+    overlaps: of detections and labels, both numbered over the whole batch.
+    """
+    counts, true_counts = [len(one.label) for one in records], [len(one.true_label) for one in records]
+    image, true_image = (np.repeat(np.arange(len(records)), each) for each in (counts, true_counts))
+    columns = list(zip(EMPTY_RECORD, *records, strict=True))[1:-1]
+    joined = ImageRecord._make((-1, *map(np.concatenate, columns), None))
+    groups = _groups(image, joined.label, true_image, joined.true_label)
+    overlap, partner, beaten = match_by_overlap(overlaps, *groups)
+    partner_side = _partner_side(joined.true_side, overlap, partner)
+    return [
+        record._replace(overlap=one_overlap, beaten=one_beaten, partner_side=side)
+        for record, (one_overlap, one_beaten, side) in zip(
+            records, _split(counts, overlap, beaten, partner_side), strict=True
+        )
+    ]
+
+
+def _groups(
+    image: np.ndarray, label: np.ndarray, true_image: np.ndarray, true_label: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Number the classes of all images: return the number of each detection (k,) and of each label (m,)."""
+    classes = int(max(label.max(initial=0), true_label.max(initial=0))) + 1
+    return (image * classes + label).astype(np.int64), (true_image * classes + true_label).astype(np.int64)
+
+
+def _partner_side(true_side: np.ndarray, overlap: np.ndarray, partner: np.ndarray) -> np.ndarray:
+    """Return the side of the label that each detection is matched to, 0 if there is none, (k,)."""
+    return np.asarray(np.where(overlap > 0, np.append(true_side, np.float32(0))[partner], np.float32(0)))
 
 
 def _shown(boxes: Tensor, info: ImageInfo) -> ShownImage:

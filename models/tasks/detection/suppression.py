@@ -6,8 +6,9 @@ Called by `DetectionPostprocess`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,22 @@ VECTOR_NUMBERS = 64  # at least the width of any CPU's vectors
 SPAN_NUMBERS = 2**14  # a multiple of it, below torch's threshold for several threads
 
 
+class Detected(NamedTuple):
+    """The detections of an image, with other outputs of their anchors."""
+
+    boxes: Tensor  # (k, 6), see `detect`
+    more: Tensor  # float32 (k, more): the outputs after the class scores
+    view: Tensor  # int64 (k,): number of the view that each detection comes from
+
+
+class Suppressed(NamedTuple):
+    """The detections of an image and the boxes that they were selected from."""
+
+    detections: Tensor  # (k, 6)
+    row: Tensor  # int64 (k,): in the joined candidates
+    candidates: list[tuple[int, Tensor]]  # the number of a view, and outputs of some of its boxes, (n, outputs)
+
+
 @torch.no_grad()
 def detect(views: Sequence[RawView | DecodedView], thresholds: Thresholds) -> list[Tensor]:
     """Return the detections of each image as float32 (k, 6): xyxy in pixels of the batch, confidence, class.
@@ -34,24 +51,39 @@ def detect(views: Sequence[RawView | DecodedView], thresholds: Thresholds) -> li
     of one class that overlap by more than `iou_thres`, in any views, the most confident remains. There is no time
     limit. The detections of an image do not depend on the other images.
     """
-    raw = [view for view in views if isinstance(view, RawView)]
-    if len(raw) == len(views):
-        return _detect_raw(raw, thresholds)
-    parts = [(view.boxes if isinstance(view, DecodedView) else decode(view)).float() for view in views]
-    # Filtered before they are joined: all boxes of a batch are hundreds of megabytes.
-    confident = ([boxes[boxes[:, 4] > thresholds.conf_thres] for boxes in image] for image in zip(*parts, strict=True))
-    return [suppress(torch.cat(boxes), None, thresholds) for boxes in confident]
+    return [image.detections for image in _suppressed(views, thresholds)]
+
+
+@torch.no_grad()
+def detect_with_more(views: Sequence[RawView | DecodedView], thresholds: Thresholds) -> list[Detected]:
+    """Return the detections of each image, with the outputs after the class scores.
+
+    If views have different numbers of them, the rows of the shorter ones end with zeros.
+    """
+    width = max(view.more for view in views)
+    detected = []
+    for boxes, row, candidates in _suppressed(views, thresholds):
+        others = [outputs[:, outputs.shape[1] - views[number].more :].float() for number, outputs in candidates]
+        more = torch.cat([functional.pad(part, (0, width - part.shape[1])) for part in others])
+        view = torch.cat([row.new_full((len(outputs),), number) for number, outputs in candidates])
+        detected.append(Detected(boxes, more[row], view[row]))
+    return detected
 
 
 def filter_detections(view: SuppressedView, thresholds: Thresholds) -> list[Tensor]:
     """Return a suppressing model's detections of each image, (k, 6), that the thresholds allow."""
+    return [image[rows] for image, rows in zip(view.detections, allowed_rows(view, thresholds), strict=True)]
+
+
+def allowed_rows(view: SuppressedView, thresholds: Thresholds) -> list[Tensor]:
+    """Return the rows of each image's detections that the thresholds allow, int64 (k,)."""
     detections = [image[: int(count)] for image, count in zip(view.detections, view.counts.tolist(), strict=True)]
     allowed = [(image[:, 4] > thresholds.conf_thres) & _of_classes(image[:, 5], thresholds) for image in detections]
-    return [image[mask][: thresholds.max_det] for image, mask in zip(detections, allowed, strict=True)]
+    return [mask.nonzero()[: thresholds.max_det, 0] for mask in allowed]
 
 
-def suppress(scores: Tensor, cells: Tensor | None, thresholds: Thresholds) -> Tensor:
-    """Return the detections (k, 6) of one image.
+def suppress(scores: Tensor, cells: Tensor | None, thresholds: Thresholds) -> tuple[Tensor, Tensor]:
+    """Return the detections (k, 6) of one image, and their rows of `scores`, int64 (k,).
 
     scores: (n, 5 + classes), sigmoids of boxes that may exceed the threshold. cells: (n, 6), see `cell_geometry`; None
     if the first four numbers of `scores` are xywh in pixels already.
@@ -64,7 +96,7 @@ def suppress(scores: Tensor, cells: Tensor | None, thresholds: Thresholds) -> Te
     scores = _allowed_scores(scores, thresholds)
     offset = 0 if thresholds.agnostic_nms else CLASS_OFFSET_PIXELS
     best = scores[:, 5:].amax(1) * scores[:, 4]
-    detections, compared = scores.new_zeros(0, 6), 0
+    detections, rows, compared = scores.new_zeros(0, 6), torch.zeros(0, dtype=torch.long, device=scores.device), 0
     count = min(FIRST_CANDIDATES_PER_DETECTION * thresholds.max_det, MAX_CANDIDATES)
     while True:
         row, label, confidence = _most_confident(scores, best, thresholds.conf_thres, count)
@@ -72,29 +104,45 @@ def suppress(scores: Tensor, cells: Tensor | None, thresholds: Thresholds) -> Te
         near = scores[new_rows, :4]
         boxes = xywh_to_xyxy(near if cells is None else decode_xywh(near, cells[new_rows]))
         new = torch.cat((boxes, confidence[compared:, None], label[compared:, None]), 1)
-        detections = torch.cat((detections, new))
+        detections, rows = torch.cat((detections, new)), torch.cat((rows, new_rows))
         planes = detections[:, :4] + detections[:, 5:] * offset
-        detections = detections[nms(planes, detections[:, 4], thresholds.iou_thres)]
+        remaining = nms(planes, detections[:, 4], thresholds.iou_thres)
+        detections, rows = detections[remaining], rows[remaining]
         if len(detections) >= thresholds.max_det or len(row) < count or count == MAX_CANDIDATES:
-            return detections[: thresholds.max_det]
+            return detections[: thresholds.max_det], rows[: thresholds.max_det]
         compared, count = count, min(count * CANDIDATE_GROWTH, MAX_CANDIDATES)
 
 
-def _detect_raw(views: Sequence[RawView], thresholds: Thresholds) -> list[Tensor]:
-    """Return the detections of raw maps, as `detect`. Only boxes whose objectness exceeds the threshold are decoded."""
-    outputs, geometries = zip(*(level for view in views for level in view.levels()), strict=True)
-    levels = [raw.flatten(1, 3) for raw in outputs]  # (b, n, 5 + classes)
+def _suppressed(views: Sequence[RawView | DecodedView], thresholds: Thresholds) -> Iterator[Suppressed]:
+    """Iterate over the detections of each image, as `detect`."""
+    raw = [view for view in views if isinstance(view, RawView)]
+    if len(raw) == len(views):
+        yield from _suppressed_raw(raw, thresholds)
+        return
+    parts = [(view.boxes if isinstance(view, DecodedView) else decode(view)).float() for view in views]
+    for image in zip(*parts, strict=True):
+        # Filtered before they are joined: all boxes of a batch are hundreds of megabytes.
+        candidates = [(number, boxes[boxes[:, 4] > thresholds.conf_thres]) for number, boxes in enumerate(image)]
+        scores = torch.cat([boxes[:, : boxes.shape[1] - views[number].more] for number, boxes in candidates])
+        yield Suppressed(*suppress(scores, None, thresholds), candidates)
+
+
+def _suppressed_raw(views: Sequence[RawView], thresholds: Thresholds) -> Iterator[Suppressed]:
+    """Iterate over the detections of raw maps. Only boxes whose objectness exceeds the threshold are decoded."""
+    parts = [(number, *level) for number, view in enumerate(views) for level in view.levels()]
+    numbers, outputs, geometries = zip(*parts, strict=True)
+    levels = [raw.flatten(1, 3) for raw in outputs]  # (b, n, 5 + classes + more)
     candidates = [level[..., 4].float() > least_logit(thresholds.conf_thres) for level in levels]
     counts = torch.stack([level.sum(1) for level in candidates], 1)  # (b, levels)
     boxes = torch.split(torch.cat(candidates, 1).nonzero()[:, 1], counts.flatten().tolist())  # by image, then level
     cells = torch.cat(geometries)
     starts = [0, *accumulate(level.shape[1] for level in levels[:-1])]
-    detections = []
     for image in range(len(levels[0])):
         by_level = boxes[image * len(levels) : (image + 1) * len(levels)]
         rows = [level[image][box - start] for level, box, start in zip(levels, by_level, starts, strict=True)]
-        detections.append(suppress(row_sigmoids(rows), cells[torch.cat(by_level)], thresholds))
-    return detections
+        logits = [row[:, : row.shape[1] - views[number].more] for number, row in zip(numbers, rows, strict=True)]
+        selected = suppress(row_sigmoids(logits), cells[torch.cat(by_level)], thresholds)
+        yield Suppressed(*selected, list(zip(numbers, rows, strict=True)))
 
 
 def least_logit(probability: float) -> float:

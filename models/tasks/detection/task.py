@@ -22,7 +22,7 @@ from models.tasks.contract import (
     Thresholds,
 )
 from models.tasks.detection.anchors import adapt_anchors
-from models.tasks.detection.export_module import DecodedDetector, GraphSuppression, SuppressedDetector
+from models.tasks.detection.export_module import DecodedDetector, SuppressedDetector, graph_suppression
 from models.tasks.detection.loss import LOSS_NAMES, DetectionCriterion, LossSettings, UnavailableCriterion
 from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.postprocess import DetectionPostprocess
@@ -51,12 +51,13 @@ class LabelledSplit(Protocol):
 class DetectionTask(Task):
     """Object detection, as in YOLOv5."""
 
-    loss_names = LOSS_NAMES
-    metric_names = DETECTION_METRICS
+    loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
+    metric_names: ClassVar[tuple[str, ...]] = DETECTION_METRICS
     recipe = Hyperparameters
     refused: ClassVar[Mapping[str, str]] = SEGMENTATION_FLAGS
     official_weights = r"yolov5[nsmlx]6?\.pt"
     default_is_training_size = False  # 640, as in YOLOv5
+    head: ClassVar[type[Detect]] = Detect  # of the models
 
     def __init__(self, names: Mapping[int, str], hyp: Hyperparameters, label_smoothing: float = 0.0) -> None:
         super().__init__(names, hyp, label_smoothing)
@@ -73,7 +74,7 @@ class DetectionTask(Task):
 
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> YoloModel:
         """Build the model of a YAML for this task's classes and images of about `imgsz` pixels, at least 2 strides."""
-        model = build_model(dict(yaml), nc=len(self.names), source=source, head=Detect, imgsz=imgsz)
+        model = build_model(dict(yaml), nc=len(self.names), source=source, head=self.head, imgsz=imgsz)
         model.names = dict(self.names)
         return model
 
@@ -105,13 +106,7 @@ class DetectionTask(Task):
         decoding = DecodedDetector(fuse(model)).eval()
         if not settings.nms:
             return ExportModule(decoding, None)
-        suppression = GraphSuppression(
-            settings.conf_thres,
-            settings.iou_thres,
-            settings.topk_all,
-            min(settings.topk_per_class, settings.topk_all),
-            settings.agnostic_nms,
-        )
+        suppression = graph_suppression(settings)
         return ExportModule(SuppressedDetector(decoding, suppression).eval(), suppression._asdict())
 
     def draw_batch(self, batch: Batch) -> Image:

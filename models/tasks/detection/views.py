@@ -15,12 +15,13 @@ from torch import Tensor
 class RawView(NamedTuple):
     """The raw maps of a network for images that may be scaled and mirrored."""
 
-    outputs: list[Tensor]  # by level, (b, anchors, h, w, 5 + classes)
+    outputs: list[Tensor]  # by level, (b, anchors, h, w, 5 + classes + more)
     anchors: Tensor  # (levels, anchors, 2) in cells
     strides: Tensor  # (levels,) pixels per cell
     scale: tuple[float, float] = (1.0, 1.0)  # width and height of the model's images, as shares of the batch's
     mirrored_width: int = 0  # width of the batch in pixels if the images are mirrored, else 0
     skipped_level: int | None = None  # a level whose boxes are left out
+    more: int = 0  # outputs of an anchor after its class scores, which are not decoded
 
     def levels(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Iterate over the raw map and the cell geometry of each level that is not skipped."""
@@ -32,8 +33,9 @@ class RawView(NamedTuple):
 class DecodedView(NamedTuple):
     """The boxes of an exported file."""
 
-    boxes: Tensor  # (b, n, 5 + classes): xywh in pixels of the batch, objectness, class scores
+    boxes: Tensor  # (b, n, 5 + classes + more): xywh in pixels of the batch, objectness, class scores, other outputs
     outputs: None = None  # no raw maps for a loss
+    more: int = 0
 
 
 class SuppressedView(NamedTuple):
@@ -48,11 +50,13 @@ DetectionView: TypeAlias = RawView | DecodedView | SuppressedView
 
 
 def decode(view: RawView) -> Tensor:
-    """Return all boxes of a view, (b, n, 5 + classes), as in `DecodedView`: by level, anchor, row and column."""
+    """Return all boxes of a view, (b, n, 5 + classes + more), as in `DecodedView`: by level, anchor, row, column."""
     parts = []
     for raw, cells in view.levels():
-        scores = raw.flatten(1, 3).float().sigmoid()
-        parts.append(torch.cat((decode_xywh(scores, cells), scores[..., 4:]), 2))
+        outputs = raw.flatten(1, 3).float()
+        scores = outputs[..., : -view.more].sigmoid() if view.more else outputs.sigmoid()
+        others = (outputs[..., -view.more :],) if view.more else ()
+        parts.append(torch.cat((decode_xywh(scores, cells), scores[..., 4:], *others), 2))
     return torch.cat(parts, 1)
 
 

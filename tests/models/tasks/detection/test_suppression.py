@@ -50,7 +50,7 @@ def run(given: Tensor, conf_thres: float = 0.1, iou_thres: float = 0.5, max_det:
     """Return the detections of an image, from scores of 1/2 in cells and with anchors that give the boxes."""
     scores = torch.cat((torch.full((len(given), 4), 0.5), given[:, 4:]), 1)
     cells = torch.cat((given[:, :2] - 0.5, torch.ones(len(given), 2), given[:, 2:4]), 1)
-    return suppress(scores, cells, Thresholds(conf_thres, iou_thres, max_det, **more))
+    return suppress(scores, cells, Thresholds(conf_thres, iou_thres, max_det, **more))[0]
 
 
 def test_a_box_counts_for_its_most_probable_class_only() -> None:

@@ -1,0 +1,226 @@
+"""Masks in pixels of the files: those of detections, scaled from the network's, and those of outlines.
+
+Called by `SegmentationPrediction` and the metrics. A mask is computed for the part of the file that its box covers.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import cv2
+import numpy as np
+from torch import Tensor
+
+from models.tasks.detection.image_info import Placement
+from models.tasks.segmentation.image_info import MASK_STRIDE
+from models.tasks.segmentation.views import MaskMaps
+from utils.errors import UserError
+
+MAPS_AT_ONCE = 64  # masks of the network's size in memory
+MIN_POLYGON_POINTS = 3
+
+
+class MaskPart(NamedTuple):
+    """The part of a file that contains a mask."""
+
+    left: int  # pixels
+    top: int
+    pixels: np.ndarray  # bool (rows, columns)
+
+    def contour(self) -> np.ndarray:
+        """Return the pixels of the largest contour, int (p, 2), x and y in the file; (0, 2) for an empty mask."""
+        contours, _ = cv2.findContours(
+            self.pixels.astype(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE, offset=(self.left, self.top)
+        )
+        if not contours:
+            return np.zeros((0, 2), np.int32)
+        largest = max(contours, key=lambda contour: (cv2.contourArea(contour), len(contour)))
+        return np.asarray(largest.reshape(-1, 2))
+
+    def run_lengths(self, size: tuple[int, int]) -> dict[str, Any]:
+        """Return the mask as COCO's compressed run lengths. size: width and height of the file.
+
+        Raises `UserError` without faster-coco-eval.
+        """
+        try:
+            from faster_coco_eval import mask as encoder
+        except ImportError:
+            raise UserError("COCO's results of masks need faster-coco-eval: pip install faster-coco-eval") from None
+        width, height = size
+        columns, rows = np.nonzero(self.pixels.T)  # COCO counts down the columns
+        inside = (columns + self.left) * height + rows + self.top
+        edges = np.flatnonzero(np.diff(inside) != 1)
+        starts, ends = inside[np.append(0, edges + 1)[: len(inside)]], inside[np.append(edges, -1)[: len(inside)]] + 1
+        bounds = np.concatenate(([0], np.stack((starts, ends), 1).ravel(), [width * height]))
+        coded = encoder.frPyObjects({"size": [height, width], "counts": np.diff(bounds).tolist()}, height, width)
+        return {"size": [height, width], "counts": _text(coded["counts"])}
+
+
+def _text(counts: bytes | str) -> str:
+    return counts.decode("ascii") if isinstance(counts, bytes) else counts
+
+
+class MaskSource(ABC):
+    """The masks of a prediction, computed when they are asked for."""
+
+    size: tuple[int, int]  # width and height of the file, pixels
+
+    @abstractmethod
+    def parts(self, rows: Sequence[int]) -> Iterator[MaskPart]:
+        """Iterate over the masks of some of the objects."""
+
+    def outlines(self, rows: Sequence[int]) -> Iterator[np.ndarray]:
+        """Iterate over the largest contours of masks, float32 (p, 2): the centres of its pixels as shares of width and
+        height; no points for an empty mask."""
+        for part in self.parts(rows):
+            yield ((part.contour() + 0.5) / self.size).astype(np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class DetectedMasks(MaskSource):
+    """The masks of a network's detections.
+
+    A mask is where the probability, interpolated bilinearly, exceeds 1/2. With `retina` the probabilities of the map
+    are interpolated at the pixels of the file, without the letterbox's padding, and the mask is cut by the box there.
+    Otherwise they are cut by the box on the map, interpolated at the pixels of the network's image, and a pixel of the
+    file takes the value of the network's pixel that contains its centre. These are YOLOv5's forms with and without
+    --retina-masks.
+    """
+
+    maps: MaskMaps
+    boxes: Tensor  # (k, 4 or more): xyxy in pixels of the network's image, on the device of the maps
+    file_boxes: np.ndarray  # (k, 4): xyxy in pixels of the file
+    size: tuple[int, int]  # width and height of the file, pixels
+    placement: Placement
+    retina: bool
+
+    @property
+    def map_boxes(self) -> Tensor:
+        """The boxes in pixels of the maps, (k, 4)."""
+        return self.boxes[:, :4] / MASK_STRIDE
+
+    def parts(self, rows: Sequence[int]) -> Iterator[MaskPart]:
+        """Iterate over the masks of some detections."""
+        (width, height), (map_height, map_width) = self.size, self.maps.size
+        axes = [
+            _sample(length, scale, offset, cells, self.retina)
+            for length, scale, offset, cells in zip(
+                (width, height), self.placement.scale, self.placement.offset, (map_width, map_height), strict=True
+            )
+        ]
+        for start in range(0, len(rows), MAPS_AT_ONCE):
+            chunk = rows[start : start + MAPS_AT_ONCE]
+            maps = self.maps.probabilities(chunk).cpu().numpy()
+            boxes = self.file_boxes[chunk] if self.retina else self.map_boxes[chunk].cpu().numpy()
+            for values, box in zip(maps, boxes, strict=True):
+                yield self._part(values, box, axes)
+
+    def _part(self, values: np.ndarray, box: np.ndarray, axes: Sequence[_Samples]) -> MaskPart:
+        """Return the mask of probabilities (h, w). box: xyxy in pixels of the file, or of the map without `retina`."""
+        sides = self.size if self.retina else values.shape[::-1]
+        corners = [(math.ceil(box[k]), math.ceil(box[k + 2])) for k in range(2)]
+        bounds = [
+            (min(max(low, 0), side), min(max(high, 0), side)) for (low, high), side in zip(corners, sides, strict=True)
+        ]
+        if self.retina:
+            spans = [slice(*bound) for bound in bounds]
+        else:
+            cut = np.zeros_like(values)
+            inside = slice(*bounds[1]), slice(*bounds[0])
+            cut[inside] = values[inside]
+            values = cut
+            spans = [axis.span(*bound) for axis, bound in zip(axes, bounds, strict=True)]
+        columns, rows = (axis.part(span) for axis, span in zip(axes, spans, strict=True))
+        across = columns.interpolate(values[rows.low], 1), columns.interpolate(values[rows.high], 1)
+        pixels = across[0] * (1 - rows.fraction[:, None]) + across[1] * rows.fraction[:, None] > 0.5
+        return MaskPart(spans[0].start, spans[1].start, pixels)
+
+
+class _Samples(NamedTuple):
+    """The positions of a file's pixels on a map, along one axis: between cells `low` and `high`."""
+
+    low: np.ndarray  # int (n,)
+    high: np.ndarray
+    fraction: np.ndarray  # float32 (n,): weight of `high`
+
+    def part(self, span: slice) -> _Samples:
+        """Return the positions of some of the pixels."""
+        return _Samples(*(values[span] for values in self))
+
+    def span(self, first: int, last: int) -> slice:
+        """Return the pixels that depend on cells from `first` to before `last`."""
+        if first >= last:
+            return slice(0, 0)
+        return slice(int(np.searchsorted(self.high, first)), int(np.searchsorted(self.low, last)))
+
+    def interpolate(self, values: np.ndarray, axis: int) -> np.ndarray:
+        """Interpolate an array along `axis`."""
+        low, high = values.take(self.low, axis), values.take(self.high, axis)
+        return np.asarray(low * (1 - self.fraction) + high * self.fraction)
+
+
+def _sample(length: int, scale: float, offset: int, cells: int, retina: bool) -> _Samples:
+    """Return the positions of a file's pixels on a map of `cells`. The batch's pixel is file x scale + offset."""
+    position = (np.arange(length) + 0.5) * scale + offset  # of a pixel's centre on the network's image
+    first, last = 0, cells - 1
+    if retina:  # the cells that contain the image
+        first, last = offset // MASK_STRIDE, min(last, math.ceil((offset + length * scale) / MASK_STRIDE) - 1)
+    else:
+        position = np.floor(position).clip(0, cells * MASK_STRIDE - 1) + 0.5
+    source = (position / MASK_STRIDE - 0.5).clip(first, last)
+    low = source.astype(np.int64)
+    return _Samples(low, np.minimum(low + 1, last), (source - low).astype(np.float32))
+
+
+@dataclass(frozen=True, eq=False)
+class OutlineMasks(MaskSource):
+    """The masks of outlines, filled."""
+
+    shapes: Sequence[np.ndarray]  # (p, 2): x and y as shares of width and height
+    size: tuple[int, int]  # width and height of the file, pixels
+
+    def parts(self, rows: Sequence[int]) -> Iterator[MaskPart]:
+        """Iterate over the masks of some outlines."""
+        beyond = max(self.size)
+        for row in rows:
+            # In fp32, in which the product of a rounded share is the whole number of pixels that it was made from.
+            corners = (self.shapes[row].astype(np.float32) * np.array(self.size, np.float32)).astype(np.int32)
+            left, top = corners.min(0, initial=beyond).clip(0, self.size)
+            right, bottom = (corners.max(0, initial=-1) + 1).clip((left, top), self.size)
+            filled = np.zeros((bottom - top, right - left), np.uint8)
+            if filled.size:
+                cv2.fillPoly(filled, [corners - np.array((left, top), np.int32)], 1)
+            yield MaskPart(int(left), int(top), filled.astype(bool))
+
+    def outlines(self, rows: Sequence[int]) -> Iterator[np.ndarray]:
+        """Iterate over the outlines as they are."""
+        return (self.shapes[row] for row in rows)
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedMasks(MaskSource):
+    """The masks of objects of several sources."""
+
+    members: Sequence[tuple[MaskSource, int]]  # the source of each object, and the object's row there
+    size: tuple[int, int]
+
+    def parts(self, rows: Sequence[int]) -> Iterator[MaskPart]:
+        """Iterate over the masks of some objects."""
+        for source, members in self._by_source(rows):
+            yield from source.parts(members)
+
+    def outlines(self, rows: Sequence[int]) -> Iterator[np.ndarray]:
+        """Iterate over the outlines of some objects."""
+        for source, members in self._by_source(rows):
+            yield from source.outlines(members)
+
+    def _by_source(self, rows: Sequence[int]) -> Iterator[tuple[MaskSource, list[int]]]:
+        """Iterate over successive objects of one source, with their rows there."""
+        for _, group in groupby((self.members[row] for row in rows), lambda member: id(member[0])):
+            members = list(group)
+            yield members[0][0], [row for _, row in members]

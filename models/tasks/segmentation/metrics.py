@@ -1,0 +1,153 @@
+"""`SegmentationMetrics`: the numbers, tables, documents and examples of a validation, for boxes and for masks.
+
+Made by `SegmentationTask.metrics`; called by val.py and train.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from models.tasks.contract import Batch, Prediction
+from models.tasks.detection.metrics import (
+    CLASS_COLUMNS,
+    FITNESS_WEIGHTS,
+    DetectionMetrics,
+    ap_by_class,
+    class_rows,
+    curve_rows,
+    detection_evidence,
+    score_evidence,
+)
+from models.tasks.detection.scores import DETECTION_METRICS, ClassScores, SizeScores, join, score_classes, score_sizes
+from models.tasks.segmentation.image_info import SegmentationBatch
+from models.tasks.segmentation.prediction import SegmentationPrediction
+from models.tasks.segmentation.records import SegmentationRecord, segmentation_records
+from utils.files import csv_text
+from utils.summary import Box, Example, Summary
+
+KINDS = ("B", "M")  # of boxes and of masks, YOLOv5's suffixes
+SEGMENTATION_METRICS = tuple(f"{name}({kind})" for kind in KINDS for name in DETECTION_METRICS)
+TABLE_ROW = "{:>18} {:>6} {:>9} {:>6} {:>6} {:>6} {:>8} {:>6} {:>6} {:>6} {:>8}"
+TABLE_HEAD = ("Class", "Images", "Instances", "box P", "R", "mAP50", "mAP50-95", "mask P", "R", "mAP50", "mAP50-95")
+CLASS_NAME_LETTERS = 18  # in the table
+
+
+class SegmentationMetrics(DetectionMetrics):
+    """The detector's metrics, of boxes and of masks."""
+
+    def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[Any]:
+        """Return a `SegmentationRecord` for each image."""
+        return segmentation_records(
+            cast("Sequence[SegmentationPrediction]", predictions), cast("SegmentationBatch", batch), self.shown
+        )
+
+    def summarise(self, records: Sequence[Any]) -> Summary:
+        """Return the metrics of a split, tables by class and by object size, and the evidence for `documents`."""
+        ordered: list[SegmentationRecord] = sorted(records, key=lambda record: record.boxes.image)
+        of_boxes = [record.boxes for record in ordered]
+        joined = [join(of_boxes), join([record.masks for record in ordered])]
+        boxes, masks = scores = [score_classes(one) for one in joined]
+        metrics = dict(zip(SEGMENTATION_METRICS, [*boxes.means().values(), *masks.means().values()], strict=True))
+        fitness = sum(weight * metrics[f"{name}({kind})"] for kind in KINDS for name, weight in FITNESS_WEIGHTS.items())
+        overall, details = self._table(len(ordered), scores, [score_sizes(one) for one in joined])
+        outlines = [
+            {kind: [points.ravel().tolist() for points in shapes] for kind, shapes in record.outlines._asdict().items()}
+            for record in ordered
+            if record.outlines
+        ]
+        evidence = {
+            **detection_evidence(of_boxes, boxes, len(self.names)),
+            "masks": {**score_evidence(masks), "outlines": outlines},
+        }
+        by_class = {
+            f"{name}({kind})": values
+            for kind, one in zip(KINDS, scores, strict=True)
+            for name, values in ap_by_class(one, self.names).items()
+        }
+        return Summary(metrics, fitness, overall, details, evidence, by_class=by_class)
+
+    def documents(self, summary: Summary) -> dict[str, str]:
+        """Return the detector's CSV files, with columns of masks in classes.csv, and curves and outlines of masks."""
+        documents = super().documents(summary)
+        if not documents:
+            return {}
+        evidence, names = summary.evidence, list(self.names.values())
+        classes, masks = evidence["classes"], evidence["masks"]
+        curves = masks["curves"]
+        by_class = [
+            [*of_boxes, *of_masks[3:]]
+            for of_boxes, of_masks in zip(class_rows(names, classes), class_rows(names, masks["classes"]), strict=True)
+        ]
+        by_confidence = curve_rows(names, classes, curves["precision"], curves["recall"])
+        by_recall = curve_rows(names, classes, curves["envelope"])
+        outlines_head = ("image", "kind", "class", "confidence", "outline")
+        return {
+            **documents,
+            "classes.csv": csv_text((*CLASS_COLUMNS, *(f"mask_{name}" for name in CLASS_COLUMNS[3:])), by_class),
+            "mask_curves.csv": csv_text(("class", "confidence", "precision", "recall"), by_confidence),
+            "mask_PR_curve.csv": csv_text(("class", "recall", "precision"), by_recall),
+            "val_masks.csv": csv_text(outlines_head, _outline_rows(names, evidence["shown"], masks["outlines"])),
+        }
+
+    def examples(self, summary: Summary) -> list[Example]:
+        """Return the images to draw with their boxes and outlines, ordered by index."""
+        masks = summary.evidence.get("masks", {"outlines": []})
+        return [
+            example._replace(
+                labels=_outlined(example.labels, outlines["labels"], example.size),
+                predictions=_outlined(example.predictions, outlines["predictions"], example.size),
+            )
+            for example, outlines in zip(super().examples(summary), masks["outlines"], strict=True)
+        ]
+
+    def _table(
+        self, images: int, scores: Sequence[ClassScores], sizes: Sequence[Sequence[SizeScores]]
+    ) -> tuple[list[str], list[str]]:
+        """Return the table's header with the row of all classes, and a row per class and per object size.
+
+        scores, sizes: of boxes and of masks.
+        """
+        boxes, _ = scores
+        means = [f"{value:.4f}" for one in scores for value in one.means().values()]
+        lines = [TABLE_ROW.format(*TABLE_HEAD), TABLE_ROW.format("all", images, int(boxes.instances.sum()), *means)]
+        values = np.stack([(one.precision, one.recall, one.ap[:, 0], one.ap.mean(1)) for one in scores], 1)
+        by_class = values.transpose(2, 1, 0).reshape(len(boxes.classes), -1)  # those of boxes, then those of masks
+        details = [
+            TABLE_ROW.format(
+                self.names[int(k)][:CLASS_NAME_LETTERS], of_class, count, *(f"{value:.4f}" for value in row)
+            )
+            for k, of_class, count, row in zip(boxes.classes, boxes.images, boxes.instances, by_class, strict=True)
+        ]
+        for both in zip(*sizes, strict=True):
+            low, high, instances, *_ = both[0]
+            span = f"{low:g}-{high:g} px" if high < float("inf") else f"{low:g}+ px"
+            numbers = [text for one in both for text in ("-", "-", f"{one.ap50:.4f}", f"{one.ap:.4f}")]
+            details.append(TABLE_ROW.format(span, images, instances, *numbers))
+        return lines, details
+
+
+def _outlined(boxes: Sequence[Box], outlines: Sequence[Sequence[int]], size: tuple[int, int]) -> list[Box]:
+    """Return boxes with their outlines. outlines: x y x y ... in pixels of a file of `size`, width and height."""
+    return [
+        # The centres of the outline's pixels.
+        box._replace(outline=tuple((value + 0.5) / size[number % 2] for number, value in enumerate(outline)))
+        for box, outline in zip(boxes, outlines, strict=True)
+    ]
+
+
+def _outline_rows(
+    names: Sequence[str], shown: Sequence[Mapping[str, Any]], outlines: Sequence[Mapping[str, Sequence[Sequence[int]]]]
+) -> Iterator[list[str]]:
+    """Iterate over the rows of val_masks.csv, one for each label and prediction with an outline.
+
+    outlines: of each shown image those of labels and predictions, x y x y ... in pixels of the file.
+    """
+    for image, of_image in zip(shown, outlines, strict=True):
+        for (label, *_), outline in zip(image["labels"], of_image["labels"], strict=True):
+            yield [image["path"], "label", names[int(label)], "", " ".join(map(str, outline))]
+        for (*_, confidence, label), outline in zip(image["predictions"], of_image["predictions"], strict=True):
+            row = [names[int(label)], f"{confidence:.6g}", " ".join(map(str, outline))]
+            yield [image["path"], "prediction", *row]

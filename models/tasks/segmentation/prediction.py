@@ -1,0 +1,113 @@
+"""The instances of one image: `SegmentationPrediction`, made by `SegmentationPostprocess`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from models.tasks.contract import Image
+from models.tasks.detection.prediction import DetectionPrediction
+from models.tasks.segmentation.masks import MIN_POLYGON_POINTS, JoinedMasks, MaskPart, MaskSource, OutlineMasks
+from utils.coco import CocoImage
+from utils.plots.drawing import COLOURS, Style
+
+MASK_OPACITY = 0.4
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentationPrediction(DetectionPrediction):
+    """The instances of one image, in falling confidence. Masks are computed each time that they are asked for."""
+
+    source: MaskSource
+    label_outlines: Sequence[np.ndarray]  # of `labels`, (p, 2): x, y as shares of width and height; () if unknown
+
+    @property
+    def scores(self) -> np.ndarray:
+        """The confidences, float32 (k,)."""
+        return self.array[:, 4]
+
+    @property
+    def classes(self) -> np.ndarray:
+        """The class numbers, int64 (k,)."""
+        return np.asarray(self.boxes[:, 5].long().numpy())
+
+    @property
+    def masks(self) -> np.ndarray:
+        """The masks, bool (k, height, width) of the file."""
+        width, height = self.size
+        masks = np.zeros((len(self.boxes), height, width), bool)
+        for mask, part in zip(masks, self.parts(), strict=True):
+            _window(mask, part)[:] = part.pixels
+        return masks
+
+    @property
+    def outlines(self) -> list[np.ndarray]:
+        """The largest contour of each mask, float32 (p, 2): the centres of its pixels as shares of width and height.
+
+        No points for an empty mask; for a label its own outline.
+        """
+        return list(self.source.outlines(range(len(self.boxes))))
+
+    def parts(self) -> list[MaskPart]:
+        """Return the masks as the parts of the file that contain them."""
+        return list(self.source.parts(range(len(self.boxes))))
+
+    def draw(self, image: Image, style: Style) -> Image:
+        """Return a copy of `image` with masks in the colours of their classes, and the boxes, drawn on it.
+
+        The most confident are on top.
+        """
+        drawn: Image = image.copy()
+        parts = self.parts()
+        for label, part in zip(self.classes[::-1].tolist(), parts[::-1], strict=True):
+            tint(_window(drawn, part), part.pixels, COLOURS[label % len(COLOURS)])
+        return super().draw(drawn, style)
+
+    def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
+        """Return lines of a label file: class, outline as normalised x y x y ..., `with_confidence` the confidence.
+
+        A mask with too few pixels for a polygon gets the rectangle of its box. corners: boxes as xyxy in pixels of the
+        file instead of outlines.
+        """
+        if corners:
+            return super().label_rows(with_confidence, corners)
+        lines = []
+        for (*xyxy, confidence, label), outline in zip(self.boxes.tolist(), self.outlines, strict=True):
+            points = outline if len(outline) >= MIN_POLYGON_POINTS else _rectangle(xyxy) / self.size
+            numbers = [*points.ravel().tolist(), *([confidence] if with_confidence else [])]
+            lines.append(f"{int(label)} {' '.join(f'{number:.6g}' for number in numbers)}")
+        return lines
+
+    def with_labels(self) -> SegmentationPrediction:
+        """Return the labels, with a confidence of 1, followed by the detections whose boxes overlap no label's box of
+        their class by more than `iou_thres`."""
+        labels = self.label_boxes()
+        shapes = self.label_outlines or [_rectangle(xyxy) / self.size for *xyxy, _, _ in labels.tolist()]
+        outlined, unlabelled = OutlineMasks(shapes, self.size), self.unlabelled().tolist()
+        members = [(outlined, row) for row in range(len(labels))] + [(self.source, row) for row in unlabelled]
+        return replace(self, boxes=torch.cat((labels, self.boxes[unlabelled])), source=JoinedMasks(members, self.size))
+
+    def coco_rows(self) -> CocoImage:
+        """Return the detections for COCO's results, with masks as run lengths."""
+        masks = [part.run_lengths(self.size) for part in self.parts()]
+        return super().coco_rows()._replace(masks=masks)
+
+
+def tint(image: Image, mask: np.ndarray, colour: tuple[int, int, int]) -> None:
+    """Mix `colour` into the pixels of `mask`, bool (h, w), in place."""
+    image[mask] = image[mask] * (1 - MASK_OPACITY) + np.array(colour) * MASK_OPACITY
+
+
+def _window(image: np.ndarray, part: MaskPart) -> np.ndarray:
+    """Return the pixels of `image` (h, w) or (h, w, 3) that a part covers, as a view."""
+    rows, columns = part.pixels.shape
+    return image[part.top : part.top + rows, part.left : part.left + columns]
+
+
+def _rectangle(xyxy: Sequence[float]) -> np.ndarray:
+    """Return the corners of a box, (4, 2)."""
+    left, top, right, bottom = xyxy
+    return np.array(((left, top), (right, top), (right, bottom), (left, bottom)))

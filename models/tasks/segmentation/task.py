@@ -1,0 +1,94 @@
+"""`SegmentationTask`: the factory of a segmenter's model, criterion, postprocess and metrics. Named in models/tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+import numpy as np
+
+from models.fuse import fuse
+from models.layers import Segment
+from models.tasks.contract import Batch, Criterion, ExportModule, ExportSettings, Image, Model, Thresholds
+from models.tasks.detection.export_module import graph_suppression
+from models.tasks.detection.loss import UnavailableCriterion
+from models.tasks.detection.task import DetectionTask
+from models.tasks.segmentation.export_module import DecodedSegmenter, SuppressedSegmenter
+from models.tasks.segmentation.image_info import MASK_STRIDE, SegmentationBatch
+from models.tasks.segmentation.loss import LOSS_NAMES, SegmentationCriterion
+from models.tasks.segmentation.metrics import SEGMENTATION_METRICS, SegmentationMetrics
+from models.tasks.segmentation.postprocess import NO_AUGMENT, SegmentationPostprocess
+from models.tasks.segmentation.prediction import tint
+from models.yolo import YoloModel
+from utils.errors import UserError
+from utils.plots.drawing import COLOURS, MAX_GRID_IMAGES, draw_targets
+
+
+class SegmentationTask(DetectionTask):
+    """Instance segmentation, as in YOLOv5: a detector whose boxes have masks."""
+
+    loss_names = LOSS_NAMES
+    metric_names = SEGMENTATION_METRICS
+    official_weights = r"yolov5[nsmlx]-seg\.pt"
+    refused: ClassVar[Mapping[str, str]] = {"augment": NO_AUGMENT}
+    head = Segment
+
+    def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> YoloModel:
+        """Build the model of a YAML. Raises `UserError` unless the prototypes are a quarter of the images."""
+        model = super().build_model(yaml, imgsz, source)
+        stride = int(model.detect.stride[0]) // 2  # `Proto` doubles height and width
+        if stride != MASK_STRIDE:
+            raise UserError(
+                f"{source}: the first map of Segment has stride {2 * stride}, and masks need {2 * MASK_STRIDE}; "
+                "name a row of that stride first"
+            )
+        return model
+
+    def criterion(self, model: Model) -> Criterion:
+        """Return the loss of `model`, with gains scaled to it; for an exported file every term is NaN."""
+        if not isinstance(model, YoloModel):
+            return UnavailableCriterion(len(LOSS_NAMES))
+        head = model.detect
+        assert isinstance(head, Segment)
+        return SegmentationCriterion(self.loss_settings.scaled(head.nl, head.nc, model.imgsz), head)
+
+    def postprocess(  # type: ignore[override]
+        self, model: Model, thresholds: Thresholds
+    ) -> SegmentationPostprocess:
+        """Return the conversion of outputs to instances. Raises `UserError` for an unknown class in `thresholds`."""
+        return SegmentationPostprocess(self.names, thresholds)
+
+    def metrics(self, shown: frozenset[int] = frozenset()) -> SegmentationMetrics:
+        """Return precision, recall and mean average precision of boxes and masks. shown: indices of images to draw."""
+        return SegmentationMetrics(self.names, shown)
+
+    def export_module(self, model: Model, settings: ExportSettings) -> ExportModule:
+        """Return the module that maps images (b, 3, h, w), in 0 to 1, to boxes and prototypes, or with `nms` to
+        detections and masks.
+
+        Shapes: see `DecodedSegmenter` and `SuppressedSegmenter`.
+        """
+        assert isinstance(model, YoloModel)  # export.py reads no exported files
+        decoding = DecodedSegmenter(fuse(model)).eval()
+        if not settings.nms:
+            return ExportModule(decoding, None)
+        suppression = graph_suppression(settings)
+        return ExportModule(SuppressedSegmenter(decoding, suppression).eval(), suppression._asdict())
+
+    def draw_batch(self, batch: Batch) -> Image:
+        """Draw a grid of the batch's images with their targets and masks."""
+        given = cast("SegmentationBatch", batch)
+        images, pixels = given.images[:MAX_GRID_IMAGES].cpu().numpy().copy(), given.mask_pixels.cpu().numpy()
+        sides = given.windows[:, 2:] - given.windows[:, :2]
+        ends = (sides[:, 0] * sides[:, 1]).cumsum().tolist()
+        square = np.ones((MASK_STRIDE, MASK_STRIDE), bool)
+        targets = given.host_targets[:, :2].astype(int).tolist()
+        for (image, label), window, (width, height), end in zip(
+            targets, (given.windows * MASK_STRIDE).tolist(), sides.tolist(), ends, strict=True
+        ):
+            if image < len(images):
+                left, top, right, bottom = window
+                mask = np.kron(pixels[end - width * height : end].reshape(height, width) > 0, square)
+                blue, green, red = COLOURS[label % len(COLOURS)]
+                tint(images[image].transpose(1, 2, 0)[top:bottom, left:right], mask, (red, green, blue))
+        return draw_targets(images, given.targets.cpu().numpy(), self.names)
