@@ -69,6 +69,7 @@ class Predictor:
         classes: Sequence[int] = (),
         agnostic_nms: bool = False,
         augment: bool = False,
+        retina_masks: bool = False,
         half: bool = False,
         device: str = "",
         data: str = "",
@@ -83,13 +84,16 @@ class Predictor:
         members = read_members([str(name) for name in files], layers, augment)
         source = data_source(data, members.entry.data) if data else None
         kind = members.entry.load()
+        members.refuse({"augment": augment, "retina_masks": retina_masks})
         self.task = kind(source.names() if source else members.class_names, kind.recipe())
         self.data = dataset_class(members.entry.data)
         self.half = half and self.device.type == "cuda"
         size = members.image_size(imgsz)
         models = members.build(self.task, max(size.sides), data or "the names")
         self.models = [for_inference(model, self.device, self.half, fold=True) for model in models]
-        thresholds = select(Thresholds, DetectOptions(**given), classes=tuple(classes), one_class=True)
+        thresholds = select(
+            Thresholds, DetectOptions(**given), classes=tuple(classes), one_class=True, retina_masks=retina_masks
+        )
         postprocess = self.task.postprocess(models[0], thresholds)
         self.inference = Inference(self.task, postprocess, self.device, augment, self.half)
         self.stride = math.lcm(*(model.stride for model in models))

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from data.dataset import data_source
-from models.ensemble import common_task, halve, load_model, refuse_flags, weight_files
+from models.ensemble import common_task, halve, load_model, weight_files
 from models.export.formats import ExportJob, write
 from models.export.runtime import ExportMetadata
 from models.image_size import ImageSize, choose_size
@@ -18,7 +18,7 @@ from models.tasks import TASKS
 from models.tasks.contract import ExportSettings
 from models.weights.reader import Weights, read_weights
 from utils.config.options import ExportOptions
-from utils.config.parser import parse_options
+from utils.config.parser import given_flags, parse_options, refuse_flags
 from utils.config.select import select
 from utils.console import show
 from utils.distributed.devices import device_kind
@@ -33,7 +33,8 @@ NEEDLESS_FLAGS = {
 
 def main() -> None:
     """Export the weight files to all formats that the flags name."""
-    options = parse_options(ExportOptions, sys.argv[1:])
+    argv = sys.argv[1:]
+    options = parse_options(ExportOptions, argv)
     if options.device == "mps":
         raise UserError("--device mps: models are not exported on Apple GPUs; give cpu")
     device = torch.device(device_kind(options.device))
@@ -42,7 +43,7 @@ def main() -> None:
     for name, file in weight_files(options.weights).items():
         content = read_weights(file)
         kind = TASKS[common_task({name: content})].load()
-        refuse_flags(options, kind.refused)
+        refuse_flags(given_flags(ExportOptions, argv), kind.refused)
         size = choose_size({name: content}, kind, options.imgsz)
         job = prepare(name, content, options, size, device)
         show(*size.rounded(job.metadata.stride).messages, *messages(options, job))

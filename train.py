@@ -243,6 +243,7 @@ def read_job(settings: Settings) -> Job:
     """Read the files that the flags name; download what is missing. Raises `UserError`."""
     start_from = starting_point(settings.select(ModelOptions), settings.saved and settings.saved["model"])
     kind = start_from.entry.load()
+    settings.refuse(kind.refused)
     source = data_source(settings.options.data, start_from.entry.data)
     settings = settings.for_task(kind.recipe, kind.defaults, source.spec.defaults)
     if not settings.saved:

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from data.dataset import DataOptions, DataSet, Split, data_source
-from models.ensemble import Inference, Members, for_inference, read_members, refuse_flags
+from models.ensemble import Inference, Members, for_inference, read_members
 from models.tasks.contract import Batch, Criterion, Metrics, Model, Prediction, Task, Thresholds
 from utils import coco
 from utils.config.options import ValOptions
@@ -152,7 +152,7 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
         members = read_members(options.weights, options.layers, options.augment)
         source = data_source(options.data, members.entry.data)
     kind = members.entry.load()
-    check_flags(options, kind.refused)
+    check_flags(members, argv, options.annotations)
     options = with_defaults(options, argv, SPEED_DEFAULTS if options.task == "speed" else {})
     size = members.image_size(options.imgsz, source.spec.defaults.get("imgsz", 0))
     options = with_size(options, size.sides, size.is_fixed)
@@ -247,11 +247,11 @@ def validate(validation: Validation) -> None:
         run.on_main(lambda: write_coco_results(run, options, validation.roots, images, names, split.images, stem))
 
 
-def check_flags(options: ValOptions, refused: Mapping[str, str]) -> None:
+def check_flags(members: Members, argv: Sequence[str], annotations: str) -> None:
     """Raise `UserError` for a flag that does not apply to the task, and for annotations that do not exist."""
-    refuse_flags(options, refused)
-    if options.annotations and not Path(options.annotations).is_file():
-        raise UserError(f"--annotations {options.annotations} is not a file; check the path")
+    members.refuse(given_flags(ValOptions, argv))
+    if annotations and not Path(annotations).is_file():
+        raise UserError(f"--annotations {annotations} is not a file; check the path")
 
 
 def with_size(options: ValOptions, sides: tuple[int, int], is_fixed: bool) -> ValOptions:

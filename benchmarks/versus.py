@@ -313,7 +313,7 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="the Python that YOLOv5's packages are installed for")
     parser.add_argument("--ultralytics", help="a Python that ultralytics is installed for")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--part", default="", help="only parts whose name contains this")
+    parser.add_argument("--part", default="", help="only the part of this name, or those that contain it")
     parser.add_argument("--weights", type=Path, help="official yolov5n.pt, for the validation")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -325,8 +325,10 @@ def main() -> None:
         if options.ultralytics:
             sides["ultralytics"] = (options.ultralytics, folder)
         print(f"{'milliseconds per image':40} {'':11} {'CPU':>8} {'wall':>8}")
-        for name, part in PARTS.items():
-            if options.part in name and (options.weights or "WEIGHTS" not in part.ours):
+        named = [options.part] if options.part in PARTS else [name for name in PARTS if options.part in name]
+        for name in named:
+            part = PARTS[name]
+            if options.weights or "WEIGHTS" not in part.ours:
                 weights = {"WEIGHTS": str(options.weights and options.weights.resolve()), **part.variables}
                 able = {side: how for side, how in sides.items() if getattr(part, side)}
                 photos = part.variables.get("PHOTOS", "")

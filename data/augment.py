@@ -2,6 +2,9 @@
 
 Random functions draw from the generator that is passed. Distributions and hyperparameter names are YOLOv5's. Boxes are
 xyxy in pixels of the sample's image.
+
+Outlines of objects travel with the boxes. For a detector they serve `copy_paste` only, and boxes are warped as such;
+for segmentation (`masks`) a box is the extent of the visible part of its outline.
 """
 
 from __future__ import annotations
@@ -9,16 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
 
+from data.polygons import Polygons
+
 PADDING_LEVEL = 114  # grey, 0 to 255, outside of every image
 MOSAIC_PARTNERS = 3  # the other images of a mosaic
 MIN_BOX_PIXELS = 2  # exclusive lower bound of a warped box's sides
 MIN_AREA_SHARE = 0.1  # exclusive lower bound of a warped box's area over its area before
+MIN_OUTLINED_AREA_SHARE = 0.01  # the same of the box around the visible part of an outline
 MAX_BOX_ASPECT = 100  # exclusive upper bound of a warped box's longer side over its shorter one
 MAX_COVERED_SHARE = 0.3  # exclusive upper bound of the share of any box that a pasted object covers
 
@@ -28,14 +33,13 @@ Corners = tuple[float, float, float, float]  # left, top, right, bottom
 class Sample(NamedTuple):
     """An image uint8 (h, w, 3) BGR, its boxes float32 (k, 4) xyxy in pixels, and their classes float32 (k,).
 
-    polygons: the outline of each object, (p, 2) x and y in pixels, (0, 2) if it is unknown; an empty tuple if outlines
-    are not needed. `copy_paste` uses and drops them.
+    polygons: the outline of each object in pixels, without points if it is unknown; None if outlines are not needed.
     """
 
     image: np.ndarray
     boxes: np.ndarray
     classes: np.ndarray
-    polygons: tuple[np.ndarray, ...] = ()
+    polygons: Polygons | None = None
 
 
 class Placement(NamedTuple):
@@ -78,7 +82,10 @@ def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool) -> tuple[Sa
     if left or top or right or bottom:
         image = cv2.copyMakeBorder(image, top, bottom, left, right, cv2.BORDER_CONSTANT, value=(PADDING_LEVEL,) * 3)
     boxes = sample.boxes * ratio + np.array([left, top, left, top], np.float32)
-    return Sample(image, boxes, sample.classes), Placement((ratio, ratio), (left, top))
+    polygons = sample.polygons
+    if polygons is not None:
+        polygons = polygons.at(polygons.points * ratio + np.array([left, top], np.float32))
+    return Sample(image, boxes, sample.classes, polygons), Placement((ratio, ratio), (left, top))
 
 
 def mosaic_positions(sizes: Sequence[tuple[int, int]], size: int, rng: np.random.Generator) -> list[Corners]:
@@ -102,17 +109,19 @@ def warp_mosaic(
     matrix: np.ndarray,
     scale: float,
     shape: tuple[int, int],
+    masks: bool = False,
 ) -> Sample:
     """Return the mosaic of four images at `positions` on a square canvas, warped into `shape` (height, width).
 
     The canvas is never drawn: each image is warped straight into the result; images outside of it are not loaded.
 
     load: returns the image for a position by its number; it may have another size than the position. canvas: side in
-    pixels. matrix: maps pixels of the canvas to those of the result. scale: of the matrix.
+    pixels. matrix: maps pixels of the canvas to those of the result. scale: of the matrix. masks: boxes are the extents
+    of the visible parts of the outlines.
     """
     upright = not matrix[[0, 1, 2, 2], [1, 0, 0, 1]].any()
     result = np.full((*shape, 3), PADDING_LEVEL, np.uint8)
-    before, after, classes, polygons = [], [], [], []
+    before, after, classes, outlines, bounds = [], [], [], [], []
     for number, position in enumerate(positions):
         part = (max(position[0], 0), max(position[1], 0), min(position[2], canvas), min(position[3], canvas))
         window = _window(part, matrix, shape, upright) if part[0] < part[2] and part[1] < part[3] else None
@@ -120,23 +129,32 @@ def warp_mosaic(
             continue
         sample = load(number)
         tile = _MosaicTile(sample.image, position, part, window)
+        polygons, limits = sample.polygons, window
         if upright:
-            onto = _draw_upright(result, tile, matrix)
-            after.append((sample.boxes * onto[0] + onto[1]).clip(window[:2] * 2, window[2:] * 2))
-            polygons += [(one * onto[0][:2] + onto[1][:2]).clip(window[:2], window[2:]) for one in sample.polygons]
+            factors, shifts = _draw_upright(result, tile, matrix)
+            after.append((sample.boxes * factors + shifts).clip(window[:2] * 2, window[2:] * 2))
+            polygons = polygons and polygons.at(polygons.points * factors[:2] + shifts[:2])
         else:
             _draw_warped(result, tile, matrix)
-            on_canvas = ((one * tile.ratio + position[:2]).clip(0, canvas) for one in sample.polygons)
-            polygons += [warp_points(one, matrix).clip(0, shape[::-1]) for one in on_canvas]
+            polygons, limits = polygons and _warp_outlines(polygons, tile, matrix, canvas, masks), (0, 0, *shape[::-1])
+        if polygons is not None:
+            outlines.append(polygons)
+            bounds.append(np.tile(limits, (len(polygons.counts), 1)))
         before.append((sample.boxes * (tile.ratio * 2) + position[:2] * 2).clip(0, canvas))
         classes.append(sample.classes)
     if not classes:
-        return Sample(result, np.zeros((0, 4), np.float32), np.zeros(0, np.float32))
+        nothing = Polygons.of(()) if masks else None
+        return Sample(result, np.zeros((0, 4), np.float32), np.zeros(0, np.float32), nothing)
     old = np.concatenate(before)
-    new = np.concatenate(after) if upright else warp_boxes(old, matrix, shape)
-    visible = is_visible(old * scale, new)
-    outlines = tuple(compress(polygons, visible))  # clipped point by point, which does not change the part inside
-    return Sample(result, new[visible].astype(np.float32), np.concatenate(classes)[visible], outlines)
+    polygons = Polygons.joined(outlines) if outlines else None
+    if masks and polygons is not None:
+        polygons, new = polygons.cut(np.concatenate(bounds))
+    else:
+        new = np.concatenate(after) if upright else warp_boxes(old, matrix, shape)
+        polygons = polygons and polygons.clipped(np.concatenate(bounds))
+    visible = is_visible(old * scale, new, MIN_OUTLINED_AREA_SHARE if masks else MIN_AREA_SHARE)
+    polygons = polygons and polygons.subset(visible)
+    return Sample(result, new[visible].astype(np.float32), np.concatenate(classes)[visible], polygons)
 
 
 def _window(
@@ -216,6 +234,16 @@ def _draw_warped(result: np.ndarray, tile: _MosaicTile, matrix: np.ndarray) -> N
     )
 
 
+def _warp_outlines(polygons: Polygons, tile: _MosaicTile, matrix: np.ndarray, canvas: int, masks: bool) -> Polygons:
+    """Return the outlines of an image, cut off at the edge of the canvas, in pixels of the result."""
+    polygons = polygons.at(polygons.points * tile.ratio + tile.position[:2])
+    if masks:
+        polygons, _ = polygons.cut(np.array(tile.part))
+    else:
+        polygons = polygons.clipped(np.array((0, 0, canvas, canvas)))
+    return polygons.at(warp_points(polygons.points, matrix))
+
+
 def _warp_image(image: np.ndarray, matrix: np.ndarray, shape: tuple[int, int], **options: Any) -> np.ndarray:
     """Warp an image into `shape` (height, width). options: of OpenCV, whose function without perspective is faster."""
     if matrix[2, :2].any():
@@ -253,16 +281,26 @@ def random_matrix(
 
 
 def random_warp(
-    sample: Sample, settings: AugmentSettings, shape: tuple[int, int], rng: np.random.Generator, unit: float = 1.0
+    sample: Sample,
+    settings: AugmentSettings,
+    shape: tuple[int, int],
+    rng: np.random.Generator,
+    unit: float = 1.0,
+    masks: bool = False,
 ) -> Sample:
     """Warp the image by a random matrix into `shape` (height, width) and drop the boxes of which too little is visible.
 
-    unit: see `random_matrix`.
+    unit: see `random_matrix`. masks: boxes are the extents of the visible parts of the outlines.
     """
     matrix, scale = random_matrix(settings, sample.image.shape[:2], shape, rng, 1.0, unit)
     image = sample.image
     if image.shape[:2] != shape or not np.array_equal(matrix, np.eye(3)):
         image = _warp_image(image, matrix, shape, borderValue=(PADDING_LEVEL,) * 3)
+    if masks and (polygons := sample.polygons) is not None:
+        warped = polygons.at(warp_points(polygons.points, matrix).astype(np.float32))
+        polygons, boxes = warped.cut(np.array((0, 0, *shape[::-1])))
+        visible = is_visible(sample.boxes * scale, boxes, MIN_OUTLINED_AREA_SHARE)
+        return Sample(image, boxes[visible], sample.classes[visible], polygons.subset(visible))
     boxes = warp_boxes(sample.boxes, matrix, shape)
     visible = is_visible(sample.boxes * scale, boxes)
     return Sample(image, boxes[visible], sample.classes[visible])
@@ -284,11 +322,11 @@ def warp_points(points: np.ndarray, matrix: np.ndarray) -> np.ndarray:
     return warped[..., :2] / warped[..., 2:]
 
 
-def is_visible(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Return which warped boxes have sides over 2 pixels, over a tenth of their area, and are no sliver, bool (k,)."""
+def is_visible(before: np.ndarray, after: np.ndarray, min_area_share: float = MIN_AREA_SHARE) -> np.ndarray:
+    """Return which warped boxes have sides over 2 pixels, enough of their area, and are no sliver, bool (k,)."""
     old, new = before[:, 2:] - before[:, :2], after[:, 2:] - after[:, :2]
     large = (new > MIN_BOX_PIXELS).all(1)
-    enough_area = new.prod(1) > MIN_AREA_SHARE * old.prod(1)
+    enough_area = new.prod(1) > min_area_share * old.prod(1)
     longer, shorter = new.max(1, initial=0), new.min(1, initial=np.inf)
     return large & enough_area & (longer < MAX_BOX_ASPECT * shorter)
 
@@ -297,7 +335,9 @@ def mixup(a: Sample, b: Sample, rng: np.random.Generator) -> Sample:
     """Blend two images of one size with a weight from Beta(32, 32), and join their boxes. Zhang et al. 2018."""
     weight = rng.beta(32.0, 32.0)
     image = cv2.addWeighted(a.image, weight, b.image, 1 - weight, 0)
-    return Sample(image, np.concatenate((a.boxes, b.boxes)), np.concatenate((a.classes, b.classes)))
+    outlines = [each.polygons for each in (a, b) if each.polygons is not None]
+    polygons = Polygons.joined(outlines) if outlines else None
+    return Sample(image, np.concatenate((a.boxes, b.boxes)), np.concatenate((a.classes, b.classes)), polygons)
 
 
 def copy_paste(sample: Sample, chance: float, rng: np.random.Generator) -> Sample:
@@ -306,13 +346,14 @@ def copy_paste(sample: Sample, chance: float, rng: np.random.Generator) -> Sampl
     An object that would cover 0.3 or more of any box is skipped. After Ghiasi et al. 2021, as in YOLOv5. Changes the
     image in place.
     """
-    if not chance or not any(map(len, sample.polygons)):
+    polygons = sample.polygons
+    if not chance or polygons is None or not len(polygons.points):
         return sample
-    chosen = rng.random(len(sample.polygons)) < chance
+    chosen = rng.random(len(polygons.counts)) < chance
     image, boxes, classes = sample.image, sample.boxes, sample.classes
-    mirrored = None
+    mirrored, pasted = None, []
     for number in np.flatnonzero(chosen).tolist():
-        polygon = sample.polygons[number]
+        polygon = polygons.outline(number)
         if len(polygon) < 3:
             continue
         box = np.concatenate((polygon.min(0), polygon.max(0)))
@@ -323,7 +364,10 @@ def copy_paste(sample: Sample, chance: float, rng: np.random.Generator) -> Sampl
         _paste(image, mirrored, polygon, box)
         boxes = np.concatenate((boxes, box[None].astype(np.float32)))
         classes = np.append(classes, classes[number])
-    return Sample(image, boxes, classes)
+        pasted.append(polygon * (-1, 1) + (image.shape[1], 0))
+    if pasted:
+        polygons = Polygons.joined((polygons, Polygons.of(pasted)))
+    return Sample(image, boxes, classes, polygons)
 
 
 def covered_shares(boxes: np.ndarray, box: np.ndarray) -> np.ndarray:
@@ -379,7 +423,12 @@ def flip(sample: Sample, axis: int) -> Sample:
     """Mirror an image and its boxes along axis 0, x (left and right), or axis 1, y (top and bottom)."""
     boxes = sample.boxes.copy()
     boxes[:, [axis, axis + 2]] = sample.image.shape[1 - axis] - boxes[:, [axis + 2, axis]]
-    return Sample(cv2.flip(sample.image, 1 - axis), boxes, sample.classes)
+    polygons = sample.polygons
+    if polygons is not None:
+        points = polygons.points.copy()
+        points[:, axis] = sample.image.shape[1 - axis] - points[:, axis]
+        polygons = polygons.at(points)
+    return Sample(cv2.flip(sample.image, 1 - axis), boxes, sample.classes, polygons)
 
 
 @dataclass(frozen=True)
@@ -395,6 +444,7 @@ class Augmenter:
     load: Callable[[int], Sample]  # returns an image by its index, its longer side at `imgsz`
     size: Callable[[int], tuple[int, int]]  # returns width and height of that image
     hsv: Callable[[Sample, AugmentSettings, np.random.Generator], Sample] = random_hsv
+    masks: bool = False  # for segmentation: samples have outlines, and boxes are the extents of their visible parts
 
     def __call__(
         self, index: int, shape: tuple[int, int], rng: np.random.Generator, partners: Sequence[int] = ()
@@ -412,7 +462,7 @@ class Augmenter:
                 sample = mixup(sample, self._mosaic(second, shape, rng), rng)
         else:
             fitted, _ = letterbox(self.load(index), shape, enlarge=True)
-            sample = random_warp(fitted, settings, shape, rng, unit=max(shape) / self.imgsz)
+            sample = random_warp(fitted, settings, shape, rng, max(shape) / self.imgsz, self.masks)
         if settings.hsv_h or settings.hsv_s or settings.hsv_v:
             sample = self.hsv(sample, settings, rng)
         if rng.random() < settings.flipud:
@@ -428,5 +478,7 @@ class Augmenter:
         positions = mosaic_positions([self.size(int(number)) for number in chosen], self.imgsz, rng)
         canvas = 2 * self.imgsz
         matrix, scale = random_matrix(self.settings, (canvas, canvas), shape, rng, max(shape) / self.imgsz)
-        sample = warp_mosaic(positions, lambda number: self.load(int(chosen[number])), canvas, matrix, scale, shape)
+        sample = warp_mosaic(
+            positions, lambda number: self.load(int(chosen[number])), canvas, matrix, scale, shape, self.masks
+        )
         return copy_paste(sample, self.settings.copy_paste, rng)

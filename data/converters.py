@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from data.archives import is_inside
 from data.images import IMAGE_SUFFIXES
+from data.outlines import Points, decode_rle, joined, mask_outline
 from utils.errors import UserError, nearest
 from utils.files import replacing
 
@@ -30,7 +31,6 @@ VISDRONE_CLASSES = 10  # categories 1 to 10; 0 is for regions to ignore, 11 for 
 CUT_KEY = "cut at the edge of their image"  # the tally's key of boxes that are cut, not left out
 
 CocoBox = tuple[float, float, float, float]  # left, top, width, height in pixels, as in COCO
-Points = list[tuple[float, float]]
 
 
 class Tally(Counter[str]):
@@ -341,28 +341,22 @@ def _coco_row(
     row = box_row(label, (x, y, width, height), size, tally)
     if not polygons or not row:
         return row
-    parts = item.get("segmentation")
-    if isinstance(parts, list):
-        outlines = [list(zip(map(float, part[::2]), map(float, part[1::2]), strict=True)) for part in parts]
-        outlines = [outline for outline in outlines if len(outline) > 2]
-    else:
-        outlines = []  # a mask, as of crowds
-    if not outlines:
+    outline = _coco_outline(item.get("segmentation"))
+    if not outline:
         tally["outlines, replaced by the box"] += 1
-        outlines = [[(x, y), (x + width, y), (x + width, y + height), (x, y + height)]]
-    shares = [
-        min(max(value / side, 0.0), 1.0) for point in joined(outlines) for value, side in zip(point, size, strict=True)
-    ]
+        outline = [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
+    shares = [min(max(value / side, 0.0), 1.0) for point in outline for value, side in zip(point, size, strict=True)]
     return f"{label} {' '.join(f'{share:.6g}' for share in shares)}\n"
 
 
-def joined(parts: Sequence[Points]) -> Points:
-    """Join outlines into one, each to the next at their nearest points. The connections enclose no area."""
-    outline = list(parts[0])
-    for part in parts[1:]:
-        _, here, there = min((math.dist(a, b), i, j) for i, a in enumerate(outline) for j, b in enumerate(part))
-        outline = [*outline[: here + 1], *part[there:], *part[: there + 1], *outline[here:]]
-    return outline
+def _coco_outline(segmentation: Any) -> Points:
+    """Return one outline for a list of polygons or a mask in run-length encoding; [] if there is none."""
+    if isinstance(segmentation, dict):
+        counts, size = segmentation["counts"], segmentation["size"]
+        return mask_outline(decode_rle(counts, size))
+    parts = [list(zip(map(float, part[::2]), map(float, part[1::2]), strict=True)) for part in segmentation or ()]
+    parts = [part for part in parts if len(part) > 2]
+    return joined(parts) if parts else []
 
 
 # VisDrone

@@ -67,6 +67,8 @@ class DataOptions(Sampling):
     workers: int = 0  # loader processes; 0: the training process loads
     cache: str = ""  # of decoded images: "ram", "disk", "val" (in memory, validation only), or "" for none
     strict: bool = False  # what would be left out is an error
+    mask_ratio: int = 4  # pixels of the image per pixel of the training masks, along a side (segmentation)
+    no_overlap: bool = False  # each training mask has all its pixels, those of a smaller object on top too
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cv2
 import numpy as np
@@ -27,11 +27,11 @@ from data.augment import (
 )
 from data.batches import Batch, empty_pixels, loader, stacked
 from data.cache import Images, open_images
-from data.dataset import DataSet, Item, Split, labels_text, split_identity
+from data.dataset import DataOptions, DataSet, Item, Split, labels_text, split_identity
 from data.images import read_image, resize_long_side, scaled_shape
 from data.labels import Content, Labels, check_classes, load_labels
 from data.problems import problem_warnings
-from data.sampler import Instances, SampleIndex, Sampling, evaluation_batches, item_generator, training_batches
+from data.sampler import Instances, SampleIndex, evaluation_batches, item_generator, training_batches
 from data.sources import DataSpec, label_file
 from utils.config.hyperparameters import Hyperparameters, Recipe
 from utils.config.select import select
@@ -53,7 +53,7 @@ class ImageInfo(NamedTuple):
     rows: np.ndarray  # its labels (k, 5): class, normalised xywh in the file's image
 
 
-class _Items(Dataset[tuple[Tensor, Tensor, ImageInfo]]):
+class _Items(Dataset[Item]):
     """Items of images and boxes, by sample index."""
 
     def __init__(self, images: Images, labels: Labels) -> None:
@@ -67,19 +67,19 @@ class _Items(Dataset[tuple[Tensor, Tensor, ImageInfo]]):
         half = rows[:, 3:5] / 2
         boxes = np.concatenate((rows[:, 1:3] - half, rows[:, 1:3] + half), 1)
         sample = Sample(image, boxes * np.array([width, height, width, height], np.float32), rows[:, 0])
-        if not self.labels.polygons or not len(rows):
+        if self.labels.polygons is None:
             return sample
-        points, starts = self.labels.polygons.of(*self.labels.offsets[index : index + 2].tolist())
-        return sample._replace(polygons=tuple(np.split(points * np.array([width, height], np.float32), starts)))
+        polygons = self.labels.polygons.between(*self.labels.offsets[index : index + 2].tolist())
+        return sample._replace(polygons=polygons.at(polygons.points * np.array([width, height], np.float32)))
 
-    def item(self, sample: SampleIndex, pixels: Tensor) -> tuple[Tensor, Tensor, ImageInfo]:
+    def item(self, sample: SampleIndex, pixels: Tensor) -> Item:
         """Write an image into `pixels`, uint8 (3, h, w); return them with its targets (k, 5)."""
         raise NotImplementedError
 
-    def __getitem__(self, sample: SampleIndex) -> tuple[Tensor, Tensor, ImageInfo]:
+    def __getitem__(self, sample: SampleIndex) -> Item:
         return self.item(sample, empty_pixels(3, *sample.shape))
 
-    def __getitems__(self, samples: Sequence[SampleIndex]) -> list[tuple[Tensor, Tensor, ImageInfo]]:
+    def __getitems__(self, samples: Sequence[SampleIndex]) -> list[Item]:
         """Return the items of a batch, with the pixels written straight into the batch. The loader calls this."""
         pixels = empty_pixels(len(samples), 3, *samples[0].shape)
         return [self.item(sample, pixels[k]) for k, sample in enumerate(samples)]
@@ -92,11 +92,15 @@ class _Items(Dataset[tuple[Tensor, Tensor, ImageInfo]]):
 class TrainingItems(_Items):
     """Augmented items; the same sample index gives the same pixels in any process."""
 
-    def __init__(self, images: Images, labels: Labels, augment: AugmentSettings, seed: int, sampling: Sampling) -> None:
+    masks: ClassVar[bool] = False  # of the `Augmenter`
+
+    def __init__(
+        self, images: Images, labels: Labels, augment: AugmentSettings, seed: int, options: DataOptions
+    ) -> None:
         super().__init__(images, labels)
-        self.seed, self.sampling = seed, sampling
-        hsv = random_hsv_linear if sampling.partners == "window" else random_hsv
-        self.augmenter = Augmenter(augment, images.imgsz, len(images.files), self.load, self.size, hsv)
+        self.seed, self.options = seed, options
+        hsv = random_hsv_linear if options.partners == "window" else random_hsv
+        self.augmenter = Augmenter(augment, images.imgsz, len(images.files), self.load, self.size, hsv, self.masks)
         self.unmixed = replace(self.augmenter, settings=replace(augment, mosaic=0.0))
 
     def size(self, index: int) -> tuple[int, int]:
@@ -104,10 +108,13 @@ class TrainingItems(_Items):
         width, height = self.labels.sizes[index].tolist()
         return scaled_shape(width, height, self.images.imgsz)
 
-    def item(self, sample: SampleIndex, pixels: Tensor) -> tuple[Tensor, Tensor, ImageInfo]:
-        augmenter = self.augmenter if self.sampling.mixes(sample.epoch) else self.unmixed
-        augmented = augmenter(sample.image, sample.shape, item_generator(self.seed, sample), sample.partners)
-        targets = to_tensors(augmented, pixels)
+    def augmented(self, sample: SampleIndex) -> Sample:
+        """Return the augmented image; its pixels may be those of the cache until `images.release`."""
+        augmenter = self.augmenter if self.options.mixes(sample.epoch) else self.unmixed
+        return augmenter(sample.image, sample.shape, item_generator(self.seed, sample), sample.partners)
+
+    def item(self, sample: SampleIndex, pixels: Tensor) -> Item:
+        targets = to_tensors(self.augmented(sample), pixels)
         self.images.release()
         return *targets, self.info(sample.image, NO_PLACEMENT)
 
@@ -115,13 +122,17 @@ class TrainingItems(_Items):
 class EvaluationItems(_Items):
     """Letterboxed items; nothing is random."""
 
-    def item(self, sample: SampleIndex, pixels: Tensor) -> tuple[Tensor, Tensor, ImageInfo]:
+    def fitted(self, sample: SampleIndex) -> tuple[Sample, Placement]:
+        """Return the letterboxed image, and its placement from the file's pixels."""
         loaded = self.load(sample.image)
         fitted, (scale, offset) = letterbox(loaded, sample.shape, enlarge=False)
         # One gain for both axes, as in YOLOv5, so that COCO's numbers equal those of its users: the shorter side of the
         # loaded image is rounded up, by less than a pixel.
         gain = scale[0] * max(loaded.image.shape[:2]) / max(self.labels.sizes[sample.image])
-        placement = Placement((gain, gain), offset)
+        return fitted, Placement((gain, gain), offset)
+
+    def item(self, sample: SampleIndex, pixels: Tensor) -> Item:
+        fitted, placement = self.fitted(sample)
         return *to_tensors(fitted, pixels), self.info(sample.image, placement)
 
 
@@ -140,7 +151,7 @@ def to_tensors(sample: Sample, pixels: Tensor) -> tuple[Tensor, Tensor]:
     return pixels, torch.from_numpy(targets.astype(np.float32))
 
 
-def collate(items: Sequence[tuple[Tensor, Tensor, ImageInfo]]) -> Batch:
+def collate(items: Sequence[Item]) -> Batch:
     """Join items of one shape."""
     images, targets, infos = zip(*items, strict=True)
     numbers = torch.cat([torch.full((len(rows), 1), float(k)) for k, rows in enumerate(targets)])
@@ -186,6 +197,9 @@ class DetectionSplit(Split):
 class DetectionData(DataSet[DetectionSplit]):
     """A detection data set at one image size: its splits, checked, and loaders over them."""
 
+    training_items: ClassVar[type[TrainingItems]] = TrainingItems
+    evaluation_items: ClassVar[type[EvaluationItems]] = EvaluationItems
+
     @staticmethod
     def class_names(spec: DataSpec, single_cls: bool) -> dict[int, str]:
         """Return the YAML's `names`, or the one class `item`. Raises `UserError` if there are no `names`."""
@@ -199,6 +213,11 @@ class DetectionData(DataSet[DetectionSplit]):
         images = {split: spec.images(split) for split in ("train", "val")}
         return images | {f"labels of {split}": list(map(label_file, files)) for split, files in images.items()}
 
+    @staticmethod
+    def content(hyp: Recipe | None) -> Content:
+        """Return what is read of label files: see `split`."""
+        return "polygons" if isinstance(hyp, Hyperparameters) and hyp.copy_paste > 0 else "labels"
+
     def split(self, name: str, hyp: Recipe | None = None) -> DetectionSplit:
         """Read and check a split.
 
@@ -206,9 +225,7 @@ class DetectionData(DataSet[DetectionSplit]):
         there is no label to train on, or for an unknown class.
         """
         images, unlisted = self.spec.listing(name)
-        pastes = isinstance(hyp, Hyperparameters) and hyp.copy_paste > 0
-        content: Content = "polygons" if pastes else "labels"
-        labels = load_labels(images, f"{name} labels", self.options.workers, content)
+        labels = load_labels(images, f"{name} labels", self.options.workers, self.content(hyp))
         problems = (*unlisted, *labels.problems)
         readable = self.usable(name, labels.sizes, problems)
         images, labels = list(compress(images, readable)), labels.subset(readable)
@@ -275,8 +292,8 @@ class DetectionData(DataSet[DetectionSplit]):
         room = options.images_in_use(len(split.images), MOSAIC_PARTNERS, batch_size, options.workers)
         reduced = options.partners == "window"
         images = self._open(split, self.train_cache, False, room if augment.mosaic else 0, reduced)
-        items = TrainingItems(images, split.labels, augment, seed, options)
-        return loader(items, batches, collate, self.options.workers)
+        items = self.training_items(images, split.labels, augment, seed, options)
+        return loader(items, batches, self.collate, self.options.workers)
 
     def evaluation_batches(self, split: DetectionSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:
         """Return the batches of an evaluation: see `DataSet`."""
@@ -284,8 +301,8 @@ class DetectionData(DataSet[DetectionSplit]):
 
     def evaluation_loader(self, split: DetectionSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
         """Return a loader of letterboxed items."""
-        items = EvaluationItems(self._open(split, self.options.cache, smooth=True), split.labels)
-        return loader(items, batches, collate, self.options.workers)
+        items = self.evaluation_items(self._open(split, self.options.cache, smooth=True), split.labels)
+        return loader(items, batches, self.collate, self.options.workers)
 
     def _open(self, split: DetectionSplit, cache: str, smooth: bool, room: int = 0, reduced: bool = False) -> Images:
         return open_images(split.images, self.imgsz, smooth, cache, split.labels.sizes, room, reduced)

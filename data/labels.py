@@ -19,6 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.images import image_size
+from data.polygons import Polygons, offsets_of
 from data.sources import label_file, label_name
 from utils.errors import UserError
 from utils.files import cache_folder, one_at_a_time, replacing
@@ -29,35 +30,11 @@ MIN_SECONDS_PER_PROCESS = 0.5  # of work, or starting another process takes long
 MIN_IMAGE_SIDE_PIXELS = 10  # a smaller image is left out
 COORDINATE_TOLERANCE = 1e-3  # a coordinate may be so far outside [0, 1], by rounding
 MIN_PIXEL_COORDINATE = 2.0  # such coordinates are taken for pixels instead of shares of a side
+MIN_OUTLINE_WIDTH = 1e-5  # share of a side: an outline that is narrower is a line
 
-Content = Literal["images", "labels", "polygons"]  # to scan: no label files; their boxes; their outlines too
-
-
-def offsets_of(counts: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return the start of each part of a flat array, and the end of the last, int64 (n + 1). counts: their lengths."""
-    return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
-
-
-@dataclass(frozen=True)
-class Polygons:
-    """The outlines of m rows, in two flat arrays.
-
-    points: float32 (p, 2), normalised x and y. offsets: int64 (m + 1); row j has points offsets[j] to offsets[j + 1],
-    none if it is a box.
-    """
-
-    points: np.ndarray
-    offsets: np.ndarray
-
-    def of(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the points of rows `first` to `end` - 1, and the places to split them at."""
-        offsets = self.offsets[first : end + 1]
-        return self.points[offsets[0] : offsets[-1]], offsets[1:-1] - offsets[0]
-
-    def subset(self, chosen: np.ndarray) -> Polygons:
-        """Return the polygons of the rows for which `chosen`, bool (m,), is true."""
-        counts = np.diff(self.offsets)
-        return Polygons(self.points[np.repeat(chosen, counts)], offsets_of(counts[chosen]))
+# To scan: no label files; their boxes; their outlines too, if there are any; outlines that enclose an area.
+Content = Literal["images", "labels", "polygons", "outlines"]
+OUTLINED: tuple[Content, ...] = ("polygons", "outlines")
 
 
 @dataclass(frozen=True)
@@ -188,18 +165,13 @@ def _scan(images: Sequence[Path], title: str, workers: int, content: Content) ->
         for part in _map_chunks(partial(_scan_chunk, content), chunks, workers):
             parts.append(part)
             bar.update(len(part.sizes))
-    polygons = [part.polygons for part in parts if part.polygons]
+    polygons = [part.polygons for part in parts if part.polygons is not None]
     return Labels(
         np.concatenate([part.rows for part in parts]),
         offsets_of(np.concatenate([part.counts for part in parts])),
         np.concatenate([part.sizes for part in parts]),
         tuple(problem for part in parts for problem in part.problems),
-        Polygons(
-            np.concatenate([part.points for part in polygons]),
-            offsets_of(np.concatenate([np.diff(part.offsets) for part in polygons])),
-        )
-        if polygons
-        else None,
+        Polygons.joined(polygons) if polygons else None,
     )
 
 
@@ -226,9 +198,7 @@ def _scan_chunk(content: Content, images: Sequence[Path]) -> Labels:
         offsets_of([len(scan.rows) for scan in scans]),
         np.array([scan.size for scan in scans], np.int32),
         tuple(problem for scan in scans for problem in scan.problems),
-        Polygons(np.concatenate([np.zeros((0, 2), np.float32), *outlines]), offsets_of(list(map(len, outlines))))
-        if content == "polygons"
-        else None,
+        Polygons.of(outlines) if content in OUTLINED else None,
     )
 
 
@@ -259,8 +229,8 @@ def scan_image(image: Path, content: Content = "labels") -> Scan:
         return Scan(size)  # background
     except (OSError, UnicodeDecodeError) as error:
         return Scan(size, problems=[f"{file}: cannot be read as text ({error}); taken as having no rows"])
-    rows, problems = parse_rows(text, file)
-    outlines = list(map(_outline, rows.values())) if content == "polygons" else ()
+    rows, problems = parse_rows(text, file, enclosing=content == "outlines")
+    outlines = list(map(_outline, rows.values())) if content in OUTLINED else ()
     return Scan(size, np.array(list(rows), np.float32).reshape(-1, 5), problems, outlines)
 
 
@@ -270,11 +240,21 @@ def _outline(words: Sequence[str]) -> np.ndarray:
     return np.array(list(map(float, points)), np.float32).reshape(-1, 2)
 
 
-def parse_rows(text: str, file: Path | str) -> tuple[dict[tuple[float, ...], list[str]], list[str]]:
+def _is_line(points: np.ndarray) -> bool:
+    """Return whether all points (k, 2) are on one line."""
+    x, y = (points - points[0]).astype(np.float64).T
+    farthest = np.argmax(x * x + y * y)
+    across = np.abs(x * y[farthest] - y * x[farthest]).max()  # distance from the line, times the line's length
+    return bool(across < MIN_OUTLINE_WIDTH * np.hypot(x[farthest], y[farthest]))
+
+
+def parse_rows(
+    text: str, file: Path | str, enclosing: bool = False
+) -> tuple[dict[tuple[float, ...], list[str]], list[str]]:
     """Return the rows of a label file, and problems with lines that are left out.
 
     A line is a box, `class x y w h`, or a polygon, `class x1 y1 x2 y2 x3 y3 ...`, normalised. Rows are the words of
-    each line by (class, x, y, w, h), in the order of the file.
+    each line by (class, x, y, w, h), in the order of the file. enclosing: a polygon that is a line is a problem too.
     """
     rows: dict[tuple[float, ...], list[str]] = {}
     problems = []
@@ -282,6 +262,8 @@ def parse_rows(text: str, file: Path | str) -> tuple[dict[tuple[float, ...], lis
         if words := line.split():
             try:
                 row = _parse_row(words)
+                if enclosing and len(words) > 5 and _is_line(_outline(words)):
+                    raise ValueError("the outline has no area")
             except ValueError as error:
                 problems.append(f"{file}, line {number}: {error}; row left out")
                 continue

@@ -24,7 +24,11 @@ from utils.files import read_yaml
 
 SPLITS = ("train", "val", "test")
 # The modules of the built-in data sets, by their names in `draw:`.
-DRAWING_MODULES = {"shapes": "data.builtin.shapes", "shapes-cls": "data.builtin.shapes_cls"}
+DRAWING_MODULES = {
+    "shapes": "data.builtin.shapes",
+    "shapes-cls": "data.builtin.shapes_cls",
+    "shapes-seg": "data.builtin.shapes_seg",
+}
 MAX_UNNAMED_CLASSES = 4096  # in a YAML with `nc` but without `names`
 DATA_KEYS = ("path", *SPLITS, "split", "split_seed", "names", "nc", "draw", "download", "convert", "defaults")
 

@@ -23,6 +23,7 @@ from models.tasks.contract import Batch, Model, Postprocess, Task, View
 from models.weights.reader import Weights
 from models.weights.releases import find_weights
 from models.weights.transfer import transfer
+from utils.config.parser import refuse_flags
 from utils.errors import UserError
 from utils.memory_format import layout
 from utils.stage_times import INFERENCE, PREPARING, StageTimer
@@ -35,17 +36,6 @@ def weight_files(names: Sequence[str]) -> dict[str, Path]:
     if not all(names) or not names:
         raise UserError("--weights names no file; give one file, or several as an ensemble")
     return {name: find_weights(name) for name in names}
-
-
-def refuse_flags(options: object, refused: Mapping[str, str]) -> None:
-    """Raise `UserError` for a flag that does not apply to the task. refused: reasons by the flag's name."""
-    for flag, reason in refused.items():
-        if getattr(options, flag, False):
-            raise UserError(f"{_flag(flag)} {reason}")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _text(value: float | Sequence[int]) -> str:
@@ -132,6 +122,10 @@ class Members:
         """The class names, which all files share."""
         return next(iter(self.weights.values())).class_names
 
+    def refuse(self, given: Mapping[str, Any]) -> None:
+        """Raise `UserError` for a flag that does not apply to the task. given: values by field name."""
+        refuse_flags(given, self.entry.load().refused)
+
     def image_size(self, requested: int | Sequence[int], suggested: int = 0) -> ImageSize:
         """Return the image size, not rounded: see `choose_size`. Raises `UserError` if the files disagree."""
         return choose_size(self.weights, self.entry.load(), requested, suggested)
@@ -155,7 +149,10 @@ class Members:
         lines = []
         for name, file in self.exported.items():
             values = file.overrides(flags)
-            each = [f"{_flag(flag)} {_text(value)} (not {_text(flags[flag])})" for flag, value in values.items()]
+            each = [
+                f"--{flag.replace('_', '-')} {_text(value)} (not {_text(flags[flag])})"
+                for flag, value in values.items()
+            ]
             if each:
                 lines.append(f"warning: {name} was exported with its own values: {', '.join(each)}")
         return lines

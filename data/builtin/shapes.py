@@ -25,9 +25,9 @@ SHAPES_VERSION = 1  # increase with every change of a pixel or a label: folders 
 SIDE_PIXELS = 160  # height and width of every image
 SHAPES_MARKER_FILE = "shapes.json"  # in the data set's folder
 
-_SUBPIXELS = 4  # sub-pixels per pixel along one side while a shape is drawn
+SUBPIXELS = 4  # sub-pixels per pixel along one side while a shape is drawn
 _FRACTION_BITS = 4  # fractional bits of OpenCV's drawing coordinates, so a vertex lies on a grid of 1/64 pixel
-_MIN_PIXELS, _MAX_PIXELS = 8.3, 99.5  # a box's longer side; filling adds up to a sub-pixel: boxes stay within 8 to 100
+MIN_PIXELS, _MAX_PIXELS = 8.3, 99.5  # a box's longer side; filling adds up to a sub-pixel: boxes stay within 8 to 100
 _SIZE_EXPONENT = 0.6  # 1 draws sizes log-uniformly; less favours large ones, as crowding shrinks some of these
 _OUTLINED_PIXELS = 24.0  # the outline of a smaller shape would hide it
 _EMPTY_SHARE = 0.02  # of the images have no object
@@ -112,11 +112,11 @@ def draw_stencil(rng: Rng, label: int, size: float) -> Stencil:
     contours = _fit(_SHAPES[NAMES[label]](rng), size - thick, rng.uniform(0, 2 * np.pi))
     pixels = int(np.ceil(size)) + 4
     # OpenCV's whole numbers are the centres of sub-pixels.
-    centre = _SUBPIXELS * (pixels / 2 + rng.uniform(-0.5, 0.5, 2)) - 0.5
-    points = [np.round((c * _SUBPIXELS + centre) * (1 << _FRACTION_BITS)).astype(np.int32) for c in contours]
-    line = np.zeros((pixels * _SUBPIXELS, pixels * _SUBPIXELS), np.uint8)
+    centre = SUBPIXELS * (pixels / 2 + rng.uniform(-0.5, 0.5, 2)) - 0.5
+    points = [np.round((c * SUBPIXELS + centre) * (1 << _FRACTION_BITS)).astype(np.int32) for c in contours]
+    line = np.zeros((pixels * SUBPIXELS, pixels * SUBPIXELS), np.uint8)
     if thick:
-        cv2.polylines(line, points, True, 255, max(round(thick * _SUBPIXELS), 1), cv2.LINE_8, _FRACTION_BITS)
+        cv2.polylines(line, points, True, 255, max(round(thick * SUBPIXELS), 1), cv2.LINE_8, _FRACTION_BITS)
     whole = line.copy()
     cv2.fillPoly(whole, points, 255, cv2.LINE_8, _FRACTION_BITS)
     return _crop(label, whole, line)
@@ -125,9 +125,9 @@ def draw_stencil(rng: Rng, label: int, size: float) -> Stencil:
 def _crop(label: int, whole: np.ndarray, line: np.ndarray) -> Stencil:
     """Crop both drawings, (4 n, 4 n) uint8, to the pixels that the shape touches."""
     left, top, wide, high = cv2.boundingRect(whole)
-    x1, y1 = left // _SUBPIXELS, top // _SUBPIXELS
-    width, height = -(-(left + wide) // _SUBPIXELS) - x1, -(-(top + high) // _SUBPIXELS) - y1
-    crop = np.s_[y1 * _SUBPIXELS : (y1 + height) * _SUBPIXELS, x1 * _SUBPIXELS : (x1 + width) * _SUBPIXELS]
+    x1, y1 = left // SUBPIXELS, top // SUBPIXELS
+    width, height = -(-(left + wide) // SUBPIXELS) - x1, -(-(top + high) // SUBPIXELS) - y1
+    crop = np.s_[y1 * SUBPIXELS : (y1 + height) * SUBPIXELS, x1 * SUBPIXELS : (x1 + width) * SUBPIXELS]
 
     def coverage(drawing: np.ndarray) -> np.ndarray:
         return cv2.resize(drawing[crop].astype(np.float32) / 255, (width, height), interpolation=cv2.INTER_AREA)
@@ -135,7 +135,7 @@ def _crop(label: int, whole: np.ndarray, line: np.ndarray) -> Stencil:
     return Stencil(label, whole[crop], coverage(whole), coverage(line))
 
 
-def _visible_part(stencil: Stencil, left: int, top: int, side: int) -> tuple[int, int, int, int]:
+def visible_part(stencil: Stencil, left: int, top: int, side: int) -> tuple[int, int, int, int]:
     """Return the part of a square image that a stencil at (`left`, `top`) covers: x1, y1, x2, y2 in pixels."""
     height, width = stencil.fill.shape
     return max(left, 0), max(top, 0), min(left + width, side), min(top + height, side)
@@ -143,14 +143,14 @@ def _visible_part(stencil: Stencil, left: int, top: int, side: int) -> tuple[int
 
 def place_at(stencil: Stencil, left: int, top: int) -> PlacedShape | None:
     """Place a stencil at (`left`, `top`); return None if too little of it is inside the image."""
-    x1, y1, x2, y2 = _visible_part(stencil, left, top, SIDE_PIXELS)
+    x1, y1, x2, y2 = visible_part(stencil, left, top, SIDE_PIXELS)
     fine = stencil.fine[
-        (y1 - top) * _SUBPIXELS : (y2 - top) * _SUBPIXELS, (x1 - left) * _SUBPIXELS : (x2 - left) * _SUBPIXELS
+        (y1 - top) * SUBPIXELS : (y2 - top) * SUBPIXELS, (x1 - left) * SUBPIXELS : (x2 - left) * SUBPIXELS
     ]
     if np.count_nonzero(fine) < _MIN_INSIDE_SHARE * np.count_nonzero(stencil.fine):
         return None
     x, y, wide, high = cv2.boundingRect(fine)
-    box = (x1 + x / _SUBPIXELS, y1 + y / _SUBPIXELS, x1 + (x + wide) / _SUBPIXELS, y1 + (y + high) / _SUBPIXELS)
+    box = (x1 + x / SUBPIXELS, y1 + y / SUBPIXELS, x1 + (x + wide) / SUBPIXELS, y1 + (y + high) / SUBPIXELS)
     mask = np.zeros((SIDE_PIXELS, SIDE_PIXELS), bool)
     mask[y1:y2, x1:x2] = stencil.fill[y1 - top : y2 - top, x1 - left : x2 - left] > 0
     return PlacedShape(stencil, left, top, mask, box)
@@ -178,9 +178,9 @@ def _fits(new: PlacedShape, placed: list[PlacedShape]) -> bool:
     return all(np.count_nonzero(shared & m) <= _MAX_HIDDEN_SHARE * np.count_nonzero(m) for m in [*touched, new.mask])
 
 
-def _find_room(rng: Rng, label: int, size: float, placed: list[PlacedShape]) -> PlacedShape | None:
+def _find_room(rng: Rng, label: int, size: float, placed: list[PlacedShape], min_pixels: float) -> PlacedShape | None:
     """Place a shape, smaller if there is no room for it; return None if there is no room for the smallest either."""
-    while size >= _MIN_PIXELS:
+    while size >= min_pixels:
         stencil = draw_stencil(rng, label, size)
         height, width = stencil.fill.shape
         clipped = size >= _OUTLINED_PIXELS and rng.random() < _CLIPPED_SHARE
@@ -195,15 +195,19 @@ def _find_room(rng: Rng, label: int, size: float, placed: list[PlacedShape]) -> 
     return None
 
 
-def arrange(rng: Rng) -> list[PlacedShape]:
-    """Choose and place the shapes of an image, and return them in the order of painting."""
+def arrange(rng: Rng, fewest: int = 6, most: int = 12, min_pixels: float = MIN_PIXELS) -> list[PlacedShape]:
+    """Choose and place `fewest` to `most` shapes of an image, and return them in the order of painting.
+
+    min_pixels: the least length of a shape's longer side. There may be fewer shapes, for some have no room, and a few
+    images have none.
+    """
     if rng.random() < _EMPTY_SHARE:
         return []
-    count = int(rng.integers(6, 13))
+    count = int(rng.integers(fewest, most + 1))
     share = rng.random(count) ** _SIZE_EXPONENT
     placed: list[PlacedShape] = []
-    for size in _MIN_PIXELS * (_MAX_PIXELS / _MIN_PIXELS) ** np.sort(share)[::-1]:  # large ones first: they need room
-        new = _find_room(rng, int(rng.integers(len(NAMES))), float(size), placed)
+    for size in min_pixels * (_MAX_PIXELS / min_pixels) ** np.sort(share)[::-1]:  # large ones first: they need room
+        new = _find_room(rng, int(rng.integers(len(NAMES))), float(size), placed, min_pixels)
         if new is not None:
             placed.append(new)
     return [placed[i] for i in rng.permutation(len(placed))]
@@ -274,7 +278,7 @@ def fill_colour(rng: Rng, around: np.ndarray) -> np.ndarray:
 
 def paint(rng: Rng, image: np.ndarray, stencil: Stencil, left: int, top: int) -> None:
     """Paint one shape at (`left`, `top`) onto the square `image` (side, side, 3) float32, in place."""
-    x1, y1, x2, y2 = _visible_part(stencil, left, top, len(image))
+    x1, y1, x2, y2 = visible_part(stencil, left, top, len(image))
     inside = np.s_[y1 - top : y2 - top, x1 - left : x2 - left]
     window = image[y1:y2, x1:x2]
     colour = fill_colour(rng, image[max(y1 - 2, 0) : y2 + 2, max(x1 - 2, 0) : x2 + 2])

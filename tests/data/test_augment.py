@@ -30,6 +30,7 @@ from data.augment import (
     warp_boxes,
     warp_mosaic,
 )
+from data.polygons import Polygons
 from tests.making import noise, plain
 
 NOTHING = AugmentSettings()
@@ -56,7 +57,9 @@ def on_grey(image: np.ndarray, left: int, top: int, width: int, height: int) -> 
 
 
 def same(a: Sample, b: Sample) -> bool:
-    return all(np.array_equal(one, other) for one, other in zip(a, b, strict=True))
+    one, other = a.polygons or Polygons.of(()), b.polygons or Polygons.of(())
+    arrays = zip((*a[:3], one.points, one.offsets), (*b[:3], other.points, other.offsets), strict=True)
+    return all(np.array_equal(*pair) for pair in arrays)
 
 
 # Letterbox
@@ -694,7 +697,7 @@ def outlined(*polygons: list[list[float]], width: int = 40, height: int = 20) ->
     """Return noise with an object for each polygon, its box around it; without points, the box is 1, 1, 4, 4."""
     outlines = tuple(np.array(points, np.float32).reshape(-1, 2) for points in polygons)
     boxes = [[*points.min(0), *points.max(0)] if len(points) else [1, 1, 4, 4] for points in outlines]
-    return sample(noise(width, height), *boxes)._replace(polygons=outlines)
+    return sample(noise(width, height), *boxes)._replace(polygons=Polygons.of(outlines))
 
 
 def rectangle(left: float, top: float, right: float, bottom: float) -> list[list[float]]:
@@ -710,7 +713,8 @@ def test_a_pasted_object_is_the_mirrored_one() -> None:
     expected[4:10, 32:38] = before.image[4:10, 2:8][:, ::-1]
     after = copy_paste(before, 1.0, np.random.default_rng(0))
     assert after.boxes.tolist() == [[2, 4, 8, 10], [32, 4, 38, 10]]
-    assert (after.classes.tolist(), after.boxes.dtype, after.polygons) == ([0, 0], np.float32, ())
+    assert (after.classes.tolist(), after.boxes.dtype) == ([0, 0], np.float32)
+    assert [points.tolist() for points in after.polygons.outlines()] == [SQUARE, [[40 - x, y] for x, y in SQUARE]]
     assert np.array_equal(after.image, expected)
 
 
@@ -729,7 +733,7 @@ def test_an_object_is_cut_out_along_its_polygon() -> None:
 def test_an_object_is_not_pasted_over_another(right: float, pasted: bool) -> None:
     """The pasted object, from 32 to 38, covers 0.29 or 0.31 of a box that is ten pixels wide."""
     before = outlined(SQUARE, rectangle(right - 10, 4, right, 10))
-    before = before._replace(polygons=(before.polygons[0], np.zeros((0, 2), np.float32)))
+    before = before._replace(polygons=Polygons.of((before.polygons.outline(0), np.zeros((0, 2), np.float32))))
     assert covered_shares(before.boxes, np.array([32, 4, 38, 10]))[1] == pytest.approx((right - 32) / 10, abs=1e-6)
     assert len(copy_paste(before, 1.0, np.random.default_rng(0)).boxes) == 2 + pasted
 
@@ -773,9 +777,9 @@ def test_polygons_of_a_mosaic_enclose_the_pixels_of_their_objects(settings: dict
     discs = 0
     for seed in range(20):
         item = augmenter(0, (96, 96), np.random.default_rng(seed))
-        assert len(item.polygons) == len(item.boxes)
+        assert len(item.polygons.counts) == len(item.boxes)
         mask, in_boxes = np.zeros((96, 96), np.uint8), np.zeros((96, 96), bool)
-        for polygon, box in zip(item.polygons, item.boxes, strict=True):
+        for polygon, box in zip(item.polygons.outlines(), item.boxes, strict=True):
             left, top, right, bottom = box.round().astype(int)
             in_boxes[top:bottom, left:right] = True
             assert np.all((polygon > -1e-3) & (polygon < 96 + 1e-3))
@@ -786,5 +790,97 @@ def test_polygons_of_a_mosaic_enclose_the_pixels_of_their_objects(settings: dict
         assert (mask[white] > 0).sum() >= 0.97 * white.sum()
         inner = cv2.erode(mask, np.ones((7, 7)), borderValue=0) > 0
         assert item.image[inner].min(initial=255) > 200
-        discs += len(item.polygons)
+        discs += len(item.boxes)
     assert discs > 30
+
+
+# Outlines
+
+
+def outlines_of(after: Sample) -> list[list[list[float]]]:
+    assert after.polygons is not None
+    return [points.tolist() for points in after.polygons.outlines()]
+
+
+def test_outlines_are_moved_with_the_image() -> None:
+    before = outlined(SQUARE, TRIANGLE)
+    fitted, _ = letterbox(before, (80, 80), enlarge=True)  # twice as large, 20 rows lower
+    assert outlines_of(fitted) == [[[2 * x, 2 * y + 20] for x, y in points] for points in (SQUARE, TRIANGLE)]
+    assert fitted.polygons.extents().tolist() == fitted.boxes.tolist()
+    for axis, side in ((0, 40), (1, 20)):
+        flipped = flip(before, axis)
+        assert flipped.polygons.extents().tolist() == flipped.boxes.tolist()
+        assert outlines_of(flipped)[0][0][axis] == side - SQUARE[0][axis]
+        assert outlines_of(flip(flipped, axis)) == outlines_of(before) == [SQUARE, TRIANGLE]
+    both = mixup(before, outlined(TRIANGLE), np.random.default_rng(0))
+    assert outlines_of(both) == [SQUARE, TRIANGLE, TRIANGLE]
+    assert outlines_of(random_hsv(before, AugmentSettings(hsv_h=0.1), np.random.default_rng(0))) == [SQUARE, TRIANGLE]
+
+
+def test_a_detector_needs_no_outlines_after_a_warp() -> None:
+    assert random_warp(outlined(SQUARE), NOTHING, (20, 40), np.random.default_rng(0)).polygons is None
+
+
+def shifted(x: float, y: float) -> Mock:
+    """Return a generator for `random_matrix` that shifts an image of 40 x 20 pixels by x and y."""
+    return uniform(np.zeros(2), 0.0, 1.0, np.zeros(2), 0.5 + np.array([x / 40, y / 20]))
+
+
+@pytest.mark.parametrize(
+    ("x", "outline", "box"),
+    [
+        pytest.param(0, TRIANGLE, [2, 2, 12, 12], id="whole"),
+        # What is left of the edge x = 0 is gone; the other corners of the triangle are (12 - 7, 2) and (2 - 7, 12).
+        pytest.param(-7, TRIANGLE, [0, 2, 5, 7], id="cut"),
+        pytest.param(-9.5, TRIANGLE, [0, 2, 2.5, 4.5], id="a sixteenth of the box"),
+        pytest.param(-11.5, TRIANGLE, None, id="too small"),
+        pytest.param(-13, TRIANGLE, None, id="outside"),
+    ],
+)
+def test_a_box_is_the_extent_of_the_visible_part_of_its_outline(
+    x: float, outline: list[list[float]], box: list[float] | None
+) -> None:
+    after = random_warp(outlined(outline), NOTHING, (20, 40), shifted(x, 0), masks=True)
+    assert after.boxes.tolist() == ([box] if box else [])
+    assert after.polygons.extents().tolist() == after.boxes.tolist()
+    assert len(after.classes) == len(after.boxes)
+
+
+def test_outlines_are_cut_at_the_edge_of_the_canvas() -> None:
+    """Half of a mosaic's canvas in size, so that its edge is visible; the first image ends 12 pixels beyond it."""
+    image = outlined(TRIANGLE, rectangle(10, 4, 40, 10))
+    sizes = [(40, 20)] * 4
+    for angle in (0.0, 0.001):
+        positions = mosaic_positions(sizes, 40, uniform(np.array([28.0, 30.0])))
+        matrix = np.diag([0.5, 0.5, 1])
+        matrix[:2, 2] = 4, 6
+        matrix[0, 1] = angle
+        load = Mock(side_effect=[image, *[outlined(width=40, height=20)] * 3])
+        after = warp_mosaic(positions, load, 80, matrix, 0.5, (60, 60), masks=True)
+        # The corner of the first image is at (-12, 10) of the canvas: the triangle ends at its edge, with a point.
+        assert after.boxes == pytest.approx(np.array([[4, 13, 18, 16]]), abs=0.1)
+        assert after.polygons.extents() == pytest.approx(after.boxes, abs=1e-6)
+        assert after.classes.tolist() == [1]
+
+
+def test_a_mosaic_without_objects_has_outlines() -> None:
+    load = Mock(side_effect=[outlined()] * 4)
+    positions = mosaic_positions([(40, 20)] * 4, 40, uniform(np.array([40.0, 40.0])))
+    after = warp_mosaic(positions, load, 80, np.eye(3), 1.0, (80, 80), masks=True)
+    assert after.polygons.counts.tolist() == []
+    outside = np.array([[1, 0, 500], [0, 1, 0], [0, 0, 1.0]])
+    assert warp_mosaic(positions, load, 80, outside, 1.0, (80, 80), masks=True).polygons.counts.tolist() == []
+
+
+@pytest.mark.parametrize("settings", [{"scale": 0.5, "translate": 0.2}, {"degrees": 30.0, "perspective": 0.0005}])
+def test_masks_change_no_pixel_and_no_random_choice(settings: dict[str, float]) -> None:
+    strengths = AugmentSettings(**settings, mosaic=0.7, mixup=0.5, fliplr=0.5, flipud=0.5, hsv_v=0.3)
+    samples = [
+        outlined(rectangle(20, 30, 50, 70), width=96, height=96)._replace(image=noise(96, 96, k)) for k in range(4)
+    ]
+    usual = Augmenter(strengths, 96, 4, samples.__getitem__, lambda _: (96, 96))
+    masked = replace(usual, masks=True)
+    for seed in range(12):
+        one, other = (each(0, (96, 96), np.random.default_rng(seed)) for each in (usual, masked))
+        assert np.array_equal(one.image, other.image)
+        assert len(other.polygons.counts) == len(other.boxes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +76,7 @@ CLASSES = ClassificationRecipe(
 )  # fmt: skip
 KINDS = {
     "detection": Kind("data.detection:DetectionData", draw_boxes, BOXES, {"mosaic": 0.0}),
+    "segmentation": Kind("data.segmentation:SegmentationData", draw_boxes, BOXES, {"mosaic": 0.0}),
     "classification": Kind("data.classification:ClassificationData", draw_classes, CLASSES, {"mixup": 0, "cutmix": 0}),
 }
 
@@ -134,10 +135,10 @@ def images_of(batches: Sequence[Batch]) -> list[int]:
 
 
 def check_same(first: Sequence[Batch], second: Sequence[Batch]) -> None:
-    """Check that pixels and targets are the same bit by bit, in the same order."""
+    """Check that pixels, targets and masks are the same bit by bit, in the same order."""
     for a, b in zip(first, second, strict=True):
-        assert torch.equal(a.images, b.images)
-        assert torch.equal(a.targets, b.targets)
+        for name in (field.name for field in fields(a) if field.name != "infos"):
+            assert np.array_equal(getattr(a, name), getattr(b, name)), name
         assert [(info.image, info.path) for info in a.infos] == [(info.image, info.path) for info in b.infos]
 
 

@@ -19,7 +19,6 @@ from data.converters import (
     convert_coco,
     convert_visdrone,
     convert_voc,
-    joined,
 )
 from data.sources import label_file, read_spec
 from tests.data.test_archives import files_below, write_spec, zipped
@@ -241,13 +240,14 @@ def test_classes_are_numbered_by_the_categories_ids(tmp_path: Path) -> None:
     assert list(rows_below(tmp_path / "flat")) == ["a.txt"]
 
 
-def test_outlines_with_one_part_two_parts_none_and_a_mask(tmp_path: Path) -> None:
+def test_outlines_with_one_part_two_parts_none_and_an_empty_mask(tmp_path: Path) -> None:
     square, other = [0, 0, 20, 0, 20, 20, 0, 20], [60, 0, 80, 0, 80, 20]
+    empty = {"counts": [20000], "size": [100, 200]}
     items = [
         {"id": 1, "image_id": 5, "category_id": 2, "bbox": [0, 0, 20, 20], "segmentation": [square]},
         {"id": 2, "image_id": 5, "category_id": 2, "bbox": [0, 0, 80, 20], "segmentation": [square, other]},
         {"id": 3, "image_id": 5, "category_id": 2, "bbox": [0, 0, 20, 20]},
-        {"id": 4, "image_id": 5, "category_id": 2, "bbox": [0, 0, 20, 20], "segmentation": {"counts": []}},
+        {"id": 4, "image_id": 5, "category_id": 2, "bbox": [0, 0, 20, 20], "segmentation": empty},
     ]
     tally, _ = convert_coco(coco(tmp_path, annotations=items), tmp_path / "labels", polygons=True)
     one, two, *boxes = rows_below(tmp_path / "labels")["deep/a.txt"]
@@ -257,15 +257,21 @@ def test_outlines_with_one_part_two_parts_none_and_a_mask(tmp_path: Path) -> Non
     assert tally["outlines, replaced by the box"] == 2
 
 
-def test_joined_outlines_enclose_the_area_of_their_parts() -> None:
-    parts = [[(0, 0), (4, 0), (4, 4), (0, 4)], [(10, 1), (12, 1), (12, 3)], [(5, 9), (7, 9), (7, 11), (5, 11)]]
-
-    def area(points: list) -> float:
-        x, y = np.array(points, float).T
-        return float(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2
-
-    assert area(joined(parts)) == pytest.approx(sum(map(area, parts)))
-    assert joined(parts[:1]) == parts[0]
+def test_a_mask_becomes_an_outline_with_its_hole(tmp_path: Path) -> None:
+    """A square of 10 x 10 pixels with a hole of 2 x 2, and a pixel apart from it."""
+    mask = np.zeros((100, 200), np.uint8)
+    mask[20:30, 40:50] = mask[50, 60] = 1
+    mask[24:26, 44:46] = 0
+    runs = np.diff(np.flatnonzero(np.diff(mask.T.ravel(), prepend=2, append=2))).tolist()
+    coded = {"counts": runs, "size": [100, 200]}
+    item = {"id": 1, "image_id": 5, "category_id": 2, "bbox": [40, 20, 21, 31], "segmentation": coded, "iscrowd": 1}
+    tally, _ = convert_coco(coco(tmp_path, annotations=[item]), tmp_path / "labels", polygons=True, crowd=True)
+    (row,) = rows_below(tmp_path / "labels")["deep/a.txt"]
+    points = np.array(row.split()[1:], float).reshape(-1, 2) * (200, 100)
+    (x, y), (next_x, next_y) = points.T, np.roll(points, -1, 0).T
+    assert abs((x * next_y - y * next_x).sum()) / 2 == pytest.approx(100 - 4 + 1, abs=1e-3)
+    assert [*points.min(0), *points.max(0)] == pytest.approx([40, 20, 61, 51], abs=1e-3)
+    assert tally["outlines, replaced by the box"] == 0
 
 
 @pytest.mark.parametrize(
@@ -358,7 +364,7 @@ def test_the_shipped_yamls_convert_their_download(
     assert label_file(image).read_text().splitlines() == rows
 
 
-@pytest.mark.parametrize("name", ["coco", "coco128", "VOC", "VisDrone", "Objects365"])
+@pytest.mark.parametrize("name", ["coco", "coco128", "coco-seg", "coco128-seg", "VOC", "VisDrone", "Objects365"])
 def test_the_shipped_yamls_have_splits_and_addresses(name: str) -> None:
     spec = read_spec(ROOT / f"data/{name}.yaml")
     assert spec.has_path

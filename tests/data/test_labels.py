@@ -471,9 +471,10 @@ OUTLINED = (
 
 def points_of(loaded: Labels, image: int) -> list[list[list[float]]]:
     assert loaded.polygons is not None
-    points, starts = loaded.polygons.of(*loaded.offsets[image : image + 2].tolist())
-    assert points.dtype == np.float32
-    return [np.round(part, 6).tolist() for part in np.split(points, starts)][: len(loaded.of(image))]
+    polygons = loaded.polygons.between(*loaded.offsets[image : image + 2].tolist())
+    assert polygons.points.dtype == np.float32
+    assert len(polygons.counts) == len(loaded.of(image))
+    return [np.round(points, 6).tolist() for points in polygons.outlines()]
 
 
 def test_polygons_are_loaded_if_requested(images: list[Path]) -> None:

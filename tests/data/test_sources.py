@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from data.builtin import shapes, shapes_cls
+from data.builtin import shapes, shapes_cls, shapes_seg
 from data.images import IMAGE_SUFFIXES
 from data.sources import DATA_KEYS, DataSpec, images_below, label_file, label_name, overlap, read_spec
 from tests.making import write_yaml
@@ -127,7 +127,7 @@ Calls = list[tuple[str, Path, int]]
 def drawn(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Name, folder and seed of each drawing, which makes only one file."""
     calls: Calls = []
-    for name, module in (("shapes", shapes), ("shapes-cls", shapes_cls)):
+    for name, module in (("shapes", shapes), ("shapes-cls", shapes_cls), ("shapes-seg", shapes_seg)):
 
         def draw(folder: Path, seed: int, name: str = name) -> None:
             calls.append((name, folder.resolve(), seed))
@@ -139,7 +139,13 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 @pytest.mark.parametrize(
     ("draw", "name", "seed"),
-    [(5, "shapes", 5), (0, "shapes", 0), ({"shapes": 5}, "shapes", 5), ({"shapes-cls": 7}, "shapes-cls", 7)],
+    [
+        (5, "shapes", 5),
+        (0, "shapes", 0),
+        ({"shapes": 5}, "shapes", 5),
+        ({"shapes-cls": 7}, "shapes-cls", 7),
+        ({"shapes-seg": 3}, "shapes-seg", 3),
+    ],
 )
 def test_draw_makes_a_built_in_data_set_at_its_path(
     yaml_file: Path, drawn: Calls, draw: object, name: str, seed: int
@@ -156,7 +162,9 @@ def test_draw_makes_a_built_in_data_set_at_its_path(
      {"shapes-cls": None}, {"shapes": 0, "shapes-cls": 0}, {5: 0}],
 )  # fmt: skip
 def test_draw_needs_a_known_name_and_a_seed(yaml_file: Path, drawn: Calls, draw: object) -> None:
-    with pytest.raises(UserError, match=r"data\.yaml: `draw` must be the seed .* or one of shapes, shapes-cls with"):
+    with pytest.raises(
+        UserError, match=r"data\.yaml: `draw` must be the seed .* or one of shapes, shapes-cls, shapes-seg with"
+    ):
         read_spec(write_spec(yaml_file, draw=draw))
     assert drawn == []
 
@@ -171,6 +179,15 @@ def test_the_shipped_shapes_for_classification_are_drawn(tmp_path: Path, drawn: 
     assert (spec.names, spec.entries) == ({}, {"train": ("train",), "val": ("val",)})
     assert {"hyp", "imgsz", "epochs", "batch_size"} <= set(spec.defaults)
     assert (ROOT / spec.defaults["hyp"]).is_file()
+
+
+def test_the_shipped_shapes_with_outlines_need_no_other_flag(tmp_path: Path, drawn: Calls) -> None:
+    (tmp_path / "data").mkdir()
+    spec = read_spec(shutil.copy(ROOT / "data/shapes-seg.yaml", tmp_path / "data/a.yaml"))
+    assert drawn == [("shapes-seg", tmp_path / "datasets/shapes-seg", 0)]
+    assert spec.names == dict(enumerate(shapes.NAMES))
+    assert {"weights", "hyp", "imgsz", "epochs", "batch_size", "optimizer"} <= set(spec.defaults)
+    assert (spec.defaults["weights"], (ROOT / spec.defaults["hyp"]).is_file()) == ("", True)
 
 
 @pytest.mark.parametrize("name", ["coco", "coco128"])

@@ -95,6 +95,14 @@ class TrainOptions:
         "data",
         choices=("window", "any", "near"),
     )
+    mask_ratio: int = flag(
+        4, "segmentation: pixels of the image per pixel of the masks to learn from, along a side", "data", Range(1, 32)
+    )
+    no_overlap: bool = flag(
+        False,
+        "segmentation: objects that cover each other keep their whole masks; otherwise the smaller one is in front",
+        "data",
+    )
     strict: bool = flag(False, "problems in single images and label rows are errors instead of warnings", "data")
     resume: str = flag(
         "",
@@ -328,6 +336,9 @@ class DetectOptions:
     save_csv: bool = flag(False, "write detections into predictions.csv", "saving")
     save_conf: bool = flag(False, "with --save-txt: add the confidence", "saving")
     save_crop: bool = flag(False, "write the content of each box as crops/CLASS/*.jpg", "saving")
+    retina_masks: bool = flag(
+        False, "segmentation: masks computed at the size of the file instead of the network's; slower", "predictions"
+    )
     nosave: bool = flag(False, "write no pictures or videos", "saving")
     classes: tuple[int, ...] = flag((), "class numbers to detect; none: all", "predictions", NOT_NEGATIVE)
     agnostic_nms: bool = flag(False, "boxes of different classes suppress each other too", "predictions")

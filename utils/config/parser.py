@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 
 # Flags of train.py whose defaults a data set YAML may set under `defaults:`.
-SUGGESTED = ("hyp", "epochs", "batch_size", "imgsz", "optimizer", "cos_lr", "label_smoothing")
+SUGGESTED = ("weights", "hyp", "epochs", "batch_size", "imgsz", "optimizer", "cos_lr", "label_smoothing")
 
 
 def parse_options(kind: type[T], argv: Sequence[str], job: Mapping[str, Any] | None = None) -> T:
@@ -51,6 +51,16 @@ def given_flags(kind: type[DataclassInstance], argv: Sequence[str]) -> dict[str,
             parser.add_argument(name, dest="overrides", action=_Override)
     given = vars(parser.parse_args(words))
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
+def refuse_flags(given: Mapping[str, Any], refused: Mapping[str, str]) -> None:
+    """Raise `UserError` for a flag that does not apply to the task.
+
+    given: the values of flags by name, see `given_flags`. refused: reasons by name.
+    """
+    for name, reason in refused.items():
+        if given.get(name):
+            raise UserError(f"--{name.replace('_', '-')} {reason}")
 
 
 def with_defaults(options: T, argv: Sequence[str], *defaults: Mapping[str, Any]) -> T:

@@ -26,7 +26,8 @@ RecipeOf = Callable[[Mapping[str, Any]], type[Recipe]]  # from a model's YAML to
 # hold rounded, see `Identity.check`.
 CURVE_FLAGS = (
     *("weights", "cfg", "batch_size", "rect", "multi_scale", "image_weights", "repeat_factor", "close_mosaic"),
-    *("partners", "noautoanchor", "scale_lr", "single_cls", "optimizer", "cos_lr", "label_smoothing", "freeze", "seed"),
+    *("partners", "mask_ratio", "no_overlap", "noautoanchor", "scale_lr", "single_cls", "optimizer", "cos_lr"),
+    *("label_smoothing", "freeze", "seed"),
 )
 LAUNCHER_FLAGS = ("device", "processes")  # not taken from the settings under a launcher, which decides them
 SINGLE_START_FLAGS = ("time_limit",)  # never taken from the settings: a run that reached its limit must continue

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from utils.config.hyperparameters import Recipe, read_hyperparameters
 from utils.config.options import BUILT_IN_JOB, TrainOptions
-from utils.config.parser import parse_options, with_defaults
+from utils.config.parser import given_flags, parse_options, refuse_flags, with_defaults
 from utils.config.resumed import changes
 from utils.config.select import select
 
@@ -45,6 +45,10 @@ class Settings:
     def changes(self) -> list[str]:
         """A message for each flag that differs from the settings of the resumed run."""
         return changes(self.saved, self.options) if self.saved else []
+
+    def refuse(self, refused: Mapping[str, str]) -> None:
+        """Raise `UserError` for a flag that does not apply to the task. refused: reasons by the flag's name."""
+        refuse_flags(given_flags(TrainOptions, self.argv), refused)
 
     def for_task(self, recipe: type[Recipe], *defaults: Mapping[str, Any]) -> Settings:
         """Return the settings with a task's hyperparameters and other defaults of flags; later ones take precedence.

@@ -6,9 +6,6 @@ SWEEPS = (
     "is not built in: W&B sweeps tune hyperparameters, each trial on as many devices as you like; see sweep.yaml and "
     "docs/tracking.md#sweeps"
 )
-SEGMENTATION = (
-    "is for segmentation, which is not built in; a detector learns from polygon labels by the boxes around them"
-)
 # By flag with underscores, or by flag and value. The error message is the flag and this text; a script that has the
 # flag accepts it.
 REFUSED = {
@@ -37,7 +34,6 @@ REFUSED = {
     "best.onnx in the browser with onnxruntime-web",
     "include paddle": "is made from ONNX: --include onnx, then x2paddle --framework=onnx --model=best.onnx",
     "task study": "is not built in: call val.py once for each --imgsz, and compare their tables",
-    **dict.fromkeys(("mask_ratio", "no_overlap"), SEGMENTATION),
     # of classify/train.py
     "model": "is --weights here, or --cfg for a model from scratch, such as --cfg yolov5s-cls.yaml",
     "pretrained": "is not needed: --weights names what to start from, and --weights '' starts from scratch",

@@ -10,7 +10,17 @@ from torch import Tensor
 
 from models.fuse import fuse
 from models.layers import Detect
-from models.tasks.contract import Batch, Criterion, ExportModule, ExportSettings, Image, Model, Task, Thresholds
+from models.tasks.contract import (
+    SEGMENTATION_FLAGS,
+    Batch,
+    Criterion,
+    ExportModule,
+    ExportSettings,
+    Image,
+    Model,
+    Task,
+    Thresholds,
+)
 from models.tasks.detection.anchors import adapt_anchors
 from models.tasks.detection.export_module import DecodedDetector, SuppressedDetector, graph_suppression
 from models.tasks.detection.loss import LOSS_NAMES, DetectionCriterion, LossSettings, UnavailableCriterion
@@ -44,6 +54,7 @@ class DetectionTask(Task):
     loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
     metric_names: ClassVar[tuple[str, ...]] = DETECTION_METRICS
     recipe = Hyperparameters
+    refused: ClassVar[Mapping[str, str]] = SEGMENTATION_FLAGS
     official_weights = r"yolov5[nsmlx]6?\.pt"
     default_is_training_size = False  # 640, as in YOLOv5
     head: ClassVar[type[Detect]] = Detect  # of the models

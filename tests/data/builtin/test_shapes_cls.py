@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 import pytest
 
-from data.builtin import shapes, shapes_cls
+from data.builtin import shapes, shapes_cls, shapes_seg
 from tests.data.builtin.test_dataset import contents
 
 
@@ -55,10 +55,10 @@ def test_no_two_images_of_the_built_in_data_sets_share_a_generator(
         return rng
 
     monkeypatch.setattr(np.random, "default_rng", recorded)
-    for drawing in (shapes, shapes_cls):
+    for drawing in (shapes, shapes_cls, shapes_seg):
         for seed in (0, 1, 2):
             drawing.draw_dataset(tmp_path / f"{drawing.__name__}-{seed}", seed, train=2, val=2)
-    assert len(states) == 2 * 3 * 4 * 2  # data sets, seeds, images, drawing and encoding
+    assert len(states) == 3 * 3 * 4 * 2  # data sets, seeds, images, drawing and encoding
     assert len(set(states)) == len(states)
 
 

@@ -231,6 +231,7 @@ def test_overrides_are_flags_of_training_only(capsys: pytest.CaptureFixture[str]
 
 def test_suggested_defaults() -> None:
     values = {
+        "weights": "",
         "hyp": "data/hyps/none.yaml",
         "epochs": 12,
         "batch_size": 32,
@@ -259,7 +260,7 @@ def test_suggested_defaults_have_the_types_of_their_flags() -> None:
         ("imgsz", "`defaults` must be lines such as `imgsz: 64`, not 'imgsz'$"),
         (
             {"imgzs": 64},
-            r"unknown key 'imgzs' under `defaults` \(did you mean 'imgsz'\?\); known are hyp, epochs, batch_size, ",
+            r"unknown key 'imgzs' under `defaults` \(did you mean 'imgsz'\?\); known are weights, hyp, epochs, ",
         ),
         ({"device": "cpu"}, "unknown key 'device' under `defaults`; known are"),  # a flag, but not one of `SUGGESTED`
         ({5: 1}, "unknown key '5' under `defaults`"),

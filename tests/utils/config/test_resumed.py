@@ -108,6 +108,8 @@ FIXED = {
     "repeat_factor": (0.001, 0.0),
     "close_mosaic": (10, 0),
     "partners": ("near", "window"),
+    "mask_ratio": (2, 4),
+    "no_overlap": (True, False),
     "single_cls": (True, False),
     "optimizer": ("AdamW", "SGD"),
     "cos_lr": (True, False),

@@ -1,0 +1,94 @@
+"""The built-in data set "shapes-seg" for instance segmentation: the outlines of the visible parts of shapes.
+
+Shapes, backgrounds and colours are those of `data.builtin.shapes`, without the smallest. An object that another one
+covers in part is outlined without that part; rings have a hole. Every image has its own generator,
+`numpy.random.default_rng([seed, 3, split, index])`, so any image can be drawn alone.
+
+Called by data/sources.py for `draw:` of a data YAML.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from data.builtin.dataset import DRAWN_SPLITS, BuiltinDataset, draw_builtin
+from data.builtin.shapes import (
+    NAMES,
+    SIDE_PIXELS,
+    SUBPIXELS,
+    PlacedShape,
+    arrange,
+    background,
+    encode,
+    paint,
+    photograph,
+    visible_part,
+)
+from data.outlines import Points, mask_outline
+
+SHAPES_SEG_VERSION = 1  # increase with every change of a pixel or an outline, by this module or shapes.py
+SHAPES_SEG_MARKER_FILE = "shapes-seg.json"  # in the data set's folder
+
+_SPLIT_STREAM = 3  # in seeds at the position of the split, 0 or 1, in shapes.py: no generator is shared
+_FEWEST, _MOST = 5, 9  # shapes of an image
+_SEG_MIN_PIXELS = 14.0  # of a shape's longer side: a quarter of it, at which masks are learned, still shows its form
+_OUTLINE_TOLERANCE = 1.5  # sub-pixels
+
+
+class OutlinedShape(NamedTuple):
+    """The class of an object, and the outline of its visible part, in pixels."""
+
+    label: int
+    outline: Points
+
+
+def _fine_part(shape: PlacedShape) -> tuple[int, int, int, int]:
+    """Return the part of the image around a shape in sub-pixels: x1, y1, x2, y2."""
+    x1, y1, x2, y2 = visible_part(shape.stencil, shape.left, shape.top, SIDE_PIXELS)
+    return SUBPIXELS * x1, SUBPIXELS * y1, SUBPIXELS * x2, SUBPIXELS * y2
+
+
+def draw_image(seed: int, split: int, index: int) -> tuple[np.ndarray, list[OutlinedShape]]:
+    """Draw one image, (160, 160, 3) uint8 BGR, and return it with its objects."""
+    rng = np.random.default_rng([seed, _SPLIT_STREAM, split, index])
+    image = background(rng)
+    shapes = arrange(rng, _FEWEST, _MOST, _SEG_MIN_PIXELS)
+    on_top = np.zeros((SIDE_PIXELS * SUBPIXELS, SIDE_PIXELS * SUBPIXELS), np.uint8)  # sub-pixels: the number of a shape
+    for number, shape in enumerate(shapes, 1):
+        paint(rng, image, shape.stencil, shape.left, shape.top)
+        left, top = SUBPIXELS * shape.left, SUBPIXELS * shape.top
+        x1, y1, x2, y2 = _fine_part(shape)
+        on_top[y1:y2, x1:x2][shape.stencil.fine[y1 - top : y2 - top, x1 - left : x2 - left] > 0] = number
+    objects = []
+    for number, shape in enumerate(shapes, 1):
+        x1, y1, x2, y2 = _fine_part(shape)
+        outline = mask_outline((on_top[y1:y2, x1:x2] == number).view(np.uint8), _OUTLINE_TOLERANCE)
+        points = [((x + x1) / SUBPIXELS, (y + y1) / SUBPIXELS) for x, y in outline]
+        objects.append(OutlinedShape(shape.stencil.label, points))
+    return photograph(rng, image), objects
+
+
+def _write_image(folder: Path, seed: int, split: int, index: int) -> None:
+    """Draw one image and write its JPEG and its label file, which is empty for an image without objects."""
+    image, objects = draw_image(seed, split, index)
+    rng = np.random.default_rng([seed, _SPLIT_STREAM, split, index, 1])  # another generator than that of `draw_image`
+    name = f"{DRAWN_SPLITS[split]}/{index:06d}"
+    (folder / "images" / f"{name}.jpg").write_bytes(encode(rng, image))
+    rows = [
+        f"{label} {' '.join(f'{value / SIDE_PIXELS:.5f}' for point in outline for value in point)}\n"
+        for label, outline in objects
+    ]
+    (folder / "labels" / f"{name}.txt").write_text("".join(rows), encoding="utf-8")
+
+
+_SHAPES_SEG_DATASET = BuiltinDataset(
+    "shapes-seg", SHAPES_SEG_VERSION, SHAPES_SEG_MARKER_FILE, NAMES, ("images/{}",), ("labels/{}",), _write_image
+)
+
+
+def draw_dataset(folder: Path, seed: int = 0, train: int = 640, val: int = 160) -> Path:
+    """Draw the data set into `folder` unless it exists, and return `folder`; see `draw_builtin`."""
+    return draw_builtin(_SHAPES_SEG_DATASET, folder, seed, (train, val))

@@ -1,0 +1,166 @@
+"""Outlines of objects in flat arrays, which all functions treat at once. Used by labels.py, augment.py and masks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+CORNER_INSET = 1 / 256  # how far inside of a rectangle its corners are compared with a polygon, in units of the points
+
+
+def offsets_of(counts: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return the start of each part of a flat array, and the end of the last, int64 (n + 1). counts: their lengths."""
+    return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+
+
+@dataclass(frozen=True, eq=False)
+class Polygons:
+    """The outlines of m objects, in two flat arrays, for arrays of single objects take too long to treat.
+
+    points: (p, 2), x and y. offsets: int64 (m + 1); object j has points offsets[j] to offsets[j + 1], none if its
+    outline is unknown, or if nothing of it is visible. The last point is connected to the first. A pixel is inside if
+    the outline goes around it an odd number of times, so that an outline may go around holes.
+    """
+
+    points: np.ndarray
+    offsets: np.ndarray
+
+    @staticmethod
+    def of(outlines: Sequence[np.ndarray]) -> Polygons:
+        """Return the polygons with these points, (k, 2) each."""
+        return Polygons(np.concatenate([np.zeros((0, 2), np.float32), *outlines]), offsets_of(list(map(len, outlines))))
+
+    @staticmethod
+    def joined(parts: Sequence[Polygons]) -> Polygons:
+        """Return all polygons of `parts`, of which there is at least one."""
+        if len(parts) == 1:
+            return parts[0]
+        counts = np.concatenate([part.counts for part in parts])
+        return Polygons(np.concatenate([part.points for part in parts]), offsets_of(counts))
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """The number of points of each polygon, (m,)."""
+        return np.diff(self.offsets)
+
+    def outline(self, number: int) -> np.ndarray:
+        """Return the points of one polygon, (k, 2)."""
+        return self.points[self.offsets[number] : self.offsets[number + 1]]
+
+    def outlines(self) -> tuple[np.ndarray, ...]:
+        """Return the points of each polygon, (k, 2) each."""
+        return tuple(map(self.outline, range(len(self.counts))))
+
+    def between(self, first: int, end: int) -> Polygons:
+        """Return polygons `first` to `end` - 1."""
+        offsets = self.offsets[first : end + 1]
+        return Polygons(self.points[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+    def subset(self, chosen: np.ndarray) -> Polygons:
+        """Return the polygons for which `chosen`, bool (m,), is true."""
+        if chosen.all():
+            return self
+        return Polygons(self.points[np.repeat(chosen, self.counts)], offsets_of(self.counts[chosen]))
+
+    def at(self, points: np.ndarray) -> Polygons:
+        """Return the polygons with other coordinates, (p, 2)."""
+        return replace(self, points=points)
+
+    def extents(self) -> np.ndarray:
+        """Return the box around each polygon, (m, 4) xyxy, zeros for one without points."""
+        return _extents(self.points, self.counts)
+
+    def clipped(self, bounds: np.ndarray) -> Polygons:
+        """Move each point beyond its rectangle onto its edge. bounds: (4,) xyxy, or (m, 4), one for each polygon.
+
+        What the polygons cover inside does not change, but edges may run around outside of the covered part.
+        """
+        limits = bounds if bounds.ndim == 1 else np.repeat(bounds, self.counts, axis=0)
+        return self.at(self.points.clip(limits[..., :2], limits[..., 2:]))
+
+    def cut(self, bounds: np.ndarray) -> tuple[Polygons, np.ndarray]:
+        """Return the parts of the polygons inside rectangles, and the box around each part, (m, 4) xyxy, or zeros.
+
+        bounds: (4,) xyxy, or (m, 4), one for each polygon. After Sutherland and Hodgman 1974, for all polygons that
+        cross an edge at once. Parts of one polygon that are separate stay connected along the edges. The boxes leave
+        out such connections around a corner.
+        """
+        extents = self.extents()
+        bounds = np.broadcast_to(bounds, extents.shape)
+        beyond = ((extents[:, :2] < bounds[:, :2]) | (extents[:, 2:] > bounds[:, 2:])).max(1)
+        if not beyond.any():
+            return self, extents
+        inside = self.subset(~beyond)
+        outside = ((extents[:, 2:] <= bounds[:, :2]) | (extents[:, :2] >= bounds[:, 2:])).max(1)
+        crossing = beyond & ~outside
+        whole, limits = self.subset(crossing), bounds[crossing].astype(self.points.dtype)
+        points, owners = _cut(whole, limits)
+        counts, is_real = np.bincount(owners, minlength=len(limits)), ~_is_connection(points, owners, whole, limits)
+        extents[outside] = 0
+        extents[crossing] = _extents(points[is_real], np.bincount(owners[is_real], minlength=len(limits)))
+        all_counts = np.where(beyond, 0, self.counts)
+        all_counts[crossing] = counts
+        joined, is_cut = np.empty((all_counts.sum(), 2), self.points.dtype), np.repeat(crossing, all_counts)
+        joined[is_cut], joined[~is_cut] = points, inside.points
+        return Polygons(joined, offsets_of(all_counts)), extents
+
+
+def _extents(points: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the box around each polygon, (m, 4) xyxy, zeros for one without points. points: (p, 2); counts: (m,)."""
+    extents = np.zeros((len(counts), 4), points.dtype)
+    drawn = counts > 0
+    starts = offsets_of(counts)[:-1][drawn]
+    if len(starts):
+        extents[drawn, :2] = np.minimum.reduceat(points, starts)
+        extents[drawn, 2:] = np.maximum.reduceat(points, starts)
+    return extents
+
+
+def _cut(polygons: Polygons, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cut polygons at rectangles, (m, 4); return the points (p, 2), and the polygon that each belongs to, (p,)."""
+    points, owners = polygons.points, np.repeat(np.arange(len(bounds)), polygons.counts)
+    for side in range(4):
+        axis = side % 2
+        limits = bounds[owners, side]
+        depths = points[:, axis] - limits if side < 2 else limits - points[:, axis]
+        inside = depths >= 0
+        if inside.all():
+            continue
+        starts = np.flatnonzero(np.diff(owners, prepend=-1))
+        successors = np.arange(1, len(points) + 1)
+        successors[np.append(starts[1:], len(points)) - 1] = starts
+        crosses = inside != inside[successors]
+        first, second = np.flatnonzero(crosses), successors[crosses]
+        share = depths[first] / (depths[first] - depths[second])
+        candidates = np.repeat(points[:, None], 2, axis=1)  # each point, and where the edge after it is cut
+        candidates[first, 1] += share[:, None] * (points[second] - points[first])
+        candidates[first, 1, axis] = limits[first]
+        chosen = np.stack((inside, crosses), 1)
+        points, owners = candidates[chosen], np.repeat(owners[:, None], 2, axis=1)[chosen]
+    return points, owners
+
+
+def _is_connection(points: np.ndarray, owners: np.ndarray, whole: Polygons, bounds: np.ndarray) -> np.ndarray:
+    """Return which points of cut polygons are corners of their rectangle that the polygon does not cover, bool (p,).
+
+    All others are on the outline. whole: the polygons before the cut. bounds: (m, 4).
+    """
+    limits = bounds[owners]
+    at_low, at_high = points == limits[:, :2], points == limits[:, 2:]
+    connections: np.ndarray = (at_low | at_high).all(1)
+    for number in np.flatnonzero(connections).tolist():
+        corner = points[number] + CORNER_INSET * (at_low[number].astype(float) - at_high[number])
+        connections[number] = not is_inside(corner, whole.outline(owners[number]))
+    return connections
+
+
+def is_inside(point: np.ndarray, outline: np.ndarray) -> bool:
+    """Return whether an outline (k, 2) goes around a point (2,) an odd number of times."""
+    x, y = (outline - point).T
+    next_x, next_y = np.roll(x, -1), np.roll(y, -1)
+    passes = np.flatnonzero((y > 0) != (next_y > 0))
+    x, y, next_x, next_y = x[passes], y[passes], next_x[passes], next_y[passes]
+    return bool(np.count_nonzero(x - y * (next_x - x) / (next_y - y) > 0) % 2)

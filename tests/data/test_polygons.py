@@ -1,0 +1,90 @@
+"""Outlines in flat arrays: parts of them, and cuts at rectangles compared with points inside."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from data.polygons import Polygons, is_inside
+
+SQUARE = np.array(((2, 2), (6, 2), (6, 6), (2, 6)), np.float32)
+NONE = np.zeros((0, 2), np.float32)
+# Around the corner at (0, 0), which is outside; 4 to 6 on the left edge and 4 to 6 on the top edge are inside.
+BENT = np.array(((1, 4), (1, 6), (-3, 6), (-3, -3), (6, -3), (6, 1), (4, 1), (4, -2), (-2, -2), (-2, 4)), np.float32)
+
+
+def points_of(polygons: Polygons) -> list[list[list[float]]]:
+    return [points.tolist() for points in polygons.outlines()]
+
+
+def test_polygons_are_parts_of_flat_arrays() -> None:
+    polygons = Polygons.of((SQUARE, NONE, BENT))
+    assert polygons.counts.tolist() == [4, 0, 10]
+    assert points_of(polygons) == [SQUARE.tolist(), [], BENT.tolist()]
+    assert points_of(polygons.between(1, 3)) == [[], BENT.tolist()]
+    assert points_of(polygons.between(1, 1)) == []
+    assert points_of(polygons.subset(np.array((True, False, True)))) == [SQUARE.tolist(), BENT.tolist()]
+    assert points_of(Polygons.joined((polygons, Polygons.of(()), Polygons.of((SQUARE,))))) == [
+        *points_of(polygons), SQUARE.tolist(),
+    ]  # fmt: skip
+    assert polygons.extents().tolist() == [[2, 2, 6, 6], [0, 0, 0, 0], [-3, -3, 6, 6]]
+    assert points_of(polygons.at(polygons.points + 1))[0] == (SQUARE + 1).tolist()
+    assert Polygons.of(()).extents().shape == (0, 4)
+
+
+def test_points_are_clipped_one_by_one() -> None:
+    polygons = Polygons.of((SQUARE, BENT, SQUARE))
+    assert polygons.clipped(np.array((0, 0, 5, 5))).points[[2, 4]].tolist() == [[5, 5], [1, 4]]
+    each = polygons.clipped(np.array(((0, 0, 9, 9), (0, 0, 9, 9), (3, 3, 4, 4))))
+    assert points_of(each)[0] == SQUARE.tolist()
+    assert points_of(each)[2] == [[3, 3], [4, 3], [4, 4], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("outline", "bounds", "extent"),
+    [
+        pytest.param(SQUARE, (0, 0, 9, 9), (2, 2, 6, 6), id="inside"),
+        pytest.param(SQUARE, (2, 2, 6, 6), (2, 2, 6, 6), id="exactly inside"),
+        pytest.param(SQUARE, (3, 1, 9, 5), (3, 2, 6, 5), id="two edges"),
+        pytest.param(SQUARE, (3, 3, 4, 5), (3, 3, 4, 5), id="around the rectangle"),
+        pytest.param(SQUARE, (7, 0, 9, 9), (0, 0, 0, 0), id="outside"),
+        pytest.param(SQUARE, (6, 0, 9, 9), (0, 0, 0, 0), id="only touching"),
+        pytest.param(NONE, (0, 0, 9, 9), (0, 0, 0, 0), id="no points"),
+        pytest.param(BENT, (0, 0, 9, 9), (0, 0, 6, 6), id="around a corner"),
+        pytest.param(BENT, (0, 2, 9, 9), (0, 4, 1, 6), id="the left part"),
+        pytest.param(BENT[:6], (-2, -2, 9, 9), (-2, -2, 6, 6), id="over a corner"),
+        # A triangle without the corner (0, 0): clipped points would reach it.
+        pytest.param(np.array(((-4, 5), (5, -4), (5, 5)), np.float32), (0, 0, 9, 9), (0, 0, 5, 5), id="triangle"),
+    ],
+)
+def test_a_cut_polygon_has_the_extent_of_its_part_inside(
+    outline: np.ndarray, bounds: tuple[int, ...], extent: tuple[float, ...]
+) -> None:
+    part, extents = Polygons.of((SQUARE, outline)).cut(np.array(((0, 0, 9, 9), bounds)))
+    assert extents.tolist() == [[2, 2, 6, 6], pytest.approx(extent, abs=1e-6)]
+    assert part.counts[0] == 4
+    assert (len(part.outline(1)) == 0) == (extent == (0, 0, 0, 0))
+
+
+def test_a_cut_covers_the_same_points_inside() -> None:
+    """Of random polygons, most of which cross themselves; the boxes are around the covered points."""
+    rng = np.random.default_rng(0)
+    outlines = [rng.uniform(-6, 14, (rng.integers(3, 12), 2)).astype(np.float32) for _ in range(40)]
+    bounds = np.tile((0, 0, 8, 8), (len(outlines), 1))
+    bounds[::3] = 2, 1, 5, 7
+    part, extents = Polygons.of(outlines).cut(bounds)
+    step, cut = 0.25, 0
+    grid = np.stack(np.meshgrid(*[np.arange(step / 2, 8, step)] * 2), -1).reshape(-1, 2) + 1e-3
+    for outline, after, box, extent in zip(outlines, part.outlines(), bounds, extents, strict=True):
+        points = grid[((grid > box[:2]) & (grid < box[2:])).all(1)]
+        before = np.array([is_inside(point, outline) for point in points])
+        same = before == [len(after) > 0 and is_inside(point, after) for point in points]
+        assert same.all()
+        if before.any():
+            covered = points[before]
+            around = np.concatenate((covered.min(0), covered.max(0)))
+            assert (np.abs(around - extent) < 4 * step).all()  # a point of the outline may be sharp
+            assert (extent[:2] <= around[:2]).all()
+            assert (extent[2:] >= around[2:]).all()
+            cut += 1
+    assert cut > 30

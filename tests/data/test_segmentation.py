@@ -1,0 +1,246 @@
+"""Segmentation data: masks stay aligned with the pixels, labels that are boxes, problems of outlines.
+
+The promises that all data sets share are in test_contract.py; masks pixel by pixel are in test_masks.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data.dataset import DataOptions
+from data.detection import DetectionData
+from data.segmentation import SegmentationBatch, SegmentationData
+from data.sources import label_file, read_spec
+from tests.making import noise, plain, write_image, write_label, write_yaml
+from utils.config.hyperparameters import Hyperparameters
+from utils.errors import UserError
+
+NOTHING = Hyperparameters(
+    hsv_h=0.0, hsv_s=0.0, hsv_v=0.0, translate=0.0, scale=0.0, fliplr=0.0, mosaic=0.0
+)  # no augmentation at all
+EVERYTHING = Hyperparameters(
+    hsv_h=0.0, hsv_s=0.0, hsv_v=0.0, degrees=10.0, translate=0.1, scale=0.5, shear=2.0, perspective=0.0005,
+    flipud=0.5, fliplr=0.5, mosaic=1.0, copy_paste=0.3,
+)  # fmt: skip
+UPRIGHT = replace(EVERYTHING, degrees=0.0, shear=0.0, perspective=0.0)
+
+
+def data_of(folder: Path, imgsz: int = 64, **options: Any) -> SegmentationData:
+    """Open the data set whose images are in `folder`/images, for training and validation alike."""
+    content = {"train": "images", "val": "images", "names": ["one", "two", "three"]}
+    return SegmentationData(read_spec(write_yaml(folder / "data.yaml", content)), imgsz, 32, DataOptions(**options))
+
+
+def epoch_of(data: SegmentationData, hyp: Hyperparameters, batch_size: int = 4) -> list[SegmentationBatch]:
+    return list(data.train_loader(data.split("train", hyp), batch_size, hyp, seed=3))
+
+
+def evaluation_batch(data: SegmentationData, square: bool = True) -> SegmentationBatch:
+    """Return the one batch of a small validation split."""
+    split = data.split("val")
+    (batch,) = data.evaluation_loader(split, data.evaluation_batches(split, batch_size=16, square=square))
+    return batch
+
+
+def masks_of(batch: SegmentationBatch) -> list[np.ndarray]:
+    """Return the mask of each target as a whole mask map, bool."""
+    height, width = batch.images.shape[2] // 4, batch.images.shape[3] // 4
+    masks, start = [], 0
+    for left, top, right, bottom in batch.windows.tolist():
+        whole, end = np.zeros((height, width), bool), start + (right - left) * (bottom - top)
+        whole[top:bottom, left:right] = batch.mask_pixels[start:end].numpy().reshape(bottom - top, right - left)
+        masks.append(whole)
+        start = end
+    assert start == len(batch.mask_pixels)
+    return masks
+
+
+@pytest.fixture
+def diamonds(tmp_path: Path) -> Path:
+    """A data set of six images with a white diamond on black."""
+    ys, xs = np.mgrid[:64, :64] + 0.5
+    pixels = np.where(abs(xs - 32) + abs(ys - 32) < 24, 255, 0).astype(np.uint8)[..., None].repeat(3, 2)
+    for number in range(6):
+        write_image(tmp_path / f"images/{number}.png", pixels, "1 0.5 0.125 0.875 0.5 0.5 0.875 0.125 0.5")
+    return tmp_path
+
+
+# Training
+
+
+@pytest.mark.parametrize("hyp", [UPRIGHT, EVERYTHING], ids=["upright", "everything"])
+def test_masks_and_boxes_follow_the_pixels(diamonds: Path, hyp: Hyperparameters) -> None:
+    masked = 0
+    for batch in epoch_of(data_of(diamonds, imgsz=128), hyp):
+        brightness = batch.images[:, 0].reshape(-1, 32, 4, 32, 4)[:, :, 1:3, :, 1:3].float().mean((2, 4)).numpy()
+        for mask, target in zip(masks_of(batch), batch.host_targets, strict=True):
+            pixels = brightness[int(target[0])]
+            if mask.sum() < 60:
+                continue  # mostly edges
+            assert pixels[mask].mean() > 200
+            x, y, width, height = target[2:] * 128
+            rows, columns = np.nonzero(mask)
+            around = np.array([columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]) * 4
+            box = np.array([x - width / 2, y - height / 2, x + width / 2, y + height / 2])
+            assert np.abs(around - box).max() < 7
+            masked += 1
+    assert masked > 5
+
+
+def test_most_bright_pixels_are_in_a_mask(diamonds: Path) -> None:
+    hyp = replace(UPRIGHT, copy_paste=0.0)
+    for batch in epoch_of(data_of(diamonds, imgsz=128), hyp):
+        bright = batch.images[:, 0, 2::4, 2::4].numpy() > 250
+        covered = np.zeros_like(bright)
+        for mask, target in zip(masks_of(batch), batch.host_targets, strict=True):
+            covered[int(target[0])] |= mask
+        assert (covered & bright).sum() > 0.93 * bright.sum()
+
+
+def test_without_augmentation_masks_are_the_labels(tmp_path: Path) -> None:
+    """A triangle and a box, which is on top, for it has less pixels; in a letterbox of 64 x 64."""
+    rows = ("2 0.25 0.25 0.25 0.5", "1 0 0 1 0 0 1")
+    write_image(tmp_path / "images/a.png", noise(64, 32), *rows)
+    (batch,) = epoch_of(data_of(tmp_path), NOTHING, batch_size=1)
+    assert isinstance(batch, SegmentationBatch)
+    assert batch.targets.tolist() == [[0, 1, 0.5, 0.5, 1, 0.5], [0, 2, 0.25, 0.375, 0.25, 0.25]]
+    assert np.array_equal(batch.host_targets, batch.targets.numpy())
+    assert batch.host_targets.dtype == np.float32
+    assert (batch.mask_pixels.dtype, batch.windows.dtype) == (torch.uint8, np.int32)
+    assert batch.windows.tolist() == [[0, 4, 16, 12], [2, 4, 6, 8]]
+    triangle, box = masks_of(batch)
+    assert box.sum() == 16
+    assert not (triangle & box).any()
+    assert triangle.sum() == pytest.approx(16 * 8 / 2 - 15, abs=8)
+    assert batch.infos[0].outlines == ()
+    (batch,) = epoch_of(data_of(tmp_path, no_overlap=True), NOTHING, batch_size=1)
+    assert batch.targets[:, 1].tolist() == [2, 1]
+    assert (masks_of(batch)[0] & masks_of(batch)[1]).sum() > 10
+
+
+def test_finer_masks_have_finer_edges(diamonds: Path) -> None:
+    masks = {
+        ratio: masks_of(epoch_of(data_of(diamonds, mask_ratio=ratio), NOTHING)[0])[0] for ratio in (1, 2, 3, 4, 16)
+    }
+    assert {mask.shape for mask in masks.values()} == {(16, 16)}
+    areas = {ratio: int(mask.sum()) for ratio, mask in masks.items()}
+    assert all(area == pytest.approx(48 * 48 / 2 / 16, abs=20) for area in areas.values())
+    assert all((masks[16][:, ::4] == masks[16][:, k::4]).all() for k in range(4))
+    assert len(set(areas.values())) > 2
+
+
+def test_an_item_without_targets_has_no_masks(tmp_path: Path) -> None:
+    write_image(tmp_path / "images/a.png", plain(64, 64))
+    write_image(tmp_path / "images/b.png", plain(64, 64), "0 .5 .5 .5 .5")
+    batches = epoch_of(data_of(tmp_path), NOTHING, batch_size=1)
+    (empty,) = [batch for batch in batches if not len(batch.targets)]
+    assert (empty.windows.shape, empty.mask_pixels.shape, empty.host_targets.shape) == ((0, 4), (0,), (0, 6))
+    for workers in (0, 1):
+        (background,) = [
+            batch for batch in epoch_of(data_of(tmp_path, workers=workers), NOTHING, 1) if not len(batch.targets)
+        ]
+        assert background.mask_pixels.shape == (0,)
+
+
+# Evaluation
+
+
+def test_an_evaluated_mask_has_all_its_pixels_and_its_outline(diamonds: Path) -> None:
+    write_image(diamonds / "images/wide.png", noise(128, 32), "0 0.5 0.5 0.5 0.5", "0 0 0 0.5 0 0.5 1 0 1")
+    batch = evaluation_batch(data_of(diamonds))
+    *_, first, second = masks_of(batch)
+    info = batch.infos[-1]
+    assert Path(info.path).name == "wide.png"
+    # In a letterbox of 64 x 16 from row 24 on: x 16 to 48, y 28 to 36, and x 0 to 32, y 24 to 40.
+    assert (second[6:10, :8].all(), second.sum()) == (True, 32)
+    assert first[7:9, 4:12].all()
+    assert (first & second).sum() >= 8  # no overlap is taken from either
+    assert [points.dtype for points in info.outlines] == [np.float32] * 2
+    assert info.outlines[0].tolist() == [[0.25, 0.25], [0.75, 0.25], [0.75, 0.75], [0.25, 0.75]]
+    assert info.outlines[1].tolist() == [[0, 0], [0.5, 0], [0.5, 1], [0, 1]]
+    assert len(info.rows) == 2
+    boxes = DetectionData(data_of(diamonds).spec, 64, 32, DataOptions())
+    split = boxes.split("val")
+    (same,) = boxes.evaluation_loader(split, boxes.evaluation_batches(split, 16, square=True))
+    assert torch.equal(same.images, batch.images)
+    assert torch.equal(same.targets, batch.targets)
+    assert [info[:4] for info in same.infos] == [info[:4] for info in batch.infos]
+
+
+def test_evaluation_does_not_depend_on_the_flags_of_training_masks(diamonds: Path) -> None:
+    batch, other = (
+        evaluation_batch(data_of(diamonds, **flags)) for flags in ({}, {"mask_ratio": 8, "no_overlap": True})
+    )
+    assert torch.equal(batch.mask_pixels, other.mask_pixels)
+    assert np.array_equal(batch.windows, other.windows)
+
+
+def test_a_picture_to_detect_in_has_no_masks(diamonds: Path) -> None:
+    data = data_of(diamonds)
+    batch = data.collate([data.item(noise(50, 80), "camera 0", (64, 64), 32)] * 2)
+    assert batch.images.shape == (2, 3, 64, 64)
+    assert (batch.mask_pixels.shape, batch.windows.shape, batch.host_targets.shape) == ((0,), (0, 4), (0, 6))
+    assert (batch.infos[0].path, batch.infos[0].outlines) == ("camera 0", ())
+
+
+# Labels
+
+
+def test_boxes_are_counted_and_an_image_may_have_both(tmp_path: Path) -> None:
+    write_image(tmp_path / "images/a.png", plain(64, 64), "0 .5 .5 .5 .5", "1 0 0 1 0 0 1", "0 .25 .25 .5 .5")
+    data = data_of(tmp_path)
+    split = data.split("train")
+    report = split.report("train")
+    assert report == [
+        "train: 1 images (0 without boxes), 3 boxes",
+        "warning: train: 2 of 3 labels are boxes without an outline; their masks are rectangles",
+    ]
+    assert data_of(tmp_path, strict=True).split("train").problems == ()
+    write_label(tmp_path / "images/a.png", "1 0 0 1 0 0 1")
+    assert len(data.split("train").report("train")) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ("1 0.5 0.5", "3 numbers instead of 5 (box) or an odd count from 7 (polygon)"),
+        ("1 0.1 0.1 0.5 0.5 1.2 0.9", "coordinates outside 0 to 1 (they are shares of the image's width and height)"),
+        ("1 0.1 0.1 0.1 0.5 0.1 0.9", "the box has no area"),
+        ("1 0.1 0.1 0.5 0.5 0.9 0.9", "the outline has no area"),
+        ("1 0.9 0.1 0.7 0.3 0.1 0.9 0.9 0.1", "the outline has no area"),
+    ],
+)
+def test_a_bad_outline_is_left_out_and_named(tmp_path: Path, row: str, problem: str) -> None:
+    image = write_image(tmp_path / "images/a.png", plain(64, 64), row, "0 0 0 1 0 0 1")
+    split = data_of(tmp_path).split("train")
+    assert split.problems == (f"{label_file(image)}, line 1: {problem}; row left out",)
+    assert split.labels.rows[:, 0].tolist() == [0]
+    with pytest.raises(UserError, match=r"line 1: .* \(--strict; 1 such problems in train\)"):
+        data_of(tmp_path, strict=True).split("train")
+
+
+def test_an_outline_that_crosses_itself_is_filled_where_it_goes_around_once(tmp_path: Path) -> None:
+    """A bow tie, and a square in a square in one outline: its inner part is a hole."""
+    write_image(
+        tmp_path / "images/a.png", plain(64, 64), "0 0 0 1 1 1 0 0 1",
+        "1 0 0 1 0 1 1 0 1 0 0 .25 .25 .75 .25 .75 .75 .25 .75 .25 .25",
+    )  # fmt: skip
+    bow, hollow = masks_of(evaluation_batch(data_of(tmp_path)))
+    assert bow[8, [1, 14]].all()
+    assert not bow[[1, 14], 8].any()
+    assert hollow[1:3].all()
+    assert not hollow[5:11, 6:11].any()
+
+
+def test_a_changed_outline_is_another_split(diamonds: Path) -> None:
+    data = data_of(diamonds)
+    before = data.split("train").identity()
+    write_label(data.split("train").images[0], "1 0.5 0.125 0.875 0.5 0.5 0.875 0.125 0.51")
+    after = data.split("train").identity()
+    assert {key for key in before if before[key] != after[key]} == {"labels"}
