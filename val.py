@@ -321,9 +321,14 @@ def write_coco_results(
         if problem:
             raise problem
         if annotations:
+            run.print(*annotations.warnings())
             scores = coco.score(annotations, rows)
             run.files.write_documents({"coco.csv": coco.csv_document(scores)})
-            run.print(*annotations.warnings(), *coco.table(scores))
+            run.print(*coco.table(scores))
+            if any(image.masks for image in predictions):
+                scores = coco.score(annotations, rows, "segm")
+                run.files.write_documents({"coco_masks.csv": coco.csv_document(scores)})
+                run.print(*coco.table(scores, "COCO, masks"))
     except UserError as error:
         if options.annotations:
             raise

@@ -176,10 +176,10 @@ def results(images: Sequence[CocoImage], ids: CocoIds) -> list[dict[str, Any]]:
     return rows
 
 
-def score(annotations: Annotations, rows: Sequence[Mapping[str, Any]]) -> list[float]:
+def score(annotations: Annotations, rows: Sequence[Mapping[str, Any]], kind: str = "bbox") -> list[float]:
     """Return the `COCO_METRICS` of results on the annotated images of the split, -1 if there is nothing to measure.
 
-    Raises `UserError` if faster-coco-eval is not installed, or cannot use the annotations.
+    kind: "bbox" for boxes, "segm" for masks. Raises `UserError` if faster-coco-eval is not installed, or cannot use the annotations.
     """
     try:
         from faster_coco_eval import COCO, COCOeval_faster
@@ -192,7 +192,7 @@ def score(annotations: Annotations, rows: Sequence[Mapping[str, Any]]) -> list[f
         usable = [dict(row) for row in rows if row["image_id"] in annotated]
         # Older versions do not load empty results.
         predicted = truth.loadRes(usable) if usable else COCO({**annotations.content, "annotations": []})
-        evaluation = COCOeval_faster(truth, predicted, "bbox")
+        evaluation = COCOeval_faster(truth, predicted, kind)
         evaluation.params.imgIds = images
         evaluation.params.catIds = list(annotations.ids.categories)
         evaluation.evaluate()
@@ -201,15 +201,15 @@ def score(annotations: Annotations, rows: Sequence[Mapping[str, Any]]) -> list[f
     except Exception as error:  # the annotations may lack anything
         raise UserError(
             f"{annotations.file} cannot be used ({type(error).__name__}: {first_line(error)}); give a file of COCO "
-            "annotations, with id, bbox, area and iscrowd"
+            f"annotations, with id, bbox, area and iscrowd{', and segmentation' * (kind == 'segm')}"
         ) from error
     return [float(value) for value in evaluation.stats[: len(COCO_METRICS)]]
 
 
-def table(scores: Sequence[float]) -> list[str]:
+def table(scores: Sequence[float], title: str = "COCO") -> list[str]:
     """Return COCO's metrics as lines of text."""
     row = "{:>22} {:>9} {:>9} {:>10} {:>10}"
-    lines = [row.format("COCO", "IoU", "area", "most", "value")]
+    lines = [row.format(title, "IoU", "area", "most", "value")]
     for metric, value in zip(COCO_METRICS, scores, strict=True):
         lines.append(row.format(*metric, f"{value:.4f}" if value >= 0 else "-"))
     return lines

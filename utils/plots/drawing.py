@@ -22,6 +22,7 @@ SMALL_IMAGE_PIXELS = 160  # shorter side of images below which lines are thinner
 CAPTION_LINE_PIXELS, CAPTION_LINES, MIN_CAPTION_PIXELS = 16, 2, 150  # height and number of lines, least width
 GAP_PIXELS = 4  # between captioned images
 FONT, FONT_SCALE, SMALL_FONT_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.4, 0.3  # letters of about 10 and 8 pixels
+MASK_OPACITY = 0.4
 DARK_TEXT_LUMA = 140  # text on a brighter background is black, else white
 COMPACT_PNG = (cv2.IMWRITE_PNG_COMPRESSION, 6, cv2.IMWRITE_PNG_STRATEGY, cv2.IMWRITE_PNG_STRATEGY_DEFAULT)
 COLOURS = (
@@ -144,6 +145,23 @@ def draw_boxes(
     for (left, top, *_), k, text in zip(corners, classes, texts, strict=True):
         if text:
             _draw_label(image, left, top, text, COLOURS[k % len(COLOURS)], scale)
+
+
+def draw_outlines(image: np.ndarray, outlines: Sequence[np.ndarray], classes: Sequence[int]) -> None:
+    """Tint the insides of outlines (p, 2), x and y in pixels, in the colours of `classes`; the last one is on top.
+
+    outlines: one for each class; none if there are no masks.
+    """
+    for outline, k in zip(outlines, classes, strict=False):
+        if len(outline):
+            mask = np.zeros(image.shape[:2], np.uint8)
+            cv2.fillPoly(mask, [np.round(outline).astype(np.int32)], 1)
+            tint(image, mask > 0, k)
+
+
+def tint(image: np.ndarray, mask: np.ndarray, label: int) -> None:
+    """Mix the colour of a class into the pixels of `mask`, bool (h, w), in place."""
+    image[mask] = image[mask] * (1 - MASK_OPACITY) + np.array(COLOURS[label % len(COLOURS)]) * MASK_OPACITY
 
 
 def _draw_label(

@@ -49,9 +49,9 @@ def _draw_confusion(documents: Documents, by_share: bool) -> np.ndarray | None:
     return render(confusion_figure, counts, names, by_share) if names else None
 
 
-def _draw_confidence(documents: Documents, metric: str) -> np.ndarray | None:
+def _draw_confidence(documents: Documents, file: str, metric: str) -> np.ndarray | None:
     """Draw the curves of a metric over the confidence: precision, recall or F1."""
-    table = documents.table("curves.csv")
+    table = documents.table(file)
     if not table.rows:
         return None
     precision, recall = read_curves(table, "confidence", ("precision", "recall"))
@@ -61,17 +61,18 @@ def _draw_confidence(documents: Documents, metric: str) -> np.ndarray | None:
     return render(confidence_figure, metric, curves, operating_point)
 
 
-def _draw_precision_recall(documents: Documents) -> np.ndarray | None:
-    """Draw precision over recall, with AP50 of classes.csv; a class without one gets its mean precision."""
-    table = documents.table("PR_curve.csv")
+def _draw_precision_recall(documents: Documents, file: str, column: str) -> np.ndarray | None:
+    """Draw precision over recall, with the AP50 in a column of classes.csv; a class without one gets its mean
+    precision."""
+    table = documents.table(file)
     if not table.rows:
         return None
     (curves,) = read_curves(table, "recall", ["precision"])
     ap50 = np.where(np.isfinite(curves.values), curves.values, 0).mean(1)
     if documents.has("classes.csv"):
         classes = documents.table("classes.csv")
-        if "AP50" in classes.columns:
-            by_class = dict(zip(classes.texts("class"), classes.numbers("AP50"), strict=True))
+        if column in classes.columns:
+            by_class = dict(zip(classes.texts("class"), classes.numbers(column), strict=True))
             exact = np.array([by_class.get(name, math.nan) for name in curves.names])
             ap50 = np.where(np.isfinite(exact), exact, ap50)
     return render(recall_figure, curves, ap50)
@@ -94,7 +95,8 @@ def _draw_labels(documents: Documents) -> np.ndarray | None:
 
 @lru_cache(1)  # images are read once for two pictures, of labels and of predictions
 def _validation_images(documents: Documents, batch: int) -> list[ValidationImage]:
-    return read_validation_images(documents.table("val_boxes.csv"), batch, documents.classes())
+    masks = documents.table("val_masks.csv") if documents.has("val_masks.csv") else None
+    return read_validation_images(documents.table("val_boxes.csv"), batch, documents.classes(), masks)
 
 
 def _draw_validation_images(documents: Documents, batch: int, kind: str) -> np.ndarray | None:
@@ -113,10 +115,20 @@ PICTURES: dict[str, Picture] = {
     "results.png": Picture(("results.csv",), _draw_results),
     "confusion_matrix.png": Picture(("confusion_matrix.csv",), partial(_draw_confusion, by_share=True)),
     "confusion_matrix_counts.png": Picture(("confusion_matrix.csv",), partial(_draw_confusion, by_share=False)),
-    "P_curve.png": Picture(("curves.csv",), partial(_draw_confidence, metric="precision")),
-    "R_curve.png": Picture(("curves.csv",), partial(_draw_confidence, metric="recall")),
-    "F1_curve.png": Picture(("curves.csv",), partial(_draw_confidence, metric="F1")),
-    "PR_curve.png": Picture(("PR_curve.csv",), _draw_precision_recall),
+    **{
+        f"{prefix}{letter}_curve.png": Picture(
+            (f"{prefix}curves.csv",), partial(_draw_confidence, file=f"{prefix}curves.csv", metric=metric)
+        )
+        for prefix in ("", "mask_")
+        for letter, metric in (("P", "precision"), ("R", "recall"), ("F1", "F1"))
+    },
+    **{
+        f"{prefix}PR_curve.png": Picture(
+            (f"{prefix}PR_curve.csv",),
+            partial(_draw_precision_recall, file=f"{prefix}PR_curve.csv", column=f"{prefix}AP50"),
+        )
+        for prefix in ("", "mask_")
+    },
     "labels.jpg": Picture(("labels.csv",), _draw_labels),
     **{
         f"val_batch{batch}_{suffix}.jpg": Picture(

@@ -1,4 +1,5 @@
-"""Draw grids of validation images with their labels or predictions, from val_boxes.csv. Called by `run_pictures`.
+"""Draw grids of validation images with their labels or predictions, from val_boxes.csv and, for segmentation,
+val_masks.csv. Called by `run_pictures`.
 
 Imports no torch.
 """
@@ -14,7 +15,7 @@ import cv2
 import numpy as np
 
 from utils.plots.documents import Table
-from utils.plots.drawing import MAX_GRID_IMAGES, captioned, draw_boxes, grid, resize
+from utils.plots.drawing import MAX_GRID_IMAGES, captioned, draw_boxes, draw_outlines, grid, resize
 from utils.summary import DRAWN_IMAGES
 
 MIN_TILE_PIXELS, MAX_TILE_PIXELS = 320, 480  # limits of an image's longer side in its grid
@@ -22,11 +23,12 @@ UNREADABLE_GREY = 160
 
 
 class BoxesToDraw(NamedTuple):
-    """Boxes on an image in its grid."""
+    """Boxes on an image in its grid, with the outlines of their masks."""
 
     boxes: np.ndarray  # (n, 4): xyxy in pixels of the resized image
     classes: list[int]
     texts: list[str]
+    outlines: list[np.ndarray]  # (p, 2) x and y, one for each box; none if there are no masks
 
 
 class ValidationImage(NamedTuple):
@@ -37,12 +39,15 @@ class ValidationImage(NamedTuple):
     boxes: Mapping[str, BoxesToDraw]  # by kind: label or prediction
 
 
-def read_validation_images(table: Table, batch: int, classes: Sequence[str] = ()) -> list[ValidationImage]:
+def read_validation_images(
+    table: Table, batch: int, classes: Sequence[str] = (), masks: Table | None = None
+) -> list[ValidationImage]:
     """Return the images of a grid, resized for it.
 
     batch: number of the grid, from 0. classes: all class names in order, so that colours are those of the pictures of
-    training batches; other names come after them.
+    training batches; other names come after them. masks: val_masks.csv, with a row for each box.
     """
+    outlines_of = _read_outlines(masks) if masks else {}
     rows_of: dict[str, list[int]] = {}
     for row, path in enumerate(table.texts("image")):
         rows_of.setdefault(path, []).append(row)
@@ -56,14 +61,30 @@ def read_validation_images(table: Table, batch: int, classes: Sequence[str] = ()
             rows = [row for row in rows_of[path] if kinds[row] == kind]
             texts = [names[row] for row in rows]
             boxes = table.finite_numbers(("x1", "y1", "x2", "y2"), rows) * scale
+            outlines = [outline * scale for outline in outlines_of.get((path, kind), [])]
+            if masks and len(outlines) != len(rows):
+                raise masks.malformed(f"has {len(outlines)} rows for {path}, and val_boxes.csv {len(rows)}")
             if kind == "prediction":
                 confidences = table.finite_numbers(["confidence"], rows)[:, 0]
                 texts = [f"{text} {confidence:.2f}" for text, confidence in zip(texts, confidences, strict=True)]
                 order = np.argsort(confidences, kind="stable")  # the most confident are drawn last, on top
                 boxes, rows, texts = boxes[order], [rows[k] for k in order], [texts[k] for k in order]
-            boxes_by_kind[kind] = BoxesToDraw(boxes, [number[names[row]] for row in rows], texts)
+                outlines = [outlines[k] for k in order] if masks else []
+            boxes_by_kind[kind] = BoxesToDraw(boxes, [number[names[row]] for row in rows], texts, outlines)
         images.append(ValidationImage(path, image, boxes_by_kind))
     return images
+
+
+def _read_outlines(masks: Table) -> dict[tuple[str, str], list[np.ndarray]]:
+    """Return the outlines of each image and kind, (p, 2) in pixels of the file, in the order of val_masks.csv."""
+    outlines: dict[tuple[str, str], list[np.ndarray]] = {}
+    for path, kind, text in zip(*map(masks.texts, ("image", "kind", "outline")), strict=True):
+        try:
+            points = np.array(text.split(), float).reshape(-1, 2)
+        except ValueError:
+            raise masks.malformed("has an outline that is no list of x and y") from None
+        outlines.setdefault((path, kind), []).append(points)
+    return outlines
 
 
 def _read_resized(path: Path) -> tuple[np.ndarray | None, float]:
@@ -90,6 +111,8 @@ def draw_validation_images(images: Sequence[ValidationImage], kind: str) -> np.n
             name += " (cannot be read)"
         else:
             image = one.image.copy()
-            draw_boxes(image, *one.boxes[kind])
+            boxes, classes, texts, outlines = one.boxes[kind]
+            draw_outlines(image, outlines, classes)
+            draw_boxes(image, boxes, classes, texts)
         tiles.append(captioned(image, [name], width))
     return grid(tiles)

@@ -133,6 +133,8 @@ class RunLog:
                 "name": example.name,
                 "labels": [box._asdict() for box in example.labels],
                 "predictions": [box._asdict() for box in example.predictions],
+                "label_outlines": [list(outline) for outline in example.label_outlines],
+                "prediction_outlines": [list(outline) for outline in example.prediction_outlines],
             }
             for example in chosen
         ]

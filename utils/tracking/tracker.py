@@ -50,10 +50,11 @@ class Tracker(GeneralTracker):
     def log_examples(
         self, key: str, examples: Sequence[Mapping[str, Any]], names: Sequence[str], step: int, epoch: int
     ) -> None:
-        """Log images with boxes that can be switched on and off.
+        """Log images with boxes, and masks if there are any, that can be switched on and off.
 
-        examples: with `file`, `name`, and lists `labels` and `predictions` of boxes, each the fields of
-        `utils.summary.Box`. names: of the classes.
+        examples: with `file`, `name`, lists `labels` and `predictions` of boxes, each the fields of
+        `utils.summary.Box`, and `label_outlines` and `prediction_outlines` of `utils.summary.Example`. names: of the
+        classes.
         """
 
     def log_artifact(

@@ -35,6 +35,7 @@ WANDB_CONNECT_SECONDS = 30.0  # to reach the server, unless the variable WANDB_I
 ORPHAN_SECONDS = 60.0  # to send the rest if the training process has died
 CLEANUP_SECONDS = 5.0  # for wandb to remove its temporary files on exit
 EXAMPLE_PIXELS = 640  # longer side of an example image
+EXAMPLE_KINDS = (("ground_truth", "label"), ("predictions", "prediction"))  # W&B's title, and our name
 
 
 class Session:
@@ -138,18 +139,28 @@ class Session:
     def log_examples(
         self, key: str, examples: Sequence[Mapping[str, Any]], names: Sequence[str], step: int, epoch: int
     ) -> None:
-        """Log images with boxes of labels and predictions; see `Tracker.log_examples`."""
+        """Log images with boxes and masks of labels and predictions; see `Tracker.log_examples`."""
         if self.position.logged_before(key, epoch):
             return
         classes = dict(enumerate(names))
         images = []
         for example in examples:
             boxes = {
-                title: {"box_data": [_box(box, names) for box in example[kind]], "class_labels": classes}
-                for title, kind in (("ground_truth", "labels"), ("predictions", "predictions"))
+                title: {"box_data": [_box(box, names) for box in example[f"{kind}s"]], "class_labels": classes}
+                for title, kind in EXAMPLE_KINDS
             }
             image = _thumbnail(example["file"])
-            images.append(self.wandb.Image(image, boxes=boxes, caption=example["name"], file_type="jpg"))
+            masks = {
+                title: {
+                    "mask_data": _class_map(example[f"{kind}s"], example[f"{kind}_outlines"], image.size),
+                    "class_labels": {k + 1: name for k, name in classes.items()},
+                }
+                for title, kind in EXAMPLE_KINDS
+                if example[f"{kind}_outlines"]
+            }
+            images.append(
+                self.wandb.Image(image, boxes=boxes, masks=masks or None, caption=example["name"], file_type="jpg")
+            )
         self._log({key: images}, step)
         self.position.advance(key, epoch)
 
@@ -217,6 +228,24 @@ def _box(box: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
         wandb_box["scores"] = {"confidence": box["confidence"]}
         wandb_box["box_caption"] += f" {box['confidence']:.2f}"
     return wandb_box
+
+
+def _class_map(boxes: Sequence[Mapping[str, Any]], outlines: Sequence[Sequence[float]], size: tuple[int, int]) -> Any:
+    """Return masks in the form of `wandb.Image`: the class of each pixel plus one, 0 for none, int (height, width).
+
+    outlines: x, y, x, y, ... as shares of width and height, one for each box; the first is in front. size: width and
+    height.
+    """
+    import numpy as np
+    from PIL import Image, ImageDraw
+
+    image = Image.new("I", size)
+    pen = ImageDraw.Draw(image)
+    for box, outline in zip(reversed(boxes), reversed(outlines), strict=True):
+        if len(outline) >= 4:  # Pillow draws no polygon of a point
+            points = [(x * size[0], y * size[1]) for x, y in zip(outline[::2], outline[1::2], strict=True)]
+            pen.polygon(points, fill=box["label"] + 1)
+    return np.asarray(image)
 
 
 def _thumbnail(file: str) -> Any:

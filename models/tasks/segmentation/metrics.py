@@ -114,7 +114,7 @@ class SegmentationMetrics(DetectionMetrics):
         means = [f"{value:.4f}" for one in scores for value in one.means().values()]
         lines = [TABLE_ROW.format(*TABLE_HEAD), TABLE_ROW.format("all", images, int(boxes.instances.sum()), *means)]
         values = np.stack([(one.precision, one.recall, one.ap[:, 0], one.ap.mean(1)) for one in scores], 1)
-        by_class = values.transpose(2, 1, 0).reshape(len(boxes.classes), -1)  # those of boxes, then those of masks
+        by_class = values.transpose(2, 1, 0).reshape(len(boxes.classes), 2 * len(values))  # boxes, then masks
         details = [
             TABLE_ROW.format(
                 self.names[int(k)][:CLASS_NAME_LETTERS], of_class, count, *(f"{value:.4f}" for value in row)

@@ -12,9 +12,7 @@ from models.tasks.contract import Image
 from models.tasks.detection.prediction import DetectionPrediction
 from models.tasks.segmentation.masks import MIN_POLYGON_POINTS, JoinedMasks, MaskPart, MaskSource, OutlineMasks
 from utils.coco import CocoImage
-from utils.plots.drawing import COLOURS, Style
-
-MASK_OPACITY = 0.4
+from utils.plots.drawing import Style, tint
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +61,7 @@ class SegmentationPrediction(DetectionPrediction):
         drawn: Image = image.copy()
         parts = self.parts()
         for label, part in zip(self.classes[::-1].tolist(), parts[::-1], strict=True):
-            tint(_window(drawn, part), part.pixels, COLOURS[label % len(COLOURS)])
+            tint(_window(drawn, part), part.pixels, label)
         return super().draw(drawn, style)
 
     def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
@@ -94,11 +92,6 @@ class SegmentationPrediction(DetectionPrediction):
         """Return the detections for COCO's results, with masks as run lengths."""
         masks = [part.run_lengths(self.size) for part in self.parts()]
         return super().coco_rows()._replace(masks=masks)
-
-
-def tint(image: Image, mask: np.ndarray, colour: tuple[int, int, int]) -> None:
-    """Mix `colour` into the pixels of `mask`, bool (h, w), in place."""
-    image[mask] = image[mask] * (1 - MASK_OPACITY) + np.array(colour) * MASK_OPACITY
 
 
 def _window(image: np.ndarray, part: MaskPart) -> np.ndarray:

@@ -18,10 +18,9 @@ from models.tasks.segmentation.image_info import MASK_STRIDE, SegmentationBatch
 from models.tasks.segmentation.loss import LOSS_NAMES, SegmentationCriterion
 from models.tasks.segmentation.metrics import SEGMENTATION_METRICS, SegmentationMetrics
 from models.tasks.segmentation.postprocess import NO_AUGMENT, SegmentationPostprocess
-from models.tasks.segmentation.prediction import tint
 from models.yolo import YoloModel
 from utils.errors import UserError
-from utils.plots.drawing import COLOURS, MAX_GRID_IMAGES, draw_targets
+from utils.plots.drawing import MAX_GRID_IMAGES, draw_targets, tint
 
 
 class SegmentationTask(DetectionTask):
@@ -78,9 +77,9 @@ class SegmentationTask(DetectionTask):
     def draw_batch(self, batch: Batch) -> Image:
         """Draw a grid of the batch's images with their targets and masks."""
         given = cast("SegmentationBatch", batch)
-        images, pixels = given.images[:MAX_GRID_IMAGES].cpu().numpy().copy(), given.mask_pixels.cpu().numpy()
+        images, pixels = given.images[:MAX_GRID_IMAGES].cpu().numpy()[:, ::-1].copy(), given.mask_pixels.cpu().numpy()
         sides = given.windows[:, 2:] - given.windows[:, :2]
-        ends = (sides[:, 0] * sides[:, 1]).cumsum().tolist()
+        ends = sides.prod(1).cumsum().tolist()
         square = np.ones((MASK_STRIDE, MASK_STRIDE), bool)
         targets = given.host_targets[:, :2].astype(int).tolist()
         for (image, label), window, (width, height), end in zip(
@@ -89,6 +88,5 @@ class SegmentationTask(DetectionTask):
             if image < len(images):
                 left, top, right, bottom = window
                 mask = np.kron(pixels[end - width * height : end].reshape(height, width) > 0, square)
-                blue, green, red = COLOURS[label % len(COLOURS)]
-                tint(images[image].transpose(1, 2, 0)[top:bottom, left:right], mask, (red, green, blue))
-        return draw_targets(images, given.targets.cpu().numpy(), self.names)
+                tint(images[image].transpose(1, 2, 0)[top:bottom, left:right], mask, label)
+        return draw_targets(images[:, ::-1], given.targets.cpu().numpy(), self.names)
