@@ -32,7 +32,7 @@ from data.outlines import Points, mask_outline
 SHAPES_SEG_VERSION = 1  # increase with every change of a pixel or an outline, by this module or shapes.py
 SHAPES_SEG_MARKER_FILE = "shapes-seg.json"  # in the data set's folder
 
-_SPLIT_STREAM = 3  # in seeds at the position of the split, 0 or 1, in shapes.py: no generator is shared
+_SEG_SPLIT_STREAM = 3  # in seeds at the position of the split, 0 or 1, in shapes.py: no generator is shared
 _FEWEST, _MOST = 5, 9  # shapes of an image
 _SEG_MIN_PIXELS = 14.0  # of a shape's longer side: a quarter of it, at which masks are learned, still shows its form
 _OUTLINE_TOLERANCE = 1.5  # sub-pixels
@@ -53,7 +53,7 @@ def _fine_part(shape: PlacedShape) -> tuple[int, int, int, int]:
 
 def draw_image(seed: int, split: int, index: int) -> tuple[np.ndarray, list[OutlinedShape]]:
     """Draw one image, (160, 160, 3) uint8 BGR, and return it with its objects."""
-    rng = np.random.default_rng([seed, _SPLIT_STREAM, split, index])
+    rng = np.random.default_rng([seed, _SEG_SPLIT_STREAM, split, index])
     image = background(rng)
     shapes = arrange(rng, _FEWEST, _MOST, _SEG_MIN_PIXELS)
     on_top = np.zeros((SIDE_PIXELS * SUBPIXELS, SIDE_PIXELS * SUBPIXELS), np.uint8)  # sub-pixels: the number of a shape
@@ -74,7 +74,9 @@ def draw_image(seed: int, split: int, index: int) -> tuple[np.ndarray, list[Outl
 def _write_image(folder: Path, seed: int, split: int, index: int) -> None:
     """Draw one image and write its JPEG and its label file, which is empty for an image without objects."""
     image, objects = draw_image(seed, split, index)
-    rng = np.random.default_rng([seed, _SPLIT_STREAM, split, index, 1])  # another generator than that of `draw_image`
+    rng = np.random.default_rng(
+        [seed, _SEG_SPLIT_STREAM, split, index, 1]
+    )  # another generator than that of `draw_image`
     name = f"{DRAWN_SPLITS[split]}/{index:06d}"
     (folder / "images" / f"{name}.jpg").write_bytes(encode(rng, image))
     rows = [
