@@ -89,7 +89,7 @@ class DetectedMasks(MaskSource):
     are interpolated at the pixels of the file, without the letterbox's padding, and the mask is cut by the box there.
     Otherwise they are cut by the box on the map, interpolated at the pixels of the network's image, and a pixel of the
     file takes the value of the network's pixel that contains its centre. These are YOLOv5's forms with and without
-    --retina-masks.
+    --retina-masks; YOLOv5 multiplies the coefficients by the objectness first, which only moves edges between pixels.
     """
 
     maps: MaskMaps

@@ -90,7 +90,7 @@ class PrototypeMaps(MaskMaps):
 
 def _weighted(coefficients: Tensor, prototypes: Tensor) -> Tensor:
     """Return the sums (k, h, w) of prototypes (masks, h, w), with weights (k, masks or more), the others unused."""
-    flat = prototypes.float().flatten(1)
+    flat = prototypes.detach().float().flatten(1)
     return (coefficients[:, : len(flat)].float() @ flat).view(-1, *prototypes.shape[1:])
 
 
