@@ -76,11 +76,8 @@ class MaskOverlaps:
         self._truth, self._windows = batch.mask_pixels, batch.windows.astype(np.int64)
         sides = np.maximum(self._windows[:, 2:] - self._windows[:, :2], 0)
         self._truth_ends = (sides[:, 0] * sides[:, 1]).cumsum()
-        counts = [len(one.boxes) for one in self._masks]
-        self._starts, self._true_starts = (
-            [0, *accumulate(each)] for each in (counts, [len(info.rows) for info in batch.infos])
-        )
-        assert self._true_starts[-1] == len(self._windows)  # an evaluation has a target for every row
+        self._starts = list(accumulate((len(one.boxes) for one in self._masks), initial=0))
+        assert sum(len(info.rows) for info in batch.infos) == len(self._windows)  # a target for every row
 
     def __call__(self, detection: np.ndarray, label: np.ndarray) -> np.ndarray:
         """Return the overlaps of pairs, float64 (p,), given the numbers of both in the batch, (p,) each."""
@@ -102,7 +99,8 @@ class MaskOverlaps:
         if not values:
             return overlaps
         starts = accumulate((value.shape[1] for value in values), initial=0)
-        intersection, union = torch.cat(values, 1).double().cpu().numpy()  # the only wait for the device
+        # All images at once: every copy waits for the device.
+        intersection, union = torch.cat(values, 1).cpu().numpy().astype(np.float64)
         every = np.minimum(intersection / (union + EPSILON) * TIE, 1)
         for start, (of_image, position) in zip(starts, pairs, strict=False):
             overlaps[of_image] = every[start + position]
