@@ -84,7 +84,8 @@ def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool) -> tuple[Sa
     boxes = sample.boxes * ratio + np.array([left, top, left, top], np.float32)
     polygons = sample.polygons
     if polygons is not None:
-        polygons = polygons.at(polygons.points * ratio + np.array([left, top], np.float32))
+        # As in YOLOv5, outlines keep the half pixel of an odd padding: drawing truncates their points to whole pixels.
+        polygons = polygons.at(polygons.points * ratio + np.array(spare, np.float32))
     return Sample(image, boxes, sample.classes, polygons), Placement((ratio, ratio), (left, top))
 
 

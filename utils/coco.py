@@ -179,7 +179,8 @@ def results(images: Sequence[CocoImage], ids: CocoIds) -> list[dict[str, Any]]:
 def score(annotations: Annotations, rows: Sequence[Mapping[str, Any]], kind: str = "bbox") -> list[float]:
     """Return the `COCO_METRICS` of results on the annotated images of the split, -1 if there is nothing to measure.
 
-    kind: "bbox" for boxes, "segm" for masks. Raises `UserError` if faster-coco-eval is not installed, or cannot use the annotations.
+    kind: "bbox" for boxes, "segm" for masks. Raises `UserError` if faster-coco-eval is not installed, or cannot use the
+    annotations.
     """
     try:
         from faster_coco_eval import COCO, COCOeval_faster
