@@ -1,4 +1,4 @@
-"""A run folder of a detector with few or many classes, for tests of its pictures."""
+"""Run folders of a detector with few or many classes, and of a segmenter, for tests of their pictures."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from utils.plots.run_pictures import PICTURES
 
 VAL_BOXES_HEAD = "image,kind,class,confidence,x1,y1,x2,y2"
 CLASS_NAMES = ["disc", "$x_$", "a long name of a class that goes on and on"]
-# The pictures of a folder with 16 validation images or fewer.
-DRAWN_PICTURES = [name for name in PICTURES if not name.startswith(("val_batch1", "val_batch2"))]
+# The pictures of a folder with 16 validation images or fewer: of a segmenter, and of a detector.
+SEGMENTER_PICTURES = [name for name in PICTURES if not name.startswith(("val_batch1", "val_batch2"))]
+DRAWN_PICTURES = [name for name in SEGMENTER_PICTURES if not name.startswith("mask_")]
 
 
 def write_table(path: Path, head: str, *rows: str) -> Table:
@@ -57,4 +58,15 @@ def make_run_folder(folder: Path, classes: int = 3, epochs: int = 3) -> Path:
     }
     for name, (head, rows) in documents.items():
         (folder / name).write_text(csv_text(head, rows))
+    return folder
+
+
+def make_segmenter_folder(folder: Path) -> Path:
+    """Make a segmenter's run folder: a detector's, with curves and outlines of masks."""
+    make_run_folder(folder)
+    for name in ("curves.csv", "PR_curve.csv"):
+        (folder / f"mask_{name}").write_text((folder / name).read_text())
+    path, kind, label, confidence, *_ = (folder / "val_boxes.csv").read_text().splitlines()[1].split(",")
+    rows = [(path, kind, label, confidence, "1 2 60 2 60 70")]
+    (folder / "val_masks.csv").write_text(csv_text(("image", "kind", "class", "confidence", "outline"), rows))
     return folder

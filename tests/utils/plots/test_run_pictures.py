@@ -10,7 +10,14 @@ import cv2
 import numpy as np
 import pytest
 
-from tests.utils.plots.run_folder import CLASS_NAMES, DRAWN_PICTURES, VAL_BOXES_HEAD, make_run_folder
+from tests.utils.plots.run_folder import (
+    CLASS_NAMES,
+    DRAWN_PICTURES,
+    SEGMENTER_PICTURES,
+    VAL_BOXES_HEAD,
+    make_run_folder,
+    make_segmenter_folder,
+)
 from utils.plots import charts, run_pictures
 from utils.plots.__main__ import run
 from utils.plots.documents import Documents
@@ -31,6 +38,19 @@ def test_all_pictures_of_a_run(classes: int, tmp_path: Path, capfd: pytest.Captu
         picture = cv2.imread(str(exp / name))
         assert picture.std() > 1, name
         assert not name.startswith("val_batch") or picture.shape[:2] == GRID_SHAPE
+
+
+def test_all_pictures_of_a_segmenter(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Those of its boxes, and curves of masks; the label picture has the mask of its label."""
+    exp = make_segmenter_folder(tmp_path / "exp")
+    assert run([str(exp)]) == 0
+    assert capfd.readouterr() == ("\n".join(SEGMENTER_PICTURES) + "\n", "")
+    masked = cv2.imread(str(exp / "val_batch0_labels.jpg")).astype(int)
+    (exp / "val_masks.csv").unlink()
+    assert run([str(exp), "--only", "val_batch0_labels.jpg"]) == 0
+    change = abs(cv2.imread(str(exp / "val_batch0_labels.jpg")) - masked).max(2)
+    assert change[20:40, 50:55].min() > 20  # in the triangle
+    assert change[60:, :30].max() < 20  # in the box, but not in the triangle
 
 
 def test_only_the_named_pictures_are_drawn(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

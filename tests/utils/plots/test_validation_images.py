@@ -190,3 +190,36 @@ def test_a_class_has_the_colour_that_it_has_in_training(tmp_path: Path) -> None:
     (photo,) = read_validation_images(table, 0, ["disc", "square", "ring"])
     assert photo.boxes["label"].classes == [2]
     assert (draw_validation_images([photo], "label") == COLOURS[2]).all(2).any()
+
+
+# Masks
+
+
+def read_masked(folder: Path, *outlines: str) -> list[ValidationImage]:
+    """Two predictions on an image of 400 x 400 pixels, the second the most confident, with these outlines."""
+    path = write_image(folder / "a.png", 400, 400)
+    boxes = write_table(folder / "b.csv", VAL_BOXES_HEAD, *(f"{path},prediction,disc,{c},1,2,3,4" for c in (0.5, 0.9)))
+    rows = [f"{path},prediction,disc,,{outline}" for outline in outlines]
+    return read_validation_images(
+        boxes, 0, (), write_table(folder / "m.csv", "image,kind,class,confidence,outline", *rows)
+    )
+
+
+def test_outlines_are_in_the_order_of_the_boxes(tmp_path: Path) -> None:
+    (photo,) = read_masked(tmp_path, "", "1 2 3 4 5 6")
+    first, last = photo.boxes["prediction"].outlines
+    assert (len(first), last.tolist()) == (0, [[1, 2], [3, 4], [5, 6]])
+    assert photo.boxes["label"].outlines == []
+
+
+@pytest.mark.parametrize(
+    ("outlines", "problem"),
+    [
+        (("1 2 3 4",), "has 1 rows for .*a.png, and .* 2"),
+        (("1 2 3", ""), "no list of x and y"),
+        (("a b", ""), "no list"),
+    ],
+)
+def test_malformed_outlines(outlines: tuple[str, ...], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(MalformedFile, match=f"m.csv has .*{problem.removeprefix('has ')}"):
+        read_masked(tmp_path, *outlines)
