@@ -27,7 +27,7 @@ import torch
 from filelock import FileLock
 from torch.multiprocessing.spawn import start_processes
 
-from data.builtin import shapes, shapes_cls
+from data.builtin import shapes, shapes_cls, shapes_seg
 from tests.machines import machines
 from tests.making import write_yaml
 from utils.distributed.accelerator import forget
@@ -293,6 +293,12 @@ def drawn_classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A drawing of the built-in classification set, for runs that are compared."""
     folder = shapes_cls.draw_dataset(tmp_path_factory.mktemp("data") / "classes", train=TRAIN, val=VAL)
     return write_yaml(folder.with_suffix(".yaml"), {"path": str(folder), "train": "train", "val": "val"})
+
+
+@pytest.fixture(scope="session")
+def drawn_outlines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A drawing of the built-in segmentation set, for runs that are compared."""
+    return data_yaml(shapes_seg.draw_dataset(tmp_path_factory.mktemp("data") / "outlines", train=TRAIN, val=VAL))
 
 
 # Runs that several files compare with; processes of pytest-xdist share them

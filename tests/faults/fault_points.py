@@ -20,6 +20,7 @@ POINTS = {
     "loss": ("models.tasks.detection.loss", "DetectionCriterion.__call__"),  # of a batch of this process
     "optimizer step": ("utils.distributed.graceful_stop", "GracefulStop.after"),  # it is done, and not yet saved
     "validation batch": ("models.tasks.detection.metrics", "DetectionMetrics.update"),
+    "validation batch of a segmenter": ("models.tasks.segmentation.metrics", "SegmentationMetrics.update"),
     "validation batch of a classifier": ("models.tasks.classification.metrics", "ClassificationMetrics.update"),
     "validation summary": ("models.tasks.detection.metrics", "DetectionMetrics.summarise"),
     "file replacement": ("utils.checkpoint.background_writer", "replacing"),  # such as results.csv's

@@ -1,0 +1,232 @@
+"""Instance segmentation: the same promises as a detector's, on drawn shapes with outlines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import yaml
+
+from data.images import read_image
+from detect import Predictor
+from models.tasks.segmentation.prediction import SegmentationPrediction
+from tests.conftest import ROOT, RunScript
+from tests.curves import SEGMENTED, identical, rows, same_curve
+from tests.faults.fault_points import planted
+from tests.machines import ACCELERATE, CONFIGS, on_machine
+
+Train = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def train(run_script: RunScript, drawn_outlines: Path, learned: Path, recipe: Path) -> Train:
+    """Train yolov5n-seg for two epochs from a detector's weights, on one thread per process; return the output."""
+    what = ("--data", str(drawn_outlines), "--cfg", "yolov5n-seg.yaml", "--weights", str(learned), "--hyp", str(recipe))
+    how = ("--imgsz", "96", "--noautoanchor", "--epochs", "2", "--batch-size", "8", "--workers", "1", "--device", "cpu")
+
+    def run(project: Path, *flags: str, **more: Any) -> str:
+        given = (*what, *how, "--project", str(project), *flags)
+        return run_script("train.py", *given, **{"OMP_NUM_THREADS": "1", **more})
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def alone(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of one process, with pictures."""
+    project = tmp_path_factory.mktemp("alone")
+    printed = train(project, plots=True)
+    assert "tensors taken" in printed
+    return project / "exp"
+
+
+# One curve
+
+
+def test_the_columns(alone: Path) -> None:
+    assert list(rows(alone)[0]) == ["epoch", *SEGMENTED, "x/lr0", "x/lr1", "x/lr2"]
+
+
+def test_two_processes(train: Train, alone: Path, tmp_path: Path) -> None:
+    train(tmp_path, "--sync-bn", "--processes", "2")
+    same_curve(tmp_path / "exp", alone)
+
+
+@pytest.mark.long
+def test_two_machines(hosts: tuple[str, str], train: Train, alone: Path, tmp_path: Path) -> None:
+    def machine(rank: int) -> str:
+        return train(tmp_path / str(rank), "--sync-bn", launcher=on_machine(hosts[rank], rank))
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(machine, (0, 1)))
+    same_curve(tmp_path / "0" / "exp", alone)
+
+
+def test_under_zero(train: Train, alone: Path, tmp_path: Path) -> None:
+    launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "deepspeed_zero2.yaml"))
+    train(tmp_path, "--sync-bn", launcher=launcher, DS_ACCELERATOR="cpu")
+    same_curve(tmp_path / "exp", alone)
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_killed_and_resumed(processes: int, train: Train, run_script: RunScript, alone: Path, tmp_path: Path) -> None:
+    """It is killed in an epoch, then in a validation."""
+    here = ("--processes", "2") if processes > 1 else ()
+    straight = alone
+    if processes > 1:
+        train(tmp_path, *here, "--name", "straight")
+        straight = tmp_path / "straight"
+    code, rank = (-signal.SIGKILL, 0) if processes == 1 else (1, 1)
+    fault = planted("SIGKILL", "optimizer step", 3, rank)
+    train(tmp_path, *here, "--save-steps", "1", "--name", "killed", **fault, code=code)
+    resume = ("--resume", str(tmp_path / "killed"))
+    fault = planted("SIGKILL", "validation batch of a segmenter", rank=0)
+    run_script("train.py", *resume, **fault, OMP_NUM_THREADS="1", code=code)
+    assert "resuming " in run_script("train.py", *resume, OMP_NUM_THREADS="1")
+    identical(tmp_path / "killed", straight)
+
+
+# The other scripts
+
+
+@pytest.fixture(scope="session")
+def segmenter(run_script: RunScript, drawn_outlines: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights that segment something: trained from scratch on the images that they are tried on."""
+    project = tmp_path_factory.mktemp("segmenter")
+    what = ("--data", str(drawn_outlines), "--cfg", "yolov5n-seg.yaml", "--weights", "", "--imgsz", "96")
+    how = (
+        "--hyp",
+        "data/hyps/shapes-seg.yaml",
+        "--optimizer",
+        "AdamW",
+        "--batch-size",
+        "4",
+        "--epochs",
+        "25",
+        "--noval",
+    )
+    run_script(
+        "train.py", *what, *how, "--workers", "1", "--device", "cpu", "--project", str(project), OMP_NUM_THREADS="1"
+    )
+    return project / "exp" / "weights" / "last.pt"
+
+
+def overall(printed: str) -> list[str]:
+    (line,) = (line.split() for line in printed.splitlines() if line.split()[:1] == ["all"])
+    return line
+
+
+def test_val_on_any_number_of_processes(
+    alone: Path, run_script: RunScript, drawn_outlines: Path, tmp_path: Path
+) -> None:
+    """Its table is that of the training's last epoch, and has 100 columns at most."""
+    weights = str(alone / "weights" / "last.pt")
+    how = ("--data", str(drawn_outlines), "--weights", weights, "--imgsz", "96", "--workers", "0", "--device", "cpu")
+    tables = []
+    for name, more in (("one", ("--batch-size", "16")), ("two", ("--processes", "2", "--batch-size", "5"))):
+        printed = run_script("val.py", *how, *more, "--project", str(tmp_path), "--name", name, OMP_NUM_THREADS="1")
+        tables.append([line for line in printed.splitlines() if line.startswith(" ")])
+    assert tables[0] == tables[1]
+    assert max(map(len, tables[0])) <= 100
+    last = rows(alone)[-1]
+    names = [name for name in SEGMENTED if name.startswith("metrics/")]
+    assert overall("\n".join(tables[0]))[3:] == [f"{last[name]:.4f}" for name in names]
+
+
+def test_the_run_folder(alone: Path) -> None:
+    """Curves of boxes and of masks, and pictures of labels and predictions."""
+    files = {file.name for file in alone.iterdir()}
+    assert {"mask_curves.csv", "mask_PR_curve.csv", "val_masks.csv", "classes.csv"} <= files
+    assert {
+        "PR_curve.png",
+        "mask_PR_curve.png",
+        "mask_F1_curve.png",
+        "val_batch0_pred.jpg",
+        "train_batch0.jpg",
+    } <= files
+    head = (alone / "classes.csv").read_text().splitlines()[0].split(",")
+    assert head[-4:] == ["mask_precision", "mask_recall", "mask_AP50", "mask_AP50-95"]
+
+
+def test_detect_writes_outlines(segmenter: Path, run_script: RunScript, drawn_outlines: Path, tmp_path: Path) -> None:
+    """Their masks are those of the Python results, but for the pixels at their edges."""
+    images = drawn_outlines.with_suffix("") / "images" / "train"
+    image = sorted(images.iterdir())[0]
+    how = ("--weights", str(segmenter), "--imgsz", "96", "--conf-thres", "0.3", "--device", "cpu")
+    run_script(
+        "detect.py", *how, "--source", str(image), "--save-txt", "--save-crop", "--project", str(tmp_path), plots=True
+    )
+    folder = tmp_path / "exp"
+    lines = [line.split() for line in (folder / "labels" / f"{image.stem}.txt").read_text().splitlines()]
+    predictor = Predictor(segmenter, imgsz=96, conf_thres=0.3, device="cpu", quiet=True)
+    batch = predictor.data.collate([predictor.item(read_image(image), image.name)])
+    (prediction,) = predictor.predict(batch)
+    assert isinstance(prediction, SegmentationPrediction)
+    assert len(lines) == len(prediction.masks) == len(prediction.scores) > 1
+    assert prediction.masks.shape[1:] == read_image(image).shape[:2]
+    assert [int(words[0]) for words in lines] == prediction.classes.tolist()
+    height, width = prediction.masks.shape[1:]
+    for words, mask in zip(lines, prediction.masks, strict=True):
+        points = np.array(words[1:], float).reshape(-1, 2) * (width, height) - 0.5
+        filled = np.zeros((height, width), np.uint8)
+        cv2.fillPoly(filled, [points.round().astype(np.int32)], 1)
+        assert (filled.astype(bool) & mask).sum() > 0.8 * (filled.astype(bool) | mask).sum()
+    drawn = cv2.imread(str(folder / f"{image.stem}.png")) if image.suffix == ".png" else None
+    assert drawn is None or abs(drawn.astype(int) - read_image(image))[prediction.masks.any(0)].mean() > 10
+    assert len(list((folder / "crops").rglob("*.jpg"))) == len(lines)
+
+
+def test_flags_of_segmentation_are_refused_by_a_detector(
+    run_script: RunScript, learned: Path, small_data: Path, tmp_path: Path
+) -> None:
+    flags = ("--weights", str(learned), "--data", str(small_data), "--mask-ratio", "2", "--project", str(tmp_path))
+    printed = run_script("train.py", *flags, "--device", "cpu", fails=True)
+    assert "error: --mask-ratio is for segmentation: there are no masks" in printed
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+def test_the_built_in_job_learns(run_script: RunScript, tmp_path: Path) -> None:
+    """`python train.py --cfg models/yolov5n-seg.yaml --data data/shapes-seg.yaml`, as a new user types it."""
+    what = ("--cfg", "models/yolov5n-seg.yaml", "--data", "data/shapes-seg.yaml", "--device", "cpu")
+    run_script("train.py", *what, "--project", str(tmp_path), OMP_NUM_THREADS=str(os.cpu_count()))
+    last = rows(tmp_path / "exp")[-1]
+    assert last["metrics/mAP_0.5(B)"] > 0.8
+    assert last["metrics/mAP_0.5(M)"] > 0.75
+
+
+# YOLOv5's own checkpoint
+
+
+@pytest.fixture(scope="session")
+def outlined_photos(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """coco128 with outlines."""
+    folder = tmp_path_factory.mktemp("coco128")
+    (folder / "images").symlink_to(shared / "data" / "coco128" / "images")
+    annotations = shared / "data" / "coco128" / "annotations" / "instances_train2017.json"
+    flags = ("--labels", str(folder / "labels" / "train"), "--polygons", "--flat")
+    subprocess.run([sys.executable, "-m", "data.convert", "coco", str(annotations), *flags], cwd=ROOT, check=True)
+    names = yaml.safe_load((ROOT / "data" / "coco128.yaml").read_text())["names"]
+    spec = {"path": str(folder), "train": "images/train", "val": "images/train", "names": names}
+    (folder / "data.yaml").write_text(yaml.safe_dump(spec))
+    return folder / "data.yaml"
+
+
+def test_scores_of_yolov5(shared: Path, outlined_photos: Path, run_script: RunScript, tmp_path: Path) -> None:
+    """Square batches: YOLOv5 has 0.6212, 0.3863 of boxes and 0.3964, 0.1825 of masks."""
+    weights = shared / "weights" / "yolov5n-seg-coco128.pt"
+    how = ("--imgsz", "320", "--square", "--workers", "1", "--device", "cpu", "--project", str(tmp_path))
+    printed = run_script("val.py", "--data", str(outlined_photos), "--weights", str(weights), *how)
+    *_, box50, box, mask_p, mask_r, mask50, mask = map(float, overall(printed)[1:])
+    assert (box50, box) == pytest.approx((0.6212, 0.3863), abs=0.003)
+    assert (mask50, mask) == pytest.approx((0.3964, 0.1825), abs=0.0003)
+    assert min(mask_p, mask_r) > 0.3
