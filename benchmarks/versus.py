@@ -40,7 +40,9 @@ STEPS, FOLDER = int(STEPS), os.environ["FOLDER"]
 RANK, PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 def now():
     children = psutil.Process().children(recursive=True)
-    return time.process_time() + sum(sum(child.cpu_times()[:2]) for child in children), time.perf_counter()
+    ended = os.times()
+    spent = ended.children_user + ended.children_system + sum(sum(child.cpu_times()[:2]) for child in children)
+    return time.process_time() + spent, time.perf_counter()
 def begin():
     global at
     at = now()
@@ -146,7 +148,6 @@ train.main(flags)
 """
 THEIR_START = """
 import sys, torchvision
-os.environ["WANDB_MODE"] = "disabled"
 begin()
 import train, utils.general
 utils.general.check_font = lambda *given, **more: None  # it would download one
@@ -357,7 +358,7 @@ def measured(python: str, checkout: Path, snippet: str, variables: Mapping[str, 
     for leftover in folder.rglob("*.cache"):  # YOLOv5's label cache
         leftover.unlink()
     numbers = {"FOLDER": str(folder), "OMP_NUM_THREADS": "1", "STEPS": str(STEPS), "MODEL": "yolov5n", "SIZE": "640"}
-    numbers |= {"WORKERS": "0", "PRECISION": "no", "XDG_CACHE_HOME": str(cache), **variables}
+    numbers |= {"WANDB_MODE": "disabled", "WORKERS": "0", "PRECISION": "no", "XDG_CACHE_HOME": str(cache), **variables}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from models.layers import skip_norms
+
 
 def gflops(model: nn.Module, imgsz: int) -> float:
     """Return 10^9 floating-point operations for one image (3, imgsz, imgsz), a multiply-add counted as two.
@@ -16,6 +18,7 @@ def gflops(model: nn.Module, imgsz: int) -> float:
     """
     try:
         traced = copy.deepcopy(model).to("meta").eval()
+        skip_norms(traced)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             traced(torch.empty(1, 3, imgsz, imgsz, device="meta"))
     except Exception:  # a user's layer can fail anywhere

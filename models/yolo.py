@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from models.image_size import whole_strides
 from models.layer_registry import MAX_COUNT, LayerPlacement, Scaling, is_count, layer_maker
-from models.layers import Conv, Detect, Head
+from models.layers import Conv, Detect, Head, skip_norms
 from models.tasks import TASKS, task_of
 from models.tasks.contract import Model
 from utils.config.ranges import is_number
@@ -229,6 +229,7 @@ def _build_layers(
         try:
             with torch.device("meta"):
                 draft = _build_layer(row, inputs, scaling, activation).eval()  # BatchNorm must accept a single value
+                skip_norms(draft)
                 with torch.no_grad():
                     maps.append(draft(inputs if isinstance(row.source, tuple) else inputs[0]))
             _refuse_huge(draft, maps[-1])

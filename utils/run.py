@@ -56,6 +56,7 @@ class Run:
         self.path, self.files = Path(), RunFolder(Path(), self.collectives)  # until `open_folder`
         self._is_main = accelerator.is_main_process
         self._plotter: Plotter | None = None
+        self._first_charts: tuple[str, ...] = ()  # not yet drawn
         self._watchdog = Watchdog(math.inf, self.path)
         self._stop = GracefulStop()
 
@@ -142,16 +143,18 @@ class Run:
     # Pictures: drawn in the background; their errors are warnings
 
     def enable_plots(self, *charts: str) -> None:
-        """Draw these charts, and enable `plot` and `charts`."""
+        """Enable `plot` and `charts`, and draw these charts after the first picture, to delay no step."""
         if self._is_main:
             self._plotter = Plotter(self.path, self.print, self._log_pictures)
-            if charts:
-                self._plotter.draw_charts(*charts)
+            self._first_charts = charts
 
     def plot(self, draw: Callable[[], Mapping[str, np.ndarray]]) -> None:
         """Write the pictures that `draw` returns, uint8 (h, w, 3) BGR by file name, into the run folder."""
         if self._plotter:
             self._plotter.draw(draw)
+            if self._first_charts:
+                self._plotter.draw_charts(*self._first_charts)
+                self._first_charts = ()
 
     def charts(self, *names: str) -> None:
         """Draw these charts, by default all, from the text files in the run folder."""

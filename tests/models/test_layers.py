@@ -34,6 +34,7 @@ from models.layers import (
     Proto,
     Segment,
     Transformer,
+    skip_norms,
 )
 from models.tasks.detection.matching import read_level
 
@@ -76,6 +77,16 @@ def test_conv_has_batch_norm_of_yolov5_and_no_bias() -> None:
     conv = Conv(4, 6)
     assert (conv.bn.eps, conv.bn.momentum, conv.conv.bias) == (1e-3, 0.03, None)
     assert list(conv.state_dict()) == ["conv.weight", *(f"bn.{key}" for key in nn.BatchNorm2d(1).state_dict())]
+
+
+def test_skipped_norms_are_those_inside_of_conv() -> None:
+    layers = nn.Sequential(Conv(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    for norm in (layers[0].bn, layers[1]):
+        norm.running_mean.fill_(1)
+    images = torch.rand(1, 3, 8, 8)
+    expected = layers[1](nn.functional.silu(layers[0].conv(images)))
+    skip_norms(layers)
+    assert torch.equal(layers(images), expected)
 
 
 def test_groups_of_a_depth_wise_convolution() -> None:

@@ -105,6 +105,18 @@ def test_points_and_pictures(tmp_path: Path) -> None:
     assert run.step == 13
 
 
+def test_charts_of_the_start_follow_the_first_picture_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+    monkeypatch.setattr("utils.run.Plotter.draw", lambda plotter, draw: drawn.append("picture"))
+    monkeypatch.setattr("utils.run.Plotter.draw_charts", lambda plotter, *names: drawn.extend(names))
+    run = run_in(tmp_path)
+    run.enable_plots("labels.jpg")
+    assert not drawn
+    for _ in range(2):
+        run.plot(dict)
+    assert drawn == ["picture", "labels.jpg", "picture"]
+
+
 @pytest.mark.parametrize(("verbose", "lines"), [(False, 1), (True, 2)])
 def test_devices(verbose: bool, lines: int) -> None:
     run = Run(Accelerator(cpu=True), Precision("no", "the default on the CPU"))

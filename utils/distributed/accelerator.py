@@ -16,6 +16,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataPara
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DynamoBackend, set_seed
 
+from utils.allocator import keep_freed_memory
 from utils.distributed import deepspeed
 from utils.distributed.comm_hooks import BUCKET_MB, DDP_BUCKET_MB
 from utils.distributed.devices import describe_device, device_kind
@@ -47,6 +48,8 @@ def start(device: str, mixed_precision: str, timeout: float, comm_hook: str = ""
         deepspeed.prepare_environment(kind == "cpu")
     precision = choose_precision(mixed_precision, kind, by_zero, timeout)
     on_cpu = kind == "cpu"
+    if on_cpu:
+        keep_freed_memory()  # activations are allocated anew in each step
     # On the CPU DeepSpeed prints a line per process about an operation that it has compiled.
     with rendezvous_errors(timeout), redirect_stdout(io.StringIO()) if by_zero else nullcontext():
         accelerator = Accelerator(

@@ -10,9 +10,10 @@ import signal
 import threading
 from contextlib import suppress
 
+from utils.allocator import keep_freed_memory
+
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-KEPT_BYTES, LARGEST_REUSED_BYTES = 2**28, 2**25  # of free memory in a loader process, and of a block in it
+KEPT_BYTES = 2**28  # of free memory in a loader process
 PARENT_POLL_SECONDS = 1.0  # between two checks whether the training process has ended
 
 
@@ -22,7 +23,7 @@ def shield_worker(number: int) -> None:
     A `worker_init_fn` of torch's DataLoader.
     """
     parent = os.getppid()
-    _keep_freed_memory()
+    keep_freed_memory(KEPT_BYTES)
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # on Linux it ends at once with its parent
     signal.set_wakeup_fd(-1)
@@ -31,17 +32,6 @@ def shield_worker(number: int) -> None:
     if hasattr(signal, "sigtimedwait"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_await_end, args=(parent,), daemon=True).start()
-
-
-def _keep_freed_memory() -> None:
-    """Let this process reuse the memory of images, of a megabyte each, instead of returning it to the system each time.
-
-    The system fills the pages of new memory with zeros, which took as long as most of the augmentation.
-    """
-    with suppress(OSError, AttributeError):  # not glibc
-        library = ctypes.CDLL(None)
-        library.mallopt(M_MMAP_THRESHOLD, LARGEST_REUSED_BYTES)
-        library.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def _await_end(parent: int) -> None:

@@ -64,7 +64,7 @@ def fit(sides: np.ndarray, anchors: np.ndarray, threshold: float) -> Fit:
     An anchor fits a box if the ratios of widths and of heights are within a factor `threshold` both ways.
     """
     fits = _similarity(sides, anchors) > 1 / threshold
-    return Fit(float(fits.any(1).mean()), float(fits.sum(1).mean()))
+    return Fit(float(fits.any(0).mean()), float(fits.sum(0).mean()))
 
 
 def find_anchors(sides: np.ndarray, count: int, threshold: float) -> np.ndarray:
@@ -90,13 +90,14 @@ def find_anchors(sides: np.ndarray, count: int, threshold: float) -> np.ndarray:
 
 
 def _similarity(sides: np.ndarray, anchors: np.ndarray) -> np.ndarray:
-    """Return the smaller of the ratios of widths and heights, each inverted if above 1: (n, k)."""
-    ratio = sides[:, None] / anchors[None]
-    return np.asarray(np.minimum(ratio, 1 / ratio).min(2))
+    """Return the smaller of the ratios of widths and heights, each inverted if above 1: (k, n)."""
+    # (2, k, n): numpy reduces the first axes 20 times as fast as short last ones.
+    ratio = np.ascontiguousarray(sides.T)[:, None] / anchors.T[:, :, None]
+    return np.asarray(np.minimum(ratio, 1 / ratio).min(0))
 
 
 def _fitness(sides: np.ndarray, anchors: np.ndarray, threshold: float) -> float:
-    best = _similarity(sides, anchors).max(1)
+    best = _similarity(sides, anchors).max(0)
     return float((best * (best > 1 / threshold)).mean())
 
 
