@@ -264,6 +264,37 @@ take_steps(lambda: model({**batch, "img": batch["img"].float() / 255})[0].sum(),
 """
 
 
+# Segmentation, with mosaic and overlapping masks at a quarter of the size; FOLDER has outlines.
+OUR_SEGMENTER = (
+    OURS.replace("data.detection import DetectionData", "data.segmentation import SegmentationData")
+    .replace("DetectionData(", "SegmentationData(")
+    .replace("imgsz=640", "imgsz=int(SIZE)")
+)
+THEIR_SEGMENTER = """
+import yaml
+import cv2
+from utils.segment.dataloaders import create_dataloader
+cv2.setNumThreads(0)
+hyp = yaml.safe_load(open("data/hyps/hyp.scratch-low.yaml"))
+def loader():
+    made, _ = create_dataloader(FOLDER + "/images/train", int(SIZE), 16, 32, hyp=hyp, augment=True, shuffle=True,
+                                workers=0, mask_downsample_ratio=4, overlap_mask=True)
+    return made
+"""
+THEIR_SEGMENTER_STEP = """
+from models.yolo import SegmentationModel
+from utils.segment.loss import ComputeLoss
+from utils.torch_utils import ModelEMA, smart_optimizer
+images, targets, _, _, masks = next(iter(loader()))
+model = SegmentationModel("models/segment/" + MODEL + ".yaml", ch=3, nc=80)
+hyp["obj"] *= (int(SIZE) / 640) ** 2
+model.hyp = {**hyp, "label_smoothing": 0.0}
+optimizer = smart_optimizer(model, "SGD", hyp["lr0"], hyp["momentum"], hyp["weight_decay"])
+ema, loss = ModelEMA(model), ComputeLoss(model, overlap=True)
+take_steps(lambda: loss(model(images.float() / 255), targets, masks=masks.float())[0], model, optimizer, ema)
+"""
+
+
 @dataclass(frozen=True)
 class Part:
     """A measured part: the code of each program, '' if it is not measured, and the environment variables of all."""
@@ -272,6 +303,7 @@ class Part:
     yolov5: str
     ultralytics: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
+    outlined: bool = False  # needs labels with outlines
 
 
 def step(model: str, size: int, precision: str = "no") -> Part:
@@ -303,6 +335,13 @@ PARTS = {
     "step in bf16, yolov5n at 320": step("yolov5n", 320, "bf16"),
     "step in bf16, yolov5s at 640": step("yolov5s", 640, "bf16"),
     "validation, from the head on": Part(OURS + OUR_VALIDATION, THEIR_VALIDATION),
+    "segmentation: loader": Part(OUR_SEGMENTER + "drain(loader())", THEIR_SEGMENTER + "drain(loader())", outlined=True),
+    "segmentation: step, yolov5n-seg at 320": Part(
+        OUR_FLAGS + OUR_STEP,
+        THEIR_SEGMENTER + THEIR_SEGMENTER_STEP,
+        variables={"MODEL": "yolov5n-seg", "SIZE": "320", "PRECISION": "no"},
+        outlined=True,
+    ),
 }
 
 
@@ -315,6 +354,7 @@ def main() -> None:
     parser.add_argument("--ultralytics", help="a Python that ultralytics is installed for")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--part", default="", help="only the part of this name, or those that contain it")
+    parser.add_argument("--outlines", type=Path, help="such a folder whose labels are outlines, for segmentation")
     parser.add_argument("--weights", type=Path, help="official yolov5n.pt, for the validation")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -329,12 +369,15 @@ def main() -> None:
         named = [options.part] if options.part in PARTS else [name for name in PARTS if options.part in name]
         for name in named:
             part = PARTS[name]
-            if options.weights or "WEIGHTS" not in part.ours:
+            if (options.weights or "WEIGHTS" not in part.ours) and (options.outlines or not part.outlined):
                 weights = {"WEIGHTS": str(options.weights and options.weights.resolve()), **part.variables}
                 able = {side: how for side, how in sides.items() if getattr(part, side)}
-                photos = part.variables.get("PHOTOS", "")
+                photos = "outlines" if part.outlined else part.variables.get("PHOTOS", "")
                 if photos not in folders:
-                    folders[photos] = enlarged(options.data, Path(temporary) / photos, photos)
+                    made = Path(temporary) / photos
+                    folders[photos] = (
+                        linked(options.outlines, made) if part.outlined else enlarged(options.data, made, photos)
+                    )
                 report(name, able, replace(part, variables=weights), folders[photos], options.rounds)
 
 

@@ -65,7 +65,17 @@ EXPORT = [
     *("agnostic-nms", "topk-per-class", "topk-all", "iou-thres", "conf-thres", "include"),
 ]
 CLASSIFY = ["model", "pretrained", "lr0", "decay", "cutoff", "dropout"]
-OTHERS = ["hubconf.py", "segment/train.py", "segment/val.py", "segment/predict.py", "classify/", "opt.yaml", "hyp.yaml", "detect.py", "export.py"]
+OTHERS = [
+    "hubconf.py",
+    "segment/train.py",
+    "segment/val.py",
+    "segment/predict.py",
+    "classify/",
+    "opt.yaml",
+    "hyp.yaml",
+    "detect.py",
+    "export.py",
+]
 FATES = ("as there", "differs", "refused")
 
 
