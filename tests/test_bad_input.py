@@ -22,6 +22,7 @@ from models.yolo import build_model
 from tests.conftest import CallMain, RunScript
 from tests.curves import untouched
 from tests.making import tiny_detector
+from tests.models.tasks.segmentation.batches import tiny_segmenter
 from utils.checkpoint.weight_files import weights_content
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
@@ -182,6 +183,18 @@ def row(number: int, row: Any) -> Callable[[Inputs], None]:
 
 def model(**keys: Any) -> Callable[[Inputs], None]:
     return lambda inputs: inputs.write("model.yaml", {**inputs.model, **keys})
+
+
+def outline(points: str, *others: str) -> Callable[[Inputs], None]:
+    """Train a segmenter on the outline of an object of the first image; others: more rows."""
+
+    def plant(inputs: Inputs) -> None:
+        inputs.write("model.yaml", tiny_segmenter())
+        every_label("0 0.1 0.1 0.9 0.1 0.9 0.9\n")(inputs)
+        every_label("0 0.1 0.1 0.9 0.1 0.9 0.9\n", "val")(inputs)
+        inputs.label("\n".join((f"0 {points}", *others)))
+
+    return plant
 
 
 def nothing(inputs: Inputs) -> None:
@@ -356,6 +369,17 @@ WARNINGS = {
         every_label("\n".join(f"0 0.5 0.5 0.{n} 0" for n in range(1, 9))[:-1] + "0\n" + ROW),
         "27 more such problems in train; problems.txt in the run folder lists all",
     ),
+    # outlines
+    "one point": Case(
+        outline("0.5 0.5"), "0.txt, line 1: 3 numbers instead of 5 (box) or an odd count from 7 (polygon)"
+    ),
+    "an odd number": Case(outline("0.1 0.1 0.9 0.1 0.9 0.9 0.2"), "0.txt, line 1: 8 numbers instead of 5 (box) or"),
+    "an outline outside": Case(outline("0.1 0.1 1.9 0.1 0.9 0.9"), "0.txt, line 1: coordinates outside 0 to 1"),
+    "an outline in pixels": Case(outline("1 1 50 1 50 40"), "0.txt, line 1: coordinates in pixels"),
+    "an outline of no area": Case(outline("0.1 0.1 0.5 0.5 0.9 0.9"), "0.txt, line 1: the outline has no area"),
+    "boxes in segmentation": Case(
+        outline("0.5 0.5 0.2 0.2", ROW), "train: 2 of 5 labels are boxes without an outline; their masks are rectangles"
+    ),
     # weights
     "another model's": Case(
         lambda inputs: (inputs.weights(), [inputs.row(k, [-1, 1, "Conv", [16, 3, 2]]) for k in range(2)])[0],
@@ -387,6 +411,7 @@ FINE = {
     "CRLF": label(ROW.replace("\n", "\r\n")),
     "empty label file": label(""),
     "boxes and polygons": label(ROW + "1 0.1 0.1 0.9 0.1 0.9 0.9\n"),
+    "an outline that crosses itself": outline("0.1 0.1 0.9 0.9 0.9 0.1 0.1 0.9"),
     "loop of links": loop,
     "unknown key": data(colour="blue"),
     "plain state dict": lambda inputs: torch.save(build_model(inputs.model).state_dict(), inputs.folder / "weights.pt"),
