@@ -15,10 +15,13 @@ import cv2
 import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
+from data.builtin import shapes
 from data.images import read_image
 from detect import Predictor
 from models.tasks.segmentation.prediction import SegmentationPrediction
+from tests import wandb_files
 from tests.conftest import ROOT, RunScript
 from tests.curves import SEGMENTED, identical, rows, same_curve
 from tests.faults.fault_points import planted
@@ -42,9 +45,12 @@ def train(run_script: RunScript, drawn_outlines: Path, learned: Path, recipe: Pa
 
 @pytest.fixture(scope="session")
 def alone(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of one process, with pictures."""
+    """The run folder of one process, with pictures and W&B's files."""
     project = tmp_path_factory.mktemp("alone")
-    printed = train(project, plots=True)
+    home = {"HOME": str(project), "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    printed = train(
+        project, "--max-images", "3", launcher=("env", "-u", "WANDB_MODE", sys.executable), plots=True, **home
+    )
     assert "tensors taken" in printed
     return project / "exp"
 
@@ -155,6 +161,20 @@ def test_the_run_folder(alone: Path) -> None:
     } <= files
     head = (alone / "classes.csv").read_text().splitlines()[0].split(",")
     assert head[-4:] == ["mask_precision", "mask_recall", "mask_AP50", "mask_AP50-95"]
+
+
+def test_masks_in_wandb(alone: Path) -> None:
+    """Pixels of a label's mask have its class; masks have the names of the classes."""
+    pytest.importorskip("wandb")
+    (file,) = wandb_files.runs(alone)
+    shown = [row for row in wandb_files.read(file).rows if "examples/validation/all_masks" in row]
+    (truth, *_) = [masks["ground_truth"]["path"] for masks in shown[-1]["examples/validation/all_masks"]]
+    classes = np.unique(np.asarray(Image.open(file.parent / "files" / truth)))
+    with (alone / "val_masks.csv").open() as rows_of_masks:
+        first, *_ = rows_of_masks.read().splitlines()[1:]
+    assert first.split(",")[2] in shapes.NAMES
+    assert len(classes) > 1
+    assert {0, *classes} <= {*range(len(shapes.NAMES) + 1)}
 
 
 def test_detect_writes_outlines(segmenter: Path, run_script: RunScript, drawn_outlines: Path, tmp_path: Path) -> None:
