@@ -16,8 +16,8 @@ from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataPara
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DynamoBackend, set_seed
 
-from utils.allocator import keep_freed_memory
 from utils.distributed import deepspeed
+from utils.distributed.allocator import keep_freed_memory
 from utils.distributed.comm_hooks import BUCKET_MB, DDP_BUCKET_MB
 from utils.distributed.devices import describe_device, device_kind
 from utils.distributed.exit import sign_in

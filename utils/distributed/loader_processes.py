@@ -10,7 +10,7 @@ import signal
 import threading
 from contextlib import suppress
 
-from utils.allocator import keep_freed_memory
+from utils.distributed.allocator import keep_freed_memory
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 KEPT_BYTES = 2**28  # of free memory in a loader process

@@ -6,7 +6,7 @@ import multiprocessing
 import resource
 from multiprocessing.connection import Connection
 
-from utils.allocator import keep_freed_memory
+from utils.distributed.allocator import keep_freed_memory
 
 BYTES = 2**26  # of a block, larger than glibc reuses by itself
 
