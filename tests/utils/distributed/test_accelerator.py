@@ -42,3 +42,11 @@ def test_a_restarted_launch_ignores_the_addresses_of_the_last_attempt(on_process
 def test_plan(processes: int, accumulation: int, batch: str, epoch: str) -> None:
     accelerator: Any = SimpleNamespace(num_processes=processes, gradient_accumulation_steps=accumulation)
     assert plan(accelerator, batch_size=8, batches=5, epochs=4) == [batch, f"{epoch} per epoch; 4 epochs"]
+
+
+def test_a_process_on_the_cpu_keeps_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr("utils.distributed.accelerator.keep_freed_memory", lambda: calls.append("kept"))
+    start("cpu", "no", 60.0)
+    forget()
+    assert calls == ["kept"]
