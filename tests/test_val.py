@@ -260,7 +260,7 @@ def test_messages_about_precision() -> None:
 )
 def test_flags_that_classifiers_refuse(flags: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_flags(parse_options(ValOptions, flags), ClassificationTask.refused)
+        check_flags(Members({}, {}, TASKS["classify"]), flags, parse_options(ValOptions, flags).annotations)
 
 
 # COCO's results

@@ -14,12 +14,12 @@ from torch import nn
 
 from models.tasks import TASKS, task_of
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
-from models.tasks.contract import ExportSettings
+from models.tasks.contract import SEGMENTATION_FLAGS, ExportSettings
 from models.yolo import YoloModel
 from tests.making import CLASS_NAMES, grey_batch
 from tests.models.tasks.classification.toy_batches import Identity, make, of_classes
 from utils.config.hyperparameters import from_mapping
-from utils.config.options import ExportOptions, TrainOptions, ValOptions, flags_of
+from utils.config.options import DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
 from utils.errors import UserError
 from utils.files import ROOT
 from utils.plots.drawing import draw_captioned
@@ -169,8 +169,9 @@ def test_inputs_are_normalised_by_imagenets_statistics(task: ClassificationTask)
 
 
 def test_flags_of_detectors_are_refused() -> None:
-    assert set(ClassificationTask.refused) == {"nms", "save_hybrid", "save_json"}
-    known = {option.name for kind in (ValOptions, ExportOptions) for option in flags_of(kind)}
+    assert set(ClassificationTask.refused) == {"nms", "save_hybrid", "save_json", *SEGMENTATION_FLAGS}
+    kinds = (TrainOptions, ValOptions, DetectOptions, ExportOptions)
+    known = {option.name for kind in kinds for option in flags_of(kind)}
     assert set(ClassificationTask.refused) < known
 
 
