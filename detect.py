@@ -4,39 +4,34 @@ From Python:
 
     from detect import Predictor
     predictor = Predictor("best.pt")
-    predictions = predictor("photo.jpg")    # an array; of a list of images, a list of arrays
+    print(predictor("photo.jpg"))    # a Prediction; of a folder or a list of images, a list
 """
 
 from __future__ import annotations
 
-import math
+import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
-from typing import Any
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in these imports prints no traceback; `run_main` resets it
 
 import cv2
 import numpy as np
 import torch
-from PIL import Image, ImageOps
-from torch import Tensor
 
-from data.dataset import Item, data_source, dataset_class
-from data.images import read_whole_image
-from data.media import Frame, Media, MediaItem, find_media, local_file, prefetched
-from models.ensemble import Inference, for_inference, read_members
-from models.image_size import sides_of
-from models.tasks.contract import Batch, Prediction, Thresholds
+from data.dataset import Item
+from data.media import Frame, Media, MediaItem, find_media, prefetched
+from models.tasks.contract import Prediction
+from predictor import Predictor
 from utils.config.options import DetectOptions
 from utils.config.parser import given_flags, parse_options
-from utils.config.select import select
 from utils.console import Bar, show
-from utils.distributed.devices import one_device
 from utils.distributed.exit import Stopped, run_main
-from utils.errors import UserError
 from utils.files import csv_text, lock_folder, numbered_folder, replacing
 from utils.plots.drawing import Style, write_picture
 from utils.stage_times import (
@@ -50,126 +45,13 @@ from utils.stage_times import (
 )
 
 
-class Predictor:
-    """A model, or an ensemble of several, for images of any size.
-
-    The arguments are the flags of detect.py, with their defaults: `weights` is one name or several, `imgsz` one number,
-    (height, width), or 0 for the default. Prints how the image size was chosen, and warnings; `quiet`: these only.
-    Raises `UserError`, whose message says what to do.
-    """
-
-    def __init__(
-        self,
-        weights: str | Path | Sequence[str | Path] = "yolov5s.pt",
-        *,
-        imgsz: int | Sequence[int] = 0,
-        conf_thres: float | None = None,
-        iou_thres: float | None = None,
-        max_det: int | None = None,
-        classes: Sequence[int] = (),
-        agnostic_nms: bool = False,
-        augment: bool = False,
-        retina_masks: bool = False,
-        half: bool = False,
-        device: str = "",
-        data: str = "",
-        layers: str = "",
-        quiet: bool = False,
-    ) -> None:
-        values = {"conf_thres": conf_thres, "iou_thres": iou_thres, "max_det": max_det}
-        given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-        given |= {"imgsz": sides_of(imgsz), **({"agnostic_nms": True} if agnostic_nms else {})}
-        self.device = one_device(device)
-        files = [weights] if isinstance(weights, str | Path) else weights
-        members = read_members([str(name) for name in files], layers, augment)
-        source = data_source(data, members.entry.data) if data else None
-        kind = members.entry.load()
-        members.refuse({"augment": augment, "retina_masks": retina_masks})
-        self.task = kind(source.names() if source else members.class_names, kind.recipe())
-        self.data = dataset_class(members.entry.data)
-        self.half = half and self.device.type == "cuda"
-        size = members.image_size(imgsz)
-        models = members.build(self.task, max(size.sides), data or "the names")
-        self.models = [for_inference(model, self.device, self.half, fold=True) for model in models]
-        thresholds = select(
-            Thresholds, DetectOptions(**given), classes=tuple(classes), one_class=True, retina_masks=retina_masks
-        )
-        postprocess = self.task.postprocess(models[0], thresholds)
-        self.inference = Inference(self.task, postprocess, self.device, augment, self.half)
-        self.stride = math.lcm(*(model.stride for model in models))
-        self.size = size.rounded(self.stride)
-        lines = [*self.size.messages, *members.overridden({**given, "half": self.half})]
-        if half and not self.half:
-            lines.append("warning: --half is for CUDA; taking full precision")
-        show(*(line for line in lines if not quiet or line.startswith("warning: ")))
-
-    @property
-    def names(self) -> dict[int, str]:
-        """Class names by class number."""
-        return dict(self.task.names)
-
-    def __call__(self, images: Any) -> Any:
-        """Return the prediction for an image, or for each of a list of images.
-
-        An image: a path or address, a PIL image, an array (h, w, 3) or (h, w) of uint8 in RGB, or a tensor (3, h, w) of
-        uint8, or of floats in 0 to 1. A tensor (b, 3, h, w) is a list.
-
-        Boxes are float32 (k, 6): xyxy in pixels of the image, confidence, class, the most confident first. A model for
-        whole images returns the probability of each class, float32 (classes,).
-        """
-        if isinstance(images, (list, tuple)) or (isinstance(images, Tensor) and images.ndim == 4):
-            return [self(image) for image in images]
-        item = self.item(as_pixels(images), "image")
-        return self.predict(self.data.collate([item]))[0].array
-
-    def item(self, image: np.ndarray, name: str) -> Item:
-        """Return an image, uint8 (h, w, 3) BGR, as an item of a batch."""
-        return self.data.item(image, name, self.size.sides, self.stride, self.size.is_fixed)
-
-    @torch.inference_mode()
-    def predict(self, batch: Batch, timer: StageTimer | None = None) -> Sequence[Prediction]:
-        """Return the prediction for each image of a batch."""
-        timer = timer or StageTimer()
-        batch, views = self.inference.views(self.models, batch, timer)
-        predictions = self.inference.postprocess(views, batch)
-        timer.end_stage(POSTPROCESSING)
-        return predictions
-
-
-def as_pixels(image: Any) -> np.ndarray:
-    """Convert an image in any form that `Predictor` takes to uint8 (h, w, 3) BGR. Raises `UserError`."""
-    if isinstance(image, str | Path):
-        return read_whole_image(local_file(MediaItem("picture", str(image))))
-    if isinstance(image, Image.Image):
-        try:
-            image = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
-        except Exception as error:  # the file that Pillow reads only now is damaged, for which it has many kinds
-            name = getattr(image, "filename", "") or "the PIL image"
-            raise UserError(f"{name} cannot be read as an image ({error}); fix or remove it") from None
-    if isinstance(image, Tensor):
-        image = image.detach().cpu()
-        if image.is_floating_point():
-            image = (image * 255).round().clamp(0, 255)
-        image = image.to(torch.uint8).permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
-    if not isinstance(image, np.ndarray) or image.ndim not in (2, 3) or image.dtype != np.uint8 or not image.size:
-        what = f"{image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
-        raise UserError(
-            f"an image must be a path, a PIL image, a uint8 array (h, w, 3) or a tensor (3, h, w), not {what}"
-        )
-    if image.ndim == 2:
-        return np.ascontiguousarray(np.repeat(image[..., None], 3, 2))
-    if image.shape[2] != 3:
-        raise UserError(f"an image must have 3 channels, RGB, not {image.shape[2]}")
-    return np.ascontiguousarray(image[..., ::-1])
-
-
 def main() -> None:
     """Detect from the command line."""
     argv = sys.argv[1:]
     options = parse_options(DetectOptions, argv)
-    media = Media(find_media(options.source), options.vid_stride)
-    given, known = given_flags(DetectOptions, argv), Predictor.__init__.__annotations__
-    predictor = Predictor(**{name: value for name, value in given.items() if name in known})
+    items = dict.fromkeys(item for source in options.source or ("",) for item in find_media(source))
+    media = Media(list(items), options.vid_stride)
+    predictor = Predictor.from_flags(given_flags(DetectOptions, argv))
     folder = numbered_folder(Path(options.project), options.name, options.exist_ok)
     lock = lock_folder(folder)
     synchronise = torch.accelerator.synchronize if predictor.device.type != "cpu" else lambda: None
@@ -190,7 +72,8 @@ def main() -> None:
     show_warnings(media.problems, warnings_shown)
     lock.release()
     times = milliseconds_per_image(without_warmup(timer.batches))
-    show(f"{frames_done} images{f'; {format_times(times)}' if frames_done else ''}; results in {folder}")
+    images = f"{frames_done} image{'s' * (frames_done != 1)}"
+    show(f"{images}{f'; {format_times(times)}' if frames_done else ''}; results in {folder}")
     if media.problems:
         bad, count = len(media.problems), len(media.items)
         show(f"warning: {bad} of the {count} sources could not be read, or not to the end; see above")

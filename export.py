@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
+import signal
 import sys
 import time
 from pathlib import Path
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in these imports prints no traceback; `run_main` resets it
+
 import torch
 
 from data.dataset import data_source
-from models.ensemble import common_task, halve, load_model, weight_files
-from models.export.formats import ExportJob, write
+from models.ensemble import common_task, export_base, halve, load_model, weight_files
+from models.export.formats import INPUT_NAME, ExportJob, write
 from models.export.runtime import ExportMetadata
 from models.image_size import ImageSize, choose_size
 from models.layer_registry import add_layers
@@ -22,7 +27,7 @@ from utils.config.parser import given_flags, parse_options, refuse_flags
 from utils.config.select import select
 from utils.console import show
 from utils.distributed.devices import device_kind
-from utils.distributed.exit import run_main
+from utils.distributed.exit import Stopped, run_main
 from utils.errors import UserError
 
 NEEDLESS_FLAGS = {
@@ -42,15 +47,31 @@ def main() -> None:
         add_layers(options.layers)
     for name, file in weight_files(options.weights).items():
         content = read_weights(file)
+        file = export_base(name, file)
         kind = TASKS[common_task({name: content})].load()
         refuse_flags(given_flags(ExportOptions, argv), kind.refused)
         size = choose_size({name: content}, kind, options.imgsz)
         job = prepare(name, content, options, size, device)
         show(*size.rounded(job.metadata.stride).messages, *messages(options, job))
-        for format_name in dict.fromkeys(options.include):
+        for format_name in dict.fromkeys("onnx" if name == "engine" else name for name in options.include):
             began = time.perf_counter()
             path = write(job, format_name, file.with_suffix(""))
             show(f"{format_name}: {path}, {megabytes(path):.1f} MB, {time.perf_counter() - began:.1f} s")
+        if "engine" in options.include:
+            show(f"warning: engine: not written; on the target machine, run {trtexec(job, file.with_suffix(''))}")
+    if "engine" in options.include:
+        raise Stopped(1)
+
+
+def trtexec(job: ExportJob, stem: Path) -> str:
+    """Return the command of TensorRT that makes an engine from an ONNX file."""
+    metadata = job.metadata
+    command = ["trtexec", f"--onnx={stem}.onnx", f"--saveEngine={stem}.engine", *(["--fp16"] if metadata.half else [])]
+    if metadata.dynamic:
+        height, width = metadata.imgsz
+        for name, count in (("min", 1), ("opt", metadata.batch), ("max", metadata.batch)):
+            command.append(f"--{name}Shapes={INPUT_NAME}:{count}x3x{height}x{width}")
+    return shlex.join(command)
 
 
 def prepare(name: str, content: Weights, options: ExportOptions, size: ImageSize, device: torch.device) -> ExportJob:
@@ -79,7 +100,7 @@ def prepare(name: str, content: Weights, options: ExportOptions, size: ImageSize
         suppression=suppression,
         settings=dict(content.settings),
     )
-    return ExportJob(module, metadata, options.opset, options.verbose)
+    return ExportJob(module, metadata, options.opset, options.verbose, content.state)
 
 
 def messages(options: ExportOptions, job: ExportJob) -> list[str]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in these imports prints no traceback; `run_main` resets it
 
 import numpy as np
 import torch
@@ -141,9 +145,7 @@ class Training:
             timing = report.epoch_timing(bar, time.monotonic() - began, progress)
             row = report.results_row(epoch, losses, summary, self.task.metric_names, steps.optimizer)
             run.files.add_row(row)
-            run.print(report.epoch_line(epoch, options.epochs, losses, summary, bar.rate, progress.skipped))
-            if summary and options.verbose:
-                run.print(*summary.table())
+            run.print(*report.epoch_lines(epoch, options.epochs, losses, summary, bar.rate, progress.skipped))
             improved = summary is not None and progress.record(epoch, summary.fitness)
             if summary and improved:
                 progress.summary = summary
@@ -152,6 +154,8 @@ class Training:
             if summary:
                 self.run_log.log_examples(partial(self.evaluate.metrics.examples, summary), epoch)
             progress.finished = final or progress.stalled(options.patience)
+            if summary and options.verbose and not (improved and progress.finished):  # `finish` prints the best epoch's
+                run.print(*summary.table())
             latest = ["last.pt"] + ["best.pt"] * improved if progress.finished or not options.nosave else []
             numbered = [f"epoch{epoch}.pt"] * (options.save_period > 0 and epoch % options.save_period == 0)
             upload = partial(self.run_log.upload, numbered, "latest", f"epoch-{epoch}", *["best"] * improved)
@@ -192,7 +196,7 @@ class Training:
         assert best is not None
         if progress.epoch < options.epochs:
             epoch = progress.best_epoch + 1
-            run.print(f"stopped: no better fitness for {options.patience} epochs; the best was epoch {epoch}")
+            run.print(f"stopped by --patience {options.patience}: no better fitness since epoch {epoch}")
         imgsz = self.steps.model.bare.imgsz
         run.plot(lambda: self.evaluate.metrics.pictures(best, self.val_split, imgsz))
         run.charts()
@@ -201,6 +205,7 @@ class Training:
         run.print(*report.best_epoch_table(progress, best, options.quiet), f"results in {run.path}", always=True)
         run.on_main(lambda: hand_over(best, run.path))
         run.finish()
+        run.on_main(lambda: self.run_log.push(self.task, best, self.weights_content))
 
 
 def train(training: Training) -> None:
@@ -311,6 +316,7 @@ def assemble(argv: Sequence[str], settings: Settings | None = None) -> Training:
     run.print(*plan(accelerator, loop.batch_size, len(loader), loop.epochs), f"saving results to {run.path}")
     optimizer = settings.select(OptimizerOptions)
     with memory.explain_out_of_memory(loop.batch_size, model.imgsz):
+        identity = replace(identity, settings=settings.content(model.yaml, model.imgsz))
         steps, loader = prepare_training(run, model, loader, settings.hyp, optimizer, task.loss_names, identity, saved)
     if options.show_processes:
         run.print(*run.process_table(loader.batch_sampler))
@@ -337,7 +343,8 @@ def write_inputs(run: Run, inputs: Inputs, settings: Settings, saved: Mapping[st
     run.files.write_problems([*train_split.problems, *val_split.problems])
     run.files.write_settings(content)
     run.files.write_documents(data.documents(train_split, val_split))
-    run_log = RunLog(run, settings.select(TrackingOptions), val_split.images, list(job.task.names.values()))
+    tracking = settings.select(TrackingOptions, argv=settings.argv)
+    run_log = RunLog(run, tracking, val_split.images, list(job.task.names.values()))
     run_log.start(content, identity, saved)
     run_log.upload_dataset(job.source.spec.file, job.source.files, identity)
     if not settings.options.noplots:

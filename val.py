@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,10 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in these imports prints no traceback; `run_main` resets it
+
 import torch
 from torch.utils.data import DataLoader
 
-from data.dataset import DataOptions, DataSet, Split, data_source
+from data.dataset import DataOptions, DataSet, DataSource, Split, data_source
 from models.ensemble import Inference, Members, for_inference, read_members
 from models.tasks.contract import Batch, Criterion, Metrics, Model, Prediction, Task, Thresholds
 from utils import coco
@@ -28,7 +32,7 @@ from utils.distributed.accelerator import start
 from utils.distributed.devices import loader_workers
 from utils.distributed.exit import run_main
 from utils.distributed.spawn import spawn_for_devices
-from utils.errors import UserError
+from utils.errors import UserError, plural
 from utils.python_api import call, hand_over
 from utils.run import FolderOptions, Run
 from utils.stage_times import POSTPROCESSING, StageTimer, format_times, milliseconds_per_image, without_warmup
@@ -135,7 +139,7 @@ class Validation:
     models: list[Model]
     evaluate: Evaluator
     split: Split
-    roots: Sequence[Path]  # folders of the data set
+    source: DataSource
     times_stages: bool  # whether the stages can be timed without slowing them down
     coco_images: list[coco.CocoImage] = field(default_factory=list)  # predictions of this process, with --save-json
 
@@ -170,8 +174,8 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
     run.open_folder(select(FolderOptions, options))
     run.quiet = options.quiet
     lines = [*run.device_lines(verbose=False)[:1], *source.spec.warnings, *split.report(split_name)]
-    overridden = members.overridden({**given_flags(ValOptions, argv), "half": half})
-    run.print(*lines, *size.rounded(stride).messages, *messages(options, half, members), *overridden)
+    about_files = members.class_warnings(names) + members.overridden({**given_flags(ValOptions, argv), "half": half})
+    run.print(*lines, *size.rounded(stride).messages, *messages(options, half, members), *about_files)
     run.files.write_problems(split.problems)
     run.files.write_settings({**vars(options), "imgsz": models[0].imgsz})
     if not options.noplots:
@@ -194,7 +198,7 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
         run.print(*run.process_table(evaluate.loader.batch_sampler))
     # On other devices a stage is over only after a synchronisation, which takes time.
     times_stages = options.task == "speed" or device.type == "cpu"
-    validation = Validation(options, run, members, models, evaluate, split, source.spec.roots, times_stages)
+    validation = Validation(options, run, members, models, evaluate, split, source, times_stages)
     evaluate.inference = replace(evaluate.inference, augment=options.augment, half=half)
     evaluate.keepers = keepers(validation)
     if times_stages and device.type != "cpu":
@@ -244,7 +248,7 @@ def validate(validation: Validation) -> None:
     if options.save_json:
         images = run.collectives.gather(validation.coco_images)
         stem = next(iter(validation.members.files.values())).stem
-        run.on_main(lambda: write_coco_results(run, options, validation.roots, images, names, split.images, stem))
+        run.on_main(lambda: write_coco_results(run, options, validation.source, images, names, split.images, stem))
 
 
 def check_flags(members: Members, argv: Sequence[str], annotations: str) -> None:
@@ -294,7 +298,7 @@ def speed(times: Mapping[str, float], options: ValOptions) -> str:
 def write_coco_results(
     run: Run,
     options: ValOptions,
-    roots: Sequence[Path],
+    source: DataSource,
     predictions: Sequence[coco.CocoImage],
     names: Mapping[int, str],
     images: Sequence[Path],
@@ -304,9 +308,10 @@ def write_coco_results(
 
     Raises `UserError` for annotations that do not fit, if --annotations names them, after the results are written.
     """
-    file, missing = Path(options.annotations) if options.annotations else None, ""
+    split, missing = SPLIT_OF_TASK.get(options.task, options.task), ""
+    file = Path(options.annotations) if options.annotations else source.spec.annotation_file(split)
     if file is None:
-        file, missing = coco.find_annotations(roots, SPLIT_OF_TASK.get(options.task, options.task), images)
+        file, missing = coco.find_annotations(source.spec.roots, split, images)
     ids, annotations, problem = coco.default_ids(names, images), None, None
     if file:
         try:
@@ -316,19 +321,17 @@ def write_coco_results(
             problem = error
     rows, name = coco.results(predictions, ids), f"{stem}_predictions.json"
     run.files.write_documents({name: json.dumps(rows)})
-    run.print(f"{len(rows)} results in {run.path / name}; {ids.origin}", *filter(None, [missing]))
+    run.print(f"{plural(len(rows), 'result')} in {run.path / name}; {ids.origin}", *filter(None, [missing]))
     try:
         if problem:
             raise problem
         if annotations:
             run.print(*annotations.warnings())
-            scores = coco.score(annotations, rows)
-            run.files.write_documents({"coco.csv": coco.csv_document(scores)})
-            run.print(*coco.table(scores))
-            if any(image.masks for image in predictions):
-                scores = coco.score(annotations, rows, "segm")
-                run.files.write_documents({"coco_masks.csv": coco.csv_document(scores)})
-                run.print(*coco.table(scores, "COCO, masks"))
+            kinds = ["bbox"] + ["segm"] * any(image.masks for image in predictions)
+            for kind, scores in coco.score(annotations, rows, kinds):
+                document, title = coco.COCO_OUTPUTS[kind]
+                run.files.write_documents({document: coco.csv_document(scores)})
+                run.print(*coco.table(scores, title), always=True)
     except UserError as error:
         if options.annotations:
             raise

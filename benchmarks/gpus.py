@@ -107,7 +107,7 @@ def epoch(options: argparse.Namespace, extra: Sequence[str], count: int, project
     job += ["--batch-size", str(batch), "--name", f"train{count}"]
     with gpu_memory(count, options.device) as most:
         text = printed("train.py", [*common, *job, "--noplots", "--no-wandb", "--noautoanchor", *extra], options.device)
-    rate = number(r"([\d.]+) images/s", text)
+    rate = number(r"([\d.]+) img/s", text)
     training = math.ceil(number(r"^train: (\d+) images", text) / batch) * batch / rate
     weights = project / f"train{count}" / "weights" / "last.pt"
     batch = min(2 * batch, VALIDATION_BATCH)  # as train.py does

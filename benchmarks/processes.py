@@ -50,7 +50,7 @@ def launch(name: str, flags: Sequence[str], threads: int, project: Path) -> Outc
     command = [sys.executable, str(ROOT / "train.py"), *flags, "--project", str(project), "--name", name]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     printed = subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True).stdout
-    rate = float(re.findall(r"(\d+) images/s", printed)[-1])
+    rate = float(re.findall(r"(\d+) img/s", printed)[-1])
     return Outcome(rows(project / name), floats(project / name), rate)
 
 

@@ -80,6 +80,9 @@ from data.dataset import DataOptions
 from data.detection import DetectionData
 from data.sources import read_spec
 from utils.config.hyperparameters import Hyperparameters
+if PROCESSES > 1:  # first: they share the memory for decoded images
+    from utils.distributed.accelerator import start
+    accelerator = start("cpu", "no", 60.0)[0]
 spec = read_spec(Path(FOLDER) / "data.yaml")
 def loader(cache="", partners="window"):
     options = DataOptions(cache=cache, partners=partners, workers=int(WORKERS))
@@ -89,10 +92,7 @@ def loader(cache="", partners="window"):
     if cache:
         for index in range(len(split.images)):
             made.dataset.images.read(index)
-    if PROCESSES > 1:
-        from utils.distributed.accelerator import start
-        made = start("cpu", "no", 60.0)[0].prepare(made)
-    return made
+    return accelerator.prepare(made) if PROCESSES > 1 else made
 """
 THEIRS = """
 import yaml
@@ -139,20 +139,18 @@ take_steps(lambda: loss(model(images.float() / 255), targets)[0], model, optimiz
 """
 # From the command to the first batch's loss; torch and torchvision are imported before.
 OUR_START = """
-import torchvision
+import runpy, sys, torchvision
 begin()
-import train
-from models.tasks.detection.loss import DetectionCriterion
-DetectionCriterion.__call__ = first
-train.main(flags)
+torch.Tensor.backward = first
+sys.argv = ["train.py", *flags]
+runpy.run_path("train.py", run_name="__main__")
 """
 THEIR_START = """
 import sys, torchvision
 begin()
 import train, utils.general
 utils.general.check_font = lambda *given, **more: None  # it would download one
-from utils.loss import ComputeLoss
-ComputeLoss.__call__ = first
+torch.Tensor.backward = first
 sys.argv = FLAGS
 train.main(train.parse_opt())
 """

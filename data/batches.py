@@ -32,6 +32,8 @@ class Batch:
 
     def to(self: B, device: torch.device | str, non_blocking: bool = False) -> B:
         """Return the batch with its tensors, those of a subclass too, on `device`."""
+        if self.images.device.type == torch.device(device).type == "cpu":
+            return self  # torch copies from cpu to cpu:0
         return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self: B) -> B:

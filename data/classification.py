@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -28,7 +29,7 @@ from data.sources import DataSpec, images_below
 from data.transforms import Augmenter, TransformSettings, centre_crop
 from utils.config.hyperparameters import Recipe
 from utils.config.select import select
-from utils.errors import UserError
+from utils.errors import UserError, plural
 from utils.files import csv_text
 
 MULTI_SCALE_STEP_PIXELS = 32  # between the sizes of batches, if --imgsz is a multiple: most models' stride
@@ -118,9 +119,8 @@ class ClassificationSplit(Split):
     def report(self, title: str) -> list[str]:
         """Return lines for the console: counts, and the first few problems."""
         counts = np.bincount(self.labels, minlength=len(self.names))
-        summary = (
-            f"{title}: {len(self.images)} images of {(counts > 0).sum()} classes, {counts.min()} to {counts.max()} each"
-        )
+        images, classes = plural(len(self.images), "image"), plural((counts > 0).sum(), "class")
+        summary = f"{title}: {images} of {classes}, {counts.min()} to {counts.max()} each"
         return [summary, *problem_warnings(self.problems, title)]
 
     def instances(self) -> Instances:
@@ -177,7 +177,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
         images = [path for paths in classes.values() for path in paths]
         labels = np.array([numbers[text] for text, paths in classes.items() for _ in paths], np.int64)
         scanned = load_labels(images, f"{name} images", self.options.workers, "images")
-        problems = scanned.problems
+        problems = (*self.spec.unread_images(name), *scanned.problems)
         if name == "train":
             counts = np.bincount(labels[scanned.sizes[:, 0] > 0], minlength=len(self.names))
             problems += tuple(
@@ -283,13 +283,15 @@ def _walk_classes(spec: DataSpec, name: str) -> Classes:
     # Folders of other splits may be below `path:`, and are no classes.
     excluded = [folder for other in spec.entries if split_path for folder in spec.locations(other)]
     images: dict[str, set[Path]] = {}
+    spec.unread[name] = []
     for parent in parents:
         for folder in _folders(parent):
             if not any(other.is_relative_to(folder) for other in excluded):
-                images.setdefault(folder.name, set()).update(images_below(folder))
+                text = os.fsencode(folder.name).decode(errors="surrogateescape")  # as in the YAML, in any locale
+                images.setdefault(text, set()).update(images_below(folder, spec.unread[name]))
     classes = {text: sorted(images[text]) for text in sorted(images) if images[text]}
     if not classes:
-        searched = ", ".join(map(str, parents))
+        searched = "; ".join([", ".join(map(str, parents)), *spec.unread_images(name)])
         raise UserError(
             f"{spec.file}: `{name}:` has no folders of images in {searched}; put the images of each class into a "
             "folder of its name there"
@@ -315,7 +317,7 @@ def held_out(images: Sequence[Path], share: float, seed: int) -> set[Path]:
     """
 
     def order(path: Path) -> tuple[bytes, Path]:
-        return hashlib.sha256(f"{seed}/{path.parent.name}/{path.name}".encode()).digest(), path
+        return hashlib.sha256(os.fsencode(f"{seed}/{path.parent.name}/{path.name}")).digest(), path
 
     count = min(max(round(len(images) * share), 1), len(images) - 1)
     return set(sorted(images, key=order)[:count])

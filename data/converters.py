@@ -5,14 +5,11 @@ Called by data/convert.py, the command line, and by data/sources.py for `convert
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import secrets
 import shutil
 import xml.etree.ElementTree as ET
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -21,56 +18,13 @@ from PIL import Image
 from tqdm import tqdm
 
 from data.archives import is_inside
+from data.coco_json import CocoBox, Tally, box_row, coco_rows, read_contents
 from data.images import IMAGE_SUFFIXES
-from data.outlines import Points, decode_rle, joined, mask_outline
 from utils.errors import UserError, nearest
 from utils.files import replacing
 
 VOC_SETS = ("train", "val", "test")  # in ImageSets/Main; trainval is the first two
 VISDRONE_CLASSES = 10  # categories 1 to 10; 0 is for regions to ignore, 11 for other objects
-CUT_KEY = "cut at the edge of their image"  # the tally's key of boxes that are cut, not left out
-
-CocoBox = tuple[float, float, float, float]  # left, top, width, height in pixels, as in COCO
-
-
-class Tally(Counter[str]):
-    """Counts of the label files and boxes that were written, and of items that were left out, by reason."""
-
-    def lines(self, folder: Path) -> list[str]:
-        """Format the counts for the console. folder: of the label files."""
-        reasons = {why: count for why, count in self.items() if count and why not in ("files", "boxes", CUT_KEY)}
-        omitted = ", ".join(f"{count} {why}" for why, count in sorted(reasons.items()))
-        return [
-            f"{self['files']} label files with {self['boxes']} boxes in {folder}"
-            + (f", {self[CUT_KEY]} of them {CUT_KEY}" if self[CUT_KEY] else ""),
-            *([f"left out: {omitted}"] if omitted else []),
-        ]
-
-
-def box_row(label: int, box: CocoBox, size: tuple[int, int], tally: Tally) -> str:
-    """Return a label row, `class x y width height` as shares of the image; '' if no part of the box is in the image.
-
-    Numbers have 6 significant digits, as in the published labels of COCO. size: width and height of the image.
-    """
-    if not all(map(math.isfinite, box)):
-        tally["boxes that are not finite"] += 1
-        return ""
-    x, y, width, height = box
-    inner = x >= 0 and y >= 0 and x + width <= size[0] and y + height <= size[1]
-    if not inner and width > 0 and height > 0:
-        right, bottom = min(x + width, size[0]), min(y + height, size[1])
-        x, y = max(x, 0.0), max(y, 0.0)
-        width, height = right - x, bottom - y
-        if width <= 0 or height <= 0:
-            tally["boxes outside of their image"] += 1
-            return ""
-    if width <= 0 or height <= 0:
-        tally["boxes without an area"] += 1
-        return ""
-    tally["boxes"] += 1
-    tally[CUT_KEY] += not inner
-    shares = ((x + width / 2) / size[0], (y + height / 2) / size[1], width / size[0], height / size[1])
-    return f"{label} {' '.join(f'{share:.6g}' for share in shares)}\n"
 
 
 def _write_rows(path: Path, rows: Sequence[str], tally: Tally) -> None:
@@ -108,7 +62,7 @@ def label_folder(folder: Path, exist_ok: bool) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)  # after a rename there is nothing left to remove
 
 
-def with_progress(items: Sequence[Any], title: str) -> tqdm:
+def with_progress(items: Iterable[Any], title: str) -> tqdm:
     """Iterate over `items` with a progress bar if this is a terminal."""
     return tqdm(items, desc=title, unit=" files", disable=None, leave=False, dynamic_ncols=True)
 
@@ -281,82 +235,24 @@ def convert_coco(
     polygons: write rows `class x1 y1 x2 y2 ...`. crowd: include regions with many objects (iscrowd 1). flat: drop the
     folders in the images' file names. Raises `UserError`.
     """
-    content, tally = _read_json(file), Tally()
-    try:
-        categories = sorted(content["categories"], key=lambda category: category["id"])
-        numbers = {category["id"]: number for number, category in enumerate(categories)}
-        names = [str(category["name"]) for category in categories]
-        images = {image["id"]: image for image in content["images"]}
-        by_image: dict[Any, list[Mapping[str, Any]]] = {}
-        for item in content["annotations"]:
-            by_image.setdefault(item["image_id"], []).append(item)
-    except (KeyError, TypeError) as error:
-        raise UserError(
-            f"{file} is not a COCO annotation file of objects ({error!r} is missing); name another one"
-        ) from None
-    tally["boxes of images that the file lacks"] = sum(len(v) for k, v in by_image.items() if k not in images)
+    tally = Tally()
     written: set[str] = set()
     with label_folder(labels, exist_ok) as folder:
-        for image, info in with_progress([(i, images[i]) for i in images if i in by_image], "writing"):
-            rows = []
-            for item in by_image[image]:
-                if item.get("iscrowd") and not crowd:
-                    tally["crowds"] += 1
-                    continue
-                try:
-                    rows.append(_coco_row(item, info, numbers, polygons, tally))
-                except (KeyError, TypeError, ValueError, IndexError) as error:
-                    raise UserError(f"{file}: annotation {item.get('id')} is damaged ({error!r}); fix it") from None
-            if any(rows):
-                name = _label_name(file, info, flat)
+        for image, rows, image_id in with_progress(coco_rows(file, (), tally, polygons, crowd), "writing"):
+            if rows:
+                name = _label_name(file, image, image_id, flat)
                 if name in written:
                     raise UserError(f"{file}: two images would have the label file {name}; leave --flat out")
                 written.add(name)
                 _write_rows(folder / name, rows, tally)
-    return tally, names
+    return tally, read_contents(file).names
 
 
-def _read_json(file: Path) -> Any:
-    try:
-        with file.open("rb") as opened:
-            return json.load(opened)
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not JSON ({error}); download it again") from None
-
-
-def _label_name(file: Path, image: Mapping[str, Any], flat: bool) -> str:
-    name = PurePosixPath(str(image.get("file_name") or "").replace("\\", "/"))
+def _label_name(file: Path, image: str, image_id: int | str, flat: bool) -> str:
+    name = PurePosixPath(image)
     if not name.name or not is_inside(str(name)):
-        raise UserError(f"{file}: image {image.get('id')} has the file name '{name}'; it must be a relative path")
+        raise UserError(f"{file}: image {image_id} has the file name '{name}'; it must be a relative path")
     return str(PurePosixPath(name.name if flat else name).with_suffix(".txt"))
-
-
-def _coco_row(
-    item: Mapping[str, Any], image: Mapping[str, Any], numbers: Mapping[Any, int], polygons: bool, tally: Tally
-) -> str:
-    label, size = numbers[item["category_id"]], (int(image["width"]), int(image["height"]))
-    x, y, width, height = map(float, item["bbox"])
-    row = box_row(label, (x, y, width, height), size, tally)
-    if not polygons or not row:
-        return row
-    outline = _coco_outline(item.get("segmentation"))
-    if not outline:
-        tally["outlines, replaced by the box"] += 1
-        outline = [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
-    shares = [min(max(value / side, 0.0), 1.0) for point in outline for value, side in zip(point, size, strict=True)]
-    return f"{label} {' '.join(f'{share:.6g}' for share in shares)}\n"
-
-
-def _coco_outline(segmentation: Any) -> Points:
-    """Return one outline for a list of polygons or a mask in run-length encoding; [] if there is none."""
-    if isinstance(segmentation, dict):
-        counts, size = segmentation["counts"], segmentation["size"]
-        return mask_outline(decode_rle(counts, size))
-    parts = [list(zip(map(float, part[::2]), map(float, part[1::2]), strict=True)) for part in segmentation or ()]
-    parts = [part for part in parts if len(part) > 2]
-    return joined(parts) if parts else []
 
 
 # VisDrone

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from data.batches import Batch
+from data.folders import read_folder
 from data.problems import refuse
 from data.sampler import Instances, SampleIndex, Sampling
 from data.sources import DataSpec, overlap, read_spec
@@ -135,7 +137,7 @@ class DataSet(ABC, Generic[S]):
         """Return a loader over `batches`, a process's share of the evaluation's. Nothing is random."""
 
     def usable(self, name: str, sizes: np.ndarray, problems: Sequence[str]) -> np.ndarray:
-        """Return a mask of the usable images of a split, bool (n,). sizes: (n, 2), 0 for an unreadable image.
+        """Return a mask of the usable images of a split, bool (n,). sizes: (n, 2), 0 for an image left out.
 
         Raises `UserError` if none is, or with --strict if there are problems.
         """
@@ -143,7 +145,7 @@ class DataSet(ABC, Generic[S]):
             refuse(problems, name)
         readable: np.ndarray = sizes[:, 0] > 0
         if not readable.any():
-            raise UserError(f"{self.spec.file}: no image of `{name}:` can be read; the first: {problems[0]}")
+            raise UserError(f"{self.spec.file}: no image of `{name}:` can be used; the first problem: {problems[0]}")
         return readable
 
     @property
@@ -202,8 +204,9 @@ class DataSource:
 
 
 def data_source(data: str, kind: str) -> DataSource:
-    """Read the YAML that --data names. kind: `module:class` of the data set. Raises `UserError`."""
-    return DataSource(read_spec(find_file(data, "data set", ["data"])), dataset_class(kind))
+    """Read the YAML or the folder that --data names. kind: `module:class` of the data set. Raises `UserError`."""
+    spec = read_folder(Path(data)) if os.path.isdir(data) else read_spec(find_file(data, "data set", ["data"]))
+    return DataSource(spec, dataset_class(kind))
 
 
 def labels_text(names: Mapping[int, str], counts: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
@@ -218,9 +221,9 @@ def labels_text(names: Mapping[int, str], counts: Mapping[str, tuple[np.ndarray,
 
 def split_identity(images: Sequence[Path], labels: bytes) -> dict[str, str]:
     """Return the number of images of a split, a hash of their file names, and a hash of the labels."""
-    names = "\n".join(path.name for path in images)
+    names = os.fsencode("\n".join(path.name for path in images))
     return {
         "count": str(len(images)),
-        "files": hashlib.sha256(names.encode()).hexdigest(),
+        "files": hashlib.sha256(names).hexdigest(),
         "labels": hashlib.sha256(labels).hexdigest(),
     }

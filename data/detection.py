@@ -32,10 +32,10 @@ from data.images import read_image, resize_long_side, scaled_shape
 from data.labels import Content, Labels, check_classes, load_labels
 from data.problems import problem_warnings
 from data.sampler import Instances, SampleIndex, evaluation_batches, item_generator, training_batches
-from data.sources import DataSpec, label_file
+from data.sources import DataSpec
 from utils.config.hyperparameters import Hyperparameters, Recipe
 from utils.config.select import select
-from utils.errors import UserError
+from utils.errors import UserError, plural
 from utils.files import csv_text
 from utils.summary import evenly_spaced
 
@@ -51,6 +51,7 @@ class ImageInfo(NamedTuple):
     size: tuple[int, int]  # width and height of the file's image, pixels
     placement: Placement  # from the file's pixels into the batch's
     rows: np.ndarray  # its labels (k, 5): class, normalised xywh in the file's image
+    outlines: tuple[np.ndarray, ...] = ()  # of the rows, in an evaluation of segmentation: (p, 2), normalised x and y
 
 
 class _Items(Dataset[Item]):
@@ -173,7 +174,8 @@ class DetectionSplit(Split):
     def report(self, title: str) -> list[str]:
         """Return lines for the console: counts, and the first few problems."""
         counts = self.labels.counts
-        summary = f"{title}: {len(counts)} images ({(counts == 0).sum()} without boxes), {counts.sum()} boxes"
+        images, boxes = plural(len(counts), "image"), plural(counts.sum(), "box")
+        summary = f"{title}: {images} ({(counts == 0).sum()} without boxes), {boxes}"
         return [summary, *problem_warnings(self.problems, title)]
 
     def shown(self, index: int, side: int) -> np.ndarray:
@@ -210,8 +212,9 @@ class DetectionData(DataSet[DetectionSplit]):
     @staticmethod
     def files(spec: DataSpec) -> dict[str, list[Path]]:
         """Return the images and label files of training and validation; some label files may not exist."""
-        images = {split: spec.images(split) for split in ("train", "val")}
-        return images | {f"labels of {split}": list(map(label_file, files)) for split, files in images.items()}
+        listings = {split: spec.listing(split) for split in ("train", "val")}
+        images = {split: listing.images for split, listing in listings.items()}
+        return images | {f"labels of {split}": listing.label_files() for split, listing in listings.items()}
 
     @staticmethod
     def content(hyp: Recipe | None) -> Content:
@@ -224,14 +227,13 @@ class DetectionData(DataSet[DetectionSplit]):
         hyp: with `copy_paste` the labels' polygons are read too. Raises `UserError` if no image can be used, if
         there is no label to train on, or for an unknown class.
         """
-        images, unlisted = self.spec.listing(name)
-        labels = load_labels(images, f"{name} labels", self.options.workers, self.content(hyp))
-        problems = (*unlisted, *labels.problems)
+        listing, content = self.spec.listing(name), self.content(hyp)
+        labels = load_labels(listing.images, f"{name} labels", self.options.workers, content, listing.annotated)
+        problems = (*listing.problems, *labels.problems)
         readable = self.usable(name, labels.sizes, problems)
-        images, labels = list(compress(images, readable)), labels.subset(readable)
+        images, labels = list(compress(listing.images, readable)), labels.subset(readable)
         if not len(labels.rows):
-            expected = f"that of {images[0]} is looked for at {label_file(images[0])}"
-            problem = f"{self.spec.file}: no image of `{name}:` has a label; {expected}"
+            problem = f"{self.spec.file}: no image of `{name}:` has a label; {listing.expected_labels()}"
             if name == "train":
                 raise UserError(f"{problem}{f'; the first problem: {problems[0]}' if problems else ''}")
             problems = (problem, *problems)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import warnings
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def read_image(path: Path, jpeg_divisor: int = 1) -> np.ndarray:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), flags) if data else None
         return image if image is not None else _read_with_pillow(data)
     except Exception as error:  # Pillow raises many kinds for a damaged file
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
 
 
 def read_whole_image(path: Path) -> np.ndarray:
@@ -64,14 +65,18 @@ def read_whole_image(path: Path) -> np.ndarray:
     except Image.DecompressionBombError:
         pass  # OpenCV reads larger images than Pillow
     except Exception as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
     return read_image(path)
 
 
-def _unreadable(path: Path, error: Exception) -> UserError:
-    # Pillow's message would name the object in memory that holds the bytes.
-    reason = "its format is not known" if isinstance(error, UnidentifiedImageError) else error
-    return UserError(f"{path} cannot be read as an image ({reason}); fix or remove it")
+def unreadable(name: object, error: Exception) -> UserError:
+    """Return the error for an image that OpenCV or Pillow cannot read."""
+    reason = re.sub(r" ?<\S+ object at 0x\w+>", "", str(error))  # Pillow names the object that holds the bytes
+    if isinstance(error, UnidentifiedImageError):
+        reason = "its format is not known"
+    elif isinstance(error, cv2.error):
+        reason = "OpenCV cannot decode it"
+    return UserError(f"{name} cannot be read as an image ({reason}); fix or remove it")
 
 
 def _read_with_pillow(data: bytes) -> np.ndarray:

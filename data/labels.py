@@ -6,10 +6,11 @@ import hashlib
 import math
 import multiprocessing
 import os
+import stat
 import time
 import warnings
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,23 +19,26 @@ from typing import Literal, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from data.coco_json import AnnotatedImages
 from data.images import image_size
 from data.polygons import Polygons, offsets_of
 from data.sources import label_file, label_name
-from utils.errors import UserError
+from utils.errors import UserError, plural, shortened
 from utils.files import cache_folder, one_at_a_time, replacing
 
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 FILES_PER_CHUNK = 64  # that a scanning process takes at a time
 MIN_SECONDS_PER_PROCESS = 0.5  # of work, or starting another process takes longer than it saves
 MIN_IMAGE_SIDE_PIXELS = 10  # a smaller image is left out
 COORDINATE_TOLERANCE = 1e-3  # a coordinate may be so far outside [0, 1], by rounding
 MIN_PIXEL_COORDINATE = 2.0  # such coordinates are taken for pixels instead of shares of a side
+MAX_CLASS = 2**20  # exclusive bound of a class, which float32 holds exactly
 MIN_OUTLINE_WIDTH = 1e-5  # share of a side: an outline that is narrower is a line
 
 # To scan: no label files; their boxes; their outlines too, if there are any; outlines that enclose an area.
 Content = Literal["images", "labels", "polygons", "outlines"]
 OUTLINED: tuple[Content, ...] = ("polygons", "outlines")
+Scanned = tuple[Path, "str | None"]  # an image, and its rows unless it has a label file
 
 
 @dataclass(frozen=True)
@@ -80,42 +84,64 @@ class Labels:
         return np.repeat(scale, self.counts, axis=0) * self.rows[:, 3:5]
 
 
-def load_labels(images: Sequence[Path], title: str, workers: int, content: Content = "labels") -> Labels:
+def load_labels(
+    images: Sequence[Path],
+    title: str,
+    workers: int,
+    content: Content = "labels",
+    annotated: Sequence[AnnotatedImages] = (),
+) -> Labels:
     """Return the labels of `images`: from the cache if no file has changed, else scanned with a progress bar.
 
-    title: of the progress bar. workers: processes, at most.
+    title: of the progress bar. workers: processes, at most. annotated: the images that have no label files. Raises
+    `UserError` for a damaged annotation file.
     """
-    cached = cache_folder() / "labels" / f"{_key(images, content)}.npz"
+    cached = cache_folder() / "labels" / f"{_key(images, content, annotated)}.npz"
     with one_at_a_time(cached.with_suffix(".lock")):  # one of several processes scans, the others read the cache
-        labels = _read_cache(cached)
+        labels = _read_cache(cached, len(images), content in OUTLINED)
         if labels is None:
-            labels = _scan(images, title, workers, content)
+            labels = _scan(images, title, workers, content, annotated)
             _write_cache(cached, labels)
     return labels
 
 
 def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: Path) -> None:
-    """Raise a `UserError` that names the first label file with a class outside of the data YAML's `names`.
+    """Raise a `UserError` that names the first row of a label file with a class outside of the data YAML's `names`.
 
     classes: number of names. source: the YAML.
     """
     wrong = np.flatnonzero(labels.rows[:, 0] >= classes)
     if len(wrong):
-        image = images[int(np.searchsorted(labels.offsets, wrong[0], side="right")) - 1]
+        file = label_file(images[int(np.searchsorted(labels.offsets, wrong[0], side="right")) - 1])
         number = int(labels.rows[wrong[0], 0])
         raise UserError(
-            f"{label_file(image)} has class {number}, but `names` of {source} ends at {classes - 1}; "
-            f"fix the label or add the class ({len(wrong)} such rows in all)"
+            f"{file}{_line_of(file, number)} has class {number}, but `names` of {source} ends at {classes - 1}; "
+            f"fix the label or add the class ({plural(len(wrong), 'such row')} in all)"
         )
 
 
-def _key(images: Sequence[Path], content: Content) -> str:
-    """Return a hash of the paths, and of size and modification time of every image and label file."""
+def _line_of(file: Path, number: int) -> str:
+    """Return `, line 3` for the first line of a label file with this class, or '' if the file has changed."""
+    text = ""
+    with suppress(OSError, UnicodeDecodeError):
+        text = file.read_text(encoding="utf-8-sig")
+    for line, words in enumerate(map(str.split, text.splitlines()), 1):
+        with suppress(ValueError, IndexError):  # of a bad row
+            if float(words[0]) == number:
+                return f", line {line}"
+    return ""
+
+
+def _key(images: Sequence[Path], content: Content, annotated: Sequence[AnnotatedImages]) -> str:
+    """Return a hash of the paths, and of size and modification time of every image, label and annotation file."""
     names = list(map(os.fspath, images))
     digest = hashlib.sha256(f"{content} {CACHE_VERSION} {len(names)}\0".encode())
     digest.update(os.fsencode("\0".join(names)))
     digest.update(_stamps(names))
     if content != "images":
+        for each in annotated:
+            digest.update(each.stamp())
+            names = [name for name in names if name not in each.images]
         digest.update(_stamps(map(label_name, names)))
     return digest.hexdigest()[:32]
 
@@ -133,14 +159,28 @@ def _stamps(files: Iterable[str]) -> bytes:
     return np.array(stamps, np.int64).tobytes()
 
 
-def _read_cache(path: Path) -> Labels | None:
+def _read_cache(path: Path, images: int, outlined: bool) -> Labels | None:
+    """Return the labels of `images` images, or None if the file is absent or was not written by this version."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            problems = tuple(str(text) for text in arrays["problems"])
-            polygons = Polygons(arrays["points"], arrays["ends"]) if "points" in arrays else None
-            return Labels(arrays["rows"], arrays["offsets"], arrays["sizes"], problems, polygons)
-    except (OSError, EOFError, KeyError, TypeError, AttributeError, ValueError, zipfile.BadZipFile):
-        return None  # absent, or not written by this version: scan again
+        if not path.is_file():
+            return None
+        with np.load(path, allow_pickle=False) as file:
+            arrays = dict(file)
+        rows = arrays["offsets"][-1]
+        kinds = {
+            "rows": (np.float32, (rows, 5)),
+            "offsets": (np.int64, (images + 1,)),
+            "sizes": (np.int32, (images, 2)),
+        }
+        if outlined:
+            kinds |= {"points": (np.float32, (arrays["ends"][-1], 2)), "ends": (np.int64, (rows + 1,))}
+        if any((arrays[name].dtype, arrays[name].shape) != kind for name, kind in kinds.items()):
+            return None
+        problems = tuple(str(text) for text in arrays["problems"])
+        polygons = Polygons(arrays["points"], arrays["ends"]) if outlined else None
+        return Labels(arrays["rows"], arrays["offsets"], arrays["sizes"], problems, polygons)
+    except Exception:  # numpy and zipfile raise many kinds for a damaged file
+        return None
 
 
 def _write_cache(path: Path, labels: Labels) -> None:
@@ -158,8 +198,17 @@ def _write_cache(path: Path, labels: Labels) -> None:
         )
 
 
-def _scan(images: Sequence[Path], title: str, workers: int, content: Content) -> Labels:
-    chunks = [images[start : start + FILES_PER_CHUNK] for start in range(0, len(images), FILES_PER_CHUNK)]
+def _scan(
+    images: Sequence[Path], title: str, workers: int, content: Content, annotated: Sequence[AnnotatedImages]
+) -> Labels:
+    texts: dict[str, str] = {}
+    problems: list[str] = []
+    for each in annotated:
+        rows, omitted = each.rows(content in OUTLINED)
+        texts = {**rows, **texts}  # of an image that two files describe the first counts
+        problems += omitted
+    items = [(image, texts.get(os.fspath(image))) for image in images]
+    chunks = [items[start : start + FILES_PER_CHUNK] for start in range(0, len(items), FILES_PER_CHUNK)]
     parts: list[Labels] = []
     with tqdm(total=len(images), desc=f"checking {title}", unit="image", disable=None, leave=False) as bar:
         for part in _map_chunks(partial(_scan_chunk, content), chunks, workers):
@@ -170,13 +219,13 @@ def _scan(images: Sequence[Path], title: str, workers: int, content: Content) ->
         np.concatenate([part.rows for part in parts]),
         offsets_of(np.concatenate([part.counts for part in parts])),
         np.concatenate([part.sizes for part in parts]),
-        tuple(problem for part in parts for problem in part.problems),
+        (*problems, *(problem for part in parts for problem in part.problems)),
         Polygons.joined(polygons) if polygons else None,
     )
 
 
 def _map_chunks(
-    scan: Callable[[Sequence[Path]], Labels], chunks: Sequence[Sequence[Path]], workers: int
+    scan: Callable[[Sequence[Scanned]], Labels], chunks: Sequence[Sequence[Scanned]], workers: int
 ) -> Iterator[Labels]:
     """Yield the labels of each chunk, in order. Processes are started once the work proves to be enough for them."""
     start = time.monotonic()
@@ -190,8 +239,8 @@ def _map_chunks(
         yield scan(chunk)
 
 
-def _scan_chunk(content: Content, images: Sequence[Path]) -> Labels:
-    scans = [scan_image(image, content) for image in images]
+def _scan_chunk(content: Content, images: Sequence[Scanned]) -> Labels:
+    scans = [scan_image(image, content, text) for image, text in images]
     outlines = [outline for scan in scans for outline in scan.outlines]
     return Labels(
         np.concatenate([scan.rows for scan in scans]),
@@ -211,9 +260,14 @@ class Scan(NamedTuple):
     outlines: Sequence[np.ndarray] = ()
 
 
-def scan_image(image: Path, content: Content = "labels") -> Scan:
-    """Check one image and its label file. A bad image or row is left out, and is a problem."""
+def scan_image(image: Path, content: Content = "labels", text: str | None = None) -> Scan:
+    """Check one image and its label file. A bad image or row is left out, and is a problem.
+
+    So is an image if its label file cannot be read, or has rows but no good one. text: the rows of an image whose
+    objects are in an annotation file; it has no label file.
+    """
     try:
+        _refuse_pipe(image)
         size = image_size(image)
     except Exception as error:  # Pillow raises many kinds for a damaged file
         return Scan(problems=[f"{image}: not readable as an image ({error}); left out"])
@@ -221,17 +275,27 @@ def scan_image(image: Path, content: Content = "labels") -> Scan:
         return Scan(problems=[f"{image}: {size[0]}x{size[1]} pixels, smaller than {MIN_IMAGE_SIDE_PIXELS}; left out"])
     if content == "images":
         return Scan(size)
-    file = label_name(os.fspath(image))
+    file = label_name(os.fspath(image)) if text is None else f"annotations of {image}"
     try:
-        with open(file, "rb") as opened:
-            text = opened.read().decode("utf-8-sig")
+        if text is None:
+            _refuse_pipe(file)
+            with open(file, "rb") as opened:
+                text = opened.read().decode("utf-8-sig")
     except FileNotFoundError:
         return Scan(size)  # background
     except (OSError, UnicodeDecodeError) as error:
-        return Scan(size, problems=[f"{file}: cannot be read as text ({error}); taken as having no rows"])
+        return Scan(problems=[f"{file}: cannot be read as text ({error}); its image is left out"])
     rows, problems = parse_rows(text, file, enclosing=content == "outlines")
+    if problems and not rows:  # it may have objects, so it is no background
+        return Scan(problems=[*problems, f"{file}: no row can be used; its image is left out"])
     outlines = list(map(_outline, rows.values())) if content in OUTLINED else ()
     return Scan(size, np.array(list(rows), np.float32).reshape(-1, 5), problems, outlines)
+
+
+def _refuse_pipe(file: Path | str) -> None:
+    """Raise OSError for a pipe, socket or device, which may have no end. Links to files are files."""
+    if not stat.S_ISREG(os.stat(file).st_mode):
+        raise OSError("it is no regular file")
 
 
 def _outline(words: Sequence[str]) -> np.ndarray:
@@ -275,19 +339,22 @@ def parse_rows(
 
 def _parse_row(words: Sequence[str]) -> tuple[float, ...]:
     """Return class and xywh of a row. Raises ValueError with what is wrong."""
+    text = "".join(words)
     try:
-        row = tuple(map(float, words))
+        row = tuple(map(float, words)) if text.isascii() and "_" not in text else ()  # float reads 1_0 as 10
     except ValueError:
-        raise ValueError("not all words are numbers") from None
+        row = ()
+    if not row:
+        raise ValueError("not all words are numbers")
     if len(row) == 5:
         label, x, y, width, height = row
-        if 0 <= label == label // 1 and 0 <= x <= 1 and 0 <= y <= 1 and 0 < width <= 1 and 0 < height <= 1:
+        if 0 <= label == label // 1 < MAX_CLASS and 0 <= x <= 1 and 0 <= y <= 1 and 0 < width <= 1 and 0 < height <= 1:
             return row  # nearly all rows
     label, *values = row
     if len(values) != 4 and (len(values) < 6 or len(values) % 2):
         raise ValueError(f"{len(words)} numbers instead of 5 (box) or an odd count from 7 (polygon)")
-    if label < 0 or label != label // 1:
-        raise ValueError(f"class {words[0]} is not a whole number from 0")
+    if not 0 <= label == label // 1 < MAX_CLASS:
+        raise ValueError(f"class {shortened(words[0])} is not a whole number from 0")
     if not all(map(math.isfinite, values)):
         raise ValueError("a coordinate is not finite")
     if max(values) >= MIN_PIXEL_COORDINATE:

@@ -1,4 +1,7 @@
-"""The sources of detect.py, frame by frame: pictures, videos, cameras, streams and the screen. Called by detect.py."""
+"""The sources of detect.py, frame by frame: pictures, videos, cameras, streams and the screen; images from Python.
+
+Called by detect.py and predictor.py.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,21 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 from urllib.parse import urlparse
 
 import cv2
 import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
 
-from data.images import IMAGE_SUFFIXES, read_whole_image
+from data.images import IMAGE_SUFFIXES, read_whole_image, unreadable
 from utils.errors import UserError
 from utils.files import cache_folder
 
@@ -59,13 +66,12 @@ def find_media(source: str) -> list[MediaItem]:
     """Return the items of a source, which may be a file, a folder, a glob, an address, a camera's number, a `.txt` list
     of any of these, a `.streams` list of streams, or `screen` (with a screen's number, or left, top, width and height).
 
-    Raises `UserError` if the source does not exist or has no picture or video.
+    Raises `UserError` if the source does not exist or has no picture or video. A file that cannot be read is an item
+    too, so that reading it reports the problem.
     """
     text = source.strip()
     if not text:
-        raise UserError(
-            "no source is given; name a file, a folder, a glob, an address or a camera's number by --source"
-        )
+        raise UserError("no source is given; name a file, a folder, a glob, an address or a camera's number")
     if text.isdigit() or text.split()[0] == SCREEN_WORD or urlparse(text).scheme in STREAM_SCHEMES:
         return [MediaItem("live", text)]
     if urlparse(text).scheme in WEB_SCHEMES:
@@ -73,18 +79,18 @@ def find_media(source: str) -> list[MediaItem]:
     if text.endswith((".streams", ".txt")):
         return _read_list(Path(text), live=text.endswith(".streams"))
     if os.path.isdir(text):
-        paths = [entry.path for entry in os.scandir(text) if entry.is_file()]
+        paths = [entry.path for entry in os.scandir(text) if not entry.is_dir()]
     elif os.path.exists(text):
         paths = [text]
     else:
         paths = glob.glob(text, recursive=True)
         if not paths:
-            raise UserError(f"--source {text} does not exist; name a file, a folder, a glob, an address or a camera")
+            raise UserError(f"the source {text} does not exist; name a file, a folder, a glob, an address or a camera")
     items = [MediaItem(kind, path) for path in sorted(paths) if (kind := _kind(path))]
     if not items:
         below = f"; to include the folders below, write '{text}/**/*'" if os.path.isdir(text) else ""
         known = " ".join(sorted(IMAGE_SUFFIXES | VIDEO_SUFFIXES))
-        raise UserError(f"--source {text} has no picture or video, which end with {known}{below}")
+        raise UserError(f"the source {text} has no picture or video, which end with {known}{below}")
     return items
 
 
@@ -99,13 +105,13 @@ def _kind(path: str) -> str:
 def _read_list(file: Path, live: bool) -> list[MediaItem]:
     """Return the items on the lines of a text file, relative to the working folder or to the file's folder.
 
-    A line without an item becomes a picture, so that reading it reports the problem.
+    A line without an item becomes a picture.
     """
     try:
         lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"--source {file} cannot be read as a list ({error}); write a path or an address per line"
+            f"the source {file} cannot be read as a list ({error}); write a path or an address per line"
         ) from None
     items: list[MediaItem] = []
     for line in filter(None, lines):
@@ -118,7 +124,7 @@ def _read_list(file: Path, live: bool) -> list[MediaItem]:
         except UserError:
             items.append(MediaItem("picture", line))
     if not items:
-        raise UserError(f"--source {file} is an empty list; write a path or an address per line")
+        raise UserError(f"the source {file} is an empty list; write a path or an address per line")
     return items
 
 
@@ -134,7 +140,7 @@ class Media:
         for item in self.items:
             try:
                 if item.kind == "picture":
-                    yield Frame(item, read_whole_image(local_file(item)))
+                    yield Frame(item, read_picture(item))
                 elif item.kind == "video":
                     yield from self._video(item)
             except UserError as error:
@@ -148,15 +154,15 @@ class Media:
         return sum(1 if item.kind == "picture" else self._length(item) for item in self.items)
 
     def _length(self, item: MediaItem) -> int:
-        if urlparse(item.name).scheme in WEB_SCHEMES:
+        if not os.path.isfile(item.name):  # an address, or what `_video` reports
             return 1
-        video = cv2.VideoCapture(item.name)
+        video = _open(item.name)
         frames = max(int(video.get(cv2.CAP_PROP_FRAME_COUNT)), 0)
         video.release()
         return -(-frames // self.stride)
 
     def _video(self, item: MediaItem) -> Iterator[Frame]:
-        video = cv2.VideoCapture(str(local_file(item)))
+        video = _open(str(local_file(item)))
         fps, frames = _rate(video), max(int(video.get(cv2.CAP_PROP_FRAME_COUNT)), 0)
         number = 0
         while video.grab():
@@ -189,17 +195,92 @@ class Media:
 
 
 def local_file(item: MediaItem) -> Path:
-    """Return the file of a picture or video, downloaded to the cache if it is an address. Raises `UserError`."""
+    """Return the file of a picture or video, downloaded to the cache if it is an address.
+
+    Raises `UserError`, also for a pipe or device, on which reading may wait forever.
+    """
     if urlparse(item.name).scheme not in WEB_SCHEMES:
+        if os.path.exists(item.name) and not os.path.isfile(item.name):
+            raise UserError(f"{item.name} is not a regular file; give the name of a picture or video")
         return Path(item.name)
     from utils.download import download  # rarely needed
 
     return download(item.name, cache_folder() / "media" / Path(urlparse(item.name).path).name)
 
 
+def _open(name: str | int) -> Any:
+    """Open a video, stream or camera with OpenCV, without ffmpeg's own messages."""
+    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # AV_LOG_QUIET
+    return cv2.VideoCapture(name)
+
+
 def _rate(video: Any) -> float:
     fps = float(video.get(cv2.CAP_PROP_FPS))
     return fps if 0 < fps < 1000 else DEFAULT_FPS
+
+
+def read_picture(item: MediaItem) -> np.ndarray:
+    """Return the pixels of a picture, uint8 (h, w, 3) BGR. Raises `UserError`."""
+    return read_whole_image(local_file(item))
+
+
+class Picture(NamedTuple):
+    """An image from Python. read: returns its pixels, uint8 (h, w, 3) BGR; raises `UserError`."""
+
+    name: str
+    read: Callable[[], np.ndarray]
+
+
+def find_pictures(image: Any, bgr: bool) -> list[Picture]:
+    """Return the pictures of a path, folder, glob, address, or `.txt` list, or an image in memory: see `as_pixels`.
+
+    Raises `UserError`, also for videos and streams.
+    """
+    if not isinstance(image, str | Path):
+        pixels = as_pixels(image, bgr)
+        return [Picture(str(getattr(image, "filename", "") or "image"), lambda: pixels)]
+    text = str(image)
+    is_picture = os.path.isfile(text) and _kind(text) != "video" and not text.endswith((".streams", ".txt"))
+    items = [MediaItem("picture", text)] if is_picture else find_media(text)
+    for item in items:
+        if item.kind != "picture":
+            raise UserError(f"{item.name} is a video or stream; run detect.py on it, or pass its frames as arrays")
+    return [Picture(item.name, partial(read_picture, item)) for item in items]
+
+
+def as_pixels(image: Any, bgr: bool = False) -> np.ndarray:
+    """Convert an image in memory to uint8 (h, w, 3) BGR, a copy.
+
+    image: of PIL; an array, uint8 (h, w, 3), or grey (h, w); or a tensor (3, h, w), uint8 or floats in 0 to 1. bgr:
+    channels of arrays and tensors are in BGR, not RGB. Raises `UserError`.
+    """
+    if isinstance(image, Image.Image):
+        bgr = False
+        try:
+            image = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+        except Exception as error:  # the file that Pillow reads only now is damaged, for which it has many kinds
+            raise unreadable(getattr(image, "filename", "") or "the PIL image", error) from None
+    if isinstance(image, Tensor):
+        image = image.detach().cpu()
+        if image.is_floating_point():
+            if not ((image >= 0) & (image <= 1)).all():
+                raise UserError(
+                    f"a tensor of floats must have values in 0 to 1, not {image.min():g} to {image.max():g}; divide it "
+                    "by 255, or convert it to uint8"
+                )
+            image = (image * 255).round().to(torch.uint8)
+        image = image.permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
+    if not isinstance(image, np.ndarray) or image.ndim not in (2, 3) or image.dtype != np.uint8 or not image.size:
+        what = f"{image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
+        raise UserError(
+            "an image must be a path, a PIL image, a uint8 array (h, w, 3) or a tensor (3, h, w), uint8 or 0 to 1, not "
+            f"{what}"
+        )
+    if image.ndim == 2:
+        return np.repeat(image[..., None], 3, 2)
+    if image.shape[2] != 3:
+        raise UserError(f"an image must have 3 channels, {'BGR' if bgr else 'RGB'}, not {image.shape[2]}")
+    return np.array(image if bgr else image[..., ::-1], order="C")
 
 
 class Stream:
@@ -264,7 +345,7 @@ class Stream:
 
 
 def _captured(name: str, stride: int) -> Iterator[tuple[np.ndarray, float]]:
-    video = cv2.VideoCapture(int(name) if name.isdigit() else name)
+    video = _open(int(name) if name.isdigit() else name)
     try:
         fps, number = _rate(video), 0
         while video.grab():
@@ -283,10 +364,10 @@ def _screen(text: str) -> Iterator[tuple[np.ndarray, float]]:
     try:
         import mss
     except ImportError:
-        raise UserError("--source screen needs the package mss: pip install mss") from None
+        raise UserError("the source screen needs the package mss: pip install mss") from None
     numbers = text.split()[1:]
     if not all(number.isdigit() for number in numbers) or len(numbers) not in (0, 1, 4, 5):
-        raise UserError(f"--source '{text}': write screen, screen NUMBER, or screen [NUMBER] LEFT TOP WIDTH HEIGHT")
+        raise UserError(f"the source '{text}': write screen, screen NUMBER, or screen [NUMBER] LEFT TOP WIDTH HEIGHT")
     values = list(map(int, numbers))
     try:
         with mss.mss() as grabber:
@@ -296,7 +377,7 @@ def _screen(text: str) -> Iterator[tuple[np.ndarray, float]]:
             while True:
                 yield np.ascontiguousarray(np.asarray(grabber.grab(monitor))[..., :3]), DEFAULT_FPS
     except (mss.exception.ScreenShotError, IndexError) as error:
-        raise UserError(f"--source '{text}': the screen cannot be read ({error})") from None
+        raise UserError(f"the source '{text}': the screen cannot be read ({error})") from None
 
 
 def prefetched(frames: Iterable[T], count: int = 4) -> Iterator[T]:

@@ -1,4 +1,4 @@
-"""Outlines of objects in flat arrays, which all functions treat at once. Used by labels.py, augment.py and masks.py."""
+"""Outlines of objects in flat arrays, processed all at once. Used by labels.py, augment.py and masks.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def offsets_of(counts: Sequence[int] | np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Polygons:
-    """The outlines of m objects, in two flat arrays, for arrays of single objects take too long to treat.
+    """The outlines of m objects, in two flat arrays: a loop over the objects of an image is slow.
 
     points: (p, 2), x and y. offsets: int64 (m + 1); object j has points offsets[j] to offsets[j + 1], none if its
     outline is unknown, or if nothing of it is visible. The last point is connected to the first. A pixel is inside if

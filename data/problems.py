@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from utils.errors import UserError
+from utils.errors import UserError, plural
 
 PRINTED_PROBLEMS = 5  # of a split, at most
 
@@ -13,11 +13,13 @@ def problem_warnings(problems: Sequence[str], title: str) -> list[str]:
     """Return warnings of the first few problems, and how many more there are. title: of the split."""
     messages = [f"warning: {problem}" for problem in problems[:PRINTED_PROBLEMS]]
     if (more := len(problems) - PRINTED_PROBLEMS) > 0:
-        messages.append(f"warning: {more} more such problems in {title}; problems.txt in the run folder lists all")
+        count = plural(more, "more such problem")
+        messages.append(f"warning: {count} in {title}; problems.txt in the run folder lists all")
     return messages
 
 
 def refuse(problems: Sequence[str], title: str) -> None:
     """Raise the first problem, if any, as `UserError`: --strict."""
     if problems:
-        raise UserError(f"{problems[0].rpartition('; ')[0]} (--strict; {len(problems)} such problems in {title})")
+        count = plural(len(problems), "such problem")
+        raise UserError(f"{problems[0].rpartition('; ')[0]} (--strict; {count} in {title})")

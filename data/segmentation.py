@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.augment import Placement
 from data.batches import Batch, empty_pixels
 from data.dataset import Item, split_identity
 from data.detection import (
@@ -35,27 +34,16 @@ from utils.config.hyperparameters import Recipe
 CORNERS = np.array(((-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)), np.float32)  # of a box around its centre
 
 
-class SegmentationInfo(NamedTuple):
-    """The description of an image that comes with its pixels; in evaluation with its outlines."""
-
-    image: int  # the index in the split
-    path: str
-    size: tuple[int, int]  # width and height of the file's image, pixels
-    placement: Placement  # from the file's pixels into the batch's
-    rows: np.ndarray  # its labels (k, 5): class, normalised xywh in the file's image
-    outlines: tuple[np.ndarray, ...] = ()  # of each row, float32 (p, 2): normalised x and y in the file's image
-
-
 class MaskedInfo(NamedTuple):
     """What an item has besides pixels and targets."""
 
-    info: SegmentationInfo
+    info: ImageInfo
     masks: TargetMasks
 
 
 @dataclass(frozen=True)
 class SegmentationBatch(Batch):
-    """A batch of a detector, with the masks of its targets. infos: `SegmentationInfo`.
+    """A batch of a detector, with the masks of its targets. infos: `ImageInfo`, in evaluation with outlines.
 
     Masks are at a quarter of the images' size, (h // 4, w // 4), the mask map, and only in a window around each target.
     mask_pixels: uint8 (s,), 0 or 1, the pixels of all windows, target after target, each row by row. windows: int32
@@ -81,8 +69,7 @@ class MaskedTrainingItems(TrainingItems):
         assert augmented.polygons is not None  # `SegmentationData.content`
         ratio, overlap = self.options.mask_ratio, not self.options.no_overlap
         order, masks = training_masks(augmented.polygons, targets.numpy(), sample.shape, ratio, overlap)
-        info = SegmentationInfo(*self.info(sample.image, NO_PLACEMENT))
-        return pixels, targets[torch.from_numpy(order)], MaskedInfo(info, masks)
+        return pixels, targets[torch.from_numpy(order)], MaskedInfo(self.info(sample.image, NO_PLACEMENT), masks)
 
 
 class MaskedEvaluationItems(EvaluationItems):
@@ -96,7 +83,8 @@ class MaskedEvaluationItems(EvaluationItems):
         masks = evaluation_masks(fitted.polygons, targets.numpy(), sample.shape)
         first, end = self.labels.offsets[sample.image : sample.image + 2].tolist()
         outlines = self.labels.polygons.between(first, end).outlines()
-        return pixels, targets, MaskedInfo(SegmentationInfo(*self.info(sample.image, placement), outlines), masks)
+        info = self.info(sample.image, placement)._replace(outlines=outlines)
+        return pixels, targets, MaskedInfo(info, masks)
 
 
 def collate(items: Sequence[Item]) -> SegmentationBatch:
@@ -163,8 +151,7 @@ class SegmentationData(DetectionData):
     def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
         """Return an image fitted into `sides`, without masks: see `DetectionData`."""
         pixels, targets, info = DetectionData.item(image, name, sides, stride, full)
-        assert isinstance(info, ImageInfo)
-        return pixels, targets, MaskedInfo(SegmentationInfo(*info), NO_MASKS)
+        return pixels, targets, MaskedInfo(info, NO_MASKS)
 
 
 def outlined(labels: Labels) -> Labels:

@@ -5,6 +5,7 @@ Called by data/dataset.py, by the data sets, and for label files and the images 
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import os
 from collections import Counter
@@ -12,15 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from data.archives import archive_sources, fetch_dataset, has_content
+from data.coco_json import AnnotatedImages, find_images, read_contents
 from data.converters import CONVERTERS
 from data.images import IMAGE_SUFFIXES
 from utils.config.parser import check_suggested_defaults
 from utils.config.ranges import is_number
-from utils.errors import UserError, nearest
-from utils.files import read_yaml
+from utils.errors import UserError, nearest, plural, shortened, shown
+from utils.files import file_name, read_yaml
 
 SPLITS = ("train", "val", "test")
 # The modules of the built-in data sets, by their names in `draw:`.
@@ -29,15 +31,34 @@ DRAWING_MODULES = {
     "shapes-cls": "data.builtin.shapes_cls",
     "shapes-seg": "data.builtin.shapes_seg",
 }
-MAX_UNNAMED_CLASSES = 4096  # in a YAML with `nc` but without `names`
-DATA_KEYS = ("path", *SPLITS, "split", "split_seed", "names", "nc", "draw", "download", "convert", "defaults")
+MAX_CLASSES = 4096  # of a model
+# Of images that are not read. Those that are: `IMAGE_SUFFIXES`.
+OTHER_IMAGE_SUFFIXES = frozenset([".avif", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jxl"])
+ANNOTATIONS_SUFFIX = ".json"  # of a COCO annotation file
+DATA_KEYS = ("path", *SPLITS, "images", "split", "split_seed", "names", "nc", "draw", "download", "convert", "defaults")
 
 
 class Listing(NamedTuple):
-    """The image files of a split, sorted, each once, and messages about omitted lines and files."""
+    """The image files of a split, sorted, each once, and messages about omitted lines and files.
+
+    annotated: the images that annotation files describe; the others have label files.
+    """
 
     images: list[Path]
     problems: list[str]
+    annotated: tuple[AnnotatedImages, ...] = ()
+
+    def label_files(self) -> list[Path]:
+        """Return the files that the labels are read from; label files may not exist."""
+        described = {path for each in self.annotated for path in each.images}
+        label_files = (label_file(image) for image in self.images if str(image) not in described)
+        return [*(each.file for each in self.annotated), *label_files]
+
+    def expected_labels(self) -> str:
+        """Describe, for an error, where labels should be."""
+        if self.annotated:
+            return f"{self.annotated[0].file} has no box of a class under `names`"
+        return f"that of {self.images[0]} is looked for at {label_file(self.images[0])}"
 
 
 @dataclass(frozen=True)
@@ -51,8 +72,9 @@ class DataSpec:
     file: Path
     names: dict[int, str]  # of the classes; empty if the YAML has none
     roots: tuple[Path, ...]  # folders that entries may be relative to, by precedence
-    entries: dict[str, tuple[str, ...]]  # folders and list files of each split, as the YAML names them
-    warnings: tuple[str, ...] = ()  # about possible mistakes
+    entries: dict[str, tuple[str, ...]]  # folders, list and annotation files of each split, as the YAML names them
+    image_folders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of annotation files, by split
+    warnings: tuple[str, ...] = ()  # lines for the console
     defaults: Mapping[str, Any] = field(default_factory=dict)  # for flags of train.py
     split: float = 0.0  # the share of each class to hold out for validation, chosen by `split_seed`
     split_seed: int = 0
@@ -61,6 +83,7 @@ class DataSpec:
     convert: str = ""  # the converter for the download, one of CONVERTERS
     # Images below the folders of each split: to walk through a million images takes long.
     walked: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    unread: dict[str, list[str]] = field(default_factory=dict, compare=False, repr=False)  # see `unread_images`
 
     def images(self, split: str) -> list[Path]:
         """Return the image files of a split, sorted, each once. Raises `UserError` if it is absent or empty."""
@@ -71,20 +94,48 @@ class DataSpec:
         locations = self.locations(split)
         problems: list[str] = []
         listed: list[str] = []  # text: many Paths are slow
+        unread = self.unread[split] = []
+        annotated = []
         for location in locations:
-            listed += _read_list(location, problems) if location.is_file() else _names_below(location)
+            if _is_annotations(location):
+                folders = [root / folder for root in self.roots for folder in self._image_folders(split)]
+                found, missing = find_images(location, folders, list(self.names.values()))
+                listed += found.images
+                problems += missing
+                annotated.append(found)
+            else:
+                listed += _read_list(location, problems) if location.is_file() else _names_below(location, unread)
+        problems += self.unread_images(split)
         if not listed:
-            searched = ", ".join(map(str, locations))
+            searched = "; ".join([", ".join(map(str, locations)), *self.unread_images(split)])
             raise UserError(f"{self.file}: `{split}:` has no images in {searched}; put images there or fix the path")
         # In the order of Paths: folder by folder.
         images = sorted(set(listed), key=lambda image: image.replace(os.sep, "\0"))
         if len(images) < len(listed):
             repeated = next(image for image, count in Counter(listed).items() if count > 1)
             problems.append(
-                f"{self.file}: {len(listed) - len(images)} images of `{split}:` are listed again, such as "
+                f"{self.file}: `{split}:` lists {plural(len(listed) - len(images), 'image')} again, such as "
                 f"{repeated}; each is used once"
             )
-        return Listing(list(map(Path, images)), problems)
+        return Listing(list(map(Path, images)), problems, tuple(annotated))
+
+    def annotation_file(self, split: str) -> Path | None:
+        """Return the annotation file that a split names, if it names only that."""
+        locations = self.locations(split)
+        return locations[0] if len(locations) == 1 and _is_annotations(locations[0]) else None
+
+    def _image_folders(self, split: str) -> tuple[str, ...]:
+        """Return the folders, below `path:`, that have the images of annotation files."""
+        return (*self.image_folders.get(split, ()), f"images/{split}2017")
+
+    def unread_images(self, split: str) -> list[str]:
+        """Return a message about the images in formats that are not read, if the search for a split met any."""
+        files = self.unread.get(split)
+        if not files:
+            return []
+        suffixes = ", ".join(sorted({os.path.splitext(file)[1].lower() for file in files}))
+        count = f"`{split}:` has {plural(len(files), 'image')} in formats that are not read ({suffixes})"
+        return [f"{self.file}: {count}, such as {min(files)}: convert them to .jpg or .png; left out"]
 
     def root(self) -> Path:
         """Return the folder that `path:` names. Raises `UserError` if it is absent and cannot be downloaded."""
@@ -101,7 +152,9 @@ class DataSpec:
         Raises `UserError` if the YAML has none, or if one is absent and cannot be downloaded.
         """
         if split not in self.entries:
-            raise UserError(f"{self.file} has no `{split}:`; add a folder of images or a .txt list of them")
+            raise UserError(
+                f"{self.file} has no `{split}:`; add a folder of images, a .txt list of them, or a COCO .json"
+            )
         missing = any(_find(entry, self.roots) is None for entry in self.entries[split])
         reason = self._fetch() if missing else ""
         locations = []
@@ -164,33 +217,44 @@ def read_spec(file: Path) -> DataSpec:
 
     Relative paths resolve against `path:`, and that against the YAML's folder or the working folder.
     """
-    content = read_yaml(file)
+    return checked_spec(file, read_yaml(file))
+
+
+def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str] = ()) -> DataSpec:
+    """Return the data set that the content of a YAML describes. Raises `UserError`.
+
+    file: the YAML, or the folder for which `content` was made. messages: lines for the console.
+    """
     for key in content:
         # Keys that are not similar may belong to other programs.
         if key not in DATA_KEYS and (hint := nearest(str(key), DATA_KEYS, 0.7)):
-            raise UserError(f"{file}: unknown key '{key}'{hint}")
+            raise UserError(f"{file}: unknown key '{shortened(str(key))}'{hint}")
     roots = _roots(file, content.get("path"))
     if "draw" in content:
         _draw(file, content["draw"], roots[0])
     entries = {split: _entries(file, split, content[split]) for split in SPLITS if content.get(split)}
     names = _names(file, content)
+    if not names:
+        names, omitted = _annotated_names(entries, roots)
+        messages = (*messages, *omitted)
     counts = Counter(names.values())
-    warnings = [f"warning: {file}: {n} classes are named '{name}'" for name, n in counts.items() if n > 1]
+    repeated = [f"warning: {file}: {n} classes are named '{shortened(name)}'" for name, n in counts.items() if n > 1]
     share, seed = content.get("split", 0.0), content.get("split_seed", 0)
     if not (is_number(share) and 0 <= share < 1):
-        raise UserError(f"{file}: `split` must be the share to hold out for validation, 0 to 1, not {share!r}")
+        raise UserError(f"{file}: `split` must be the share to hold out for validation, 0 to 1, not {shown(share)}")
     if not _is_seed(seed):
-        raise UserError(f"{file}: `split_seed` must be a whole number from 0, not {seed!r}")
+        raise UserError(f"{file}: `split_seed` must be a whole number from 0, not {shown(seed)}")
     defaults = check_suggested_defaults(content.get("defaults") or {}, file)
     convert = content.get("convert") or ""
-    if convert not in ("", *CONVERTERS):
-        raise UserError(f"{file}: `convert` must be one of {', '.join(CONVERTERS)}, not {convert!r}")
+    if not isinstance(convert, str) or convert not in ("", *CONVERTERS):
+        raise UserError(f"{file}: `convert` must be one of {', '.join(CONVERTERS)}, not {shown(convert)}")
     return DataSpec(
         file,
         names,
         roots,
         entries,
-        warnings=tuple(warnings),
+        image_folders=_image_folders(file, content.get("images")),
+        warnings=(*messages, *repeated),
         defaults=defaults,
         split=share,
         split_seed=seed,
@@ -210,7 +274,7 @@ def _draw(file: Path, value: Any, folder: Path) -> None:
     if name not in DRAWING_MODULES or not _is_seed(seed):
         raise UserError(
             f"{file}: `draw` must be the seed of the built-in data set, a whole number, or one of "
-            f"{', '.join(DRAWING_MODULES)} with its seed, not {value!r}"
+            f"{', '.join(DRAWING_MODULES)} with its seed, not {shown(value)}"
         )
     importlib.import_module(DRAWING_MODULES[name]).draw_dataset(folder, seed=seed)
 
@@ -219,17 +283,54 @@ def _roots(file: Path, path: Any) -> tuple[Path, ...]:
     bases = (file.resolve().parent, Path.cwd())
     if path is None:
         return bases
-    if not isinstance(path, str):
-        raise UserError(f"{file}: `path` must be a folder's name, not {path!r}")
-    return tuple(base / os.path.expanduser(path) for base in bases)
+    if not _is_path(path):
+        raise UserError(f"{file}: `path` must be a folder's name, not {shown(path)}")
+    return tuple(base / os.path.expanduser(file_name(path)) for base in bases)
 
 
 def _entries(file: Path, split: str, value: Any) -> tuple[str, ...]:
     entries = tuple(value) if isinstance(value, list) else (value,)
     for entry in entries:
-        if not isinstance(entry, str):
-            raise UserError(f"{file}: `{split}` must be a path or a list of paths, not {entry!r}")
-    return entries
+        if not _is_path(entry):
+            raise UserError(f"{file}: `{split}` must be a path or a list of paths, not {shown(entry)}")
+    return tuple(map(file_name, entries))
+
+
+def _is_path(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and not set(value) & set("\0\r\n")
+
+
+def _image_folders(file: Path, value: Any) -> dict[str, tuple[str, ...]]:
+    """Return the folders that `images:` of a YAML gives for each split: one for all, or a mapping."""
+    by_split = value if isinstance(value, dict) else {split: value for split in SPLITS if value is not None}
+    for split, folder in by_split.items():
+        if split not in SPLITS or not _is_path(folder):
+            raise UserError(
+                f"{file}: `images` must be a folder, or a folder for each of {', '.join(SPLITS)}, not {shown(value)}"
+            )
+    return {split: (file_name(folder),) for split, folder in by_split.items()}
+
+
+def _annotated_names(
+    entries: Mapping[str, Sequence[str]], roots: Sequence[Path]
+) -> tuple[dict[int, str], tuple[str, ...]]:
+    """Return the classes of the first annotation file that a split names, and a message about its other categories."""
+    files = (_find(entry, roots) for split in SPLITS for entry in entries.get(split, ()))
+    file = next((file for file in files if file and _is_annotations(file)), None)
+    if file is None:
+        return {}, ()
+    contents = read_contents(file)
+    messages = (
+        f"{file}: the category '{name}' has no objects and is the supercategory of others, so it is no class; list it "
+        "under `names:` of the data YAML if it should be one"
+        for name in contents.groups
+    )
+    return dict(enumerate(contents.classes)), tuple(messages)
+
+
+def _is_annotations(location: Path) -> bool:
+    """Return whether a split's entry is a COCO annotation file."""
+    return location.suffix.lower() == ANNOTATIONS_SUFFIX and location.is_file()
 
 
 def _find(entry: str, roots: Sequence[Path]) -> Path | None:
@@ -238,35 +339,45 @@ def _find(entry: str, roots: Sequence[Path]) -> Path | None:
 
 
 def _candidates(entry: str, roots: Sequence[Path]) -> list[Path]:
-    return [Path(os.path.normpath(root / os.path.expanduser(entry))) for root in roots]
+    """Return the paths that an entry may mean, by precedence.
+
+    Roboflow writes `../train/images` into a data.yaml that is beside `train`: as in YOLOv5, the `../` may be left out.
+    """
+    entries = [os.path.expanduser(entry), *([entry.removeprefix("../")] if entry.startswith("../") else [])]
+    return [Path(os.path.normpath(root / name)) for root in roots for name in entries]
 
 
-def _names(file: Path, content: dict[str, Any]) -> dict[int, str]:
+def _names(file: Path, content: Mapping[str, Any]) -> dict[int, str]:
     names, count = content.get("names"), content.get("nc")
     if names is None and count is None:
         return {}
-    if names is None and isinstance(count, int) and 0 < count <= MAX_UNNAMED_CLASSES:
+    if names is None and type(count) is int and 0 < count <= MAX_CLASSES:
         return {number: str(number) for number in range(count)}
     if isinstance(names, list):
         names = dict(enumerate(names))
     if not isinstance(names, dict) or not names:
         raise UserError(f"{file}: `names` must list the classes, as `0: person` lines or as [person, ...]")
+    if len(names) > MAX_CLASSES:
+        raise UserError(f"{file}: `names` lists {len(names)} classes; a model has at most {MAX_CLASSES}, so list fewer")
     if sorted(names, key=str) != sorted(range(len(names)), key=str):
         raise UserError(f"{file}: the numbers under `names` must be 0 to {len(names) - 1}, each once")
     if count is not None and count != len(names):
-        raise UserError(f"{file}: `nc` is {count} but `names` has {len(names)} classes; fix either")
+        raise UserError(f"{file}: `nc` is {shown(count)} but `names` has {len(names)} classes; fix either")
     for number, name in names.items():
         if name is None or isinstance(name, (list, dict)) or not str(name).strip():
-            raise UserError(f"{file}: class {number} under `names` is {name!r}; give its name")
+            raise UserError(f"{file}: class {number} under `names` is {shown(name)}; give its name")
     return {number: str(names[number]) for number in range(len(names))}
 
 
-def images_below(folder: Path) -> Iterator[Path]:
-    """Return every image below a folder. Links are followed; a folder with several paths is read once."""
-    return map(Path, _names_below(folder))
+def images_below(folder: Path, unread: list[str]) -> Iterator[Path]:
+    """Yield every image below a folder. Links are followed; a folder with several paths is read once.
+
+    unread: images in formats that are not read are appended.
+    """
+    return map(Path, _names_below(folder, unread))
 
 
-def _names_below(folder: Path) -> Iterator[str]:
+def _names_below(folder: Path, unread: list[str]) -> Iterator[str]:
     visited = set()
     for path, folders, files in os.walk(folder, followlinks=True, onerror=_refuse):
         real = os.path.realpath(path)
@@ -277,6 +388,7 @@ def _names_below(folder: Path) -> Iterator[str]:
         folders.sort()
         start = os.path.join(path, "")
         yield from (start + name for name in sorted(filter(_is_image, files)))
+        unread += [start + name for name in files if os.path.splitext(name)[1].lower() in OTHER_IMAGE_SUFFIXES]
 
 
 def _is_image(path: str) -> bool:
@@ -291,11 +403,14 @@ def _refuse(error: OSError) -> NoReturn:
 def _read_list(file: Path, problems: list[str]) -> Iterator[str]:
     """Yield the images that a text file lists, one per line, relative to its folder or to the working folder."""
     try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError):
-        raise UserError(f"{file} is neither a folder nor a readable text list of images") from None
+        content = file.read_bytes()
+    except OSError:
+        content = b"\0"
+    if b"\0" in content:  # as in an image, or in UTF-16
+        raise UserError(f"{file} is neither a folder nor a readable text list of images")
     folder = str(file.parent)
-    for number, line in enumerate(map(str.strip, lines), 1):
+    lines = content.removeprefix(codecs.BOM_UTF8).splitlines()  # names may be any bytes
+    for number, line in enumerate((os.fsdecode(line.strip()) for line in lines), 1):
         if _is_image(line):
             beside = os.path.normpath(os.path.join(folder, line))
             yield beside if os.path.exists(beside) else os.path.abspath(line)

@@ -27,6 +27,7 @@ from utils.config.parser import refuse_flags
 from utils.errors import UserError
 from utils.memory_format import layout
 from utils.stage_times import INFERENCE, PREPARING, StageTimer
+from utils.tracking.hub import HUB_PREFIX
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -35,7 +36,13 @@ def weight_files(names: Sequence[str]) -> dict[str, Path]:
     """Return the weight files by the names on the command line, downloaded if necessary. Raises `UserError`."""
     if not all(names) or not names:
         raise UserError("--weights names no file; give one file, or several as an ensemble")
-    return {name: find_weights(name) for name in names}
+    return {name: find_weights(name, training=False) for name in names}
+
+
+def export_base(name: str, file: Path) -> Path:
+    """Return the path that exports of a weight file are named after: its own, or in the working folder if it is of the
+    Hub, whose cache is not ours. name: on the command line."""
+    return Path(file.name) if name.startswith(HUB_PREFIX) else file
 
 
 def _text(value: float | Sequence[int]) -> str:
@@ -121,6 +128,11 @@ class Members:
     def class_names(self) -> dict[int, str]:
         """The class names, which all files share."""
         return next(iter(self.weights.values())).class_names
+
+    def class_warnings(self, names: Mapping[int, str]) -> list[str]:
+        """Return a warning if the classes of a data set have other names than those of the files."""
+        name, content = next(iter(self.weights.items()))
+        return content.class_warnings(names, name)
 
     def refuse(self, given: Mapping[str, Any]) -> None:
         """Raise `UserError` for a flag that does not apply to the task. given: values by field name."""

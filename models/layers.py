@@ -461,7 +461,8 @@ class DetectConv(nn.Conv2d):
         """Map (b, channels, h, w) to the raw map (b, anchors, h, w, outputs), or a `Level` at cells `index` (3, k)."""
         if index is None:
             raw = super().forward(x)
-            return raw.unflatten(1, (self.anchors, self.outputs)).permute(0, 1, 3, 4, 2).contiguous()
+            maps = raw.view(raw.shape[0], self.anchors, self.outputs, *raw.shape[2:])  # not unflatten: ONNX opset 13
+            return maps.permute(0, 1, 3, 4, 2).contiguous()
         assert self.bias is not None
         x, features = _GatherCells.apply(x, *index)
         # Flattened so that the gradient has the strides of the weight, as DDP expects.

@@ -108,6 +108,7 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> l
         messages.append(f"warning: {name} is a model for another task, '{weights.task}'")
     warning = "" if loaded > total / 2 else "warning: these are weights of another model: only "
     messages.append(f"{warning}{loaded} of {total} tensors taken from {name}")
+    messages += weights.class_warnings(task.names, name)
     if misfits:
         shapes = [(tensor, *("x".join(map(str, shape)) for shape in pair)) for tensor, *pair in misfits]
         dropped = [f"{tensor} ({of_file}, here {of_model})" for tensor, of_file, of_model in shapes[:MAX_NAMED_TENSORS]]

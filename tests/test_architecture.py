@@ -587,7 +587,7 @@ def test_a_script_is_a_table_of_contents(name: str) -> None:
     modules, names = imported_by_script(source)
     assert modules <= SCRIPT_MODULES
     assert names <= SCRIPT_NAMES
-    assert functions(source)["main"] <= MAIN_LINES
+    assert functions(source).get("main", 0) <= MAIN_LINES  # predictor.py and hubconf.py have none
 
 
 def test_functions_can_be_read() -> None:

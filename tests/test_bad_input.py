@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from safetensors.torch import save
 
 from models.yolo import build_model
 from tests.conftest import CallMain, RunScript
@@ -139,6 +140,19 @@ def link(inputs: Inputs) -> None:
     (inputs.folder / "images/train/gone.jpg").symlink_to(inputs.folder / "nowhere.jpg")
 
 
+def pipe(inputs: Inputs) -> None:
+    os.mkfifo(inputs.folder / "images/train/pipe.jpg")
+
+
+def roboflow(inputs: Inputs) -> None:
+    """Move the files to where Roboflow's exports have them."""
+    for name, split in (("train", "train"), ("valid", "val")):
+        (inputs.folder / name).mkdir()
+        for kind in ("images", "labels"):
+            (inputs.folder / kind / split).rename(inputs.folder / name / kind)
+    inputs.change(train="../train/images", val="../valid/images", test="../test/images", nc=3, roboflow={"version": 1})
+
+
 def listed(*lines: str) -> Callable[[Inputs], None]:
     """Train on a list file with the first images and these lines."""
 
@@ -215,21 +229,25 @@ class Case:
 
 ERRORS = {
     # labels
-    "class of train": Case(label("3 0.5 0.5 0.2 0.2"), "labels/train/0.txt has class 3, but `names` of", two=True),
-    "class of val": Case(label("7 0.5 0.5 0.2 0.2", "val"), "labels/val/0.txt has class 7, but `names` of"),
+    "class of train": Case(label("3 0.5 0.5 0.2 0.2"), "train/0.txt, line 1 has class 3, but `names` of", two=True),
+    "class of val": Case(label("7 0.5 0.5 0.2 0.2", "val"), "labels/val/0.txt, line 1 has class 7, but `names` of"),
     "all in pixels": Case(every_label("0 10 10 20 20"), "line 1: coordinates in pixels; divide x and width by"),
     "all in pixels, strict": Case(
         label("0 10 10 20 20"), "labels/train/0.txt, line 1: coordinates in pixels", "--strict"
     ),
     # images
     "strict": Case(image("bad.jpg", lambda: b""), "bad.jpg: not readable as an image", "--strict", two=True),
-    "no image is one": Case(listed(), "no image of `val:` can be read", "--data {set}/other.yaml"),
+    "no image is one": Case(listed(), "no image of `val:` can be used", "--data {set}/other.yaml"),
     # data sets
     "no data": Case(nothing, "data set '{set}/none.yaml' is not a file", "--data {set}/none.yaml"),
     "empty split": Case(data(val="empty"), "`val:` has no images in"),
     "missing folder": Case(data(val="images/none"), "`val: images/none` does not exist; looked for"),
     "missing split": Case(data(val=None), "data.yaml has no `val:`"),
     "no labels": Case(every_label(""), "no image of `train:` has a label; that of"),
+    "a key twice": Case(text("data.yaml", "train: a\nval: b\ntrain: c"), "data.yaml, line 3: the key 'train' again"),
+    "too many names": Case(
+        text("data.yaml", f"names: [{'cat, ' * 360000}]"), "data.yaml has 1800009 characters; at most"
+    ),
     "names too few": Case(data(nc=5), "`nc` is 5 but `names` has 3 classes"),
     "names too many": Case(data(nc=2), "`nc` is 2 but `names` has 3 classes"),
     "names missing": Case(data(names=None), "`names` must list the classes"),
@@ -261,6 +279,10 @@ ERRORS = {
     "evolve": Case(nothing, "docs/tracking.md#sweeps", "--evolve 300", code=2),
     "unknown flag": Case(nothing, "unknown flag --epoch (did you mean '--epochs'?)", "--epoch 3", code=2, two=True),
     "batch 0": Case(nothing, "--batch-size 0 is too small; give 1 or more", "--batch-size 0"),
+    "batch larger than the memory": Case(
+        nothing, "GiB memory of this machine; give a smaller --batch-size or --imgsz", "--batch-size 1000000000"
+    ),
+    "no name": Case(nothing, "--name '' is no name for a run folder; give one, such as --name exp", "--name="),
     "epochs 0": Case(nothing, "argument --epochs: 0 is out of range; give 1 or more", "--epochs 0", code=2),
     "no number": Case(nothing, "argument --epochs: invalid int value: 'ten'", "--epochs ten", code=2),
     "optimizer": Case(nothing, "argument --optimizer: invalid choice: 'Lion'", "--optimizer Lion", code=2),
@@ -268,6 +290,7 @@ ERRORS = {
     "no device": Case(nothing, "--device gpu: give cpu, mps, or the numbers", "--device gpu"),
     "freeze": Case(nothing, "--freeze 99: the model has layers 0 to 3", "--freeze 99"),
     "freeze -9": Case(nothing, "--freeze -9: the model has layers 0 to 3, no -9", "--freeze -9"),
+    "freeze all": Case(nothing, "--freeze 4 freezes all layers, 0 to 3; freeze fewer", "--freeze 4"),
     "image size": Case(nothing, "-8 is out of range; give 1 to 16384", "--imgsz -8", code=2),
     "confidence": Case(nothing, "2 is out of range; give 0 to 1", "--conf-thres 2", code=2, script="val"),
     # models
@@ -296,7 +319,18 @@ ERRORS = {
         "w.pt is not a whole PyTorch weight file",
         "--weights {set}/w.pt",
     ),
+    "truncated safetensors": Case(
+        lambda inputs: inputs.write("w.safetensors", half(save({"w": torch.zeros(9)}))),
+        "w.safetensors is not a whole .safetensors file",
+        "--weights {set}/w.safetensors",
+    ),
+    "no repository": Case(nothing, "--weights hf:mine is not of the form hf:owner/name", "--weights hf:mine"),
     "text for weights": Case(text("w.pt", "<html>"), "w.pt is text, not a weight file", "--weights {set}/w.pt"),
+    "NaN in weights": Case(
+        lambda inputs: inputs.weights(state={"model.0.conv.weight": torch.full((8, 3, 3, 3), torch.nan)}),
+        "{set}/weights.pt has values in model.0.conv.weight that are not finite",
+        "--weights {set}/weights.pt",
+    ),
     "another model's": Case(
         lambda inputs: torch.save({"fc.weight": torch.zeros(2, 2)}, inputs.folder / "w.pt"),
         "no tensor of {set}/w.pt fits the model",
@@ -344,6 +378,10 @@ WARNINGS = {
     "bomb": Case(image("bad.png", bomb), "bad.png: not readable as an image (Image size (3600000000 pixels) exceeds"),
     "tiny": Case(image("bad.png", lambda: encoded_small()), "bad.png: 9x9 pixels, smaller than 10; left out"),
     "dangling link": Case(link, "gone.jpg: not readable as an image"),
+    "a pipe": Case(pipe, "pipe.jpg: not readable as an image (it is no regular file); left out"),
+    "a format that is not read": Case(
+        image("x.heic", lambda: b"x"), "`train:` has 1 image in formats that are not read (.heic), such as"
+    ),
     # labels
     "4 numbers": Case(label("0 0.5 0.5 0.2"), "0.txt, line 1: 4 numbers instead of 5 (box)"),
     "6 numbers": Case(label(ROW + "0 0.5 0.5 0.2 0.2 0.9"), "0.txt, line 2: 6 numbers instead of 5 (box)"),
@@ -358,10 +396,11 @@ WARNINGS = {
     "class -1": Case(label("-1 0.5 0.5 0.2 0.2"), "0.txt, line 1: class -1 is not a whole number from 0"),
     "duplicate": Case(label(ROW + ROW), "0.txt, line 2: the same box again"),
     "UTF-16": Case(label(ROW.encode("utf-16")), "0.txt: cannot be read as text"),
+    "no good row": Case(label("0 0.5 0.5 0 0\n"), "0.txt: no row can be used; its image is left out"),
     # data sets
     "list with missing images": Case(listed("images/train/9.jpg"), "9.jpg: not readable as an image"),
     "list with other lines": Case(listed("notes"), "train.txt, line 3: 'notes' does not end like an image's name"),
-    "listed again": Case(listed("images/train/0.jpg"), "1 images of `train:` are listed again"),
+    "listed again": Case(listed("images/train/0.jpg"), "`train:` lists 1 image again"),
     "overlap": Case(data(val="images/train"), "4 of the 4 validation images are training images too"),
     "duplicate names": Case(data(names=["cat", "cat", "cow"]), "2 classes are named 'cat'"),
     "no labels in val": Case(every_label("", "val"), "no image of `val:` has a label"),
@@ -391,6 +430,11 @@ WARNINGS = {
         "weights.pt is a model for another task, 'segment'",
         "--weights {set}/weights.pt",
     ),
+    "classes in another order": Case(
+        lambda inputs: inputs.weights(names={0: "dog", 1: "cat", 2: "cow"}),
+        "2 of 3 classes have other names in {set}/weights.pt than in the data set, such as class 0",
+        "--weights {set}/weights.pt",
+    ),
 }
 FINE = {
     "CMYK": image("x.jpg", lambda: encoded("JPEG", "CMYK")),
@@ -413,6 +457,7 @@ FINE = {
     "boxes and polygons": label(ROW + "1 0.1 0.1 0.9 0.1 0.9 0.9\n"),
     "an outline that crosses itself": outline("0.1 0.1 0.9 0.9 0.9 0.1 0.1 0.9"),
     "loop of links": loop,
+    "Roboflow's layout": roboflow,
     "unknown key": data(colour="blue"),
     "plain state dict": lambda inputs: torch.save(build_model(inputs.model).state_dict(), inputs.folder / "weights.pt"),
 }
@@ -463,7 +508,7 @@ def test_a_warning(name: str, inputs: Inputs, call_main: CallMain) -> None:
         code, printed = call_main(f"{case.script}.py", *flags_of(case, inputs))
     assert code == 0, printed
     warnings = [line for line in printed.splitlines() if line.startswith("warning: ")]
-    assert sum(case.message in warning for warning in warnings) == 1, printed
+    assert sum(case.message.format(set=inputs.folder) in warning for warning in warnings) == 1, printed
     assert "Traceback" not in printed
 
 
@@ -501,7 +546,7 @@ def test_a_warning_on_two_processes(name: str, inputs: Inputs, run_script: RunSc
     case.plant(inputs)
     with untouched(inputs.folder):
         printed = run_script(f"{case.script}.py", *flags_of(case, inputs), "--processes", "2", OMP_NUM_THREADS="1")
-    assert printed.count(case.message) == 1
+    assert printed.count(case.message.format(set=inputs.folder)) == 1
     assert "Traceback" not in printed
 
 

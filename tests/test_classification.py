@@ -91,7 +91,8 @@ def test_two_machines(hosts: tuple[str, str], train: Train, alone: Path, tmp_pat
     assert not (tmp_path / "1").exists()
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long  # tests/test_segmentation.py and test_deepspeed.py run stage 2 each time
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_under_zero(stage: int, train: Train, alone: Path, tmp_path: Path) -> None:
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / f"deepspeed_zero{stage}.yaml"))
     train(tmp_path, "--sync-bn", launcher=launcher, DS_ACCELERATOR="cpu")
@@ -162,7 +163,7 @@ def test_statistics_are_averaged_without_sync_bn(
 # Resumed
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_killed_and_resumed(processes: int, train: Train, run_script: RunScript, alone: Path, tmp_path: Path) -> None:
     """It is killed in an epoch, then in a validation."""
     here = ("--processes", "2") if processes > 1 else ()

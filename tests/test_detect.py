@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import csv
+import functools
+import os
 import re
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cv2
@@ -16,17 +20,19 @@ from PIL import Image
 from torchvision.ops import nms
 
 from data.images import read_image
-from data.media import Frame, MediaItem
-from detect import FileNames, Predictor, as_pixels, groups
+from data.media import Frame, MediaItem, as_pixels, find_pictures
+from detect import FileNames, Predictor, groups
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import build_model
+from predictor import class_numbers
 from tests.conftest import RunScript
 from tests.making import noise, write_image
 from utils.checkpoint.weight_files import serialised, weights_content
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
+from utils.plots.drawing import Style
 
 SIDE, CONFIDENCE, OVERLAP = 160, 0.1, 0.45
 
@@ -96,30 +102,117 @@ def test_against_a_plain_computation(learned: Path, photo: Path, predictor: Pred
     corners = corners.clamp(min=torch.zeros(4), max=torch.tensor([width, height] * 2))
     expected = torch.cat((corners, confidence[:, None], label[:, None]), 1)[survivors].numpy()
     assert len(expected) >= 2
-    np.testing.assert_allclose(predictor(photo), expected, rtol=1e-4, atol=1e-2)
+    np.testing.assert_allclose(predictor(photo).array, expected, rtol=1e-4, atol=1e-2)
 
 
-def test_every_form_of_an_image_gives_the_same(predictor: Predictor, photo: Path) -> None:
+def test_every_form_of_an_image_gives_the_same(predictor: Predictor, photo: Path, tmp_path: Path) -> None:
     expected = predictor(photo)
-    assert expected.dtype == np.float32
-    assert (np.diff(expected[:, 4]) <= 0).all()
-    rgb = np.ascontiguousarray(read_image(photo)[..., ::-1])
+    assert expected.array.dtype == np.float32
+    assert (np.diff(expected.scores) <= 0).all()
+    bgr = read_image(photo)
+    rgb = np.ascontiguousarray(bgr[..., ::-1])
     tensor = torch.from_numpy(rgb).permute(2, 0, 1)
-    for form in (str(photo), rgb, Image.fromarray(rgb), tensor, tensor / 255):
-        np.testing.assert_array_equal(predictor(form), expected)
-    black = np.zeros((50, 80, 3), np.uint8)
-    for image, predictions in zip((photo, black), predictor([photo, black]), strict=True):
-        np.testing.assert_array_equal(predictions, predictor(image))
-    np.testing.assert_array_equal(predictor(tensor[None])[0], expected)
+    for form in (str(photo), rgb, Image.fromarray(rgb), tensor, tensor / 255, Image.open(photo)):
+        np.testing.assert_array_equal(predictor(form).array, expected.array)
+    predictor.bgr = True
+    for form in (bgr, photo, Image.fromarray(rgb), tensor.flip(0)):
+        np.testing.assert_array_equal(predictor(form).array, expected.array)
+    predictor.bgr = False
+    black, folder, listing = np.zeros((50, 80, 3), np.uint8), str(photo.parent), tmp_path / "list.txt"
+    listing.write_text(f"{photo}\n")
+    for several in ([photo, black], (str(photo),), tensor[None], folder, f"{folder}/*.png", listing, [folder, black]):
+        first, *others = predictor(several)
+        np.testing.assert_array_equal(first.array, expected.array)
+        assert len(others) == (isinstance(several, list))
+
+
+def test_a_prediction(predictor: Predictor, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result, array = predictor(photo), predictor(photo).array
+    np.testing.assert_array_equal(result.boxes, array[:, :4])
+    np.testing.assert_array_equal(result.scores, array[:, 4])
+    assert result.classes.tolist() == array[:, 5].astype(int).tolist()
+    assert result.names == predictor.names
+    assert str(result) == repr(result) == f"{photo}: {result.describe()}"
+    image = read_image(photo)
+    drawn = result.draw(image, Style(2, names=False))
+    assert (drawn != image).any()
+    np.testing.assert_array_equal(result.plot(line_thickness=2, hide_labels=True), drawn[..., ::-1])
+    np.testing.assert_array_equal(result.plot(line_thickness=2, hide_labels=True, bgr=True), drawn)
+    result.save(tmp_path / "drawn.png", line_thickness=2, hide_labels=True)
+    np.testing.assert_array_equal(cv2.imread(str(tmp_path / "drawn.png")), drawn)
+    frame = image[..., ::-1].copy()
+    of_array = predictor(frame)
+    assert str(of_array) == f"image: {result.describe()}"
+    frame[:] = 0  # a camera's buffer is used again
+    np.testing.assert_array_equal(of_array.plot(), result.plot())
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=dict))
+    table = result.to_df()
+    assert list(table) == ["xmin", "ymin", "xmax", "ymax", "confidence", "class", "name"]
+    assert table["name"] == [predictor.names[k] for k in result.classes]
+    np.testing.assert_array_equal(table["xmax"], array[:, 2])
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UserError, match=r"to_df\(\) needs pandas"):
+        result.to_df()
 
 
 def test_some_classes_only(learned: Path, photo: Path, predictor: Predictor) -> None:
-    expected = predictor(photo)
+    expected = predictor(photo).array
     label = int(expected[0, 5])
-    chosen = Predictor(learned, imgsz=SIDE, conf_thres=CONFIDENCE, classes=[label], device="cpu")(photo)
-    np.testing.assert_array_equal(chosen, expected[expected[:, 5] == label])
-    with pytest.raises(UserError, match="--classes 6: the model has classes 0 to 5"):
-        Predictor(learned, classes=[6], device="cpu")
+    of_label = expected[expected[:, 5] == label]
+    for classes in ([label], label, str(label), predictor.names[label]):
+        chosen = Predictor(learned, imgsz=SIDE, conf_thres=CONFIDENCE, classes=classes, device="cpu")(photo)
+        np.testing.assert_array_equal(chosen.array, of_label)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("6", "--classes 6: the model has classes 0 to 2; class 0 is 'Cat'"),
+        ("cta", "--classes cta: the model has classes 0 to 2; did you mean 'Cat'?"),
+        ("traffic lihgt", "--classes traffic lihgt: the model has classes 0 to 2; did you mean 'traffic light'?"),
+        ("zebra", "--classes zebra: the model has classes 0 to 2; class 0 is 'Cat'"),
+    ],
+)
+def test_names_and_numbers_of_classes(word: str, message: str) -> None:
+    names = {0: "Cat", 1: "traffic light", 2: "Cat"}
+    assert class_numbers(["traffic light", 0, "2"], names) == (1, 0, 2)
+    assert class_numbers(["Cat"], names) == (0, 2)
+    with pytest.raises(UserError) as caught:
+        class_numbers([word], names)
+    assert str(caught.value) == message
+
+
+def test_thresholds_are_attributes(learned: Path, photo: Path, predictor: Predictor) -> None:
+    every, label = predictor(photo), int(predictor(photo).classes[0])
+    changed = Predictor(learned, imgsz=SIDE, device="cpu", conf=0.9)
+    assert (changed.conf_thres, changed.conf, changed.iou_thres) == (0.9, 0.9, OVERLAP)
+    changed.conf = CONFIDENCE
+    np.testing.assert_array_equal(changed(photo).array, every.array)
+    changed.classes, changed.max_det = [predictor.names[label]], 1
+    assert changed.classes == (label,)
+    np.testing.assert_array_equal(changed(photo).array, every.array[:1])
+    changed.classes = changed.max_det = None
+    np.testing.assert_array_equal(changed(photo).array, every.array)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("conf_tres", 0.1, "Predictor: unknown argument conf_tres (did you mean 'conf_thres'?)"),
+        ("conf_thres", "high", "Predictor: conf_thres must be a number, 0 to 1, not 'high'"),
+        ("conf", 2, "Predictor: conf must be a number, 0 to 1, not 2"),
+        ("classes", ["nothing"], "classes='nothing': the model has classes 0 to 5; class 0 is "),
+        ("imgsz", 96, "Predictor: imgsz cannot be changed; make another Predictor with imgsz=96"),
+        ("bgr", 1, "Predictor: bgr must be True or False, not 1"),
+    ],
+)
+def test_other_attributes_are_refused(name: str, value: object, message: str, predictor: Predictor) -> None:
+    before = predictor.thresholds
+    with pytest.raises(UserError, match=f"^{re.escape(message)}"):
+        setattr(predictor, name, value)
+    assert predictor.thresholds == before
+    with pytest.raises(AttributeError, match=r"^Predictor has no attribute conf_tres \(did you mean 'conf_thres'\?\)$"):
+        _ = predictor.conf_tres
 
 
 def test_the_size_of_a_detectors_training_is_printed(
@@ -127,7 +220,7 @@ def test_the_size_of_a_detectors_training_is_printed(
 ) -> None:
     predictor = Predictor(learned, device="cpu")
     assert predictor.size.sides == (640, 640)
-    line = "was trained at 96 px; the default size is 640, and --imgsz 96 gives that of the training"
+    line = "was trained at 96 px; the default size is 640, and imgsz=96 gives that of the training"
     assert capsys.readouterr().out == f"{learned} {line}\n"
     for silent in ({"quiet": True}, {"imgsz": 96}, {"weights": classifier}):
         Predictor(**{"weights": learned, "device": "cpu", **silent})
@@ -137,18 +230,23 @@ def test_the_size_of_a_detectors_training_is_printed(
 def test_a_rounded_size_is_printed(learned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     predictor = Predictor(learned, imgsz=(90, 128), device="cpu")
     assert predictor.size.sides == (96, 128)
-    assert capsys.readouterr().out == "--imgsz 90 128 is rounded up to 96 128, whole strides of 32 pixels\n"
+    assert capsys.readouterr().out == "imgsz=(90, 128) is rounded up to 96 128, whole strides of 32 pixels\n"
 
 
 def test_a_classifiers_probabilities(classifier: str) -> None:
     """Without a size, images have that of the training."""
     image = noise(90, 70)
     model = Predictor(classifier, device="cpu")
-    probabilities = model(image)
+    result = model(image)
+    probabilities = result.probs
     assert probabilities.shape == (3,)
-    np.testing.assert_array_equal(probabilities, Predictor(classifier, imgsz=64, device="cpu")(image))
-    assert (probabilities != Predictor(classifier, imgsz=224, device="cpu")(image)).all()
+    np.testing.assert_array_equal(probabilities, Predictor(classifier, imgsz=64, device="cpu")(image).array)
+    assert (probabilities != Predictor(classifier, imgsz=224, device="cpu")(image).array).all()
     assert probabilities.sum() == pytest.approx(1, abs=1e-5)
+    assert result.top5 == [(model.names[k], probabilities[k]) for k in np.argsort(-probabilities, kind="stable")]
+    assert result.scores.tolist() == sorted(probabilities, reverse=True)
+    assert str(result).startswith(f"image: {model.names[int(result.classes[0])]} 0.")
+    assert (result.plot() != image).any()
     assert model.names == {0: "cat", 1: "dog", 2: "cow"}
 
 
@@ -159,19 +257,36 @@ def test_a_classifiers_probabilities(classifier: str) -> None:
         (np.zeros((4, 4, 4), np.uint8), "3 channels, RGB, not 4"),
         (np.zeros((0, 4, 3), np.uint8), "a uint8 array"),
         (3, "not int"),
-        ("nowhere.jpg", r"nowhere.jpg cannot be read as an image \(.*\); fix or remove it"),
+        (b"jpeg", "not bytes"),
+        (torch.full((3, 4, 4), 255.0), "a tensor of floats must have values in 0 to 1, not 255 to 255; divide it"),
+        (torch.full((3, 4, 4), torch.nan), "values in 0 to 1, not nan to nan"),
+        (torch.zeros(3, 4, 4, dtype=torch.int64), r"not int64 \(4, 4, 3\)"),
+        ("nowhere.jpg", "^the source nowhere.jpg does not exist"),
+        ("0", "^0 is a video or stream; run detect.py on it, or pass its frames as arrays"),
     ],
 )
-def test_invalid_images(image: object, message: str) -> None:
+def test_invalid_images(image: object, message: str, predictor: Predictor) -> None:
     with pytest.raises(UserError, match=message):
-        as_pixels(image)
+        predictor(image)
+
+
+@pytest.mark.parametrize("name", ["custom", "yolov5n", "yolov5x6", "yolov5s-seg", "yolov5m-cls"])
+def test_a_model_of_torch_hub(name: str, learned: Path, photo: Path, predictor: Predictor) -> None:
+    """Others than `custom` are YOLOv5's files: what is asked for is seen in the error."""
+    load = functools.partial(torch.hub.load, str(ROOT), name, source="local", _verbose=False, conf=CONFIDENCE)
+    if name == "custom":
+        model = load(path=str(learned), imgsz=SIDE, device=torch.device("cpu"))
+        np.testing.assert_array_equal(model(photo).array, predictor(photo).array)
+    else:
+        with pytest.raises(UserError, match=rf"/{name}\.pt cannot be downloaded"):
+            load(pretrained=True)
 
 
 def test_a_truncated_image_is_refused_by_name(tmp_path: Path) -> None:
     file = truncated(tmp_path / "cut.jpg")
     for image in (file, str(file), Image.open(file)):
         with pytest.raises(UserError, match=r"cut\.jpg cannot be read as an image \(image file is truncated"):
-            as_pixels(image)
+            find_pictures(image, bgr=False)[0].read()
 
 
 def test_grey_images_and_rotated_pictures() -> None:
@@ -229,26 +344,32 @@ def test_a_folder_with_everything(
     learned: Path, photo: Path, predictor: Predictor, run_script: RunScript, tmp_path: Path
 ) -> None:
     """An image, a video and broken files: whatever can be read is processed, and the exit code is 1."""
-    folder, image, expected = tmp_path / "in", cv2.imread(str(photo)), predictor(photo)
+    folder, image, expected = tmp_path / "in", cv2.imread(str(photo)), predictor(photo).array
     folder.mkdir()
     shutil.copy(photo, folder / "photo.png")
     broken = [truncated(folder / f"cut.{kind}") for kind in ("jpg", "png", "webp", "bmp", "tif")]
     for name, content in {"empty.jpg": b"", "text.jpg": b"nothing"}.items():
         (folder / name).write_bytes(content)
         broken.append(folder / name)
+    (folder / "gone.jpg").symlink_to(folder / "nowhere.jpg")
+    os.mkfifo(folder / "pipe.jpg")
+    (folder / "bad.mp4").write_bytes(b"\0\0\0\x18ftypmp42" + bytes(90))
     video = cv2.VideoWriter(str(folder / "clip.avi"), cv2.VideoWriter.fourcc(*"MJPG"), 10.0, image.shape[1::-1])
     for _ in range(5):
         video.write(image)
     video.release()
     printed = run_script(
-        "detect.py", "--weights", str(learned), "--source", str(folder), "--imgsz", str(SIDE), "--device", "cpu",
-        "--project", str(tmp_path), "--save-txt", "--save-conf", "--save-csv", "--save-crop", "--save_format", "1",
-        "--vid-stride", "2", "--batch-size", "2", "--conf-thres", str(CONFIDENCE), code=1,
+        "detect.py", "--weights", str(learned), "--source", str(folder), str(folder / "*.png"), "--imgsz", str(SIDE),
+        "--device", "cpu", "--project", str(tmp_path), "--save-txt", "--save-conf", "--save-csv", "--save-crop",
+        "--save_format", "1", "--vid-stride", "2", "--batch-size", "2", "--conf-thres", str(CONFIDENCE), code=1,
     )  # fmt: skip
-    for file in broken:
+    for file in (*broken, folder / "gone.jpg"):
         assert printed.count(f"warning: {file} cannot be read as an image (") == 1
-    assert "warning: 7 of the 9 sources could not be read, or not to the end; see above" in printed
-    assert "Corrupt JPEG data" not in printed
+    assert f"warning: {folder}/pipe.jpg is not a regular file; give the name of a picture or video" in printed
+    assert f"warning: {folder}/bad.mp4 cannot be read as a video; fix or remove it" in printed
+    assert "warning: 10 of the 12 sources could not be read, or not to the end; see above" in printed
+    for raw in ("Corrupt JPEG data", "moov atom", "[mov", "BytesIO"):
+        assert raw not in printed
     assert "4 images; per image: " in printed
     line = next(line for line in printed.splitlines() if line.startswith(str(folder / "photo.png")))
     names = [predictor.names[int(row[5])] for row in expected]
@@ -282,21 +403,26 @@ def test_a_classifiers_weights(classifier: str, run_script: RunScript, tmp_path:
 
 def test_bad_input(run_script: RunScript) -> None:
     assert run_script("detect.py", "--source", "nowhere", fails=True).startswith(
-        "error: --source nowhere does not exist"
+        "error: the source nowhere does not exist"
     )
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"imgsz": (1, 2, 3)}, "--imgsz 1 2 3: give one number of pixels, or height and width"),
-        ({"imgsz": -8}, "--imgsz -8: give one"),
-        ({"device": "0,1"}, "one device is enough here"),
-        ({"weights": []}, "--weights names no file"),
+        ({"imgsz": (1, 2, 3)}, "imgsz=(1, 2, 3): give one number of pixels, or height and width"),
+        ({"imgsz": -8}, "Predictor: imgsz must be a whole number, 1 to 16384, or a list of such, not -8"),
+        ({"device": "0,1"}, "device='0,1': one device is enough here"),
+        ({"weights": []}, "weights names no file"),
+        ({"weights": 42}, "Predictor: weights must be a text or path, or a list of such, not 42"),
+        ({"weights": "nowhere.pt"}, "weights nowhere.pt are not a file; check the path"),
+        ({"conf_tres": 0.5}, "Predictor: unknown argument conf_tres (did you mean 'conf_thres'?)"),
+        ({"save_txt": True}, "Predictor: unknown argument save_txt"),
+        ({"augment": "yes"}, "Predictor: augment must be True or False, not 'yes'"),
     ],
 )
 def test_invalid_arguments_of_a_predictor(flags: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"^{re.escape(message)}"):
         Predictor(**flags)
 
 
@@ -313,8 +439,14 @@ if __name__ == "__main__":
     checked = val.run(weights=trained["folder"] + "/weights/best.pt", **common)
     assert trained["metrics/mAP_0.5"] == checked["metrics/mAP_0.5"], (trained, checked)
     assert trained["fitness"] == checked["fitness"]
+    again = val.run(weights=trained["folder"] + "/weights/best.pt", name="exp2", exist_ok=True, **common)
+    assert again == checked, (again, checked)
     try:
         val.run(weights="nowhere.pt", **common)
+    except UserError as error:
+        print("refused:", error)
+    try:
+        train.run(epoch=3)
     except UserError as error:
         print("refused:", error)
 """
@@ -325,5 +457,6 @@ def test_train_and_validate_from_python(small_data: Path, run_script: RunScript,
     names = {"data": str(small_data), "project": str(tmp_path / "runs"), "cfg": "yolov5n.yaml"}
     program.write_text(PROGRAM.format(**names))
     printed = run_script(str(program), PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    assert "refused: weights nowhere.pt" in printed
+    assert "refused: weights nowhere.pt are not a file; check the path\n" in printed
+    assert "refused: train.run: unknown argument epoch (did you mean 'epochs'?)\n" in printed
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["exp", "exp2"]

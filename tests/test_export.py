@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +19,23 @@ from torch import Tensor, nn
 
 from data.builtin.shapes import NAMES as SHAPES
 from detect import Predictor
-from export import prepare
+from export import main, prepare
+from models.ensemble import read_members
 from models.export.formats import ExportJob, write
-from models.export.runtime import read_exported
+from models.export.runtime import read_exported, read_model
 from models.image_size import ImageSize
 from models.tasks.detection.export_module import DecodedDetector
+from models.weights import releases
 from models.weights.reader import Weights, read_weights
 from models.weights.transfer import transfer
 from models.yolo import build_model
-from tests.conftest import RunScript
+from tests.conftest import RunScript, not_here
 from tests.making import noise, tiny_detector, write_image, write_yaml
 from utils.checkpoint.weight_files import serialised, weights_content
 from utils.config.options import ExportOptions, ValOptions
 from utils.config.parser import parse_options
 from utils.config.yolov5_flags import REFUSED
+from utils.distributed.exit import run_main
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 from val import with_size
@@ -53,12 +60,23 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def exported(weights: Path, run_script: RunScript) -> str:
     """Export all formats beside the weights and return what export.py prints."""
-    flags = ("--include", "onnx", "torchscript", "exported", "openvino", "--imgsz", "60", "--dynamic", "--simplify")
+    flags = (
+        "--include",
+        "onnx",
+        "torchscript",
+        "exported",
+        "openvino",
+        "safetensors",
+        "--imgsz",
+        "60",
+        "--dynamic",
+        "--simplify",
+    )
     return run_script("export.py", "--weights", str(weights), *flags)
 
 
 def test_files_and_messages(weights: Path, exported: str) -> None:
-    assert sorted(path.name for path in weights.parent.iterdir()) == sorted(["best.pt", *FILES])
+    assert sorted(path.name for path in weights.parent.iterdir()) == sorted(["best.pt", "best.safetensors", *FILES])
     lines = exported.splitlines()
     assert lines[:3] == [
         "--imgsz 60 is rounded up to 64, whole strides of 8 pixels",
@@ -66,7 +84,31 @@ def test_files_and_messages(weights: Path, exported: str) -> None:
         f"detect, {len(NAMES)} classes; images of 64x64, or other whole strides, any number at a time",
     ]
     assert re.fullmatch(rf"onnx: {re.escape(str(weights.parent))}/best.onnx, 0.\d MB, [\d.]+ s", lines[3])
-    assert len(lines) == 7
+    assert len(lines) == 8
+
+
+def test_safetensors_are_the_weights(weights: Path, exported: str) -> None:
+    expected, read = read_weights(weights), read_weights(weights.with_suffix(".safetensors"))
+    torch.testing.assert_close(read.state, expected.state, rtol=0, atol=0)
+    assert {**vars(read), "state": {}} == {**vars(expected), "state": {}}
+    assert read_model(weights.with_suffix(".safetensors")).class_names == NAMES
+
+
+def test_weights_of_the_hub_are_exported_into_the_working_folder(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written into the Hub's cache."""
+    (tmp_path / "cache").mkdir()
+    cached = Path(shutil.copy(weights, tmp_path / "cache" / "best.pt"))
+    monkeypatch.setattr(releases, "fetch", {"me/mine": cached}.__getitem__)
+    monkeypatch.setattr("sys.argv", ["export.py", "--weights", "hf:me/mine", "--include", "safetensors"])
+    monkeypatch.chdir(tmp_path)
+    main()
+    assert [file.name for file in cached.parent.iterdir()] == ["best.pt"]
+    assert read_weights("best.safetensors").names == NAMES
+    members = read_members(("hf:me/mine", "best.safetensors"), "", augment=False)
+    of_hub, of_safetensors = (content.state for content in members.weights.values())
+    torch.testing.assert_close(of_hub, of_safetensors, rtol=0, atol=0)
 
 
 def rows(run: Path) -> dict[str, np.ndarray]:
@@ -108,7 +150,8 @@ def test_flags_that_a_file_with_suppression_overrides_are_named(
     images = read_yaml(small_data)["path"] + "/images/val"
     assert line in run_script("detect.py", *flags, *device, "--source", images, "--quiet", "--nosave")
     Predictor(file, imgsz=96, conf_thres=0.1, iou_thres=0.6, device="cpu")
-    assert line in capsys.readouterr().out
+    arguments = "imgsz=64 (not 96), iou_thres=0.5 (not 0.6), conf_thres=0.25 (not 0.1)"
+    assert f"warning: {file} was exported with its own values: {arguments}\n" in capsys.readouterr().out
     Predictor(file, device="cpu")
     assert capsys.readouterr().out == "exported for images of 64x64 alone\n"
 
@@ -151,6 +194,33 @@ def test_refused_formats(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         parse_options(ExportOptions, ["--include", "onnx", name.removeprefix("include ")])
     assert caught.value.code == 2
     assert capsys.readouterr().err == f"error: --{name} {REFUSED[name]}\n"
+
+
+def test_an_engine_is_its_onnx_file_and_a_command(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit code is 1, because a file that was asked for is not there."""
+    best = tmp_path / "a b" / "best.pt"
+    best.parent.mkdir()
+    shutil.copy(weights, best)
+    flags = ["--img", "64", "--include", "engine", "torchscript", "--opset", "12", "--batch", "2", "--dynamic"]
+    monkeypatch.setattr(sys, "argv", ["export.py", "--weights", str(best), *flags])
+    with pytest.raises(SystemExit) as caught:
+        run_main(main)
+    assert caught.value.code == 1
+    assert sorted(file.name for file in best.parent.iterdir()) == ["best.onnx", "best.pt", "best.torchscript"]
+    last = capsys.readouterr().out.splitlines()[-1]
+    command = shlex.split(last.removeprefix("warning: engine: not written; on the target machine, run "))
+    sizes = [f"--{name}Shapes=images:{count}x3x64x64" for name, count in (("min", 1), ("opt", 2), ("max", 2))]
+    stem = best.with_suffix("")
+    assert command == ["trtexec", f"--onnx={stem}.onnx", f"--saveEngine={stem}.engine", *sizes]
+
+
+@pytest.mark.parametrize("opset", [11, 22])
+def test_other_opsets_are_refused(opset: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(ExportOptions, ["--opset", str(opset)])
+    assert f"argument --opset: {opset} is out of range; give 12 to 21" in capsys.readouterr().err
 
 
 def test_flags_with_several_values() -> None:
@@ -197,6 +267,35 @@ def test_the_code_in_the_docs_runs_without_lockstep(
     with torch.no_grad():
         expected = DecodedDetector(model)(torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255)
     np.testing.assert_allclose(scope["boxes"], expected[0].numpy(), rtol=1e-3, atol=1e-3)
+
+
+# In YOLOv5
+
+
+def test_yolov5_detects_the_same_with_our_onnx_file(weights: Path, exported: str, tmp_path: Path) -> None:
+    """Its detect.py, run as a program, finds stride and names in the file. It rounds boxes to pixels."""
+    folder = Path(os.environ.get("YOLOV5") or ROOT.parent / "peers" / "yolov5")
+    python = folder.parent / "venv" / "bin" / "python"
+    if not (folder / "detect.py").is_file() or not python.is_file():
+        not_here(f"a checkout of YOLOv5 in {folder} (or in the folder that YOLOV5 names), and its packages in ../venv")
+    side = 64
+    image, file = write_image(tmp_path / "a.png", noise(side, side)), str(weights.parent / "best.onnx")
+    flags = ["--weights", file, "--source", str(image), "--imgsz", str(side), "--device", "cpu", "--nosave"]
+    flags += ["--save-txt", "--save-conf", "--conf-thres", "0.5", "--project", str(tmp_path)]
+    quiet = {"YOLOV5_CONFIG_DIR": str(tmp_path), "YOLO_CONFIG_DIR": str(tmp_path), "YOLO_AUTOINSTALL": "false"}
+    done = subprocess.run(
+        [python, "detect.py", *flags], cwd=folder, env={**os.environ, **quiet}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    prediction = Predictor(file, imgsz=side, conf_thres=0.5, device="cpu")(image)
+    summary = next(line for line in (done.stdout + done.stderr).splitlines() if line.startswith("image 1/1"))
+    assert all(f" {name}" in summary for name, _ in prediction.items)
+    given = rows(tmp_path / "exp")["a.txt"][:, [0, 5, 1, 2, 3, 4]]
+    expected = np.array([list(map(float, row.split())) for row in prediction.label_rows(True)])[:, [0, 5, 1, 2, 3, 4]]
+    assert len(expected) > 3
+    given, expected = (every[np.argsort(every[:, 1])] for every in (given, expected))
+    np.testing.assert_allclose(given[:, :2], expected[:, :2], atol=1e-4)
+    np.testing.assert_allclose(given[:, 2:], expected[:, 2:], atol=1 / side)
 
 
 # On photos

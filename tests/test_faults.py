@@ -96,7 +96,7 @@ def test_too_many_steps_are_not_finite(processes: tuple[str, ...], train: Train,
     assert "the last is step 4" in printed
     assert "box_loss, obj_loss, cls_loss of the images" in printed
     assert "the learning rate (lr0 1e+30) is probably too high" in printed
-    assert "steps skipped so far, not finite: 1" in printed
+    assert "1 optimizer step skipped so far" in printed
     assert len(StateFiles(tmp_path / "exp" / "checkpoint").files()) == 1
 
 

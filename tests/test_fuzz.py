@@ -80,7 +80,7 @@ def test_label_files(content: bytes) -> None:
         Image.new("RGB", (20, 20)).save(folder / "images/a.png")
         (folder / "labels/a.txt").write_bytes(content)
         labels = scan_image(folder / "images/a.png")
-    assert labels.size == (20, 20)
+    assert labels.size == ((20, 20) if len(labels.rows) or not labels.problems else (0, 0))
     assert labels.rows.shape[1:] == (5,)
     assert np.isfinite(labels.rows).all()
     classes, centres, sides = labels.rows[:, 0], labels.rows[:, 1:3], labels.rows[:, 3:]

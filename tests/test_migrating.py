@@ -123,7 +123,7 @@ def test_every_flag_of_yolov5_is_there_once(script: str) -> None:
     named = [name for name, _ in fates(script)]
     assert len(named) == len(set(named))
     assert set(SCRIPTS[script][1]) <= set(named)
-    assert set(named) <= {*SCRIPTS[script][1], "batch"}  # what argparse made of it there: an abbreviation
+    assert set(named) <= {*SCRIPTS[script][1], "batch", "conf", "iou"}  # there argparse's abbreviations
 
 
 @pytest.mark.parametrize(("kind", "name", "fate"), FATES_OF_FLAGS)
@@ -138,7 +138,8 @@ def test_a_flag_is_what_the_page_says(kind: type, name: str, fate: str, capsys: 
             assert (fate, caught.value.code) == ("refused", 2)
             assert capsys.readouterr().err == f"error: --{spelling} {REFUSED[name.replace('-', '_')]}\n"
         else:
-            value = {int: "1", float: "0.5", tuple: "1"}.get(type(field.default), "text")
+            lowest = f"{max(1, field.metadata['within'].minimum):.0f}"
+            value = {int: lowest, float: "0.5", tuple: "1"}.get(type(field.default), "text")
             words = [] if field.type == "bool" else [(field.metadata["choices"] or [value])[0]]
             options = parse_options(kind, [f"--{spelling}", *words])
             assert fate != "refused"

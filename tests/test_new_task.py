@@ -232,6 +232,7 @@ def points_of(project: Path, name: str = "exp") -> list[list[str]]:
         return list(csv.reader(file))
 
 
+@pytest.mark.long
 def test_validation_on_one_and_two_processes(
     run: Callable[..., str], keypoints: Path, trained: Path, tmp_path: Path
 ) -> None:

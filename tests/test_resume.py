@@ -166,7 +166,13 @@ def test_a_damaged_state(damage: str, train: Train, resume: Train, undisturbed: 
 
 
 @pytest.mark.parametrize(
-    ("word", "code"), [("SIGTERM", 143), pytest.param("SIGUSR1", 138, marks=pytest.mark.long), ("SIGINT", 130)]
+    ("word", "code"),
+    [
+        ("SIGTERM", 143),
+        pytest.param("SIGUSR1", 138, marks=pytest.mark.long),
+        pytest.param("SIGHUP", 129, marks=pytest.mark.long),
+        pytest.param("SIGINT", 130, marks=pytest.mark.long),
+    ],
 )
 def test_asked_to_end(word: str, code: int, train: Train, resume: Train, undisturbed: Path, tmp_path: Path) -> None:
     printed = train(tmp_path, **planted(word, "loss"), code=code)

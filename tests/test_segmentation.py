@@ -188,8 +188,7 @@ def test_detect_writes_outlines(segmenter: Path, run_script: RunScript, drawn_ou
     folder = tmp_path / "exp"
     lines = [line.split() for line in (folder / "labels" / f"{image.stem}.txt").read_text().splitlines()]
     predictor = Predictor(segmenter, imgsz=96, conf_thres=0.3, device="cpu", quiet=True)
-    batch = predictor.data.collate([predictor.item(read_image(image), image.name)])
-    (prediction,) = predictor.predict(batch)
+    prediction = predictor(image)
     assert isinstance(prediction, SegmentationPrediction)
     assert len(lines) == len(prediction.masks) == len(prediction.scores) > 1
     assert prediction.masks.shape[1:] == read_image(image).shape[:2]

@@ -18,6 +18,7 @@ from tests import wandb_files
 from tests.conftest import RECIPE, RunScript
 from tests.curves import identical, rows
 from tests.faults.fault_points import planted
+from tests.hub_server import WRITE_TOKEN, Hub, serve_hub
 from tests.wandb_files import Logged
 from tests.wandb_server import serve
 from utils.files import read_yaml
@@ -52,12 +53,20 @@ def train(run_script: RunScript, small_data: Path, tmp_path_factory: pytest.Temp
 
 
 @pytest.fixture(scope="module")
-def tracked(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Return the folder and the output of a run of two processes with all trackers and uploads, without a key."""
+def hub() -> Iterator[Hub]:
+    with serve_hub() as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def tracked(train: Train, hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Return the folder and the output of a run of two processes with all trackers and uploads, without W&B's key."""
     project = tmp_path_factory.mktemp("tracked")
     flags = "--processes 2 --log-with all --verbose --wandb-project shapes --wandb-group small --wandb-tags one two"
     uploads = "--upload-model --save-period 1 --upload-dataset --bbox-interval 1 --max-images 3 --wandb-name first"
+    uploads += " --push-to-hub me/shapes"
     home = {"HOME": str(project), "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    home |= {"HF_HOME": str(project), "HF_ENDPOINT": hub.address, "HF_TOKEN": WRITE_TOKEN, "no_proxy": "*"}
     return project / "exp", train(project, *flags.split(), *uploads.split(), launcher=UNSET, plots=True, **home)
 
 
@@ -68,9 +77,10 @@ def only(folder: Path) -> Logged:
 
 
 def epochs(logged: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Return the logged values of the epochs, which must contain the rows of results.csv in `folder`."""
+    """Return the logged values of the epochs, which must contain the rows of results.csv in `folder`, from epoch 1."""
     values = [row for row in logged if "train/box_loss" in row]
-    for actual, expected in zip(values, rows(folder), strict=True):
+    for actual, row in zip(values, rows(folder), strict=True):
+        expected = {**row, "epoch": row["epoch"] + 1}
         assert {key: actual[key] for key in expected} == pytest.approx(expected, rel=1e-8)
     return values
 
@@ -84,7 +94,8 @@ def test_two_processes_are_one_run(tracked: tuple[Path, str]) -> None:
     assert "not logged in" in printed
     assert "warning" not in printed
     assert all(f"process {rank}: " in printed for rank in (0, 1))  # --verbose
-    assert sum(line.split()[:1] == ["disc"] for line in printed.splitlines()) == 3  # of each epoch, and at the end
+    tables = 3 - ("best epoch: 2 of 2" in printed)  # of each epoch, and at the end, but none twice
+    assert sum(line.split()[:1] == ["disc"] for line in printed.splitlines()) == tables
     assert run.id == read_yaml(folder / "settings.yaml")["wandb_id"]
 
 
@@ -112,7 +123,7 @@ def test_its_epochs_are_the_rows_of_results_csv(tracked: tuple[Path, str]) -> No
     best = max(rows(folder), key=lambda row: 0.1 * row["metrics/mAP_0.5"] + 0.9 * row["metrics/mAP_0.5:0.95"])
     for name in ("mAP_0.5", "mAP_0.5:0.95", "precision", "recall"):
         assert run.summary[f"best/{name}"] == pytest.approx(best[f"metrics/{name}"], rel=1e-8)
-    assert run.summary["best/epoch"] == best["epoch"]
+    assert run.summary["best/epoch"] == best["epoch"] + 1
     assert run.axes["metrics/*"] == run.axes["class/*"] == "epoch"
 
 
@@ -165,12 +176,30 @@ def test_its_artifacts(tracked: tuple[Path, str]) -> None:
     assert [entry.path for entry in contents if not entry.ref] == ["small.yaml"]
 
 
+def test_its_results_on_the_hub(tracked: tuple[Path, str], hub: Hub) -> None:
+    """Pushed once, with the pictures that are drawn last."""
+    folder, printed = tracked
+    assert printed.splitlines()[-1] == f"pushed to {hub.address}/me/shapes"
+    assert len(hub.commits) == 1
+    assert hub.private == {"me/shapes"}
+    files, pictures = hub.files["me/shapes"], [file for file in folder.iterdir() if file.suffix in (".jpg", ".png")]
+    assert {*files} == {"best.pt", "results.csv", "README.md", *(file.name for file in pictures)}
+    assert files["best.pt"] == (folder / "weights" / "best.pt").read_bytes()
+    assert files["results.csv"] == (folder / "results.csv").read_bytes()
+    assert files["results.png"] == (folder / "results.png").read_bytes()
+    card = files["README.md"].decode()
+    assert "license: unknown\n" in card
+    assert "on the data set `small`, 6 classes: disc" in card
+    assert "python train.py --data" in card
+    assert WRITE_TOKEN not in printed + card + (folder / "settings.yaml").read_text()
+
+
 def test_tensorboard_has_the_same(tracked: tuple[Path, str]) -> None:
     folder, _ = tracked
     events = tensorboard(folder)
     for name in rows(folder)[0]:
         values = [event.value for event in events.Scalars(name)]
-        assert values == pytest.approx([row[name] for row in rows(folder)], rel=1e-6)
+        assert values == pytest.approx([row[name] + (name == "epoch") for row in rows(folder)], rel=1e-6)
     assert [event.step for event in events.Scalars("step/box_loss")] == list(range(1, 9))
     assert {f"pictures/{name}" for name in PICTURES} == {*events.Tags()["images"]}
 

@@ -17,6 +17,7 @@ import torch
 import yaml
 
 from data.builtin.shapes import NAMES
+from data.dataset import data_source
 from models.ensemble import Members
 from models.tasks import TASKS
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
@@ -65,7 +66,7 @@ def test_official_weights(
     before = {path: path.stat().st_mtime_ns for path in (shared / "data" / "coco128").rglob("*")}
     given = ("--data", str(coco128), "--weights", str(shared / "weights" / "yolov5n.pt"), "--project", str(tmp_path))
     exact = shared / "data" / "coco128" / "annotations" / "instances_train2017.json"
-    results = () if flags else ("--save-json", "--annotations", str(exact))
+    results = () if flags else ("--save-json", "--annotations", str(exact), "--quiet")
     printed = run_script("val.py", *given, "--device", "cpu", "--save-txt", "--save-conf", *flags, *results)
     overall = next(line.split() for line in printed.splitlines() if line.split()[:1] == ["all"])
     assert overall[1:3] == ["128", "929"]
@@ -78,6 +79,7 @@ def test_official_weights(
     check_documents(tmp_path / "exp", [float(value) for value in overall[3:]])
     if results:
         check_numbers(tmp_path / "exp")
+        assert sum(line.split()[0] in ("AP", "AR") for line in printed.splitlines()) == 12  # with --quiet too
 
 
 def check_numbers(run: Path) -> None:
@@ -283,7 +285,7 @@ class RecordingRun:
         self.path, self.files = path, RecordingFiles()
         self.lines: list[str] = []
 
-    def print(self, *lines: str) -> None:
+    def print(self, *lines: str, always: bool = False) -> None:
         self.lines += lines
 
 
@@ -293,10 +295,13 @@ def test_results_are_written_even_if_annotations_do_not_fit(tmp_path: Path) -> N
     wrong = tmp_path / "annotations" / "instances_val.json"
     wrong.write_text("{")
     predictions = [CocoImage(0, "7.jpg", np.array([[0, 0, 2, 1, 0.5, 0]]))]
+    (tmp_path / "images").mkdir()
+    data = write_yaml(tmp_path / "data.yaml", {"val": "images", "names": ["cat"]})
+    source = data_source(str(data), "data.detection:DetectionData")
     for flags in ([], ["--annotations", str(wrong)]):
         run, options = RecordingRun(tmp_path), parse_options(ValOptions, flags)
         with pytest.raises(UserError, match="is not JSON") if flags else nullcontext():
-            write_coco_results(run, options, (tmp_path,), predictions, {0: "cat"}, [Path("7.jpg")], "best")  # type: ignore[arg-type]
+            write_coco_results(run, options, source, predictions, {0: "cat"}, [Path("7.jpg")], "best")  # type: ignore[arg-type]
         rows = json.loads(run.files.documents["best_predictions.json"])
         assert rows == [{"image_id": 7, "category_id": 0, "bbox": [0, 0, 2, 1], "score": 0.5}]
         assert any(line.startswith("warning: ") and "is not JSON" in line for line in run.lines) == (not flags)

@@ -32,6 +32,8 @@ COCO_METRICS = (
     ("AR", "0.50:0.95", "medium", 100),
     ("AR", "0.50:0.95", "large", 100),
 )
+# Of boxes and of masks: the file of the metrics, and the title of their table.
+COCO_OUTPUTS = {"bbox": ("coco.csv", "COCO"), "segm": ("coco_masks.csv", "COCO, masks")}
 
 
 class CocoImage(NamedTuple):
@@ -176,11 +178,13 @@ def results(images: Sequence[CocoImage], ids: CocoIds) -> list[dict[str, Any]]:
     return rows
 
 
-def score(annotations: Annotations, rows: Sequence[Mapping[str, Any]], kind: str = "bbox") -> list[float]:
-    """Return the `COCO_METRICS` of results on the annotated images of the split, -1 if there is nothing to measure.
+def score(
+    annotations: Annotations, rows: Sequence[Mapping[str, Any]], kinds: Sequence[str] = ("bbox",)
+) -> Iterator[tuple[str, list[float]]]:
+    """Iterate over `kinds` and the `COCO_METRICS` of results on the annotated images of the split.
 
-    kind: "bbox" for boxes, "segm" for masks. Raises `UserError` if faster-coco-eval is not installed, or cannot use the
-    annotations.
+    A metric is -1 if there is nothing to measure. kinds: "bbox" for boxes, "segm" for masks. Raises `UserError` if
+    faster-coco-eval is not installed, or cannot use the annotations.
     """
     try:
         from faster_coco_eval import COCO, COCOeval_faster
@@ -188,26 +192,29 @@ def score(annotations: Annotations, rows: Sequence[Mapping[str, Any]], kind: str
         raise UserError("COCO's metrics need faster-coco-eval: pip install faster-coco-eval") from None
     images = [annotations.ids.images[index] for index in sorted(annotations.annotated)]
     annotated = set(images)
+    usable = [dict(row) for row in rows if row["image_id"] in annotated]
     try:
-        truth = COCO(annotations.content)
-        usable = [dict(row) for row in rows if row["image_id"] in annotated]
+        # The ids of annotations are of no use, but the evaluator takes 0 for none, and equal ones for one.
+        numbered = [{**one, "id": number} for number, one in enumerate(annotations.content["annotations"], 1)]
+        truth = COCO({**annotations.content, "annotations": numbered})
         # Older versions do not load empty results.
         predicted = truth.loadRes(usable) if usable else COCO({**annotations.content, "annotations": []})
-        evaluation = COCOeval_faster(truth, predicted, kind)
-        evaluation.params.imgIds = images
-        evaluation.params.catIds = list(annotations.ids.categories)
-        evaluation.evaluate()
-        evaluation.accumulate()
-        evaluation.summarize()
+        for kind in kinds:
+            evaluation = COCOeval_faster(truth, predicted, kind)
+            evaluation.params.imgIds = images
+            evaluation.params.catIds = list(annotations.ids.categories)
+            evaluation.evaluate()
+            evaluation.accumulate()
+            evaluation.summarize()
+            yield kind, [float(value) for value in evaluation.stats[: len(COCO_METRICS)]]
     except Exception as error:  # the annotations may lack anything
         raise UserError(
             f"{annotations.file} cannot be used ({type(error).__name__}: {first_line(error)}); give a file of COCO "
-            f"annotations, with id, bbox, area and iscrowd{', and segmentation' * (kind == 'segm')}"
+            f"annotations, with bbox, area and iscrowd{', and segmentation' * ('segm' in kinds)}"
         ) from error
-    return [float(value) for value in evaluation.stats[: len(COCO_METRICS)]]
 
 
-def table(scores: Sequence[float], title: str = "COCO") -> list[str]:
+def table(scores: Sequence[float], title: str) -> list[str]:
     """Return COCO's metrics as lines of text."""
     row = "{:>22} {:>9} {:>9} {:>10} {:>10}"
     lines = [row.format(title, "IoU", "area", "most", "value")]

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
 T = TypeVar("T")
 REFRESH_SECONDS = 1.0  # between two updates of the values beside a bar; each synchronises the device
-BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:12}| {rate_fmt}{postfix}"
+BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:5}| "
+BAR_COLUMNS = len(" 100%|12345| ")  # beside its title
+LINE_COLUMNS = 100  # width that tables and the line of an epoch fit
+NAME_COLUMNS = 22  # width of class names in tables
 YELLOW, PLAIN = "\x1b[33m", "\x1b[0m"  # ANSI codes
 _silent: list[bool] = []  # not empty after a call of `silence`
 
@@ -28,9 +32,14 @@ def is_silent() -> bool:
 
 
 def show(*lines: str) -> None:
-    """Print lines above the progress bar; warnings are yellow on a terminal, unless the user has set NO_COLOR."""
+    """Print lines above the progress bar; warnings are yellow on a terminal, unless the user has set NO_COLOR.
+
+    Characters that stdout cannot encode, such as those of a file name that is no text, are escaped.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     for line in lines:
+        line = line.encode(encoding, "backslashreplace").decode(encoding)
         tqdm.write(f"{YELLOW}{line}{PLAIN}" if coloured and line.startswith("warning: ") else line, file=sys.stdout)
     sys.stdout.flush()
 
@@ -40,6 +49,12 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def short_name(name: str, columns: int = NAME_COLUMNS) -> str:
+    """Return `name` without its middle if it has more than `columns` characters."""
+    half = columns // 2 - 1
+    return name if len(name) <= columns else f"{name[: columns - half - 2]}..{name[-half:]}"
 
 
 class RemainingTime:
@@ -83,11 +98,11 @@ class Bar:
             total=self.images,
             initial=self.done,
             desc=self.title,
-            unit=" images",
+            unit=" img",
             disable=disable,
             leave=False,
             dynamic_ncols=True,
-            bar_format=BAR_FORMAT,
+            bar_format=f"{BAR_FORMAT}{{rate_fmt}}",
         ) as self._bar:
             source = iter(batches)
             asked = time.monotonic()
@@ -107,7 +122,79 @@ class Bar:
         """Return whether it is time to show new values."""
         return not self._bar.disable and time.monotonic() - self._last > REFRESH_SECONDS
 
-    def show(self, values: Mapping[str, str]) -> None:
-        """Show values beside the bar."""
+    @property
+    def rate_so_far(self) -> float:
+        """Images per second since the start of the pass."""
+        return (self._bar.n - self.done) / max(time.monotonic() - self.started, 1e-9)
+
+    def show(self, values: Sequence[str]) -> None:
+        """Show values beside the bar, the first of them first; those that do not fit the terminal are left out."""
         self._last = time.monotonic()
-        self._bar.set_postfix_str(", ".join(f"{name} {value}" for name, value in values.items()), refresh=False)
+        columns = (self._bar.format_dict["ncols"] or LINE_COLUMNS) - len(self.title) - BAR_COLUMNS
+        text = ""
+        for value in values:
+            longer = f"{text}, {value}" if text else value
+            text = longer if len(longer) <= columns else text
+        self._bar.bar_format = BAR_FORMAT + text
+
+
+# Output that cannot be written: on a full disk, or if its reader has ended
+
+
+class _Survivor:
+    """A text stream that raises no error if it cannot be written: the first failure is a warning on another stream."""
+
+    def __init__(self, name: str, stream: TextIO | None) -> None:
+        # Closed before Python started; open until the process ends.
+        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115
+        self.name, self.failure, self.warned, self.other = name, "" if stream else "it is closed", False, self
+        if hasattr(self.stream, "reconfigure"):
+            self.stream.reconfigure(errors="backslashreplace")  # for names that the terminal's encoding lacks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        return self._try(lambda: self.stream.write(text)) or len(text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, work: Callable[[], T]) -> T | None:
+        result = None
+        try:
+            result = work()
+        except (OSError, ValueError) as error:
+            self.failure = getattr(error, "strerror", None) or str(error)
+        if self.failure and not self.warned:
+            self.warned = True
+            self.other.write(f"warning: {self.name} cannot be written ({self.failure}); the run continues\n")
+            self.other.flush()
+        return result
+
+    def close(self) -> None:
+        """Drop what cannot be written, which would make Python exit with code 120."""
+        self.flush()
+        if self.failure:
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
+@contextmanager
+def surviving_output() -> Iterator[None]:
+    """Within the `with`, output that cannot be written is one warning on the other of stdout and stderr."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets this number, which otherwise a file or a connection would get
+    before = sys.stdout, sys.stderr
+    output, errors = _Survivor("standard output", sys.stdout), _Survivor("standard error", sys.stderr)
+    output.other, errors.other = errors, output
+    sys.stdout, sys.stderr = output, errors
+    try:
+        yield
+    finally:
+        output.close()
+        errors.close()
+        sys.stdout, sys.stderr = before

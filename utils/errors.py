@@ -5,9 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MAX_MESSAGE = 2000  # characters: a value that a message quotes may have a million
+
 
 class UserError(Exception):
     """An error that the user can fix. Its message: what is wrong, in which file, line or key, and what to do."""
+
+    def __init__(self, message: str = "") -> None:
+        half = MAX_MESSAGE // 2
+        super().__init__(message if len(message) <= MAX_MESSAGE else f"{message[:half]} ... {message[-half:]}")
 
 
 def first_line(error: BaseException, length: int = 160) -> str:
@@ -20,9 +26,14 @@ def shortened(text: str, length: int = 160) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
+def shown(value: object) -> str:
+    """Return a value of a file or flag as Python writes it, shortened for a message."""
+    return shortened(repr(value))
+
+
 def plural(number: int, noun: str) -> str:
     """Return a number and a noun, in the plural unless the number is 1."""
-    ending = "es" if noun.endswith(("ss", "tch")) else "s"
+    ending = "es" if noun.endswith(("ss", "tch", "x")) else "s"
     return f"{number} {noun}{ending if number != 1 else ''}"
 
 

@@ -5,26 +5,35 @@ from __future__ import annotations
 import csv
 import io
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
+from weakref import WeakSet
 
 import yaml
 from filelock import FileLock, Timeout
+from yaml.error import MarkedYAMLError
 
-from utils.errors import UserError
+from utils.errors import UserError, first_line, shortened
 
 LOCK_FILE = ".lock"  # in a run folder that a run writes to
 LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a little longer
 PART_SUFFIX = ".part"  # of a file that is being written
+MAX_YAML_CHARACTERS = 2**20  # of a YAML file, and of its values with aliases replaced by what they repeat
+_locks: WeakSet[FileLock] = WeakSet()  # of run folders, in this process
 ROOT = Path(__file__).resolve().parents[1]  # the repository
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file beside `path`; on success flush it and rename it to `path`, on failure remove it."""
+    """Open a temporary file beside `path`; on success flush it and rename it to `path`, on failure remove it.
+
+    path: may be made of class names, which the locale's encoding may lack; see `file_name`.
+    """
+    path = Path(file_name(str(path)))
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=PART_SUFFIX)
     try:
@@ -57,7 +66,8 @@ def one_at_a_time(lock: Path) -> Iterator[None]:
 
 
 def lock_folder(folder: Path) -> FileLock:
-    """Lock a run folder until the lock is released or this process ends; do nothing on a disk without locks.
+    """Lock a run folder until the lock is released, `release_locks` is called, or this process ends; do nothing on a
+    disk without locks.
 
     Raises `UserError` if another process has locked the folder.
     """
@@ -68,7 +78,14 @@ def lock_folder(folder: Path) -> FileLock:
         raise UserError(f"another run is writing into {folder}; wait for its end, or choose another --name") from None
     except (OSError, NotImplementedError):
         pass
+    _locks.add(lock)
     return lock
+
+
+def release_locks() -> None:
+    """Release the locks of all run folders: a run that Python called has ended, though its objects may still exist."""
+    while _locks:
+        _locks.pop().release()
 
 
 def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml") -> Path:
@@ -83,7 +100,8 @@ def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml
         if os.path.isfile(candidate):  # Path.is_file raises an error for a name that is too long
             return candidate
         if name and os.path.exists(candidate):
-            raise UserError(f"{what} '{name}' is a folder; give the path of a {suffix} file")
+            kind = "a folder" if os.path.isdir(candidate) else "no regular file"
+            raise UserError(f"{what} '{name}' is {kind}; give the path of a {suffix} file")
     shipped = sorted(p.name for folder in folders for p in (ROOT / folder).glob("*" + suffix))
     raise UserError(
         f"{what} '{name}' is not a file; give the path of a file, or one of the repository's: {', '.join(shipped)}"
@@ -91,9 +109,19 @@ def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file. Raises `UserError` with file and line if there is none."""
+    """Return the mapping in a YAML file. Raises `UserError` with file and line if there is none.
+
+    A key that occurs twice is an error, and so are 1_0 and 1:30, which YAML 1.1 reads as the numbers 10 and 90.
+    """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        text = path.read_bytes().decode("utf-8-sig")
+        if len(text) > MAX_YAML_CHARACTERS:
+            raise UserError(f"{path} has {len(text)} characters; at most {MAX_YAML_CHARACTERS} are read, so shorten it")
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node:
+            _check_node(node, {})
+        content = loader.construct_document(node) if node else None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -102,10 +130,50 @@ def read_yaml(path: Path) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "not YAML"
-        raise UserError(f"{path}{line}: {problem}; fix the YAML there") from None
+        raise UserError(f"{path}{line}: {shortened(problem)}; fix the YAML there") from None
+    except RecursionError:
+        raise UserError(f"{path} has brackets inside of too many brackets; fix the YAML") from None
+    except (ValueError, LookupError, AttributeError) as error:  # of a value such as 2026-99-99 or `!!int x`
+        raise UserError(f"{path} has a value that cannot be read ({first_line(error)}); fix the YAML") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} has no `key: value` lines; it must be a YAML mapping")
     return content
+
+
+def _check_node(node: Any, characters: dict[Any, int]) -> int:
+    """Return the number of characters of a YAML node's values, with aliases replaced by what they repeat.
+
+    characters: of the nodes so far. Raises YAMLError for more than `MAX_YAML_CHARACTERS`, and as `read_yaml` says.
+    """
+    if node in characters:  # an alias
+        return characters[node]
+    characters[node] = MAX_YAML_CHARACTERS  # until it is known: an alias inside of what it repeats has no end
+    count, problem, keys = 1, "", set()
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            count += _check_node(key, characters) + _check_node(value, characters)
+            if (name := (key.tag, str(key.value))) in keys:
+                raise MarkedYAMLError(problem=f"the key '{shortened(name[1])}' again", problem_mark=key.start_mark)
+            keys.add(name)
+    elif isinstance(node, yaml.SequenceNode):
+        count += sum(_check_node(value, characters) for value in node.value)
+    else:
+        count += len(node.value)
+        if re.search("[\ud800-\udc7f\udd00-\udfff]", node.value):  # the others stand for bytes of a name
+            problem = "half of a surrogate pair, which is no character"
+        elif node.tag.endswith((":int", ":float")) and re.search("[_:]", node.value):
+            problem = f"{shortened(node.value)} would be read as another number; use digits only, or quotes"
+    if count > MAX_YAML_CHARACTERS:
+        problem = f"its aliases repeat values to more than {MAX_YAML_CHARACTERS} characters"
+    if problem:
+        raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    characters[node] = count
+    return count
+
+
+def file_name(text: str) -> str:
+    """Return a name from a UTF-8 file as Python names that file, which differs if the locale's encoding is ASCII."""
+    return os.fsdecode(text.encode(errors="surrogateescape"))
 
 
 def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -123,6 +191,8 @@ def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:
     exist_ok: use `project/name` even if it exists; else two runs that start together get different folders. Raises
     `UserError`.
     """
+    if not Path(name).name or name == "..":
+        raise UserError(f"--name {name!r} is no name for a run folder; give one, such as --name exp")
     number = 1
     while True:
         folder = project / (f"{name}{number}" if number > 1 else name)

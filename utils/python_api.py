@@ -1,20 +1,30 @@
-"""Call the scripts from Python: train.run and val.run use `call`; their `main` ends with `hand_over`."""
+"""Call the scripts from Python: train.run and val.run use `call`; their `main` ends with `hand_over`.
+
+`Predictor` of detect.py checks its arguments by `checked`. Errors name arguments, not flags.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import signal
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from utils.config.hyperparameters import OVERRIDE_PREFIX
 from utils.config.options import OPTIONS_OF_SCRIPT, flags_of
+from utils.config.ranges import FINITE, is_number
 from utils.distributed.accelerator import forget
 from utils.distributed.exit import Stopped
 from utils.distributed.graceful_stop import STOP_SIGNALS
-from utils.errors import UserError, nearest
+from utils.errors import UserError, nearest, shortened
+from utils.files import release_locks
 from utils.summary import Summary
 
 if TYPE_CHECKING:
@@ -22,6 +32,13 @@ if TYPE_CHECKING:
 
 # Environment variable, also of spawned processes: the file into which the main process writes its result.
 RESULT = "LOCKSTEP_RESULT"
+NUMBERS_OR_TEXT = ("classes", "device", "name")  # flags of text that numbers are written for
+# A flag in a message, and its value: numbers, quoted text, or a word at the end of a clause.
+FLAG_AND_VALUE = re.compile(
+    r"(?<![\w-])--(?P<flag>[a-z][a-z-]*[a-z])(?![\w.])"
+    r"(?:[ =](?:(?P<numbers>-?\d[\d.]*(?: -?\d[\d.]*)*(?![\w.]|,\d))|(?P<quoted>'[^']*')"
+    r"|(?P<word>(?:[^\s:;,]|,(?=\S))+)(?=[:;,]|$)))?"
+)
 
 
 def call(main: Callable[[Sequence[str]], object], script: str, flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,13 +46,15 @@ def call(main: Callable[[Sequence[str]], object], script: str, flags: Mapping[st
 
     Restores the signal handlers. Raises `UserError` if the command would end with an error.
     """
-    arguments = as_arguments(OPTIONS_OF_SCRIPT[script], flags)
+    kind = OPTIONS_OF_SCRIPT[script]
+    arguments = as_arguments(kind, flags, f"{script}.run")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         os.environ[RESULT] = str(file)
         try:
-            main(arguments)
+            with python_errors(kind):
+                main(arguments)
         except Stopped as stopped:
             if stopped.code:
                 raise UserError(f"the run ended early with exit code {stopped.code}") from None
@@ -44,6 +63,7 @@ def call(main: Callable[[Sequence[str]], object], script: str, flags: Mapping[st
         finally:
             del os.environ[RESULT]
             forget()
+            release_locks()
             signal.set_wakeup_fd(-1)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -58,25 +78,108 @@ def hand_over(summary: Summary, folder: Path) -> None:
         Path(file).write_text(json.dumps({**result, "fitness": summary.fitness, "folder": str(folder)}))
 
 
-def as_arguments(kind: type[DataclassInstance], flags: Mapping[str, Any]) -> list[str]:
+def as_arguments(kind: type[DataclassInstance], flags: Mapping[str, Any], caller: str) -> list[str]:
     """Convert flags to command-line arguments; True is the flag alone, None and False omit it, a list is many words.
 
-    Raises `UserError` for an unknown name.
+    Raises `UserError` for an unknown name or a wrong value: see `checked`.
     """
-    known = {field.name for field in flags_of(kind)}
-    aliases = {alias.replace("-", "_"): field.name for field in flags_of(kind) for alias in field.metadata["aliases"]}
+    overrides = {name: value for name, value in flags.items() if name.startswith(OVERRIDE_PREFIX.lstrip("-"))}
+    known = checked(kind, {name: value for name, value in flags.items() if name not in overrides}, caller)
     words: list[str] = []
-    for name, value in flags.items():
-        is_override = name.startswith("hyp.")
-        if name not in known and name not in aliases and not is_override:
-            raise UserError(f"unknown argument {name}{nearest(name, known)}")
-        if value is None or value is False:
-            continue
-        flag = f"--{name}" if is_override else f"--{aliases.get(name, name).replace('_', '-')}"
+    for name, value in [*known.items(), *overrides.items()]:
+        flag = f"--{name}" if name in overrides else f"--{name.replace('_', '-')}"
         if value is True:
             words.append(flag)
-        elif isinstance(value, (list, tuple)):
+        elif value is False:
+            continue
+        elif isinstance(value, tuple):
             words += [flag, *map(str, value)]
         else:
             words.append(f"{flag}={value}")
     return words
+
+
+def checked(
+    kind: type[DataclassInstance], values: Mapping[str, Any], caller: str, names: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return arguments of a call by the names of their flags, without those that are None, or False but no switch.
+
+    kind: the options whose flags they are. caller: the call, for errors. names: of the flags that are allowed; all if
+    empty. Raises `UserError` for an unknown name or a value of a wrong type or range.
+    """
+    fields = {field.name: field for field in flags_of(kind) if not names or field.name in names}
+    hints, given = typing.get_type_hints(kind), {}
+    for alias, value in values.items():
+        name = aliases(kind).get(alias, alias)
+        if name not in fields:
+            raise UserError(f"{caller}: unknown argument {alias}{nearest(alias, fields)}")
+        hint, metadata = hints[name], fields[name].metadata
+        is_tuple = typing.get_origin(hint) is tuple
+        item_type = typing.get_args(hint)[0] if is_tuple else hint
+        items = list(value) if is_tuple and isinstance(value, list | tuple) else [value]
+        if value is None or (value is False and hint is not bool):
+            continue
+        if not all(_fits(item, item_type, fields[name]) for item in items):
+            expected = f"{_expected(item_type, metadata)}{', or a list of such' if is_tuple else ''}"
+            raise UserError(f"{caller}: {alias} must be {expected}, not {shortened(repr(value), 80)}")
+        given[name] = tuple(items) if is_tuple else value
+    return given
+
+
+def aliases(kind: type[DataclassInstance]) -> dict[str, str]:
+    """Return the names of flags by their other names, both with underscores."""
+    return {alias.replace("-", "_"): field.name for field in flags_of(kind) for alias in field.metadata["aliases"]}
+
+
+def _fits(value: Any, kind: type, field: dataclasses.Field[Any]) -> bool:
+    """Return whether `value` is of the type of a flag, and within its range or choices."""
+    metadata = field.metadata
+    if isinstance(value, bool):
+        return kind is bool or metadata["const"] is not None
+    if kind is str:
+        is_text = isinstance(value, str | PurePath) or (isinstance(value, int) and field.name in NUMBERS_OR_TEXT)
+        return is_text and (not metadata["choices"] or value in metadata["choices"])
+    return kind is not bool and is_number(value) and kind(value) == value and value in metadata["within"]
+
+
+def _expected(kind: type, metadata: Mapping[str, Any]) -> str:
+    """Describe the values of a flag: `a whole number, 1 or more`."""
+    if metadata["choices"]:
+        return f"one of {', '.join(map(repr, metadata['choices']))}"
+    if kind in (str, bool):
+        return "a text or path" if kind is str else "True or False"
+    noun, within = "a whole number" if kind is int else "a number", metadata["within"]
+    return noun if within == FINITE else f"{noun}, {within}"
+
+
+@contextmanager
+def python_errors(kind: type[DataclassInstance]) -> Iterator[None]:
+    """Name the arguments of a call in a `UserError`, instead of flags. kind: the options whose flags they are."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(in_python(str(error), kind)) from None
+
+
+def in_python(text: str, kind: type[DataclassInstance]) -> str:
+    """Return a message with the flags of `kind` as arguments of a call: `--imgsz 90 128: ...` as `imgsz=(90, 128)`.
+
+    Flags of other scripts stay as they are.
+    """
+    hints = typing.get_type_hints(kind)
+    other_names = aliases(kind)
+
+    def argument(match: re.Match[str]) -> str:
+        name = match["flag"].replace("-", "_")
+        name, numbers = other_names.get(name, name), (match["numbers"] or "").split()
+        if name not in hints:
+            return match[0]
+        if hints[name] is bool:
+            return f"{name}=True{match[0][len(match['flag']) + 2 :]}"
+        if len(numbers) > 1:
+            return f"{name}=({', '.join(numbers)})"
+        if numbers or match["quoted"]:
+            return f"{name}={numbers[0] if numbers else match['quoted']}"
+        return f"{name}={match['word']!r}" if match["word"] else name
+
+    return FLAG_AND_VALUE.sub(argument, text)

@@ -88,7 +88,7 @@ class MainRunFolder(RunFolder):
 
     def write_problems(self, problems: Sequence[str]) -> None:
         if problems:
-            self._write_now("problems.txt", "".join(f"{problem}\n" for problem in problems).encode())
+            self.write_documents({"problems.txt": "".join(f"{problem}\n" for problem in problems)})
 
     def write_documents(self, documents: Mapping[str, str]) -> None:
         for name, text in documents.items():
@@ -128,7 +128,8 @@ class MainRunFolder(RunFolder):
         self._writer.wait()
 
     def finish_writing(self) -> None:
-        self._writer.finish(self.path)
+        self._writer.wait()
+        self._writer.finish(f"continue with --resume {self.path}" if self._states.files() else "start the run again")
 
     def _write_rows(self) -> None:
         self._write_now("results.csv", "".join(f"{line}\n" for line in self._lines).encode())

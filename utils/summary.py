@@ -25,6 +25,8 @@ class Summary:
     losses: dict[str, float] = field(default_factory=dict)  # mean of each loss term over the batches
     rate: float = 0.0  # images per second
     by_class: dict[str, dict[str, float]] = field(default_factory=dict)  # metric -> class -> value, if it has labels
+    # Metrics in the console's line of an epoch, by short title; the last is beside the bar. Empty: `metrics`.
+    headline: dict[str, float] = field(default_factory=dict)
 
     def table(self, brief: bool = False) -> list[str]:
         """Return the lines of the printed table; if `brief`, header and the row of all classes only."""

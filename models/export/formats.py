@@ -7,9 +7,9 @@ import io
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,17 @@ from models.export.runtime import (
     TORCHSCRIPT_FILE,
     ExportMetadata,
 )
+from utils.checkpoint.weight_files import FORMAT, as_safetensors
 from utils.errors import UserError, first_line
 from utils.files import replacing
 
-ONNX_OPSET = 18  # the lowest that torch's exporter writes without a conversion
-# Names of tensors in ONNX files, as far as a model has so many outputs. Those without suppression are YOLOv5's.
+ONNX_OPSET = 18  # the lowest of torch.export's exporter; the one of traces writes those below
+# Names of tensors in ONNX files; a model takes as many as it has outputs. Those without suppression are YOLOv5's.
 INPUT_NAME = "images"
 OUTPUT_NAMES, SUPPRESSED_NAMES = ("output0", "output1"), ("output0", "count", "masks")
+# Axes whose sizes vary with --dynamic: of the input, and of outputs by their number of axes (others: the first).
+DYNAMIC_AXES = {0: "batch", 2: "height", 3: "width"}
+DYNAMIC_OUTPUT_AXES = {3: {0: "batch", 1: "anchors"}, 4: {0: "batch", 2: "mask_height", 3: "mask_width"}}
 MAX_EXPORT_SIDE_PIXELS = 2**14  # of images, with --dynamic
 MAX_EXPORT_BATCH = 2**14  # images
 
@@ -44,6 +48,7 @@ class ExportJob:
     metadata: ExportMetadata
     opset: int = ONNX_OPSET
     verbose: bool = False
+    state: Mapping[str, Tensor] = field(default_factory=dict)  # of the weight file, for a file that is weights itself
 
     @cached_property
     def example(self) -> Tensor:
@@ -72,28 +77,38 @@ class ExportJob:
         return program
 
     @cached_property
+    def outputs(self) -> list[Tensor]:
+        """The model's outputs for `example`."""
+        with torch.no_grad():
+            outputs = self.model(self.example)
+        return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+    @cached_property
     def onnx(self) -> bytes:
         """The bytes of an ONNX file: the same for the same model."""
-        import onnx  # noqa: F401  # so that the error names the missing package
-        import onnxscript  # noqa: F401
+        import onnx
+        import onnxscript  # noqa: F401  # so that the error names the missing package
 
         metadata = self.metadata
         names = SUPPRESSED_NAMES if metadata.suppression else OUTPUT_NAMES
-        program = torch.onnx.export(
-            self.program,
-            (),
-            dynamo=True,
-            input_names=[INPUT_NAME],
-            output_names=names[: len(self.program.graph_signature.user_outputs)],
-            opset_version=self.opset,
-            external_data=False,
-            verbose=self.verbose,
-        )
-        assert program is not None
-        model = program.model_proto
+        settings: dict[str, Any] = {
+            "input_names": [INPUT_NAME],
+            "output_names": list(names[: len(self.outputs)]),
+            "opset_version": self.opset,
+            "verbose": self.verbose,
+        }
+        if self.opset < ONNX_OPSET:
+            content, axes = io.BytesIO(), {INPUT_NAME: DYNAMIC_AXES} if metadata.dynamic else None
+            settings |= {"dynamo": False, "dynamic_axes": axes}
+            torch.onnx.export(self.model, (self.example,), content, **settings)  # type: ignore[arg-type]
+            model = onnx.load_from_string(content.getvalue())
+        else:
+            program = torch.onnx.export(self.program, (), dynamo=True, external_data=False, **settings)
+            assert program is not None
+            model = program.model_proto
         if (written := model.opset_import[0].version) != self.opset:
             raise UserError(f"--opset {self.opset} is not possible for this model; leave it out, or give {written}")
-        _tidy(model, metadata)
+        _tidy(model, metadata, self.outputs)
         classes, stride = str(metadata.names), str(metadata.stride)
         for key, value in ((ONNX_METADATA_KEY, metadata.text()), ("names", classes), ("stride", stride)):
             model.metadata_props.add(key=key, value=value)
@@ -119,6 +134,7 @@ def write(job: ExportJob, name: str, stem: Path) -> Path:
         raise UserError(f"{path} cannot be written: {error.strerror or error}; check the folder and the disk") from None
     except Exception as error:  # of any class, depending on the exporter
         hint = "leave out --dynamic, or " if job.metadata.dynamic else ""
+        hint += f"give --opset {ONNX_OPSET}, or " if name == "onnx" and job.opset < ONNX_OPSET else ""
         raise UserError(
             f"{name} does not support this model ({first_line(error, 200)}); {hint}choose another format"
         ) from error
@@ -165,20 +181,25 @@ def _onnx(job: ExportJob, path: Path) -> None:
         file.write(job.onnx)
 
 
-def _tidy(model: Any, metadata: ExportMetadata) -> None:
-    """Remove metadata that depends on this machine, and name the dynamic sizes."""
+def _tidy(model: Any, metadata: ExportMetadata, outputs: Sequence[Tensor]) -> None:
+    """Remove metadata that depends on this machine, name the dynamic sizes, and write those that are not.
+
+    outputs: of the model, whose sizes are those of a file that is not dynamic.
+    """
     graph = model.graph
     for part in (model, graph, *graph.node, *graph.input, *graph.output, *graph.initializer, *model.functions):
         del part.metadata_props[:]
     del graph.value_info[:]
     if metadata.dynamic:
-        names = {0: "batch", 2: "height", 3: "width"}
-        for axis, name in names.items():
+        for axis, name in DYNAMIC_AXES.items():
             graph.input[0].type.tensor_type.shape.dim[axis].dim_param = name
-        for output in graph.output:
-            for axis, dim in enumerate(output.type.tensor_type.shape.dim):
-                if dim.dim_param:
-                    dim.dim_param = {0: "batch", 1: "anchors", 2: "mask_height", 3: "mask_width"}[axis]
+    for output, value in zip(graph.output, outputs, strict=True):
+        axes = DYNAMIC_OUTPUT_AXES.get(value.ndim, {0: "batch"}) if metadata.dynamic else {}
+        for axis, (dim, size) in enumerate(zip(output.type.tensor_type.shape.dim, value.shape, strict=True)):
+            if axis in axes and not (axis == 1 and metadata.suppression):
+                dim.dim_param = axes[axis]
+            else:
+                dim.dim_value = size
 
 
 def _openvino(job: ExportJob, path: Path) -> None:
@@ -193,11 +214,26 @@ def _openvino(job: ExportJob, path: Path) -> None:
         (folder / FOLDER_FILE).write_text(job.metadata.text(), encoding="utf-8")
 
 
+def _safetensors(job: ExportJob, path: Path) -> None:
+    metadata = job.metadata
+    content = {
+        "format": FORMAT,
+        "task": metadata.task,
+        "model": metadata.model,
+        "names": metadata.names,
+        "state": job.state,
+        "settings": metadata.settings,
+    }
+    with replacing(path) as file:
+        file.write(as_safetensors(content))
+
+
 WRITERS: dict[str, Callable[[ExportJob, Path], None]] = {
     "torchscript": _torchscript,
     "onnx": _onnx,
     "openvino": _openvino,
     "exported": _program,
+    "safetensors": _safetensors,
 }
 
 

@@ -25,12 +25,16 @@ from torch import Tensor
 from models.image_size import sides_of, whole_strides
 from models.tasks.contract import Model
 from models.weights.reader import EXPORTED_SUFFIXES, Weights, read_weights
+from utils.checkpoint.weight_files import SAFETENSORS_SUFFIX
 from utils.errors import UserError, first_line
 
 EXPORT_FORMAT = "lockstep-export-1"
 ONNX_METADATA_KEY = "lockstep"  # beside it are YOLOv5's `stride` and `names`
 TORCHSCRIPT_FILE, PROGRAM_FILE, FOLDER_FILE = "config.txt", "lockstep.json", "metadata.yaml"
-SUFFIX_OF_FORMAT = dict(zip(("onnx", "torchscript", "exported", "openvino"), EXPORTED_SUFFIXES, strict=True))
+SUFFIX_OF_FORMAT = {
+    **dict(zip(("onnx", "torchscript", "exported", "openvino"), EXPORTED_SUFFIXES, strict=True)),
+    "safetensors": SAFETENSORS_SUFFIX,  # read like weights, not run
+}
 # torch.export.load evaluates the sizes in a .pt2 with sympy and generates code from its names. The strings in its JSON
 # must match the pattern of their key, or `NAME_PATTERN` if the key has none.
 SIZE_WORDS = (

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor, nn
 
+from models.tasks.result import Result
+
 if TYPE_CHECKING:
     from utils.coco import CocoImage
     from utils.config.hyperparameters import Recipe
-    from utils.plots.drawing import Style
     from utils.summary import Example, Summary
 
 Image = np.ndarray  # uint8 (h, w, 3), BGR
@@ -103,32 +104,17 @@ class View(Protocol):
         ...
 
 
-class Prediction(ABC):
-    """The result for one image, in pixels of its file, for val.py, detect.py and Python users.
+class Prediction(Result):
+    """The result for one image, for val.py, detect.py and Python users.
 
-    image: the index in the split. path: of the file.
+    A subclass is a dataclass, whose fields follow those of `Result`. `scores`, `classes`, `describe` and `draw` are
+    abstract too, in result.py.
     """
-
-    image: int
-    path: str
 
     @property
     @abstractmethod
     def array(self) -> np.ndarray:
-        """Return the result as an array, as `Predictor` does."""
-
-    @property
-    @abstractmethod
-    def items(self) -> list[tuple[str, float]]:
-        """Return class name and confidence of each object or class, the most confident first."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Format the result for the console: `2 persons, 1 dog`."""
-
-    @abstractmethod
-    def draw(self, image: Image, style: Style) -> Image:
-        """Return a copy of `image` with the result drawn on it."""
+        """Return the whole result as one array."""
 
     @abstractmethod
     def crops(self, image: Image) -> list[tuple[str, Image]]:
@@ -230,9 +216,7 @@ class Task(ABC):
     """The factory of a task's parts, built once from class names and hyperparameters, then immutable."""
 
     loss_names: ClassVar[tuple[str, ...]]  # columns of results.csv after train/ and val/
-    metric_names: ClassVar[
-        tuple[str, ...]
-    ]  # columns of results.csv after metrics/; the last is shown next to the progress bar
+    metric_names: ClassVar[tuple[str, ...]]  # columns of results.csv after metrics/
     recipe: ClassVar[type[Recipe]]  # the keys of its hyperparameter YAML
     defaults: ClassVar[Mapping[str, Any]] = {}  # for flags that are not on the command line
     refused: ClassVar[Mapping[str, str]] = {}  # flags that do not apply, each with the reason
@@ -240,6 +224,7 @@ class Task(ABC):
     # take that of `defaults`, or 640, and print that of the training.
     default_is_training_size: ClassVar[bool] = True
     official_weights: ClassVar[str] = r"(?!)"  # regular expression: names of YOLOv5's release files
+    hub_tag: ClassVar[str] = "other"  # its name on the Hugging Face Hub, such as object-detection
 
     def __init__(self, names: Mapping[int, str], hyp: Recipe, label_smoothing: float = 0.0) -> None:
         """names: of the classes, by number. Raises `UserError` if they or the hyperparameters do not suit the task."""

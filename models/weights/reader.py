@@ -1,4 +1,4 @@
-"""Read weight files without running anything in them: those of train.py, YOLOv5's, and bare tensors.
+"""Read weight files without running anything in them: those of train.py, YOLOv5's, `.safetensors`, and bare tensors.
 
 Called by export.py, models/starting_point.py and models/export/runtime.py, which reads exported files.
 """
@@ -6,9 +6,11 @@ Called by export.py, models/starting_point.py and models/export/runtime.py, whic
 from __future__ import annotations
 
 import io
+import math
 import warnings
+import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from models.tasks import DEFAULT_TASK, TASKS
 from models.weights.yolov5_pickle import (
     UnusableFile,
+    check_pickle_size,
     class_name,
     is_module,
     model_yaml,
@@ -27,13 +30,14 @@ from models.weights.yolov5_pickle import (
     unpickle,
     unwrap,
 )
-from utils.checkpoint.weight_files import FORMAT
+from utils.checkpoint.weight_files import FORMAT, SAFETENSORS_SUFFIX, is_safetensors, read_safetensors
 from utils.config.ranges import IMGSZ, is_number
-from utils.errors import UserError, first_line
+from utils.errors import UserError, first_line, plural, shortened
 
 if TYPE_CHECKING:
     from models.export.runtime import Exported
 
+MAX_EXPANSION = 10  # bytes of tensors, or of unpacked records, per byte of a file
 EXPORTED_SUFFIXES = (".onnx", ".torchscript", ".pt2", "_openvino_model")  # of files of export.py
 CONTENT_KEYS = ("task", "model", "names", "state", "settings")  # of files of train.py, beside `format`
 
@@ -61,9 +65,24 @@ class Weights:
         """The class names; the numbers of the classes if the file has no names."""
         return self.names or {number: str(number) for number in range(int((self.model or {}).get("nc", 0)))}
 
+    def class_warnings(self, names: Mapping[int, str], name: str) -> list[str]:
+        """Return a warning if as many classes of a data set have other names: perhaps their order differs.
+
+        name: of the file. A single class has no order.
+        """
+        if len(names) != len(self.names) or len(names) == 1:
+            return []
+        pairs = [(number, self.names.get(number, ""), names[number]) for number in names]
+        differing = [pair for pair in pairs if pair[1].casefold() != pair[2].casefold()]
+        return [
+            f"warning: {len(differing)} of {plural(len(names), 'class')} have other names in {name} than in the data "
+            f"set, such as class {number}, '{shortened(of_file)}' and here '{shortened(of_data)}'; check the order"
+            for number, of_file, of_data in differing[:1]
+        ]
+
 
 def read_weights(path: str | Path) -> Weights:
-    """Read a file of train.py, a YOLOv5 `.pt` or a saved state dict.
+    """Read a file of train.py, a YOLOv5 `.pt`, a `.safetensors` or a saved state dict.
 
     Raises `UserError` for any other file, before anything that it names is called.
     """
@@ -72,10 +91,15 @@ def read_weights(path: str | Path) -> Weights:
         raise UserError(f"{path} is an exported file, which has no weights to load; give the .pt that it was made from")
     data = _read_bytes(path)
     try:
-        _refuse_torchscript(data)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about how the file was written, which the user cannot change
-            return _interpret(unpickle(data))
+        if path.suffix == SAFETENSORS_SUFFIX or is_safetensors(data):
+            weights = _interpret(_safetensors_content(data))
+        else:
+            if is_archive := data.startswith(b"PK\x03\x04"):
+                _check_archive(data)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about how the file was written, which the user cannot change
+                weights = _interpret(unpickle(data, is_archive))
+        return replace(weights, state=_as_float32(weights.state, MAX_EXPANSION * len(data)))
     except UnusableFile as error:
         raise UserError(f"{path} {error}") from None
     except Exception as error:  # a damaged or hostile file can fail anywhere
@@ -87,9 +111,7 @@ def _read_bytes(path: Path) -> bytes:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise UserError(
-            f"weights {path} do not exist; check the path (nothing is downloaded), or give '' to start from scratch"
-        ) from None
+        raise UserError(f"weights {path} do not exist; check the path (nothing is downloaded)") from None
     except OSError as error:
         raise UserError(f"weights {path} cannot be read: {error.strerror}") from None
     if not data:
@@ -106,13 +128,28 @@ def _damage(data: bytes, error: Exception) -> str:
     return "is text, not a weight file (a web page or a Git LFS pointer?); download it again"
 
 
-def _refuse_torchscript(data: bytes) -> None:
-    """Raise `UnusableFile` for a TorchScript archive, which torch.load would run."""
-    if data[:4] != b"PK\x03\x04":
-        return
+def _safetensors_content(data: bytes) -> dict[str, Any]:
+    """Return the content of a `.safetensors` file as that of a `.pt`. Raises `UnusableFile`."""
+    try:
+        state, rest = read_safetensors(data)
+    except ValueError as error:
+        raise UnusableFile(f"is not a whole .safetensors file ({error}); copy or download it again") from None
+    return {**rest, "state": state} if rest else state
+
+
+def _check_archive(data: bytes) -> None:
+    """Raise `UnusableFile` for an archive that is damaged, or that torch.load would run or unpack without bounds."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        size = sum(record.file_size for record in archive.infolist())
+        if size > MAX_EXPANSION * len(data):
+            raise UnusableFile(f"was refused: it would unpack to {size / 1e9:.1f} GB; use a file that you trust")
+        if damaged := archive.testzip():  # torch.load does not compare the checksums
+            raise UnusableFile(f"is damaged (the checksum of {damaged} does not match); copy or download it again")
     # The reader of torch.load: another reader may see other records in a hostile file.
-    if "constants.pkl" in torch._C.PyTorchFileReader(io.BytesIO(data)).get_all_records():
+    reader = torch._C.PyTorchFileReader(io.BytesIO(data))
+    if "constants.pkl" in reader.get_all_records():
         raise UnusableFile("is a TorchScript export, which cannot be trained; give the .pt that it was made from")
+    check_pickle_size(len(reader.get_record("data.pkl")))
 
 
 def _interpret(content: Any) -> Weights:
@@ -129,11 +166,11 @@ def _interpret(content: Any) -> Weights:
         if isinstance(content, dict) and _is_state_dict(content):
             if all(str(name).startswith("module.") for name in content):  # added by DistributedDataParallel
                 content = {name.removeprefix("module."): tensor for name, tensor in content.items()}
-            return Weights(_as_float32(content), None, {}, "", {}, "tensors")
+            return Weights(content, None, {}, "", {}, "tensors")
     network = unwrap(content)
     if not is_module(network):
         raise UnusableFile("contains no model; give weights that train.py or YOLOv5 wrote")
-    state, names = _as_float32(state_dict(network)), _numbered(network.state.get("names") or {})
+    state, names = state_dict(network), _numbered(network.state.get("names") or {})
     yaml = model_yaml(network, state, len(names))
     return Weights(state, yaml, names, _yolov5_task(class_name(network)), settings, "yolov5")
 
@@ -151,7 +188,7 @@ def _read_lockstep(content: dict[str, Any]) -> Weights:
     if missing:
         raise UnusableFile(f"lacks {', '.join(missing)} and is incomplete; give another file")
     return Weights(
-        _as_float32(content["state"]),
+        content["state"],
         plain_values(content["model"]),
         _numbered(content["names"]),
         content["task"],
@@ -169,8 +206,16 @@ def _yolov5_task(kind: str) -> str:
     return kind if kind.endswith("Model") and kind != "Model" else DEFAULT_TASK
 
 
-def _as_float32(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without gradients, and half precision, as in official files, as float32."""
+def _as_float32(state: Mapping[str, Tensor], max_bytes: int) -> dict[str, Tensor]:
+    """Return the tensors without gradients, and half precision, as in official files, as float32.
+
+    Raises `UnusableFile` if they are larger than `max_bytes`, as views of one number can be, or not finite.
+    """
+    if (size := sum(x.numel() * x.element_size() for x in state.values())) > max_bytes:
+        raise UnusableFile(f"was refused: its tensors would take {size / 1e9:.1f} GB; use a file that you trust")
+    for name, x in state.items():
+        if x.is_floating_point() and not (x < math.inf).all():  # masks may be -inf
+            raise UnusableFile(f"has values in {name} that are not finite, so it cannot be used; give older weights")
     return {name: (x.float() if x.is_floating_point() else x).detach() for name, x in state.items()}
 
 

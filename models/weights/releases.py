@@ -1,4 +1,4 @@
-"""Find the file that --weights names, and download YOLOv5's releases, torchvision's weights and W&B artifacts.
+"""Find the file that --weights names; download YOLOv5's releases, torchvision's weights, W&B artifacts, Hub files.
 
 Called by models/starting_point.py and models/ensemble.py.
 """
@@ -22,6 +22,7 @@ from utils.background import own_python
 from utils.download import download
 from utils.errors import UserError
 from utils.files import ROOT, cache_folder, one_at_a_time
+from utils.tracking.hub import HUB_PREFIX, fetch
 
 TORCHVISION_DEFAULT = "DEFAULT"  # the weights that torchvision recommends for an architecture
 WANDB_PREFIX = "wandb:"
@@ -32,30 +33,37 @@ RELEASE_LICENCE = "AGPL-3.0, published by Ultralytics"
 RELEASE_SHA256 = {"yolov5n.pt": "4f180cf23ba0717ada0badd6c685026d73d48f184d00fc159c2641284b2ac0a3"}  # of release files
 
 
-def find_weights(name: str, yaml: Mapping[str, Any] | None = None, source: str = "the model YAML") -> Path:
+def find_weights(
+    name: str, yaml: Mapping[str, Any] | None = None, source: str = "the model YAML", training: bool = True
+) -> Path:
     """Return the path of a weight file: as given, or below the repository, else an official YOLOv5 file in the cache,
     downloaded if necessary.
 
     DEFAULT means torchvision's recommendation for the architecture in `yaml`, which errors call `source`, and
-    wandb:entity/project/name:alias an artifact. Raises `UserError`.
+    wandb:entity/project/name:alias an artifact, hf:owner/name a repository of the Hugging Face Hub. training: for
+    train.py, which can start without weights, and alone knows DEFAULT. Raises `UserError`.
     """
-    if name == TORCHVISION_DEFAULT:
+    if name == TORCHVISION_DEFAULT and training:
         return torchvision_weights(yaml or {}, source)
     if name.startswith(WANDB_PREFIX):
         return artifact_weights(name.removeprefix(WANDB_PREFIX))
+    if name.startswith(HUB_PREFIX):
+        return fetch(name.removeprefix(HUB_PREFIX))
     for candidate in (Path(name), ROOT / name):
         if os.path.isfile(candidate) or (candidate.name.endswith(OPENVINO_SUFFIX) and os.path.isdir(candidate)):
             return candidate
     file = Path(name).name
     if any(re.fullmatch(entry.load().official_weights, file) for entry in TASKS.values()):
-        return official_weights(name, file)
-    raise UserError(f"weights {name} are not a file; check the path, or start from scratch with --weights ''")
+        return official_weights(name, file, ", or start from scratch with --weights '' and --cfg" * training)
+    alternative = ", or start from scratch with --weights ''" * training
+    raise UserError(f"weights {name} are not a file; check the path{alternative}")
 
 
-def official_weights(name: str, file: str) -> Path:
+def official_weights(name: str, file: str, alternative: str) -> Path:
     """Download a YOLOv5 release file into the cache and return its path. Raises `UserError`.
 
-    name: the value of --weights, for the error. The environment variable LOCKSTEP_RELEASES is the URL of a mirror.
+    name: the value of --weights, for the error. alternative: the end of its advice. The environment variable
+    LOCKSTEP_RELEASES is the URL of a mirror.
     """
     folder = (os.environ.get("LOCKSTEP_RELEASES") or RELEASE_ADDRESS).rstrip("/")
     cached = cache_folder() / "weights" / file
@@ -64,8 +72,7 @@ def official_weights(name: str, file: str) -> Path:
         cached,
         sha256=RELEASE_SHA256.get(file, ""),
         usable=is_whole,
-        advice=f"download it yourself to {Path(name).absolute()} or {cached}, or start from scratch with "
-        "--weights '' and --cfg",
+        advice=f"download it yourself to {Path(name).absolute()} or {cached}{alternative}",
         licence=RELEASE_LICENCE,
     )
 

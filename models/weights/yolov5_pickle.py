@@ -11,7 +11,9 @@ import io
 import pickle
 from _compat_pickle import IMPORT_MAPPING
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeGuard
 
@@ -47,6 +49,8 @@ WRAPPERS = {
     **dict.fromkeys(("AutoShape", "autoShape", "DetectMultiBackend"), "model"),
     "ModelEMA": "ema",
 }
+MAX_PICKLE_BYTES = 2**22  # of the pickle in a file; that of yolov5x has 0.4 MB
+MAX_ITEMS = 100_000  # modules of a network, or values of its YAML; a hostile file may hold one of them many times
 MAX_WRAPPERS = 10  # nested; in a hostile file a wrapper may contain itself
 CONVOLUTIONS = ("Conv", "DWConv")  # layers of YOLOv5 that have the model's activation and may be fused
 BATCH_NORM_EPSILON = 1e-3  # in these layers
@@ -91,13 +95,44 @@ class Stub:
         raise _refused(self.class_path)
 
 
-def unpickle(data: bytes) -> Any:
-    """Return the content of a file: from torch's safe loader, or with stubs in place of classes if that refuses it."""
+def unpickle(data: bytes, is_archive: bool) -> Any:
+    """Return the content of a file: from torch's safe loader, or with stubs in place of classes if that refuses it.
+
+    is_archive: whether the pickle is a record in a zip file. Otherwise it is the beginning of the file, and is read
+    with stubs in any case, because torch's loader does not bound its size.
+    """
     # From memory: torch would extract a tar archive on disk to the paths in it.
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_RESTRICTED_PICKLE)
+    if is_archive:
+        with suppress(pickle.UnpicklingError):
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_RESTRICTED_PICKLE)
+
+
+def check_pickle_size(size: int) -> None:
+    """Raise `UnusableFile` if a pickle of `size` bytes is too large: each byte may make an object."""
+    if size > MAX_PICKLE_BYTES:
+        raise UnusableFile(
+            f"was refused: it describes its tensors in more than {MAX_PICKLE_BYTES / 2**20:.0f} MiB, which no weight "
+            "file needs; use a file from a source that you trust"
+        )
+
+
+class _BoundedFile:
+    """A file of which an unpickler may read `MAX_PICKLE_BYTES`."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        self._file, self._size = file, 0
+
+    def _count(self, data: bytes) -> bytes:
+        self._size += len(data)
+        check_pickle_size(self._size)
+        return data
+
+    def read(self, size: int = -1) -> bytes:
+        return self._count(self._file.read(size))
+
+    def readline(self) -> bytes:
+        return self._count(self._file.readline())
 
 
 def _refused(name: str) -> UnusableFile:
@@ -114,6 +149,9 @@ def _stub_class(class_path: str) -> type[Stub]:
 
 class _RestrictedUnpickler(pickle.Unpickler):
     """Resolves names from the lists above only. torch loads storages through `persistent_load`."""
+
+    def __init__(self, file: io.BytesIO, **options: Any) -> None:
+        super().__init__(file if file.getbuffer().nbytes <= MAX_PICKLE_BYTES else _BoundedFile(file), **options)
 
     def load(self) -> Any:
         load_storage = getattr(self, "persistent_load", None)
@@ -205,6 +243,8 @@ def training_settings(content: Any) -> dict[str, Any]:
 
 def state_dict(network: Stub) -> dict[str, Tensor]:
     """Return the state dict of a network, with the BatchNorms of fused layers restored."""
+    if sum(1 for _ in islice(_modules(network), MAX_ITEMS + 1)) > MAX_ITEMS:
+        raise UnusableFile(f"has more than {MAX_ITEMS} layers; use a file from a source that you trust")
     return dict(_named_tensors(network, ""))
 
 
@@ -306,12 +346,18 @@ def _batch_norm_of_fused(convolution: Any, prefix: str) -> Iterator[tuple[str, T
         yield f"{prefix}bn.num_batches_tracked", torch.tensor(0)
 
 
-def plain_values(value: Any) -> Any:
-    """Return a copy in dicts, lists and plain values. Raises TypeError for any other value, such as a stub."""
+def plain_values(value: Any, budget: Iterator[int] | None = None) -> Any:
+    """Return a copy in dicts, lists and plain values. Raises TypeError for any other value, such as a stub.
+
+    budget: an iterator of as many items as there may be values.
+    """
+    budget = iter(range(MAX_ITEMS)) if budget is None else budget
+    if next(budget, None) is None:
+        raise TypeError(f"its model description holds more than {MAX_ITEMS} values")
     if isinstance(value, dict):
-        return {str(key): plain_values(item) for key, item in value.items()}
+        return {str(key): plain_values(item, budget) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain_values(item) for item in value]
+        return [plain_values(item, budget) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(f"its model description holds a {type(value).__name__}")

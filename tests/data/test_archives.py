@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from data import archives
 from data.archives import archive_sources, fetch_dataset, unpack
 from data.sources import read_spec
 from tests.making import write_yaml
@@ -160,6 +161,23 @@ def test_too_little_disk_space_is_an_error_before_anything_is_written(
     assert files_below(tmp_path / "out") == {}
 
 
+@pytest.mark.parametrize("kind", ["zip", "w:gz"])
+def test_contents_much_larger_than_the_archive_are_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archives, "SMALL_BYTES", 10**6)
+    files = {"a": b"x", "zeros": bytes(2 * 10**6)}
+    (tmp_path / "archive").write_bytes(zipped(files) if kind == "zip" else tarred(files, mode=kind))
+    with pytest.raises(
+        UserError, match=r"archive needs 2\.0 MB or more unpacked, over 100 times its size, .* trust it"
+    ):
+        unpack(tmp_path / "archive", tmp_path / "out", "mine")
+    assert os.listdir(tmp_path) == ["archive"]
+    monkeypatch.setattr(archives, "SMALL_BYTES", 10**7)
+    unpack(tmp_path / "archive", tmp_path / "out", "mine")
+    assert files_below(tmp_path / "out") == files
+
+
 def test_a_tar_header_with_a_huge_size_is_an_error(tmp_path: Path) -> None:
     info = tarfile.TarInfo("a")
     info.size = 2**60
@@ -171,12 +189,15 @@ def test_a_tar_header_with_a_huge_size_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["zip", "w:gz"])
 def test_a_damaged_archive_is_an_error(kind: str, tmp_path: Path) -> None:
-    noise = {"a": os.urandom(50000), "b": b"x"}
+    noise = {"first": b"x", "images/a": os.urandom(50000), "b": b"x"}
     content = bytearray(zipped(noise) if kind == "zip" else tarred(noise, mode=kind))
     content[len(content) // 2] ^= 1
     (tmp_path / "archive").write_bytes(content)
+    (tmp_path / "out/images").mkdir(parents=True)
+    (tmp_path / "out/images/c").write_bytes(b"of another archive")
     with pytest.raises(UserError, match=r"^http://a/b cannot be unpacked \("):
         unpack(tmp_path / "archive", tmp_path / "out", "mine", name="http://a/b")
+    assert files_below(tmp_path / "out") == {"images/c": b"of another archive"}
 
 
 # Downloads
@@ -238,10 +259,12 @@ def test_a_download_continues_after_the_archive_that_failed(server: Server, tmp_
     ):
         spec.images("train")
     assert not root.exists()
+    (root.parent / ".mine-of-another-address.download").mkdir()
     server.asked.clear()
     server.give("2.zip", sending(zipped({"images/train/b.jpg": b"b"})))
     assert len(spec.images("train")) == 2
     assert [name for name, _ in server.asked] == ["/2.zip"]
+    assert list(root.parent.iterdir()) == [root]
 
 
 def test_a_refused_archive_leaves_no_files(server: Server, tmp_path: Path, root: Path) -> None:
@@ -251,8 +274,7 @@ def test_a_refused_archive_leaves_no_files(server: Server, tmp_path: Path, root:
     server.give("x", sending(b"<html>"))
     with pytest.raises(UserError, match=r"^the content of http.*/x is neither a zip nor a tar archive"):
         spec.images("train")
-    assert not root.exists()
-    assert files_below(root.parent) == {}
+    assert list(root.parent.iterdir()) == []
 
 
 def test_a_download_without_the_entries_of_the_yaml_is_an_error(server: Server, tmp_path: Path, root: Path) -> None:

@@ -186,10 +186,13 @@ def read_after_the_first(files: list[Path], sizes: np.ndarray) -> tuple[int, lis
     images, store = open_images(files, 32, True, "ram", sizes), run_store()
     assert store is not None
     if ranks().rank == 0:
+        store.wait_for_value("opened")  # a process that has ended shares no memory
         pixels(images)
         spoil(*files)
         store.write_once("filled", True)
-    store.wait_for_value("filled")
+    else:
+        store.write_once("opened", True)
+        store.wait_for_value("filled")
     return len(images.memory.bytes), [int(image.sum()) for image in pixels(images)]
 
 

@@ -149,7 +149,7 @@ def test_a_class_without_training_images_is_a_problem(folder: Path) -> None:
     ]
     assert split.labels.tolist() == [0] * 5 + [2] * 4 + [3] * 4
     assert data.split("val").problems == ()  # classes may be absent there
-    with pytest.raises(UserError, match=r"`train:` has no images of the class 'ant' \(--strict; 1 such problems in"):
+    with pytest.raises(UserError, match=r"`train:` has no images of the class 'ant' \(--strict; 1 such problem in"):
         data_of(folder, content, strict=True).split("train")
 
 
@@ -163,8 +163,20 @@ def test_a_class_whose_images_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_the_first_unreadable_image_is_named_even_if_a_class_has_none(tmp_path: Path) -> None:
     write_image(tmp_path / "train/cat/0.png", noise(9, 20))
-    with pytest.raises(UserError, match=r"no image of `train:` can be read; the first: .*cat/0\.png: 9x20 pixels"):
+    with pytest.raises(UserError, match=r"no image of `train:` can be used; the first problem: .*cat/0\.png: 9x20 pix"):
         data_of(tmp_path, TRAIN_VAL + "names: [ant, cat]\n").split("train")
+
+
+def test_images_in_formats_that_are_not_read_are_counted(folder: Path) -> None:
+    (folder / "train/cat/a.heic").touch()
+    (problem,) = data_of(folder).split("train").problems
+    assert problem.startswith(f"{folder}/data.yaml: `train:` has 1 image in formats that are not read (.heic), such as")
+    assert data_of(folder).split("val").problems == ()
+    shutil.rmtree(folder / "val")
+    (folder / "val/cat").mkdir(parents=True)
+    (folder / "val/cat/a.gif").touch()
+    with pytest.raises(UserError, match=r"`val:` has no folders of images in .*/val; .* not read \(\.gif\)"):
+        data_of(folder).split("val")
 
 
 @pytest.mark.parametrize("content", ["train: train\n", "train: list.txt\n", "path: train\nsplit: 0.2\n"])

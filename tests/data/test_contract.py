@@ -210,6 +210,7 @@ def test_training_batches_have_the_documented_form(drawing: tuple[Kind, Path]) -
         assert all(Path(info.path).is_file() for info in batch.infos)
     moved = batch.to("meta")
     assert (moved.images.device.type, moved.targets.device.type, moved.infos) == ("meta", "meta", batch.infos)
+    assert batch.to("cpu:0") is batch  # as Accelerate calls it on the CPU
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -367,7 +368,8 @@ def test_a_split_without_a_readable_image_is_an_error(copy: tuple[Kind, Path]) -
         image.write_bytes(b"not an image")
     with pytest.raises(UserError) as caught:
         opened(copy).split("val")
-    assert f"{copy[1]}: no image of `val:` can be read; the first: {images[0]}: not readable" in str(caught.value)
+    problem = f"{images[0]}: not readable"
+    assert f"{copy[1]}: no image of `val:` can be used; the first problem: {problem}" in str(caught.value)
 
 
 def differing(one: Split, other: Split) -> set[str]:

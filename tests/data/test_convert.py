@@ -23,7 +23,7 @@ def test_the_command_line_converts_each_format(
 ) -> None:
     (tmp_path / "a.xml").write_text(voc_xml(("cat", (0, 0, 200, 100))))
     command(monkeypatch, "voc", tmp_path, "--labels", tmp_path / "v", "--names", "dog, cat")
-    assert capsys.readouterr().out == f"1 label files with 1 boxes in {tmp_path / 'v'}\nclasses: 0 dog, 1 cat\n"
+    assert capsys.readouterr().out == f"1 label file with 1 box in {tmp_path / 'v'}\nclasses: 0 dog, 1 cat\n"
     (tmp_path / "names.yaml").write_text("names: [a, cat]\n")
     command(monkeypatch, "voc", tmp_path, "--labels", tmp_path / "w", "--names", tmp_path / "names.yaml")
     assert rows_below(tmp_path / "w") == {"a.txt": ["1 0.5 0.5 1 1"]}

@@ -12,14 +12,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from data.converters import (
-    CUT_KEY,
-    Tally,
-    box_row,
-    convert_coco,
-    convert_visdrone,
-    convert_voc,
-)
+from data.coco_json import CUT_KEY, Tally, box_row
+from data.converters import convert_coco, convert_visdrone, convert_voc
 from data.sources import label_file, read_spec
 from tests.data.test_archives import files_below, write_spec, zipped
 from tests.making import plain, write_image

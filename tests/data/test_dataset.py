@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
-from data.dataset import DataOptions, data_source, dataset_class
+from data.dataset import DataOptions, data_source, dataset_class, split_identity
 from models.tasks import TASKS
 from tests.data.test_contract import KINDS
+from tests.making import write_image, write_yaml
 from utils.config.options import TrainOptions
 from utils.errors import UserError
 
@@ -23,6 +26,31 @@ def test_every_task_has_a_data_set_that_the_contract_is_tested_for() -> None:
 
 def test_options_are_flags() -> None:
     assert {field.name for field in fields(DataOptions)} <= {field.name for field in fields(TrainOptions)}
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "test"])
+def test_a_folder_with_a_folder_per_split_needs_no_yaml(tmp_path: Path, name: str) -> None:
+    """As YOLOv5's classifiers take it, and as Roboflow exports it."""
+    images = [write_image(tmp_path / split / text / "a.png") for split in ("train", name) for text in ("cat", "dog")]
+    source = data_source(str(tmp_path), "data.classification:ClassificationData")
+    assert source.names() == {0: "cat", 1: "dog"}
+    assert source.files() == {"train": images[:2], "val": images[2:]}
+    if name == "test":
+        assert source.spec.entries["test"] == ("test",)
+
+
+def test_a_folder_with_a_yaml_is_that_yaml(tmp_path: Path) -> None:
+    image = write_image(tmp_path / "train/images/a.png")
+    write_yaml(tmp_path / "data.yaml", {"train": "../train/images", "names": ["cat"]})
+    source = data_source(str(tmp_path), "data.detection:DetectionData")
+    assert (source.names(), source.spec.images("train")) == ({0: "cat"}, [image])
+
+
+def test_the_identity_of_a_split_takes_any_name() -> None:
+    """The first is that of earlier versions: runs that were saved by them are resumed."""
+    names = {"größe.jpg": "288047", os.fsdecode(b"\xff.jpg"): "e6f527"}
+    for name, digest in names.items():
+        assert split_identity([Path("a") / name], b"labels")["files"].startswith(digest)
 
 
 def test_a_yaml_that_does_not_exist_is_named() -> None:

@@ -485,7 +485,7 @@ def test_an_unknown_class_is_an_error_that_names_the_label_file(tmp_path: Path) 
     write_image(tmp_path / "images/0.png").write_bytes(b"not an image")  # left out
     write_image(tmp_path / "images/a.png", None, "2 .5 .5 .5 .5")
     write_image(tmp_path / "images/b.png", None, "3 .5 .5 .5 .5")
-    with pytest.raises(UserError, match=r"/labels/b\.txt has class 3, but `names` of .*data\.yaml ends at 2"):
+    with pytest.raises(UserError, match=r"/labels/b\.txt, line 1 has class 3, but `names` of .*data\.yaml ends at 2"):
         data_of(tmp_path).split("train")
 
 

@@ -11,9 +11,17 @@ from unittest.mock import Mock
 import cv2
 import numpy as np
 import pytest
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, UnidentifiedImageError
 
-from data.images import image_size, read_image, read_reduced, read_whole_image, resize_long_side, scaled_shape
+from data.images import (
+    image_size,
+    read_image,
+    read_reduced,
+    read_whole_image,
+    resize_long_side,
+    scaled_shape,
+    unreadable,
+)
 from tests.making import noise, plain, write_image
 from utils.errors import UserError
 
@@ -410,3 +418,18 @@ def test_a_large_jpeg_without_its_end_is_read_without_a_warning(
     file.write_bytes(file.read_bytes()[:-2])
     assert np.array_equal(read_reduced(file, 2000, 1200, 320), expected)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError("cannot seek in <_io.BytesIO object at 0x7f00aa> at all"), "cannot seek in at all"),
+        (
+            UnidentifiedImageError("cannot identify <_io.BytesIO object at 0x7f00aa>"),
+            "its format is not known",
+        ),
+        (cv2.error("OpenCV(5.0.0) loadsave.cpp:75: error: (-215:Assertion failed)"), "OpenCV cannot decode it"),
+    ],
+)
+def test_the_reason_names_no_object_in_memory(error: Exception, reason: str) -> None:
+    assert str(unreadable("a.jpg", error)) == f"a.jpg cannot be read as an image ({reason}); fix or remove it"

@@ -5,6 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,10 +18,12 @@ import pytest
 from PIL import ExifTags, Image
 
 from data import labels
+from data.dataset import DataOptions, data_source
 from data.labels import Content, Labels, check_classes, load_labels, parse_rows, scan_image
 from data.sources import label_file
-from tests.making import plain, spoil, write_image, write_label
+from tests.making import plain, spoil, write_image, write_label, write_yaml
 from utils.errors import UserError
+from utils.files import ROOT
 
 FILE = Path("/set/labels/a.txt")
 
@@ -90,7 +95,8 @@ def test_a_repeated_box_is_left_out_and_named() -> None:
     ("line", "problem"),
     [
         *((f"{label} 0.5 0.5 0.25 0.25", f"class {label} is not a whole number from 0")
-          for label in ("1.5", "-1", "-0.5", "nan", "inf")),
+          for label in ("1.5", "-1", "-0.5", "nan", "inf", "1e300", "1048576")),
+        (f"{'9' * 999} 0.5 0.5 0.25 0.25", f"class {'9' * 157}... is not a whole number from 0"),
         *((line, "coordinates outside 0 to 1 (they are shares of the image's width and height)")
           for line in ("0 1.01 0.5 0.25 0.25", "0 0.5 -0.01 0.25 0.25", "0 0.5 0.5 0.25 -0.25",
                        "0 0.1 0.1 0.9 0.1 0.9 1.5")),
@@ -101,7 +107,9 @@ def test_a_repeated_box_is_left_out_and_named() -> None:
         *((line, f"{len(line.split())} numbers instead of 5 (box) or an odd count from 7 (polygon)")
           for line in ("0", "0 0.5 0.5 0.25", "0 0.5 0.5 0.25 0.25 0.9", "0 .1 .1 .9 .1 .9 .9 .5")),
         *((line, "not all words are numbers")
-          for line in ("cat 0.5 0.5 0.25 0.25", "0 0,5 0.5 0.25 0.25", "0, 0.5, 0.5, 0.25, 0.25", "# note")),
+          for line in ("cat 0.5 0.5 0.25 0.25", "0 0,5 0.5 0.25 0.25", "0, 0.5, 0.5, 0.25, 0.25", "# note",
+                       "1_0 0.5 0.5 0.25 0.25", "0 0.5 0.5 0.2_5 0.25", "\u0661 0.5 0.5 0.25 0.25",
+                       "0 0.5 0.5 0.\uff15 0.25")),
         *((line, "the box has no area")
           for line in ("0 0.5 0.5 0 0.25", "0 0.5 0.5 0.25 0", "0 0.1 0.5 0.9 0.5 0.4 0.5",
                        "0 0.5 0.1 0.5 0.9 0.5 0.4")),
@@ -137,15 +145,48 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read(images: list[Path]) ->
 
 
 @pytest.mark.parametrize("content", ["1 0.5 0.5 0.5 0.5".encode("utf-16"), b"\xff\xfe\x00\x01", None])
-def test_a_label_file_that_is_no_text_is_named_and_its_image_used(images: list[Path], content: bytes | None) -> None:
+def test_a_label_file_that_is_no_text_leaves_its_image_out(images: list[Path], content: bytes | None) -> None:
     file = label_file(images[2])
     if content is None:
         file.mkdir()
     else:
         file.write_bytes(content)
-    size, rows, problems, _ = scan_image(images[2])
-    assert (size, len(rows), len(problems)) == ((40, 40), 0, 1)
-    assert problems[0].startswith(f"{file}: cannot be read as text")
+    size, rows, (problem,), _ = scan_image(images[2])
+    assert (size, len(rows)) == ((0, 0), 0)
+    assert problem.startswith(f"{file}: cannot be read as text (")
+    assert problem.endswith("); its image is left out")
+
+
+def test_a_label_file_without_any_good_row_leaves_its_image_out(images: list[Path]) -> None:
+    file = write_label(images[0], "", "bad", "0 0.5 0.5 0 0")
+    size, rows, problems, _ = scan_image(images[0])
+    assert (size, len(rows), len(problems)) == ((0, 0), 0, 3)
+    assert problems[-1] == f"{file}: no row can be used; its image is left out"
+    write_label(images[0], "", "  ")
+    assert scan_image(images[0])[::2] == ((20, 10), [])  # empty: background
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as opened:
+        opened.bind(str(path))
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, make_socket])
+def test_a_pipe_or_socket_is_left_out_without_waiting(
+    images: list[Path], monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], None]
+) -> None:
+    image, label = images[0], label_file(images[1])
+    monkeypatch.chdir(image.parents[1])  # the path of a socket may have 107 bytes
+    for file in (image, label):
+        file.unlink()
+        make(file.relative_to(Path.cwd()))
+    loaded = load_labels(images, "labels", 0)
+    assert loaded.sizes.tolist() == [[0, 0], [0, 0], [40, 40]]
+    assert loaded.problems == (
+        f"{image}: not readable as an image (it is no regular file); left out",
+        f"{label}: cannot be read as text (it is no regular file); its image is left out",
+    )
+    assert same(load_labels(images, "labels", 0), loaded)
 
 
 @pytest.mark.parametrize("size", [(9, 40), (40, 9), (10, 10)])
@@ -196,7 +237,7 @@ def test_problems_of_all_images_are_in_order(images: list[Path]) -> None:
 
 
 def test_the_scan_of_images_does_not_read_labels(images: list[Path], cache_home: Path) -> None:
-    write_label(images[0], "bad")
+    write_label(images[0], "bad", "1 0.5 0.5 0.5 0.5")
     images[1].write_bytes(b"")
     loaded = load_labels(images, "images", 0, "images")
     assert [problem.partition(":")[0] for problem in loaded.problems] == [str(images[1])]
@@ -252,11 +293,11 @@ def test_a_short_scan_starts_no_process(images: list[Path], monkeypatch: pytest.
 def test_one_of_many_processes_scans(images: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scan = labels.scan_image
 
-    def slow(image: Path, content: Content) -> labels.Scan:
+    def slow(image: Path, content: Content, text: str | None) -> labels.Scan:
         time.sleep(0.1)
         with open(tmp_path / "scans", "a") as file:
             file.write(image.name[0])
-        return scan(image, content)
+        return scan(image, content, text)
 
     monkeypatch.setattr(labels, "scan_image", slow)
     with multiprocessing.get_context("fork").Pool(3) as pool:
@@ -325,6 +366,47 @@ def test_names_that_are_no_text_and_names_that_no_file_can_have_are_scanned(tmp_
         assert len(loaded.problems) == 1
 
 
+def test_a_problem_may_name_a_file_whose_name_is_no_text(tmp_path: Path) -> None:
+    file = write_image(tmp_path / "images" / os.fsdecode(b"\xff.png"), plain(4, 4))
+    for _ in ("scanned", "cached"):
+        assert load_labels([file], "labels", 0).problems == (f"{file}: 4x4 pixels, smaller than 10; left out",)
+
+
+READ_IN_ASCII = """
+import sys
+from pathlib import Path
+from data.dataset import DataOptions, data_source
+from utils.console import show
+from utils.files import replacing
+data = data_source(sys.argv[1], "data.detection:DetectionData").open(64, 32, DataOptions())
+split = data.split("train")
+print(split.identity())
+show(*split.report("train"))
+show(*data.spec.names.values())
+with replacing(data.spec.file.parent / data.spec.names[0] / "crop.jpg"):
+    pass
+"""
+
+
+def test_a_locale_without_unicode_changes_no_identity_and_no_cache(tmp_path: Path, cache_home: Path) -> None:
+    folder = tmp_path / "größe"
+    for name in ("ü.png".encode(), b"\xff.png"):
+        write_image(folder / "train" / os.fsdecode(name), plain(20, 10), "0 0.5 0.5 0.5 0.5", "x")
+    file = write_yaml(folder / "data.yaml", {"path": "../größe", "train": "train", "names": ["größe"]})
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", READ_IN_ASCII, file]
+    printed = subprocess.run(command, cwd=ROOT, env={**os.environ, **locale}, capture_output=True, check=True).stdout
+    identity, report, *warnings, name = printed.decode().splitlines()
+    assert report == "train: 2 images (0 without boxes), 2 boxes"
+    assert [re.findall(r"[^/]+\.txt", warning) for warning in warnings] == [["\\udcc3\\udcbc.txt"], ["\\udcff.txt"]]
+    assert name == r"gr\xf6\xdfe"
+    assert (folder / "größe/crop.jpg").is_file()
+    (cached,) = cache_home.rglob("*.npz")
+    split = data_source(str(file), "data.detection:DetectionData").open(64, 32, DataOptions()).split("train")
+    assert repr(split.identity()) == identity
+    assert list(cache_home.rglob("*.npz")) == [cached]
+
+
 def test_another_list_of_images_has_a_cache_of_its_own(images: list[Path]) -> None:
     load_labels(images, "labels", 0)
     assert load_labels(images[::-1], "labels", 0).rows[:, 0].tolist() == [0, 2, 1]
@@ -342,6 +424,25 @@ def without_keys(file: Path) -> None:
         np.savez(opened, rows=np.zeros((0, 5), np.float32))
 
 
+def of_other_images(file: Path) -> None:
+    with np.load(file) as arrays:
+        changed = {**arrays, "sizes": arrays["sizes"][:2]}
+    with open(file, "wb") as opened:
+        np.savez(opened, **changed)
+
+
+def of_floats(file: Path) -> None:
+    with np.load(file) as arrays:
+        changed = {**arrays, "offsets": arrays["offsets"].astype(float)}
+    with open(file, "wb") as opened:
+        np.savez(opened, **changed)
+
+
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
 def one_array(file: Path) -> None:
     with open(file, "wb") as opened:
         np.save(opened, np.zeros(3))
@@ -353,6 +454,9 @@ def one_array(file: Path) -> None:
         cut,
         without_keys,
         one_array,
+        of_other_images,
+        of_floats,
+        pipe,
         pytest.param(lambda file: file.write_bytes(b""), id="empty"),
         pytest.param(lambda file: file.write_bytes(b"not a cache"), id="text"),
         pytest.param(lambda file: file.write_bytes(b"PK\x03\x04 not a cache"), id="no zip"),
@@ -385,7 +489,7 @@ def read_only_set(images: list[Path], tmp_path: Path) -> Iterator[list[Path]]:
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
     small = write_image(tmp_path / "set/images/small.png", plain(4, 4))
-    turned = write_image(tmp_path / "set/images/turned.jpg", plain(40, 24), "bad", exif=exif)
+    turned = write_image(tmp_path / "set/images/turned.jpg", plain(40, 24), "bad", "0 0.5 0.5 0.5 0.5", exif=exif)
     unended = write_image(tmp_path / "set/images/unended.jpg")
     unended.write_bytes(unended.read_bytes()[:-2])  # without its end marker: YOLOv5 would rewrite this file
     folders = [tmp_path / "set", tmp_path / "set/images", tmp_path / "set/labels"]
@@ -446,16 +550,19 @@ def test_side_lengths_are_those_at_the_training_size() -> None:
     assert lengths.tolist() == [[50, 25], [25, 50], [25, 25]]
 
 
-def test_an_unknown_class_is_named_with_its_file() -> None:
-    images = [Path(f"/set/images/{name}.jpg") for name in "abc"]
+def test_an_unknown_class_is_named_with_its_file_and_line(tmp_path: Path) -> None:
+    images = [tmp_path / f"images/{name}.jpg" for name in "abc"]
+    file = write_label(images[0], "", "x", "2 0.5 0.5 0.5 0.5", "4.0 0.5 0.5 0.25 1")
     check_classes(three_boxes(), images, 5, Path("data.yaml"))
-    with pytest.raises(UserError) as caught:
-        check_classes(three_boxes(), images, 4, Path("data.yaml"))
-    assert str(caught.value) == (
-        "/set/labels/a.txt has class 4, but `names` of data.yaml ends at 3; "
-        "fix the label or add the class (1 such rows in all)"
-    )
-    with pytest.raises(UserError, match=r"^/set/labels/c\.txt has class 3, .* \(1 such rows in all\)$"):
+    for line in (", line 4", ""):
+        with pytest.raises(UserError) as caught:
+            check_classes(three_boxes(), images, 4, Path("data.yaml"))
+        assert str(caught.value) == (
+            f"{file}{line} has class 4, but `names` of data.yaml ends at 3; "
+            "fix the label or add the class (1 such row in all)"
+        )
+        file.write_text("")  # it has changed since the scan
+    with pytest.raises(UserError, match=r"/labels/c\.txt has class 3, .* \(1 such row in all\)$"):
         check_classes(three_boxes().subset(np.array([False, True, True])), images[1:], 3, Path("data.yaml"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
@@ -95,7 +96,7 @@ def test_a_list_of_streams(tmp_path: Path) -> None:
     ("source", "message"),
     [
         ("", "no source is given"),
-        ("nowhere.jpg", "--source nowhere.jpg does not exist"),
+        ("nowhere.jpg", "^the source nowhere.jpg does not exist"),
         ("nowhere/*.jpg", "does not exist"),
         ("{folder}/notes.md", "has no picture or video"),
         ("{folder}/empty.txt", "is an empty list"),
@@ -127,6 +128,20 @@ def test_every_third_frame(folder: Path) -> None:
     frames = list(media)
     assert [frame.number for frame in frames] == brightness(frames) == [0, 3, 6]
     assert media.count() == 3
+
+
+def test_dangling_links_and_pipes_are_reported(folder: Path) -> None:
+    """A pipe is not opened: to read it may wait forever."""
+    (folder / "gone.jpg").symlink_to(folder / "nowhere.jpg")
+    for name in ("pipe.jpg", "pipe.mp4"):
+        os.mkfifo(folder / name)
+    media = Media(find_media(str(folder)))
+    assert media.count() == 5 + FRAMES
+    assert len(list(media)) == 2 + FRAMES
+    gone, *pipes = media.problems
+    assert gone.startswith(f"{folder}/gone.jpg cannot be read as an image (")
+    advice = "is not a regular file; give the name of a picture or video"
+    assert pipes == [f"{folder}/pipe.jpg {advice}", f"{folder}/pipe.mp4 {advice}"]
 
 
 def test_unreadable_items_are_reported_and_the_others_are_read(folder: Path) -> None:
@@ -212,7 +227,7 @@ def test_the_screen_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mss", None)
     screen = Media(find_media("screen"))
     assert not list(screen)
-    assert screen.problems == ["--source screen needs the package mss: pip install mss"]
+    assert screen.problems == ["the source screen needs the package mss: pip install mss"]
 
 
 # Prefetching

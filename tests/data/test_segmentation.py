@@ -198,7 +198,7 @@ def test_boxes_are_counted_and_an_image_may_have_both(tmp_path: Path) -> None:
     split = data.split("train")
     report = split.report("train")
     assert report == [
-        "train: 1 images (0 without boxes), 3 boxes",
+        "train: 1 image (0 without boxes), 3 boxes",
         "warning: train: 2 of 3 labels are boxes without an outline; their masks are rectangles",
     ]
     assert data_of(tmp_path, strict=True).split("train").problems == ()
@@ -221,7 +221,7 @@ def test_a_bad_outline_is_left_out_and_named(tmp_path: Path, row: str, problem: 
     split = data_of(tmp_path).split("train")
     assert split.problems == (f"{label_file(image)}, line 1: {problem}; row left out",)
     assert split.labels.rows[:, 0].tolist() == [0]
-    with pytest.raises(UserError, match=r"line 1: .* \(--strict; 1 such problems in train\)"):
+    with pytest.raises(UserError, match=r"line 1: .* \(--strict; 1 such problem in train\)"):
         data_of(tmp_path, strict=True).split("train")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from itertools import product
 from pathlib import Path
@@ -78,11 +79,17 @@ def test_names_may_be_a_mapping_a_list_or_a_count(yaml_file: Path, content: dict
         ),
         *(
             ({"train": entry}, "`train` must be a path or a list of paths, not")
-            for entry in (3, {"folder": "images/train"}, ["images/train", 3])
+            for entry in (3, {"folder": "images/train"}, ["images/train", 3], "images\ntrain", "images\0train")
         ),
         ({"path": ["a"]}, "`path` must be a folder's name, not ['a']"),
         ({"defaults": {"epoch": 3}}, "unknown key 'epoch' under `defaults` (did you mean 'epochs'?)"),
         ({"defaults": {"imgsz": 0}}, "`imgsz` under `defaults` is 0, which --imgsz refuses"),
+        ({"names": ["a"], "nc": "1"}, "`nc` is '1' but `names` has 1 classes"),
+        ({"nc": True, "names": None}, "`names` must list the classes"),
+        ({"names": ["a"] * 5000}, "`names` lists 5000 classes; a model has at most 4096, so"),
+        ({"train": [["a" * 9999]]}, f"`train` must be a path or a list of paths, not ['{'a' * 155}..."),
+        ({"convert": ["voc"]}, "`convert` must be one of voc, visdrone, not ['voc']"),
+        ({"valid": "x"}, "unknown key 'valid' (did you mean 'val'?)"),
         ({"convert": "rm -rf"}, "`convert` must be one of voc, visdrone, not 'rm -rf'"),
         *(
             ({key: "images/train"}, f"unknown key '{key}' (did you mean '{meant}'?)")
@@ -236,6 +243,45 @@ def test_entries_are_relative_to_path_and_path_to_the_yaml_or_the_working_folder
     assert spec.images("train") == [tmp_path / images / "a.jpg"]
 
 
+ROBOFLOW = {
+    # its YOLOv5 and YOLOv8 exports
+    "beside": {"train": "../train/images", "val": "../valid/images", "test": "../test/images"},
+    # as its Python package writes them
+    "below the working folder": {"train": "mine-1/train/images", "val": "mine-1/valid/images"},
+    "with a path": {"path": "../mine-1", "train": "train/images", "val": "valid/images", "test": "test/images"},
+}
+
+
+@pytest.mark.parametrize("form", ROBOFLOW)
+def test_an_export_of_roboflow_is_read_as_unzipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """The YAML is beside the folders of the splits; `test` may be named without being there."""
+    folder = tmp_path / "mine-1"
+    stem = "a_jpg.rf.9f1c2d"
+    images = {split: touch(folder / split / "images", f"{stem}.jpg") for split in ("train", "valid")}
+    touch(folder, "README.dataset.txt", "README.roboflow.txt")
+    license = {"workspace": "me", "project": "mine", "version": 1, "license": "CC BY 4.0", "url": "https://x.org/1"}
+    write_yaml(folder / "data.yaml", {**ROBOFLOW[form], "nc": 2, "names": ["cat", "0"], "roboflow": license})
+    monkeypatch.chdir(tmp_path)
+    spec = read_spec(Path("mine-1/data.yaml"))
+    assert spec.names == {0: "cat", 1: "0"}
+    assert (spec.images("train"), spec.images("val")) == (images["train"], images["valid"])
+    assert label_file(images["valid"][0]) == folder / f"valid/labels/{stem}.txt"
+    with pytest.raises(UserError, match=r"has no `test:`" if "test" not in spec.entries else r"`test: .* looked for"):
+        spec.images("test")
+
+
+def test_an_entry_means_what_it_says_if_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The YAML's folder comes first, with and without `../`; the working folder is another one."""
+    beside, above = touch(tmp_path / "all/set/train", "a.jpg"), touch(tmp_path / "all/train", "b.jpg")
+    touch(tmp_path / "train", "c.jpg")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    file = write_spec(tmp_path / "all/set/data.yaml", train="../train")
+    assert read_spec(file).images("train") == above
+    shutil.rmtree(tmp_path / "all/train")
+    assert read_spec(file).images("train") == beside
+
+
 def test_a_missing_folder_is_named_with_its_key_and_all_candidates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +324,28 @@ def test_a_folder_is_searched_at_every_depth_for_image_suffixes_in_either_case(t
     assert read_spec(write_spec(tmp_path / "data.yaml", train="images")).images("train") == sorted(expected)
 
 
+def test_images_in_formats_that_are_not_read_are_counted(tmp_path: Path) -> None:
+    touch(tmp_path / "images", "a.jpg", "b.HEIC", "c.gif", "notes.txt")
+    touch(tmp_path / "images/deep", "d.heic")
+    spec = read_spec(write_spec(tmp_path / "data.yaml", train="images", val="images/deep"))
+    images, problems, _ = spec.listing("train")
+    assert images == [tmp_path / "images/a.jpg"]
+    assert problems == [
+        f"{tmp_path}/data.yaml: `train:` has 3 images in formats that are not read (.gif, .heic), such as "
+        f"{tmp_path}/images/b.HEIC: convert them to .jpg or .png; left out"
+    ]
+    with pytest.raises(UserError, match=r"has no images in .*/deep; .*has 1 image in formats .* \(\.heic\).*convert"):
+        spec.listing("val")
+
+
+def test_names_may_be_any_bytes(tmp_path: Path) -> None:
+    names = [os.fsdecode(name) for name in ("ä.jpg".encode(), b"\xff.jpg")]
+    images = touch(tmp_path / "größe", *names)
+    (tmp_path / "list.txt").write_bytes(b"\n".join(b"gr\xc3\xb6\xc3\x9fe/" + os.fsencode(name) for name in names))
+    spec = read_spec(write_spec(tmp_path / "data.yaml", train="größe", val="list.txt"))
+    assert spec.listing("train") == spec.listing("val") == (sorted(images), [], ())
+
+
 def test_a_list_file_names_images_relative_to_itself_or_to_the_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +358,7 @@ def test_a_list_file_names_images_relative_to_itself_or_to_the_working_folder(
     (tmp_path / "set/lists/train.txt").write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8", newline="")
     monkeypatch.chdir(tmp_path / "work")
     spec = read_spec(write_spec(tmp_path / "set/data.yaml", path=".", train="lists/train.txt"))
-    images, problems = spec.listing("train")
+    images, problems, _ = spec.listing("train")
     assert images == sorted(beside + working + absolute)
     file = tmp_path / "set/lists/train.txt"
     assert problems == [f"{file}, line 11: 'notes.md' does not end like an image's name; skipped"]
@@ -337,7 +405,7 @@ def test_images_are_sorted_folder_by_folder(tmp_path: Path) -> None:
     images = read_spec(write_spec(tmp_path / "data.yaml", train="images")).images("train")
     assert images == sorted(tmp_path.rglob("*.jpg"))
     assert images != sorted(images, key=str)
-    assert sorted(images_below(tmp_path)) == images
+    assert sorted(images_below(tmp_path, [])) == images
 
 
 def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:

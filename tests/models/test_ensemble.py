@@ -50,6 +50,12 @@ def build(weights: dict[str, Weights], imgsz: int, names: dict[int, str] = NAMES
     return ensemble(weights).build(DetectionTask(names, Hyperparameters()), imgsz, "my.yaml")
 
 
+def test_other_names_in_the_data_set() -> None:
+    members = ensemble({"a.pt": content({0: "cat", 1: "dog"}), "b.pt": content({0: "cat", 1: "dog"})})
+    (warning,) = members.class_warnings({0: "dog", 1: "cat"})
+    assert "2 of 2 classes have other names in a.pt than in the data set" in warning
+
+
 def test_files_of_one_task_and_class_list_fit_together() -> None:
     assert common_task({"a.pt": content({0: "cat"}), "b.pt": content({0: "cat"})}) == "detect"
     assert common_task({"a.pt": content(task="classify")}) == "classify"

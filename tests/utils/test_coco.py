@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from utils.coco import (
     COCO_METRICS,
+    Annotations,
     CocoIds,
     CocoImage,
     csv_document,
@@ -169,6 +171,11 @@ def test_annotations_that_cannot_be_read(tmp_path: Path) -> None:
 # Metrics
 
 
+def boxes_score(read: Annotations, rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    ((_, scores),) = score(read, rows)
+    return scores
+
+
 def test_metrics_by_hand(tmp_path: Path) -> None:
     """One cat of two is detected, with more confidence than a false one; the dog only at IoU 0.6.
 
@@ -183,14 +190,14 @@ def test_metrics_by_hand(tmp_path: Path) -> None:
         ],
         read.ids,
     )
-    scores = dict(zip(COCO_METRICS, score(read, rows), strict=True))
+    scores = dict(zip(COCO_METRICS, boxes_score(read, rows), strict=True))
     cat = 51 / 101
     assert scores["AP", "0.50", "all", 100] == pytest.approx((cat + 1) / 2)
     assert scores["AP", "0.75", "all", 100] == pytest.approx((cat + 0) / 2)
     assert scores["AP", "0.50:0.95", "all", 100] == pytest.approx((cat + 0.3) / 2)
     assert scores["AR", "0.50:0.95", "all", 1] == pytest.approx((0.5 + 0.3) / 2)
     assert scores["AP", "0.50:0.95", "small", 100] == -1
-    rows = table(list(scores.values()))
+    rows = table(list(scores.values()), "COCO")
     assert rows[2].split() == ["AP", "0.50", "all", "100", f"{(cat + 1) / 2:.4f}"]
     assert rows[4].split() == ["AP", "0.50:0.95", "small", "100", "-"]
     document = list(csv.DictReader(csv_document(list(scores.values())).splitlines()))
@@ -201,11 +208,32 @@ def test_metrics_by_hand(tmp_path: Path) -> None:
 
 def test_metrics_without_detections(tmp_path: Path) -> None:
     read = read_annotations(written(tmp_path, annotations()), NAMES, PATHS)
-    assert score(read, [])[:3] == [0, 0, 0]
+    assert boxes_score(read, [])[:3] == [0, 0, 0]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("ids", [(0, 1, 2, 3), (5, 5, 5, 5), (None, None, None, None)])
+def test_ids_of_annotations_change_nothing(ids: tuple[int | None, ...], tmp_path: Path) -> None:
+    """Ids from 0, equal ones or none: the evaluator would warn of the first, and count wrongly."""
+    content = annotations()
+    read = read_annotations(written(tmp_path, content), NAMES, PATHS)
+    rows = results([detections(0, (10, 10, 50, 50, 0.9, 0)), detections(1, (0, 0, 40, 40, 0.9, 1))], read.ids)
+    content["annotations"] = [{**one, "id": k} for one, k in zip(content["annotations"], ids, strict=True)]
+    other = read_annotations(written(tmp_path, content), NAMES, PATHS)
+    assert boxes_score(other, rows) == boxes_score(read, rows)
 
 
 def test_annotations_without_boxes(tmp_path: Path) -> None:
     content = annotations(annotations=[{"id": 1, "image_id": 9, "category_id": 3}])
     read = read_annotations(written(tmp_path, content), NAMES, PATHS)
     with pytest.raises(UserError, match=r"cannot be used .*give a file of COCO annotations"):
-        score(read, results([detections(0, (10, 10, 50, 50, 0.9, 0))], read.ids))
+        boxes_score(read, results([detections(0, (10, 10, 50, 50, 0.9, 0))], read.ids))
+
+
+def test_boxes_are_scored_before_masks(tmp_path: Path) -> None:
+    """Annotations without outlines are an error of the masks alone."""
+    read = read_annotations(written(tmp_path, annotations()), NAMES, PATHS)
+    scores = score(read, results([detections(0, (10, 10, 50, 50, 0.9, 0))], read.ids), ["bbox", "segm"])
+    assert next(scores)[0] == "bbox"
+    with pytest.raises(UserError, match=r"cannot be used .*iscrowd, and segmentation"):
+        next(scores)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
 import time
 
 import pytest
 
 from utils import console
-from utils.console import Bar, RemainingTime, duration, show
+from utils.console import NAME_COLUMNS, Bar, RemainingTime, duration, short_name, show, surviving_output
+from utils.files import ROOT
 
 
 class Terminal(io.StringIO):
@@ -34,6 +42,16 @@ def test_warnings_are_yellow_on_terminals(
     monkeypatch.setenv("TERM", term)
     show("warning: a", "b")
     assert output.getvalue() == ("\x1b[33mwarning: a\x1b[0m\nb\n" if yellow else "warning: a\nb\n")
+
+
+@pytest.mark.parametrize(("encoding", "expected"), [("utf-8", b"\xc3\xbc\\udcff\n"), ("ascii", b"\\xfc\\udcff\n")])
+def test_names_of_files_are_printed_in_any_encoding(
+    encoding: str, expected: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, encoding))
+    show("\u00fc\udcff")
+    assert output.getvalue() == expected
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0, "0:00"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03")])
@@ -81,7 +99,7 @@ def test_a_bar_shows_values_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     bar = Bar("epoch 1/2", 24, True)
     for _ in bar.over(range(3), lambda _: 8):
         if bar.due():
-            bar.show({"box": "0.1234", "wait": "3%"})
+            bar.show(["box 0.1234", "wait 3%"])
         time.sleep(0.11)  # tqdm draws every 0.1 s
     assert "epoch 1/2" in terminal.getvalue()
     assert "box 0.1234, wait 3%" in terminal.getvalue()
@@ -89,3 +107,94 @@ def test_a_bar_shows_values_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("sys.stderr", hidden)
     assert list(Bar("epoch", 8, shown=False).over([1], lambda _: 8)) == [1]
     assert hidden.getvalue() == ""
+
+
+# Output that cannot be written
+
+SCRIPT = """
+import sys
+from utils.console import show, surviving_output
+
+with surviving_output():
+    for number in range(2000):
+        show(f"line {number}")
+    print("done", file=sys.stderr)
+"""
+FULL = "/dev/full"  # every write fails: no space left on device
+
+
+@pytest.mark.parametrize(
+    ("redirection", "printed"),
+    [
+        (
+            f">{FULL}",
+            ["warning: standard output cannot be written (No space left on device); the run continues", "done"],
+        ),
+        (">&-", ["warning: standard output cannot be written (it is closed); the run continues", "done"]),
+        (f">{FULL} 2>&1", []),
+        (">&- 2>&-", []),
+        (
+            f"2>{FULL} | tail -n 1",
+            ["warning: standard error cannot be written (No space left on device); the run continues"],
+        ),
+        (
+            "| head -n 1",
+            ["line 0", "warning: standard output cannot be written (Broken pipe); the run continues", "done"],
+        ),
+    ],
+)
+def test_output_that_cannot_be_written_does_not_end_a_script(redirection: str, printed: list[str]) -> None:
+    """The exit code is that of the script, and the other stream has one warning."""
+    command = ["bash", "-c", f'set -o pipefail; "$0" -c "$1" {redirection}', sys.executable, SCRIPT]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert (ended.returncode, sorted((ended.stdout + ended.stderr).splitlines())) == (0, sorted(printed))
+
+
+def test_names_that_a_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr("sys.stdout", terminal)
+    with surviving_output():
+        show("M\xfcll \udcff")
+    assert terminal.buffer.getvalue() == b"M\\xfcll \\udcff\n"  # type: ignore[attr-defined]
+
+
+BAR_VALUES = [
+    *("left 1:12:34", "box 0.123 seg 0.456 obj 0.789 cls 0.012"),
+    *("best mask mAP 0.321", "1234 img/s", "wait 12%", "memory 12.3 GiB"),
+]
+
+
+@pytest.mark.parametrize(
+    ("columns", "title", "values"),
+    [
+        (80, "epoch 299/300", BAR_VALUES[:2]),
+        (80, "epoch 1999/2000", [BAR_VALUES[0], *BAR_VALUES[2:4]]),  # what does not fit is left out
+        (120, "epoch 299/300", BAR_VALUES[:4]),
+        (200, "epoch 299/300", BAR_VALUES),
+        (30, "epoch 299/300", []),
+    ],
+)
+def test_a_bar_fits_the_terminal(columns: int, title: str, values: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "REFRESH_SECONDS", 0.0)
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(slave, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        bar = Bar(title, 24, True)
+        for _ in bar.over(range(3), lambda _: 8):
+            bar.show(BAR_VALUES)
+            time.sleep(0.11)  # tqdm draws every 0.1 s
+        printed = os.read(master, 65536).decode()
+    os.close(master)
+    drawings = [drawing.rstrip() for drawing in printed.split("\r")]
+    assert max(map(len, drawings)) <= columns
+    last = max(drawing for drawing in drawings if drawing.startswith(title))
+    assert last.partition("| ")[2] == ", ".join(values)
+
+
+@pytest.mark.parametrize("columns", [5, 6, NAME_COLUMNS])
+def test_a_long_name_loses_its_middle(columns: int) -> None:
+    assert short_name("x" * columns, columns) == "x" * columns
+    short = short_name(f"begin{'-' * 30}end", columns)
+    assert len(short) == columns
+    assert (short[0], short[-1], ".." in short) == ("b", "d", True)

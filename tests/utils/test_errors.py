@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from utils.errors import first_line, nearest, plural
+from utils.errors import MAX_MESSAGE, UserError, first_line, nearest, plural, shown
 
 
 def test_plural() -> None:
     assert [plural(1, "batch"), plural(2, "batch")] == ["1 batch", "2 batches"]
-    assert [plural(2, noun) for noun in ("epoch", "process")] == ["2 epochs", "2 processes"]
+    assert [plural(2, noun) for noun in ("epoch", "process", "box")] == ["2 epochs", "2 processes", "2 boxes"]
 
 
 def test_nearest() -> None:
@@ -22,3 +22,12 @@ def test_first_line() -> None:
     assert first_line(ValueError("one\ntwo")) == "one"
     assert first_line(ValueError("\n one two\n"), length=6) == "one..."
     assert first_line(ValueError()) == "ValueError"
+
+
+def test_a_message_is_short_whatever_it_quotes() -> None:
+    assert shown(["a"]) == "['a']"
+    assert len(shown("a" * 10**6)) == 160
+    text = str(UserError(f"data.yaml: `train` must be a path, not {'a' * 10**6}; fix it"))
+    assert len(text) < MAX_MESSAGE + 10
+    assert text.startswith("data.yaml: `train` must be a path, not aaa")
+    assert text.endswith("aaa; fix it")

@@ -89,6 +89,13 @@ def test_numbered_folders(tmp_path: Path) -> None:
     assert numbered_folder(project, "other", False).name == "other"
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "/"])
+def test_a_folder_without_a_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^--name '{name}' is no name for a run folder; give one"):
+        numbered_folder(tmp_path / "runs", name, True)
+    assert names(tmp_path) == []
+
+
 def test_exist_ok_uses_an_existing_folder(tmp_path: Path) -> None:
     first = numbered_folder(tmp_path, "exp", True)
     (first / "weights").mkdir()
@@ -197,6 +204,12 @@ def test_a_folder_is_not_replaced_by_a_shipped_file_of_its_name(repository: Path
             find_file(name, "recipe", ["data/hyps"])
 
 
+def test_a_pipe_is_not_waited_for(repository: Path) -> None:
+    os.mkfifo("pipe.yaml")
+    with pytest.raises(UserError, match=r"recipe 'pipe.yaml' is no regular file; give"):
+        find_file("pipe.yaml", "recipe", ["data/hyps"])
+
+
 @pytest.mark.parametrize("name", ["lo.yaml", ""])
 def test_a_missing_file_is_an_error(repository: Path, name: str) -> None:
     with pytest.raises(UserError) as caught:
@@ -209,10 +222,18 @@ def test_a_missing_file_is_an_error(repository: Path, name: str) -> None:
 # YAML
 
 
+def laughs(form: str) -> bytes:
+    """Return 30 lines of YAML, each of which repeats the line before ten times."""
+    lines = [f"a{k}: &a{k} " + form.format(", ".join([f"*a{k - 1}"] * 10)) for k in range(1, 30)]
+    return "\n".join(["a0: &a0 {b: 1}", *lines]).encode()
+
+
 def test_read_yaml(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_bytes("\ufeffname: é\nlist: [1, 2]\n".encode())  # with a byte order mark
     assert read_yaml(path) == {"name": "é", "list": [1, 2]}
+    path.write_text("a: &a {b: 1, c: 2}\nd: {<<: *a, c: 3}\ne: ['1_0', *a, 1.5e+3]\n")
+    assert read_yaml(path) == {"a": {"b": 1, "c": 2}, "d": {"b": 1, "c": 3}, "e": ["1_0", {"b": 1, "c": 2}, 1500.0]}
 
 
 @pytest.mark.parametrize(
@@ -226,6 +247,21 @@ def test_read_yaml(tmp_path: Path) -> None:
         (b"", r"a\.yaml has no `key: value` lines; it must be a YAML mapping"),
         (b"- 1\n- 2\n", r"a\.yaml has no `key: value` lines"),
         (b"text\n", r"a\.yaml has no `key: value` lines"),
+        (b"a: 1\nb: {c: 1,\n  c: 2}\n", r"a\.yaml, line 3: the key 'c' again; fix the YAML there"),
+        (b"0: a\n1: b\n0: c\n", r"a\.yaml, line 3: the key '0' again"),
+        (b"a: [1,\n 1_0]\n", r"a\.yaml, line 2: 1_0 would be read as another number; use digits only"),
+        (b"a: 1_0.5\n", "1_0.5 would be read as another number"),
+        (b"a: 1:30\n", "1:30 would be read as another number"),
+        (b"a: 2026-99-99\n", r"a\.yaml has a value that cannot be read \(month must be in 1..12\); fix the YAML"),
+        (b"a: !!int x\n", r"a\.yaml has a value that cannot be read"),
+        (b"a: !!bool x\n", r"a\.yaml has a value that cannot be read"),
+        (b"a: !!timestamp x\n", r"a\.yaml has a value that cannot be read"),
+        (b"a: " + 2000 * b"[", r"a\.yaml has brackets inside of too many brackets"),
+        (b"a: [" + 2**19 * b"1," + b"]", r"a\.yaml has 1048581 characters; at most 1048576 are read, so"),
+        (b"a: &a [*a]\n", r"a\.yaml, line 1: its aliases repeat values to more than 1048576 characters"),
+        (b'a: "\\ud83d"\n', r"a\.yaml, line 1: half of a surrogate pair, which is no character"),
+        (laughs("[{}]"), r"a\.yaml, line \d+: its aliases repeat values to more than"),
+        (laughs("{{<<: [{}]}}"), r"a\.yaml, line \d+: its aliases repeat values to more than"),
     ],
 )
 def test_a_file_that_is_not_a_yaml_mapping_is_an_error(tmp_path: Path, content: bytes, message: str) -> None:

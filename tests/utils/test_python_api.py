@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,8 @@ from utils.config.options import TrainOptions, ValOptions
 from utils.config.parser import parse_options
 from utils.distributed.exit import Stopped
 from utils.errors import UserError
-from utils.python_api import RESULT, as_arguments, call, hand_over
+from utils.files import lock_folder
+from utils.python_api import RESULT, as_arguments, call, hand_over, in_python
 from utils.summary import Summary
 
 SUMMARY = Summary({"mAP_0.5": 0.5}, 0.25, ["head", "all"], [], losses={"box_loss": 2.0})
@@ -21,27 +23,80 @@ SUMMARY = Summary({"mAP_0.5": 0.5}, 0.25, ["head", "all"], [], losses={"box_loss
 
 def test_flags_become_arguments() -> None:
     flags = {"imgsz": 320, "weights": "", "rect": True, "cos_lr": False, "freeze": (0, 2), "name": None, "seed": 0}
-    words = as_arguments(TrainOptions, flags)
+    words = as_arguments(TrainOptions, flags, "train.run")
     assert words == ["--imgsz=320", "--weights=", "--rect", "--freeze", "0", "2", "--seed=0"]
     options = parse_options(TrainOptions, words)
     assert (options.imgsz, options.weights, options.rect, options.freeze) == (320, "", True, (0, 2))
 
 
 def test_aliases_and_hyperparameters() -> None:
-    words = as_arguments(TrainOptions, {"img": 64, "img_size": 96, "hyp.lr0": 0.1, "patience": -1})
-    assert words == ["--imgsz=64", "--imgsz=96", "--hyp.lr0=0.1", "--patience=-1"]
+    flags = {"img": 64, "patience": 0, "cache": True, "device": 0, "project": Path("a"), "resume": False}
+    words = as_arguments(TrainOptions, {**flags, "hyp.lr0": 0.1}, "train.run")
+    assert words == ["--imgsz=64", "--patience=0", "--cache", "--device=0", "--project=a", "--hyp.lr0=0.1"]
 
 
 def test_several_weights() -> None:
-    assert parse_options(ValOptions, as_arguments(ValOptions, {"weights": ["a.pt", "b.pt"]})).weights == (
+    assert parse_options(ValOptions, as_arguments(ValOptions, {"weights": ["a.pt", "b.pt"]}, "")).weights == (
         "a.pt",
         "b.pt",
     )
 
 
-def test_an_unknown_name_is_an_error() -> None:
-    with pytest.raises(UserError, match=r"unknown argument epoch \(did you mean 'epochs'\?\)"):
-        as_arguments(TrainOptions, {"epoch": 1})
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"epoch": 1}, "unknown argument epoch (did you mean 'epochs'?)"),
+        ({"epochs": "three"}, "epochs must be a whole number, 1 or more, not 'three'"),
+        ({"epochs": 1.5}, "epochs must be a whole number, 1 or more, not 1.5"),
+        ({"epochs": True}, "epochs must be a whole number, 1 or more, not True"),
+        ({"epochs": [3]}, "epochs must be a whole number, 1 or more, not [3]"),
+        ({"label_smoothing": 1}, "label_smoothing must be a number, 0 or more and less than 1, not 1"),
+        ({"batch": "all"}, "batch must be a whole number, -1 or more, not 'all'"),
+        ({"rect": 1}, "rect must be True or False, not 1"),
+        ({"data": 42}, "data must be a text or path, not 42"),
+        ({"data": {"path": "x" * 99}}, "data must be a text or path, not {'path': 'xxx"),
+        ({"optimizer": "Lion"}, "optimizer must be one of 'SGD', 'Adam', 'AdamW', not 'Lion'"),
+        ({"freeze": [0, "x"]}, "freeze must be a whole number, or a list of such, not [0, 'x']"),
+    ],
+)
+def test_a_wrong_name_or_value_is_one_sentence(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        as_arguments(TrainOptions, flags, "train.run")
+    assert str(caught.value).startswith(f"train.run: {message}")
+    assert len(str(caught.value)) < 150
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("--freeze 99: the model has layers 0 to 3", "freeze=99: the model has layers 0 to 3"),
+        ("--imgsz 60 96 is rounded up", "imgsz=(60, 96) is rounded up"),
+        ("--device 0,1: one is enough; try --device cpu", "device='0,1': one is enough; try device='cpu'"),
+        ("or start from scratch with --weights '' and --cfg", "or start from scratch with weights='' and cfg"),
+        ("a --batch-size 3 of two", "a batch_size=3 of two"),
+        ("remove --processes and pass it", "remove processes and pass it"),
+        ("--rect needs it, --rect, --img 5", "rect=True needs it, rect=True, imgsz=5"),
+        ("export it with --dynamic; or trtexec --int8", "export it with --dynamic; or trtexec --int8"),
+        ("a folder/--cfg.yaml", "a folder/--cfg.yaml"),
+    ],
+)
+def test_messages_name_arguments(text: str, expected: str) -> None:
+    """Not the flags of other scripts and programs."""
+    assert in_python(text, TrainOptions) == expected
+
+
+def test_an_error_of_the_script_names_arguments_and_releases_the_run_folder(tmp_path: Path) -> None:
+    """Even if the run's objects still exist, as after an error."""
+    locks = []
+
+    def main(argv: Sequence[str]) -> None:
+        locks.append(lock_folder(tmp_path))
+        raise UserError("--data none.yaml: there is none")
+
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"^data='none\.yaml': there is none$"):
+            call(main, "val", {})
+    assert len(locks) == 2
 
 
 def test_the_result_is_returned(tmp_path: Path) -> None:
@@ -85,6 +140,6 @@ def test_each_script_has_its_own_flags() -> None:
     words: list[Sequence[str]] = []
     call(words.append, "val", {"weights": ["a.pt", "b.pt"], "save_json": True})
     assert words == [["--weights", "a.pt", "b.pt", "--save-json"]]
-    with pytest.raises(UserError, match="unknown argument epochs"):
+    with pytest.raises(UserError, match=r"^val\.run: unknown argument epochs"):
         call(words.append, "val", {"epochs": 1})
     assert len(words) == 1

@@ -30,7 +30,7 @@ def folder(tmp_path: Path, warnings: list[str]) -> MainRunFolder:
 def fill(folder: RunFolder) -> None:
     """Call every method that writes."""
     folder.write_settings({"names": ("ä", "b"), "epochs": 3})
-    folder.write_problems(["a.jpg is empty; left out", "b.jpg too"])
+    folder.write_problems(["a.jpg is empty; left out", "b\udcff.jpg too"])
     folder.write_documents({"classes.csv": "a,b\n", "n\udcffmes.txt": "\udcff"})
     folder.add_row({"epoch": 0, "loss": 1 / 3, "mAP": None})
     folder.save_weights(
@@ -51,7 +51,7 @@ def test_files(folder: MainRunFolder, tmp_path: Path) -> None:
         "names": ["ä", "b"],
         "epochs": 3,
     }
-    assert (tmp_path / "problems.txt").read_text() == "a.jpg is empty; left out\nb.jpg too\n"
+    assert (tmp_path / "problems.txt").read_bytes() == b"a.jpg is empty; left out\nb\xff.jpg too\n"
     assert (tmp_path / "classes.csv").read_text() == "a,b\n"
     assert (tmp_path / "n\udcffmes.txt").read_bytes() == b"\xff"
     assert (tmp_path / "results.csv").read_text() == "epoch,loss,mAP\n0,0.333333333,\n"
@@ -129,5 +129,8 @@ def test_a_file_that_cannot_be_written_is_a_warning_and_finally_an_error(
     folder.save_weights(["last.pt"], nn.Linear(2, 1), yaml={"task": "detect"}, names={}, settings={})
     folder.wait_for_writing()
     assert [warning.partition(" cannot")[0] for warning in warnings] == [f"warning: {tmp_path}/weights/last.pt"]
-    with pytest.raises(UserError, match=r"last\.pt cannot be written: .*; fix that, and continue with --resume"):
+    with pytest.raises(UserError, match=r"last\.pt cannot be written: .*; fix that, and start the run again"):
+        folder.finish_writing()
+    folder.save_state({"format": "lockstep-state-1"})
+    with pytest.raises(UserError, match=f"fix that, and continue with --resume {tmp_path}$"):
         folder.finish_writing()

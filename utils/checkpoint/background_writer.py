@@ -65,15 +65,14 @@ class BackgroundWriter:
             for path in jobs:
                 self.failed.pop(path, None)
 
-    def finish(self, run_folder: Path) -> None:
-        """Wait for all jobs and repeat those that failed. Raises `UserError` if one fails again."""
+    def finish(self, advice: str) -> None:
+        """Wait for all jobs and repeat those that failed. Raises `UserError` with `advice` if one fails again."""
         self.wait()
         for path, job in list(self.failed.items()):
             try:
                 job()
             except OSError as error:
                 raise UserError(
-                    f"{path} cannot be written: {error.strerror or error}; fix that, and continue with "
-                    f"--resume {run_folder}"
+                    f"{path} cannot be written: {error.strerror or error}; fix that, and {advice}"
                 ) from None
             self.failed.pop(path)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from utils.errors import plural
 from utils.summary import Summary
 
 
@@ -41,6 +42,14 @@ class Progress:
     def stalled(self, patience: int) -> bool:
         """Return whether `patience` epochs have passed without a better fitness; never if it is 0."""
         return 0 < patience <= self.validated - self.best_epoch
+
+    def nothing_to_do(self, epochs_before: int, epochs: int) -> str:
+        """Return why a run of `epochs_before` epochs cannot be continued to `epochs`, '' if it can."""
+        if self.finished and epochs <= epochs_before:
+            return "is finished: nothing to resume; a larger number of --epochs continues it"
+        if self.epoch >= epochs:
+            return f"has trained {plural(self.epoch, 'epoch')}; --epochs {epochs} leaves nothing to do"
+        return ""
 
     def next_epoch(self) -> None:
         """Start the next epoch."""

@@ -18,7 +18,7 @@ from utils.checkpoint.progress import Progress
 from utils.checkpoint.state_files import StateFiles
 from utils.checkpoint.training_state import Identity
 from utils.config.options import AUTO, NEWEST
-from utils.config.resumed import RecipeOf, from_plain, resumed_options
+from utils.config.resumed import RecipeOf, check_settings, from_plain, resumed_options
 from utils.config.settings import Settings, parse_settings
 from utils.distributed.agreement import decide_on_main
 from utils.distributed.exit import Stopped
@@ -61,6 +61,8 @@ def read_saved_state(
     if saved:
         run.print(*identity.check(saved), *settings.changes)
         run.print(f"resuming {run.path} {Progress.from_state(saved['progress'])}")
+    elif settings.is_fixed:
+        run.print(f"{run.path} ended before it saved anything: it starts anew, with its settings")
     run.files.rewind(saved)
     return identity, saved
 
@@ -72,24 +74,19 @@ def _decide(settings: Settings, recipe_of: RecipeOf) -> dict[str, Any]:
     if run is None:
         return {"options": vars(given), "saved": None, "fixed": False}
     saved = read_yaml(run / SETTINGS)
-    if "epochs" not in saved or "hyperparameters" not in saved:
+    if not {"epochs", "batch_size", "hyperparameters", "model"} <= saved.keys():
         raise UserError(f"{run} is not the folder of a training run, so it cannot be resumed; name one that is")
+    states = StateFiles(run / STATES)
+    state = states.peek() or states.read(lambda warning: None)  # which raises an error if there are only damaged ones
+    check_settings(type(given), saved, state.get("settings", {}) if state else {}, run / SETTINGS)
     options = resumed_options(type(given), settings.argv, run, saved, recipe_of, launched())
-    state = StateFiles(run / STATES).peek()
-    if state is None:  # the run ended before it saved one, and starts again
+    if state is None:
+        states.refuse_new_start(given.resume == AUTO, options.nosave)
         return {"options": vars(options), "saved": None, "fixed": True}
-    if reason := _nothing_to_do(run, Progress.from_state(state["progress"]), saved["epochs"], options.epochs):
-        print(reason, flush=True)
+    if reason := Progress.from_state(state["progress"]).nothing_to_do(saved["epochs"], options.epochs):
+        print(f"{run} {reason}", flush=True)
         raise Stopped(0)
     return {"options": vars(options), "saved": yaml.safe_dump(saved), "fixed": True}
-
-
-def _nothing_to_do(run: Path, progress: Progress, epochs_before: int, epochs: int) -> str:
-    if progress.finished and epochs <= epochs_before:
-        return f"{run} is finished: nothing to resume; a larger number of --epochs continues it"
-    if progress.epoch >= epochs:
-        return f"{run} has trained {progress.epoch} epochs; --epochs {epochs} leaves nothing to do"
-    return ""
 
 
 def find_run(resume: str, project: Path, name: str, exist_ok: bool) -> Path | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 from utils.files import replacing
 
 STATE_FORMAT = "lockstep-state-1"
@@ -61,8 +62,8 @@ class StateFiles:
             warn(f"warning: {file} is damaged (its checksum does not match); trying the one before")
         if files:
             raise UserError(
-                f"all states in {self.folder} are damaged, so the run cannot go on; start a new one from its "
-                "weights/last.pt"
+                f"all states in {self.folder} are damaged ({', '.join(file.name for file in files)}), so the run "
+                "cannot go on; start a new one from its weights/last.pt"
             )
         return None
 
@@ -71,6 +72,24 @@ class StateFiles:
         for file in self.files():
             file.unlink()
 
+    def refuse_new_start(self, is_auto: bool, nosave: bool) -> None:
+        """Raise `UserError` unless a run without a state may start anew: with --resume auto, if it has no results.
+
+        nosave: whether the run writes rows of results.csv before its first state.
+        """
+        run = self.folder.parent
+        results = [*([] if nosave else run.glob("results.csv")), *sorted(run.glob("weights/*.pt"))]
+        if results:
+            raise UserError(
+                f"{run} has results ({', '.join(str(file.relative_to(run)) for file in results)}), but no state is in "
+                f"{self.folder}, so it cannot be resumed; restore the states, or start a new run from its weights"
+            )
+        if not is_auto:
+            raise UserError(
+                f"{run} ended before it saved anything, so there is nothing to resume; start it again with --resume "
+                "auto, or start a new run without --resume"
+            )
+
     def peek(self) -> dict[str, Any] | None:
         """Return the newest state that can be loaded, None if there is none. Faster than `read`: it maps the tensors
         from the disk and computes no checksum.
@@ -78,15 +97,26 @@ class StateFiles:
         for file in self.files():
             try:
                 return _load(file, file)
-            except (UserError, OSError, RuntimeError, UnpicklingError, EOFError, zipfile.BadZipFile, ValueError):
-                continue  # `read` will report it
+            except (UserError, OSError):
+                continue  # `read` reports it
         return None
 
 
 def _load(file: Path, source: io.BytesIO | Path) -> dict[str, Any]:
-    content = torch.load(source, map_location="cpu", weights_only=True, mmap=isinstance(source, Path))
-    if content.get("format") != STATE_FORMAT:
-        raise UserError(f"{file} has the format {content.get('format')} of another version; resume with that version")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a hostile file, which is refused
+            content = torch.load(source, map_location="cpu", weights_only=True, mmap=isinstance(source, Path))
+    except UnpicklingError:
+        raise UserError(
+            f"{file} was refused, and nothing in it was run: it holds more than tensors and plain values, so this "
+            "program has not written it; remove it"
+        ) from None
+    except (RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
+        raise UserError(f"{file} is not a whole state ({first_line(error)}); remove it") from None
+    form = content.get("format") if isinstance(content, dict) else None
+    if form != STATE_FORMAT:
+        raise UserError(f"{file} has the format {form} of another version; resume with that version")
     return content
 
 

@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Identity:
-    """The data of a run, which must be the same if it is resumed: classes, image size and training images."""
+    """What must be the same if a run is resumed: classes, image size, training images, and most settings."""
 
     names: Mapping[int, str]  # of the classes
     imgsz: int  # pixels
     images: Mapping[str, str]  # count of the training images, checksums of their files and of the labels
+    settings: Mapping[str, Any] = field(default_factory=dict)  # compared with settings.yaml by `check_settings`
 
     def state(self) -> dict[str, Any]:
         """Return the fields as plain values."""

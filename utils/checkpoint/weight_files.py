@@ -1,11 +1,12 @@
 """Weight files: tensors and plain values; loading one runs no code.
 
-Called by utils/run_folder.py; models/weights/reader.py reads them.
+Called by utils/run_folder.py and models/export/formats.py; models/weights/reader.py reads them.
 """
 
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import nn
 from utils.memory_format import contiguous
 
 FORMAT = "lockstep-1"
+SAFETENSORS_SUFFIX = ".safetensors"
+SAFETENSORS_KEY = "lockstep"  # of the metadata: all but the tensors, as JSON
 
 
 def serialised(content: Any) -> memoryview:
@@ -22,6 +25,36 @@ def serialised(content: Any) -> memoryview:
     buffer = io.BytesIO()
     torch.save(contiguous(content), buffer)
     return buffer.getbuffer()
+
+
+def as_safetensors(content: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a `.safetensors` file with a `weights_content`: the same for the same content."""
+    import safetensors.torch
+
+    # Copies: tensors that share memory are refused. With a second key of the metadata, the order would vary.
+    state = {key: value.clone(memory_format=torch.contiguous_format) for key, value in content["state"].items()}
+    rest = {key: value for key, value in content.items() if key != "state"}
+    return safetensors.torch.save(state, {SAFETENSORS_KEY: json.dumps(rest)})
+
+
+def is_safetensors(data: bytes) -> bool:
+    """Return whether the bytes of a file begin like a `.safetensors` file: the length of a header, and the header."""
+    return data[8:9] == b"{" and int.from_bytes(data[:8], "little") < len(data)
+
+
+def read_safetensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors in a `.safetensors` file, and the rest of its content, {} if another program wrote it.
+
+    Raises `ValueError` if the file is not whole.
+    """
+    import safetensors.torch
+
+    try:
+        state = safetensors.torch.load(data)
+    except safetensors.SafetensorError as error:
+        raise ValueError(str(error).removeprefix("Error while deserializing: ")) from None
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return state, json.loads(header.get("__metadata__", {}).get(SAFETENSORS_KEY, "{}"))
 
 
 def weights_content(

@@ -114,7 +114,7 @@ def parse_overrides(kind: type[Recipe], overrides: Mapping[str, str]) -> dict[st
     return {key: _number(text, hints[key], ranges[key], OVERRIDE_PREFIX + key) for key, text in overrides.items()}
 
 
-def from_mapping(kind: type[T], values: Mapping[str, Any], source: Path) -> T:
+def from_mapping(kind: type[T], values: Mapping[str, Any], source: Path | str) -> T:
     """Return a `kind` with the values of a YAML. Raises `UserError` for an unknown key or a wrong value."""
     hints, ranges = _types_and_ranges(kind)
     for key in values:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from utils.config.ranges import BELOW_ONE, FINITE, IMGSZ, NOT_NEGATIVE, SHARE, Range
+from utils.config.ranges import BELOW_ONE, FINITE, IMGSZ, NOT_NEGATIVE, OPSETS, SHARE, Range
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -36,14 +36,16 @@ def flag(
     choices: tuple[str, ...] = (),
     const: str | None = None,
     comma_separated: bool = False,
+    form: str = "",
 ) -> Any:
     """Return a dataclass field that is a flag of the command line.
 
     text: its help. group: one of `GROUPS`. within: the range of a number. const: its value if it has no argument.
-    comma_separated: commas separate the words of a tuple, as spaces do.
+    comma_separated: commas separate the words of a tuple, as spaces do. form: of a text, such as owner/name.
     """
     metadata = {"help": text, "group": group, "within": within, "aliases": aliases, "choices": choices}
-    return dataclasses.field(default=default, metadata={**metadata, "const": const, "comma_separated": comma_separated})
+    metadata |= {"const": const, "comma_separated": comma_separated, "form": form}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def flags_of(kind: type[DataclassInstance]) -> list[dataclasses.Field[Any]]:
@@ -56,7 +58,7 @@ class TrainOptions:
     """The flags of train.py."""
 
     weights: str = flag(
-        "yolov5s.pt", "weights to start from: a .pt of Lockstep or YOLOv5; '' trains from scratch", "model"
+        "yolov5s.pt", "weights to start from: a .pt, a .safetensors or hf:owner/name; '' trains from scratch", "model"
     )
     cfg: str = flag("", "model YAML; '' takes the one inside --weights", "model")
     layers: str = flag(
@@ -206,6 +208,12 @@ class TrainOptions:
     upload_model: bool = flag(
         False, "upload weights to W&B: each --save-period, and last.pt and best.pt at the end", "logging"
     )
+    push_to_hub: str = flag(
+        "",
+        "repository of the Hugging Face Hub, owner/name, that gets best.pt, results and a model card at the end",
+        "logging",
+        form="owner/name",
+    )
     upload_dataset: bool = flag(False, "make the data set a W&B artifact of references to its files", "logging")
     verbose: bool = flag(
         False, "also print the device of every process, and all classes after every validation", "logging"
@@ -228,7 +236,7 @@ class ValOptions:
 
     data: str = flag("data/coco128.yaml", "data set YAML", "data")
     weights: tuple[str, ...] = flag(
-        ("yolov5s.pt",), "weights to validate: a .pt of Lockstep or YOLOv5; several are an ensemble", "model"
+        ("yolov5s.pt",), "weights to validate: a file, or hf:owner/name; several are an ensemble", "model"
     )
     layers: str = flag("", "Python file with your own layers, which the model contains; the file is executed", "model")
     batch_size: int = flag(32, "images per batch", "data", Range(1), aliases=("batch",))
@@ -240,8 +248,10 @@ class ValOptions:
         Range(0, IMGSZ.maximum),
         aliases=("img", "img-size"),
     )
-    conf_thres: float = flag(0.001, "lowest confidence of a detection", "predictions", SHARE)
-    iou_thres: float = flag(0.6, "overlap above which NMS drops the weaker of two boxes", "predictions", SHARE)
+    conf_thres: float = flag(0.001, "lowest confidence of a detection", "predictions", SHARE, aliases=("conf",))
+    iou_thres: float = flag(
+        0.6, "overlap above which NMS drops the weaker of two boxes", "predictions", SHARE, aliases=("iou",)
+    )
     max_det: int = flag(300, "maximum detections per image", "predictions", Range(1))
     task: str = flag(
         "val",
@@ -302,10 +312,12 @@ class DetectOptions:
     """The flags of detect.py."""
 
     weights: tuple[str, ...] = flag(
-        ("yolov5s.pt",), "weights: a .pt of Lockstep or YOLOv5, or an exported file; several are an ensemble", "model"
+        ("yolov5s.pt",), "weights: a .pt, an exported file, or hf:owner/name; several are an ensemble", "model"
     )
-    source: str = flag(
-        "", "file, folder, glob, .txt list, URL, video, camera number, rtsp://..., .streams list, or screen", "images"
+    source: tuple[str, ...] = flag(
+        (),
+        "files, folders, globs, .txt lists, URLs, videos, camera numbers, rtsp://..., .streams lists, or screen",
+        "images",
     )
     data: str = flag("", "data set YAML with the class names; '' takes those inside --weights", "model")
     imgsz: tuple[int, ...] = flag(
@@ -316,8 +328,10 @@ class DetectOptions:
         IMGSZ,
         aliases=("img", "img-size"),
     )
-    conf_thres: float = flag(0.25, "lowest confidence of a detection", "predictions", SHARE)
-    iou_thres: float = flag(0.45, "overlap above which NMS drops the weaker of two boxes", "predictions", SHARE)
+    conf_thres: float = flag(0.25, "lowest confidence of a detection", "predictions", SHARE, aliases=("conf",))
+    iou_thres: float = flag(
+        0.45, "overlap above which NMS drops the weaker of two boxes", "predictions", SHARE, aliases=("iou",)
+    )
     max_det: int = flag(1000, "maximum detections per image", "predictions", Range(1))
     batch_size: int = flag(
         1,
@@ -340,7 +354,7 @@ class DetectOptions:
         False, "segmentation: masks computed at the size of the file instead of the network's; slower", "predictions"
     )
     nosave: bool = flag(False, "write no pictures or videos", "saving")
-    classes: tuple[int, ...] = flag((), "class numbers to detect; none: all", "predictions", NOT_NEGATIVE)
+    classes: tuple[str, ...] = flag((), "classes to detect, by name or number; none: all", "predictions")
     agnostic_nms: bool = flag(False, "boxes of different classes suppress each other too", "predictions")
     augment: bool = flag(
         False,
@@ -350,7 +364,9 @@ class DetectOptions:
     project: str = flag("runs/detect", "folder in which run folders are made", "saving")
     name: str = flag("exp", "name of the run folder; a number is added if it is taken", "saving")
     exist_ok: bool = flag(False, "write into project/name even if it exists", "saving")
-    line_thickness: int = flag(3, "line width of boxes, in pixels", "drawing", Range(1, 100))
+    line_thickness: int = flag(
+        3, "line width of boxes, in pixels; text follows it and the image", "drawing", Range(1, 100)
+    )
     hide_labels: bool = flag(False, "draw boxes without names", "drawing")
     hide_conf: bool = flag(False, "draw names without confidences", "drawing")
     half: bool = flag(False, "weights and images in half precision on CUDA; other devices use full precision", "model")
@@ -362,7 +378,9 @@ class DetectOptions:
 class ExportOptions:
     """The flags of export.py."""
 
-    weights: tuple[str, ...] = flag(("yolov5s.pt",), "weights to export: a .pt of Lockstep or YOLOv5", "model")
+    weights: tuple[str, ...] = flag(
+        ("yolov5s.pt",), "weights to export: a .pt, a .safetensors or hf:owner/name", "model"
+    )
     data: str = flag("", "data set YAML with the class names; '' takes those inside --weights", "model")
     layers: str = flag("", "Python file with your own layers, which the model contains; the file is executed", "model")
     imgsz: tuple[int, ...] = flag(
@@ -379,15 +397,16 @@ class ExportOptions:
     device: str = flag("cpu", "cpu or the number of the CUDA device on which .torchscript and .pt2 will run", "model")
     include: tuple[str, ...] = flag(
         ("torchscript",),
-        "file formats; exported is torch.export's .pt2",
+        "file formats; exported is torch.export's .pt2; safetensors holds weights, which every script reads; engine "
+        "writes the ONNX, and prints TensorRT's command for it",
         "format",
-        choices=("torchscript", "onnx", "openvino", "exported"),
+        choices=("torchscript", "onnx", "openvino", "exported", "safetensors", "engine"),
     )
     dynamic: bool = flag(
         False, "ONNX, OpenVINO, .pt2: any number of images, of any height and width in whole strides", "format"
     )
     half: bool = flag(False, "half precision, on CUDA only", "format")
-    opset: int = flag(18, "ONNX operator set", "format", Range(1, 100))
+    opset: int = flag(18, "ONNX operator set", "format", OPSETS)
     nms: bool = flag(
         False, "include non-maximum suppression in the file, which then outputs detections instead of all boxes", "NMS"
     )

@@ -86,14 +86,19 @@ def check_suggested_defaults(values: object, source: Path) -> dict[str, Any]:
                 f"{source}: unknown key '{key}' under `defaults`{nearest(str(key), fields)}; known are "
                 f"{', '.join(SUGGESTED)}"
             )
-        metadata, kind = fields[key], hints[key]
-        fits = isinstance(value, kind) if kind in (bool, str) else is_number(value) and kind(value) == value
-        if fits and kind in (int, float):
-            fits = value in metadata["within"]
-        if not fits or (metadata["choices"] and value not in metadata["choices"]):
+        if not accepts(hints[key], fields[key], value):
             raise UserError(f"{source}: `{key}` under `defaults` is {value!r}, which --{key.replace('_', '-')} refuses")
-        defaults[key] = kind(value)
+        defaults[key] = hints[key](value)
     return defaults
+
+
+def accepts(hint: Any, metadata: Mapping[str, Any], value: object) -> bool:
+    """Return whether a value of a YAML is one of a flag. hint, metadata: of the flag's field."""
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, list) and all(accepts(typing.get_args(hint)[0], metadata, item) for item in value)
+    if hint in (int, float):
+        return is_number(value) and hint(value) == value and value in metadata["within"]
+    return isinstance(value, hint) and (not metadata["choices"] or value in metadata["choices"])
 
 
 def _build_parser(kind: type[DataclassInstance]) -> argparse.ArgumentParser:
@@ -130,7 +135,8 @@ def _argument(hint: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
         return {"action": "store_true"}
     is_tuple = typing.get_origin(hint) is tuple
     kind = typing.get_args(hint)[0] if is_tuple else hint
-    argument: dict[str, Any] = {"type": kind if kind is str else _within(kind, metadata["within"])}
+    convert = _of_form(metadata["form"]) if kind is str else _within(kind, metadata["within"])
+    argument: dict[str, Any] = {"type": convert}
     if metadata["choices"]:
         argument["choices"] = metadata["choices"]
     if is_tuple:
@@ -148,6 +154,15 @@ def _within(kind: type[float], allowed: Range) -> Callable[[str], float]:
         return value
 
     convert.__name__ = kind.__name__  # argparse names it if the text is not a number
+    return convert
+
+
+def _of_form(form: str) -> Callable[[str], str]:
+    def convert(text: str) -> str:
+        if form and text and not re.fullmatch(re.sub(r"\w+", r"[\\w.-]+", form), text):
+            raise argparse.ArgumentTypeError(f"'{text}' is not of the form {form}")
+        return text
+
     return convert
 
 
@@ -179,13 +194,16 @@ class _Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:
-        known = [name for name in self._option_string_actions if name.startswith("--")]
         if message.startswith("unrecognized arguments: "):
             wrong = message.split(": ", 1)[1].split()[0]
             name = wrong.split("=")[0]
             if instead := REFUSED.get(name.removeprefix("--").replace("-", "_")):
                 self.exit(2, f"error: {name} {instead}\n")
-            message = f"unknown flag {wrong}{nearest(name, known)}"
+            known = [name for name in self._option_string_actions if name.startswith("--") and "_" not in name]
+            name = name.replace("_", "-")
+            longer = [other for other in known if other.startswith(name) and len(name) > len("--")]
+            hint = nearest(name, longer, 0) if len(longer) == 1 else nearest(name, known)
+            message = f"unknown flag {wrong}{hint}"
         choice = re.match(r"argument (?:--\S+/)*--(\S+): invalid choice: '(\w+)'", message)
         if choice and (instead := REFUSED.get(f"{choice[1].replace('-', '_')} {choice[2]}")):
             self.exit(2, f"error: --{choice[1]} {choice[2]} {instead}\n")

@@ -40,3 +40,4 @@ class Range:
 FINITE, NOT_NEGATIVE, POSITIVE = Range(), Range(0), Range(0, exclusive_minimum=True)
 SHARE, BELOW_ONE = Range(0, 1), Range(0, 1, exclusive_maximum=True)
 IMGSZ = Range(1, 2**14)  # the side of an image, in pixels
+OPSETS = Range(12, 21)  # of ONNX: those that torch's exporters write and ONNX Runtime 1.20 runs

@@ -7,14 +7,17 @@ utils/checkpoint/resume.py and settings.py.
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import yaml
+
 from utils.config.hyperparameters import OVERRIDE_PREFIX, Recipe, parse_overrides, read_hyperparameters
 from utils.config.options import flags_of
-from utils.config.parser import given_flags
-from utils.errors import UserError
+from utils.config.parser import accepts, given_flags
+from utils.errors import UserError, nearest, plural, shortened
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -31,6 +34,7 @@ CURVE_FLAGS = (
 )
 LAUNCHER_FLAGS = ("device", "processes")  # not taken from the settings under a launcher, which decides them
 SINGLE_START_FLAGS = ("time_limit",)  # never taken from the settings: a run that reached its limit must continue
+SETTINGS_PARTS = ("hyperparameters", "model")  # of the settings, beside the flags
 RUN_FOLDER_FLAGS = ("resume", "project", "name", "exist_ok")
 
 
@@ -56,6 +60,35 @@ def resumed_options(
     return from_plain(kind, {**saved, **given, **folder})
 
 
+def check_settings(
+    kind: type[DataclassInstance], settings: Mapping[str, Any], recorded: Mapping[str, Any], source: Path
+) -> None:
+    """Check a settings.yaml, which may have been edited. `Settings.for_task` checks its hyperparameters further.
+
+    recorded: the settings that a state of the run contains, {} in those of older versions. source: the file. Raises
+    `UserError` for a wrong value, for an unknown key that is not recorded, and for a change that the curve depends on.
+    """
+    hints, fields = typing.get_type_hints(kind), {field.name: field for field in flags_of(kind)}
+    for key, value in settings.items():
+        if key in fields:
+            field = fields[key]
+            if _plain(field.default) != value and not accepts(hints[key], field.metadata, value):
+                raise UserError(f"{source}: `{key}` is {shortened(repr(value))}, which {_flag(key)} refuses; fix it")
+        elif key in (*SETTINGS_PARTS, "overrides"):
+            if not isinstance(value, dict):
+                raise UserError(f"{source}: `{key}` is {shortened(repr(value))}; it must be `key: value` lines")
+        elif recorded and key not in recorded:
+            raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), fields)}; correct or remove it")
+    now, then = _curve_settings(settings), _curve_settings(yaml.safe_load(yaml.safe_dump(recorded)))  # without tuples
+    for key, value in then.items():
+        if now.get(key) != value:
+            raise UserError(
+                f"{source}: `{key}` is {shortened(repr(now.get(key)))}, and the run was started with "
+                f"{shortened(repr(value))}, which its curve depends on; restore it, or start a new run from "
+                f"{source.parent / 'weights' / 'last.pt'}"
+            )
+
+
 def from_plain(kind: type[T], values: Mapping[str, Any]) -> T:
     """Return options from the plain values of a YAML or JSON file: lists become tuples."""
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
@@ -68,8 +101,15 @@ def changes(settings: Mapping[str, Any], options: DataclassInstance) -> list[str
     changed = {name: value for name in names if _plain(value := getattr(options, name)) != settings[name]}
     messages = [f"{_flag(name)} is {value!r} and was {settings[name]!r}" for name, value in changed.items()]
     if "epochs" in changed:
-        messages.append(f"the learning rate from here on is that of a run of {changed['epochs']} epochs")
+        messages.append(f"the learning rate from here on is that of a run of {plural(changed['epochs'], 'epoch')}")
     return messages
+
+
+def _curve_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that the curve depends on, those of hyperparameters and model as `hyperparameters: lr0`."""
+    flags = {name: settings[name] for name in CURVE_FLAGS if name in settings}
+    parts = {f"{part}: {key}": value for part in SETTINGS_PARTS for key, value in settings.get(part, {}).items()}
+    return {**flags, **parts}
 
 
 def _refuse_changes(run: Path, settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:

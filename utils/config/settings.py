@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from utils.config.hyperparameters import Recipe, read_hyperparameters
+from utils.config.hyperparameters import Recipe, from_mapping, read_hyperparameters
 from utils.config.options import BUILT_IN_JOB, TrainOptions
 from utils.config.parser import given_flags, parse_options, refuse_flags, with_defaults
 from utils.config.resumed import changes
@@ -56,7 +56,8 @@ class Settings:
         Raises `UserError` for a wrong hyperparameter file or flag.
         """
         if self.saved:
-            return dataclasses.replace(self, hyp=recipe(**self.saved["hyperparameters"]))
+            hyp = from_mapping(recipe, self.saved["hyperparameters"], f"settings.yaml of {self.options.resume}")
+            return dataclasses.replace(self, hyp=hyp)
         options = self.options if self.is_fixed else with_defaults(self.options, self.argv, *defaults)
         hyp = read_hyperparameters(options.hyp, recipe, options.overrides)
         return dataclasses.replace(self, options=options, hyp=hyp)

@@ -23,7 +23,6 @@ REFUSED = {
     "workspace": "is not built in: pass it to trtexec, as --memPoolSize=workspace:4096 --onnx=best.onnx",
     "mlmodel": "is not built in: coremltools converts best.torchscript to Core ML",
     "cache": "is a flag of train.py; TensorRT's timing cache is trtexec --timingCacheFile=FILE --onnx=best.onnx",
-    "include engine": "is made from ONNX: --include onnx, then trtexec --onnx=best.onnx --saveEngine=best.engine",
     "include coreml": "is made by coremltools on macOS: --include torchscript, then ct.convert of best.torchscript",
     **dict.fromkeys(
         ("include saved_model", "include pb", "include tflite"),

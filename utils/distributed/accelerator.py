@@ -101,7 +101,7 @@ def plan(accelerator: Accelerator, batch_size: int, batches: int, epochs: int) -
     split = f"{processes} processes x {batch_size // processes}" if processes > 1 else "1 process"
     return [
         f"batch size {batch_size} ({split}), {plural(accumulated, 'batch')} per optimizer step "
-        f"({batch_size * accumulated} images)",
+        f"({plural(batch_size * accumulated, 'image')})",
         f"{plural(batches, 'batch')}, {plural(math.ceil(batches / accumulated), 'optimizer step')} per epoch; "
         f"{plural(epochs, 'epoch')}",
     ]

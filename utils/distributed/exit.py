@@ -19,9 +19,9 @@ from typing import NoReturn
 
 from torch import distributed
 
-from utils.console import silence
+from utils.console import silence, surviving_output
 from utils.distributed.loader_processes import end_workers, loader_died
-from utils.distributed.ranks import ranks, speaks_for_machine, world_size
+from utils.distributed.ranks import SPAWNED, check_launch, ranks, speaks_for_machine, world_size
 from utils.distributed.store import ask_run_store, run_store
 from utils.errors import UserError, first_line
 
@@ -47,12 +47,19 @@ class StopRequested(Stopped):
         self.reason, self.by_time_limit = reason, reason == TIME_LIMIT
 
 
+@surviving_output()
 def run_main(main: Callable[[], object]) -> None:
     """Call a script's `main`; turn a `UserError` into one line on stderr and exit code 1, Ctrl-C into exit code 130.
 
     One of all processes prints the line, also for a process that was lost. This process ends with its launcher, and its
     loader processes end with it.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL and SPAWNED not in os.environ:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the scripts change it during their imports
+    try:
+        check_launch()
+    except UserError as error:
+        sys.exit(f"error: {error}")
     if not speaks_for_machine():
         warnings.simplefilter("ignore")
         silence()

@@ -16,8 +16,13 @@ from utils.distributed.exit import TIME_LIMIT, give_up
 from utils.distributed.ranks import ranks, speaks_for_machine
 from utils.distributed.store import run_store
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 SECOND_INTERRUPT_SECONDS = 0.5  # at least, between two Ctrl-C: a single one may arrive more than once
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that stop a run: all of `STOP_SIGNALS`, without SIGHUP if it is ignored, as under nohup."""
+    return [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
 class GracefulStop:
@@ -37,7 +42,7 @@ class GracefulStop:
         # may be waiting in C code for a long time.
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
-        self._handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
+        self._handlers = {number: signal.signal(number, lambda *_: None) for number in stop_signals()}
         self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, daemon=True).start()
         return self

@@ -9,6 +9,8 @@ import os
 import socket
 from typing import NamedTuple
 
+from utils.errors import UserError, shortened
+
 SPAWNED = "LOCKSTEP_SPAWNED"  # environment variable of the processes that `spawn` starts
 
 
@@ -26,9 +28,34 @@ class Ranks(NamedTuple):
 
 def ranks() -> Ranks:
     """Read the ranks from the environment; without a launcher they are those of a single process."""
-    rank, processes, local_rank = (int(os.environ.get(name) or 0) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return Ranks(rank, max(processes, 1), local_rank, local)
+    rank, processes, local_rank = map(launch_number, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    return Ranks(rank, max(processes, 1), local_rank, launch_number("LOCAL_WORLD_SIZE", 1))
+
+
+def launch_number(name: str, default: int = 0, maximum: int = 2**31 - 1) -> int:
+    """Return a number that a launcher sets in the environment. Raises `UserError` if it is none."""
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal() or int(text) > maximum:
+        raise UserError(
+            f"the environment variable {name} is '{shortened(text)}' instead of a number from 0 to {maximum}; correct "
+            "it, or unset it to start without a launcher"
+        )
+    return int(text)
+
+
+def check_launch() -> None:
+    """Raise `UserError` if the ranks in the environment are wrong or incomplete."""
+    here = ranks()
+    if here.world_size > 1 and not os.environ.get("RANK"):
+        raise UserError(
+            f"the environment has WORLD_SIZE {here.world_size} and no RANK; start the processes with accelerate launch "
+            "or torch.distributed.run, which set both, or unset WORLD_SIZE"
+        )
+    if here.rank >= here.world_size:
+        raise UserError(
+            f"the environment has RANK {here.rank} and WORLD_SIZE {here.world_size}; ranks are less than the world "
+            "size: correct them, or unset both"
+        )
 
 
 def world_size() -> int:

@@ -22,11 +22,12 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from utils.distributed.exit import give_up
 from utils.distributed.launcher import refuse_uneven_launch
-from utils.distributed.ranks import fair_threads, local_world_size, ranks, world_size
+from utils.distributed.ranks import fair_threads, launch_number, local_world_size, ranks, world_size
 from utils.distributed.store import RunStore, store_key
 from utils.errors import UserError, first_line
 
 RESTART_METHOD = "lockstep://"  # init_method of the rendezvous after a launcher has restarted the processes
+MAX_PORT = 2**16 - 1
 RENDEZVOUS_MARGIN_SECONDS = 30.0  # added to the time-out, after which a rendezvous that torch does not end is ended
 
 
@@ -51,7 +52,7 @@ def prepare_for_gloo() -> None:
 
 def main_address() -> tuple[str, int]:
     """Return address and port of the main process."""
-    return os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT") or 29500)
+    return os.environ.get("MASTER_ADDR", "127.0.0.1"), launch_number("MASTER_PORT", 29500, MAX_PORT)
 
 
 def wait_for_main_address(timeout: float) -> None:

@@ -18,7 +18,7 @@ from torch import distributed
 
 from utils.distributed.devices import processes_to_start
 from utils.distributed.exit import run_main
-from utils.distributed.graceful_stop import STOP_SIGNALS
+from utils.distributed.graceful_stop import stop_signals
 from utils.distributed.ranks import SPAWNED, fair_threads, world_size
 from utils.distributed.store import RunStore
 from utils.errors import UserError
@@ -83,7 +83,7 @@ def _wait(started: Sequence[SpawnProcess], store: RunStore) -> None:
             if process.is_alive():
                 process.kill() if again else os.kill(process.pid or 0, number)
 
-    before = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, pass_on) for number in stop_signals()}
     failed: list[int] = []  # ranks, the first to fail first
     end, why = float("inf"), ""
     try:

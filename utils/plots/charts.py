@@ -244,8 +244,9 @@ def confusion_figure(counts: np.ndarray, names: Sequence[str], by_share: bool) -
     borders = "0.85" if named else "none"
     mesh = axes.pcolormesh(edges, edges, values, cmap="Blues", norm=scale, edgecolors=borders, linewidth=0.5)
     bar = axes.inset_axes((1 + 0.15 / side, 0, 0.2 / side, 1))
-    figure.colorbar(mesh, cax=bar, label="share of the true class" if by_share else "count")
-    axes.set(xlabel="predicted", ylabel="true")
+    figure.colorbar(mesh, cax=bar, label="share of the true class (of a row)" if by_share else "count")
+    axes.set_xlabel("predicted class", fontsize=11, fontweight="bold")
+    axes.set_ylabel("true class", fontsize=11, fontweight="bold")
     axes.invert_yaxis()
     if named:
         labels = [axis_text(name) for name in names]

@@ -91,11 +91,11 @@ class Documents:
         return self.table("classes.csv").texts("class") if self.has("classes.csv") else []
 
     def results(self) -> Columns:
-        """Return the columns of results.csv."""
+        """Return the columns of results.csv, with epochs from 1, as people count them."""
         table = self.table("results.csv")
         if table.columns[0] != "epoch":
             raise table.malformed("does not begin with the column epoch")
-        return {name: table.numbers(name) for name in table.columns}
+        return {name: table.numbers(name) + (name == "epoch") for name in table.columns}
 
 
 def read_confusion(table: Table) -> tuple[np.ndarray, list[str]]:

@@ -18,10 +18,13 @@ from utils.files import replacing
 
 MAX_GRID_IMAGES = 16
 MAX_GRID_PIXELS = 1920  # longest side of a grid of training images
-SMALL_IMAGE_PIXELS = 160  # shorter side of images below which lines are thinner and letters smaller
+SMALL_IMAGE_PIXELS = 160  # shorter side of images below which lines are thinner
+LINE_PIXELS = 3  # default thickness of lines
 CAPTION_LINE_PIXELS, CAPTION_LINES, MIN_CAPTION_PIXELS = 16, 2, 150  # height and number of lines, least width
+CAPTION_FONT_SCALE, CAPTION_WIDTH_PIXELS = 0.4, 480  # of captions, and the width above which both grow with it
 GAP_PIXELS = 4  # between captioned images
-FONT, FONT_SCALE, SMALL_FONT_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.4, 0.3  # letters of about 10 and 8 pixels
+FONT, MIN_FONT_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.3  # letters of 22 pixels at a scale of 1
+SCALE_PIXELS = 1000  # mean side of images whose text has a scale of 1
 MASK_OPACITY = 0.4
 DARK_TEXT_LUMA = 140  # text on a brighter background is black, else white
 COMPACT_PNG = (cv2.IMWRITE_PNG_COMPRESSION, 6, cv2.IMWRITE_PNG_STRATEGY, cv2.IMWRITE_PNG_STRATEGY_DEFAULT)
@@ -52,7 +55,7 @@ COLOURS = (
 class Style(NamedTuple):
     """How predictions are drawn."""
 
-    thickness: int = 3  # of lines, pixels
+    thickness: int = LINE_PIXELS  # of lines; the size of the text follows it and the image
     names: bool = True
     confidences: bool = True
 
@@ -61,11 +64,17 @@ class Style(NamedTuple):
         return f"{name} {confidence:.2f}" if self.names and self.confidences else name * self.names
 
 
-def draw_text_lines(image: np.ndarray, lines: Sequence[str]) -> np.ndarray:
-    """Return a copy of `image` with lines of text in its top left corner."""
-    image = image.copy()
-    for number, line in enumerate(lines):
-        _draw_label(image, 4, (CAPTION_LINE_PIXELS + 4) * (number + 1) + 4, line, (255, 255, 255))
+def font_scale(image: np.ndarray, thickness: int = LINE_PIXELS) -> float:
+    """Return OpenCV's font scale for text on `image`: proportional to its mean side, and to the square root of the
+    thickness of lines in pixels, so that thick lines' text does not cover the objects."""
+    return max(MIN_FONT_SCALE, sum(image.shape[:2]) / 2 / SCALE_PIXELS * math.sqrt(thickness / LINE_PIXELS))
+
+
+def draw_text_lines(image: np.ndarray, lines: Sequence[str], thickness: int = LINE_PIXELS) -> np.ndarray:
+    """Return a copy of `image` with lines of text in its top left corner. thickness: see `font_scale`."""
+    image, scale = image.copy(), font_scale(image, thickness)
+    for number, line in enumerate(lines, 1):
+        _draw_label(image, round(10 * scale), round(50 * scale) * number + 4, line, (255, 255, 255), scale)
     return image
 
 
@@ -101,11 +110,14 @@ def draw_captioned(images: Sequence[np.ndarray], captions: Sequence[str]) -> np.
 def captioned(image: np.ndarray, lines: Sequence[str], width: int) -> np.ndarray:
     """Return a white tile of `width` pixels and a gap, with `image` in the middle and lines of text below it."""
     height, image_width = image.shape[:2]
-    tile = np.full((height + CAPTION_LINE_PIXELS * len(lines) + GAP_PIXELS, width + GAP_PIXELS, 3), 255, np.uint8)
+    growth = max(1.0, width / CAPTION_WIDTH_PIXELS)
+    scale, line_height = CAPTION_FONT_SCALE * growth, round(CAPTION_LINE_PIXELS * growth)
+    tile = np.full((height + line_height * len(lines) + GAP_PIXELS, width + GAP_PIXELS, 3), 255, np.uint8)
     left = (width - image_width) // 2
     tile[:height, left : left + image_width] = image
     for number, line in enumerate(lines, 1):
-        write_text(tile, fit_text(line, width - 3), (3, height + CAPTION_LINE_PIXELS * number - 4), (0, 0, 0))
+        position = (3, height + line_height * number - line_height // 4)
+        write_text(tile, fit_text(line, width - 3, scale), position, (0, 0, 0), scale)
     return tile
 
 
@@ -133,12 +145,13 @@ def draw_boxes(
 ) -> None:
     """Draw boxes (n, 4), xyxy in pixels, in the colours of `classes`, then their texts over all lines.
 
-    thickness: of lines, in pixels; 0: by the size of the image. An empty text is not drawn.
+    thickness: of lines, in pixels; 0: by the size of the image. The text follows it and the image: see `font_scale`. An
+    empty text is not drawn.
     """
     limit = 2 * max(image.shape[:2])
     corners = np.clip(boxes, -limit, limit).astype(int).tolist()
-    small = min(image.shape[:2]) < SMALL_IMAGE_PIXELS
-    default_thickness, scale = (1, SMALL_FONT_SCALE) if small else (2, FONT_SCALE)
+    default_thickness = 1 if min(image.shape[:2]) < SMALL_IMAGE_PIXELS else 2
+    scale = font_scale(image, thickness or LINE_PIXELS)
     for (left, top, right, bottom), k in zip(corners, classes, strict=True):
         colour = COLOURS[k % len(COLOURS)]
         cv2.rectangle(image, (left, top), (right, bottom), colour, thickness or default_thickness, cv2.LINE_AA)
@@ -164,20 +177,24 @@ def tint(image: np.ndarray, mask: np.ndarray, label: int) -> None:
     image[mask] = image[mask] * (1 - MASK_OPACITY) + np.array(COLOURS[label % len(COLOURS)]) * MASK_OPACITY
 
 
-def _draw_label(
-    image: np.ndarray, left: int, top: int, text: str, colour: tuple[int, int, int], scale: float = FONT_SCALE
-) -> None:
+def _draw_label(image: np.ndarray, left: int, top: int, text: str, colour: tuple[int, int, int], scale: float) -> None:
     """Draw `text` on a background of `colour` above the point, or below it at the top edge, within the image."""
-    text = fit_text(text, image.shape[1] - 4, scale)
-    (width, height), baseline = cv2.getTextSize(text, FONT, scale, 1)
-    label_height = height + baseline + 2
-    left = max(0, min(left, image.shape[1] - width - 4))
+    margin = max(2, round(5 * scale))
+    text = fit_text(text, image.shape[1] - 2 * margin, scale)
+    (width, height), baseline = cv2.getTextSize(text, FONT, scale, _stroke(scale))
+    label_height = height + baseline + margin
+    left = max(0, min(left, image.shape[1] - width - 2 * margin))
     top = top - label_height if top >= label_height else max(top, 0)
-    image[top : top + label_height, left : left + width + 4] = colour
+    image[top : top + label_height, left : left + width + 2 * margin] = colour
     blue, green, red = colour
     luma = 0.114 * blue + 0.587 * green + 0.299 * red
     text_colour = (0, 0, 0) if luma > DARK_TEXT_LUMA else (255, 255, 255)
-    write_text(image, text, (left + 2, top + height + 1), text_colour, scale)
+    write_text(image, text, (left + margin, top + height + margin // 2), text_colour, scale)
+
+
+def _stroke(scale: float) -> int:
+    """Return the thickness of letters in pixels."""
+    return max(1, int(2 * scale))
 
 
 def printable(text: str) -> str:
@@ -185,21 +202,21 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def fit_text(text: str, width: int, scale: float = FONT_SCALE) -> str:
+def fit_text(text: str, width: int, scale: float) -> str:
     """Return `text`, without its middle if it is wider than `width` pixels."""
     text = shortened = printable(text)
     length = len(text)
-    while length > 4 and cv2.getTextSize(shortened, FONT, scale, 1)[0][0] > width:
+    while length > 4 and cv2.getTextSize(shortened, FONT, scale, _stroke(scale))[0][0] > width:
         length -= 1
         shortened = f"{text[: length // 2 - 1]}..{text[length // 2 - length + 1 :]}"
     return shortened
 
 
 def write_text(
-    image: np.ndarray, text: str, position: tuple[int, int], colour: tuple[int, int, int], scale: float = FONT_SCALE
+    image: np.ndarray, text: str, position: tuple[int, int], colour: tuple[int, int, int], scale: float
 ) -> None:
     """Draw one line of text; position: x and y of its lower left corner, pixels."""
-    cv2.putText(image, printable(text), position, FONT, scale, colour, 1, cv2.LINE_AA)
+    cv2.putText(image, printable(text), position, FONT, scale, colour, _stroke(scale), cv2.LINE_AA)
 
 
 def write_picture(path: Path, picture: np.ndarray, jpeg_quality: int = 95, compact_png: bool = False) -> None:

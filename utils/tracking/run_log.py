@@ -1,4 +1,7 @@
-"""The log of a training run in its trackers: settings, epochs, examples and artifacts. Called by train.py."""
+"""The log of a training run in its trackers and on the Hub: settings, epochs, examples, artifacts.
+
+Called by train.py.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from utils.files import ROOT
 from utils.summary import Example, Summary, evenly_spaced
+from utils.tracking.hub import UNKNOWN_LICENCE, login_problem, model_card, push_run
 from utils.tracking.tensorboard import TensorBoardTracker
 from utils.tracking.tracker import FINISH_SECONDS, TENSORBOARD, WANDB, Tracker, requested_trackers
 from utils.tracking.wandb import UPLOAD_SECONDS, WandbTracker
 
 if TYPE_CHECKING:
+    from models.tasks.contract import Task
     from utils.checkpoint.progress import Progress
 
 EXAMPLES_KEY = "examples/validation"
 EXAMPLES_PER_RUN = 10  # times that examples are logged if no interval is given
+OFFICIAL_LICENCE = "agpl-3.0"  # on the Hub, of YOLOv5's release files and of what is trained from them
 DEFAULT_PROJECT = "train"  # the last folder of the default --project; W&B's project is then "lockstep"
 ID_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 ID_LENGTH = 8
@@ -48,6 +54,8 @@ class TrackingOptions:
     max_images: int = 16
     upload_model: bool = False
     upload_dataset: bool = False
+    push_to_hub: str = ""
+    argv: tuple[str, ...] = ()  # the command line
 
 
 class LoggedRun(Protocol):
@@ -95,6 +103,8 @@ class RunLog:
     def _make_trackers(self) -> list[Tracker]:
         options, run = self.options, self.run
         names, warnings = requested_trackers(options.log_with, options.no_wandb)
+        if options.push_to_hub and (problem := login_problem()):
+            warnings.append(f"warning: --push-to-hub will fail at the end of the run unless you act: {problem}")
         run.print(*warnings)
         trackers: list[Tracker] = []
         if WANDB in names:
@@ -107,12 +117,15 @@ class RunLog:
     def log_epoch(
         self, row: Mapping[str, Any], timings: Mapping[str, float], summary: Summary | None, progress: Progress
     ) -> None:
-        """Log an epoch: its row of results.csv, `timings`, its metrics by class, and the best epoch so far."""
-        values = {**row, **{f"epoch/{name}": value for name, value in timings.items()}}
+        """Log an epoch: its row of results.csv, `timings`, its metrics by class, and the best epoch so far.
+
+        Epochs are logged from 1, as people count them.
+        """
+        values = {**row, "epoch": row["epoch"] + 1, **{f"epoch/{name}": value for name, value in timings.items()}}
         for metric, classes in (summary.by_class if summary else {}).items():
             values |= {f"class/{metric}/{name}": value for name, value in classes.items()}
         if best := progress.summary:
-            values |= {"best/epoch": progress.best_epoch, "best/fitness": progress.best}
+            values |= {"best/epoch": progress.best_epoch + 1, "best/fitness": progress.best}
             values |= {f"best/{name}": value for name, value in best.metrics.items()}
         self.run.log_point(values, progress.step)
 
@@ -160,12 +173,33 @@ class RunLog:
             self.upload(["best.pt"], "best", f"epoch-{progress.best_epoch}")
             self.upload(["last.pt"], "latest", f"epoch-{last}")
 
+    def push(self, task: Task, best: Summary, content: Mapping[str, Any]) -> None:
+        """Upload the results to the Hub with --push-to-hub. Called on the main process, when the run has finished.
+
+        content: of the weight files, beside the tensors.
+        """
+        if not (repository := self.options.push_to_hub):
+            return
+        settings = content["settings"]
+        is_official = re.fullmatch(task.official_weights, Path(settings["weights"]).name)
+        card = model_card(
+            repository,
+            data=Path(settings["data"]).stem,
+            tag=task.hub_tag,
+            licence=OFFICIAL_LICENCE if is_official else UNKNOWN_LICENCE,
+            values=best.metrics,
+            names=self.class_names,
+            command=shlex.join(["python", "train.py", *self.options.argv]),
+        )
+        self.run.print(push_run(self.run.path, repository, card))
+
     def upload_dataset(
-        self, yaml: Path, files: Callable[[], Mapping[str, Sequence[Path]]], identity: Mapping[str, Any]
+        self, source: Path, files: Callable[[], Mapping[str, Sequence[Path]]], identity: Mapping[str, Any]
     ) -> None:
         """Log the data set as an artifact with --upload-dataset: the YAML, and references to all files.
 
-        files: returns files by kind; a kind is a folder of the artifact. identity: the artifact's metadata.
+        source: the YAML, or a folder without one. files: returns files by kind; a kind is a folder of the artifact.
+        identity: the artifact's metadata.
         """
         if not self.options.upload_dataset or not self.run.trackers:
             return
@@ -174,9 +208,9 @@ class RunLog:
             existing = [str(path.absolute()) for path in paths if path.is_file()]
             root = os.path.commonpath([os.path.dirname(path) for path in existing]) if existing else ""
             references += [(path, f"{kind}/{os.path.relpath(path, root)}") for path in existing]
-        name = re.sub(r"[^\w.-]", "-", yaml.stem)
+        name, yaml = re.sub(r"[^\w.-]", "-", source.stem), [source] if source.is_file() else []
         for tracker in self.run.trackers:
-            tracker.log_artifact(name, "dataset", ["latest"], files=[yaml], references=references, metadata=identity)
+            tracker.log_artifact(name, "dataset", ["latest"], files=yaml, references=references, metadata=identity)
 
 
 def wandb_run_id(requested: str, state: Mapping[str, Any] | None) -> str:

@@ -24,6 +24,11 @@ UPLOAD_SECONDS = 900.0  # time limit of the W&B process to send the rest at the 
 EXIT_SECONDS = 10.0  # additional time limit for its exit; then it is killed
 
 
+def _as_text(value: Any) -> Any:
+    """Return a value without the bytes of a file's name that are not UTF-8, which wandb refuses."""
+    return value.encode(errors="surrogateescape").decode(errors="replace") if isinstance(value, str) else value
+
+
 class WandbTracker(Tracker):
     """A W&B run in another process. A message is a line of JSON: a method of `wandb_process.Session` and its arguments.
 
@@ -51,11 +56,12 @@ class WandbTracker(Tracker):
         """Start the process, and the run in it with its settings."""
         try:
             self.process = subprocess.Popen(
-                [*own_python("utils.tracking.wandb_process"), *sys.argv],
+                [*own_python("utils.tracking.wandb_process"), *(_as_text(word).encode() for word in sys.argv)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
+                env={**os.environ, "PYTHONUTF8": "1"},  # whatever the locale, files are named and written in UTF-8
                 start_new_session=True,  # without a terminal wandb asks no questions and gets no Ctrl-C
             )
         except OSError as error:
@@ -68,7 +74,8 @@ class WandbTracker(Tracker):
         for thread in self._threads:
             thread.start()
         folder, pid = str(self.folder.absolute()), os.getpid()
-        self._send("start", folder=folder, run=self.run, config=values, axes=AXES, pid=pid, timeout=self.timeout)
+        config = {key: _as_text(value) for key, value in values.items()}
+        self._send("start", folder=folder, run=self.run, config=config, axes=AXES, pid=pid, timeout=self.timeout)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         self._send("log", values=values, step=step, axis=axis_of(values))

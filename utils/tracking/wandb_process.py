@@ -14,9 +14,11 @@ import netrc
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +34,8 @@ from utils.tracking.log_position import LogPosition
 WANDB_POSITION_FILE = ".wandb.json"  # in the run folder
 WANDB_LOCK_FILE = ".wandb.lock"  # in the run folder
 WANDB_CONNECT_SECONDS = 30.0  # to reach the server, unless the variable WANDB_INIT_TIMEOUT gives another number
+WANDB_REACH_SECONDS = 5.0  # for a connection to the server to be accepted, before that
+REACH_RETRY_SECONDS = 0.5  # between two such connections
 ORPHAN_SECONDS = 60.0  # to send the rest if the training process has died
 CLEANUP_SECONDS = 5.0  # for wandb to remove its temporary files on exit
 EXAMPLE_PIXELS = 640  # longer side of an example image
@@ -112,6 +116,9 @@ class Session:
 
     def _start_online(self, arguments: Mapping[str, Any]) -> bool:
         """Start the run on the server. Return False, after a warning, if that fails."""
+        if reason := unreachable(self.wandb.setup().settings.base_url):
+            self.warn(ConnectionError(reason))
+            return False
         folders_before = set(self.folder.glob("run-*"))
         try:
             self.run = self.wandb.init(mode="online", **arguments)
@@ -201,6 +208,26 @@ def connect_timeout() -> float:
     return float(os.environ.get("WANDB_INIT_TIMEOUT") or WANDB_CONNECT_SECONDS)
 
 
+def unreachable(url: str) -> str:
+    """Return why a server cannot be reached, '' if it can, or if a proxy is set, through which only wandb connects.
+
+    wandb itself would try for `connect_timeout` even without a network.
+    """
+    if urllib.request.getproxies():
+        return ""
+    server, end = urlsplit(url), time.monotonic() + min(WANDB_REACH_SECONDS, connect_timeout())
+    while True:
+        try:
+            address = server.hostname or "", server.port or (80 if server.scheme == "http" else 443)
+            socket.create_connection(address, max(end - time.monotonic(), 0.1)).close()
+        except OSError as error:
+            if time.monotonic() > end - REACH_RETRY_SECONDS:
+                return f"{url} cannot be reached ({error.strerror or error})"
+            time.sleep(REACH_RETRY_SECONDS)
+        else:
+            return ""
+
+
 def has_key(settings: Any) -> bool:
     """Return whether wandb has a key for the server, in the environment, its settings or ~/.netrc."""
     if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
@@ -275,7 +302,7 @@ def _open_replies() -> TextIO:
 
 def main() -> None:
     """Serve a run: call the methods that the lines of standard input name."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # for the training process, which sends `finish` before it ends
     replies = _open_replies()
     sys.argv = sys.argv[1:]  # the command of the training, which W&B shows

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 from torch import nn
 
@@ -47,9 +48,15 @@ def check_batch_size(batch_size: int) -> None:
 def loader_processes(requested: int, batch_bytes: int) -> tuple[int, list[str]]:
     """Return the number of loader processes that this machine has cores and shared memory for, and warnings.
 
-    requested: the largest number. A process whose batches exceed the shared memory ends with a bus error.
+    requested: the largest number. A process whose batches exceed the shared memory ends with a bus error. Raises
+    `UserError` if a single batch exceeds the memory of the machine.
     """
-    workers = loader_workers(requested)
+    workers, machine = loader_workers(requested), psutil.virtual_memory().total
+    if batch_bytes * local_world_size() > machine:
+        raise UserError(
+            f"the images of a batch take {batch_bytes * local_world_size() / 2**30:.0f} GiB, more than the "
+            f"{machine / 2**30:.0f} GiB memory of this machine; give a smaller --batch-size or --imgsz"
+        )
     try:
         disk = os.statvfs(SHARED_MEMORY)
     except (OSError, AttributeError):

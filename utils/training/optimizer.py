@@ -94,6 +94,8 @@ def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
                 f"--freeze {' '.join(map(str, layers))}: the model has layers 0 to {count - 1}, no {number}"
             )
         rows[number].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"--freeze {' '.join(map(str, layers))} freezes all layers, 0 to {count - 1}; freeze fewer")
     return chosen
 
 

@@ -8,8 +8,11 @@ import torch
 
 from utils.checkpoint.progress import Progress
 from utils.console import Bar, RemainingTime, duration
+from utils.errors import plural
 from utils.summary import Summary
 from utils.training.step_log import used_memory
+
+LOW_FITNESS = 0.01  # of a run in which something is probably wrong
 
 
 def results_row(
@@ -29,15 +32,27 @@ def results_row(
     }
 
 
-def epoch_line(
+def epoch_lines(
     epoch: int, epochs: int, losses: Mapping[str, float], summary: Summary | None, rate: float, skipped: int
-) -> str:
-    """Return the console line of an epoch. rate: images per second. skipped: optimizer steps skipped so far."""
-    parts = [f"{name} {value:.4f}" for name, value in losses.items()]
-    parts += [f"{name} {value:.4f}" for name, value in (summary.metrics if summary else {}).items()]
-    parts += [f"{rate:.0f} images/s"] if rate else []
-    parts += [f"steps skipped so far, not finite: {skipped}"] if skipped else []
-    return f"epoch {epoch + 1}/{epochs}: {', '.join(parts)}"
+) -> list[str]:
+    """Return the console lines of an epoch, which is counted from 0 and printed from 1.
+
+    rate: images per second. skipped: optimizer steps skipped so far.
+    """
+    scores = [f"{title} {value:.3f}" for title, value in _headline(summary).items()] if summary else []
+    groups = [_loss_texts(losses, 4), scores, [f"{rate:.0f} img/s"] if rate else []]
+    lines = [f"epoch {epoch + 1}/{epochs}: {', '.join(' '.join(group) for group in groups if group)}"]
+    if skipped:
+        lines.append(f"  {plural(skipped, 'optimizer step')} skipped so far: gradients that are not finite")
+    return lines
+
+
+def _headline(summary: Summary) -> dict[str, float]:
+    return summary.headline or summary.metrics
+
+
+def _loss_texts(losses: Mapping[str, float], digits: int) -> list[str]:
+    return [f"{name.removesuffix('_loss')} {value:.{digits}f}" for name, value in losses.items()]
 
 
 def epoch_timing(bar: Bar, validation_seconds: float, progress: Progress) -> dict[str, float]:
@@ -52,18 +67,24 @@ def epoch_timing(bar: Bar, validation_seconds: float, progress: Progress) -> dic
 
 
 def best_epoch_table(progress: Progress, best: Summary, brief: bool) -> list[str]:
-    """Return the table of the best epoch as lines of text."""
+    """Return the table of the best epoch as lines of text, with a hint if the fitness is near 0."""
     head = f"best epoch: {progress.best_epoch + 1} of {progress.epoch}, fitness {progress.best:.4f}"
-    return [head, *best.table(brief)]
+    table = [head, *best.table(brief)]
+    if not brief and progress.best < LOW_FITNESS:
+        table.append("the fitness is near 0: docs/map-is-zero.md lists the causes")
+    return table
 
 
 def bar_values(
     losses: Mapping[str, float], best: Summary | None, bar: Bar, remaining: RemainingTime, device: torch.device
-) -> dict[str, str]:
-    """Return the values beside the progress bar. losses: means over the epoch so far. best: of the best epoch."""
-    values = {name.removesuffix("_loss"): f"{value:.4f}" for name, value in losses.items()}
+) -> list[str]:
+    """Return the values beside the progress bar, the most important first: a narrow terminal shows fewer.
+
+    losses: means over the epoch so far. best: of the best epoch.
+    """
+    values = [f"left {duration(remaining.seconds())}", " ".join(_loss_texts(losses, 3))]
     if best:
-        name, metric = list(best.metrics.items())[-1]
-        values[f"best {name}"] = f"{metric:.3f}"
-    values |= {"wait": f"{bar.waiting:.0%}", "memory": f"{used_memory(device):.1f} GiB"}
-    return values | {"left": duration(remaining.seconds())}
+        title, value = list(_headline(best).items())[-1]
+        values.append(f"best {title} {value:.3f}")
+    rate, memory = f"{bar.rate_so_far:.0f} img/s", f"memory {used_memory(device):.1f} GiB"
+    return [*values, rate, f"wait {bar.waiting:.0%}", memory]

@@ -12,6 +12,7 @@ import numpy as np
 
 from models.tasks.classification.prediction import ClassificationPrediction, most_probable
 from models.tasks.contract import Batch, Image, Metrics, Prediction, Split
+from utils.console import short_name
 from utils.files import csv_text
 from utils.plots.drawing import draw_captioned
 from utils.summary import Summary, confusion_text, dense_counts, sparse_counts
@@ -71,7 +72,8 @@ class ClassificationMetrics(Metrics):
         }
         overall, details = self._table(confusion.sum(1), precision, recall, top1, top5)
         metrics = dict(zip(CLASSIFICATION_METRICS, (top1, top5), strict=True))
-        return Summary(metrics, top1, overall, details, evidence, by_class=by_class)
+        headline = {"top-5": top5, "top-1": top1}
+        return Summary(metrics, top1, overall, details, evidence, by_class=by_class, headline=headline)
 
     def documents(self, summary: Summary) -> dict[str, str]:
         """Return classes.csv, with images, precision and recall of each class, and confusion_matrix.csv."""
@@ -107,7 +109,7 @@ class ClassificationMetrics(Metrics):
         head = row.format("Class", "Images", "P", "R", "top-1", "top-5")
         overall = row.format("all", images.sum(), *map(number, (precision.mean(), recall.mean(), top1, top5)))
         details = [
-            row.format(name[:22], images[k], number(precision[k]), number(recall[k]), "-", "-")
+            row.format(short_name(name), images[k], number(precision[k]), number(recall[k]), "-", "-")
             for k, name in self.names.items()
         ]
         return [head, overall], details

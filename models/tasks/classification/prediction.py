@@ -28,14 +28,11 @@ def most_probable(probabilities: Tensor, count: int = TOP_CLASSES) -> tuple[int,
     return tuple(probabilities.sort(descending=True, stable=True).indices[:count].tolist())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ClassificationPrediction(Prediction):
     """The probabilities of the classes in one image."""
 
-    image: int  # the index in the split
-    path: str
     probabilities: Tensor  # float32 (classes,), on the CPU
-    names: Mapping[int, str]  # of the classes
 
     @property
     def array(self) -> np.ndarray:
@@ -43,9 +40,24 @@ class ClassificationPrediction(Prediction):
         return self.probabilities.numpy().astype(np.float32)
 
     @property
-    def items(self) -> list[tuple[str, float]]:
-        """Return the five most probable classes and their probabilities."""
-        return [(self.names[k], float(self.probabilities[k])) for k in most_probable(self.probabilities)]
+    def probs(self) -> np.ndarray:
+        """The probability of each class, float32 (classes,)."""
+        return self.array
+
+    @property
+    def top5(self) -> list[tuple[str, float]]:
+        """The five most probable classes, by name, and their probabilities."""
+        return self.items
+
+    @property
+    def scores(self) -> np.ndarray:
+        """The five highest probabilities, float32 (k,); fewer if there are fewer classes."""
+        return np.asarray(self.array[self.classes])
+
+    @property
+    def classes(self) -> np.ndarray:
+        """The five most probable classes, int64 (k,)."""
+        return np.array(most_probable(self.probabilities), np.int64)
 
     def describe(self) -> str:
         """Format the five most probable classes: `cat 0.90, dog 0.10`."""
@@ -54,7 +66,7 @@ class ClassificationPrediction(Prediction):
     def draw(self, image: Image, style: Style) -> Image:
         """Return a copy of `image` with the five most probable classes in its corner."""
         texts = [style.text(name, probability) for name, probability in self.items]
-        return draw_text_lines(image, list(filter(None, texts)))
+        return draw_text_lines(image, list(filter(None, texts)), style.thickness)
 
     def crops(self, image: Image) -> list[tuple[str, Image]]:
         """Return the whole image, with the name of its most probable class."""
@@ -94,6 +106,6 @@ class ClassificationPostprocess(Postprocess):
         """Return the probabilities of each image."""
         probabilities = torch.stack([view.outputs.float().softmax(1) for view in views]).mean(0).cpu()
         return [
-            ClassificationPrediction(info.image, info.path, image, self.names)
+            ClassificationPrediction(info.image, info.path, self.names, image)
             for info, image in zip(batch.infos, probabilities, strict=True)
         ]

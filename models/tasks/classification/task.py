@@ -82,6 +82,7 @@ class ClassificationTask(Task):
     loss_names = ("loss",)
     metric_names = CLASSIFICATION_METRICS
     official_weights = r"yolov5[nsmlx]-cls\.pt"
+    hub_tag = "image-classification"
 
     def __init__(self, names: Mapping[int, str], hyp: ClassificationRecipe, label_smoothing: float = 0.0) -> None:
         super().__init__(names, hyp, label_smoothing)

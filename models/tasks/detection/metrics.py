@@ -25,6 +25,7 @@ from models.tasks.detection.scores import (
     score_classes,
     score_sizes,
 )
+from utils.console import short_name
 from utils.files import csv_text
 from utils.summary import Box, Example, Summary, confusion_text, dense_counts, sparse_counts
 
@@ -42,7 +43,7 @@ class DetectionMetrics(Metrics):
 
     def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[ImageRecord]:
         """Return a record for each image."""
-        boxes = [prediction.boxes for prediction in cast("Sequence[DetectionPrediction]", predictions)]
+        boxes = [prediction.rows for prediction in cast("Sequence[DetectionPrediction]", predictions)]
         return image_records(boxes, batch.infos, self.shown)
 
     def summarise(self, records: Sequence[ImageRecord]) -> Summary:
@@ -53,7 +54,9 @@ class DetectionMetrics(Metrics):
         fitness = sum(weight * metrics[name] for name, weight in FITNESS_WEIGHTS.items())
         overall, details = _tables(self.names, len(records), scores, score_sizes(joined))
         evidence = detection_evidence(records, scores, len(self.names))
-        return Summary(metrics, fitness, overall, details, evidence, by_class=ap_by_class(scores, self.names))
+        headline = {"mAP50": metrics["mAP_0.5"], "mAP50-95": metrics["mAP_0.5:0.95"]}
+        by_class = ap_by_class(scores, self.names)
+        return Summary(metrics, fitness, overall, details, evidence, by_class=by_class, headline=headline)
 
     def threshold_warnings(self, thresholds: Thresholds) -> list[str]:
         """Return a warning if `conf_thres` ends the precision-recall curves so early that mAP changes."""
@@ -108,12 +111,11 @@ def _tables(
     overall = row.format("all", images, int(scores.instances.sum()), *map(number, scores.means().values()))
     columns = (scores.classes, scores.images, scores.instances, scores.precision, scores.recall, scores.ap)
     details = [
-        row.format(names[int(k)][:22], of_class, count, *map(number, (precision, recall, ap[0], ap.mean())))
+        row.format(short_name(names[int(k)]), of_class, count, *map(number, (precision, recall, ap[0], ap.mean())))
         for k, of_class, count, precision, recall, ap in zip(*columns, strict=True)
     ]
     for size in sizes:
-        span = f"{size.low:g}-{size.high:g} px" if size.high < float("inf") else f"{size.low:g}+ px"
-        details.append(row.format(span, images, size.instances, "-", "-", number(size.ap50), number(size.ap)))
+        details.append(row.format(size.title, images, size.instances, "-", "-", number(size.ap50), number(size.ap)))
     return [head, overall], details
 
 

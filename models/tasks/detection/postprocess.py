@@ -61,7 +61,7 @@ class DetectionPostprocess(Postprocess):
             )
         iou_thres = self.thresholds.iou_thres
         return [
-            DetectionPrediction(info.image, info.path, info.size, boxes, info.rows, self.names, iou_thres)
+            DetectionPrediction(info.image, info.path, self.names, info.size, boxes, info.rows, iou_thres)
             for boxes, info in zip(boxes_in_files(detections, infos), infos, strict=True)
         ]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,40 +15,52 @@ from models.tasks.contract import Image, Prediction
 from models.tasks.detection.boxes import xywh_to_xyxy, xyxy_to_xywh
 from models.tasks.detection.pairing import match_detections
 from utils.coco import CocoImage
+from utils.errors import plural
 from utils.plots.drawing import Style, draw_boxes
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DetectionPrediction(Prediction):
     """The detections of one image, in falling confidence."""
 
-    image: int  # the index in the split
-    path: str
     size: tuple[int, int]  # width and height of the file's image, pixels
-    boxes: Tensor  # float64 (k, 6): xyxy in pixels of the file, confidence, class
+    rows: Tensor  # float64 (k, 6): xyxy in pixels of the file, confidence, class
     labels: np.ndarray  # float32 (m, 5): class, normalised xywh
-    names: Mapping[int, str]  # of the classes
     iou_thres: float  # overlap above which `with_labels` drops a detection of a labelled object
 
     @property
     def array(self) -> np.ndarray:
         """Return the detections as float32 (k, 6): xyxy in pixels of the file, confidence, class."""
-        return np.array(self.boxes.numpy(), np.float32)
+        return np.array(self.rows.numpy(), np.float32)
 
     @property
-    def items(self) -> list[tuple[str, float]]:
-        """Return class name and confidence of each detection, the most confident first."""
-        return [(self.names[int(label)], confidence) for *_, confidence, label in self.boxes.tolist()]
+    def boxes(self) -> np.ndarray:
+        """The boxes, float32 (k, 4): xyxy in pixels of the file."""
+        return self.array[:, :4]
+
+    @property
+    def scores(self) -> np.ndarray:
+        """The confidences, float32 (k,)."""
+        return self.array[:, 4]
+
+    @property
+    def classes(self) -> np.ndarray:
+        """The class numbers, int64 (k,)."""
+        return np.asarray(self.rows[:, 5].long().numpy())
+
+    def columns(self) -> dict[str, Any]:
+        """Return the corners of the boxes, confidences, class numbers and names: YOLOv5's columns."""
+        return {**dict(zip(("xmin", "ymin", "xmax", "ymax"), self.boxes.T, strict=True)), **super().columns()}
 
     def describe(self) -> str:
         """Format the number of detections of each class: `2 persons, 1 dog`, or `nothing`."""
-        counts = Counter(int(label) for label in self.boxes[:, 5].tolist())
-        words = [f"{count} {self.names[label]}{'s' * (count > 1)}" for label, count in sorted(counts.items())]
+        counts = Counter(int(label) for label in self.rows[:, 5].tolist())
+        words = [plural(count, self.names[label]) for label, count in sorted(counts.items())]
         return ", ".join(words) or "nothing"
 
     def draw(self, image: Image, style: Style) -> Image:
         """Return a copy of `image` with the boxes drawn on it, the most confident on top."""
-        rows = self.boxes.flip(0)
+        rows = self.rows.flip(0)
         classes = [int(label) for label in rows[:, 5].tolist()]
         texts = [style.text(self.names[k], value) for k, value in zip(classes, rows[:, 4].tolist(), strict=True)]
         drawn: Image = image.copy()
@@ -58,7 +70,7 @@ class DetectionPrediction(Prediction):
     def crops(self, image: Image) -> list[tuple[str, Image]]:
         """Return the part of `image` that each box covers, with its class name; none is empty."""
         parts = []
-        for left, top, right, bottom, _, label in self.boxes.tolist():
+        for left, top, right, bottom, _, label in self.rows.tolist():
             part = image[math.floor(top) : math.ceil(bottom), math.floor(left) : math.ceil(right)]
             if part.size:
                 parts.append((self.names[int(label)], part))
@@ -69,30 +81,30 @@ class DetectionPrediction(Prediction):
 
         corners: xyxy in pixels of the file instead of xywh.
         """
-        boxes = self.boxes[:, :4] if corners else xyxy_to_xywh(self.boxes[:, :4]) / torch.tensor(self.size * 2)
-        rows = torch.cat((boxes, self.boxes[:, 4:5]) if with_confidence else (boxes,), 1)
+        boxes = self.rows[:, :4] if corners else xyxy_to_xywh(self.rows[:, :4]) / torch.tensor(self.size * 2)
+        rows = torch.cat((boxes, self.rows[:, 4:5]) if with_confidence else (boxes,), 1)
         return [
             f"{int(label)} {' '.join(f'{value:.6g}' for value in row)}"
-            for label, row in zip(self.boxes[:, 5], rows.tolist(), strict=True)
+            for label, row in zip(self.rows[:, 5], rows.tolist(), strict=True)
         ]
 
     def with_labels(self) -> DetectionPrediction:
         """Return the labels, with a confidence of 1, followed by the detections that overlap no label of their class by
         more than `iou_thres`."""
-        return replace(self, boxes=torch.cat((self.label_boxes(), self.boxes[self.unlabelled()])))
+        return replace(self, rows=torch.cat((self.label_boxes(), self.rows[self.unlabelled()])))
 
     def label_boxes(self) -> Tensor:
-        """Return the labels in the form of `boxes`, with a confidence of 1."""
+        """Return the labels in the form of `rows`, with a confidence of 1."""
         label = torch.from_numpy(self.labels).double()
         truth = xywh_to_xyxy(label[:, 1:5]) * torch.tensor(self.size * 2)
         return torch.cat((truth, torch.ones(len(label), 1), label[:, :1]), 1)
 
     def unlabelled(self) -> Tensor:
         """Return the rows of the detections that match no label, int64 (u,); see `with_labels`."""
-        boxes, labels = ((rows[:, :4].numpy(), rows[:, 5].long().numpy()) for rows in (self.boxes, self.label_boxes()))
+        boxes, labels = ((rows[:, :4].numpy(), rows[:, 5].long().numpy()) for rows in (self.rows, self.label_boxes()))
         (rows,) = np.nonzero(match_detections(*boxes, *labels).overlap <= self.iou_thres)
         return torch.from_numpy(rows)
 
     def coco_rows(self) -> CocoImage:
         """Return the detections for COCO's results."""
-        return CocoImage(self.image, self.path, self.boxes.numpy())
+        return CocoImage(self.image, self.path, self.rows.numpy())

@@ -51,13 +51,18 @@ class ClassScores:
 
 
 class SizeScores(NamedTuple):
-    """Scores of the objects whose side, sqrt(area), lies in [low, high) pixels."""
+    """Scores of the objects whose side, sqrt(area), lies in [low, high) pixels of the file."""
 
     low: float
     high: float
     instances: int
     ap50: float
     ap: float
+
+    @property
+    def title(self) -> str:
+        """The name of the row in a table."""
+        return f"{self.low:g}{f'-{self.high:g}' if self.high < np.inf else '+'} px of the file"
 
 
 class JoinedRecords(NamedTuple):

@@ -56,8 +56,14 @@ class DetectionTask(Task):
     recipe = Hyperparameters
     refused: ClassVar[Mapping[str, str]] = SEGMENTATION_FLAGS
     official_weights = r"yolov5[nsmlx]6?\.pt"
+    hub_tag = "object-detection"
     default_is_training_size = False  # 640, as in YOLOv5
     head: ClassVar[type[Detect]] = Detect  # of the models
+    # Of exported files, without and with suppression.
+    export_modules: ClassVar[tuple[type[DecodedDetector], type[SuppressedDetector]]] = (
+        DecodedDetector,
+        SuppressedDetector,
+    )
 
     def __init__(self, names: Mapping[int, str], hyp: Hyperparameters, label_smoothing: float = 0.0) -> None:
         super().__init__(names, hyp, label_smoothing)
@@ -100,14 +106,15 @@ class DetectionTask(Task):
     def export_module(self, model: Model, settings: ExportSettings) -> ExportModule:
         """Return the module that maps images (b, 3, h, w), in 0 to 1, to boxes, or with `nms` to detections.
 
-        Shapes: see `DecodedView` and `SuppressedView`.
+        Shapes: see the classes of `export_modules`.
         """
         assert isinstance(model, YoloModel)  # export.py reads no exported files
-        decoding = DecodedDetector(fuse(model)).eval()
+        decoded, suppressed = self.export_modules
+        decoding = decoded(fuse(model)).eval()
         if not settings.nms:
             return ExportModule(decoding, None)
         suppression = graph_suppression(settings)
-        return ExportModule(SuppressedDetector(decoding, suppression).eval(), suppression._asdict())
+        return ExportModule(suppressed(decoding, suppression).eval(), suppression._asdict())
 
     def draw_batch(self, batch: Batch) -> Image:
         """Draw a grid of the batch's images with their targets."""

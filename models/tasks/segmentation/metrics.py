@@ -25,14 +25,14 @@ from models.tasks.detection.scores import DETECTION_METRICS, ClassScores, SizeSc
 from models.tasks.segmentation.image_info import SegmentationBatch
 from models.tasks.segmentation.prediction import SegmentationPrediction
 from models.tasks.segmentation.records import SegmentationRecord, segmentation_records
+from utils.console import short_name
 from utils.files import csv_text
 from utils.summary import Example, Summary
 
 KINDS = ("B", "M")  # of boxes and of masks, YOLOv5's suffixes
 SEGMENTATION_METRICS = tuple(f"{name}({kind})" for kind in KINDS for name in DETECTION_METRICS)
-TABLE_ROW = "{:>18} {:>6} {:>9} {:>6} {:>6} {:>6} {:>8} {:>6} {:>6} {:>6} {:>8}"
+TABLE_ROW = "{:>22} {:>6} {:>9} {:>6} {:>6} {:>6} {:>8} {:>6} {:>6} {:>6} {:>8}"
 TABLE_HEAD = ("Class", "Images", "Instances", "box P", "R", "mAP50", "mAP50-95", "mask P", "R", "mAP50", "mAP50-95")
-CLASS_NAME_LETTERS = 18  # in the table
 
 
 class SegmentationMetrics(DetectionMetrics):
@@ -67,7 +67,8 @@ class SegmentationMetrics(DetectionMetrics):
             for kind, one in zip(KINDS, scores, strict=True)
             for name, values in ap_by_class(one, self.names).items()
         }
-        return Summary(metrics, fitness, overall, details, evidence, by_class=by_class)
+        headline = {"box mAP": metrics["mAP_0.5:0.95(B)"], "mask mAP": metrics["mAP_0.5:0.95(M)"]}
+        return Summary(metrics, fitness, overall, details, evidence, by_class=by_class, headline=headline)
 
     def documents(self, summary: Summary) -> dict[str, str]:
         """Return the detector's CSV files, with columns of masks in classes.csv, and curves and outlines of masks."""
@@ -116,16 +117,12 @@ class SegmentationMetrics(DetectionMetrics):
         values = np.stack([(one.precision, one.recall, one.ap[:, 0], one.ap.mean(1)) for one in scores], 1)
         by_class = values.transpose(2, 1, 0).reshape(len(boxes.classes), 2 * len(values))  # boxes, then masks
         details = [
-            TABLE_ROW.format(
-                self.names[int(k)][:CLASS_NAME_LETTERS], of_class, count, *(f"{value:.4f}" for value in row)
-            )
+            TABLE_ROW.format(short_name(self.names[int(k)]), of_class, count, *(f"{value:.4f}" for value in row))
             for k, of_class, count, row in zip(boxes.classes, boxes.images, boxes.instances, by_class, strict=True)
         ]
         for both in zip(*sizes, strict=True):
-            low, high, instances, *_ = both[0]
-            span = f"{low:g}-{high:g} px" if high < float("inf") else f"{low:g}+ px"
             numbers = [text for one in both for text in ("-", "-", f"{one.ap50:.4f}", f"{one.ap:.4f}")]
-            details.append(TABLE_ROW.format(span, images, instances, *numbers))
+            details.append(TABLE_ROW.format(both[0].title, images, both[0].instances, *numbers))
         return lines, details
 
 

@@ -68,7 +68,7 @@ class SegmentationPostprocess(Postprocess):
                 image=info.image,
                 path=info.path,
                 size=info.size,
-                boxes=file_boxes,
+                rows=file_boxes,
                 labels=info.rows,
                 names=self.names,
                 iou_thres=self.thresholds.iou_thres,

@@ -15,7 +15,7 @@ from utils.coco import CocoImage
 from utils.plots.drawing import Style, tint
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SegmentationPrediction(DetectionPrediction):
     """The instances of one image, in falling confidence. Masks are computed each time that they are asked for."""
 
@@ -23,20 +23,10 @@ class SegmentationPrediction(DetectionPrediction):
     label_outlines: Sequence[np.ndarray]  # of `labels`, (p, 2): x, y as shares of width and height; () if unknown
 
     @property
-    def scores(self) -> np.ndarray:
-        """The confidences, float32 (k,)."""
-        return self.array[:, 4]
-
-    @property
-    def classes(self) -> np.ndarray:
-        """The class numbers, int64 (k,)."""
-        return np.asarray(self.boxes[:, 5].long().numpy())
-
-    @property
     def masks(self) -> np.ndarray:
         """The masks, bool (k, height, width) of the file."""
         width, height = self.size
-        masks = np.zeros((len(self.boxes), height, width), bool)
+        masks = np.zeros((len(self.rows), height, width), bool)
         for mask, part in zip(masks, self.parts(), strict=True):
             _window(mask, part)[:] = part.pixels
         return masks
@@ -47,11 +37,11 @@ class SegmentationPrediction(DetectionPrediction):
 
         No points for an empty mask; for a label its own outline.
         """
-        return list(self.source.outlines(range(len(self.boxes))))
+        return list(self.source.outlines(range(len(self.rows))))
 
     def parts(self) -> list[MaskPart]:
         """Return the masks as the parts of the file that contain them."""
-        return list(self.source.parts(range(len(self.boxes))))
+        return list(self.source.parts(range(len(self.rows))))
 
     def draw(self, image: Image, style: Style) -> Image:
         """Return a copy of `image` with masks in the colours of their classes, and the boxes, drawn on it.
@@ -73,7 +63,7 @@ class SegmentationPrediction(DetectionPrediction):
         if corners:
             return super().label_rows(with_confidence, corners)
         lines = []
-        for (*xyxy, confidence, label), outline in zip(self.boxes.tolist(), self.outlines, strict=True):
+        for (*xyxy, confidence, label), outline in zip(self.rows.tolist(), self.outlines, strict=True):
             points = outline if len(outline) >= MIN_POLYGON_POINTS else _rectangle(xyxy) / self.size
             numbers = [*points.ravel().tolist(), *([confidence] if with_confidence else [])]
             lines.append(f"{int(label)} {' '.join(f'{number:.6g}' for number in numbers)}")
@@ -86,7 +76,7 @@ class SegmentationPrediction(DetectionPrediction):
         shapes = self.label_outlines or [_rectangle(xyxy) / self.size for *xyxy, _, _ in labels.tolist()]
         outlined, unlabelled = OutlineMasks(shapes, self.size), self.unlabelled().tolist()
         members = [(outlined, row) for row in range(len(labels))] + [(self.source, row) for row in unlabelled]
-        return replace(self, boxes=torch.cat((labels, self.boxes[unlabelled])), source=JoinedMasks(members, self.size))
+        return replace(self, rows=torch.cat((labels, self.rows[unlabelled])), source=JoinedMasks(members, self.size))
 
     def coco_rows(self) -> CocoImage:
         """Return the detections for COCO's results, with masks as run lengths."""

@@ -45,7 +45,7 @@ def segmentation_records(
     predictions: Sequence[SegmentationPrediction], batch: SegmentationBatch, shown: Collection[int] = ()
 ) -> list[SegmentationRecord]:
     """Return a record for each image of a batch. shown: indices of the images to draw."""
-    of_boxes = image_records([one.boxes for one in predictions], batch.infos, shown)
+    of_boxes = image_records([one.rows for one in predictions], batch.infos, shown)
     overlaps = MaskOverlaps(predictions, batch)
     of_masks = matched_by(overlaps, [record._replace(shown=None) for record in of_boxes])
     return [

@@ -7,10 +7,8 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from models.fuse import fuse
 from models.layers import Segment
-from models.tasks.contract import Batch, Criterion, ExportModule, ExportSettings, Image, Model, Thresholds
-from models.tasks.detection.export_module import graph_suppression
+from models.tasks.contract import Batch, Criterion, Image, Model, Thresholds
 from models.tasks.detection.loss import UnavailableCriterion
 from models.tasks.detection.task import DetectionTask
 from models.tasks.segmentation.export_module import DecodedSegmenter, SuppressedSegmenter
@@ -29,8 +27,10 @@ class SegmentationTask(DetectionTask):
     loss_names = LOSS_NAMES
     metric_names = SEGMENTATION_METRICS
     official_weights = r"yolov5[nsmlx]-seg\.pt"
+    hub_tag = "image-segmentation"
     refused: ClassVar[Mapping[str, str]] = {"augment": NO_AUGMENT}
     head = Segment
+    export_modules = (DecodedSegmenter, SuppressedSegmenter)
 
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> YoloModel:
         """Build the model of a YAML. Raises `UserError` unless the prototypes are a quarter of the images."""
@@ -60,19 +60,6 @@ class SegmentationTask(DetectionTask):
     def metrics(self, shown: frozenset[int] = frozenset()) -> SegmentationMetrics:
         """Return precision, recall and mean average precision of boxes and masks. shown: indices of images to draw."""
         return SegmentationMetrics(self.names, shown)
-
-    def export_module(self, model: Model, settings: ExportSettings) -> ExportModule:
-        """Return the module that maps images (b, 3, h, w), in 0 to 1, to boxes and prototypes, or with `nms` to
-        detections and masks.
-
-        Shapes: see `DecodedSegmenter` and `SuppressedSegmenter`.
-        """
-        assert isinstance(model, YoloModel)  # export.py reads no exported files
-        decoding = DecodedSegmenter(fuse(model)).eval()
-        if not settings.nms:
-            return ExportModule(decoding, None)
-        suppression = graph_suppression(settings)
-        return ExportModule(SuppressedSegmenter(decoding, suppression).eval(), suppression._asdict())
 
     def draw_batch(self, batch: Batch) -> Image:
         """Draw a grid of the batch's images with their targets and masks."""

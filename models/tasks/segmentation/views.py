@@ -55,7 +55,7 @@ class MaskMaps(ABC):
 
     @abstractmethod
     def inside(self, rows: Rows) -> Tensor:
-        """Return where the probabilities exceed 1/2, bool (r, h, w)."""
+        """Return the masks of some detections, bool (r, h, w): the probability of a pixel exceeds 1/2."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ class PrototypeMaps(MaskMaps):
         return self._logits(rows).sigmoid_()
 
     def inside(self, rows: Rows) -> Tensor:
-        """Return where the logits are above 0."""
+        """Return the masks: the logit of a pixel is above 0."""
         return self._logits(rows) > 0
 
     def _logits(self, rows: Rows) -> Tensor:

@@ -90,7 +90,7 @@ class HeatmapData(DataSet[HeatmapSplit]):
         return images | {f"labels of {split}": list(map(label_file, files)) for split, files in images.items()}
 
     def split(self, name: str, hyp: Recipe | None = None) -> HeatmapSplit:
-        images, unlisted = self.spec.listing(name)
+        images, unlisted, _ = self.spec.listing(name)
         scanned = load_labels(images, f"{name} images", self.options.workers, "images")
         problems = (*unlisted, *scanned.problems)
         readable = self.usable(name, scanned.sizes, problems)

@@ -24,6 +24,7 @@ from models.weights.reader import read_weights
 from models.yolo import build_model
 from tests.making import tiny_detector
 from tests.models.weights.files import Call
+from utils.config.ranges import OPSETS
 from utils.errors import UserError
 from utils.files import ROOT
 
@@ -169,27 +170,70 @@ def test_half_and_to_do_not_change_an_exported_model(dynamic: dict[str, Path]) -
     assert exported(images(1, 64, 64).half()).dtype == torch.float
 
 
-def test_onnx_files_are_reproducible(tmp_path: Path) -> None:
-    job = ExportJob(detector(), replace(METADATA, dynamic=False))
+@pytest.mark.parametrize("opset", [12, 18])
+def test_onnx_files_are_reproducible(opset: int, tmp_path: Path) -> None:
+    job = ExportJob(detector(), replace(METADATA, dynamic=False), opset)
     first, second = (write(replace(job), "onnx", tmp_path / name).read_bytes() for name in ("first", "second"))
     assert first == second
+
+
+def slow(opset: int) -> bool:
+    """Return whether torch.export writes it, which takes seconds; the highest, and 18 in other tests, are enough."""
+    return 18 <= opset < OPSETS.maximum
+
+
+@pytest.mark.parametrize(
+    "opset",
+    [
+        pytest.param(opset, marks=[pytest.mark.long] if slow(opset) else [])
+        for opset in range(int(OPSETS.minimum), int(OPSETS.maximum) + 1)
+    ],
+)
+def test_each_opset(opset: int, tmp_path: Path) -> None:
+    """ONNX Runtime runs it, for any size; names and sizes are the same in each."""
+    onnx = pytest.importorskip("onnx")
+    path = write(ExportJob(detector(), METADATA, opset), "onnx", tmp_path / "boxes")
+    model = onnx.load(path)
+    assert model.opset_import[0].version == opset
+    onnx.checker.check_model(model)
+    assert shapes(model) == ({"images": ["batch", 3, "height", "width"]}, {"output0": ["batch", "anchors", 8]})
+    assert str(ROOT).encode() not in path.read_bytes()
+    expected = detector()(images(3, 40, 64))
+    torch.testing.assert_close(read_exported(path)(images(3, 40, 64)), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("opset", [12, 13, 17])
+def test_suppression_in_old_opsets(opset: int, tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    suppressing = SuppressedDetector(detector(), LIMITS).eval()
+    path = write(ExportJob(suppressing, SUPPRESSING, opset), "onnx", tmp_path / "detections")
+    assert shapes(onnx.load(path))[1] == {"output0": ["batch", 20, 6], "count": ["batch"]}
+    detections, counts = read_exported(path)(images(2, 32, 48))
+    rows, numbers = suppressing(images(2, 32, 48))
+    assert counts.tolist() == numbers.tolist()
+    torch.testing.assert_close(detections, rows, rtol=1e-4, atol=1e-3)
+
+
+def shapes(model: Any) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+    """Return the shapes of an ONNX model's inputs and outputs by name; sizes that vary are names."""
+
+    def of(values: Any) -> dict[str, list[Any]]:
+        dims = {value.name: value.type.tensor_type.shape.dim for value in values}
+        return {name: [dim.dim_param or dim.dim_value for dim in sizes] for name, sizes in dims.items()}
+
+    return of(model.graph.input), of(model.graph.output)
 
 
 def test_names_and_metadata_of_yolov5(dynamic: dict[str, Path], fixed: dict[str, Path]) -> None:
     """Files have them for programs that run YOLOv5's files. They name no folder of this machine."""
     onnx = pytest.importorskip("onnx")
     model = onnx.load(dynamic["onnx"])
-
-    def shape(value: Any) -> list[Any]:
-        return [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
-
-    assert [(x.name, shape(x)) for x in model.graph.input] == [("images", ["batch", 3, "height", "width"])]
-    assert [(x.name, shape(x)) for x in model.graph.output] == [("output0", ["batch", "anchors", 8])]
+    assert shapes(model) == ({"images": ["batch", 3, "height", "width"]}, {"output0": ["batch", "anchors", 8]})
     props = {prop.key: prop.value for prop in model.metadata_props}
     assert (props["stride"], ast.literal_eval(props["names"])) == ("8", NAMES)
     assert model.opset_import[0].version == 18
     suppressed = onnx.load(fixed["onnx"])
-    assert [(x.name, shape(x)) for x in suppressed.graph.output] == [("output0", [2, 20, 6]), ("count", [2])]
+    assert shapes(suppressed)[1] == {"output0": [2, 20, 6], "count": [2]}
     onnx.checker.check_model(model)
     extra: dict[str, Any] = {"config.txt": ""}
     torch.jit.load(dynamic["torchscript"], _extra_files=extra)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 import pickle
 import tarfile
 import zipfile
@@ -13,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 
-from models.weights.reader import read_weights
+from models.weights.reader import Weights, read_weights
 from tests.models.weights.files import save_bytes, save_legacy, save_zip
-from utils.checkpoint.weight_files import FORMAT
+from utils.checkpoint.weight_files import FORMAT, as_safetensors
 from utils.errors import UserError
 
 
@@ -55,7 +58,60 @@ def test_bare_tensors(save: Callable[[Any, Path], None], file: Path) -> None:
     assert (weights.model, weights.names, weights.task, weights.source) == (None, {}, "", "tensors")
 
 
+def test_a_safetensors_file(file: Path) -> None:
+    """It holds what a file of train.py holds; its bytes depend on that alone."""
+    shared = torch.rand(4, 3)
+    state = {"w": torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last), "n": torch.tensor(4), "s": shared.t()}
+    settings = {"imgsz": 64, "freeze": [0, 1], "hyp": None}
+    values = content(state={**state, "v": shared}, names={0: "a", 10: "ü", 2: "b"}, settings=settings)
+    torch.save(values, file)
+    path = file.with_suffix(".safetensors")
+    path.write_bytes(as_safetensors(values))
+    assert as_safetensors(values) == path.read_bytes()
+    expected, weights = read_weights(file), read_weights(path)
+    torch.testing.assert_close(weights.state, expected.state, rtol=0, atol=0)
+    assert {key: value.dtype for key, value in weights.state.items()}["n"] == torch.int64
+    assert {**vars(weights), "state": {}} == {**vars(expected), "state": {}}
+    assert weights.training_size == 64
+
+
+def test_safetensors_of_other_programs(file: Path) -> None:
+    state = {"fc.weight": torch.rand(2, 3).half(), "format": torch.rand(1)}
+    named = file.with_suffix(".safetensors")
+    for path, metadata in ((named, {"format": "pt"}), (named, None), (file, None)):  # also with the suffix .pt
+        path.write_bytes(save(state, metadata))
+        weights = read_weights(path)
+        torch.testing.assert_close(weights.state["fc.weight"], state["fc.weight"].float(), rtol=0, atol=0)
+        assert (weights.model, weights.names, weights.task, weights.source) == (None, {}, "", "tensors")
+
+
 # Unusable files
+
+
+def safetensors_with(text: str) -> bytes:
+    return save({"w": torch.rand(3)}, {"lockstep": text})
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is empty"),
+        (safetensors_with("{}")[:-1], "is not a whole .safetensors file .*; copy or download it again"),
+        (safetensors_with("{}")[:50], "is not a whole .safetensors file"),
+        (b"version https://git-lfs.github.com/spec/v1", "is not a whole .safetensors file"),
+        (pickle.dumps({"w": 1}), "is not a whole .safetensors file"),
+        (safetensors_with("{"), "is not a whole .safetensors file"),
+        (safetensors_with("[1]"), "is not a whole"),
+        (safetensors_with('{"format": "lockstep-9"}'), "has the unknown format lockstep-9; update this program"),
+        (safetensors_with(json.dumps({"format": FORMAT, "task": "detect"})), "lacks model, names, settings and is inc"),
+        (save({}), "contains no model"),
+    ],
+)
+def test_unusable_safetensors(data: bytes, message: str, file: Path) -> None:
+    path = file.with_suffix(".safetensors")
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=rf"^{path} {message}"):
+        read_weights(path)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +139,7 @@ def test_content_without_a_model(value: Any, message: str, file: Path) -> None:
         (b"", "is empty"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is text, not a weight file"),
         (b"<!DOCTYPE html><html></html>", "is text, not a weight file"),
+        (b"\x40" + bytes(7) + b'{"w": {}}'.ljust(100), "is not a whole .safetensors file"),
         (b"\x80\x02}q\x00.", "is not a whole PyTorch weight file"),
         (b"\x93NUMPY\x01\x00", "is not a whole PyTorch weight file"),
         (b"PK\x03\x04 and no more \xff", "is not a whole PyTorch weight file"),
@@ -102,6 +159,59 @@ def test_truncated_files(save: Callable[[Any, Path], None], share: float, file: 
     file.write_bytes(data[: int(len(data) * share)])
     with pytest.raises(UserError, match=r"weights.pt is not a whole PyTorch weight file .*copy or download it again"):
         read_weights(file)
+
+
+def test_a_changed_byte(file: Path) -> None:
+    save_zip(content(state={"w": torch.rand(1000)}), file)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=r"weights.pt is damaged \(the checksum of .*/data/0 does not match\); copy or"):
+        read_weights(file)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+def test_values_that_are_not_finite(kind: torch.dtype, value: float, file: Path) -> None:
+    bad = torch.tensor([1, value], dtype=kind)
+    save_zip(content(state={"fine": torch.rand(3), "mask": torch.tensor([-math.inf]), "bad": bad}), file)
+    with pytest.raises(UserError, match=r"weights.pt has values in bad that are not finite"):
+        read_weights(file)
+    save_zip(content(state={"mask": torch.tensor([-math.inf])}), file)
+    assert list(read_weights(file).state) == ["mask"]
+
+
+def test_a_tensor_that_unfolds(file: Path) -> None:
+    save_zip(content(state={"w": torch.ones(1, dtype=torch.float16).expand(10**12)}), file)
+    with pytest.raises(UserError, match=r"weights.pt was refused: its tensors would take 2000\.0 GB"):
+        read_weights(file)
+
+
+def test_an_archive_that_unfolds(file: Path) -> None:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(10**7))
+    with pytest.raises(UserError, match=r"weights.pt was refused: it would unpack to 0\.0 GB"):
+        read_weights(file)
+
+
+@pytest.mark.parametrize(
+    ("names", "warnings"),
+    [
+        ({0: "cat", 1: "dog"}, []),
+        ({0: "Cat", 1: "DOG"}, []),
+        ({0: "cat"}, []),  # another number of classes: the head is another one
+        (
+            {0: "dog", 1: "cat"},
+            [
+                "warning: 2 of 2 classes have other names in a.pt than in the data set, such as class 0, 'cat' and "
+                "here 'dog'; check the order"
+            ],
+        ),
+    ],
+)
+def test_other_names_of_classes(names: dict[int, str], warnings: list[str]) -> None:
+    weights = Weights({}, {"nc": 2}, {0: "cat", 1: "dog"}, "detect", {}, "lockstep")
+    assert weights.class_warnings(names, "a.pt") == warnings
 
 
 def test_missing_file_and_folder(tmp_path: Path) -> None:

@@ -115,6 +115,14 @@ def test_other_names_are_not_downloaded(name: str) -> None:
         find_weights(name)
 
 
+def test_only_a_training_can_start_from_scratch() -> None:
+    for name in ("mine.pt", "yolov5s.pt", "DEFAULT"):
+        with pytest.raises(UserError) as caught:
+            find_weights(name, training=False)
+        assert "scratch" not in str(caught.value)
+        assert "--" not in str(caught.value)
+
+
 # torchvision's
 
 
@@ -156,6 +164,14 @@ def test_default_weights_of_no_architecture(yaml: dict | None) -> None:
 def test_default_weights_of_an_unknown_architecture() -> None:
     with pytest.raises(UserError, match=r"^mine\.yaml: `architecture` is 'resnet33'"):
         find_weights("DEFAULT", {"architecture": "resnet33"}, "mine.yaml")
+
+
+# The Hub
+
+
+def test_weights_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(releases, "fetch", lambda name: Path("cache", name))
+    assert find_weights("hf:me/mine/best.pt") == Path("cache/me/mine/best.pt")
 
 
 # W&B artifacts

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from models.layers import Conv
+from models.weights import yolov5_pickle
 from models.weights.reader import Weights, read_weights
 from models.weights.transfer import transfer
 from models.weights.yolov5_pickle import rebuild_tensor
@@ -278,13 +279,69 @@ def test_other_values_in_a_file(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
-        ("DataParallel", {"_modules": "module"}, "is not a whole .*_parameters"),
+        ("DataParallel", {"_modules": "module"}, r"is not a whole .* \(maximum recursion"),
         ("Model", {"_parameters": "", "_buffers": "", "_modules": "0"}, r"is not a whole .* \(maximum recursion"),
     ],
 )
 def test_a_module_that_contains_itself(name: str, fields: dict[str, str], message: str, file: Path) -> None:
     state = b"".join(text(key) + b"}" + (text(child) + b"h\x00s" if child else b"") for key, child in fields.items())
     save_bytes(b"\x80\x02cmodels.yolo\n" + name.encode() + b"\n)\x81q\x00}(" + state + b"ub.", file)
+    with pytest.raises(UserError, match=f"weights.pt {message}"):
+        read_weights(file)
+
+
+# Small files that would take much time or memory
+
+
+def get(number: int) -> bytes:
+    """Return the opcode that pushes an object of the memo."""
+    return b"h" + bytes([number])
+
+
+def memoized(opcodes: bytes, number: int) -> bytes:
+    """Return opcodes that put an object into the memo, and leave nothing on the stack."""
+    return opcodes + b"q" + bytes([number]) + b"0"
+
+
+def nested(count: int) -> bytes:
+    """Return opcodes that push a list which holds the same list twice, and so on `count` times."""
+    lists = (memoized(b"](" + get(k) + get(k) + b"e", k + 1) for k in range(count))
+    return memoized(b"]", 0) + b"".join(lists) + get(count)
+
+
+def module(name: bytes, modules: bytes) -> bytes:
+    """Return opcodes that push a module with these opcodes of its children's dict."""
+    fields = text("_parameters") + b"}" + text("_buffers") + b"}" + text("_modules") + modules
+    return b"cmodels.yolo\n" + name + b"\n)\x81}(" + fields + b"ub"
+
+
+def nested_modules(count: int) -> bytes:
+    """Return opcodes that push a module which holds the same module twice, and so on `count` times."""
+    children = (b"}(" + text("a") + get(k) + text("b") + get(k) + b"u" for k in range(count))
+    modules = (memoized(module(b"Model", child), k + 1) for k, child in enumerate(children))
+    return memoized(module(b"Conv", b"}"), 0) + b"".join(modules) + get(count)
+
+
+LOCKSTEP = b"".join(text(key) + text(value) for key, value in {"format": "lockstep-1", "task": "detect"}.items())
+EMPTY = b"".join(text(key) + b"}" for key in ("names", "state", "settings"))
+
+
+@pytest.mark.parametrize(
+    ("pickled", "message"),
+    [
+        (b"]" * 2**16, "was refused: it describes its tensors in more than"),
+        (b"}(" + LOCKSTEP + EMPTY + text("model") + nested(60) + b"u.", r"is not a whole .* more than 100000 values"),
+        (nested_modules(60) + b".", "has more than 100000 layers"),
+    ],
+)
+@pytest.mark.parametrize("save", [save_bytes, lambda data, path: path.write_bytes(data)])
+def test_pickles_that_unfold(
+    save: Callable[[bytes, Path], None], pickled: bytes, message: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(yolov5_pickle, "MAX_PICKLE_BYTES", 2**16)
+    raw = save is not save_bytes
+    header = b"".join(pickle.dumps(value, 2) for value in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}))
+    save((header if raw else b"") + b"\x80\x02" + pickled + (pickle.dumps([], 2) if raw else b""), file)
     with pytest.raises(UserError, match=f"weights.pt {message}"):
         read_weights(file)
 

@@ -12,6 +12,8 @@ import pytest
 from utils.checkpoint.background_writer import BackgroundWriter
 from utils.errors import UserError
 
+ADVICE = "start again"
+
 
 @pytest.fixture
 def warnings() -> list[str]:
@@ -34,7 +36,7 @@ def test_files_are_written(writer: BackgroundWriter, warnings: list[str], tmp_pa
     files = [tmp_path / "weights" / name for name in ("last.pt", "best.pt")]
     writer.write(files, memoryview(b"first"))
     writer.write(files[:1], b"second")
-    writer.finish(tmp_path)
+    writer.finish(ADVICE)
     assert [file.read_bytes() for file in files] == [b"second", b"first"]
     assert warnings == []
 
@@ -96,8 +98,8 @@ def test_a_full_disk_leaves_the_old_file(
         ]
         assert (tmp_path / "last.pt").read_bytes() == b"old"
         with pytest.raises(UserError, match=r"last\.pt cannot be written: No space left on device; fix that"):
-            writer.finish(tmp_path)
-    writer.finish(tmp_path)  # there is space again
+            writer.finish(ADVICE)
+    writer.finish(ADVICE)  # there is space again
     assert (tmp_path / "last.pt").read_bytes() == b"new"
     assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
 
@@ -105,10 +107,8 @@ def test_a_full_disk_leaves_the_old_file(
 def test_a_file_that_cannot_be_written_at_the_end_is_an_error(writer: BackgroundWriter, weights: Path) -> None:
     writer.write([weights / "last.pt"], b"1")
     with pytest.raises(UserError) as caught:
-        writer.finish(weights.parent)
-    assert str(caught.value) == (
-        f"{weights}/last.pt cannot be written: File exists; fix that, and continue with --resume {weights.parent}"
-    )
+        writer.finish(ADVICE)
+    assert str(caught.value) == f"{weights}/last.pt cannot be written: File exists; fix that, and start again"
 
 
 def test_a_later_success_ends_a_failure(writer: BackgroundWriter, warnings: list[str], weights: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_later_success_ends_a_failure(writer: BackgroundWriter, warnings: list
     writer.wait()
     weights.unlink()
     writer.write([weights / "last.pt"], b"2")
-    writer.finish(weights.parent)
+    writer.finish(ADVICE)
     assert (weights / "last.pt").read_bytes() == b"2"
     assert len(warnings) == 1
 
@@ -127,7 +127,7 @@ def test_a_repeated_job_overwrites_nothing_newer(writer: BackgroundWriter, weigh
     writer.wait()
     weights.unlink()
     writer.write([weights / "last.pt"], b"last")
-    writer.finish(weights.parent)
+    writer.finish(ADVICE)
     assert (weights / "best.pt").read_bytes() == b"best"
     assert (weights / "last.pt").read_bytes() == b"last"
 
@@ -137,7 +137,7 @@ def test_the_newest_failed_job_is_repeated(writer: BackgroundWriter, weights: Pa
         writer.write([weights / "last.pt"], b"%d" % number)
     writer.wait()
     weights.unlink()
-    writer.finish(weights.parent)
+    writer.finish(ADVICE)
     assert (weights / "last.pt").read_bytes() == b"2"
 
 
@@ -147,7 +147,7 @@ def test_an_error_without_a_system_message(writer: BackgroundWriter, warnings: l
 
     writer.submit({Path("a"): fail})
     with pytest.raises(UserError, match="a cannot be written: the archive is too large; fix"):
-        writer.finish(Path("runs"))
+        writer.finish(ADVICE)
     assert warnings == ["warning: a cannot be written now: the archive is too large; training continues"]
 
 
@@ -155,5 +155,5 @@ def test_a_programming_error_is_raised(writer: BackgroundWriter, warnings: list[
     writer.submit({Path("a"): lambda: [].pop()})
     with pytest.raises(IndexError):
         writer.wait()
-    writer.finish(Path("runs"))
+    writer.finish(ADVICE)
     assert warnings == []

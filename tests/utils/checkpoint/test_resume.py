@@ -173,7 +173,7 @@ def test_a_missing_path(project: Path) -> None:
         named("--resume", str(project / "exp3"))
 
 
-@pytest.mark.parametrize("content", ["epochs: 3\n", "hyperparameters: {}\n", "names: [a]\n"])
+@pytest.mark.parametrize("content", ["epochs: 3\n", "hyperparameters: {}\n"])
 def test_settings_that_are_not_of_a_training_run(tmp_path: Path, content: str) -> None:
     (tmp_path / "settings.yaml").write_text(content)
     with pytest.raises(UserError, match=rf"{tmp_path} is not the folder of a training run"):
@@ -223,20 +223,67 @@ def test_hyperparameters_are_those_of_the_model_of_the_run(run: Path) -> None:
     assert models == [{"task": "detect", "nc": 3}]
 
 
-def test_a_run_without_a_state_starts_again_in_its_folder(tmp_path: Path) -> None:
-    run = begin(tmp_path / "exp")
-    settings = resumed("--resume", str(run))
-    assert settings.saved is None
-    assert settings.is_fixed  # its settings contain all defaults
-    options = settings.options
+AUTO = ("--resume", "auto", "--project")
+
+
+@pytest.mark.parametrize("settings", [{}, {"nosave": True}])
+def test_a_run_that_never_saved_starts_anew_in_its_folder(settings: dict[str, bool], tmp_path: Path) -> None:
+    run = begin(tmp_path / "exp", **settings)
+    if settings:
+        (run / "results.csv").touch()  # with --nosave there are rows before there is a state
+    with pytest.raises(UserError, match=rf"^{run} ended before it saved anything, so .* with --resume auto, or"):
+        resumed("--resume", str(run))
+    resuming = resumed(*AUTO, str(tmp_path))
+    assert resuming.saved is None
+    assert resuming.is_fixed  # its settings contain all defaults
+    options = resuming.options
     assert (options.project, options.name, options.exist_ok, options.epochs) == (str(tmp_path), "exp", True, 10)
 
 
-def test_a_run_whose_only_state_cannot_be_read(run: Path) -> None:
-    """`StateFiles.read` reports the error."""
+def test_a_new_start_of_a_run_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = begin(tmp_path / "exp")
+    settings = resumed(*AUTO, str(tmp_path))
+    run = opened(settings)
+    assert read_saved_state(run, settings, NAMES, 96, IMAGES)[1] is None
+    assert capsys.readouterr().out == f"{path} ended before it saved anything: it starts anew, with its settings\n"
+
+
+@pytest.mark.parametrize("how", ["named", "auto"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "removed"])
+def test_a_run_whose_states_are_all_lost(damage: str, how: str, run: Path) -> None:
+    """Nothing is overwritten, and the error names the files."""
     (state,) = StateFiles(run / "checkpoint").files()
-    state.write_bytes(state.read_bytes()[:100])
-    assert resumed("--resume", str(run)).options.resume == str(run)
+    (run / "results.csv").write_text("epoch\n0\n")
+    if damage == "removed":
+        state.unlink()
+    else:
+        state.write_bytes(state.read_bytes()[:100] if damage == "cut" else b"")
+    names = r"has results \(results\.csv\), but no state" if damage == "removed" else rf"damaged \({state.name}\)"
+    with pytest.raises(UserError, match=names):
+        resumed(*(("--resume", str(run)) if how == "named" else (*AUTO, str(run.parent))))
+
+
+def test_weights_without_a_state(tmp_path: Path) -> None:
+    run = begin(tmp_path / "exp", nosave=True)
+    (run / "weights").mkdir()
+    (run / "weights" / "last.pt").touch()
+    with pytest.raises(UserError, match=r"has results \(weights/last\.pt\)"):
+        resumed(*AUTO, str(tmp_path))
+
+
+# A settings.yaml that was edited; test_resumed.py tests the check
+
+
+def test_edited_settings(tmp_path: Path) -> None:
+    run = begin(tmp_path / "exp")
+    settings = read_yaml(run / "settings.yaml")
+    recorded = {**settings, "freeze": (0, 2)}  # as a state has them
+    state = {"format": STATE_FORMAT, "progress": Progress(epoch=3).state(), "settings": recorded}
+    StateFiles(run / "checkpoint").write(serialised(state))
+    assert resumed("--resume", str(run)).options.freeze == (0, 2)
+    (run / "settings.yaml").write_text(yaml.safe_dump({**settings, "batch_size": 16}))
+    with pytest.raises(UserError, match=rf"^{run}/settings\.yaml: `batch_size` is 16, and the run was started with 8"):
+        resumed("--resume", str(run))
 
 
 # Finished runs
@@ -321,7 +368,7 @@ def test_the_state_that_a_run_continues_from(stopped_run: Path, capsys: pytest.C
     changed = {**IMAGES, "labels": "cccc"}
     identity, saved = read_saved_state(run, settings, NAMES, 96, changed)
     assert saved == STATE
-    assert identity.state() == {"names": NAMES, "imgsz": 96, "images": changed}  # as the next state
+    assert identity.state() == {"names": NAMES, "imgsz": 96, "images": changed, "settings": {}}
     assert capsys.readouterr().out.splitlines() == [
         "warning: the labels of the training images have changed since the run began",
         "--epochs is 12 and was 10",

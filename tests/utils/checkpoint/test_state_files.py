@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def test_a_damaged_state_is_recognised(states: StateFiles, damage: Callable[[byt
     assert number == 1
     assert warnings == [f"warning: {newest} is damaged (its checksum does not match); trying the one before"]
     before.write_bytes(damage(before.read_bytes()))
-    with pytest.raises(UserError, match=r"all states in .*checkpoint are damaged"):
+    with pytest.raises(UserError, match=rf"all states in .* are damaged \({newest.name}, {before.name}\), so"):
         read(states)
 
 
@@ -90,6 +91,27 @@ def test_states_of_another_version(states: StateFiles) -> None:
     states.write(serialised({"format": "lockstep-state-0"}))
     with pytest.raises(UserError, match="has the format lockstep-state-0 of another version"):
         read(states)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (pickle.dumps(errno.errorcode.get), "was refused, and nothing in it was run: it holds more than tensors and"),
+        (b"PK\x03\x04 no archive", r"is not a whole state \("),
+        (serialised([1, 2]), "has the format None of another version"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_other_files(content: bytes, message: str, states: StateFiles) -> None:
+    """Their checksums match."""
+    states.write(memoryview(content))
+    newest = states.files()[0]
+    with pytest.raises(UserError, match=rf"^{newest} {message}") as caught:
+        states.read(pytest.fail)
+    assert "\n" not in str(caught.value)
+    state = states.peek()
+    assert state is not None
+    assert state["number"] == 2
 
 
 def test_peek(states: StateFiles, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from utils.training.ema import ModelEMA
 from utils.training.optimizer import build_optimizer, numbered_parameters
 
 IDENTITY = Identity({0: "disc", 1: "ring", 2: "bar"}, 96, {"count": "28", "files": "aaaa", "labels": "bbbb"})
-KEYS = "format names imgsz images progress model ema updates optimizer rates scaler shares wandb_id"
+KEYS = "format names imgsz images settings progress model ema updates optimizer rates scaler shares wandb_id"
 
 
 class Folder(RunFolder):

@@ -111,6 +111,17 @@ def test_aliases_of_yolov5(kind: type, argv: list[str]) -> None:
     assert (options.batch_size, options.imgsz) == (4, 320)
 
 
+@pytest.mark.parametrize("kind", [ValOptions, DetectOptions])
+def test_short_names_of_thresholds(kind: type) -> None:
+    assert parse_options(kind, ["--conf", "0.5", "--iou=0.3"]) == kind(conf_thres=0.5, iou_thres=0.3)
+
+
+def test_the_hint_for_an_abbreviation_is_the_flag_that_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(ExportOptions, ["--conf", "0.5"])
+    assert "unknown flag --conf (did you mean '--conf-thres'?)" in capsys.readouterr().err
+
+
 def test_cache_without_a_value_is_ram() -> None:
     assert train("--cache").cache == "ram"
     assert train("--cache", "--rect").cache == "ram"
@@ -137,7 +148,9 @@ def test_tags_are_separated_by_spaces_or_commas() -> None:
         (["--epohcs=3"], "unknown flag --epohcs=3 (did you mean '--epochs'?)"),
         (["--batchsize", "3", "--rect"], "unknown flag --batchsize (did you mean '--batch"),
         (["--zzzzzzz"], "unknown flag --zzzzzzz"),
-        (["--optim", "SGD"], "unknown flag --optim"),  # no abbreviations: they change their meaning with a new flag
+        # no abbreviations: they change their meaning with a new flag
+        (["--optim", "SGD"], "unknown flag --optim (did you mean '--optimizer'?)"),
+        (["--label_s=0.1"], "unknown flag --label_s=0.1 (did you mean '--label-smoothing'?)"),
         (["--optimizer", "sgd"], "argument --optimizer: invalid choice: 'sgd'"),
         (["--cache", "all"], "argument --cache: invalid choice: 'all'"),
         (["--epochs", "many"], "argument --epochs: invalid int value: 'many'"),
@@ -145,6 +158,7 @@ def test_tags_are_separated_by_spaces_or_commas() -> None:
         (["--freeze", "1", "x"], "argument --freeze: invalid int value: 'x'"),
         (["--freeze", "1.5"], "argument --freeze: invalid int value: '1.5'"),
         (["--patience", "-1"], "argument --patience: -1 is out of range; give 0 or more"),
+        (["--push-to-hub", "me"], "argument --push-to-hub/--push_to_hub: 'me' is not of the form owner/name"),
         (["--epochs", "0"], "argument --epochs: 0 is out of range; give 1 or more"),
         (["--seed", "-1"], "argument --seed: -1 is out of range; give 0 to 4294967295"),
         (["--dist-timeout", "inf"], "argument --dist-timeout/--dist_timeout: inf is out of range; give 1 to 1000000"),

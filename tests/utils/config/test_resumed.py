@@ -13,7 +13,7 @@ import yaml
 from utils.config.hyperparameters import Hyperparameters, Recipe, number, parse_overrides
 from utils.config.options import TrainOptions
 from utils.config.ranges import Range
-from utils.config.resumed import CURVE_FLAGS, changes, from_plain, resumed_options
+from utils.config.resumed import CURVE_FLAGS, changes, check_settings, from_plain, resumed_options
 from utils.errors import UserError
 from utils.files import ROOT
 
@@ -92,6 +92,69 @@ def test_settings_of_another_version() -> None:
 def test_plain_values() -> None:
     options = TrainOptions(freeze=(1, 2), wandb_tags=("a",), overrides={"lr0": "1"})
     assert from_plain(TrainOptions, yaml.safe_load(yaml.safe_dump(vars(options)))) == options
+
+
+# A settings.yaml that was edited
+
+SOURCE = RUN / "settings.yaml"
+
+
+def checked(changes: Mapping[str, Any], recorded: Mapping[str, Any] | None = None) -> None:
+    check_settings(TrainOptions, {**saved(), **changes}, saved() if recorded is None else recorded, SOURCE)
+
+
+def test_settings_as_they_were_written() -> None:
+    """All defaults are valid values; flags that may change on resume may be edited."""
+    checked({})
+    checked({"epochs": 20, "workers": 4, "processes": 2, "wandb_tags": ["a"], "cache": "ram", "time_limit": 3})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epochs": "three"}, "`epochs` is 'three', which --epochs refuses; fix it"),
+        ({"epochs": 0}, "`epochs` is 0, which --epochs refuses"),
+        ({"epochs": 2.5}, "`epochs` is 2.5, which --epochs refuses"),
+        ({"cos_lr": "yes"}, "`cos_lr` is 'yes', which --cos-lr refuses"),
+        ({"data": None}, "`data` is None, which --data refuses"),
+        ({"cache": "floppy"}, "`cache` is 'floppy', which --cache refuses"),
+        ({"freeze": 3}, "`freeze` is 3, which --freeze refuses"),
+        ({"freeze": ["a"]}, r"`freeze` is \['a'\], which --freeze refuses"),
+        ({"model": [1]}, r"`model` is \[1\]; it must be `key: value` lines"),
+        ({"overrides": 3}, "`overrides` is 3; it must be `key: value` lines"),
+    ],
+)
+@pytest.mark.parametrize("version", ["new", "old"])
+def test_wrong_values(version: str, changes: dict[str, Any], message: str) -> None:
+    """Also if the state is of a version that recorded no settings."""
+    with pytest.raises(UserError, match=rf"^{SOURCE}: {message}"):
+        checked(changes, None if version == "new" else {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 16}, "`batch_size` is 16, and the run was started with 8, which its curve depends on; restore"),
+        (
+            {"hyperparameters": {**vars(Hyperparameters()), "lr0": 1}},
+            "`hyperparameters: lr0` is 1, and the",
+        ),
+        ({"hyperparameters": {}}, "`hyperparameters: anchor_t` is None, and the run was started with 4.0"),
+        ({"model": {"task": "detect", "nc": 4}}, "`model: nc` is 4, and the run was started with 3"),
+        ({"epoch": 3}, r"unknown key 'epoch' \(did you mean 'epochs'\?\); correct or remove it"),
+    ],
+)
+def test_changes_that_the_state_shows(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=rf"^{SOURCE}: {message}"):
+        checked(changes)
+    checked(changes, {})  # a state of an older version
+
+
+def test_keys_of_other_versions() -> None:
+    """A flag that this version has lost, and a hyperparameter that it has added."""
+    old = saved()
+    old["hyperparameters"] = {"lr0": old["hyperparameters"]["lr0"]}
+    checked({"gone": 1}, {**old, "gone": 1})
 
 
 # Refused changes

@@ -76,6 +76,14 @@ def test_options_of_an_earlier_start_get_no_defaults(stripes: str) -> None:
     assert complete.hyp.lr0 == 0.5
 
 
+@pytest.mark.parametrize(("key", "value"), [("lr0", "high"), ("lr0", -1), ("lr9", 1)])
+def test_edited_hyperparameters_of_a_resumed_run_are_checked(key: str, value: object) -> None:
+    saved = {"hyperparameters": {**vars(StripesRecipe()), key: value}, "model": {}}
+    settings = Settings(TrainOptions(resume="runs/exp"), ("--resume",), saved, is_fixed=True)
+    with pytest.raises(UserError, match=rf"^settings\.yaml of runs/exp: .*{key}"):
+        settings.for_task(StripesRecipe)
+
+
 def test_a_resumed_run_has_its_saved_hyperparameters() -> None:
     saved = {**vars(TrainOptions()), "hyperparameters": vars(StripesRecipe(lr0=0.125)), "model": {}}
     settings = Settings(TrainOptions(hyp="gone.yaml"), (), saved, is_fixed=True)

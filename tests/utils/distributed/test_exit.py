@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from torch import distributed
 
 from utils.distributed.exit import Stopped, is_first_to_fail, lost_contact, process_names, run_main, sign_in
 from utils.errors import UserError
+from utils.files import ROOT
 
 
 def test_a_script_that_succeeds_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,6 +38,35 @@ def test_exit_codes(error: BaseException, code: int, message: str, capsys: pytes
         run_main(main)
     assert raised.value.code == code
     assert capsys.readouterr() == ("", message)
+
+
+def test_a_wrong_launch_is_an_error_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(SystemExit) as raised:
+        run_main(lambda: pytest.fail("it ran"))
+    assert str(raised.value.code).startswith("error: the environment variable WORLD_SIZE is 'two'")  # exit code 1
+
+
+@pytest.mark.parametrize("script", ["train", "val", "detect", "export"])
+def test_ctrl_c_in_the_imports_of_a_script_prints_nothing(script: str, tmp_path: Path) -> None:
+    for package in ("cv2", "numpy", "torch"):  # the first one that a script imports
+        (tmp_path / f"{package}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
+    command = [sys.executable, str(ROOT / f"{script}.py")]
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, timeout=300)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, b"", b"")  # 130 in a shell
+
+
+def test_ctrl_c_is_an_exception_again_after_the_imports() -> None:
+    """The scripts let it end the process without a traceback during their imports."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as raised:
+            run_main(lambda: os.kill(os.getpid(), signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert raised.value.code == 130
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), RuntimeError("shape mismatch")])

@@ -44,6 +44,19 @@ def test_a_signal_requests_a_stop(number: int) -> None:
         assert stop.after(2) == stop.after(3) == signal.Signals(number).name
 
 
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    """Where SIGHUP is ignored it stays so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with GracefulStop() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert until(stop.requested) == "SIGTERM"
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_other_signals_are_ignored() -> None:
     received: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))

@@ -8,12 +8,15 @@ from tests.making import without_launcher
 from utils.distributed.ranks import (
     SPAWNED,
     Ranks,
+    check_launch,
+    launch_number,
     launched,
     local_world_size,
     ranks,
     speaks_for_machine,
     world_size,
 )
+from utils.errors import UserError
 
 
 def test_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +33,37 @@ def test_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched()
     monkeypatch.setenv(SPAWNED, "1")
     assert not launched()
+
+
+@pytest.mark.parametrize("text", ["two", "-1", "1.5", "99999999999"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_a_variable_that_is_no_number(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_launcher(monkeypatch)
+    monkeypatch.setenv(name, text)
+    with pytest.raises(UserError, match=rf"^the environment variable {name} is '{text}' instead of a number from 0"):
+        check_launch()
+
+
+def test_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert launch_number("MASTER_PORT", 29500, 65535) == 29500
+    monkeypatch.setenv("MASTER_PORT", "99999")
+    with pytest.raises(UserError, match="MASTER_PORT is '99999' instead of a number from 0 to 65535"):
+        launch_number("MASTER_PORT", 29500, 65535)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "has WORLD_SIZE 2 and no RANK; start the processes with accelerate launch"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "has RANK 2 and WORLD_SIZE 2; ranks are less than the world size"),
+        ({"RANK": "1"}, "has RANK 1 and WORLD_SIZE 1"),
+    ],
+)
+def test_an_incomplete_launch(variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_launcher(monkeypatch)
+    check_launch()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"^the environment {message}"):
+        check_launch()

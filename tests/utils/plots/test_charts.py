@@ -278,7 +278,7 @@ def test_the_matrix_shows_counts_or_shares(by_share: bool, styled: None) -> None
     assert axes.yaxis_inverted()  # the first class is on top
     assert [label.get_text() for label in axes.get_xticklabels()] == names
     assert [label.get_text() for label in axes.get_yticklabels()] == names
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("predicted", "true")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("predicted class", "true class")
     written = [(*text.get_position()[::-1], text.get_text()) for text in axes.texts]
     assert written == cell_texts(COUNTS, by_share)  # row, column
 

@@ -14,8 +14,10 @@ from utils.plots.drawing import (
     GAP_PIXELS,
     MAX_GRID_IMAGES,
     MIN_CAPTION_PIXELS,
+    draw_boxes,
     draw_captioned,
     draw_targets,
+    draw_text_lines,
     write_picture,
 )
 
@@ -82,6 +84,27 @@ def test_names_are_readable_on_the_colour_of_their_class() -> None:
         assert abs(tag.mean(1) - ink).min() < 60
 
 
+def label_height(side: int, thickness: int) -> int:
+    """Return the height of the background of a box's text, in pixels, on an image of `side` x `side`."""
+    picture = np.zeros((side, side, 3), np.uint8)
+    draw_boxes(picture, np.array([[0.25, 0.75, 0.9, 0.9]]) * side, [0], ["m"], thickness)
+    column = (picture[: int(0.75 * side) - thickness, side // 4 + 1] == COLOURS[0]).all(1)
+    return int(column.sum())
+
+
+def test_text_grows_with_the_image_and_the_lines() -> None:
+    heights = [label_height(side, 3) for side in (500, 1000, 4000)]
+    assert [height / heights[0] for height in heights] == pytest.approx([1, 2, 8], rel=0.25)
+    assert label_height(1000, 12) == pytest.approx(2 * label_height(1000, 3), rel=0.2)
+    assert label_height(100, 1) > 8  # never too small to read
+
+
+def test_lines_of_text_grow_with_the_image() -> None:
+    small, large = (draw_text_lines(np.zeros((side, side, 3), np.uint8), ["a", "b"]) for side in (500, 2000))
+    assert (cv2.resize(large, (500, 500)) > 128).mean() == pytest.approx((small > 128).mean(), rel=0.3)
+    assert draw_text_lines(np.zeros((500, 500, 3), np.uint8), ["a", "b"], 12).sum() > 2 * small.sum()
+
+
 # Captions: two lines of 16 pixels and a gap of 4 below each image, a gap to its right
 
 
@@ -110,6 +133,11 @@ def test_each_image_is_above_its_caption() -> None:
     assert dark[57:76, 204:].any()
     assert (picture[116:, :200] == 255).all()
     assert (picture[76:, 204:] == 255).all()  # no image
+
+
+def test_captions_grow_with_wide_images() -> None:
+    assert draw_captioned(grey_images(0, width=480), [""]).shape[0] == 40 + 2 * 16 + GAP_PIXELS
+    assert draw_captioned(grey_images(0, width=960), [""]).shape[0] == 40 + 2 * 32 + GAP_PIXELS
 
 
 def test_a_small_image_is_above_the_middle_of_its_caption() -> None:

@@ -77,10 +77,10 @@ def test_runs_are_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str], mo
     first, second = make_run_folder(tmp_path / "exp"), make_run_folder(tmp_path / "exp2", epochs=5)
     before = sorted(first.iterdir())
     assert run([str(first), str(second)]) == 0
-    assert capfd.readouterr().out.splitlines() == [
+    assert capfd.readouterr().out.splitlines() == [  # epochs from 1
         " run  epochs      mAP_0.5       recall",
-        " exp       3  0.5000 in 2  0.5000 in 0",
-        "exp2       5  1.0000 in 4  0.5000 in 0",
+        " exp       3  0.5000 in 3  0.5000 in 1",
+        "exp2       5  1.0000 in 5  0.5000 in 1",
         "comparison.png",
     ]
     chart = cv2.imread("comparison.png").shape

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from models.tasks.detection.task import DetectionTask
 from tests.conftest import ROOT
 from utils.checkpoint.progress import Progress
 from utils.summary import Box, Example, Summary
+from utils.tracking import run_log
 from utils.tracking.run_log import RunLog, TrackingOptions, git_commit, wandb_arguments, wandb_run_id
 
 
@@ -108,17 +111,18 @@ def test_examples_are_made_only_if_they_are_logged(recorder: Recorder) -> None:
 
 
 def test_the_point_of_an_epoch() -> None:
+    """Epochs count from 1."""
     log = make_log(None)
     progress = Progress(step=12, best=0.4, best_epoch=1, summary=SUMMARY)
     log.log_epoch({"epoch": 2, "train/loss": 0.5}, {"train_seconds": 3.0}, SUMMARY, progress)
     ((values, step),) = log.run.points  # type: ignore[attr-defined]
     assert step == 12
     assert values == {
-        **{"epoch": 2, "train/loss": 0.5, "epoch/train_seconds": 3.0, "class/AP/cat": 0.25},
-        **{"best/epoch": 1, "best/fitness": 0.4, "best/mAP_0.5": 0.5},
+        **{"epoch": 3, "train/loss": 0.5, "epoch/train_seconds": 3.0, "class/AP/cat": 0.25},
+        **{"best/epoch": 2, "best/fitness": 0.4, "best/mAP_0.5": 0.5},
     }
     log.log_epoch({"epoch": 0}, {}, None, Progress())
-    assert log.run.points[1] == ({"epoch": 0}, 0)  # type: ignore[attr-defined]
+    assert log.run.points[1] == ({"epoch": 1}, 0)  # type: ignore[attr-defined]
 
 
 def test_the_last_weights_are_uploaded(recorder: Recorder) -> None:
@@ -201,6 +205,38 @@ def test_the_start_of_a_run(
         **{"lr0": 0.1, "git_commit": "", "command": "train.py --name 'a b'", "world_size": 2},
         **{"devices": ["cpu", "cpu"], "dataset": {"yaml": "a"}},
     }
+
+
+def test_a_warning_without_a_token(installed: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for problem, lines in (("there is no token", 1), ("", 0)):
+        monkeypatch.setattr(run_log, "login_problem", lambda problem=problem: problem)
+        run = Run(tmp_path, ["cpu"])
+        options = TrackingOptions("runs/train", 3, log_with="none", push_to_hub="me/mine")
+        RunLog(run, options, [], []).start({}, {}, None)
+        assert len(run.printed) == lines
+    RunLog(run, replace(options, push_to_hub=""), [], []).start({}, {}, None)
+    assert run.printed == []
+
+
+@pytest.mark.parametrize(
+    ("weights", "licence"), [("yolov5n.pt", "agpl-3.0"), ("a/yolov5s6.pt", "agpl-3.0"), ("", "unknown")]
+)
+def test_results_for_the_hub(weights: str, licence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed: list[tuple[Path, str, str]] = []
+    monkeypatch.setattr(run_log, "push_run", lambda *arguments: pushed.append(arguments) or "pushed")
+    content = {"settings": {"weights": weights, "data": "sets/my set.yaml"}}
+    argv = ("--data", "sets/my set.yaml")
+    for repository in ("", "me/mine"):
+        run = Run(tmp_path, ["cpu"])
+        log = RunLog(run, TrackingOptions("runs/train", 3, push_to_hub=repository, argv=argv), [], ["cat", "dog"])
+        log.push(DetectionTask, SUMMARY, content)  # type: ignore[arg-type]  # class attributes are enough
+        assert run.printed == ["pushed"] * bool(repository)
+    ((folder, repository, card),) = pushed
+    assert (folder, repository) == (tmp_path, "me/mine")
+    for line in (f"license: {licence}", "pipeline_tag: object-detection", "python train.py --data 'sets/my set.yaml'"):
+        assert f"{line}\n" in card
+    assert "on the data set `my set`, 2 classes: cat, dog." in card
+    assert "| mAP_0.5 | 0.5 |" in card
 
 
 def test_no_tracker_and_a_warning(installed: set[str], tmp_path: Path) -> None:

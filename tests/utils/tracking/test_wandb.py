@@ -27,9 +27,9 @@ ECHO = "import sys\nfor line in sys.stdin: open(sys.argv[1], 'a').write(line)"
 
 def test_messages_arrive_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_process(monkeypatch, ECHO)
-    monkeypatch.setattr("sys.argv", [str(tmp_path / "calls")])
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "calls"), "\udcff"])
     tracker = WandbTracker(tmp_path, {"id": "x"}, print)
-    tracker.store_init_configuration({"lr0": 0.1, "path": Path("a")})
+    tracker.store_init_configuration({"lr0": 0.1, "path": Path("a"), "data": "\udcc3\udcbc\udcff"})
     tracker.log({"step": 3, "step/loss": float("nan")}, step=3)
     tracker.log({"epoch": 1, "step": 3}, step=3)
     tracker.log_pictures({"pictures/a": tmp_path / "\udcff.jpg"}, 3)
@@ -37,7 +37,7 @@ def test_messages_arrive_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     tracker.finish()
     messages = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
     assert [message["method"] for message in messages] == ["start", "log", "log", "log_pictures", "log_line", "finish"]
-    assert messages[0]["config"] == {"lr0": 0.1, "path": "a"}
+    assert messages[0]["config"] == {"lr0": 0.1, "path": "a", "data": "\u00fc\ufffd"}  # wandb refuses other bytes
     assert messages[0]["run"] == {"id": "x"}
     assert [message["axis"] for message in messages[1:3]] == ["step", "epoch"]
     assert messages[3]["files"]["pictures/a"].endswith("\udcff.jpg")

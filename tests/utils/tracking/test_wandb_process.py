@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 from tests.wandb_files import read, runs
 from utils.background import own_python
 from utils.tracking import wandb_process
-from utils.tracking.wandb_process import connect_timeout, has_key
+from utils.tracking.wandb_process import connect_timeout, has_key, unreachable
 
 
 def test_half_a_line_closes_the_run(tmp_path: Path) -> None:
@@ -69,3 +70,19 @@ def test_the_time_to_reach_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert connect_timeout() == wandb_process.WANDB_CONNECT_SECONDS
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "7")
     assert connect_timeout() == 7
+
+
+def test_a_server_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given up long before wandb's own time limit; behind a proxy wandb tries by itself."""
+    monkeypatch.setattr(wandb_process, "WANDB_REACH_SECONDS", 0.6)
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        assert unreachable(url) == f"{url} cannot be reached (Connection refused)"
+        monkeypatch.setenv("http_proxy", url)
+        assert unreachable(url) == ""
+        monkeypatch.delenv("http_proxy")
+        taken.listen()
+        assert unreachable(url) == ""

@@ -165,7 +165,6 @@ def frozen(model: nn.Module) -> list[int]:
         ((0,), []),
         ((1,), [0]),
         ((3,), [0, 1, 2]),
-        ((5,), [0, 1, 2, 3, 4]),
         ((1, 3), [1, 3]),
         ((0, 4), [0, 4]),
         ((-1,), [0, 1, 2, 3]),  # all but the last
@@ -188,6 +187,12 @@ def test_freezing_a_missing_layer(layers: tuple[int, ...], flag: str, wrong: int
     with pytest.raises(UserError) as caught:
         freeze(layered(), layers)
     assert str(caught.value) == f"--freeze {flag}: the model has layers 0 to 4, no {wrong}"
+
+
+@pytest.mark.parametrize("layers", [(5,), (0, 1, 2, 3, 4)])
+def test_freezing_everything(layers: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match=r"^--freeze [\d ]+ freezes all layers, 0 to 4; freeze fewer"):
+        freeze(layered(), layers)
 
 
 def on_meta(build: Callable[..., nn.Module], *args: object) -> nn.Module:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from models.tasks.classification.metrics import ImageRecord
+from models.tasks.classification.task import ClassificationTask
+from models.tasks.contract import Task
+from models.tasks.detection.records import image_records
+from models.tasks.detection.task import DetectionTask
+from models.tasks.segmentation.task import SegmentationTask
 from utils.checkpoint.progress import Progress
-from utils.console import Bar, RemainingTime
+from utils.console import LINE_COLUMNS, Bar, RemainingTime
 from utils.summary import Summary
-from utils.training.report import bar_values, best_epoch_table, epoch_line, epoch_timing, results_row
+from utils.training.report import bar_values, best_epoch_table, epoch_lines, epoch_timing, results_row
 
 LOSSES = {"box_loss": 0.5, "cls_loss": 0.25}
 SUMMARY = Summary(
@@ -47,18 +56,39 @@ def test_a_row_of_an_epoch_without_validation(optimizer: torch.optim.Optimizer) 
     }
 
 
+SKIPPED = "  2 optimizer steps skipped so far: gradients that are not finite"
+
+
 @pytest.mark.parametrize(
-    ("summary", "rate", "skipped", "end"),
+    ("summary", "rate", "skipped", "end", "more"),
     [
-        (SUMMARY, 81.6, 0, ", recall 0.7500, mAP 0.5000, 82 images/s"),
-        (None, 81.6, 0, ", 82 images/s"),
-        (None, 0.0, 0, ""),  # a resumed run that had only to validate
-        (None, 7.0, 2, ", 7 images/s, steps skipped so far, not finite: 2"),
+        (SUMMARY, 81.6, 0, ", recall 0.750 mAP 0.500, 82 img/s", []),
+        (replace(SUMMARY, headline={"mAP50": 0.5}), 81.6, 0, ", mAP50 0.500, 82 img/s", []),
+        (None, 81.6, 0, ", 82 img/s", []),
+        (None, 0.0, 0, "", []),  # a resumed run that had only to validate
+        (None, 7.0, 2, ", 7 img/s", [SKIPPED]),
     ],
 )
-def test_the_line_of_an_epoch(summary: Summary | None, rate: float, skipped: int, end: str) -> None:
-    line = epoch_line(0, 3, LOSSES, summary, rate, skipped)
-    assert line == f"epoch 1/3: box_loss 0.5000, cls_loss 0.2500{end}"
+def test_the_lines_of_an_epoch(summary: Summary | None, rate: float, skipped: int, end: str, more: list[str]) -> None:
+    lines = epoch_lines(0, 3, LOSSES, summary, rate, skipped)
+    assert lines == [f"epoch 1/3: box 0.5000 cls 0.2500{end}", *more]
+
+
+TASKS: Any = [
+    (DetectionTask, image_records([], [])),
+    (SegmentationTask, []),
+    (ClassificationTask, [ImageRecord(0, 0, (0,), 1.0)]),
+]
+
+
+@pytest.mark.parametrize(("task", "records"), TASKS)
+def test_the_lines_of_each_task_fit(task: type[Task], records: list[Any]) -> None:
+    """A run of 300 epochs and thousands of images per second has lines of at most 100 characters."""
+    metrics = task({0: "a", 1: "b"}, task.recipe()).metrics()
+    losses = dict.fromkeys(task.loss_names, 1 / 3)
+    (line,) = epoch_lines(298, 300, losses, metrics.summarise(records), 1234.5, 0)
+    assert line.endswith(" img/s")
+    assert LINE_COLUMNS - 50 < len(line) <= LINE_COLUMNS
 
 
 def measured_bar(images: int, seconds: float, waited: float) -> Bar:
@@ -80,11 +110,17 @@ def test_the_timing_of_an_epoch() -> None:
     assert (untrained["images_per_second"], untrained["data_wait"]) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize(("brief", "rows"), [(True, []), (False, ["a", "b"])])
-def test_the_table_of_the_best_epoch(brief: bool, rows: list[str]) -> None:
-    progress = Progress(epoch=10, best=0.4, best_epoch=6)
+HINT = "the fitness is near 0: docs/map-is-zero.md lists the causes"
+
+
+@pytest.mark.parametrize(
+    ("brief", "fitness", "rows"),
+    [(True, 0.4, []), (True, 0.004, []), (False, 0.4, ["a", "b"]), (False, 0.004, ["a", "b", HINT])],
+)
+def test_the_table_of_the_best_epoch(brief: bool, fitness: float, rows: list[str]) -> None:
+    progress = Progress(epoch=10, best=fitness, best_epoch=6)
     assert best_epoch_table(progress, SUMMARY, brief) == [
-        "best epoch: 7 of 10, fitness 0.4000",
+        f"best epoch: 7 of 10, fitness {fitness:.4f}",
         "head",
         "all",
         *rows,
@@ -99,15 +135,15 @@ def test_values_beside_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = bar.over([1, 2], lambda _: 8)
     next(batches)
     now[0], remaining.done, bar.waited = 120.0, 10, 5.0
-    values = bar_values(LOSSES, SUMMARY, bar, remaining, torch.device("cpu"))
-    memory = values["memory"]
-    assert 0 < float(memory.removesuffix(" GiB")) < 1000
-    assert list(values.items()) == [
-        ("box", "0.5000"),
-        ("cls", "0.2500"),
-        ("best mAP", "0.500"),  # the last metric
-        ("wait", "25%"),
-        ("memory", memory),
-        ("left", "1:00"),  # 30 batches at 2 s
+    monkeypatch.setattr("utils.training.report.used_memory", lambda _: 1.25)
+    assert bar_values(LOSSES, SUMMARY, bar, remaining, torch.device("cpu")) == [
+        "left 1:00",  # 30 batches at 2 s
+        "box 0.500 cls 0.250",
+        "best mAP 0.500",  # the last metric
+        "0 img/s",
+        "wait 25%",
+        "memory 1.2 GiB",
     ]
-    assert "best mAP" not in bar_values(LOSSES, None, bar, remaining, torch.device("cpu"))
+    headline = replace(SUMMARY, headline={"a": 0.1, "b": 0.2})
+    assert "best b 0.200" in bar_values(LOSSES, headline, bar, remaining, torch.device("cpu"))
+    assert len(bar_values(LOSSES, None, bar, remaining, torch.device("cpu"))) == 5

@@ -34,7 +34,7 @@ def probabilities(views: list[ClassificationView], thresholds: Thresholds | None
 
 
 def of(*shares: float, names: dict[int, str] = CLASS_NAMES) -> ClassificationPrediction:
-    return ClassificationPrediction(3, "a/b.png", torch.tensor(shares), names)
+    return ClassificationPrediction(3, "a/b.png", names, torch.tensor(shares))
 
 
 def test_predictions_are_probabilities() -> None:

@@ -26,7 +26,7 @@ def predictions(
 ) -> list[DetectionPrediction]:
     """Return the predictions of boxes (k, 6) in pixels of the files."""
     return [
-        DetectionPrediction(info.image, info.path, info.size, rows, info.rows, names, iou_thres)
+        DetectionPrediction(info.image, info.path, names, info.size, rows, info.rows, iou_thres)
         for rows, info in zip(boxes, infos, strict=True)
     ]
 

@@ -27,9 +27,11 @@ from tests.models.tasks.detection.batches import (
     random_images,
     shown_images,
 )
+from utils.console import LINE_COLUMNS
 from utils.summary import Box, Example, Summary
 
 METRICS = DetectionMetrics(CLASS_NAMES)
+PIXELS = ("px", "of", "the", "file")
 
 
 def records_of(metrics: DetectionMetrics, boxes: Sequence[Tensor], *infos: ImageInfo) -> list[ImageRecord]:
@@ -65,10 +67,17 @@ def test_table_by_class_and_size() -> None:
     assert [line.split() for line in summary.details] == [
         ["disc", "1", "1", "1.0000", "1.0000", "0.9950", "0.9950"],
         ["traffic", "light", "2", "2", "1.0000", "1.0000", "0.9950", "0.9950"],
-        ["16-32", "px", "3", "1", "-", "-", "0.9950", "0.9950"],
-        ["32-64", "px", "3", "2", "-", "-", "0.9950", "0.9950"],
+        ["16-32", *PIXELS, "3", "1", "-", "-", "0.9950", "0.9950"],
+        ["32-64", *PIXELS, "3", "2", "-", "-", "0.9950", "0.9950"],
     ]
-    assert len({len(line) for line in summary.table()}) == 1  # columns are aligned
+    (width,) = {len(line) for line in summary.table()}  # columns are aligned
+    assert width <= LINE_COLUMNS
+
+
+def test_long_names_are_cut_in_the_table() -> None:
+    summary = DetectionMetrics({0: f"disc{'-' * 90}red", 1: "light"}).summarise(three_images())
+    assert summary.details[0].split()[0] == "disc------..-------red"
+    assert len({len(line) for line in summary.table()}) == 1
 
 
 def test_overall_row_without_a_correct_detection() -> None:

@@ -49,9 +49,9 @@ def test_predictions_are_in_pixels_of_the_file(model: YoloModel, postprocess: De
     outputs[1][1, 0, 5, 3] = torch.tensor([0, 0, 0, 0, 0, -20, 20, -20])
     info = ImageInfo(7, size=(100, 70), placement=Placement((0.5, 0.8), (4, 12)), path="/data/b.jpg")
     empty, prediction = postprocess([view_of(model, outputs)], grey_batch(ImageInfo(), info))
-    assert empty.boxes.shape == (0, 6)
+    assert empty.rows.shape == (0, 6)
     expected = torch.tensor([[32, 30, 64, 50, 0.5, 1.0]])
-    torch.testing.assert_close(prediction.boxes, expected, rtol=1e-5, atol=1e-4, check_dtype=False)
+    torch.testing.assert_close(prediction.rows, expected, rtol=1e-5, atol=1e-4, check_dtype=False)
     assert (prediction.image, prediction.path, prediction.size) == (7, "/data/b.jpg", (100, 70))
 
 
@@ -63,7 +63,7 @@ def test_thresholds(model: YoloModel) -> None:
     def confidences(thresholds: Thresholds) -> list[float]:
         postprocess = DetectionPostprocess(CLASS_NAMES, thresholds)
         (prediction,) = postprocess([view_of(model, outputs)], grey_batch(ImageInfo()))
-        return prediction.boxes[:, 4].tolist()
+        return prediction.rows[:, 4].tolist()
 
     assert confidences(Thresholds()) == pytest.approx([0.7311, 0.5, 0.2689], abs=1e-4)
     assert confidences(Thresholds(conf_thres=0.3, iou_thres=0.6, max_det=300)) == pytest.approx([0.7311, 0.5], abs=1e-4)
@@ -150,7 +150,7 @@ def test_an_exported_file_returns_boxes(model: YoloModel, postprocess: Detection
     assert decoded.outputs is None
     given = grey_batch(ImageInfo(), ImageInfo())
     for prediction, expected in zip(postprocess([decoded], given), postprocess(views, given), strict=True):
-        torch.testing.assert_close(prediction.boxes, expected.boxes, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(prediction.rows, expected.rows, rtol=1e-4, atol=1e-3)
 
 
 def test_an_exported_file_returns_detections(postprocess: DetectionPostprocess) -> None:
@@ -160,4 +160,4 @@ def test_an_exported_file_returns_detections(postprocess: DetectionPostprocess) 
     assert isinstance(view, SuppressedView)
     assert view.outputs is None
     (prediction,) = postprocess([view], grey_batch(ImageInfo()))
-    assert prediction.boxes.tolist() == [[1, 2, 3, 4, 0.5, 2], [5, 6, 7, 8, 0.25, 0]]
+    assert prediction.rows.tolist() == [[1, 2, 3, 4, 0.5, 2], [5, 6, 7, 8, 0.25, 0]]

@@ -19,6 +19,7 @@ from models.tasks.segmentation.records import MaskOverlaps
 from models.tasks.segmentation.views import GivenMaps
 from tests.making import CLASS_NAMES
 from tests.models.tasks.segmentation.batches import MAP, SIDE, Info, MaskBatch, mask_batch
+from utils.console import LINE_COLUMNS
 from utils.summary import Summary
 
 METRICS = SegmentationMetrics(CLASS_NAMES, frozenset({0, 1, 2}))
@@ -66,7 +67,7 @@ def made(*cases: Case, start: int = 0, side: int = MAP) -> tuple[list[Segmentati
         given, corners = GivenMaps(torch.from_numpy(maps).float()), boxes[:, :4].numpy()
         source = DetectedMasks(given, boxes, corners, info.size, info.placement, retina=True)
         predictions.append(
-            SegmentationPrediction(info.image, info.path, info.size, boxes, rows, CLASS_NAMES, 0.6, source, shapes)
+            SegmentationPrediction(info.image, info.path, CLASS_NAMES, info.size, boxes, rows, 0.6, source, shapes)
         )
         infos.append(info)
     every = [one for case in cases for one in case.labels]
@@ -200,9 +201,10 @@ def test_table() -> None:
     assert overall[3:] == ["0.5000", "0.5000", "0.4975", "0.4975", "0.5000", "0.5000", "0.4975", "0.0498"]
     assert details[0][:7] == ["disc", "1", "1", "1.0000", "1.0000", "0.9950", "0.9950"]
     assert details[0][7:] == ["1.0000", "1.0000", "0.9950", "0.0995"]
-    assert details[2] == ["0-16", "px", "1", "1", "-", "-", "0.0000", "0.0000", "-", "-", "0.0000", "0.0000"]
+    assert details[2][:5] == ["0-16", "px", "of", "the", "file"]
+    assert details[2][5:] == ["1", "1", "-", "-", "0.0000", "0.0000", "-", "-", "0.0000", "0.0000"]
     (width,) = {len(line) for line in summary.table()}
-    assert width <= 100
+    assert width <= LINE_COLUMNS
 
 
 def test_documents() -> None:

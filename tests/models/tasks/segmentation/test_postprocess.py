@@ -44,7 +44,7 @@ def view_of(model: YoloModel, images: Tensor) -> tuple[RawView, Tensor]:
 def at_map_size(prediction: SegmentationPrediction) -> Tensor:
     """Return the masks at the prototypes' size, bool (k, h, w)."""
     source = source_of(prediction)
-    return cut_by_boxes(source.maps.inside(range(len(prediction.boxes))), source.map_boxes)
+    return cut_by_boxes(source.maps.inside(range(len(prediction.rows))), source.map_boxes)
 
 
 def test_predictions_and_masks_are_those_of_yolov5(shared: Path) -> None:
@@ -129,10 +129,10 @@ def test_every_detection_of_an_ensemble_has_the_prototypes_of_its_model() -> Non
     assert not torch.equal(first(images)[1], second(images)[1])
     alone = [run(model, images, Thresholds(0.3, 1.0, 1000)) for model in (first, second)]
     for number, prediction in enumerate(run([first, second], images, Thresholds(0.3, 1.0, 2000))):
-        both = torch.cat([one[number].boxes for one in alone])
+        both = torch.cat([one[number].rows for one in alone])
         masks = torch.cat([at_map_size(one[number]) for one in alone])
         order = both[:, 4].argsort(descending=True, stable=True)
-        assert torch.equal(prediction.boxes, both[order])
+        assert torch.equal(prediction.rows, both[order])
         assert torch.equal(at_map_size(prediction), masks[order])
 
 
@@ -144,7 +144,7 @@ def test_ensembles_of_models_with_different_numbers_of_prototypes() -> None:
     postprocess = SegmentationPostprocess(CLASS_NAMES, Thresholds(0.3, 1.0, 2000))
     parts = [postprocess([one], batch_of(1))[0] for one in (fewer, other)]
     (joined,) = postprocess([fewer, other], batch_of(1))
-    order = torch.cat([part.boxes for part in parts])[:, 4].argsort(descending=True, stable=True)
+    order = torch.cat([part.rows for part in parts])[:, 4].argsort(descending=True, stable=True)
     assert torch.equal(at_map_size(joined), torch.cat([at_map_size(part) for part in parts])[order])
 
 
@@ -168,7 +168,7 @@ def test_an_exported_file_has_the_instances_of_its_model(suppressed: bool) -> No
     views, postprocess = exported(model, images, suppressed)
     assert views[0].outputs is None
     for prediction, expected in zip(postprocess(views, batch_of(3)), run(model, images), strict=True):
-        torch.testing.assert_close(prediction.boxes, expected.boxes, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(prediction.rows, expected.rows, rtol=1e-4, atol=1e-3)
         assert (at_map_size(prediction) == at_map_size(expected)).float().mean() > 0.999
         assert (prediction.masks == expected.masks).mean() > (0.95 if suppressed else 0.999)
 
@@ -181,7 +181,7 @@ def test_thresholds_apply_to_the_detections_of_an_exported_file() -> None:
     (few,) = SegmentationPostprocess(CLASS_NAMES, Thresholds(0.3, classes=(common,), max_det=2))(views, batch_of(1))
     (rows,) = np.nonzero(every.classes == common)
     assert len(rows) > 2
-    torch.testing.assert_close(few.boxes, every.boxes[rows[:2]], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(few.rows, every.rows[rows[:2]], rtol=1e-4, atol=1e-3)
     assert (at_map_size(few) == at_map_size(every)[rows[:2]]).all()
 
 

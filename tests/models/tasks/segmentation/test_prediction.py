@@ -26,8 +26,8 @@ def prediction(*outlines: np.ndarray, labels: int = 0) -> SegmentationPrediction
     boxes = [[*(box * (*SIZE, *SIZE)), 0.9 - k / 10, k] for k, box in enumerate(shapes)]
     rows = [[k, *(box[:2] + box[2:]) / 2, *(box[2:] - box[:2])] for k, box in enumerate(shapes[:labels])]
     return SegmentationPrediction(
-        *(3, "/data/a.jpg", SIZE, torch.tensor(boxes).double().reshape(-1, 6)),
-        *(np.array(rows, np.float32).reshape(-1, 5), CLASS_NAMES, 0.6),
+        *(3, "/data/a.jpg", CLASS_NAMES, SIZE, torch.tensor(boxes).double().reshape(-1, 6)),
+        *(np.array(rows, np.float32).reshape(-1, 5), 0.6),
         *(OutlineMasks(outlines, SIZE), outlines[:labels]),
     )
 
@@ -82,7 +82,7 @@ def test_a_mask_that_is_no_polygon_is_written_as_its_box() -> None:
 def test_labels_and_the_instances_that_match_none() -> None:
     given = prediction(LEFT, RIGHT, labels=1)
     joined = given.with_labels()
-    assert joined.boxes[:, 4:].tolist() == [[1, 0], [pytest.approx(0.8), 1]]
+    assert joined.rows[:, 4:].tolist() == [[1, 0], [pytest.approx(0.8), 1]]
     assert np.array_equal(joined.masks, given.masks)
     assert joined.label_rows(True) == [given.label_rows(False)[0] + " 1", given.label_rows(True)[1]]
     unknown = replace(given, label_outlines=()).with_labels()  # then a label's mask is its box

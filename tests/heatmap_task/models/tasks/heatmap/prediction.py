@@ -23,24 +23,25 @@ if TYPE_CHECKING:
 CROP_PIXELS = 4  # on each side of a keypoint
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class HeatmapPrediction(Prediction):
     """The keypoints of one image."""
 
-    image: int
-    path: str
     size: tuple[int, int]  # width and height of the file's image, pixels
     points: np.ndarray  # float32 (k, 4): x and y in pixels of the file, confidence, class
     labels: np.ndarray  # float32 (m, 3): class, normalised x and y
-    names: Mapping[int, str]
 
     @property
     def array(self) -> np.ndarray:
         return self.points
 
     @property
-    def items(self) -> list[tuple[str, float]]:
-        return [(self.names[int(label)], confidence) for *_, confidence, label in self.points.tolist()]
+    def scores(self) -> np.ndarray:
+        return self.points[:, 2]
+
+    @property
+    def classes(self) -> np.ndarray:
+        return self.points[:, 3].astype(np.int64)
 
     def describe(self) -> str:
         counts = Counter(name for name, _ in self.items)
@@ -100,7 +101,7 @@ class HeatmapPostprocess(Postprocess):
         ]
         mean = torch.stack(maps).mean(0).cpu()
         return [
-            HeatmapPrediction(info.image, info.path, info.size, self._points(one, info.size), info.labels, self.names)
+            HeatmapPrediction(info.image, info.path, self.names, info.size, self._points(one, info.size), info.labels)
             for one, info in zip(mean, batch.infos, strict=True)
         ]
 

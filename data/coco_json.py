@@ -1,0 +1,307 @@
+"""COCO annotation files: their classes, their images, and their objects as rows of label files.
+
+Called by data/sources.py for splits that name such a file, by data/labels.py, and by data/converters.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data.outlines import decode_rle, joined, mask_outline
+from utils.errors import UserError, nearest, plural
+from utils.files import cache_folder, file_name, one_at_a_time, replacing
+
+CONTENTS_VERSION = 1  # of the cached `Contents`
+CUT_KEY = "cut at the edge of their image"  # the tally's key of boxes that are cut, not left out
+
+CocoBox = tuple[float, float, float, float]  # left, top, width, height in pixels, as in COCO
+
+
+class Tally(Counter[str]):
+    """Counts of the label files and boxes that were written, and of items that were left out, by reason."""
+
+    @property
+    def omitted(self) -> str:
+        """What was left out, such as `2 boxes without an area, 1 crowds`; '' if nothing was."""
+        reasons = {why: count for why, count in self.items() if count and why not in ("files", "boxes", CUT_KEY)}
+        return ", ".join(f"{count} {why}" for why, count in sorted(reasons.items()))
+
+    def lines(self, folder: Path) -> list[str]:
+        """Format the counts for the console. folder: of the label files."""
+        return [
+            f"{plural(self['files'], 'label file')} with {plural(self['boxes'], 'box')} in {folder}"
+            + (f", {self[CUT_KEY]} of them {CUT_KEY}" if self[CUT_KEY] else ""),
+            *([f"left out: {self.omitted}"] if self.omitted else []),
+        ]
+
+
+def box_row(label: int, box: CocoBox, size: tuple[int, int], tally: Tally) -> str:
+    """Return a label row, `class x y width height` as shares of the image; '' if no part of the box is in the image.
+
+    Numbers have 6 significant digits, as in the published labels of COCO. size: width and height of the image.
+    """
+    if not all(map(math.isfinite, box)):
+        tally["boxes that are not finite"] += 1
+        return ""
+    x, y, width, height = box
+    inner = x >= 0 and y >= 0 and x + width <= size[0] and y + height <= size[1]
+    if not inner and width > 0 and height > 0:
+        right, bottom = min(x + width, size[0]), min(y + height, size[1])
+        x, y = max(x, 0.0), max(y, 0.0)
+        width, height = right - x, bottom - y
+        if width <= 0 or height <= 0:
+            tally["boxes outside of their image"] += 1
+            return ""
+    if width <= 0 or height <= 0:
+        tally["boxes without an area"] += 1
+        return ""
+    tally["boxes"] += 1
+    tally[CUT_KEY] += not inner
+    shares = ((x + width / 2) / size[0], (y + height / 2) / size[1], width / size[0], height / size[1])
+    return f"{label} {' '.join(f'{share:.6g}' for share in shares)}\n"
+
+
+# The file
+
+
+@lru_cache(1)
+def _decoders() -> tuple[Any, Any]:
+    """Return msgspec's decoders of a whole file, and of one without boxes and outlines, which is faster.
+
+    They check the form while they read and keep outlines as text: the objects of json.load take eight times as much
+    memory as the file.
+    """
+    try:
+        from msgspec import Raw, defstruct
+        from msgspec.json import Decoder
+    except ImportError:
+        raise UserError("COCO annotation files need msgspec: pip install msgspec") from None
+    category = defstruct("Category", [("id", int), ("name", Any), ("supercategory", Any, None)])
+    size = [("width", Any, 0), ("height", Any, 0)]
+    image = defstruct("Image", [("id", int | str), ("file_name", str, ""), *size])
+    references: list[Any] = [("image_id", int | str), ("category_id", int | None, None)]
+    reference = defstruct("Reference", references, gc=False)
+    contents = [("id", Any, None), ("iscrowd", Any, 0), ("bbox", Any, None), ("segmentation", Raw, Raw())]
+    annotation = defstruct("Annotation", [*references, *contents])
+
+    def decoder(kind: type) -> Any:
+        parts = [("categories", list[category]), ("images", list[image]), ("annotations", list[kind])]  # type: ignore[valid-type]
+        return Decoder(defstruct("CocoFile", parts))
+
+    return decoder(annotation), decoder(reference)
+
+
+def _read(file: Path, objects: bool) -> Any:
+    """Return the content of a file. objects: with boxes and outlines. Raises `UserError`."""
+    whole, slim = _decoders()
+    import msgspec
+
+    try:
+        return (whole if objects else slim).decode(file.read_bytes())
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    except msgspec.ValidationError as error:
+        raise UserError(f"{file} is not a COCO annotation file of objects ({error}); name another one") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise UserError(f"{file} is not JSON ({error}); download it again") from None
+
+
+class Rows(NamedTuple):
+    """The rows of an image's label file. name: of the image's file, with / between folders."""
+
+    name: str
+    rows: list[str]
+    image_id: int | str
+
+
+def coco_rows(
+    file: Path, names: Sequence[str], tally: Tally, polygons: bool = False, crowd: bool = False
+) -> Iterator[Rows]:
+    """Yield the rows of every image of an annotation file. Raises `UserError`.
+
+    names: classes by number; () for all categories, by rising id. polygons: rows `class x1 y1 x2 y2 ...`. crowd:
+    include regions of many objects (iscrowd 1). tally: counts what is left out.
+    """
+    content = _read(file, objects=True)
+    by_image: dict[Any, list[Any]] = {image.id: [] for image in content.images}
+    for item in content.annotations:
+        if item.image_id in by_image:
+            by_image[item.image_id].append(item)
+        else:
+            tally["boxes of images that the file lacks"] += 1
+    del content.annotations  # the objects of an image are not needed once its rows are
+    numbers = _class_numbers(content.categories, names)
+    for image in content.images:
+        rows = []
+        for item in by_image.pop(image.id, ()):  # of two images with one id the first has the objects
+            if item.iscrowd and not crowd:
+                tally["crowds"] += 1
+                continue
+            try:
+                label = numbers[item.category_id]
+                rows.append(_row(item, label, image, polygons, tally) if label is not None else "")
+                tally["boxes of categories that are not in `names`"] += label is None
+            except (KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
+                raise UserError(f"{file}: annotation {item.id} is damaged ({error!r}); fix it") from None
+        yield Rows(_name(image), list(filter(None, rows)), image.id)
+
+
+def _name(image: Any) -> str:
+    return file_name(image.file_name.replace("\\", "/"))
+
+
+def _class_numbers(categories: Sequence[Any], names: Sequence[str]) -> dict[Any, int | None]:
+    """Return the class of each category id, None for one that `names` lacks. names: () for all, by rising id."""
+    if not names:
+        return {category.id: number for number, category in enumerate(sorted(categories, key=lambda one: one.id))}
+    known = {name.strip(): number for number, name in enumerate(names)}
+    return {category.id: known.get(str(category.name).strip()) for category in categories}
+
+
+def _row(item: Any, label: int, image: Any, polygons: bool, tally: Tally) -> str:
+    size = int(image.width), int(image.height)
+    x, y, width, height = map(float, item.bbox)
+    row = box_row(label, (x, y, width, height), size, tally)
+    if not polygons or not row:
+        return row
+    outline = _outline(item.segmentation)
+    if not len(outline):
+        tally["outlines, replaced by the box"] += 1
+        outline = np.array([(x, y), (x + width, y), (x + width, y + height), (x, y + height)])
+    shares = (outline / size).clip(0.0, 1.0).ravel().tolist()
+    return f"{label}{' %.6g' * len(shares)}\n" % tuple(shares)
+
+
+def _outline(raw: Any) -> np.ndarray:
+    """Return one outline for a list of polygons or a mask in run-length encoding, (p, 2); it may be empty.
+
+    raw: JSON.
+    """
+    from msgspec.json import decode  # faster than json.loads
+
+    segmentation = decode(raw) if bytes(raw) else None
+    if isinstance(segmentation, dict):
+        return np.array(mask_outline(decode_rle(segmentation["counts"], segmentation["size"])))
+    parts = [np.array(part, float).reshape(-1, 2) for part in segmentation or () if len(part) > 4]
+    if len(parts) < 2:
+        return parts[0] if parts else np.zeros((0, 2))
+    return np.array(joined([list(map(tuple, part.tolist())) for part in parts]))
+
+
+# Splits of a data set
+
+
+class Contents(NamedTuple):
+    """What a data set needs before its labels: names of all categories by rising id, and of all images.
+
+    groups: categories without objects that are the supercategory of others; Roboflow's exports have one.
+    """
+
+    names: list[str]
+    groups: list[str]
+    images: list[str]
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of a data set that does not give any."""
+        return [name for name in self.names if name not in self.groups]
+
+
+def read_contents(file: Path) -> Contents:
+    """Return classes and images of an annotation file, from the cache if it has not changed. Raises `UserError`."""
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    return _contents(file, f"{CONTENTS_VERSION}\0{status.st_size}\0{status.st_mtime_ns}\0")
+
+
+@lru_cache(8)
+def _contents(file: Path, stamp: str) -> Contents:
+    key = hashlib.sha256(stamp.encode() + os.fsencode(file)).hexdigest()[:32]
+    cached = cache_folder() / "annotations" / f"{key}.json"
+    with one_at_a_time(cached.with_suffix(".lock")):
+        try:
+            return Contents(**json.loads(cached.read_bytes()))
+        except (OSError, ValueError, TypeError):  # absent or damaged
+            contents = _parse_contents(_read(file, objects=False), file)
+        try:
+            with replacing(cached) as target:
+                target.write(json.dumps(contents._asdict()).encode())
+        except OSError:
+            pass  # it is read again the next time
+        return contents
+
+
+def _parse_contents(content: Any, file: Path) -> Contents:
+    used = {item.category_id for item in content.annotations}
+    parents = {str(category.supercategory) for category in content.categories}
+    ordered = [(str(one.name).strip(), one.id) for one in sorted(content.categories, key=lambda one: one.id)]
+    groups = [name for name, number in ordered if name in parents and number not in used]
+    names = [name for name, _ in ordered]
+    if len(groups) == len(names):
+        raise UserError(f"{file} has no categories, so there is nothing to learn from it; name another file")
+    return Contents(names, groups, list(map(_name, content.images)))
+
+
+@dataclass(frozen=True)
+class AnnotatedImages:
+    """The images of a split that an annotation file describes. names: the classes; images: file names by path."""
+
+    file: Path
+    names: tuple[str, ...]
+    images: Mapping[str, str]
+
+    def stamp(self) -> bytes:
+        """Return what the rows depend on, for the key of a cache."""
+        status = self.file.stat()
+        return f"{self.file}\0{status.st_size}\0{status.st_mtime_ns}\0{self.names}\0".encode(errors="surrogateescape")
+
+    def rows(self, polygons: bool) -> tuple[dict[str, str], list[str]]:
+        """Return the label rows of each image by its path, as in a label file, and problems. Raises `UserError`."""
+        tally = Tally()
+        text = {each.name: "".join(each.rows) for each in coco_rows(self.file, self.names, tally, polygons)}
+        del tally["crowds"]  # as intended
+        problems = [f"{self.file}: left out: {tally.omitted}"] if tally.omitted else []
+        return {path: text.get(name, "") for path, name in self.images.items()}, problems
+
+
+def find_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> tuple[AnnotatedImages, list[str]]:
+    """Find the images of an annotation file: beside it, or below one of `folders`. Return them, and problems.
+
+    names: the classes of the data set. Raises `UserError` if the file cannot be read, or has none of the classes.
+    """
+    contents = read_contents(file)
+    known = set(contents.names)
+    missing_names = [name for name in names if name.strip() not in known]
+    if len(missing_names) == len(names):
+        raise UserError(
+            f"{file} has no category '{names[0]}'{nearest(names[0], sorted(known))}, nor any other of the data set's "
+            "`names`; correct `names:`, or leave it out to use the file's"
+        )
+    problems = [f"{file}: no category '{name}'{nearest(name, sorted(known))}" for name in missing_names]
+    parents = [os.path.join(folder, "") for folder in (file.parent, *folders)]
+    images: dict[str, str] = {}
+    missing: list[str] = []
+    for name in contents.images:
+        path = next((path for parent in parents if os.path.isfile(path := os.path.join(parent, name))), None)
+        if path is None:
+            missing.append(name)
+        else:
+            images[os.path.normpath(path)] = name
+    if missing:
+        searched = ", ".join(map(os.path.normpath, parents))
+        example = f"such as {missing[0]}, looked for in {searched}"
+        problems.append(f"{file}: {len(missing)} of its images do not exist, {example}; left out")
+    return AnnotatedImages(file, tuple(names), images), problems

@@ -1,0 +1,185 @@
+"""`Predictor`: a model for images from Python. Used by detect.py and hubconf.py; `from detect import Predictor`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.dataset import DataSet, Item, data_source, dataset_class
+from data.media import Picture, find_pictures
+from models.ensemble import Inference, for_inference, read_members
+from models.image_size import ImageSize, sides_of
+from models.tasks.contract import Batch, Model, Prediction, Task, Thresholds
+from utils.config.options import DetectOptions
+from utils.config.resumed import from_plain
+from utils.config.select import select
+from utils.console import show
+from utils.distributed.devices import one_device
+from utils.errors import UserError, nearest
+from utils.python_api import aliases, checked, in_python, python_errors
+from utils.stage_times import POSTPROCESSING, StageTimer
+
+# The flags of detect.py that are arguments of `Predictor`, and those of them that can be changed later.
+ARGUMENTS = (
+    *("weights", "imgsz", "conf_thres", "iou_thres", "max_det", "classes", "agnostic_nms", "augment", "retina_masks"),
+    *("half", "device", "data", "layers", "quiet"),
+)
+THRESHOLDS = ("conf_thres", "iou_thres", "max_det", "classes", "agnostic_nms", "retina_masks")
+
+
+class Predictor:
+    """A model, or an ensemble of several, for images of any size.
+
+    The arguments are flags of detect.py (`ARGUMENTS`), with their defaults: `weights` is one name or several, `imgsz`
+    one number or (height, width). bgr: arrays and tensors are BGR, as OpenCV reads them, instead of RGB. `bgr` and the
+    `THRESHOLDS` are attributes that can be set. Prints how the image size was chosen, and warnings; `quiet`: these
+    only. Raises `UserError`, whose message says what to do.
+    """
+
+    bgr: bool
+    thresholds: Thresholds
+    task: Task
+    data: type[DataSet[Any]]
+    models: list[Model]
+    device: torch.device
+    half: bool
+    inference: Inference
+    stride: int
+    size: ImageSize
+
+    def __init__(
+        self, weights: str | Path | Sequence[str | Path] = "yolov5s.pt", *, bgr: bool = False, **arguments: Any
+    ) -> None:
+        if isinstance(device := arguments.get("device"), torch.device):
+            arguments["device"] = str(device)
+        with python_errors(DetectOptions):
+            lines = self._build(checked(DetectOptions, {"weights": weights, **arguments}, "Predictor", ARGUMENTS))
+        self.bgr = bgr
+        show(*(in_python(line, DetectOptions) for line in lines))
+
+    @classmethod
+    def from_flags(cls, given: Mapping[str, Any]) -> Predictor:
+        """Make a predictor from flags of detect.py, by name; errors and printed lines name flags."""
+        predictor = cls.__new__(cls)
+        show(*predictor._build({name: value for name, value in given.items() if name in ARGUMENTS}))
+        predictor.bgr = False
+        return predictor
+
+    def _build(self, given: Mapping[str, Any]) -> list[str]:
+        """Set all attributes; return lines for the console."""
+        options = from_plain(DetectOptions, given)
+        sides_of(options.imgsz)  # refuses a wrong one before weights are downloaded
+        device = one_device("0" if options.device == "cuda" else str(options.device))
+        members = read_members(list(map(str, options.weights)), str(options.layers), options.augment)
+        source = data_source(str(options.data), members.entry.data) if options.data else None
+        kind = members.entry.load()
+        members.refuse(given)
+        task = kind(source.names() if source else members.class_names, kind.recipe())
+        half = options.half and device.type == "cuda"
+        size = members.image_size(options.imgsz)
+        models = members.build(task, max(size.sides), str(options.data) or "the names")
+        classes = class_numbers(options.classes, task.names)
+        thresholds = select(Thresholds, options, classes=classes, one_class=True)
+        postprocess = task.postprocess(models[0], thresholds)
+        stride = math.lcm(*(model.stride for model in models))
+        size = size.rounded(stride)
+        vars(self).update(
+            thresholds=thresholds,
+            task=task,
+            data=dataset_class(members.entry.data),
+            models=[for_inference(model, device, half, fold=True) for model in models],
+            device=device,
+            half=half,
+            inference=Inference(task, postprocess, device, options.augment, half),
+            stride=stride,
+            size=size,
+        )
+        lines = [*size.messages, *members.overridden({**given, "half": half})]
+        if options.half and not half:
+            lines.append("warning: --half is for CUDA; taking full precision")
+        return [line for line in lines if not options.quiet or line.startswith("warning: ")]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a threshold, or `bgr`. Raises `UserError` for any other name, and for a wrong value."""
+        if name == "bgr":
+            if not isinstance(value, bool):
+                raise UserError(f"Predictor: bgr must be True or False, not {value!r}")
+            vars(self)["bgr"] = value
+            return
+        if name in ARGUMENTS and name not in THRESHOLDS:
+            raise UserError(f"Predictor: {name} cannot be changed; make another Predictor with {name}={value!r}")
+        given = checked(DetectOptions, {name: value}, "Predictor", THRESHOLDS)
+        name = aliases(DetectOptions).get(name, name)
+        given = given or {name: getattr(DetectOptions(), name)}  # None is the default
+        with python_errors(DetectOptions):
+            if "classes" in given:
+                given["classes"] = class_numbers(given["classes"], self.task.names)
+            vars(self)["thresholds"] = replace(self.thresholds, **given)
+            postprocess = self.task.postprocess(self.models[0], self.thresholds)
+            vars(self)["inference"] = replace(self.inference, postprocess=postprocess)
+
+    def __getattr__(self, name: str) -> Any:
+        name = aliases(DetectOptions).get(name, name)
+        if name in THRESHOLDS:
+            return getattr(self.thresholds, name)
+        raise AttributeError(f"Predictor has no attribute {name}{nearest(name, THRESHOLDS)}")
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Class names by class number."""
+        return dict(self.task.names)
+
+    def __call__(self, images: Any) -> Any:
+        """Return the `Prediction` for an image, or the list of them for a list of images, a folder, a glob, a `.txt`
+        list or a tensor (b, 3, h, w).
+
+        An image: a path or address, a PIL image, an array (h, w, 3) or (h, w) of uint8, or a tensor (3, h, w) of uint8,
+        or of floats in 0 to 1. Boxes are in pixels of the image. Raises `UserError`.
+        """
+        if isinstance(images, (list, tuple)) or (isinstance(images, Tensor) and images.ndim == 4):
+            results = [self(image) for image in images]
+            return [one for result in results for one in (result if isinstance(result, list) else [result])]
+        pictures = find_pictures(images, self.bgr)
+        predictions = [self._predict_picture(picture) for picture in pictures]
+        is_one = not isinstance(images, str | Path) or [picture.name for picture in pictures] == [str(images)]
+        return predictions[0] if is_one else predictions
+
+    def _predict_picture(self, picture: Picture) -> Prediction:
+        item = self.item(picture.read(), picture.name)
+        (prediction,) = self.predict(self.data.collate([item]))
+        return replace(prediction, pixels=picture.read)
+
+    def item(self, image: np.ndarray, name: str) -> Item:
+        """Return an image, uint8 (h, w, 3) BGR, as an item of a batch."""
+        return self.data.item(image, name, self.size.sides, self.stride, self.size.is_fixed)
+
+    @torch.inference_mode()
+    def predict(self, batch: Batch, timer: StageTimer | None = None) -> Sequence[Prediction]:
+        """Return the prediction for each image of a batch."""
+        timer = timer or StageTimer()
+        batch, views = self.inference.views(self.models, batch, timer)
+        predictions = self.inference.postprocess(views, batch)
+        timer.end_stage(POSTPROCESSING)
+        return predictions
+
+
+def class_numbers(classes: Sequence[str | int], names: Mapping[int, str]) -> tuple[int, ...]:
+    """Return the numbers of classes that are given by name or number. Raises `UserError` for an unknown one."""
+    numbers: list[int] = []
+    for word in map(str, classes):
+        found = [int(word)] if word.isdecimal() else [number for number, name in names.items() if name == word]
+        if not found or found[0] not in names:
+            by_letters = {name.lower(): name for name in names.values()}
+            near = [repr(by_letters[name]) for name in get_close_matches(word.lower(), by_letters)]
+            hint = f"did you mean {' or '.join(near)}?" if near else f"class 0 is {names[0]!r}"
+            raise UserError(f"--classes {word}: the model has classes 0 to {len(names) - 1}; {hint}")
+        numbers += found
+    return tuple(numbers)

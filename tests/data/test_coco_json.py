@@ -1,0 +1,193 @@
+"""Tests of splits that name a COCO annotation file: classes, images, rows, and the cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.coco_json import find_images, read_contents
+from data.converters import convert_coco
+from data.dataset import DataOptions
+from data.detection import DetectionData, DetectionSplit
+from data.labels import Content, load_labels
+from data.segmentation import SegmentationData
+from data.sources import read_spec
+from tests.making import spoil, write_image, write_yaml
+from utils.config.hyperparameters import Hyperparameters
+from utils.errors import UserError
+from utils.files import ROOT, read_yaml
+
+SQUARE = [4, 4, 12, 4, 12, 12, 4, 12]
+CATEGORIES = [
+    {"id": 0, "name": "pieces", "supercategory": "none"},
+    {"id": 3, "name": "queen", "supercategory": "pieces"},
+    {"id": 1, "name": "pawn", "supercategory": "pieces"},
+]
+
+
+def objects(*rows: tuple[int, int, list[float]], **more: Any) -> list[dict[str, Any]]:
+    """Return annotations. rows: image id, category id and box."""
+    return [
+        {"id": k, "image_id": image, "category_id": category, "bbox": box, "iscrowd": 0, **more}
+        for k, (image, category, box) in enumerate(rows)
+    ]
+
+
+def export(folder: Path, **content: Any) -> Path:
+    """Write a split as Roboflow's COCO export has it: three images of 20 x 20 beside their annotations."""
+    images = [{"id": k, "file_name": f"{k}.png", "width": 20, "height": 20} for k in range(3)]
+    for image in images:
+        write_image(folder / str(image["file_name"]))
+    annotations = objects((0, 1, [4, 4, 8, 8]), (1, 3, [0, 0, 10, 20]), (1, 1, [15, 15, 10, 10]))
+    file = folder / "_annotations.coco.json"
+    file.write_text(json.dumps({"categories": CATEGORIES, "images": images, "annotations": annotations, **content}))
+    return file
+
+
+def split_of(folder: Path, **content: Any) -> DetectionSplit:
+    """Return the training split of a data YAML that names the export in `folder`/train."""
+    file = write_yaml(folder / "my.yaml", {"train": "train/_annotations.coco.json", **content})
+    return DetectionData(read_spec(file), 32, 32, DataOptions()).split("train")
+
+
+def test_a_split_has_the_rows_of_its_annotations(tmp_path: Path) -> None:
+    export(tmp_path / "train")
+    split = split_of(tmp_path)
+    assert [image.name for image in split.images] == ["0.png", "1.png", "2.png"]
+    assert split.labels.counts.tolist() == [1, 2, 0]
+    expected = [[0, 0.4, 0.4, 0.4, 0.4], [1, 0.25, 0.5, 0.5, 1], [0, 0.875, 0.875, 0.25, 0.25]]
+    assert split.labels.rows.tolist() == np.array(expected, np.float32).tolist()
+    assert split.problems == ()
+
+
+def test_classes_are_the_categories_by_id_without_an_empty_supercategory(tmp_path: Path) -> None:
+    file = export(tmp_path / "train")
+    spec = read_spec(write_yaml(tmp_path / "my.yaml", {"train": "train/_annotations.coco.json"}))
+    assert spec.names == {0: "pawn", 1: "queen"}
+    assert [line.partition(":")[0] for line in spec.warnings] == [str(file)]
+    assert "'pieces' has no objects and is the supercategory of others, so it is no class" in spec.warnings[0]
+    export(tmp_path / "train", annotations=objects((0, 0, [4, 4, 8, 8])))
+    assert read_contents(file).classes == ["pieces", "pawn", "queen"]  # it has an object now
+
+
+def test_names_select_classes_by_name(tmp_path: Path) -> None:
+    export(tmp_path / "train")
+    split = split_of(tmp_path, names=["queen", "pieces"])
+    assert split.labels.rows[:, 0].tolist() == [0]
+    assert "left out: 2 boxes of categories that are not in `names`" in split.problems[0]
+    split = split_of(tmp_path, names=["queen", "pawns"])
+    assert "no category 'pawns' (did you mean 'pawn'?)" in split.problems[0]
+    with pytest.raises(UserError, match="no category 'rook', nor any other of the data set's `names`"):
+        split_of(tmp_path, names=["rook"])
+
+
+def test_crowds_are_left_out_and_are_no_problem(tmp_path: Path) -> None:
+    crowd = objects((0, 1, [0, 0, 20, 20]), iscrowd=1)
+    export(tmp_path / "train", annotations=[*objects((0, 1, [4, 4, 8, 8])), *crowd])
+    split = split_of(tmp_path)
+    assert (len(split.labels.rows), split.problems) == (1, ())
+
+
+@pytest.mark.parametrize("images", ["pictures", {"train": "pictures"}, None])
+def test_images_are_searched_for_in_the_stated_folder_and_in_that_of_coco(tmp_path: Path, images: Any) -> None:
+    file = export(tmp_path / "annotations")
+    folder = tmp_path / ("pictures" if images else "images/train2017")
+    for image in file.parent.glob("*.png"):
+        folder.mkdir(parents=True, exist_ok=True)
+        image.rename(folder / image.name)
+    content = {"train": f"annotations/{file.name}", **({"images": images} if images else {})}
+    spec = read_spec(write_yaml(tmp_path / "my.yaml", content))
+    assert spec.images("train") == [folder / f"{k}.png" for k in range(3)]
+    assert spec.annotation_file("train") == file
+
+
+def test_missing_images_are_counted(tmp_path: Path) -> None:
+    file = export(tmp_path / "train")
+    (tmp_path / "train/1.png").unlink()
+    split = split_of(tmp_path)
+    assert len(split.images) == 2
+    assert f"{file}: 1 of its images do not exist, such as 1.png" in split.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"train": "train/_annotations.coco.json", "images": 3}, "`images` must be a folder"),
+        ({"train": "train/_annotations.coco.json", "images": {"trian": "x"}}, "`images` must be a folder"),
+    ],
+)
+def test_wrong_folders_of_images_are_an_error(content: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        read_spec(write_yaml(tmp_path / "my.yaml", content))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ('{"images": [], "categories": [{"id": "x", "name": "a"}], "annotations": []}', r"\$\.categories\[0\]\.id"),
+        ('{"images": [], "categories": [], "annotations": []}', "has no categories"),
+        ("[]", "is not a COCO annotation file of objects"),
+    ],
+)
+def test_damaged_annotations_are_an_error(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(UserError, match=rf"a\.json .*{message}"):
+        read_contents(tmp_path / "a.json")
+
+
+def test_outlines_are_the_masks_of_a_segmenter(tmp_path: Path) -> None:
+    export(tmp_path / "train", annotations=objects((0, 1, [4, 4, 8, 8]), segmentation=[SQUARE]))
+    file = write_yaml(tmp_path / "my.yaml", {"train": "train/_annotations.coco.json"})
+    split = SegmentationData(read_spec(file), 32, 32, DataOptions()).split("train", Hyperparameters())
+    assert split.labels.polygons is not None
+    assert (split.labels.polygons.points * 20).tolist() == np.array(SQUARE, np.float32).reshape(-1, 2).tolist()
+
+
+def test_a_file_is_parsed_once(tmp_path: Path) -> None:
+    file = export(tmp_path / "train")
+    first = split_of(tmp_path)
+    spoil(file)
+    again = split_of(tmp_path)
+    assert np.array_equal(again.labels.rows, first.labels.rows)
+    export(tmp_path / "train", annotations=objects((0, 3, [4, 4, 8, 8])))
+    assert split_of(tmp_path).labels.rows[:, 0].tolist() == [1]
+
+
+def test_training_reads_the_annotations_instead_of_label_files(tmp_path: Path) -> None:
+    file = export(tmp_path / "train")
+    (tmp_path / "plain/images").mkdir(parents=True)
+    image = write_image(tmp_path / "plain/images/a.png", None, "0 0.5 0.5 0.5 0.5")
+    entries = [str(file), str(image.parent)]
+    spec = read_spec(write_yaml(tmp_path / "my.yaml", {"train": entries, "val": str(file)}))
+    files = DetectionData.files(spec)
+    assert files["labels of train"] == [file, tmp_path / "plain/labels/a.txt"]
+    assert (len(files["train"]), files["labels of val"]) == (4, [file])
+    assert spec.annotation_file("train") is None
+    split = DetectionData(spec, 32, 32, DataOptions()).split("train")
+    assert split.labels.counts.tolist() == [1, 1, 2, 0]
+
+
+@pytest.mark.parametrize("content", ["labels", "polygons", "outlines"])
+def test_coco128_is_the_same_from_annotations_and_from_label_files(
+    shared: Path, tmp_path: Path, content: Content
+) -> None:
+    file = shared / "data/coco128/annotations/instances_train2017.json"
+    convert_coco(file, tmp_path / "labels", polygons=content != "labels")
+    (tmp_path / "images").symlink_to(shared / "data/coco128/images/train")
+    names = list(read_yaml(ROOT / "data/coco128.yaml")["names"].values())
+    annotated, problems = find_images(file, [tmp_path / "images"], names)
+    assert read_contents(file).classes == names
+    assert problems == []
+    images = [Path(path) for path in sorted(annotated.images)]
+    one, other = (load_labels(images, "", 0, content, given) for given in ((), [annotated]))
+    assert (one.problems, len(images), len(one.rows)) == (other.problems, 128, 929)
+    for field in ("rows", "offsets", "sizes"):
+        assert np.array_equal(getattr(one, field), getattr(other, field))
+    if one.polygons and other.polygons:
+        assert np.array_equal(one.polygons.points, other.polygons.points)
+        assert np.array_equal(one.polygons.offsets, other.polygons.offsets)
