@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data import storage
 from data.outlines import decode_rle, joined, mask_outline
 from utils.errors import UserError, nearest, plural
 from utils.files import cache_folder, file_name, one_at_a_time, replacing
@@ -108,7 +109,7 @@ def _read(file: Path, objects: bool) -> Any:
     import msgspec
 
     try:
-        return (whole if objects else slim).decode(file.read_bytes())
+        return (whole if objects else slim).decode(storage.read_bytes(file))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
     except msgspec.ValidationError as error:
@@ -220,11 +221,8 @@ class Contents(NamedTuple):
 
 def read_contents(file: Path) -> Contents:
     """Return classes and images of an annotation file, from the cache if it has not changed. Raises `UserError`."""
-    try:
-        status = file.stat()
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from None
-    return _contents(file, f"{CONTENTS_VERSION}\0{status.st_size}\0{status.st_mtime_ns}\0")
+    size, changed = storage.stamp(file)
+    return _contents(file, f"{CONTENTS_VERSION}\0{size}\0{changed}\0")
 
 
 @lru_cache(8)
@@ -265,8 +263,8 @@ class AnnotatedImages:
 
     def stamp(self) -> bytes:
         """Return what the rows depend on, for the key of a cache."""
-        status = self.file.stat()
-        return f"{self.file}\0{status.st_size}\0{status.st_mtime_ns}\0{self.names}\0".encode(errors="surrogateescape")
+        size, changed = storage.stamp(self.file)
+        return f"{self.file}\0{size}\0{changed}\0{self.names}\0".encode(errors="surrogateescape")
 
     def rows(self, polygons: bool) -> tuple[dict[str, str], list[str]]:
         """Return the label rows of each image by its path, as in a label file, and problems. Raises `UserError`."""
@@ -292,10 +290,11 @@ def find_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> tu
         )
     problems = [f"{file}: no category '{name}'{nearest(name, sorted(known))}" for name in missing_names]
     parents = [os.path.join(folder, "") for folder in (file.parent, *folders)]
+    searched_in = [(parent, storage.file_test(parent)) for parent in parents]
     images: dict[str, str] = {}
     missing: list[str] = []
     for name in contents.images:
-        path = next((path for parent in parents if os.path.isfile(path := os.path.join(parent, name))), None)
+        path = next((path for parent, is_file in searched_in if is_file(path := os.path.join(parent, name))), None)
         if path is None:
             missing.append(name)
         else:

@@ -82,6 +82,7 @@ class _Items(Dataset[Item]):
 
     def __getitems__(self, samples: Sequence[SampleIndex]) -> list[Item]:
         """Return the items of a batch, with the pixels written straight into the batch. The loader calls this."""
+        self.images.prefetch(index for sample in samples for index in (sample.image, *sample.partners))
         pixels = empty_pixels(len(samples), 3, *samples[0].shape)
         return [self.item(sample, pixels[k]) for k, sample in enumerate(samples)]
 
