@@ -10,11 +10,12 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from data.outlines import decode_rle, joined, mask_outline
 from utils.errors import UserError, nearest, plural
 from utils.files import cache_folder, file_name, one_at_a_time, replacing
 
+T = TypeVar("T")
 CONTENTS_VERSION = 1  # of the cached `Contents`
 CUT_KEY = "cut at the edge of their image"  # the tally's key of boxes that are cut, not left out
 
@@ -228,18 +230,20 @@ def read_contents(file: Path) -> Contents:
 @lru_cache(8)
 def _contents(file: Path, stamp: str) -> Contents:
     key = hashlib.sha256(stamp.encode() + os.fsencode(file)).hexdigest()[:32]
-    cached = cache_folder() / "annotations" / f"{key}.json"
+    return Contents(**cached_json(key, lambda: _parse_contents(_read(file, objects=False), file)._asdict()))
+
+
+def cached_json(key: str, compute: Callable[[], T]) -> T:
+    """Return what the cache has under `key`, else what `compute` returns, and write it; one process at a time."""
+    cached = cache_folder() / "annotations" / f"{key[:32]}.json"
     with one_at_a_time(cached.with_suffix(".lock")):
-        try:
-            return Contents(**json.loads(cached.read_bytes()))
-        except (OSError, ValueError, TypeError):  # absent or damaged
-            contents = _parse_contents(_read(file, objects=False), file)
-        try:
-            with replacing(cached) as target:
-                target.write(json.dumps(contents._asdict()).encode())
-        except OSError:
-            pass  # it is read again the next time
-        return contents
+        with suppress(OSError, ValueError):  # absent or damaged
+            known: T = json.loads(cached.read_bytes())
+            return known
+        content = compute()
+        with suppress(OSError), replacing(cached) as target:  # else it is computed again the next time
+            target.write(json.dumps(content).encode())
+        return content
 
 
 def _parse_contents(content: Any, file: Path) -> Contents:

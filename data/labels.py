@@ -269,7 +269,7 @@ def scan_image(image: Path, content: Content = "labels", text: str | None = None
     try:
         if text is None:
             storage.refuse_pipe(file)
-            text = storage.read_bytes(file).decode("utf-8-sig")
+            text = storage.read_label(file, content in OUTLINED).decode("utf-8-sig")
     except FileNotFoundError:
         return Scan(size)  # background
     except (OSError, UnicodeDecodeError) as error:

@@ -35,7 +35,7 @@ from utils.distributed.exit import run_main
 from utils.errors import UserError, plural
 from utils.files import cache_folder, replacing
 
-TASKS = ("detect", "segment", "classify")
+PACKED_TASKS = ("detect", "segment", "classify")  # the first two are packed alike
 YAML_FILE = "data.yaml"
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 TAR_BLOCK_BYTES = 512  # a file takes whole blocks, and one for its header
@@ -47,8 +47,9 @@ class LooseImage:
 
     path: Path
     size: int  # bytes
-    text: str | None  # the rows of an image that an annotation file describes
-    group: str  # the name of its class, if it has one only
+    group: str = ""  # the name of its class, if it has one only
+    boxes: str | None = None  # the rows of an image that an annotation file describes
+    outlines: str | None = None
 
 
 def size_in_bytes(text: str) -> int:
@@ -61,7 +62,8 @@ def size_in_bytes(text: str) -> int:
 
 def loose_images(spec: DataSpec, split: str, task: str) -> tuple[list[LooseImage], list[str]]:
     """Return the images of a split, in the order in which training lists them, and messages. Raises `UserError`."""
-    texts: dict[str, str] = {}
+    boxes: dict[str, str] = {}
+    outlines: dict[str, str] = {}
     groups: dict[Path, str] = {}
     if task == "classify":
         groups = {path: text for text, paths in classes_of_split(spec, split).items() for path in paths}
@@ -70,8 +72,9 @@ def loose_images(spec: DataSpec, split: str, task: str) -> tuple[list[LooseImage
         listing = spec.listing(split)
         paths, messages = listing.images, listing.problems
         for annotated in listing.annotated:
-            rows, omitted = annotated.rows(task == "segment")
-            texts = {**rows, **texts}
+            rows, omitted = annotated.rows(polygons=False)
+            boxes = {**rows, **boxes}
+            outlines = {**annotated.rows(polygons=True)[0], **outlines}
             messages += omitted
     if paths and not storage.is_local(paths[0]) and shards.place_of(str(paths[0])):
         raise UserError(f"{spec.file} is packed already; name the data YAML of the loose files")
@@ -81,7 +84,8 @@ def loose_images(spec: DataSpec, split: str, task: str) -> tuple[list[LooseImage
         if size < 0:
             messages.append(f"{storage.shown(path)} does not exist; left out")
         else:
-            images.append(LooseImage(path, size, texts.get(str(path)), groups.get(path, "")))
+            name = str(path)
+            images.append(LooseImage(path, size, groups.get(path, ""), boxes.get(name), outlines.get(name)))
     if not images:
         raise UserError(f"{spec.file}: `{split}:` has no image that can be read")
     return images, messages
@@ -186,17 +190,27 @@ def _add(tar: tarfile.TarFile, name: str, image: LooseImage, labels: set[str], b
         raise UserError(f"{storage.shown(image.path)} cannot be read: {error.strerror}") from None
     if len(data) != image.size:
         raise UserError(f"{storage.shown(image.path)} has changed since the packing began; start it again")
-    label = image.text if image.text is not None or image.group else _label_text(image.path)
+    label = image.boxes if image.boxes is not None or image.group else _label_text(image.path)
     offset = _add_file(tar, name, data)
     if label is not None and (text_name := label_name(name)) not in labels:
         labels.add(text_name)
-        _add_file(tar, text_name, label.encode(errors="surrogateescape"))
+        _add_file(tar, text_name, (image.outlines or label).encode(errors="surrogateescape"))
     try:
         width, height = image_size(image.path)
     except Exception:  # Pillow raises many kinds; training says which
         width, height = 0, 0
     bar.update(len(data))
-    return PackedImage(name, offset, len(data), zlib.crc32(data), width, height, label, image.group)
+    return PackedImage(
+        name,
+        offset=offset,
+        size=len(data),
+        checksum=zlib.crc32(data),
+        width=width,
+        height=height,
+        label=label,
+        group=image.group,
+        outlines=image.outlines,
+    )
 
 
 def _label_text(image: Path) -> str | None:
@@ -281,7 +295,9 @@ def main() -> None:
     parser.add_argument("data", help="a data YAML, or a folder, as for train.py --data")
     parser.add_argument("--out", required=True, help="folder or address, such as s3://bucket/my-data, of the pack")
     parser.add_argument("--shard-size", default="512M", help="of a tar file, such as 512M or 2G; default: 512M")
-    parser.add_argument("--task", choices=TASKS, default=TASKS[0], help="what the labels are for; default: detect")
+    parser.add_argument(
+        "--task", choices=PACKED_TASKS, default=PACKED_TASKS[0], help="what the labels are for; default: detect"
+    )
     given = parser.parse_args()
     print(*pack(given.data, given.out, given.shard_size, given.task), sep="\n")
 

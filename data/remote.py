@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from utils.download import RETRIED_STATUS_CODES
 from utils.errors import UserError
 from utils.files import cache_folder, one_at_a_time, replacing
 
@@ -31,7 +32,6 @@ ATTEMPTS = 6  # to read an object
 FIRST_WAIT_SECONDS = 0.5  # before the second attempt; doubled before each further one
 SILENT_SECONDS = 20  # without an answer from a server
 REQUESTS_AT_ONCE = 16  # of a process
-RETRIED_STATUS_CODES = (408, 425, 429)  # client errors; those of a server, from 500, are retried too
 # Keys of fsspec's descriptions of files that change with the content.
 VERSION_KEYS = ("ETag", "etag", "LastModified", "last_modified", "Last-Modified", "mtime", "updated", "blob_id")
 

@@ -40,6 +40,7 @@ class PackedImage(NamedTuple):
     height: int
     label: str | None = None  # the content of its label file, if there is one
     group: str = ""  # the name of its class, if it has one only
+    outlines: str | None = None  # in place of `label` if outlines are asked for and come from an annotation file
 
 
 class Pack(NamedTuple):
@@ -205,9 +206,10 @@ def _shard(path: str, process: int) -> _Shard:
 
 
 @lru_cache(2)
-def _labels(shard: str) -> dict[str, str]:
-    """Return the content of the label files of a shard by their names. A scan reads the shards one after another."""
-    return {label_name(image.name): image.label for image in read_list(shard) if image.label is not None}
+def _labels(shard: str) -> dict[str, tuple[str, str]]:
+    """Return boxes and outlines by the names of a shard's label files. A scan reads the shards one after another."""
+    labelled = [image for image in read_list(shard) if image.label is not None]
+    return {label_name(each.name): (each.label or "", each.outlines or each.label or "") for each in labelled}
 
 
 def forget() -> None:
@@ -221,10 +223,15 @@ def read_member(shard: str, name: str) -> bytes:
     opened = _shard(shard, os.getpid())
     if place := opened.find(name):
         return opened.read(name, place)
-    text = _labels(shard).get(name)
-    if text is None:
+    return read_label(shard, name, outlined=False)
+
+
+def read_label(shard: str, name: str, outlined: bool) -> bytes:
+    """Return the content of a label file. outlined: with outlines, if there are any. Raises FileNotFoundError."""
+    texts = _labels(shard).get(name)
+    if texts is None:
         raise FileNotFoundError(errno.ENOENT, "no such file in the shard", f"{shard}/{name}")
-    return text.encode(errors="surrogateescape")
+    return texts[outlined].encode(errors="surrogateescape")
 
 
 def key_of(shard: str, name: str) -> str:

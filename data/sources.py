@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
-from data import remote, storage
+from data import remote, storage, voc
 from data.archives import archive_sources, fetch_dataset, has_content
 from data.coco_json import AnnotatedImages, find_images, read_contents
 from data.converters import CONVERTERS
 from data.images import IMAGE_SUFFIXES
 from data.shards import Pack, find_pack
+from data.voc import is_voc_list
 from utils.config.parser import check_suggested_defaults
 from utils.config.ranges import is_number
 from utils.errors import UserError, nearest, plural, shortened, shown
@@ -97,19 +98,21 @@ class DataSpec:
         listed: list[str] = []  # text: many Paths are slow
         unread = self.unread[split] = []
         packed: list[str] = []
-        annotated = []
+        annotated: list[tuple[AnnotatedImages, list[str]]] = []
         for location in locations:
             if pack := _pack_of(location):
                 packed += pack.images(location.name)
+            elif is_voc_list(location):
+                annotated.append(voc.find_images(location, list(self.names.values())))
             elif _is_annotations(location):
                 folders = [root / folder for root in self.roots for folder in self._image_folders(split)]
-                found, missing = find_images(location, folders, list(self.names.values()))
-                listed += found.images
-                problems += missing
-                annotated.append(found)
+                annotated.append(find_images(location, folders, list(self.names.values())))
             else:
                 is_list = storage.is_file(location)
                 listed += _read_list(location, problems) if is_list else _names_below(location, unread)
+        for described, missing in annotated:
+            listed += described.images
+            problems += missing
         problems += self.unread_images(split)
         if not listed and not packed:
             searched = "; ".join([", ".join(map(storage.shown, locations)), *self.unread_images(split)])
@@ -123,7 +126,7 @@ class DataSpec:
                 f"{self.file}: `{split}:` lists {plural(len(listed) - len(images), 'image')} again, such as "
                 f"{repeated}; each is used once"
             )
-        return Listing(list(map(Path, images)), problems, tuple(annotated))
+        return Listing(list(map(Path, images)), problems, tuple(described for described, _ in annotated))
 
     def annotation_file(self, split: str) -> Path | None:
         """Return the annotation file that a split names, if it names only that."""
@@ -330,9 +333,12 @@ def _annotated_names(
 ) -> tuple[dict[int, str], tuple[str, ...]]:
     """Return the classes of the first pack or annotation file that a split names, and messages."""
     files = (_find(entry, roots) for split in SPLITS for entry in entries.get(split, ()))
-    file = next((file for file in files if file and (_pack_of(file) or _is_annotations(file))), None)
-    if file is None:
+    named = [file for file in files if file and (_pack_of(file) or _is_annotations(file) or is_voc_list(file))]
+    if not named:
         return {}, ()
+    file = named[0]
+    if is_voc_list(file):
+        return dict(enumerate(sorted({name for each in named for name in voc.class_names(each)}))), ()
     if pack := _pack_of(file):
         return pack.names, ()
     contents = read_contents(file)

@@ -41,6 +41,12 @@ def read_bytes(path: str | Path) -> bytes:
         return file.read()
 
 
+def read_label(path: str, outlined: bool) -> bytes:
+    """Return the content of a label file. outlined: with outlines, if a pack has both. Raises as `read_bytes` does."""
+    place = shards.place_of(path)
+    return shards.read_label(*place, outlined) if place else read_bytes(path)
+
+
 def opened(path: Path) -> Path | BinaryIO:
     """Return what Pillow opens: the path of a local file, or the content of another one."""
     return path if is_local(path) else io.BytesIO(read_bytes(path))
