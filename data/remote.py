@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -257,7 +257,7 @@ def span_key(path: str, start: int, size: int, checksum: int) -> str:
 
 def is_cached(key: str) -> bool:
     """Return whether the cache has a file for a key, of whichever version."""
-    return cached_file(key).exists()
+    return os.path.exists(cached_file(key))
 
 
 def prefetch(reads: Iterable[Callable[[], object]]) -> None:
@@ -273,7 +273,9 @@ def prefetch(reads: Iterable[Callable[[], object]]) -> None:
 
 def _fetch(path: str, span: slice | None, size: int) -> bytes:
     def call(filesystem: Any, name: str) -> bytes:
-        limits = {} if span is None else {"start": span.start, "end": span.stop}
+        limits: dict[str, Any] = {} if span is None else {"start": span.start, "end": span.stop}
+        if not filesystem.async_impl:
+            limits["cache_type"] = "none"  # fsspec's own files would read megabytes ahead
         data: bytes = filesystem.cat_file(name, **limits)
         if span is not None and len(data) > size:
             raise UserError(f"the server of {shown_address(path)} does not answer requests for a part of an object")
@@ -284,10 +286,15 @@ def _fetch(path: str, span: slice | None, size: int) -> bytes:
     return _request(path, call)
 
 
-def cached_file(key: str) -> Path:
-    """Return the file of the cache for a key: a path, or that of `span_key`."""
+@lru_cache
+def _cache_root(*environment: str | None) -> str:
+    return str(cache_path())
+
+
+def cached_file(key: str) -> str:
+    """Return the file of the cache for a key: a path, or that of `span_key`. Text: Paths are slow."""
     digest = hashlib.sha256(os.fsencode(key)).hexdigest()
-    return cache_path() / digest[:2] / digest
+    return f"{_cache_root(os.environ.get('XDG_CACHE_HOME'), os.environ.get('HOME'))}/{digest[:2]}/{digest}"
 
 
 def _cached(key: str, version: Version, fetch: Callable[[], bytes]) -> bytes:
@@ -298,16 +305,16 @@ def _cached(key: str, version: Version, fetch: Callable[[], bytes]) -> bytes:
     file = cached_file(key)
     if (data := _read_cached(file, version)) is not None:
         return data
-    with one_at_a_time(file.with_suffix(".lock")):
+    with one_at_a_time(Path(f"{file}.lock")):
         if (data := _read_cached(file, version)) is None:
             data = fetch()
-            _write_cached(file, data, version)
+            _write_cached(Path(file), data, version)
     return data
 
 
-def _read_cached(file: Path, version: Version) -> bytes | None:
+def _read_cached(file: str, version: Version) -> bytes | None:
     try:
-        with file.open("rb") as opened:
+        with open(file, "rb") as opened:
             if os.fstat(opened.fileno()).st_mtime_ns != version.number:
                 return None
             data = opened.read()

@@ -18,6 +18,7 @@ from data import remote, storage
 from data.dataset import DataOptions, DataSet, data_source
 from data.pack import pack
 from tests.data.test_pack import check_equal, loose
+from tests.hub_server import serve_hub
 from tests.making import noise, write_image, write_yaml
 from tests.object_server import ObjectServer, serving_objects
 from utils.config.hyperparameters import Hyperparameters
@@ -211,6 +212,21 @@ def test_an_absent_folder_is_named_by_its_address(tmp_path: Path, server: Object
     address = yaml_of(tmp_path, server.address, names=["disc"])
     with pytest.raises(UserError, match=rf"does not exist; looked for {server.address}/images/train"):
         data_source(str(address), DETECT).spec.images("train")
+
+
+# The Hub
+
+
+def test_a_pack_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    data = loose(tmp_path / "loose", UTF8_NAME)
+    pack(str(data), str(tmp_path / "pack"), "8K")
+    with serve_hub() as hub:
+        monkeypatch.setitem(fsspec.config.conf, "hf", {"endpoint": hub.address})
+        hub.files["me/data"] = {path.name: path.read_bytes() for path in (tmp_path / "pack").iterdir()}
+        check_equal(data, yaml_of(tmp_path, "hf://datasets/me/data", "train", "val"), "detect", Hyperparameters())
+        assert sum(request.endswith(".tar") for request in hub.asked) == 12  # one for each image
 
 
 # S3
