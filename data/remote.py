@@ -82,7 +82,8 @@ def _filesystem(path: str) -> tuple[Any, str]:
     if protocol in ("http", "https"):
         options = {"client_kwargs": {"timeout": _http_timeout()}}
     elif protocol in ("s3", "s3a"):
-        options = {"config_kwargs": {"connect_timeout": SILENT_SECONDS, "read_timeout": SILENT_SECONDS}}
+        timeouts = {"connect_timeout": SILENT_SECONDS, "read_timeout": SILENT_SECONDS}
+        options = {"config_kwargs": {**timeouts, "retries": {"total_max_attempts": 1}}}  # `_request` tries again
     try:
         filesystem, name = url_to_fs(address, **options)
     except ImportError as error:
@@ -113,9 +114,10 @@ def _request(path: str, call: Callable[[Any, str], T]) -> T:
             return call(filesystem, name)
         except UserError:
             raise
-        except FileNotFoundError:
-            raise FileNotFoundError(errno.ENOENT, "no such object", shown_address(path)) from None
-        except Exception as error:  # each store has its own kinds
+        except Exception as raised:  # each store has its own kinds
+            error = _cause(raised)
+            if isinstance(error, FileNotFoundError):
+                raise FileNotFoundError(errno.ENOENT, "no such object", shown_address(path)) from None
             if attempt == ATTEMPTS or _is_final(error):
                 raise UserError(
                     f"{shown_address(path)} cannot be read ({_reason(error)}); check the address, the credentials and "
@@ -123,6 +125,19 @@ def _request(path: str, call: Callable[[Any, str], T]) -> T:
                 ) from None
             time.sleep(FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
     raise AssertionError
+
+
+def _cause(error: Exception) -> Exception:
+    """Return what fsspec has turned into FileNotFoundError, as it does with every failure of a web server."""
+    cause = error.__cause__
+    if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and _is_web_failure(cause):
+        return cause
+    return error
+
+
+def _is_web_failure(error: Exception) -> bool:
+    of_client = type(error).__module__.startswith("aiohttp") or isinstance(error, TimeoutError)
+    return of_client and getattr(error, "status", 0) not in (404, 410)
 
 
 def _is_final(error: Exception) -> bool:
@@ -197,10 +212,7 @@ def _in_threads(call: Callable[[str], T], paths: Sequence[str]) -> Iterator[T]:
 
 def exists(path: str) -> bool:
     """Return whether there is an object, or a folder with objects. Raises `UserError`."""
-    try:
-        return version_of(path) is not None
-    except UserError:
-        return bool(_request(path, lambda filesystem, name: filesystem.exists(name)))
+    return version_of(path) is not None
 
 
 def is_folder(path: str) -> bool:

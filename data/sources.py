@@ -87,6 +87,11 @@ class DataSpec:
     walked: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     unread: dict[str, list[str]] = field(default_factory=dict, compare=False, repr=False)  # see `unread_images`
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether `path:` is an address."""
+        return remote.is_remote(self.roots[0])
+
     def images(self, split: str) -> list[Path]:
         """Return the image files of a split, sorted, each once. Raises `UserError` if it is absent or empty."""
         return self.listing(split).images
@@ -250,8 +255,9 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
     if not names:
         names, omitted = _annotated_names(entries, roots)
         messages = (*messages, *omitted)
-    for root in roots[:1] if remote.is_remote(roots[0]) else ():
-        messages = (*messages, f"{storage.shown(root)}: files are kept in {remote.cache_path()} {remote.CACHE_RULE}")
+    if remote.is_remote(roots[0]):
+        kept = f"files are kept in {remote.cache_path()} {remote.CACHE_RULE}"
+        messages = (*messages, f"{storage.shown(roots[0])}: {kept}")
     counts = Counter(names.values())
     repeated = [f"warning: {file}: {n} classes are named '{shortened(name)}'" for name, n in counts.items() if n > 1]
     share, seed = content.get("split", 0.0), content.get("split_seed", 0)

@@ -17,7 +17,8 @@ from tests.web import running
 class ObjectServer:
     """What a server does, and what it was asked for.
 
-    asked: method, path and Range of each request. errors: status codes of the next answers to GET. cuts: the number
+    asked: method, path and Range of each request. errors: status codes of the next answers to GET, and
+    to HEAD if `errors_to_head`. cuts: the number
     of the next answers to GET that end after half of the content. ranges: whether parts of files are served.
     """
 
@@ -25,6 +26,7 @@ class ObjectServer:
         self.folder, self.address = folder, ""
         self.asked: list[tuple[str, str, str]] = []
         self.errors: list[int] = []
+        self.errors_to_head = False
         self.cuts = 0
         self.ranges = True
         self.lock = threading.Lock()
@@ -52,7 +54,7 @@ def serving_objects(folder: Path) -> Iterator[ObjectServer]:
             path, span = unquote(urlsplit(self.path).path), self.headers.get("Range") or ""
             with server.lock:
                 server.asked.append((self.command, path, span))
-                error = server.errors.pop(0) if server.errors and with_content else 0
+                error = server.errors.pop(0) if server.errors and (with_content or server.errors_to_head) else 0
                 cut = with_content and not error and server.cuts > 0 and (folder / path[1:]).is_file()
                 server.cuts -= cut
             file = folder / path[1:]

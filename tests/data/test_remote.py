@@ -119,6 +119,23 @@ def test_a_refusal_names_the_object_without_secrets(server: ObjectServer, status
     assert len(server.gets()) == requests
 
 
+def test_a_failure_is_no_absence(tmp_path: Path, server: ObjectServer) -> None:
+    data = loose(server.folder, UTF8_NAME)
+    yaml = yaml_of(tmp_path, server.address, names=["disc", "bar"])
+    server.errors, server.errors_to_head = [503, 503, 0, 0] * 100, True
+    check_equal(data, yaml, "detect", Hyperparameters())  # a label file that fails once is not background
+    server.errors = [503] * 1000
+    storage.forget()
+    with pytest.raises(UserError, match=r"cannot be read \(HTTP status 503\)"):
+        storage.read_bytes(path_in(server, "images/train/0/0.png"))
+
+
+def test_no_server(tmp_path: Path) -> None:
+    yaml = yaml_of(tmp_path, "http://127.0.0.1:9/pack", "train", "val")
+    with pytest.raises(UserError, match=r"http://127.0.0.1:9/pack/\S+ cannot be read \(ClientConnector"):
+        data_source(str(yaml), DETECT).spec.images("train")
+
+
 def test_an_absent_object(server: ObjectServer) -> None:
     requests = []
     for _ in range(2):
@@ -281,6 +298,12 @@ def test_a_changed_object_in_s3_changes_the_labels(tmp_path: Path, s3: str) -> N
 def test_a_bucket_that_does_not_exist(tmp_path: Path, s3: str) -> None:
     with pytest.raises(UserError, match=r"s3://nowhere/pack/\S+ cannot be written"):
         pack(str(loose(tmp_path / "loose", UTF8_NAME)), "s3://nowhere/pack")
+
+
+def test_an_absent_pack(tmp_path: Path, s3: str) -> None:
+    yaml = yaml_of(tmp_path, f"{s3}/none", "train", "val")
+    with pytest.raises(UserError, match=f"`train: train` does not exist; looked for {s3}/none/train"):
+        data_source(str(yaml), DETECT).names()
 
 
 def test_class_folders_in_s3(tmp_path: Path, s3: str) -> None:
