@@ -90,7 +90,7 @@ class DataSpec:
     @property
     def is_remote(self) -> bool:
         """Whether `path:` is an address."""
-        return remote.is_remote(self.roots[0])
+        return any(map(remote.is_remote, self.roots))
 
     def images(self, split: str) -> list[Path]:
         """Return the image files of a split, sorted, each once. Raises `UserError` if it is absent or empty."""

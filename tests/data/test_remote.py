@@ -122,7 +122,7 @@ def test_a_refusal_names_the_object_without_secrets(server: ObjectServer, status
 def test_a_failure_is_no_absence(tmp_path: Path, server: ObjectServer) -> None:
     data = loose(server.folder, UTF8_NAME)
     yaml = yaml_of(tmp_path, server.address, names=["disc", "bar"])
-    server.errors, server.errors_to_head = [503, 503, 0, 0] * 100, True
+    server.errors, server.errors_to_head = [503, 503, *[0] * 6] * 50, True
     check_equal(data, yaml, "detect", Hyperparameters())  # a label file that fails once is not background
     server.errors = [503] * 1000
     storage.forget()
