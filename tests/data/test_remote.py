@@ -38,6 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ObjectServer]:
     """A web server for the folder `served`."""
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed")
     (tmp_path / "served").mkdir()
     with serving_objects(tmp_path / "served") as running:
         yield running
@@ -131,6 +132,7 @@ def test_a_failure_is_no_absence(tmp_path: Path, server: ObjectServer) -> None:
 
 
 def test_no_server(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed")
     yaml = yaml_of(tmp_path, "http://127.0.0.1:9/pack", "train", "val")
     with pytest.raises(UserError, match=r"http://127.0.0.1:9/pack/\S+ cannot be read \(ClientConnector"):
         data_source(str(yaml), DETECT).spec.images("train")
@@ -252,6 +254,7 @@ def test_a_pack_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
     """The address of a bucket on a server on loopback."""
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
     server = pytest.importorskip("moto.server", reason="moto is not installed")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
