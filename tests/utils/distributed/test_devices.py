@@ -133,3 +133,10 @@ def test_descriptions_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one_device("1") == gpu
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert [device_kind(device) for device in ("0,1", "", "cpu")] == ["cuda", "cuda", "cpu"]
+
+
+def test_an_apple_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for choose in (one_device, choose_devices):
+        with pytest.raises(UserError, match="--device mps: this machine has no Apple GPU"):
+            choose("mps")
