@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.gpu_parts.common import Machine, machine, row, script
+from benchmarks.gpu_parts.measuring import Machine, machine, row, script
 from benchmarks.same_results import fingerprint
 from utils.files import ROOT
 

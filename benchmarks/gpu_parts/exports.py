@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
-from benchmarks.gpu_parts.common import machine, rounded, row, script, seconds_each, training_flags
+from benchmarks.gpu_parts.measuring import machine, rounded, row, script, seconds_each, training_flags
 from models.export.runtime import read_exported
 
 FORMATS = {"torchscript": ".torchscript", "exported": ".pt2", "onnx": ".onnx"}

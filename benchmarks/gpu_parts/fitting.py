@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import train
-from benchmarks.gpu_parts.common import Machine, free_memory, machine, peak_gib, row, training_flags
+from benchmarks.gpu_parts.measuring import Machine, free_memory, machine, peak_gib, row, training_flags
 from benchmarks.gpu_parts.steps import stepper
 from utils.distributed.accelerator import forget
 from utils.errors import UserError

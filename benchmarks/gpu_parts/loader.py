@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-from benchmarks.gpu_parts.common import Machine, machine, rounded, row
+from benchmarks.gpu_parts.measuring import Machine, machine, rounded, row
 from data.dataset import DataOptions
 from data.detection import DetectionData
 from data.sources import read_spec

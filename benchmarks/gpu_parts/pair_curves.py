@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_parts.common import Machine, machine, rounded, row, script
+from benchmarks.gpu_parts.measuring import Machine, machine, rounded, row, script
 
 
 def flags(here: Machine, name: str, precision: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from benchmarks.gpu_parts.common import machine, rounded, row
+from benchmarks.gpu_parts.measuring import machine, rounded, row
 from benchmarks.gpus import epoch
 
 

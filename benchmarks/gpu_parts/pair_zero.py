@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from benchmarks.gpu_parts.common import machine, row, script
+from benchmarks.gpu_parts.measuring import machine, row, script
 from benchmarks.gpu_parts.pair_curves import devices, flags, gap
 from utils.files import ROOT
 

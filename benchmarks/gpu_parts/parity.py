@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import val
-from benchmarks.gpu_parts.common import Machine, machine, rounded, row
+from benchmarks.gpu_parts.measuring import Machine, machine, rounded, row
 from data.dataset import DataOptions
 from data.detection import DetectionData
 from data.sources import read_spec
@@ -115,7 +115,7 @@ def compare_losses(here: Machine) -> None:
     reference, expected = loss_and_gradients(task, model, batch, torch.device("cpu"), MODES["fp32"])
     for name, mode in MODES.items():
         if "half" in mode.flags:
-            continue
+            continue  # of val.py alone
         with tensor_floats(mode.tf32):
             _, fresh, _, _ = prepared(here)
             fresh.load_state_dict(state)
@@ -139,6 +139,8 @@ def compare_scores(here: Machine) -> None:
     given |= {"project": str(here.scratch / "val"), "quiet": True}
     runs = {"CPU, fp32": ("cpu", MODES["fp32"]), **{name: (here.device, mode) for name, mode in MODES.items()}}
     for name, (device, mode) in runs.items():
+        if device == "cpu" and mode.autocast is torch.float16:
+            continue  # is refused there
         with tensor_floats(mode.tf32):
             scores = val.run(**given, device=device, **mode.flags)
         row(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_parts.common import Machine, machine, rounded, row, seconds_each
+from benchmarks.gpu_parts.measuring import Machine, machine, rounded, row, seconds_each
 from benchmarks.gpu_parts.steps import settings, stepper
 from benchmarks.versus import THEIRS, ULTRALYTICS
 from models.tasks.contract import Thresholds

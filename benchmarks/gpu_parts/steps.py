@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
-from benchmarks.gpu_parts.common import (
+from benchmarks.gpu_parts.measuring import (
     Machine,
     free_memory,
     machine,

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 
-from benchmarks.gpu_parts.common import Machine, machine, row
+from benchmarks.gpu_parts.measuring import Machine, machine, row
 from utils.files import ROOT
 
 

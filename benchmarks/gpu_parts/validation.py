@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import val
-from benchmarks.gpu_parts.common import free_memory, machine, peak_gib, rounded, row, script, training_flags
+from benchmarks.gpu_parts.measuring import free_memory, machine, peak_gib, rounded, row, script, training_flags
 from utils.distributed.accelerator import forget
 from utils.stage_times import StageTimer, milliseconds_per_image, without_warmup
 

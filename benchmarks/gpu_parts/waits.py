@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import train
-from benchmarks.gpu_parts.common import Machine, machine, row, write_yaml
+from benchmarks.gpu_parts.measuring import Machine, machine, row, write_yaml
 from data.builtin import shapes_cls, shapes_seg
 from utils.distributed.accelerator import forget
 from utils.files import ROOT

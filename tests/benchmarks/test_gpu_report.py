@@ -19,14 +19,14 @@ from utils.files import ROOT
 MINUTES, PART_MINUTES = 25, 8  # at most, of all parts and of one
 
 
-def report(folder: Path, *flags: str) -> tuple[str, list[dict[str, Any]]]:
-    """Rehearse parts; return the page and the rows."""
+def report(folder: Path, *flags: str, hide: bool = True) -> tuple[str, list[dict[str, Any]]]:
+    """Rehearse parts; return the page and the rows. hide: packages that a fresh machine may lack."""
     hiding = folder / "hiding"
     hiding.mkdir(exist_ok=True)
     code = f"import sys; sys.path.append({str(ROOT)!r})\nfrom tests.rehearsal.absent import hide\nhide()\n"
     (hiding / "sitecustomize.py").write_text(code)
     command = [sys.executable, "-m", "benchmarks.gpu_report", "--device", "cpu", "--quick", "--carried", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(hiding)}
+    environment = {**os.environ, **({"PYTHONPATH": str(hiding)} if hide else {})}
     done = subprocess.run([*command, *flags], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
@@ -61,9 +61,9 @@ def test_other_parts_on_the_cpu(part: str, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("part", PAIR_PARTS)
 def test_the_parts_of_two_gpus_over_gloo(part: str, tmp_path: Path) -> None:
-    _, rows = report(tmp_path, "--pair", "--part", part)
+    _, rows = report(tmp_path, "--pair", "--part", part, hide=part != "zero")
     assert len(rows[0]) > 5
-    if part == "curves":
+    if part in ("curves", "zero"):
         assert rows[0]["losses"] < 1e-4
 
 
@@ -83,7 +83,7 @@ print("a line", flush=True)
 
 @pytest.mark.parametrize(
     ("more", "problem"),
-    [("", ""), ("sys.exit('broken')", "failed: a line / broken"), ("time.sleep(60)", "stopped at its limit of 2 s")],
+    [("", ""), ("sys.exit('broken')", "failed: a line / broken"), ("time.sleep(60)", "stopped at its limit of 3 s")],
 )
 def test_rows_are_kept_whatever_happens(
     more: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -92,7 +92,7 @@ def test_rows_are_kept_whatever_happens(
     module.parent.mkdir(parents=True)
     module.write_text(PROGRAM + more)
     monkeypatch.setattr("benchmarks.gpu_report.ROOT", tmp_path)
-    assert run_part(Part("made", 2, ""), [], {}) == ([{"table": "A", "x": 1}], problem)
+    assert run_part(Part("made", 3, ""), [], {}) == ([{"table": "A", "x": 1}], problem)
 
 
 def test_a_section_of_the_page(tmp_path: Path) -> None:
