@@ -107,6 +107,7 @@ def test_fp16_with_a_scaler(
 
 
 TASKS = ("detection", "segmentation", "classification")
+MIXED = ("two devices", "two different devices")  # what torch says of operands
 
 
 @pytest.fixture(scope="session")
@@ -157,8 +158,8 @@ def test_validation_on_a_fake_gpu(rehearsed: Mapping[str, Any], task: str, until
 @pytest.mark.parametrize(
     ("mistake", "messages"),
     [
-        ("targets_left_on_the_host", ("two devices", "from cuda:0 to cpu that waits")),
-        ("constant_on_the_host", ("two devices",)),
+        ("targets_left_on_the_host", (*MIXED, "from cuda:0 to cpu that waits")),
+        ("constant_on_the_host", MIXED),
         ("constant_copied_in_each_step", ("from cpu to cuda:0 that waits",)),
         ("value_read", ("_local_scalar_dense",)),
     ],

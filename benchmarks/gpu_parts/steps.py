@@ -110,6 +110,13 @@ def bounds(here: Machine, step: Callable[[], None], peaks: Peaks) -> tuple[float
     return flops, flops / peaks.flops, traffic.total / peaks.bytes
 
 
+def bound(arithmetic: float, traffic: float, seconds: float) -> str:
+    """Name what a step of `seconds` is bound by; neither, if both need less than half of it, for the host is too slow."""
+    if max(arithmetic, traffic) < seconds / 2:
+        return "launches, or inefficient kernels"
+    return "arithmetic" if arithmetic > traffic else "memory"
+
+
 def measure(here: Machine, model: str, compiler: str, channels_last: bool, peaks: Peaks) -> None:
     """Print the row of a model and its settings."""
     batch, imgsz = (4, 64) if here.quick else (BATCH, IMGSZ)
@@ -129,11 +136,7 @@ def measure(here: Machine, model: str, compiler: str, channels_last: bool, peaks
                     "TFLOP": rounded(flops / 1e12),
                     "share of peak FLOP/s": rounded(arithmetic / seconds, 2),
                     "bytes at peak bandwidth, share of the step": rounded(traffic / seconds, 2),
-                    "bound": "arithmetic"
-                    if arithmetic > traffic
-                    else "memory"
-                    if traffic > seconds / 2
-                    else "launches",
+                    "bound": bound(arithmetic, traffic, seconds),
                 }
         rate = {"ms": rounded(seconds * 1000), "images/s": rounded(batch / seconds), "peak GiB": peak, **limits}
     except Exception as error:  # a compiler's, or no memory: the next row is still of use

@@ -71,5 +71,6 @@ class CudaQueries:
             "max_memory_allocated": lambda device=None: self.peak,
             "reset_peak_memory_stats": self._reset_peak,
             "empty_cache": lambda: None,
+            "is_current_stream_capturing": lambda: False,
             "Event": Event,
         }
