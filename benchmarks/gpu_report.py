@@ -44,9 +44,9 @@ class Part(NamedTuple):
 
 # 25 minutes in all
 PARTS = {
-    "waits": Part("waits", 60, "operations of the loop that wait for the device"),
+    "waits": Part("waits", 90, "operations of the loop that wait for the device"),
     "parity": Part("parity", 120, "loss, gradients and mAP against the CPU"),
-    "steps": Part("steps", 360, "training steps of all sizes, and what bounds them"),
+    "steps": Part("steps", 330, "training steps of all sizes, and what bounds them"),
     "determinism": Part("determinism", 180, "equal runs, and a run that is killed and resumed"),
     "validation": Part("validation", 90, "inference and suppression per image"),
     "loader": Part("loader", 120, "images per second of the loader by cores"),

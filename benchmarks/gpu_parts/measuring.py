@@ -19,12 +19,11 @@ from typing import Any
 import torch
 import yaml
 
+from benchmarks.gpu_report import ROW
 from benchmarks.versus import linked
 from data.builtin import shapes
 from utils.files import ROOT
 
-ROW = "ROW "  # begins a printed line of the report
-TIMES_LINKED = 16  # of each photo, in `benchmarks.versus`
 COCO_CLASSES = 80
 
 

@@ -111,7 +111,7 @@ def bounds(here: Machine, step: Callable[[], None], peaks: Peaks) -> tuple[float
 
 
 def bound(arithmetic: float, traffic: float, seconds: float) -> str:
-    """Name what a step of `seconds` is bound by; neither, if both need less than half of it, for the host is too slow."""
+    """Name what bounds a step of `seconds`: arithmetic or memory, or neither if both need less than half of it."""
     if max(arithmetic, traffic) < seconds / 2:
         return "launches, or inefficient kernels"
     return "arithmetic" if arithmetic > traffic else "memory"

@@ -33,13 +33,13 @@ def report(folder: Path, *flags: str, hide: bool = True) -> tuple[str, list[dict
     return (folder / "rehearsal.md").read_text(), rows
 
 
-def test_cheap_parts_on_the_cpu(tmp_path: Path) -> None:
-    page, rows = report(tmp_path, "--part", "steps", "loader")
+def test_a_cheap_part_on_the_cpu(tmp_path: Path) -> None:
+    page, rows = report(tmp_path, "--part", "steps")
     assert page.startswith(MARKER)
-    assert page.index(": steps, ") < page.index(": loader, ")
+    assert ": steps, " in page
     assert "no GPU (" in page
-    assert {row["part"] for row in rows} == {"steps", "loader"}
-    (peaks, *steps) = [row for row in rows if row["part"] == "steps"]
+    assert {row["part"] for row in rows} == {"steps"}
+    (peaks, *steps) = rows
     assert 0 < peaks["TFLOP/s, bf16"] < 100
     assert [row["settings"] for row in steps] == ["as it is", "contiguous"]
     assert all(row["ms"] > 0 for row in steps)
@@ -48,7 +48,7 @@ def test_cheap_parts_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", [name for name in PARTS if name not in ("steps", "loader")])
+@pytest.mark.parametrize("part", [name for name in PARTS if name != "steps"])
 def test_other_parts_on_the_cpu(part: str, tmp_path: Path) -> None:
     _, rows = report(tmp_path, "--part", part)
     assert len(rows[0]) > 5

@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 # What a machine with torch, torchvision, accelerate and the usual scientific packages may lack of requirements*.txt.
-ABSENT = ("deepspeed", "wandb", "msgspec", "faster_coco_eval", "openvino", "debugpy", "transformers")
+ABSENT = ("deepspeed", "wandb", "msgspec", "faster_coco_eval", "openvino", "debugpy", "transformers", "tensorboard")
 
 
 class Finder(PathFinder):
