@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from models.flops import gflops
+from models.freeze import freeze
 from models.image_size import rounding
 from models.layer_registry import add_layers
 from models.tasks import TASKS, TaskEntry, task_of
@@ -18,7 +19,6 @@ from models.weights.transfer import transfer
 from utils.config.hyperparameters import Recipe
 from utils.errors import UserError
 from utils.files import find_file, read_yaml
-from utils.training.optimizer import freeze
 
 MAX_NAMED_TENSORS = 5  # in a message
 
@@ -114,7 +114,7 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> l
         dropped = [f"{tensor} ({of_file}, here {of_model})" for tensor, of_file, of_model in shapes[:MAX_NAMED_TENSORS]]
         more = f" and {len(misfits) - MAX_NAMED_TENSORS} more" if len(misfits) > MAX_NAMED_TENSORS else ""
         messages.append(f"dropped for their shapes: {', '.join(dropped)}{more}")
-    return messages
+    return messages + task.keep_head(model, weights.state, weights.names)
 
 
 def recipe_of(yaml: Mapping[str, Any]) -> type[Recipe]:

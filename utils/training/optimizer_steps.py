@@ -22,7 +22,7 @@ from utils.config.select import select
 from utils.console import RemainingTime
 from utils.distributed.prepare import DistributedModel, SyncOptions, place_model, prepare
 from utils.errors import UserError
-from utils.training.ema import ModelEMA
+from utils.training.ema import ModelEMA, ramp_of
 from utils.training.nonfinite_steps import DeviceValue, NonFiniteGuard, Window, explain_skipped_steps
 from utils.training.optimizer import Schedule, build_optimizer, numbered_parameters, start_momentum, step_if
 from utils.training.step_log import Point, StepLog
@@ -167,10 +167,12 @@ def prepare_training(
         hyp = replace(hyp, lr0=hyp.lr0 * accelerator.num_processes)
     optimizer: Any = build_optimizer(model, options.optimizer, hyp.lr0, hyp.momentum, hyp.decay(options.batch_size))
     schedule = select(Schedule, hyp, epochs=options.epochs, batches=len(loader), cosine=options.cos_lr)
-    ema = ModelEMA(model)
+    accumulation = accelerator.gradient_accumulation_steps
+    updates = options.epochs * math.ceil(len(loader) / accumulation)
+    ema = ModelEMA(model, ramp_of(hyp.ema_share, updates))
+    run.print(*schedule.messages, *ema.messages)
     if saved:
         load_weights(saved, model, ema)  # before `prepare`, where ZeRO-3 partitions them
-    accumulation = accelerator.gradient_accumulation_steps
     warmup_steps = schedule.warmup // accumulation
     distributed, optimizer, loader = prepare(
         accelerator,

@@ -193,6 +193,12 @@ def test_file_names_of_yolov5(yolov5_name: str, name: str) -> None:
         assert read_hyperparameters(path, Hyperparameters) == expected
 
 
+@pytest.mark.parametrize(("share", "epochs", "unmixed"), [(1, 20, 0), (0.75, 20, 5), (0.75, 1, 0), (0, 3, 3)])
+def test_epochs_without_mosaic(share: float, epochs: int, unmixed: int) -> None:
+    flags = Hyperparameters(mosaic_epochs=share).flags(epochs)
+    assert flags == ({"close_mosaic": unmixed} if unmixed else {})
+
+
 def test_an_existing_file_is_read_even_if_yolov5_has_its_name(tmp_path: Path) -> None:
     path = write_yaml(tmp_path / "hyp.scratch-low.yaml", {"lr0": 0.5})
     assert read_hyperparameters(str(path), Hyperparameters) == Hyperparameters(lr0=0.5)

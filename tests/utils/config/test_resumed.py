@@ -139,7 +139,7 @@ def test_wrong_values(version: str, changes: dict[str, Any], message: str) -> No
             {"hyperparameters": {**vars(Hyperparameters()), "lr0": 1}},
             "`hyperparameters: lr0` is 1, and the",
         ),
-        ({"hyperparameters": {}}, "`hyperparameters: anchor_t` is None, and the run was started with 4.0"),
+        ({"hyperparameters": {}}, "`hyperparameters: anchor_recall` is None, and the run was started with 0.98"),
         ({"model": {"task": "detect", "nc": 4}}, "`model: nc` is 4, and the run was started with 3"),
         ({"epoch": 3}, r"unknown key 'epoch' \(did you mean 'epochs'\?\); correct or remove it"),
     ],
