@@ -10,6 +10,7 @@ from typing import Any
 from models.flops import gflops
 from models.freeze import freeze
 from models.image_size import rounding
+from models.known_classes import known_share
 from models.layer_registry import add_layers
 from models.tasks import TASKS, TaskEntry, task_of
 from models.tasks.contract import Model, Task
@@ -50,6 +51,10 @@ class StartingPoint:
         if not self.from_yaml or not name:
             return self
         return replace(self, weights=read_weights(self.find(name)), weights_name=name)
+
+    def known_share(self, model: Model, task: Task) -> float | None:
+        """Return the share of the task's classes that the weights have; None without weights of such a model."""
+        return known_share(model, self.weights, task.names) if self.weights else None
 
     def find(self, weights: str) -> Path:
         """Return the weight file that --weights names for this model, downloaded if necessary."""

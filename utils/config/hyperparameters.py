@@ -23,6 +23,7 @@ R = TypeVar("R", bound="Recipe")
 OVERRIDE_PREFIX = "--hyp."  # of the flag of a single hyperparameter
 DEFAULTS = "defaults"  # key of a hyperparameter YAML, and of a data YAML: defaults of flags
 NO_OVERRIDES: Mapping[str, str] = {}
+DERIVED = ("lr_factor", "keep_norms")  # hyperparameters that `Recipe.for_weights` changes
 # The files of data/hyps by YOLOv5's names.
 YOLOV5_HYPS = {
     "hyp.scratch-low.yaml": "low.yaml",
@@ -57,10 +58,31 @@ class Recipe:
     # Share of the run's optimizer steps that the EMA averages at its end, for runs that are short for YOLOv5's ramp of
     # 2000 steps; 0 is that ramp.
     ema_share: float = number(0.0, SHARE)
+    # 1: BatchNorm normalises by the statistics of the weight file, and does not change them.
+    keep_norms: int = number(0, Range(0, 1))
+    # Factor of the learning rates if the weights know all classes of the data; for a share s of them, known_lr ** s.
+    known_lr: float = number(1.0, POSITIVE)
+    lr_factor: float = number(1.0, POSITIVE)  # of all learning rates; `for_weights` computes it
 
     def flags(self, epochs: int) -> dict[str, Any]:
         """Return defaults of flags that follow from the hyperparameters and the number of epochs."""
         return {}
+
+    def for_weights(self: R, known: float | None) -> tuple[R, list[str]]:
+        """Return the hyperparameters for the weights that a run starts from, and a message for each change.
+
+        known: share of the classes that are in the weights; None without weights, or if most of them do not fit.
+        """
+        if known is None:
+            kept = ["BatchNorm statistics are learnt: no weights to keep them of"] * self.keep_norms
+            return dataclasses.replace(self, keep_norms=0), kept
+        messages = ["BatchNorm statistics are those of the weights: few images would estimate them worse"]
+        messages *= self.keep_norms
+        factor = self.lr_factor * self.known_lr**known
+        if factor != self.lr_factor:
+            rate = f"learning rate {self.lr0 * factor:.2g} instead of {self.lr0 * self.lr_factor:.2g}"
+            messages.append(f"{rate}: the weights know {known:.0%} of the classes")
+        return dataclasses.replace(self, lr_factor=factor), messages
 
     def accumulation(self, batch_size: int) -> int:
         """Return the number of batches per optimizer step that comes nearest to `nbs` images."""

@@ -67,6 +67,11 @@ class Settings:
             options = with_defaults(options, self.argv, hyp.flags(options.epochs))
         return dataclasses.replace(self, options=options, hyp=hyp)
 
+    def for_weights(self, known: float | None) -> tuple[Settings, list[str]]:
+        """Return the settings with `Recipe.for_weights`, and its messages; a resumed run has them already."""
+        hyp, messages = (self.hyp, []) if self.saved else self.hyp.for_weights(known)
+        return dataclasses.replace(self, hyp=hyp), messages
+
     def with_options(self, **values: Any) -> Settings:
         """Return the settings with other values of some flags."""
         return dataclasses.replace(self, options=dataclasses.replace(self.options, **values))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,31 +16,15 @@ DECAY = 0.9999
 RAMP_UPDATES = 2000  # YOLOv5's decay is DECAY x (1 - exp(-updates / ramp)), so that early averages follow quickly
 
 
-def ramp_of(share: float, updates: int) -> float:
-    """Return the ramp of a run of `updates` at whose end the average spans `share` of them: 1 / (1 - decay) updates.
-
-    It is at most `RAMP_UPDATES`, which share 0 stands for.
-    """
-    return min(updates / max(math.log(max(share * updates, 1)), 1), RAMP_UPDATES) if share else RAMP_UPDATES
-
-
 class ModelEMA:
     """An average of the model's floating-point tensors, including buffers, in fp32. Every process holds one."""
 
     model: Model
 
     def __init__(self, model: Model, ramp: float = RAMP_UPDATES) -> None:
-        """ramp: updates; a shorter one averages longer."""
-        self.ramp = ramp
+        self.ramp = ramp  # updates
         self.model = copy.deepcopy(model).float().eval().requires_grad_(False)
         self.updates = torch.zeros((), device=next(model.parameters()).device)
-
-    @property
-    def messages(self) -> list[str]:
-        """A message if the ramp is shorter than usual."""
-        return [f"EMA over a ramp of {self.ramp:.0f} steps, not {RAMP_UPDATES}: the run is short"] * (
-            self.ramp < RAMP_UPDATES
-        )
 
     @torch.no_grad()
     def update(self, model: nn.Module, taken: Tensor | bool = True) -> None:

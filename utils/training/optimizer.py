@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -96,12 +96,6 @@ class Schedule:
         """Number of warm-up batches: 0, or at least `MIN_WARMUP_BATCHES`, but at most `warmup_share` of the run's."""
         warmup = max(round(self.warmup_epochs * self.batches), MIN_WARMUP_BATCHES) if self.warmup_epochs else 0
         return min(warmup, round(self.warmup_share * self.epochs * self.batches)) if self.warmup_share else warmup
-
-    @property
-    def messages(self) -> list[str]:
-        """A message if `warmup_share` shortens the warm-up."""
-        usual = replace(self, warmup_share=0.0).warmup
-        return [f"warm-up of {self.warmup} batches, not {usual}: the run is short"] * (self.warmup < usual)
 
     def epoch_rate(self, epoch: int) -> float:
         """Return the learning rate of an epoch without warm-up."""

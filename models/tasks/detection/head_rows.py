@@ -8,6 +8,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from models.known_classes import same_names
 from models.layers import Detect
 from models.yolo import YoloModel
 from utils.errors import plural
@@ -30,7 +31,7 @@ def keep_head(model: YoloModel, state: Mapping[str, Tensor], names: Mapping[int,
     anchors = state.get(f"{prefix}.anchors")
     if anchors is None or anchors.shape != head.anchors.shape or not _close(anchors, head.anchors):
         return "the head is new: its anchors are not those of the weights"
-    same = _same_names(names, new)
+    same = same_names(names, new)
     taken = 0
     for number, convolve in enumerate(head.m):
         sources = {part: state.get(f"{prefix}.m.{number}.{part}") for part, _ in convolve.named_parameters()}
@@ -50,13 +51,6 @@ def keep_head(model: YoloModel, state: Mapping[str, Tensor], names: Mapping[int,
 
 def _close(first: Tensor, second: Tensor) -> bool:
     return torch.allclose(first.to(second), second, rtol=ANCHOR_TOLERANCE)
-
-
-def _same_names(names: Mapping[int, str], new: Mapping[int, str]) -> dict[int, int]:
-    """Return the number of a class in the file by its number in the model, for equal names, whatever their case."""
-    numbers = {name.strip().casefold(): number for number, name in reversed(list(names.items()))}
-    found = {number: numbers.get(name.strip().casefold()) for number, name in new.items()}
-    return {number: old for number, old in found.items() if old is not None}
 
 
 def _fits(source: Tensor | None, tensor: Tensor, anchors: int) -> TypeGuard[Tensor]:

@@ -224,6 +224,21 @@ def test_hyperparameters_that_have_changed(tmp_path: Path) -> None:
     )
 
 
+def test_hyperparameters_that_the_start_of_the_run_computed_may_differ(tmp_path: Path) -> None:
+    hyp = tmp_path / "mine.yaml"
+    hyp.write_text("known_lr: 0.5\nkeep_norms: 1\ndefaults:\n  epochs: 3\n")
+    started = Hyperparameters(known_lr=0.5, keep_norms=0, lr_factor=0.5)
+    assert resumed(saved(started), "--hyp", str(hyp)).hyp == str(hyp)
+
+
+def test_a_run_that_is_older_than_a_hyperparameter(tmp_path: Path) -> None:
+    settings = saved()
+    settings["hyperparameters"] = {"lr0": 0.02}
+    hyp = tmp_path / "mine.yaml"
+    hyp.write_text("lr0: 0.02\n")
+    assert resumed(settings, "--hyp", str(hyp)).hyp == str(hyp)
+
+
 def test_hyperparameters_are_those_of_the_task_of_the_run(tmp_path: Path) -> None:
     settings = saved(OtherRecipe(), task="other")
     hyp = tmp_path / "mine.yaml"

@@ -106,6 +106,15 @@ def test_flags_that_follow_from_the_hyperparameters() -> None:
     assert fixed.for_task(HalvingRecipe).options.close_mosaic == 0
 
 
+def test_a_new_run_fits_its_hyperparameters_to_the_weights_and_a_resumed_one_has_them() -> None:
+    hyp = Hyperparameters(known_lr=0.25)
+    settings, messages = Settings(TrainOptions(), hyp=hyp).for_weights(1.0)
+    assert settings.hyp == replace(hyp, lr_factor=0.25)
+    assert len(messages) == 1
+    resumed = Settings(TrainOptions(), (), {"model": {}}, hyp=settings.hyp)
+    assert resumed.for_weights(1.0) == (resumed, [])
+
+
 def test_hyperparameters_of_another_task_are_refused(stripes: str) -> None:
     with pytest.raises(UserError, match=r"stripes\.yaml: unknown key 'stripes'"):
         parse_settings(["--hyp", stripes]).for_task(Recipe)

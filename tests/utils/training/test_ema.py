@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from utils.training.ema import ModelEMA, ramp_of
+from utils.training.ema import ModelEMA
 
 
 def decay(update: int) -> float:
@@ -69,31 +69,6 @@ def test_the_final_decay() -> None:
     fill(model, 1)
     ema.update(model)
     assert ema.model[0].weight[0, 0].item() == pytest.approx(1e-4, rel=1e-3)  # type: ignore[index]
-
-
-@pytest.mark.parametrize(("share", "updates"), [(0.1, 260), (0.05, 1000), (0.1, 5000)])
-def test_a_short_run_is_averaged_over_a_share_of_its_steps(share: float, updates: int) -> None:
-    ramp = ramp_of(share, updates)
-    assert 1 / math.exp(-updates / ramp) == pytest.approx(share * updates)  # without the factor of 0.9999
-    ema = ModelEMA(network(1), ramp)
-    assert ema.messages == [f"EMA over a ramp of {ramp:.0f} steps, not 2000: the run is short"]
-    model = network(0)
-    ema.updates.fill_(updates - 1)
-    fill(model, 5)
-    before = ema.model.get_parameter("0.weight")[0, 0].item()
-    ema.update(model)
-    moved = (ema.model.get_parameter("0.weight")[0, 0].item() - before) / (5 - before)
-    assert moved == pytest.approx(1 / (share * updates), rel=0.1)
-
-
-@pytest.mark.parametrize(("share", "updates"), [(0, 100), (0.1, 1_000_000), (0.1, 20_000)])
-def test_the_ramp_of_long_runs_and_of_other_recipes(share: float, updates: int) -> None:
-    assert ramp_of(share, updates) == 2000
-    assert ModelEMA(network(1), ramp_of(share, updates)).messages == []
-
-
-def test_the_ramp_of_the_shortest_run_is_no_longer_than_the_run() -> None:
-    assert ramp_of(0.1, 1) == 1
 
 
 def test_integers_are_not_averaged() -> None:
