@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from models.known_classes import same_names
-from models.layers import Detect
 from models.yolo import YoloModel
 from utils.errors import plural
 
@@ -35,12 +34,16 @@ def keep_head(model: YoloModel, state: Mapping[str, Tensor], names: Mapping[int,
     taken = 0
     for number, convolve in enumerate(head.m):
         sources = {part: state.get(f"{prefix}.m.{number}.{part}") for part, _ in convolve.named_parameters()}
-        fitting = {part: rows for part, rows in sources.items() if _fits(rows, convolve.get_parameter(part), head.na)}
+        fitting = {
+            part: _by_anchor(source, head.na)
+            for part, source in sources.items()
+            if _fits(source, convolve.get_parameter(part), head.na, BOX_ROWS + len(names))
+        }
         if len(fitting) < len(sources):
             continue
         taken += 1
-        for part, rows in fitting.items():
-            _copy_rows(convolve.get_parameter(part), rows, head, len(names), same)
+        for part, source in fitting.items():
+            _copy_rows(_by_anchor(convolve.get_parameter(part), head.na), source, head.nc, len(names), same)
     if not taken:
         return "the head is new: its layers are not those of the weights"
     listed = ", ".join(new[number] for number in list(same)[:MAX_NAMED_CLASSES])
@@ -53,16 +56,23 @@ def _close(first: Tensor, second: Tensor) -> bool:
     return torch.allclose(first.to(second), second, rtol=ANCHOR_TOLERANCE)
 
 
-def _fits(source: Tensor | None, tensor: Tensor, anchors: int) -> TypeGuard[Tensor]:
-    return source is not None and source.shape[1:] == tensor.shape[1:] and source.shape[0] % anchors == 0
+def _fits(source: Tensor | None, tensor: Tensor, anchors: int, least: int) -> TypeGuard[Tensor]:
+    """Return whether `source` has whole rows for every anchor, at least `least`, of the width of `tensor`'s."""
+    if source is None or source.dim() != tensor.dim() or source.shape[1:] != tensor.shape[1:]:
+        return False
+    return source.shape[0] % anchors == 0 and source.shape[0] // anchors >= least
 
 
-def _copy_rows(tensor: Tensor, source: Tensor, head: Detect, classes: int, same: Mapping[int, int]) -> None:
-    """Copy rows of `source` into a head's weight or bias. classes: of the file."""
-    target, source = (rows.view(head.na, -1, *rows.shape[1:]) for rows in (tensor, source.to(tensor)))
+def _by_anchor(tensor: Tensor, anchors: int) -> Tensor:
+    """Return (anchors * rows, ...) as (anchors, rows, ...)."""
+    return tensor.reshape(anchors, -1, *tensor.shape[1:])
+
+
+def _copy_rows(target: Tensor, source: Tensor, new: int, old: int, same: Mapping[int, int]) -> None:
+    """Copy rows of a file's weight or bias, (anchors, rows, ...), into the model's. new, old: their classes."""
     target[:, :BOX_ROWS] = source[:, :BOX_ROWS]
-    for number, old in same.items():
-        target[:, BOX_ROWS + number] = source[:, BOX_ROWS + old]
-    masks = BOX_ROWS + head.nc
-    if classes and target[:, masks:].shape == source[:, BOX_ROWS + classes :].shape:
-        target[:, masks:] = source[:, BOX_ROWS + classes :]
+    for number, of_file in same.items():
+        target[:, BOX_ROWS + number] = source[:, BOX_ROWS + of_file]
+    masks = target[:, BOX_ROWS + new :]
+    if old and masks.shape == source[:, BOX_ROWS + old :].shape:
+        masks.copy_(source[:, BOX_ROWS + old :])

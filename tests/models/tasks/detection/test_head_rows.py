@@ -80,4 +80,7 @@ def test_a_head_for_other_anchors_or_of_other_widths_is_not_taken() -> None:
     assert keep_head(new, {}, OLD, NEW) == "the head is new: its anchors are not those of the weights"
     wider = model_of(OLD, "yolov5s.yaml").state_dict()
     assert keep_head(new, wider, OLD, NEW) == "the head is new: its layers are not those of the weights"
+    broken = {**old.state_dict(), "model.24.m.0.bias": torch.tensor(1.0)}
+    broken |= {f"model.24.m.{level}.bias": torch.zeros(15) for level in (1, 2)}  # fewer rows than classes
+    assert keep_head(new, broken, OLD, NEW) == "the head is new: its layers are not those of the weights"
     assert all(torch.equal(tensor, before[name]) for name, tensor in new.state_dict().items())
