@@ -25,6 +25,7 @@ from utils.files import ROOT
 
 # YOLOv5 at commit 5081342, same command, torch 2.15 on 2 CPU cores: mAP50, mAP50-95 by seed.
 YOLOV5 = {0: (0.760, 0.425), 1: (0.810, 0.448)}
+YOLOV5_MEAN = (0.785, 0.437)  # of the values before rounding
 
 
 def fine_tune(folder: Path, weights: Path, seed: int, project: Path, extra: list[str]) -> tuple[float, float, float]:
@@ -62,8 +63,7 @@ def main() -> None:
         print(f"{seed:>6} {map50:8.3f} {map50_95:9.3f} {theirs[0]:8.3f} {theirs[1]:8.3f} {seconds:8.0f}")
     columns = [[*column] for column in zip(*outcomes.values(), strict=True)][:2]
     means = [statistics.mean(column) for column in columns]
-    theirs = [statistics.mean(column) for column in zip(*YOLOV5.values(), strict=True)]
-    print(f"{'mean':>6} {means[0]:8.3f} {means[1]:9.3f} {theirs[0]:8.3f} {theirs[1]:8.3f}")
+    print(f"{'mean':>6} {means[0]:8.3f} {means[1]:9.3f} {YOLOV5_MEAN[0]:8.3f} {YOLOV5_MEAN[1]:8.3f}")
     spreads = [max(column) - min(column) for column in columns]
     print(f"{'spread':>6} {spreads[0]:8.3f} {spreads[1]:9.3f}")
 
