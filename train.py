@@ -84,7 +84,7 @@ class Training:
         """
         run, steps, state, size = self.run, self.steps, self.steps.state, self.options.batch_size
         progress, batches = state.progress, len(self.loader)
-        steps.model.prepared.train()
+        steps.model.train()
         self.loader.set_epoch(progress.epoch)  # type: ignore[attr-defined]  # Accelerate passes it on to the sampler
         self.sampler.skip(progress.batch)
         bar = run.bar(f"epoch {progress.epoch + 1}/{self.options.epochs}", batches * size, progress.batch * size)
@@ -270,14 +270,15 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     seed_everything(options.seed)
     model = task.build_model(start_from.yaml, options.imgsz, start_from.source)
     messages = load_and_freeze(model, start_from, task, settings.select(ModelOptions))
+    settings, rules = settings.for_weights(start_from.known_share(model, task))
     images = max(options.batch_size // run.accelerator.num_processes, VALIDATION_BATCH)  # of this process's batch
     batch_bytes = images * 3 * data_options.largest(model.imgsz) ** 2
     workers, warnings = memory.loader_processes(options.workers, batch_bytes)
     data = source.open(model.imgsz, model.stride, replace(data_options, workers=workers))
     with run.untimed_barrier():
         train_split, val_split = data.split("train", settings.hyp), data.split("val")
-    messages += [*warnings, *data.messages(train_split, val_split)]
-    return Inputs(job, model, data, train_split, val_split, messages)
+    messages += [*rules, *warnings, *data.messages(train_split, val_split)]
+    return Inputs(job._replace(settings=settings), model, data, train_split, val_split, messages)
 
 
 def assemble(argv: Sequence[str], settings: Settings | None = None) -> Training:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from models.flops import gflops
+from models.freeze import freeze
 from models.image_size import rounding
+from models.known_classes import known_share
 from models.layer_registry import add_layers
 from models.tasks import TASKS, TaskEntry, task_of
 from models.tasks.contract import Model, Task
@@ -18,7 +20,6 @@ from models.weights.transfer import transfer
 from utils.config.hyperparameters import Recipe
 from utils.errors import UserError
 from utils.files import find_file, read_yaml
-from utils.training.optimizer import freeze
 
 MAX_NAMED_TENSORS = 5  # in a message
 
@@ -50,6 +51,10 @@ class StartingPoint:
         if not self.from_yaml or not name:
             return self
         return replace(self, weights=read_weights(self.find(name)), weights_name=name)
+
+    def known_share(self, model: Model, task: Task) -> float | None:
+        """Return the share of the task's classes that the weights have; None without weights of such a model."""
+        return known_share(model, self.weights, task.names) if self.weights else None
 
     def find(self, weights: str) -> Path:
         """Return the weight file that --weights names for this model, downloaded if necessary."""
@@ -114,7 +119,7 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> l
         dropped = [f"{tensor} ({of_file}, here {of_model})" for tensor, of_file, of_model in shapes[:MAX_NAMED_TENSORS]]
         more = f" and {len(misfits) - MAX_NAMED_TENSORS} more" if len(misfits) > MAX_NAMED_TENSORS else ""
         messages.append(f"dropped for their shapes: {', '.join(dropped)}{more}")
-    return messages
+    return messages + task.keep_head(model, weights.state, weights.names)
 
 
 def recipe_of(yaml: Mapping[str, Any]) -> type[Recipe]:

@@ -21,7 +21,9 @@ T = TypeVar("T", bound="DataclassInstance")
 R = TypeVar("R", bound="Recipe")
 
 OVERRIDE_PREFIX = "--hyp."  # of the flag of a single hyperparameter
+DEFAULTS = "defaults"  # key of a hyperparameter YAML, and of a data YAML: defaults of flags
 NO_OVERRIDES: Mapping[str, str] = {}
+DERIVED = ("lr_factor", "keep_norms")  # hyperparameters that `Recipe.for_weights` changes
 # The files of data/hyps by YOLOv5's names.
 YOLOV5_HYPS = {
     "hyp.scratch-low.yaml": "low.yaml",
@@ -51,6 +53,36 @@ class Recipe:
     warmup_epochs: float = number(3.0, NOT_NEGATIVE)
     warmup_momentum: float = number(0.8, BELOW_ONE)
     warmup_bias_lr: float = number(0.1, NOT_NEGATIVE)
+    # Longest warm-up as a share of the run's batches; 0 sets no limit.
+    warmup_share: float = number(0.0, SHARE)
+    # Share of the run's optimizer steps that the EMA averages at its end, for runs that are short for YOLOv5's ramp of
+    # 2000 steps; 0 is that ramp.
+    ema_share: float = number(0.0, SHARE)
+    # 1: BatchNorm normalises by the statistics of the weight file, and does not change them.
+    keep_norms: int = number(0, Range(0, 1))
+    # Factor of the learning rates if the weights know all classes of the data; for a share s of them, known_lr ** s.
+    known_lr: float = number(1.0, POSITIVE)
+    lr_factor: float = number(1.0, POSITIVE)  # of all learning rates; `for_weights` computes it
+
+    def flags(self, epochs: int) -> dict[str, Any]:
+        """Return defaults of flags that follow from the hyperparameters and the number of epochs."""
+        return {}
+
+    def for_weights(self: R, known: float | None) -> tuple[R, list[str]]:
+        """Return the hyperparameters for the weights that a run starts from, and a message for each change.
+
+        known: share of the classes that are in the weights; None without weights, or if most of them do not fit.
+        """
+        if known is None:
+            kept = ["BatchNorm statistics are learnt: no weights to keep them of"] * self.keep_norms
+            return dataclasses.replace(self, keep_norms=0), kept
+        messages = ["BatchNorm statistics are those of the weights: few images would estimate them worse"]
+        messages *= self.keep_norms
+        factor = self.lr_factor * self.known_lr**known
+        if factor != self.lr_factor:
+            rate = f"learning rate {self.lr0 * factor:.2g} instead of {self.lr0 * self.lr_factor:.2g}"
+            messages.append(f"{rate}: the weights know {known:.0%} of the classes")
+        return dataclasses.replace(self, lr_factor=factor), messages
 
     def accumulation(self, batch_size: int) -> int:
         """Return the number of batches per optimizer step that comes nearest to `nbs` images."""
@@ -76,6 +108,10 @@ class Hyperparameters(Recipe):
     anchor_t: float = number(4.0, Range(1, exclusive_minimum=True))
     # Anchors per level if they are to be computed from the data; 0 keeps the model's.
     anchors: float = number(0.0, NOT_NEGATIVE)
+    # AutoAnchor replaces anchors that match at most this share of the training boxes.
+    anchor_recall: float = number(0.98, SHARE)
+    # 1: a head for other classes takes what it can from the weight file's: boxes, objectness, classes of equal names.
+    keep_head: int = number(0, Range(0, 1))
     fl_gamma: float = number(0.0, NOT_NEGATIVE)  # focal loss; 0 is off
     hsv_h: float = number(0.015, SHARE)
     hsv_s: float = number(0.7, SHARE)
@@ -88,19 +124,31 @@ class Hyperparameters(Recipe):
     flipud: float = number(0.0, SHARE)
     fliplr: float = number(0.5, SHARE)
     mosaic: float = number(1.0, SHARE)
+    mosaic_epochs: float = number(1.0, SHARE)  # share of the epochs, the first ones, that mix images
     mixup: float = number(0.0, SHARE)
     copy_paste: float = number(0.0, SHARE)
+
+    def flags(self, epochs: int) -> dict[str, Any]:
+        """Return --close-mosaic as `mosaic_epochs` says."""
+        unmixed = round(epochs * (1 - self.mosaic_epochs))
+        return {"close_mosaic": unmixed} if unmixed else {}
 
 
 def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] = NO_OVERRIDES) -> R:
     """Read and check a hyperparameter YAML as a `kind`, whose defaults the absent keys get.
 
     name: a path, or a file name of data/hyps or of YOLOv5. overrides: values of flags such as --hyp.lr0, as text by
-    key, which replace those of the file. Raises `UserError`.
+    key, which replace those of the file. `defaults:` is left to parser.py. Raises `UserError`.
     """
+    path = find_hyperparameters(name)
+    values = {key: value for key, value in read_yaml(path).items() if key != DEFAULTS}
+    return dataclasses.replace(from_mapping(kind, values, path), **parse_overrides(kind, overrides))
+
+
+def find_hyperparameters(name: str) -> Path:
+    """Return the file that --hyp names. Raises `UserError`."""
     alias = name if os.path.isfile(name) else YOLOV5_HYPS.get(Path(name).name, name)
-    path = find_file(alias, "hyperparameter file", ["data/hyps"])
-    return dataclasses.replace(from_mapping(kind, read_yaml(path), path), **parse_overrides(kind, overrides))
+    return find_file(alias, "hyperparameter file", ["data/hyps"])
 
 
 def parse_overrides(kind: type[Recipe], overrides: Mapping[str, str]) -> dict[str, Any]:

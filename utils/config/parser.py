@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from utils.config.hyperparameters import OVERRIDE_PREFIX
+from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, find_hyperparameters
 from utils.config.options import GROUPS, TrainOptions, flags_of
 from utils.config.ranges import Range, is_number
 from utils.config.yolov5_flags import REFUSED
 from utils.console import is_silent
 from utils.errors import UserError, nearest
+from utils.files import read_yaml
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance, SupportsWrite
@@ -27,6 +28,8 @@ T = TypeVar("T", bound="DataclassInstance")
 
 # Flags of train.py whose defaults a data set YAML may set under `defaults:`.
 SUGGESTED = ("weights", "hyp", "epochs", "batch_size", "imgsz", "optimizer", "cos_lr", "label_smoothing")
+# Those that a hyperparameter YAML may set.
+SUGGESTED_BY_HYP = ("epochs", "batch_size", "imgsz", "optimizer", "cos_lr", "label_smoothing", "close_mosaic")
 
 
 def parse_options(kind: type[T], argv: Sequence[str], job: Mapping[str, Any] | None = None) -> T:
@@ -70,21 +73,27 @@ def with_defaults(options: T, argv: Sequence[str], *defaults: Mapping[str, Any])
     return dataclasses.replace(options, **values)
 
 
-def check_suggested_defaults(values: object, source: Path) -> dict[str, Any]:
-    """Return the `defaults:` of a data set YAML, by field name of `TrainOptions`.
+def defaults_of_hyp(name: str) -> dict[str, Any]:
+    """Return the `defaults:` of the hyperparameter file that --hyp names, {} if it has none. Raises `UserError`."""
+    path = find_hyperparameters(name)
+    return check_suggested_defaults(read_yaml(path).get(DEFAULTS, {}), path, SUGGESTED_BY_HYP)
 
-    Raises `UserError` for an unknown key or a wrong value.
+
+def check_suggested_defaults(values: object, source: Path, known: Sequence[str] = SUGGESTED) -> dict[str, Any]:
+    """Return the `defaults:` of a data set YAML or a hyperparameter YAML, by field name of `TrainOptions`.
+
+    known: the flags that may be in it. Raises `UserError` for an unknown key or a wrong value.
     """
     if not isinstance(values, dict):
         raise UserError(f"{source}: `defaults` must be lines such as `imgsz: 64`, not {values!r}")
     hints = typing.get_type_hints(TrainOptions)
-    fields = {field.name: field.metadata for field in flags_of(TrainOptions) if field.name in SUGGESTED}
+    fields = {field.name: field.metadata for field in flags_of(TrainOptions) if field.name in known}
     defaults = {}
     for key, value in values.items():
         if key not in fields:
             raise UserError(
                 f"{source}: unknown key '{key}' under `defaults`{nearest(str(key), fields)}; known are "
-                f"{', '.join(SUGGESTED)}"
+                f"{', '.join(known)}"
             )
         if not accepts(hints[key], fields[key], value):
             raise UserError(f"{source}: `{key}` under `defaults` is {value!r}, which --{key.replace('_', '-')} refuses")

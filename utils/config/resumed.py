@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
-from utils.config.hyperparameters import OVERRIDE_PREFIX, Recipe, parse_overrides, read_hyperparameters
+from utils.config.hyperparameters import (
+    DERIVED,
+    OVERRIDE_PREFIX,
+    Recipe,
+    from_mapping,
+    parse_overrides,
+    read_hyperparameters,
+)
 from utils.config.options import flags_of
 from utils.config.parser import accepts, given_flags
 from utils.errors import UserError, nearest, plural, shortened
@@ -129,8 +136,13 @@ def _refuse_hyperparameters(
         if value != saved.get(name):
             raise _changed(run, OVERRIDE_PREFIX + name, value, saved.get(name))
     if "hyp" in given:
+        saved = vars(from_mapping(kind, saved, run / "settings.yaml"))  # with keys that are newer than the run
         now = vars(read_hyperparameters(given["hyp"], kind, {**settings.get("overrides", {}), **overrides}))
-        changed = [f"{name} is {now[name]} and was {saved.get(name)}" for name in now if now[name] != saved.get(name)]
+        changed = [
+            f"{name} is {now[name]} and was {saved.get(name)}"
+            for name in now
+            if name not in DERIVED and now[name] != saved[name]
+        ]
         if changed:
             raise UserError(
                 f"--hyp {given['hyp']} has changed since {run} was started: {', '.join(changed)}; {_advice(run)}"

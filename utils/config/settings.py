@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from utils.config.hyperparameters import Recipe, from_mapping, read_hyperparameters
 from utils.config.options import BUILT_IN_JOB, TrainOptions
-from utils.config.parser import given_flags, parse_options, refuse_flags, with_defaults
+from utils.config.parser import defaults_of_hyp, given_flags, parse_options, refuse_flags, with_defaults
 from utils.config.resumed import changes
 from utils.config.select import select
 
@@ -53,14 +53,24 @@ class Settings:
     def for_task(self, recipe: type[Recipe], *defaults: Mapping[str, Any]) -> Settings:
         """Return the settings with a task's hyperparameters and other defaults of flags; later ones take precedence.
 
-        Raises `UserError` for a wrong hyperparameter file or flag.
+        Those of the hyperparameter file come last. Raises `UserError` for a wrong hyperparameter file or flag.
         """
         if self.saved:
             hyp = from_mapping(recipe, self.saved["hyperparameters"], f"settings.yaml of {self.options.resume}")
             return dataclasses.replace(self, hyp=hyp)
-        options = self.options if self.is_fixed else with_defaults(self.options, self.argv, *defaults)
+        options = self.options
+        if not self.is_fixed:
+            options = with_defaults(options, self.argv, *defaults)
+            options = with_defaults(options, self.argv, defaults_of_hyp(options.hyp))
         hyp = read_hyperparameters(options.hyp, recipe, options.overrides)
+        if not self.is_fixed:
+            options = with_defaults(options, self.argv, hyp.flags(options.epochs))
         return dataclasses.replace(self, options=options, hyp=hyp)
+
+    def for_weights(self, known: float | None) -> tuple[Settings, list[str]]:
+        """Return the settings with `Recipe.for_weights`, and its messages; a resumed run has them already."""
+        hyp, messages = (self.hyp, []) if self.saved else self.hyp.for_weights(known)
+        return dataclasses.replace(self, hyp=hyp), messages
 
     def with_options(self, **values: Any) -> Settings:
         """Return the settings with other values of some flags."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -45,6 +46,15 @@ class DistributedModel:
 
     bare: Model
     prepared: nn.Module
+    keeps_norms: bool = False
+
+    def train(self) -> None:
+        """Set the model to training; with `keeps_norms` BatchNorm normalises as in evaluation."""
+        self.prepared.train()
+        if self.keeps_norms:
+            for module in self.prepared.modules():
+                if isinstance(module, _BatchNorm):
+                    module.eval()
 
     def gathered(self) -> AbstractContextManager[None]:
         """Return a context with unpartitioned parameters (ZeRO-3). All processes must enter it together."""
@@ -76,10 +86,12 @@ def prepare(
     precision: str,
     clip_norm: float,
     warmup_steps: int,
+    keep_norms: bool = False,
 ) -> tuple[DistributedModel, Any, DataLoader]:
     """Return the model with exact BatchNorm, the optimizer and the loader, prepared by Accelerate.
 
-    precision: of autocast. warmup_steps: optimizer steps whose gradients PowerSGD does not compress.
+    precision: of autocast. warmup_steps: optimizer steps whose gradients PowerSGD does not compress. keep_norms:
+    whether BatchNorm's statistics stay as they are.
     """
     plugin = accelerator.state.deepspeed_plugin
     bare = synchronise_batchnorm(model, options.sync_bn)
@@ -93,4 +105,4 @@ def prepare(
         prepared.broadcast_buffers = False  # --sync-bn or `average_statistics` makes the statistics equal
         if options.comm_hook:
             register_comm_hook(prepared, options.comm_hook, warmup_steps)
-    return DistributedModel(bare, prepared), optimizer, loader
+    return DistributedModel(bare, prepared, keep_norms), optimizer, loader

@@ -21,7 +21,8 @@ class ModelEMA:
 
     model: Model
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, ramp: float = RAMP_UPDATES) -> None:
+        self.ramp = ramp  # updates
         self.model = copy.deepcopy(model).float().eval().requires_grad_(False)
         self.updates = torch.zeros((), device=next(model.parameters()).device)
 
@@ -30,7 +31,7 @@ class ModelEMA:
         """Update the average after an optimizer step. taken: bool (), on the model's device; False changes nothing."""
         self.updates += taken
         # 1 - decay, written so that it is exact for a small one
-        share = ((1 - DECAY) + DECAY * (-self.updates / RAMP_UPDATES).exp()) * taken
+        share = ((1 - DECAY) + DECAY * (-self.updates / self.ramp).exp()) * taken
         averages, live = self._floating(self.model), self._floating(model)
         differences = torch._foreach_sub(live, averages)
         torch._foreach_mul_(differences, share)

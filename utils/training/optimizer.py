@@ -1,19 +1,13 @@
-"""Parameter groups, the optimizer, frozen layers, and the schedule as a pure function of the step.
-
-Called by optimizer_steps.py; `freeze` by models/starting_point.py.
-"""
+"""Parameter groups, the optimizer, and the schedule as a pure function of the step. Called by optimizer_steps.py."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-from utils.errors import UserError
 
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 MIN_WARMUP_BATCHES = 100
@@ -71,34 +65,6 @@ def step_if(optimizer: Any, finite: Tensor) -> Tensor:
     return finite
 
 
-def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
-    """Freeze layers and return their numbers: (N,) is the first N, (-N,) all but the last N, several are these layers.
-
-    The layers are the children of `model.model`, or of a model without that attribute. Raises `UserError` for a number
-    that is no layer.
-    """
-    layered = dict(model.named_children()).get("model", model)
-    rows = list(layered.children())
-    count = len(rows)
-    if len(layers) > 1:
-        chosen = list(layers)
-    elif layers[0] >= 0:
-        chosen = list(range(layers[0]))
-    else:
-        chosen = list(range(count + layers[0])) if -layers[0] <= count else list(layers)
-        for parameter in layered.parameters(recurse=False):  # in no layer, such as a transformer's class token
-            parameter.requires_grad_(False)
-    for number in chosen:
-        if not 0 <= number < count:
-            raise UserError(
-                f"--freeze {' '.join(map(str, layers))}: the model has layers 0 to {count - 1}, no {number}"
-            )
-        rows[number].requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError(f"--freeze {' '.join(map(str, layers))} freezes all layers, 0 to {count - 1}; freeze fewer")
-    return chosen
-
-
 class Rates(NamedTuple):
     """Learning rates of the parameter groups, and momentum."""
 
@@ -123,11 +89,13 @@ class Schedule:
     warmup_epochs: float
     warmup_momentum: float
     warmup_bias_lr: float
+    warmup_share: float = 0.0
 
     @property
     def warmup(self) -> int:
-        """Number of warm-up batches: 0, or at least `MIN_WARMUP_BATCHES`."""
-        return max(round(self.warmup_epochs * self.batches), MIN_WARMUP_BATCHES) if self.warmup_epochs else 0
+        """Number of warm-up batches: 0, or at least `MIN_WARMUP_BATCHES`, but at most `warmup_share` of the run's."""
+        warmup = max(round(self.warmup_epochs * self.batches), MIN_WARMUP_BATCHES) if self.warmup_epochs else 0
+        return min(warmup, round(self.warmup_share * self.epochs * self.batches)) if self.warmup_share else warmup
 
     def epoch_rate(self, epoch: int) -> float:
         """Return the learning rate of an epoch without warm-up."""

@@ -22,6 +22,7 @@ from utils.config.select import select
 from utils.console import RemainingTime
 from utils.distributed.prepare import DistributedModel, SyncOptions, place_model, prepare
 from utils.errors import UserError
+from utils.training import short_runs
 from utils.training.ema import ModelEMA
 from utils.training.nonfinite_steps import DeviceValue, NonFiniteGuard, Window, explain_skipped_steps
 from utils.training.optimizer import Schedule, build_optimizer, numbered_parameters, start_momentum, step_if
@@ -163,14 +164,16 @@ def prepare_training(
     """
     accelerator = run.accelerator
     place_model(accelerator, model)
-    if options.scale_lr:
-        hyp = replace(hyp, lr0=hyp.lr0 * accelerator.num_processes)
+    factor = hyp.lr_factor * (accelerator.num_processes if options.scale_lr else 1)
+    hyp = replace(hyp, lr0=hyp.lr0 * factor, warmup_bias_lr=hyp.warmup_bias_lr * hyp.lr_factor)
     optimizer: Any = build_optimizer(model, options.optimizer, hyp.lr0, hyp.momentum, hyp.decay(options.batch_size))
     schedule = select(Schedule, hyp, epochs=options.epochs, batches=len(loader), cosine=options.cos_lr)
-    ema = ModelEMA(model)
+    accumulation = accelerator.gradient_accumulation_steps
+    updates = options.epochs * math.ceil(len(loader) / accumulation)
+    ema = ModelEMA(model, short_runs.ramp_of(hyp.ema_share, updates))
+    run.print(*short_runs.messages(schedule, ema.ramp, updates))
     if saved:
         load_weights(saved, model, ema)  # before `prepare`, where ZeRO-3 partitions them
-    accumulation = accelerator.gradient_accumulation_steps
     warmup_steps = schedule.warmup // accumulation
     distributed, optimizer, loader = prepare(
         accelerator,
@@ -181,6 +184,7 @@ def prepare_training(
         precision=run.precision.name,
         clip_norm=CLIP_NORM,
         warmup_steps=warmup_steps,
+        keep_norms=bool(hyp.keep_norms),
     )
     start_momentum(optimizer)
     state = TrainingState(

@@ -29,11 +29,12 @@ class Fit(NamedTuple):
     anchors_per_box: float
 
 
-def adapt_anchors(model: YoloModel, sides: np.ndarray, threshold: float) -> str:
+def adapt_anchors(model: YoloModel, sides: np.ndarray, threshold: float, sufficient: float = SUFFICIENT_RECALL) -> str:
     """Replace the anchors of a detector, in its head and its YAML, if they fit too few boxes; return a message.
 
     sides: (n, 2) widths and heights of the training boxes, in pixels at the model's image size. threshold: largest
-    factor between the sides of a box and of an anchor that fits it.
+    factor between the sides of a box and of an anchor that fits it. sufficient: share of the boxes that fit, above
+    which the anchors stay as they are.
     """
     if not len(sides):
         return "AutoAnchor: the training images have no boxes; the anchors are unchanged"
@@ -44,8 +45,9 @@ def adapt_anchors(model: YoloModel, sides: np.ndarray, threshold: float) -> str:
     message = (
         f"AutoAnchor: {before.recall:.1%} of the boxes match an anchor, {before.anchors_per_box:.2f} anchors per box"
     )
-    if before.recall > SUFFICIENT_RECALL:
-        return message
+    if before.recall > sufficient:
+        kept = f"; kept, for `anchor_recall` is {sufficient:g}" if before.recall <= SUFFICIENT_RECALL else ""
+        return message + kept
     better = find_anchors(sides, len(current), threshold)
     after = fit(sides, better, threshold)
     if after.recall <= before.recall:

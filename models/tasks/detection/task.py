@@ -23,6 +23,7 @@ from models.tasks.contract import (
 )
 from models.tasks.detection.anchors import adapt_anchors
 from models.tasks.detection.export_module import DecodedDetector, SuppressedDetector, graph_suppression
+from models.tasks.detection.head_rows import keep_head
 from models.tasks.detection.loss import LOSS_NAMES, DetectionCriterion, LossSettings, UnavailableCriterion
 from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.postprocess import DetectionPostprocess
@@ -68,6 +69,7 @@ class DetectionTask(Task):
     def __init__(self, names: Mapping[int, str], hyp: Hyperparameters, label_smoothing: float = 0.0) -> None:
         super().__init__(names, hyp, label_smoothing)
         self.anchors = round(hyp.anchors)  # per level, to search for; 0: the YAML's own
+        self.keeps_head, self.anchor_recall = bool(hyp.keep_head), hyp.anchor_recall
         self.loss_settings = select(LossSettings, hyp, label_smoothing=label_smoothing)
 
     def model_yaml(self, yaml: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +122,14 @@ class DetectionTask(Task):
         """Draw a grid of the batch's images with their targets."""
         return draw_targets(batch.images.cpu().numpy(), batch.targets.cpu().numpy(), self.names)
 
+    def keep_head(self, model: Model, state: Mapping[str, Tensor], names: Mapping[int, str]) -> list[str]:
+        """Copy boxes, objectness, and classes of equal names from a weight file, if the hyperparameters say so."""
+        assert isinstance(model, YoloModel)
+        is_other = self.keeps_head and dict(names) != self.names
+        return [keep_head(model, state, names, self.names)] if is_other else []
+
     def adapt(self, model: Model, split: LabelledSplit) -> list[str]:
         """Run AutoAnchor; return a message."""
         assert isinstance(model, YoloModel)
-        return [adapt_anchors(model, split.labels.side_lengths(model.imgsz), self.loss_settings.anchor_t)]
+        sides = split.labels.side_lengths(model.imgsz)
+        return [adapt_anchors(model, sides, self.loss_settings.anchor_t, self.anchor_recall)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -191,6 +192,36 @@ def test_file_names_of_yolov5(yolov5_name: str, name: str) -> None:
     expected = read_hyperparameters(name, Hyperparameters)
     for path in (yolov5_name, f"data/hyps/{yolov5_name}"):
         assert read_hyperparameters(path, Hyperparameters) == expected
+
+
+KEPT = "BatchNorm statistics are those of the weights: few images would estimate them worse"
+
+
+@pytest.mark.parametrize(
+    ("known", "factor", "norms", "messages"),
+    [
+        (0, 1, 1, [KEPT]),
+        (1, 0.04, 1, [KEPT, "learning rate 0.0004 instead of 0.01: the weights know 100% of the classes"]),
+        (0.5, 0.2, 1, [KEPT, "learning rate 0.002 instead of 0.01: the weights know 50% of the classes"]),
+        (None, 1, 0, ["BatchNorm statistics are learnt: no weights to keep them of"]),
+    ],
+)
+def test_hyperparameters_for_weights(known: float | None, factor: float, norms: int, messages: list[str]) -> None:
+    recipe = Hyperparameters(keep_norms=1, known_lr=0.04)
+    fitted, printed = recipe.for_weights(known)
+    assert fitted == dataclasses.replace(recipe, lr_factor=pytest.approx(factor), keep_norms=norms)
+    assert printed == messages
+
+
+@pytest.mark.parametrize("known", [None, 0.0, 1.0])
+def test_yolov5s_recipes_do_not_depend_on_the_weights(known: float | None) -> None:
+    assert Hyperparameters().for_weights(known) == (Hyperparameters(), [])
+
+
+@pytest.mark.parametrize(("share", "epochs", "unmixed"), [(1, 20, 0), (0.75, 20, 5), (0.75, 1, 0), (0, 3, 3)])
+def test_epochs_without_mosaic(share: float, epochs: int, unmixed: int) -> None:
+    flags = Hyperparameters(mosaic_epochs=share).flags(epochs)
+    assert flags == ({"close_mosaic": unmixed} if unmixed else {})
 
 
 def test_an_existing_file_is_read_even_if_yolov5_has_its_name(tmp_path: Path) -> None:

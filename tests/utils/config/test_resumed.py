@@ -139,7 +139,7 @@ def test_wrong_values(version: str, changes: dict[str, Any], message: str) -> No
             {"hyperparameters": {**vars(Hyperparameters()), "lr0": 1}},
             "`hyperparameters: lr0` is 1, and the",
         ),
-        ({"hyperparameters": {}}, "`hyperparameters: anchor_t` is None, and the run was started with 4.0"),
+        ({"hyperparameters": {}}, "`hyperparameters: anchor_recall` is None, and the run was started with 0.98"),
         ({"model": {"task": "detect", "nc": 4}}, "`model: nc` is 4, and the run was started with 3"),
         ({"epoch": 3}, r"unknown key 'epoch' \(did you mean 'epochs'\?\); correct or remove it"),
     ],
@@ -222,6 +222,21 @@ def test_hyperparameters_that_have_changed(tmp_path: Path) -> None:
         f"--hyp {hyp} has changed since {RUN} was started: lr0 is 0.02 and was 0.01, mosaic is 0.5 and was 1.0; "
         f"{ADVICE}"
     )
+
+
+def test_hyperparameters_that_the_start_of_the_run_computed_may_differ(tmp_path: Path) -> None:
+    hyp = tmp_path / "mine.yaml"
+    hyp.write_text("known_lr: 0.5\nkeep_norms: 1\ndefaults:\n  epochs: 3\n")
+    started = Hyperparameters(known_lr=0.5, keep_norms=0, lr_factor=0.5)
+    assert resumed(saved(started), "--hyp", str(hyp)).hyp == str(hyp)
+
+
+def test_a_run_that_is_older_than_a_hyperparameter(tmp_path: Path) -> None:
+    settings = saved()
+    settings["hyperparameters"] = {"lr0": 0.02}
+    hyp = tmp_path / "mine.yaml"
+    hyp.write_text("lr0: 0.02\n")
+    assert resumed(settings, "--hyp", str(hyp)).hyp == str(hyp)
 
 
 def test_hyperparameters_are_those_of_the_task_of_the_run(tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.making import write_yaml
-from utils.config.hyperparameters import Recipe, number
+from utils.config.hyperparameters import Hyperparameters, Recipe, number
 from utils.config.options import BUILT_IN_JOB, TrainOptions
 from utils.config.ranges import Range
 from utils.config.settings import Settings, parse_settings
@@ -61,6 +62,57 @@ def test_a_default_may_name_the_hyperparameters(stripes: str) -> None:
     assert parse_settings(flags).for_task(StripesRecipe, {"hyp": NONE}).hyp == StripesRecipe(
         lr0=0.25, nbs=32, stripes=5.0
     )
+
+
+@dataclass(frozen=True)
+class HalvingRecipe(Hyperparameters):
+    """Hyperparameters from which a flag follows."""
+
+    def flags(self, epochs: int) -> dict[str, Any]:
+        return {"close_mosaic": epochs // 2}
+
+
+def test_defaults_of_the_hyperparameter_file(tmp_path: Path) -> None:
+    """A flag comes before them, and they come before those of the data set and the task."""
+    defaults = {"optimizer": "AdamW", "epochs": 40, "imgsz": 320}
+    hyp = str(write_yaml(tmp_path / "hyp.yaml", {"lr0": 0.5, "defaults": defaults}))
+    settings = parse_settings(["--data", "a", "--imgsz", "96"])
+    complete = settings.for_task(Recipe, {"hyp": hyp, "epochs": 50, "batch_size": 8}, {"epochs": 20, "cos_lr": True})
+    expected = {"hyp": hyp, "imgsz": 96, "optimizer": "AdamW", "epochs": 40, "batch_size": 8, "cos_lr": True}
+    assert complete.options == replace(settings.options, **expected)
+    assert complete.hyp == Recipe(lr0=0.5)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [
+        ({"epoch": 3}, r"unknown key 'epoch' under `defaults` \(did you mean 'epochs'"),
+        ({"hyp": "low"}, r"unknown key 'hyp' under `defaults`.*; known are epochs, "),
+        ({"epochs": 0}, r"`epochs` under `defaults` is 0, which --epochs refuses"),
+        ([1], r"`defaults` must be lines such as"),
+    ],
+)
+def test_wrong_defaults_of_the_hyperparameter_file(tmp_path: Path, defaults: object, message: str) -> None:
+    hyp = str(write_yaml(tmp_path / "hyp.yaml", {"defaults": defaults}))
+    with pytest.raises(UserError, match=rf"hyp\.yaml: {message}"):
+        parse_settings(["--hyp", hyp]).for_task(Recipe)
+
+
+def test_flags_that_follow_from_the_hyperparameters() -> None:
+    assert parse_settings(["--hyp", NONE, "--epochs", "9"]).for_task(HalvingRecipe).options.close_mosaic == 4
+    given = ["--hyp", NONE, "--epochs", "9", "--close-mosaic", "1"]
+    assert parse_settings(given).for_task(HalvingRecipe).options.close_mosaic == 1
+    fixed = Settings(TrainOptions(hyp=NONE, epochs=9), is_fixed=True)
+    assert fixed.for_task(HalvingRecipe).options.close_mosaic == 0
+
+
+def test_a_new_run_fits_its_hyperparameters_to_the_weights_and_a_resumed_one_has_them() -> None:
+    hyp = Hyperparameters(known_lr=0.25)
+    settings, messages = Settings(TrainOptions(), hyp=hyp).for_weights(1.0)
+    assert settings.hyp == replace(hyp, lr_factor=0.25)
+    assert len(messages) == 1
+    resumed = Settings(TrainOptions(), (), {"model": {}}, hyp=settings.hyp)
+    assert resumed.for_weights(1.0) == (resumed, [])
 
 
 def test_hyperparameters_of_another_task_are_refused(stripes: str) -> None:

@@ -68,6 +68,24 @@ def test_one_process() -> None:
     assert torch.allclose(weight, before["0.weight"] - 0.1)  # the optimizer steps the model itself
 
 
+@pytest.mark.parametrize("keep_norms", [False, True])
+def test_training_may_keep_the_statistics_of_batchnorm(keep_norms: bool) -> None:
+    accelerator, model = Accelerator(cpu=True), network()
+    nn.init.uniform_(model[1].running_mean)  # type: ignore[arg-type]
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(images()))
+    how: Any = {"precision": "no", "clip_norm": 10.0, "warmup_steps": 2, "keep_norms": keep_norms}
+    options = SyncOptions(BATCH, sync_bn=False, comm_hook="")
+    distributed, *_ = prepare(accelerator, model, optimizer, loader, options, **how)  # type: ignore[arg-type]
+    before = copy.deepcopy(distributed.bare.state_dict())
+    distributed.train()
+    distributed.prepared(images()).sum().backward()
+    after = distributed.bare.state_dict()
+    changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
+    assert changed == ([] if keep_norms else ["1.running_mean", "1.running_var", "1.num_batches_tracked"])
+    assert distributed.bare[2].training  # type: ignore[index]  # dropout
+    assert distributed.bare[1].weight.grad is not None  # type: ignore[index]
+
+
 def test_one_process_gathers_and_averages_nothing() -> None:
     distributed, *_ = prepared(Accelerator(cpu=True), network())
     ema = copy.deepcopy(distributed.bare)

@@ -62,6 +62,16 @@ def test_anchors_that_a_yaml_or_the_hyperparameters_ask_for(task: DetectionTask)
     assert more.fresh_tensors(from_yaml=False) == ("anchors",)
 
 
+def test_the_head_is_kept_if_the_recipe_says_so_and_classes_differ(task: DetectionTask) -> None:
+    state = {"anything": torch.zeros(1)}
+    names = {0: "other"}
+    keeping = DetectionTask(CLASS_NAMES, Hyperparameters(keep_head=1))
+    model = task.build_model(tiny_detector(), 64)
+    assert task.keep_head(model, state, names) == []
+    assert keeping.keep_head(model, state, CLASS_NAMES) == []
+    assert keeping.keep_head(model, state, names) == ["the head is new: its anchors are not those of the weights"]
+
+
 def test_anchors_are_adapted_to_the_split_at_the_models_size(task: DetectionTask) -> None:
     sizes = []
 

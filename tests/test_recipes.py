@@ -1,0 +1,66 @@
+"""Whole runs with data/hyps/finetune.yaml: one curve on one and two processes, and resumed to the byte."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RunScript
+from tests.curves import identical, rows, same_curve
+from tests.faults.fault_points import planted
+from tests.making import write_yaml
+from utils.files import read_yaml
+
+Train = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def train(run_script: RunScript, drawn: Path, learned: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Fine-tune the learned weights on the same drawings with one class more; return what was printed."""
+    content = read_yaml(drawn)
+    names = {**content["names"], len(content["names"]): "cloud"}
+    data = write_yaml(tmp_path_factory.mktemp("more") / "more.yaml", {**content, "names": names})
+    what = ("--data", str(data), "--weights", str(learned), "--hyp", "finetune", "--imgsz", "96")
+    how = ("--epochs", "2", "--batch-size", "8", "--workers", "1", "--device", "cpu", "--seed", "1")
+
+    def run(project: Path, *flags: str, **more: str) -> str:
+        given = (*what, *how, "--project", str(project), *flags)
+        return run_script("train.py", *given, **{"OMP_NUM_THREADS": "1", **more})  # type: ignore[arg-type]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def single(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of one process."""
+    project = tmp_path_factory.mktemp("single")
+    printed = train(project)
+    for message in (
+        "head taken over from the weights, because its anchors are the same: boxes, objectness, 6 classes of the same",
+        "BatchNorm statistics are those of the weights",
+        "the weights know 86% of the classes",
+        "warm-up: 1 batches instead of 100",
+        "EMA: a ramp of 10 steps instead of 2000",
+    ):
+        assert printed.count(message) == 1, printed
+    settings = read_yaml(project / "exp" / "settings.yaml")
+    assert (settings["optimizer"], settings["cos_lr"]) == ("AdamW", True)
+    return project / "exp"
+
+
+def test_two_processes(train: Train, single: Path, tmp_path: Path) -> None:
+    """Even without --sync-bn, for BatchNorm computes no statistics."""
+    assert rows(single)[-1]["metrics/mAP_0.5"] > 0.08
+    train(tmp_path, "--processes", "2")
+    same_curve(tmp_path / "exp", single)
+
+
+@pytest.mark.long
+def test_killed_and_resumed(train: Train, single: Path, run_script: RunScript, tmp_path: Path) -> None:
+    train(tmp_path, "--save-steps", "1", **planted("SIGKILL", "optimizer step", 3), code=-signal.SIGKILL)  # type: ignore[arg-type]
+    printed = run_script("train.py", "--resume", "--project", str(tmp_path), "--hyp", "finetune", OMP_NUM_THREADS="1")
+    assert "resuming " in printed
+    identical(tmp_path / "exp", single)
