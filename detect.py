@@ -59,7 +59,7 @@ def main() -> None:
     timer, file_names = StageTimer(synchronise), FileNames(media.items)
     frames_done = warnings_shown = 0
     with ExitStack() as opened:
-        log = opened.enter_context(job_log("detect", vars(options), predictor.settings, folder, show))
+        log = opened.enter_context(job_log(Path(__file__).stem, vars(options), predictor.settings, folder, show))
         outputs = [opened.enter_context(output) for output in requested_outputs(options, folder, file_names)]
         for group in batches(media, predictor, options.batch_size):
             predictions = predictor.predict(predictor.data.collate([item for _, item in group]), timer)

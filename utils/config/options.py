@@ -45,7 +45,7 @@ def flag(
 
     text: its help. group: one of `GROUPS`. within: the range of a number. const: its value if it has no argument.
     comma_separated: commas separate the words of a tuple, as spaces do, or the choices of a text. form: of a text, such
-    as owner/name.
+    as owner/name; words in capitals are numbers.
     """
     metadata = {"help": text, "group": group, "within": within, "aliases": aliases, "choices": choices}
     metadata |= {"const": const, "comma_separated": comma_separated, "form": form}
@@ -179,7 +179,7 @@ class TrainOptions:
     )
     log_with: str = flag(
         "",
-        "trackers besides results.csv: none, all, or a comma-separated list such as wandb,mlflow; '' is wandb if it is "
+        "trackers besides results.csv: none, all, or several with commas, such as wandb,mlflow; '' is wandb if it is "
         "installed",
         "logging",
         choices=LOG_WITH,
@@ -219,7 +219,7 @@ class TrainOptions:
     )
     wandb_registry: str = flag(
         "",
-        "with --upload-model: W&B registry collection that best.pt is linked to, such as wandb-registry-model/cats",
+        "with --upload-model: the collection of a W&B registry that best.pt is linked to, as REGISTRY/COLLECTION",
         "logging",
     )
     push_to_hub: str = flag(
@@ -299,7 +299,7 @@ class ValOptions:
     strict: bool = flag(False, "problems in single images and label rows are errors instead of warnings", "data")
     log_with: str = flag(
         "none",
-        "trackers: none, all, or a comma-separated list such as wandb,mlflow",
+        "trackers: none, all, or several with commas, such as wandb,mlflow",
         "logging",
         choices=LOG_WITH,
         comma_separated=True,
@@ -400,7 +400,7 @@ class DetectOptions:
     vid_stride: int = flag(1, "use every n-th frame of a video or stream", "images", Range(1))
     log_with: str = flag(
         "none",
-        "trackers: none, all, or a comma-separated list such as wandb,mlflow",
+        "trackers: none, all, or several with commas, such as wandb,mlflow",
         "logging",
         choices=LOG_WITH,
         comma_separated=True,
@@ -453,7 +453,7 @@ class ExportOptions:
     inplace: bool = flag(False, "has no effect: boxes are never decoded in place", "format")
     log_with: str = flag(
         "none",
-        "trackers: none, all, or a comma-separated list such as wandb,mlflow",
+        "trackers: none, all, or several with commas, such as wandb,mlflow",
         "logging",
         choices=LOG_WITH,
         comma_separated=True,

@@ -179,7 +179,8 @@ def _list_of(choices: Sequence[str]) -> Callable[[str], str]:
 
 def _of_form(form: str) -> Callable[[str], str]:
     def convert(text: str) -> str:
-        if form and text and not re.fullmatch(re.sub(r"\w+", r"[\\w.-]+", form), text):
+        pattern = re.sub(r"\w+", lambda word: r"\d+" if word[0].isupper() else r"[\w.-]+", form)
+        if form and text and not re.fullmatch(pattern, text):
             raise argparse.ArgumentTypeError(f"'{text}' is not of the form {form}")
         return text
 

@@ -39,8 +39,8 @@ class Operator(NamedTuple):
 class StepProfiler:
     """Profiles the optimizer steps START to STOP of a run, counted from 1, both included. Every process has one.
 
-    options: `profile` is START:STOP, '' for none. step: optimizer steps before this start. Raises `UserError` for a wrong
-    window.
+    options: `profile` is START:STOP, '' for none. step: optimizer steps before this start. Raises `UserError` if the
+    window is wrong.
     """
 
     def __init__(self, run: Run, options: OptimizerOptions, schedule: Schedule, step: int) -> None:

@@ -13,13 +13,13 @@ import pytest
 
 from tests.wandb_files import read, runs
 from tests.wandb_server import serve
-from utils.tracking import wandb
+from utils.tracking import process_tracker
 from utils.tracking.wandb import WandbTracker
 
 
 def replace_process(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     """Start another program in place of the one that talks to W&B."""
-    monkeypatch.setattr(wandb, "own_python", lambda module: ["python3", "-c", script])
+    monkeypatch.setattr(process_tracker, "own_python", lambda module: ["python3", "-c", script])
 
 
 ECHO = "import sys\nfor line in sys.stdin: open(sys.argv[1], 'a').write(line)"
@@ -46,7 +46,7 @@ def test_messages_arrive_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_process_that_never_ends_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_process(monkeypatch, "import subprocess; subprocess.run(['sleep', '600'])")
     printed: list[str] = []
-    monkeypatch.setattr(wandb, "EXIT_SECONDS", 0.0)
+    monkeypatch.setattr(process_tracker, "EXIT_SECONDS", 0.0)
     tracker = WandbTracker(tmp_path, {"id": "x"}, printed.append)
     tracker.store_init_configuration({})
     process = tracker.process
@@ -90,7 +90,7 @@ def test_messages_to_a_dead_process_are_dropped(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_process_that_cannot_be_started_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb, "own_python", lambda module: [str(tmp_path / "nowhere")])
+    monkeypatch.setattr(process_tracker, "own_python", lambda module: [str(tmp_path / "nowhere")])
     printed: list[str] = []
     tracker = WandbTracker(tmp_path, {"id": "x"}, printed.append)
     tracker.store_init_configuration({})
