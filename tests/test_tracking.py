@@ -63,7 +63,8 @@ def hub() -> Iterator[Hub]:
 def tracked(train: Train, hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return the folder and the output of a run of two processes with all trackers and uploads, without W&B's key."""
     project = tmp_path_factory.mktemp("tracked")
-    flags = "--processes 2 --log-with wandb,tensorboard,mlflow --verbose --wandb-project shapes --wandb-group small --wandb-tags one two"
+    flags = "--processes 2 --log-with wandb,tensorboard,mlflow --verbose --wandb-project shapes --wandb-group small"
+    flags += " --wandb-tags one two"
     uploads = "--upload-model --save-period 1 --upload-dataset --bbox-interval 1 --max-images 3 --wandb-name first"
     uploads += " --push-to-hub me/shapes --profile 2:3 --wandb-alerts"
     home = {"HOME": str(project), "WANDB_BASE_URL": "http://127.0.0.1:9"}
