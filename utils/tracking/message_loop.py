@@ -20,6 +20,7 @@ from utils.background import kill_children
 from utils.errors import first_line
 
 ORPHAN_SECONDS = 60.0  # to send the rest if the training process has died
+BELOW_TRAINING = 10  # added to the niceness: where all cores are busy, the training has them first
 CLEANUP_SECONDS = 5.0  # for the tracker to remove its temporary files on exit
 
 
@@ -61,6 +62,8 @@ def serve(make: Callable[[TextIO], Session]) -> None:
     """Serve a run: call the methods that the lines of standard input name. The first must be `start`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # for the training process, which sends `finish` before it ends
+    if hasattr(os, "nice"):
+        os.nice(BELOW_TRAINING)  # inherited by the processes that the tracker starts
     session, method = make(open_replies()), ""
     for line in sys.stdin:
         if not line.endswith("\n"):  # the training process died while it wrote

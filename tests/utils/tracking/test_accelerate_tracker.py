@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sqlite3
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import not_here
 from tests.making import launched
 from utils.tracking.accelerate_tracker import AccelerateTracker
 
@@ -53,7 +55,8 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("trackio")
+    if importlib.util.find_spec("trackio") is None:
+        not_here("Trackio: make test-trackio")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     assert logged("trackio", tmp_path / "exp", 1, 3) == []
     with sqlite3.connect(tmp_path / "trackio" / "cats.db") as database:
