@@ -169,7 +169,6 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
     split_name = SPLIT_OF_TASK.get(options.task, options.task)
     with run.untimed_barrier():
         split = data.split(split_name)
-
     run.open_folder(select(FolderOptions, options))
     run.quiet = options.quiet
     lines = [*run.device_lines(verbose=False)[:1], *source.spec.warnings, *split.report(split_name)]
@@ -177,7 +176,7 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
     run.print(*lines, *size.rounded(stride).messages, *messages(options, half, members), *about_files)
     run.files.write_problems(split.problems)
     run.files.write_settings({**vars(options), "imgsz": models[0].imgsz})
-    run.start_job_log("val", {**vars(options), "imgsz": models[0].imgsz}, members.settings)
+    run.start_job_log("val", vars(options), members.settings)
     if not options.noplots:
         run.enable_plots()
     thresholds = select(Thresholds, options)

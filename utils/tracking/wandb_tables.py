@@ -8,7 +8,7 @@ from typing import Any
 
 from utils.summary import evenly_spaced
 
-TABLES = {"classes.csv", "operators.csv"}  # shown as they are
+AS_TABLES = {"classes.csv", "operators.csv"}  # shown as they are
 MAX_ROWS = 10_000  # W&B draws no more of a table
 CURVE_TITLES = {"": "", "mask_": " of masks"}  # by the beginning of the file's name
 
@@ -16,10 +16,10 @@ CURVE_TITLES = {"": "", "mask_": " of masks"}  # by the beginning of the file's 
 def charts(wandb: Any, documents: Mapping[str, str]) -> dict[str, Any]:
     """Return what can be logged of CSV files by name, by key: W&B's tables and charts.
 
-    wandb: the package. Files: `TABLES`, confusion_matrix.csv, and with or without `mask_` PR_curve.csv, curves.csv.
+    wandb: the package. Files: `AS_TABLES`, confusion_matrix.csv, and with or without `mask_` PR_curve.csv, curves.csv.
     """
     made: dict[str, Any] = {}
-    for name in TABLES & set(documents):
+    for name in AS_TABLES & set(documents):
         head, *rows = csv.reader(documents[name].splitlines())
         made[f"tables/{name.removesuffix('.csv')}"] = wandb.Table(
             columns=head, data=[[_value(cell) for cell in row] for row in rows]

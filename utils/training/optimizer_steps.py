@@ -45,8 +45,8 @@ class OptimizerOptions(SyncOptions):
     scale_lr: bool
     log_interval: int
     max_skips: int
-    profile: str
     wandb_id: str
+    profile: str = ""
 
 
 class EndedStep(NamedTuple):
