@@ -23,6 +23,7 @@ class Server:
         self.files: dict[str, bytes] = {}
         self.runs: set[str] = set()
         self.artifacts: list[dict[str, Any]] = []  # as they were created
+        self.views: list[dict[str, Any]] = []  # saved workspaces
         self.links: list[tuple[str, str]] = []  # an id, and the collection of a registry
         self.inputs: list[str] = []  # ids of the artifacts that runs use: `a1` is the first of `artifacts`
         self.code: int | None = None
@@ -75,6 +76,9 @@ class Server:
             link = {"id": "l", "versionIndex": 0, "createdAt": "2026-01-01T00:00:00", "aliases": [], "artifact": source}
             link["artifactCollection"] = {"__typename": "ArtifactPortfolio", **collection}
             return {"result": {"versionIndex": 0, "artifactMembership": link}}
+        if name == "UpsertView2":
+            self.views.append(given)
+            return {"upsertView": {"view": {"id": "v", "name": "x"}, "inserted": True}}
         if name == "UseArtifact":
             self.inputs.append(given["artifactID"])
             return {
