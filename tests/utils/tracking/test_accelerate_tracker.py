@@ -71,7 +71,7 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "reason"),
     [
         ("unknown", "this version of accelerate has no tracker unknown: pip install -U accelerate"),
-        ("swanlab", "No module named 'swanlab'"),
+        pytest.param("swanlab", "No module named 'swanlab'", marks=pytest.mark.long),
     ],
 )
 def test_a_tracker_that_fails_is_one_warning(name: str, reason: str, tmp_path: Path) -> None:

@@ -50,23 +50,25 @@ def test_half_a_line_closes_the_run(tmp_path: Path) -> None:
 def test_why_a_run_ended_is_an_alert(tmp_path: Path) -> None:
     """If it is asked for: the reason, and without one that the training process has vanished."""
     pytest.importorskip("wandb")
-    for number, reasons in enumerate((["20 steps were not finite"], [])):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        tracker = WandbTracker(folder, {"project": "p", "id": "abc", "notes": "why"}, print, alerts=True)
+    started = []
+    for name, reasons in (("failed", ["20 steps were not finite"]), ("vanished", [])):
+        (tmp_path / name).mkdir()
+        tracker = WandbTracker(tmp_path / name, {"project": "p", "id": "abc", "notes": "why"}, print, alerts=True)
         tracker.store_init_configuration({})
         tracker.log({"step": 1, "metrics/a.b": 0.5}, step=1)
         for reason in reasons:
             tracker.fail(reason)
         tracker.messages.put(None)  # the input ends, as if the training process did
+        started.append(tracker)
+    for tracker, expected in zip(started, ("20 steps were not finite", "without an error message"), strict=True):
         assert tracker.process is not None
         tracker.process.wait(60)
-        (file,) = runs(folder)
+        (file,) = runs(tracker.folder)
         run = read(file)
         assert (run.code, run.notes) == (1, "why")
         ((title, text, level),) = run.alerts
         assert (title, level) == ("The run ended by an error", "ERROR")
-        assert text == "".join(reasons) or "without an error message" in text
+        assert expected in text
 
 
 HAS_KEY = """
