@@ -83,7 +83,7 @@ class StepProfiler:
         run.files.write_documents({f"{TRACE_FOLDER}/{OPERATORS_FILE}": text})
         run.print(f"profile of the optimizer steps {self.first} to {self.last}: {folder}", *table(operators))
         for tracker in run.trackers:
-            tracker.log_documents({OPERATORS_FILE: text}, self.last, 0)
+            tracker.log_documents({OPERATORS_FILE: text}, self.last, self.last)
             tracker.log_artifact(self.artifact, "profile", ["latest"], files=sorted(folder.iterdir()))
 
 
