@@ -7,7 +7,7 @@ FULL := $(VENV)/.installed
 REQUIREMENTS := requirements.txt requirements-dev.txt requirements-deepspeed.txt requirements-export.txt
 
 .PHONY: setup train test test-long test-gpu test-gpu2 test-floors test-trackio lint constraints \
-	bench bench-processes bench-saving bench-versus bench-gpus
+	gpu gpu2 gpu-data bench bench-processes bench-saving bench-versus bench-gpus
 
 # Everything: for DeepSpeed, exports, tests and linters too.
 setup: $(FULL)
@@ -44,6 +44,20 @@ test-gpu: setup
 
 test-gpu2: setup
 	$(RUN) -m pytest -m gpu2
+
+# Tests and measurements on a GPU, appended to docs/gpu.md; nothing is installed. PART: only these parts, such as "steps";
+# GPU_PYTHON: another Python; GPU_FLAGS: more flags of benchmarks.gpu_report
+GPU_PYTHON ?= $(if $(wildcard $(RUN)),$(RUN),$(PYTHON))
+
+gpu:
+	$(GPU_PYTHON) -m benchmarks.gpu_report $(if $(PART),--part $(PART)) $(GPU_FLAGS)
+
+gpu2:
+	$(GPU_PYTHON) -m benchmarks.gpu_report --pair $(if $(PART),--part $(PART)) $(GPU_FLAGS)
+
+# What a machine without a network needs for it, in .gpu
+gpu-data:
+	$(GPU_PYTHON) -m benchmarks.gpu_data
 
 # The lowest versions that the requirements allow, on the lowest Python of this machine, or FLOORS_PYTHON. CI does not run it.
 FLOORS := .venv-floors

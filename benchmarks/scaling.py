@@ -31,6 +31,8 @@ LATENCIES = {8: (20e-6, 30e-6), 64: (50e-6, 100e-6)}  # the same as a range, by 
 LOADER = {"window": 8.08, "any": 12.9, "cached": 2.95}  # CPU milliseconds per image, from docs/benchmarks.md
 VALIDATED = 5000  # images of COCO's validation
 WORKERS = 8  # loader processes per GPU, the default of --workers
+FILE = 163e3  # bytes of a JPEG of COCO's train2017: 19.3 GB for 118,287
+REQUESTS = 16  # at once, of a loader process
 PHOTO = 108 / 128  # MiB of a decoded photo, from docs/benchmarks.md
 SAVING, METRICS = 0.63, 0.62  # seconds to save yolov5l and to compute COCO's metrics, from docs/benchmarks.md
 MB, MS = 1e6, 1e-3
@@ -193,6 +195,7 @@ def main() -> None:
     published(jobs[SIZES.index("l")])
     epoch(fast)
     loading(jobs)
+    store(jobs)
 
 
 def steps(jobs: Sequence[Job]) -> None:
@@ -318,6 +321,25 @@ def loading(jobs: Sequence[Job]) -> None:
     most = ", ".join(f"{kind} {WORKERS / milliseconds / MS:.0f}" for kind, milliseconds in LOADER.items())
     print(f"\nat most, with {WORKERS} loader processes of a core each: {most} images/s per GPU")
     print(f"COCO decoded, in the memory of a machine: {COCO * PHOTO / 1024:.0f} GiB")
+
+
+def store(jobs: Sequence[Job]) -> None:
+    """Print what machines request of an object store in their first epoch, before their caches have anything."""
+    head = ["model", "GPUs", "times per image", "requests/s", "of a machine", "GB/s", "Gbit/s of one", "longest, ms"]
+    rows = []
+    for job in jobs:
+        fast = job.per_gpu / job.batch
+        for gpus in (GPUS, 64):
+            machines = gpus // GPUS
+            times = machines * (1 - math.exp(-4 / machines))  # an image is in four mosaics, each on some machine
+            times = max(times, 1.0)
+            requests = gpus * fast * times
+            longest = REQUESTS * WORKERS * GPUS / (requests / machines) / MS
+            row = [job.model.name, f"{gpus}", f"{times:.2f}", f"{requests:.0f}", f"{requests / machines:.0f}"]
+            bytes_per_second = requests * FILE
+            row += [f"{bytes_per_second / 1e9:.2f}", f"{bytes_per_second * 8 / machines / 1e9:.1f}", f"{longest:.0f}"]
+            rows.append(row)
+    table(head, rows)
 
 
 if __name__ == "__main__":

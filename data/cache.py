@@ -13,7 +13,7 @@ import mmap
 import os
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from weakref import WeakSet
 
 import numpy as np
 
+from data import storage
 from data.image_ring import RING_MEMORY_SHARE, ImageRing
 from data.images import read_image, read_reduced, resize_long_side, scaled_shape
+from data.remote import is_remote
 from utils.distributed.shared_memory import shared_memory
 from utils.errors import UserError
 from utils.files import cache_folder, replacing
@@ -42,6 +44,7 @@ class Files(Sequence[Path]):
         names = [os.fsencode(path) for path in paths]
         self.text = b"".join(names)
         self.ends = np.cumsum([0, *map(len, names)])
+        self.are_remote = any(map(is_remote, map(os.fspath, paths)))
 
     def __len__(self) -> int:
         return len(self.ends) - 1
@@ -76,6 +79,11 @@ class Images:
             return read_reduced(self.files[index], width, height, self.imgsz)
         image = read_image(self.files[index])
         return resize_long_side(image, self.imgsz, self.smooth) if self.imgsz else image
+
+    def prefetch(self, indices: Iterable[int]) -> None:
+        """Request those of some images that are remote, many at once, so that `read` finds them on disk."""
+        if self.files.are_remote:
+            storage.prefetch([self.files[index] for index in indices])
 
     def is_cached(self, index: int) -> bool:
         """Return whether `read` needs no decoding."""
@@ -204,11 +212,10 @@ class ImagesOnDisk(Images):
             )
 
     def _cache_file(self, file: Path) -> str:
-        try:
-            status = file.stat()
-        except OSError as error:
-            raise UserError(f"{file} cannot be read: {error.strerror}; fix or remove it") from None
-        stamp = f"\0{status.st_size}\0{status.st_mtime_ns}\0{self.imgsz}\0{self.smooth}"
+        size, changed = storage.stamp(file)
+        if size < 0:
+            raise UserError(f"{file} cannot be read; fix or remove it")
+        stamp = f"\0{size}\0{changed}\0{self.imgsz}\0{self.smooth}"
         if self.reduced_from is not None:
             stamp += "\0reduced"
         digest = hashlib.sha256(os.fsencode(file) + stamp.encode()).hexdigest()

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torch.utils.data import DataLoader, Dataset
 
+from data import remote
 from data.batches import Batch, loader, stacked
 from data.cache import Images, open_images
 from data.dataset import DataSet, Item, Split, labels_text, split_identity
@@ -25,7 +26,7 @@ from data.images import read_image
 from data.labels import load_labels
 from data.problems import problem_warnings
 from data.sampler import Instances, SampleIndex, Sampling, evaluation_batches, item_generator, training_batches
-from data.sources import DataSpec, images_below
+from data.sources import DataSpec, images_below, packed_groups
 from data.transforms import Augmenter, TransformSettings, centre_crop
 from utils.config.hyperparameters import Recipe
 from utils.config.select import select
@@ -48,6 +49,11 @@ class _Items(Dataset[tuple[Tensor, Tensor, ImageInfo]]):
 
     def __init__(self, images: Images, labels: np.ndarray, classes: int) -> None:
         self.images, self.labels, self.classes = images, labels, classes
+
+    def __getitems__(self, samples: Sequence[SampleIndex]) -> list[tuple[Tensor, Tensor, ImageInfo]]:
+        """Return the items of a batch. The loader calls this."""
+        self.images.prefetch(index for sample in samples for index in (sample.image, *sample.partners))
+        return [self[sample] for sample in samples]
 
     def load(self, index: int) -> tuple[Tensor, int]:
         """Return an image at the size of its file, uint8 (3, h, w) RGB, and its class."""
@@ -161,13 +167,13 @@ class ClassificationData(DataSet[ClassificationSplit]):
     def files(spec: DataSpec) -> dict[str, list[Path]]:
         """Return the images of training and validation."""
         return {
-            name: [path for paths in _classes_of_split(spec, name).values() for path in paths]
+            name: [path for paths in classes_of_split(spec, name).values() for path in paths]
             for name in ("train", "val")
         }
 
     def split(self, name: str, hyp: Recipe | None = None) -> ClassificationSplit:
         """Read and check a split. Raises `UserError` if no image can be used, or for a folder of an unknown class."""
-        classes = _classes_of_split(self.spec, name)
+        classes = classes_of_split(self.spec, name)
         numbers = {text: number for number, text in self.names.items()}
         if unknown := [text for text in classes if text not in numbers]:
             raise UserError(
@@ -250,7 +256,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
 Classes = dict[str, list[Path]]  # the images of each class, sorted, by its name
 
 
-def _classes_of_split(spec: DataSpec, name: str) -> Classes:
+def classes_of_split(spec: DataSpec, name: str) -> Classes:
     """Return the images of a split by class. Raises `UserError` if there are none."""
     if name == "val" and "val" not in spec.entries and not spec.split:
         raise UserError(
@@ -285,6 +291,10 @@ def _walk_classes(spec: DataSpec, name: str) -> Classes:
     images: dict[str, set[Path]] = {}
     spec.unread[name] = []
     for parent in parents:
+        if grouped := packed_groups(parent):
+            for path, text in grouped:
+                images.setdefault(text, set()).add(Path(path))
+            continue
         for folder in _folders(parent):
             if not any(other.is_relative_to(folder) for other in excluded):
                 text = os.fsencode(folder.name).decode(errors="surrogateescape")  # as in the YAML, in any locale
@@ -301,6 +311,9 @@ def _walk_classes(spec: DataSpec, name: str) -> Classes:
 
 def _folders(parent: Path) -> list[Path]:
     """Return the folders in a folder except hidden ones, by name. Raises `UserError` if it cannot be read."""
+    if remote.is_remote(parent):
+        below = (Path(name).relative_to(parent) for name in remote.files_below(str(parent)))
+        return [parent / name for name in sorted({path.parts[0] for path in below if len(path.parts) > 1})]
     try:
         return sorted(folder for folder in parent.iterdir() if folder.is_dir() and not folder.name.startswith("."))
     except NotADirectoryError:

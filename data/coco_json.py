@@ -10,18 +10,21 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from data import storage
 from data.outlines import decode_rle, joined, mask_outline
 from utils.errors import UserError, nearest, plural
 from utils.files import cache_folder, file_name, one_at_a_time, replacing
 
+T = TypeVar("T")
 CONTENTS_VERSION = 1  # of the cached `Contents`
 CUT_KEY = "cut at the edge of their image"  # the tally's key of boxes that are cut, not left out
 
@@ -108,7 +111,7 @@ def _read(file: Path, objects: bool) -> Any:
     import msgspec
 
     try:
-        return (whole if objects else slim).decode(file.read_bytes())
+        return (whole if objects else slim).decode(storage.read_bytes(file))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
     except msgspec.ValidationError as error:
@@ -220,28 +223,27 @@ class Contents(NamedTuple):
 
 def read_contents(file: Path) -> Contents:
     """Return classes and images of an annotation file, from the cache if it has not changed. Raises `UserError`."""
-    try:
-        status = file.stat()
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from None
-    return _contents(file, f"{CONTENTS_VERSION}\0{status.st_size}\0{status.st_mtime_ns}\0")
+    size, changed = storage.stamp(file)
+    return _contents(file, f"{CONTENTS_VERSION}\0{size}\0{changed}\0")
 
 
 @lru_cache(8)
 def _contents(file: Path, stamp: str) -> Contents:
     key = hashlib.sha256(stamp.encode() + os.fsencode(file)).hexdigest()[:32]
-    cached = cache_folder() / "annotations" / f"{key}.json"
+    return Contents(**cached_json(key, lambda: _parse_contents(_read(file, objects=False), file)._asdict()))
+
+
+def cached_json(key: str, compute: Callable[[], T]) -> T:
+    """Return what the cache has under `key`, else what `compute` returns, and write it; one process at a time."""
+    cached = cache_folder() / "annotations" / f"{key[:32]}.json"
     with one_at_a_time(cached.with_suffix(".lock")):
-        try:
-            return Contents(**json.loads(cached.read_bytes()))
-        except (OSError, ValueError, TypeError):  # absent or damaged
-            contents = _parse_contents(_read(file, objects=False), file)
-        try:
-            with replacing(cached) as target:
-                target.write(json.dumps(contents._asdict()).encode())
-        except OSError:
-            pass  # it is read again the next time
-        return contents
+        with suppress(OSError, ValueError):  # absent or damaged
+            known: T = json.loads(cached.read_bytes())
+            return known
+        content = compute()
+        with suppress(OSError), replacing(cached) as target:  # else it is computed again the next time
+            target.write(json.dumps(content).encode())
+        return content
 
 
 def _parse_contents(content: Any, file: Path) -> Contents:
@@ -265,8 +267,8 @@ class AnnotatedImages:
 
     def stamp(self) -> bytes:
         """Return what the rows depend on, for the key of a cache."""
-        status = self.file.stat()
-        return f"{self.file}\0{status.st_size}\0{status.st_mtime_ns}\0{self.names}\0".encode(errors="surrogateescape")
+        size, changed = storage.stamp(self.file)
+        return f"{self.file}\0{size}\0{changed}\0{self.names}\0".encode(errors="surrogateescape")
 
     def rows(self, polygons: bool) -> tuple[dict[str, str], list[str]]:
         """Return the label rows of each image by its path, as in a label file, and problems. Raises `UserError`."""
@@ -292,10 +294,11 @@ def find_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> tu
         )
     problems = [f"{file}: no category '{name}'{nearest(name, sorted(known))}" for name in missing_names]
     parents = [os.path.join(folder, "") for folder in (file.parent, *folders)]
+    searched_in = [(parent, storage.file_test(parent)) for parent in parents]
     images: dict[str, str] = {}
     missing: list[str] = []
     for name in contents.images:
-        path = next((path for parent in parents if os.path.isfile(path := os.path.join(parent, name))), None)
+        path = next((path for parent, is_file in searched_in if is_file(path := os.path.join(parent, name))), None)
         if path is None:
             missing.append(name)
         else:

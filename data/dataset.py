@@ -19,6 +19,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from data import storage
 from data.batches import Batch
 from data.folders import read_folder
 from data.problems import refuse
@@ -205,6 +206,7 @@ class DataSource:
 
 def data_source(data: str, kind: str) -> DataSource:
     """Read the YAML or the folder that --data names. kind: `module:class` of the data set. Raises `UserError`."""
+    storage.forget()
     spec = read_folder(Path(data)) if os.path.isdir(data) else read_spec(find_file(data, "data set", ["data"]))
     return DataSource(spec, dataset_class(kind))
 

@@ -82,6 +82,7 @@ class _Items(Dataset[Item]):
 
     def __getitems__(self, samples: Sequence[SampleIndex]) -> list[Item]:
         """Return the items of a batch, with the pixels written straight into the batch. The loader calls this."""
+        self.images.prefetch(index for sample in samples for index in (sample.image, *sample.partners))
         pixels = empty_pixels(len(samples), 3, *samples[0].shape)
         return [self.item(sample, pixels[k]) for k, sample in enumerate(samples)]
 
@@ -206,6 +207,8 @@ class DetectionData(DataSet[DetectionSplit]):
     def class_names(spec: DataSpec, single_cls: bool) -> dict[int, str]:
         """Return the YAML's `names`, or the one class `item`. Raises `UserError` if there are no `names`."""
         if not spec.names:
+            if spec.is_remote:
+                spec.locations("train")  # it may be absent, and a pack has the names
             raise UserError(f"{spec.file}: `names` must list the classes, as `0: person` lines or as [person, ...]")
         return {0: "item"} if single_cls else spec.names
 

@@ -1,4 +1,4 @@
-"""What the folder that --data names is: an export with a data.yaml, COCO annotations, or a folder per class.
+"""What the folder that --data names is: an export with a data.yaml, COCO or VOC annotations, or a folder per class.
 
 Called by data/dataset.py.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data.sources import DataSpec, checked_spec, images_below, read_spec
+from data.voc import LISTS, is_voc_list
 from utils.errors import UserError
 
 YAML_NAMES = ("data.yaml", "data.yml")
@@ -31,13 +32,13 @@ def read_folder(folder: Path) -> DataSpec:
             return checked_spec(folder, content, [f"{folder} has {title} ({entries})"])
     if (folder / "Annotations").is_dir():
         raise UserError(
-            f"{folder} has VOC's Annotations: write label files with `python -m data.convert voc {folder} --labels "
-            "LABELS --images IMAGES`, and a data YAML for them (docs/data.md)"
+            f"{folder} has VOC's Annotations, but no {LISTS}/train.txt, so it is not known which images are for "
+            "training: write such a list, and val.txt, with an image's name without suffix in each line"
         )
     raise UserError(
         f"{folder} is not recognised as a data set: it has no {YAML_NAMES[0]}, no train/{EXPORTED_ANNOTATIONS}, no "
-        "annotations/instances_train*.json, and no folder of images per class, also not in train/; write a data YAML "
-        "(docs/data.md)"
+        f"annotations/instances_train*.json, no {LISTS}/train.txt, and no folder of images per class, also not in "
+        "train/; write a data YAML (docs/data.md)"
     )
 
 
@@ -57,6 +58,16 @@ def _coco(folder: Path) -> dict[str, Any]:
             names = (files[0].stem.removeprefix("instances_"), f"images/{split}")
             images[split] = next((name for name in names if (folder / name).is_dir()), names[0])
     return {**content, "images": images} if "train" in content else {}
+
+
+def _voc(folder: Path) -> dict[str, Any]:
+    """Return the lists of each split in VOC's layout, of the folder or of the years in it, such as VOC2012."""
+    content: dict[str, Any] = {}
+    for split, names in SPLIT_FOLDERS.items():
+        lists = [year / LISTS / f"{name}.txt" for year in (folder, *sorted(folder.glob("VOC*"))) for name in names[:1]]
+        content[split] = [str(file.relative_to(folder)) for file in lists if file.is_file() and is_voc_list(file)]
+    content["val"] = content["val"] or content["test"]
+    return {split: lists for split, lists in content.items() if lists} if content["train"] else {}
 
 
 def _classes_by_split(folder: Path) -> dict[str, Any]:
@@ -80,17 +91,20 @@ def _splits(path_of: Callable[[str], str], fits: Callable[[str], bool]) -> dict[
 
 
 def _has_class_folders(folder: Path) -> bool:
-    """Return whether a folder has folders with images, of which none is YOLO's `images` or `labels`."""
+    """Return whether a folder has folders with images, of which none is YOLO's `images` or `labels` or VOC's."""
     if not folder.is_dir():
         return False
     folders = [entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
     names = {entry.name for entry in folders}
-    return not names & {"images", "labels"} and any(next(images_below(entry, []), None) for entry in folders)
+    return not names & {"images", "labels", "JPEGImages"} and any(
+        next(images_below(entry, []), None) for entry in folders
+    )
 
 
 RECOGNISED: dict[str, Callable[[Path], dict[str, Any]]] = {
     "COCO annotations in the folder of each split": _exported,
     "COCO's layout": _coco,
+    "VOC's layout": _voc,
     "a folder of images per class in the folder of each split": _classes_by_split,
     "a folder of images per class": _classes,
 }

@@ -19,6 +19,7 @@ from PIL.ImageFile import ImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 
+from data import storage
 from utils.errors import UserError
 
 cv2.setNumThreads(0)  # loader processes are parallel already; their threads would compete for the cores
@@ -44,7 +45,7 @@ def read_image(path: Path, jpeg_divisor: int = 1) -> np.ndarray:
     cannot be read.
     """
     try:
-        data = path.read_bytes()
+        data = storage.read_bytes(path)
         is_jpeg = data.startswith(JPEG_START)
         if is_jpeg and not data.endswith(JPEG_END):
             data += JPEG_END  # libjpeg prints a warning without it, each time
@@ -110,9 +111,11 @@ def image_size(path: Path) -> tuple[int, int]:
     Only headers and the end of a JPEG or PNG are read; other formats, and files with an unusual end, are decoded.
     Raises one of Pillow's many errors if the file is no image, or is not whole.
     """
+    if size := storage.image_size(path):
+        return size
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # damaged EXIF blocks warn; the orientation is then absent
-        with Image.open(path) as opened:
+        with Image.open(storage.opened(path)) as opened:
             width, height = opened.size
             whole = _has_end_marker(opened)
             orientation = _orientation(opened)
@@ -159,7 +162,7 @@ def _lacks_only_end_marker(path: Path) -> bool:
     Missing pixels are decoded from whatever bytes follow, so that two fillings give two images. A progressive JPEG may
     lack a whole pass, which cannot be detected: it does not count.
     """
-    data, images = path.read_bytes(), []
+    data, images = storage.read_bytes(path), []
     for filling in (b"\x12", b"\xed"):
         with Image.open(io.BytesIO(data + 64 * filling + JPEG_END)) as opened:
             if "progressive" in opened.info:

@@ -6,10 +6,9 @@ import hashlib
 import math
 import multiprocessing
 import os
-import stat
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -19,10 +18,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from data import storage
 from data.coco_json import AnnotatedImages
 from data.images import image_size
 from data.polygons import Polygons, offsets_of
-from data.sources import label_file, label_name
 from utils.errors import UserError, plural, shortened
 from utils.files import cache_folder, one_at_a_time, replacing
 
@@ -112,7 +111,8 @@ def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: 
     """
     wrong = np.flatnonzero(labels.rows[:, 0] >= classes)
     if len(wrong):
-        file = label_file(images[int(np.searchsorted(labels.offsets, wrong[0], side="right")) - 1])
+        image = images[int(np.searchsorted(labels.offsets, wrong[0], side="right")) - 1]
+        file = Path(storage.label_name(os.fspath(image)))
         number = int(labels.rows[wrong[0], 0])
         raise UserError(
             f"{file}{_line_of(file, number)} has class {number}, but `names` of {source} ends at {classes - 1}; "
@@ -124,7 +124,7 @@ def _line_of(file: Path, number: int) -> str:
     """Return `, line 3` for the first line of a label file with this class, or '' if the file has changed."""
     text = ""
     with suppress(OSError, UnicodeDecodeError):
-        text = file.read_text(encoding="utf-8-sig")
+        text = storage.read_bytes(file).decode("utf-8-sig")
     for line, words in enumerate(map(str.split, text.splitlines()), 1):
         with suppress(ValueError, IndexError):  # of a bad row
             if float(words[0]) == number:
@@ -137,26 +137,13 @@ def _key(images: Sequence[Path], content: Content, annotated: Sequence[Annotated
     names = list(map(os.fspath, images))
     digest = hashlib.sha256(f"{content} {CACHE_VERSION} {len(names)}\0".encode())
     digest.update(os.fsencode("\0".join(names)))
-    digest.update(_stamps(names))
+    digest.update(storage.stamps(names))
     if content != "images":
         for each in annotated:
             digest.update(each.stamp())
             names = [name for name in names if name not in each.images]
-        digest.update(_stamps(map(label_name, names)))
+        digest.update(storage.stamps(map(storage.label_name, names)))
     return digest.hexdigest()[:32]
-
-
-def _stamps(files: Iterable[str]) -> bytes:
-    """Return size in bytes and modification time in ns of each file, as int64 (n, 2); -1 and -1 if there is none."""
-    stamps: list[int] = []
-    for file in files:
-        try:
-            status = os.stat(file)
-        except (OSError, ValueError):  # the latter for a name that no file can have
-            stamps += (-1, -1)
-        else:
-            stamps += (status.st_size, status.st_mtime_ns)
-    return np.array(stamps, np.int64).tobytes()
 
 
 def _read_cache(path: Path, images: int, outlined: bool) -> Labels | None:
@@ -240,6 +227,9 @@ def _map_chunks(
 
 
 def _scan_chunk(content: Content, images: Sequence[Scanned]) -> Labels:
+    unread = [(os.fspath(image), text) for image, text in images if storage.image_size(image) is None]
+    labels = [storage.label_name(name) for name, text in unread if text is None and content != "images"]
+    storage.prefetch([*(name for name, _ in unread), *labels])
     scans = [scan_image(image, content, text) for image, text in images]
     outlines = [outline for scan in scans for outline in scan.outlines]
     return Labels(
@@ -267,7 +257,7 @@ def scan_image(image: Path, content: Content = "labels", text: str | None = None
     objects are in an annotation file; it has no label file.
     """
     try:
-        _refuse_pipe(image)
+        storage.refuse_pipe(image)
         size = image_size(image)
     except Exception as error:  # Pillow raises many kinds for a damaged file
         return Scan(problems=[f"{image}: not readable as an image ({error}); left out"])
@@ -275,12 +265,11 @@ def scan_image(image: Path, content: Content = "labels", text: str | None = None
         return Scan(problems=[f"{image}: {size[0]}x{size[1]} pixels, smaller than {MIN_IMAGE_SIDE_PIXELS}; left out"])
     if content == "images":
         return Scan(size)
-    file = label_name(os.fspath(image)) if text is None else f"annotations of {image}"
+    file = storage.label_name(os.fspath(image)) if text is None else f"annotations of {image}"
     try:
         if text is None:
-            _refuse_pipe(file)
-            with open(file, "rb") as opened:
-                text = opened.read().decode("utf-8-sig")
+            storage.refuse_pipe(file)
+            text = storage.read_label(file, content in OUTLINED).decode("utf-8-sig")
     except FileNotFoundError:
         return Scan(size)  # background
     except (OSError, UnicodeDecodeError) as error:
@@ -290,12 +279,6 @@ def scan_image(image: Path, content: Content = "labels", text: str | None = None
         return Scan(problems=[*problems, f"{file}: no row can be used; its image is left out"])
     outlines = list(map(_outline, rows.values())) if content in OUTLINED else ()
     return Scan(size, np.array(list(rows), np.float32).reshape(-1, 5), problems, outlines)
-
-
-def _refuse_pipe(file: Path | str) -> None:
-    """Raise OSError for a pipe, socket or device, which may have no end. Links to files are files."""
-    if not stat.S_ISREG(os.stat(file).st_mode):
-        raise OSError("it is no regular file")
 
 
 def _outline(words: Sequence[str]) -> np.ndarray:

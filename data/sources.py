@@ -11,14 +11,16 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
+from data import remote, storage, voc
 from data.archives import archive_sources, fetch_dataset, has_content
 from data.coco_json import AnnotatedImages, find_images, read_contents
 from data.converters import CONVERTERS
 from data.images import IMAGE_SUFFIXES
+from data.shards import Pack, find_pack
+from data.voc import is_voc_list
 from utils.config.parser import check_suggested_defaults
 from utils.config.ranges import is_number
 from utils.errors import UserError, nearest, plural, shortened, shown
@@ -51,14 +53,14 @@ class Listing(NamedTuple):
     def label_files(self) -> list[Path]:
         """Return the files that the labels are read from; label files may not exist."""
         described = {path for each in self.annotated for path in each.images}
-        label_files = (label_file(image) for image in self.images if str(image) not in described)
+        label_files = (Path(storage.label_name(str(image))) for image in self.images if str(image) not in described)
         return [*(each.file for each in self.annotated), *label_files]
 
     def expected_labels(self) -> str:
         """Describe, for an error, where labels should be."""
         if self.annotated:
             return f"{self.annotated[0].file} has no box of a class under `names`"
-        return f"that of {self.images[0]} is looked for at {label_file(self.images[0])}"
+        return f"that of {self.images[0]} is looked for at {storage.label_name(str(self.images[0]))}"
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,11 @@ class DataSpec:
     walked: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     unread: dict[str, list[str]] = field(default_factory=dict, compare=False, repr=False)  # see `unread_images`
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether `path:` is an address."""
+        return any(map(remote.is_remote, self.roots))
+
     def images(self, split: str) -> list[Path]:
         """Return the image files of a split, sorted, each once. Raises `UserError` if it is absent or empty."""
         return self.listing(split).images
@@ -95,29 +102,36 @@ class DataSpec:
         problems: list[str] = []
         listed: list[str] = []  # text: many Paths are slow
         unread = self.unread[split] = []
-        annotated = []
+        packed: list[str] = []
+        annotated: list[tuple[AnnotatedImages, list[str]]] = []
         for location in locations:
-            if _is_annotations(location):
+            if pack := _pack_of(location):
+                packed += pack.images(location.name)
+            elif is_voc_list(location):
+                annotated.append(voc.find_images(location, list(self.names.values())))
+            elif _is_annotations(location):
                 folders = [root / folder for root in self.roots for folder in self._image_folders(split)]
-                found, missing = find_images(location, folders, list(self.names.values()))
-                listed += found.images
-                problems += missing
-                annotated.append(found)
+                annotated.append(find_images(location, folders, list(self.names.values())))
             else:
-                listed += _read_list(location, problems) if location.is_file() else _names_below(location, unread)
+                is_list = storage.is_file(location)
+                listed += _read_list(location, problems) if is_list else _names_below(location, unread)
+        for described, missing in annotated:
+            listed += described.images
+            problems += missing
         problems += self.unread_images(split)
-        if not listed:
-            searched = "; ".join([", ".join(map(str, locations)), *self.unread_images(split)])
+        if not listed and not packed:
+            searched = "; ".join([", ".join(map(storage.shown, locations)), *self.unread_images(split)])
             raise UserError(f"{self.file}: `{split}:` has no images in {searched}; put images there or fix the path")
-        # In the order of Paths: folder by folder.
-        images = sorted(set(listed), key=lambda image: image.replace(os.sep, "\0"))
+        # In the order of Paths, folder by folder, except for those in shards: they were packed in that order.
+        images = [*dict.fromkeys(packed), *sorted(set(listed), key=lambda image: image.replace(os.sep, "\0"))]
+        listed = packed + listed
         if len(images) < len(listed):
             repeated = next(image for image, count in Counter(listed).items() if count > 1)
             problems.append(
                 f"{self.file}: `{split}:` lists {plural(len(listed) - len(images), 'image')} again, such as "
                 f"{repeated}; each is used once"
             )
-        return Listing(list(map(Path, images)), problems, tuple(annotated))
+        return Listing(list(map(Path, images)), problems, tuple(described for described, _ in annotated))
 
     def annotation_file(self, split: str) -> Path | None:
         """Return the annotation file that a split names, if it names only that."""
@@ -141,9 +155,9 @@ class DataSpec:
         """Return the folder that `path:` names. Raises `UserError` if it is absent and cannot be downloaded."""
         reason = "" if any(map(has_content, self.roots)) else self._fetch()
         for root in self.roots:
-            if os.path.isdir(root):
+            if remote.is_remote(root) or os.path.isdir(root):
                 return Path(os.path.normpath(root))
-        tried = " or ".join(dict.fromkeys(os.path.normpath(root) for root in self.roots))
+        tried = " or ".join(dict.fromkeys(storage.shown(Path(os.path.normpath(root))) for root in self.roots))
         raise UserError(f"{self.file}: `path:` does not exist; looked for {tried}{reason}")
 
     def locations(self, split: str) -> list[Path]:
@@ -161,7 +175,7 @@ class DataSpec:
         for entry in self.entries[split]:
             location = _find(entry, self.roots)
             if location is None:
-                tried = " or ".join(dict.fromkeys(map(str, _candidates(entry, self.roots))))
+                tried = " or ".join(dict.fromkeys(map(storage.shown, _candidates(entry, self.roots))))
                 raise UserError(f"{self.file}: `{split}: {entry}` does not exist; looked for {tried}{reason}")
             locations.append(location)
         return locations
@@ -207,9 +221,13 @@ def overlap(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
 
 def _real_paths(images: Sequence[Path]) -> set[str]:
     """Return the paths of images with resolved folders. Each folder is resolved once, which is fast."""
-    paths = [os.path.split(image) for image in images]
-    folders = {folder: os.path.join(os.path.realpath(folder), "") for folder in {folder for folder, _ in paths}}
+    paths = [os.path.split(storage.unpacked_name(image)) for image in images]
+    folders = {folder: os.path.join(_real_path(folder), "") for folder in {folder for folder, _ in paths}}
     return {folders[folder] + name for folder, name in paths}
+
+
+def _real_path(folder: str) -> str:
+    return remote.shown_address(folder) if remote.is_remote(folder) else os.path.realpath(folder)
 
 
 def read_spec(file: Path) -> DataSpec:
@@ -237,6 +255,9 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
     if not names:
         names, omitted = _annotated_names(entries, roots)
         messages = (*messages, *omitted)
+    if remote.is_remote(roots[0]):
+        kept = f"files are kept in {remote.cache_path()} {remote.CACHE_RULE}"
+        messages = (*messages, f"{storage.shown(roots[0])}: {kept}")
     counts = Counter(names.values())
     repeated = [f"warning: {file}: {n} classes are named '{shortened(name)}'" for name, n in counts.items() if n > 1]
     share, seed = content.get("split", 0.0), content.get("split_seed", 0)
@@ -285,6 +306,8 @@ def _roots(file: Path, path: Any) -> tuple[Path, ...]:
         return bases
     if not _is_path(path):
         raise UserError(f"{file}: `path` must be a folder's name, not {shown(path)}")
+    if remote.is_remote(path):
+        return (Path(file_name(path)),)
     return tuple(base / os.path.expanduser(file_name(path)) for base in bases)
 
 
@@ -314,11 +337,16 @@ def _image_folders(file: Path, value: Any) -> dict[str, tuple[str, ...]]:
 def _annotated_names(
     entries: Mapping[str, Sequence[str]], roots: Sequence[Path]
 ) -> tuple[dict[int, str], tuple[str, ...]]:
-    """Return the classes of the first annotation file that a split names, and a message about its other categories."""
+    """Return the classes of the first pack or annotation file that a split names, and messages."""
     files = (_find(entry, roots) for split in SPLITS for entry in entries.get(split, ()))
-    file = next((file for file in files if file and _is_annotations(file)), None)
-    if file is None:
+    named = [file for file in files if file and (_pack_of(file) or _is_annotations(file) or is_voc_list(file))]
+    if not named:
         return {}, ()
+    file = named[0]
+    if is_voc_list(file):
+        return dict(enumerate(sorted({name for each in named for name in voc.class_names(each)}))), ()
+    if pack := _pack_of(file):
+        return pack.names, ()
     contents = read_contents(file)
     messages = (
         f"{file}: the category '{name}' has no objects and is the supercategory of others, so it is no class; list it "
@@ -330,12 +358,24 @@ def _annotated_names(
 
 def _is_annotations(location: Path) -> bool:
     """Return whether a split's entry is a COCO annotation file."""
-    return location.suffix.lower() == ANNOTATIONS_SUFFIX and location.is_file()
+    return location.suffix.lower() == ANNOTATIONS_SUFFIX and storage.is_file(location)
+
+
+def _pack_of(location: Path) -> Pack | None:
+    """Return the pack that has a split's entry as the name of a split."""
+    pack = find_pack(str(location.parent))
+    return pack if pack and location.name in pack.shards else None
+
+
+def packed_groups(location: Path) -> list[tuple[str, str]]:
+    """Return path and class of the images of a classification pack's split; [] for another location."""
+    pack = _pack_of(location)
+    return pack.grouped_images(location.name) if pack else []
 
 
 def _find(entry: str, roots: Sequence[Path]) -> Path | None:
-    # Unlike Path.exists, os.path.exists returns False for an invalid name.
-    return next((candidate for candidate in _candidates(entry, roots) if os.path.exists(candidate)), None)
+    candidates = _candidates(entry, roots)
+    return next((path for path in candidates if storage.exists(path) or _pack_of(path)), None)
 
 
 def _candidates(entry: str, roots: Sequence[Path]) -> list[Path]:
@@ -343,6 +383,8 @@ def _candidates(entry: str, roots: Sequence[Path]) -> list[Path]:
 
     Roboflow writes `../train/images` into a data.yaml that is beside `train`: as in YOLOv5, the `../` may be left out.
     """
+    if remote.is_remote(entry):
+        return [Path(entry)]
     entries = [os.path.expanduser(entry), *([entry.removeprefix("../")] if entry.startswith("../") else [])]
     return [Path(os.path.normpath(root / name)) for root in roots for name in entries]
 
@@ -378,6 +420,11 @@ def images_below(folder: Path, unread: list[str]) -> Iterator[Path]:
 
 
 def _names_below(folder: Path, unread: list[str]) -> Iterator[str]:
+    if remote.is_remote(folder):
+        names = remote.files_below(str(folder))
+        yield from filter(_is_image, names)
+        unread += filter(_is_unread, names)
+        return
     visited = set()
     for path, folders, files in os.walk(folder, followlinks=True, onerror=_refuse):
         real = os.path.realpath(path)
@@ -388,12 +435,17 @@ def _names_below(folder: Path, unread: list[str]) -> Iterator[str]:
         folders.sort()
         start = os.path.join(path, "")
         yield from (start + name for name in sorted(filter(_is_image, files)))
-        unread += [start + name for name in files if os.path.splitext(name)[1].lower() in OTHER_IMAGE_SUFFIXES]
+        unread += [start + name for name in filter(_is_unread, files)]
 
 
 def _is_image(path: str) -> bool:
     """Return whether a path has the suffix of an image. Path, which is slow, handles forms such as `a.jpg/.`."""
     return os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES or Path(path).suffix.lower() in IMAGE_SUFFIXES
+
+
+def _is_unread(path: str) -> bool:
+    """Return whether a path has the suffix of an image in a format that is not read."""
+    return os.path.splitext(path)[1].lower() in OTHER_IMAGE_SUFFIXES
 
 
 def _refuse(error: OSError) -> NoReturn:
@@ -403,7 +455,7 @@ def _refuse(error: OSError) -> NoReturn:
 def _read_list(file: Path, problems: list[str]) -> Iterator[str]:
     """Yield the images that a text file lists, one per line, relative to its folder or to the working folder."""
     try:
-        content = file.read_bytes()
+        content = storage.read_bytes(file)
     except OSError:
         content = b"\0"
     if b"\0" in content:  # as in an image, or in UTF-16
@@ -412,26 +464,7 @@ def _read_list(file: Path, problems: list[str]) -> Iterator[str]:
     lines = content.removeprefix(codecs.BOM_UTF8).splitlines()  # names may be any bytes
     for number, line in enumerate((os.fsdecode(line.strip()) for line in lines), 1):
         if _is_image(line):
-            beside = os.path.normpath(os.path.join(folder, line))
-            yield beside if os.path.exists(beside) else os.path.abspath(line)
+            beside = os.path.normpath(line if remote.is_remote(line) else os.path.join(folder, line))
+            yield beside if remote.is_remote(beside) or os.path.exists(beside) else os.path.abspath(line)
         elif line:
             problems.append(f"{file}, line {number}: '{line[:80]}' does not end like an image's name; skipped")
-
-
-def label_file(image: Path) -> Path:
-    """Return the label file of an image: the last folder `images` of its path becomes `labels`, the suffix .txt."""
-    return Path(label_name(str(image)))
-
-
-def label_name(image: str) -> str:
-    """Return the label file of an image as `label_file` does, but as text, which is much faster for many images."""
-    name = image.rfind(os.sep) + 1
-    suffix = image.rfind(".", name + 1)  # a leading dot starts no suffix
-    return f"{_label_folder(image[:name])}{image[name : suffix if suffix > 0 else None]}.txt"
-
-
-@lru_cache(4096)
-def _label_folder(folder: str) -> str:
-    """Return the folder of the labels for a folder of images. Both end with a separator, or are empty."""
-    before, images, after = f"{os.sep}{folder}".rpartition(f"{os.sep}images{os.sep}")
-    return f"{before}{os.sep}labels{os.sep}{after}"[len(os.sep) :] if images else folder

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
+from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
@@ -112,7 +113,11 @@ class Handler(BaseHTTPRequestHandler):
         elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
             if not self.refused(match[1], write=False):
                 self.describe(match[1], match[2] or "main")
-        elif (match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)) and not self.refused(
+        elif match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/tree/[^/]+/?(.*)", path):
+            self.list_files(match[1], match[2])
+        elif match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)", path):
+            self.describe(match[1], "main")
+        elif (match := re.fullmatch(r"/(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)) and not self.refused(
             match[1], write=False
         ):
             self.send_file(match[1], match[3])
@@ -123,6 +128,16 @@ class Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": name} for name in self.hub.files[repository]]
         self.give(200, {"id": repository, "sha": self.hub.sha(repository), "siblings": siblings, "tags": self.hub.tags})
 
+    def list_files(self, repository: str, folder: str) -> None:
+        """Describe the files of a data set that are in a folder itself."""
+        files = {PurePosixPath(name): data for name, data in self.hub.files[repository].items()}
+        entries = [
+            {"type": "file", "path": str(name), "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+            for name, data in files.items()
+            if name.parent == PurePosixPath(folder)
+        ]
+        self.give(200 if entries else 404, entries, **({} if entries else {"X_Error_Code": "EntryNotFound"}))
+
     def send_file(self, repository: str, name: str) -> None:
         commit = {"X_Repo_Commit": self.hub.sha(repository)}
         if repository in self.hub.gated:
@@ -130,7 +145,10 @@ class Handler(BaseHTTPRequestHandler):
         if name not in self.hub.files[repository]:
             return self.give(404, X_Error_Code="EntryNotFound", X_Error_Message="Entry not found", **commit)
         data = self.hub.files[repository][name]
-        self.give(200, data, ETag=f'"{hashlib.sha1(data).hexdigest()}"', **commit)
+        tag, status = f'"{hashlib.sha1(data).hexdigest()}"', 200
+        if span := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or ""):
+            data, status = data[int(span[1]) : int(span[2]) + 1], 206
+        self.give(status, data, ETag=tag, **commit)
 
     def upload(self, repository: str, step: str, content: bytes) -> None:
         if step == "commit":

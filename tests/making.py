@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 from torch import Tensor
 
-from data.sources import label_file
+from data.label_paths import label_file
 
 CLASS_NAMES = {0: "disc", 1: "traffic light", 2: "bar"}
 

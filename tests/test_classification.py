@@ -91,7 +91,7 @@ def test_two_machines(hosts: tuple[str, str], train: Train, alone: Path, tmp_pat
     assert not (tmp_path / "1").exists()
 
 
-@pytest.mark.long  # tests/test_segmentation.py and test_deepspeed.py run stage 2 each time
+@pytest.mark.long  # tests/test_deepspeed.py runs stage 2 each time
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_under_zero(stage: int, train: Train, alone: Path, tmp_path: Path) -> None:
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / f"deepspeed_zero{stage}.yaml"))
@@ -234,6 +234,7 @@ def test_the_learning_rate_is_scaled_where_asked(train: Train, alone: Path, tmp_
     assert rows(tmp_path / "scaled")[0]["x/lr0"] == 0.001
 
 
+@pytest.mark.long
 def test_a_cosine_to_a_floor(train: Train, tmp_path: Path) -> None:
     hyp = tmp_path / "floor.yaml"
     hyp.write_text(yaml.safe_dump({**GENTLE, "lrf": 0.1}))

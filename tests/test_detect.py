@@ -426,6 +426,18 @@ def test_invalid_arguments_of_a_predictor(flags: dict[str, Any], message: str) -
         Predictor(**flags)
 
 
+@pytest.mark.gpu
+def test_on_a_gpu(learned: Path, photo: Path, predictor: Predictor, run_script: RunScript, tmp_path: Path) -> None:
+    """The objects of the CPU, in full and in half precision; detect.py times the GPU's work."""
+    expected = predictor(photo)
+    for half in (False, True):
+        found = Predictor(learned, imgsz=SIDE, conf_thres=CONFIDENCE, device="cuda", half=half)(photo)
+        assert len(found.array) == len(expected.array)
+        assert np.allclose(found.array[:, :4], expected.array[:, :4], atol=1.0)
+    flags = ("--weights", str(learned), "--source", str(photo), "--device", "0", "--half")
+    assert " ms " in run_script("detect.py", *flags, "--imgsz", str(SIDE), "--project", str(tmp_path))
+
+
 # From Python
 
 

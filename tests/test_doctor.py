@@ -73,6 +73,13 @@ def test_two_processes(doctor: Callable[..., str]) -> None:
     assert printed.splitlines()[-1] == "the job can start"
 
 
+@pytest.mark.gpu2
+def test_two_gpus(doctor: Callable[..., str]) -> None:
+    printed = doctor("--device", "0,1")
+    assert not errors(printed)
+    assert "all-reduce of 16 MiB among 2 processes over nccl: " in printed
+
+
 def test_a_missing_process_is_an_error(doctor: Callable[..., str]) -> None:
     port = free_port()
     flags = ("--dist-timeout", "3")

@@ -216,6 +216,24 @@ def test_an_engine_is_its_onnx_file_and_a_command(
     assert command == ["trtexec", f"--onnx={stem}.onnx", f"--saveEngine={stem}.engine", *sizes]
 
 
+def test_apple_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["export.py", "--device", "mps"])
+    with pytest.raises(UserError, match="--device mps: models are not exported on Apple GPUs; give cpu"):
+        main()
+
+
+@pytest.mark.gpu
+def test_exported_on_a_gpu(weights: Path, tmp_path: Path, run_script: RunScript) -> None:
+    """In half precision, to formats that keep their device; the boxes are those of the weights."""
+    shutil.copy(weights, tmp_path / "best.pt")
+    flags = ("--include", "torchscript", "onnx", "exported", "--half", "--device", "0", "--imgsz", "64")
+    run_script("export.py", "--weights", str(tmp_path / "best.pt"), *flags)
+    images = torch.rand(1, 3, 64, 64)
+    boxes = read_exported(tmp_path / "best.torchscript")(images)
+    assert boxes.device.type == "cuda"
+    assert torch.allclose(boxes.cpu(), read_exported(tmp_path / "best.onnx")(images).cpu(), atol=1.0)
+
+
 @pytest.mark.parametrize("opset", [11, 22])
 def test_other_opsets_are_refused(opset: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

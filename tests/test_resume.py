@@ -138,6 +138,7 @@ def test_killed_at_twenty_random_moments(
         identical(project / "exp", tmp_path / "undisturbed" / "exp")
 
 
+@pytest.mark.long
 def test_a_launcher_starts_it_again(train: Train, undisturbed_on_two: Path, tmp_path: Path) -> None:
     """With --max_restarts and --resume auto a killed process is started again and resumes the run."""
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"), "--max_restarts", "1")
@@ -182,6 +183,7 @@ def test_asked_to_end(word: str, code: int, train: Train, resume: Train, undistu
     identical(tmp_path / "exp", undisturbed)
 
 
+@pytest.mark.long
 def test_asked_to_end_in_validation_on_two(
     train: Train, resume: Train, undisturbed_on_two: Path, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def test_two_machines(hosts: tuple[str, str], train: Train, alone: Path, tmp_pat
     same_curve(tmp_path / "0" / "exp", alone)
 
 
+@pytest.mark.long  # tests/test_deepspeed.py runs the stage each time
 def test_under_zero(train: Train, alone: Path, tmp_path: Path) -> None:
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "deepspeed_zero2.yaml"))
     train(tmp_path, "--sync-bn", launcher=launcher, DS_ACCELERATOR="cpu")

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from data.pack import pack
 from models.weights.reader import read_weights
 from tests.conftest import CallMain, RunScript
 from tests.curves import refused
@@ -55,6 +56,15 @@ def test_run_folder(first: tuple[Path, str]) -> None:
         assert weights.source == "lockstep"
         assert (weights.names[0], weights.training_size) == ("disc", 64)
         assert all(torch.isfinite(tensor).all() for tensor in weights.state.values())
+
+
+def test_a_pack_gives_the_same_curve(
+    first: tuple[Path, str], tmp_path: Path, run_script: RunScript, small_data: Path
+) -> None:
+    pack(str(small_data), str(tmp_path / "pack"), "64K")
+    assert len(list((tmp_path / "pack").glob("train-*.tar"))) > 1
+    train(run_script, tmp_path, tmp_path / "pack/data.yaml", "--imgsz", "60", "--workers", "1")
+    assert (tmp_path / "exp/results.csv").read_bytes() == (first[0] / "results.csv").read_bytes()
 
 
 def test_prints_a_rounded_image_size(first: tuple[Path, str]) -> None:

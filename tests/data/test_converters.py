@@ -14,7 +14,8 @@ import pytest
 
 from data.coco_json import CUT_KEY, Tally, box_row
 from data.converters import convert_coco, convert_visdrone, convert_voc
-from data.sources import label_file, read_spec
+from data.label_paths import label_file
+from data.sources import read_spec
 from tests.data.test_archives import files_below, write_spec, zipped
 from tests.making import plain, write_image
 from tests.web import sending, serving

@@ -24,7 +24,8 @@ from data.augment import AugmentSettings, Placement, Sample
 from data.batches import empty_pixels
 from data.dataset import DataOptions
 from data.detection import Batch, DetectionData, DetectionSplit, ImageInfo, collate, to_tensors
-from data.sources import DataSpec, label_file, read_spec
+from data.label_paths import label_file
+from data.sources import DataSpec, read_spec
 from tests.making import plain, write_image, write_label, write_yaml
 from utils.config.hyperparameters import Hyperparameters
 from utils.distributed import shared_memory

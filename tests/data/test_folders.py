@@ -60,12 +60,6 @@ def test_a_folder_per_class(tmp_path: Path, splits: tuple[str, ...]) -> None:
     assert len(data.split("val").images) == (2 if splits == ("",) else 4)
 
 
-def test_voc_is_recognised_and_has_a_converter(tmp_path: Path) -> None:
-    (tmp_path / "Annotations").mkdir()
-    with pytest.raises(UserError, match=r"VOC's Annotations: write label files with `python -m data.convert voc"):
-        read_folder(tmp_path)
-
-
 def test_other_folders_are_an_error_that_says_what_was_looked_for(tmp_path: Path) -> None:
     write_image(tmp_path / "images/train/a.png")
     write_image(tmp_path / "labels/train/a.png")

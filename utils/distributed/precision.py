@@ -41,6 +41,8 @@ def _choose(requested: str, device: str, by_zero: bool) -> Precision:
         raise UserError(f"{chosen} is not supported; use one of {', '.join(PRECISIONS)}")
     if by_zero and chosen.name == "fp16":
         raise UserError(f"{chosen} is not supported with DeepSpeed; use bf16 or no")
+    if device == "cpu" and chosen.name == "fp16":  # Accelerate would silently compute in float32
+        raise UserError(f"{chosen} is not supported on the CPU; use bf16 or no")
     return chosen
 
 

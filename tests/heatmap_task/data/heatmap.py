@@ -18,10 +18,11 @@ from data.batches import Batch, loader, stacked
 from data.cache import Images, open_images
 from data.dataset import DataSet, Item, Split, labels_text, split_identity
 from data.images import read_image, resize_long_side
+from data.label_paths import label_file
 from data.labels import load_labels
 from data.problems import problem_warnings
 from data.sampler import Instances, SampleIndex, evaluation_batches, item_generator, training_batches
-from data.sources import DataSpec, label_file
+from data.sources import DataSpec
 from utils.config.hyperparameters import Recipe
 from utils.errors import UserError
 

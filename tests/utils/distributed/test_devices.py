@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from tests.making import launched, without_launcher
+from tests.rehearsal.cuda_queries import GIB, CudaQueries
 from utils.distributed.devices import (
     choose_devices,
     describe_device,
+    device_kind,
     device_name,
     device_numbers,
     loader_workers,
+    one_device,
     processes_to_start,
 )
 from utils.errors import UserError
@@ -119,3 +122,21 @@ def test_descriptions() -> None:
     cpu = torch.device("cpu")
     assert describe_device(cpu) == f"{torch.get_num_threads()} threads"
     assert device_name(cpu) == f"{os.uname().nodename} cpu ({torch.get_num_threads()} threads)"
+
+
+def test_descriptions_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    CudaQueries(devices=2, name="NVIDIA H200", total=139 * GIB).install(monkeypatch)
+    gpu = torch.device("cuda", 1)
+    assert describe_device(gpu) == "NVIDIA H200, 139 GiB"
+    assert device_name(gpu) == f"{os.uname().nodename} cuda:1 (NVIDIA H200, 139 GiB)"
+    assert one_device("") == torch.device("cuda")
+    assert one_device("1") == gpu
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert [device_kind(device) for device in ("0,1", "", "cpu")] == ["cuda", "cuda", "cpu"]
+
+
+def test_an_apple_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for choose in (one_device, choose_devices):
+        with pytest.raises(UserError, match="--device mps: this machine has no Apple GPU"):
+            choose("mps")

@@ -83,8 +83,12 @@ def test_a_flag_then_what_the_launch_names_then_the_device(
     kind = set_device(monkeypatch, device)
     way.set(monkeypatch)
     for requested in ("", "no", "bf16", "fp16"):
-        chosen = choose_precision(requested, kind, by_zero=False, timeout=1.0)
-        assert chosen.name == (requested or way.named or DEFAULTS[device])
+        expected = requested or way.named or DEFAULTS[device]
+        if (kind, expected) == ("cpu", "fp16"):
+            with pytest.raises(UserError, match=r"mixed precision fp16 .* is not supported on the CPU; use bf16 or no"):
+                choose_precision(requested, kind, by_zero=False, timeout=1.0)
+        else:
+            assert choose_precision(requested, kind, by_zero=False, timeout=1.0).name == expected
 
 
 def test_every_launch_file_is_in_the_table() -> None:

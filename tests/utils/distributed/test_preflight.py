@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from torch import distributed
 
+from tests.making import launched
+from tests.rehearsal.cuda_queries import GIB, CudaQueries
 from tests.utils.distributed.test_preflight_report import A
 from utils.config.options import TrainOptions
 from utils.distributed.preflight import (
@@ -16,6 +18,7 @@ from utils.distributed.preflight import (
     MACHINE_FLAGS,
     check_ranks,
     collect_facts,
+    examine,
     fingerprint,
     hash_files,
 )
@@ -84,3 +87,17 @@ def test_a_fingerprint_depends_on_relative_names_and_sizes(tmp_path: Path) -> No
     assert fingerprint(files) != prints["named"]
     files[0].unlink()
     assert fingerprint(files) != prints["named"]
+
+
+def test_the_columns_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Name, memory, NCCL's version, and a warning if somebody else uses most of the memory."""
+    launched(monkeypatch, 1, 1)
+    CudaQueries(name="NVIDIA H200", total=139 * GIB, free=20 * GIB).install(monkeypatch)
+    flags = {"comm_hook": "", "device": "0", "dist_timeout": 10.0, "project": str(tmp_path), "workers": 0}
+    examine(flags, lambda: ({}, {}))
+    printed = capsys.readouterr().out
+    assert "cuda:0 NVIDIA H200" in printed
+    assert "2.29.3" in printed
+    assert "only 20.0 of 139.0 GiB of cuda:0 NVIDIA H200 are free" in printed

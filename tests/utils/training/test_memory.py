@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.making import launched
+from tests.rehearsal.cuda_queries import GIB, CudaQueries
 from utils.errors import UserError
 from utils.training.memory import (
     BYTES_PER_MIB,
@@ -268,3 +269,43 @@ def test_the_smallest_gpu_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     alone, _ = auto_batch_size(train_step, model, device, 1000, 640, Group())  # type: ignore[arg-type]
     assert 75 <= alone // 2 <= 81  # of 100 that would fill it
     assert all(torch.equal(value.cpu(), before[name]) for name, value in model.state_dict().items())
+
+
+class PlacedLayer(torch.nn.BatchNorm1d):
+    """A layer that is on a device as soon as it is asked to."""
+
+    def to(self, *given: object, **options: object) -> PlacedLayer:
+        self.placed = given
+        return self
+
+
+@pytest.mark.parametrize(("others", "expected"), [((), 65), ((50,), 50)])
+def test_auto_batch_measures_a_gpu(others: tuple[int, ...], expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 7 GiB, 6 free and 1 the model's, 0.8 may be used; an image takes 0.07 GiB: (5.6 - 1) / 0.07 images fit."""
+    launched(monkeypatch, 1, 1)
+    queries = CudaQueries(free=6 * GIB, allocated=GIB).install(monkeypatch)
+    device, model = torch.device("cuda", 0), PlacedLayer(4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def train_step(images: int) -> None:
+        model(torch.rand(2 * images, 4))
+        queries.allocate(images * 7 * GIB // 100)
+
+    size, message = auto_batch_size(train_step, model, device, 1000, 640, Group(*others))  # type: ignore[arg-type]
+    assert (size, message) == (expected, f"--batch-size -1: taking {expected}, by measurement")
+    assert model.placed == (device,)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_one_image_does_not_fit_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, 1, 1)
+    queries = CudaQueries(free=GIB).install(monkeypatch)
+    with pytest.raises(UserError, match="out of memory of a GPU with --batch-size 1 at 640 pixels"):
+        auto_batch_size(
+            lambda images: queries.allocate(2 * GIB * images),
+            PlacedLayer(4),
+            torch.device("cuda", 0),
+            1000,
+            640,
+            Group(),  # type: ignore[arg-type]
+        )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from tests.rehearsal.cuda_queries import GIB, CudaQueries
 from utils.console import Bar
 from utils.training.step_log import StepLog, peak_memory, used_memory
 
@@ -83,3 +84,10 @@ def test_values_that_are_missing_or_not_finite() -> None:
 def test_memory() -> None:
     assert peak_memory(torch.device("cpu")) == 0
     assert 0.01 < used_memory(torch.device("cpu")) < 1000
+
+
+def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, gpu = CudaQueries().install(monkeypatch), torch.device("cuda", 0)
+    queries.allocate(3 * GIB)
+    assert peak_memory(gpu) == used_memory(gpu) == 3.0
+    assert peak_memory(torch.device("cpu")) == 0.0

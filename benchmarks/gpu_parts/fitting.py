@@ -1,0 +1,52 @@
+"""AutoBatch's choice against what really fits: steps with its batch size, and with larger ones."""
+
+from __future__ import annotations
+
+import torch
+
+import train
+from benchmarks.gpu_parts.measuring import Machine, free_memory, machine, peak_gib, row, training_flags
+from benchmarks.gpu_parts.steps import stepper
+from utils.distributed.accelerator import forget
+from utils.errors import UserError
+
+SHARES = (1.0, 1.1, 1.2, 1.3, 1.5)  # of AutoBatch's choice, which leaves a fifth of the memory
+
+
+def chosen(here: Machine, model: str, imgsz: int) -> int:
+    """Return AutoBatch's batch size."""
+    flags = training_flags(here, model, imgsz, -1, "--mixed-precision", "bf16")
+    training = train.assemble(["--data", str(here.photos(links=True)), *flags[2:]])
+    forget()
+    return training.options.batch_size
+
+
+def fits(here: Machine, model: str, imgsz: int, batch: int) -> str:
+    """Take three steps; return the peak memory, or that there was too little."""
+    free_memory(here.torch_device)
+    try:
+        step = stepper(here, model, imgsz, batch, "--data", str(here.photos(links=True)))
+        for _ in range(3):
+            step()
+    except (torch.OutOfMemoryError, UserError) as error:
+        return f"no: {str(error)[:80]}"
+    finally:
+        forget()
+    return f"{peak_gib(here.torch_device)} GiB"
+
+
+def main() -> None:
+    """Measure a large and a small model."""
+    here = machine()
+    for model in ("yolov5n",) if here.quick else ("yolov5x", "yolov5s"):
+        imgsz = 64 if here.quick else 640
+        batch = chosen(here, model, imgsz)
+        outcomes = {
+            f"{share:g} times": fits(here, model, imgsz, int(batch * share))
+            for share in SHARES[: 2 if here.quick else None]
+        }
+        row(f"AutoBatch in bf16 at {imgsz} px, and steps with multiples of it", model=model, chosen=batch, **outcomes)
+
+
+if __name__ == "__main__":
+    main()

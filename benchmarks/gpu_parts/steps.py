@@ -1,0 +1,167 @@
+"""Training steps of yolov5n to x at 640: time, memory, and what bounds them: the device's arithmetic or its memory.
+
+Floating-point operations are counted by torch; bytes are those of all inputs and outputs of all operations of an eager
+step, so more than a fused step moves. The peaks are measured: a bf16 product of matrices, and a copy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+import train
+from benchmarks.gpu_parts.measuring import (
+    Machine,
+    free_memory,
+    machine,
+    peak_gib,
+    rounded,
+    row,
+    seconds_each,
+    training_flags,
+    write_yaml,
+)
+from utils.distributed.accelerator import forget
+
+MODELS = ("yolov5n", "yolov5s", "yolov5m", "yolov5l", "yolov5x")
+BATCH, IMGSZ = 64, 640
+LAYOUTS = ("models.tasks.detection.task.layout", "utils.distributed.prepare.layout")  # where the loop asks for it
+# Settings of Accelerate: how the model is compiled. "reduce-overhead" records CUDA graphs.
+COMPILERS = {
+    "": {},
+    "compiled": {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"},
+    "CUDA graphs": {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_MODE": "reduce-overhead"},
+}
+
+
+class Traffic(TorchDispatchMode):
+    """Adds up the bytes of tensors that operations read and write."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            tensors = [part for part in tree_leaves((args, kwargs, result)) if isinstance(part, torch.Tensor)]
+            self.total += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return result
+
+
+class Peaks(NamedTuple):
+    """Measured peaks of the device: floating-point operations and bytes per second."""
+
+    flops: float
+    bytes: float
+
+
+def measure_peaks(here: Machine) -> Peaks:
+    """Measure a bf16 product of matrices and a copy."""
+    device, side, count = here.torch_device, 128 if here.quick else 8192, 2**16 if here.quick else 2**30
+    first, second = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    product = seconds_each(lambda: first @ second, device, 3, 10)
+    source = torch.zeros(count, device=device, dtype=torch.float32)
+    target = torch.empty_like(source)
+    copied = seconds_each(lambda: target.copy_(source), device, 3, 10)
+    return Peaks(2 * side**3 / product, 2 * source.numel() * source.element_size() / copied)
+
+
+@contextmanager
+def settings(compiler: str, channels_last: bool) -> Iterator[None]:
+    """Set how the next run is compiled, and its memory format."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, COMPILERS[compiler]))
+        if not channels_last:
+            for place in LAYOUTS:
+                stack.enter_context(patch(place, lambda device: torch.contiguous_format))
+        yield
+
+
+def stepper(here: Machine, model: str, imgsz: int, batch: int, *flags: str) -> Callable[[], None]:
+    """Return a function that takes a training step, on a batch that is on the device already."""
+    hyp = write_yaml(here.scratch / f"every-{batch}.yaml", {"nbs": batch})  # every batch is an optimizer step
+    more = ("--mixed-precision", "bf16", "--hyp", str(hyp), *flags)
+    training = train.assemble(training_flags(here, model, imgsz, batch, *more))
+    given = next(iter(training.loader))
+    training.steps.model.prepared.train()
+    number = iter(range(10**9))
+
+    def step() -> None:
+        training.train_on(given, next(number))
+
+    return step
+
+
+def bounds(here: Machine, step: Callable[[], None], peaks: Peaks) -> tuple[float, float, float]:
+    """Return the floating-point operations of a step, and the seconds that they and its bytes need at least."""
+    step()
+    with FlopCounterMode(display=False) as counter:
+        step()
+    with Traffic() as traffic:
+        step()
+    flops = counter.get_total_flops()
+    return flops, flops / peaks.flops, traffic.total / peaks.bytes
+
+
+def bound(arithmetic: float, traffic: float, seconds: float) -> str:
+    """Name what bounds a step of `seconds`: arithmetic or memory, or neither if both need less than half of it."""
+    if max(arithmetic, traffic) < seconds / 2:
+        return "launches, or inefficient kernels"
+    return "arithmetic" if arithmetic > traffic else "memory"
+
+
+def measure(here: Machine, model: str, compiler: str, channels_last: bool, peaks: Peaks) -> None:
+    """Print the row of a model and its settings."""
+    batch, imgsz = (4, 64) if here.quick else (BATCH, IMGSZ)
+    name = ", ".join(filter(None, ["" if channels_last else "contiguous", compiler])) or "as it is"
+    about = {"model": model, "settings": name}
+    free_memory(here.torch_device)
+    try:
+        with settings(compiler, channels_last):
+            step = stepper(here, model, imgsz, batch)
+            seconds = seconds_each(step, here.torch_device, *((1, 2) if here.quick else (5, 10)))
+            peak = peak_gib(here.torch_device)
+            if compiler or not channels_last:
+                limits: dict[str, Any] = {}
+            else:
+                flops, arithmetic, traffic = bounds(here, step, peaks)
+                limits = {
+                    "TFLOP": rounded(flops / 1e12),
+                    "share of peak FLOP/s": rounded(arithmetic / seconds, 2),
+                    "bytes at peak bandwidth, share of the step": rounded(traffic / seconds, 2),
+                    "bound": bound(arithmetic, traffic, seconds),
+                }
+        rate = {"ms": rounded(seconds * 1000), "images/s": rounded(batch / seconds), "peak GiB": peak, **limits}
+    except Exception as error:  # a compiler's, or no memory: the next row is still of use
+        rate = {"ms": None, "note": f"{type(error).__name__}: {str(error)[:200]}"}
+    finally:
+        forget()
+    row(f"Steps in bf16, batch {batch} at {imgsz} px", **about, **rate)
+
+
+def main() -> None:
+    """Measure all models as they are first, then the other settings."""
+    here = machine()
+    peaks = measure_peaks(here)
+    row(
+        "Peaks of this device, measured",
+        **{"TFLOP/s, bf16": rounded(peaks.flops / 1e12), "GB/s": rounded(peaks.bytes / 1e9)},
+    )
+    models = MODELS[:1] if here.quick else MODELS
+    for channels_last in (True, False):
+        for model in models:
+            measure(here, model, "", channels_last, peaks)
+    for model in () if here.quick else models:  # compiling takes minutes: the last ones may not be reached
+        for compiler in filter(None, COMPILERS):
+            measure(here, model, compiler, True, peaks)
+
+
+if __name__ == "__main__":
+    main()

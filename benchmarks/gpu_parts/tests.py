@@ -1,0 +1,34 @@
+"""The tests that need a GPU: a row for each. Files without such tests are not imported."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+from benchmarks.gpu_parts.measuring import Machine, machine, row
+from utils.files import ROOT
+
+
+def run_marked(here: Machine, marker: str) -> None:
+    """Run the tests with a marker, and print a row for each; exit with 1 if one failed."""
+    needed = [
+        str(file) for file in (ROOT / "tests").rglob("test_*.py") if f"@pytest.mark.{marker}\n" in file.read_text()
+    ]
+    quick = ["--collect-only"] if here.quick or not here.on_gpu else ["-vv", "--tb=short", "--durations=0"]
+    command = [sys.executable, "-m", "pytest", "-m", marker, *quick, *sorted(needed)]
+    started = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert started.stdout is not None
+    collected = 0
+    for line in started.stdout:
+        print(line, end="", flush=True)
+        collected += bool(re.match(r"tests/\S+::", line))
+        if found := re.match(r"(tests/.*?) (PASSED|FAILED|ERROR|SKIPPED)", line):
+            row(f"Tests marked {marker}", test=found[1], outcome=found[2].lower())
+    if quick[0] == "--collect-only":
+        row(f"Tests marked {marker}, collected only", tests=collected, files=len(needed))
+    sys.exit(started.wait())
+
+
+if __name__ == "__main__":
+    run_marked(machine(), "gpu")

@@ -1,0 +1,306 @@
+"""`python -m data.pack my.yaml --out DIR_OR_URL`: pack a data set into tar files, which data/shards.py reads.
+
+Large files are read fast by object stores and network disks, on which a million small ones are slow. The order of the
+images stays, so that training on a pack equals training on the loose files to the byte. An interrupted packing goes on
+where it ended if it is started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import os
+import re
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from tqdm import tqdm
+
+from data import remote, shards, storage
+from data.classification import classes_of_split
+from data.convert import names_text
+from data.dataset import data_source
+from data.images import image_size
+from data.label_paths import label_name
+from data.shards import INDEX_FILE, LIST_SUFFIX, SHARD_SUFFIX, PackedImage, Summary
+from data.sources import SPLITS, DataSpec
+from utils.distributed.exit import run_main
+from utils.errors import UserError, plural
+from utils.files import cache_folder, replacing
+
+PACKED_TASKS = ("detect", "segment", "classify")  # the first two are packed alike
+YAML_FILE = "data.yaml"
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+TAR_BLOCK_BYTES = 512  # a file takes whole blocks, and one for its header
+
+
+@dataclass(frozen=True)
+class LooseImage:
+    """An image to pack."""
+
+    path: Path
+    size: int  # bytes
+    group: str = ""  # the name of its class, if it has one only
+    boxes: str | None = None  # the rows of an image that an annotation file describes
+    outlines: str | None = None
+
+
+def size_in_bytes(text: str) -> int:
+    """Return the number of bytes of a size such as 512M. Raises `UserError`."""
+    match = re.fullmatch(r"(\d+)([KMG]?)B?", text.strip().upper())
+    if not match or int(match[1]) < 1:
+        raise UserError(f"--shard-size {text} is no size; give one such as 512M or 2G")
+    return int(match[1]) * UNITS[match[2]]
+
+
+def loose_images(spec: DataSpec, split: str, task: str) -> tuple[list[LooseImage], list[str]]:
+    """Return the images of a split, in the order in which training lists them, and messages. Raises `UserError`."""
+    boxes: dict[str, str] = {}
+    outlines: dict[str, str] = {}
+    groups: dict[Path, str] = {}
+    if task == "classify":
+        groups = {path: text for text, paths in classes_of_split(spec, split).items() for path in paths}
+        paths, messages = list(groups), spec.unread_images(split)
+    else:
+        listing = spec.listing(split)
+        paths, messages = listing.images, listing.problems
+        for annotated in listing.annotated:
+            rows, omitted = annotated.rows(polygons=False)
+            boxes = {**rows, **boxes}
+            outlines = {**annotated.rows(polygons=True)[0], **outlines}
+            messages += omitted
+    if paths and not storage.is_local(paths[0]) and shards.place_of(str(paths[0])):
+        raise UserError(f"{spec.file} is packed already; name the data YAML of the loose files")
+    images = []
+    for path in paths:
+        size, _ = storage.stamp(path)
+        if size < 0:
+            messages.append(f"{storage.shown(path)} does not exist; left out")
+        else:
+            name = str(path)
+            images.append(LooseImage(path, size, groups.get(path, ""), boxes.get(name), outlines.get(name)))
+    if not images:
+        raise UserError(f"{spec.file}: `{split}:` has no image that can be read")
+    return images, messages
+
+
+def planned_shards(images: Sequence[LooseImage], shard_bytes: int) -> list[list[LooseImage]]:
+    """Return the images of each shard, of which none but a larger image makes a shard larger than `shard_bytes`."""
+    plan: list[list[LooseImage]] = []
+    room = 0
+    for image in images:
+        size = (image.size // TAR_BLOCK_BYTES + 2) * TAR_BLOCK_BYTES
+        if size > room:
+            plan.append([])
+            room = shard_bytes
+        plan[-1].append(image)
+        room -= size
+    return plan
+
+
+class Packer:
+    """Writes shards to a folder or an address. root: the folder that the names in the shards are relative to."""
+
+    def __init__(self, out: str, root: str) -> None:
+        self.out, self.root = out, root
+
+    def pack(self, name: str, images: Sequence[LooseImage], bar: tqdm) -> Summary:
+        """Write a shard and its list, unless they are there, and return its summary. Raises `UserError`."""
+        names = [os.path.relpath(image.path, self.root) for image in images]
+        shard = os.path.join(self.out, name + SHARD_SUFFIX)
+        if summary := self._finished(shard, names, images):
+            bar.update(sum(image.size for image in images))
+            return summary
+        with self._writing(name + SHARD_SUFFIX) as file:
+            hashed = _Hashed(file)
+            with tarfile.open(fileobj=hashed, mode="w", format=tarfile.PAX_FORMAT) as tar:  # type: ignore[call-overload]
+                labels: set[str] = set()
+                packed = [_add(tar, name, image, labels, bar) for name, image in zip(names, images, strict=True)]
+            summary = Summary(name, len(images), hashed.size, hashed.digest.hexdigest())
+        self.write(name + LIST_SUFFIX, shards.list_text(summary, packed))
+        return summary
+
+    def _finished(self, shard: str, names: Sequence[str], images: Sequence[LooseImage]) -> Summary | None:
+        """Return the summary of a shard that is there, None if there is none. Raises `UserError` if it is another."""
+        if not storage.exists(Path(shards.list_of(shard))):
+            return None
+        with suppress(OSError, ValueError, KeyError, TypeError, UserError):
+            summary = shards.read_summary(shard)
+            expected = [(name, image.size) for name, image in zip(names, images, strict=True)]
+            if [(image.name, image.size) for image in shards.read_list(shard)] == expected:
+                return summary if storage.stamp(Path(shard))[0] == summary.bytes else None
+        raise UserError(
+            f"{remote.shown_address(self.out)} has shards of another data set, of other files, or of another "
+            "--shard-size; name another folder, or delete them"
+        )
+
+    def write(self, name: str, text: str) -> None:
+        """Write a small file."""
+        with self._writing(name) as file:
+            file.write(text.encode())
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[IO[bytes]]:
+        """Open a file that appears under its name once it is whole. Raises `UserError`."""
+        target = os.path.join(self.out, name)
+        try:
+            if not remote.is_remote(target):
+                with replacing(Path(target)) as file:
+                    yield file
+                return
+            cache_folder().mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=cache_folder(), prefix="packing-") as file:
+                yield file
+                file.flush()
+                remote.upload(Path(file.name), target)
+        except OSError as error:
+            raise UserError(
+                f"{remote.shown_address(target)} cannot be written ({error.strerror or error}); free disk space, fix "
+                "the permissions, or name another folder, and start again: finished shards stay"
+            ) from None
+
+
+class _Hashed:
+    """A file to write to, with the SHA-256 and the number of the bytes."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.digest, self.size = file, hashlib.sha256(), 0
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        self.size += len(data)
+        return self.file.write(data)
+
+    def tell(self) -> int:
+        return self.size
+
+
+def _add(tar: tarfile.TarFile, name: str, image: LooseImage, labels: set[str], bar: tqdm) -> PackedImage:
+    """Add an image, and its label file unless it is one of `labels` already, to a shard. Raises `UserError`."""
+    try:
+        data = storage.read_bytes(image.path)
+    except OSError as error:
+        raise UserError(f"{storage.shown(image.path)} cannot be read: {error.strerror}") from None
+    if len(data) != image.size:
+        raise UserError(f"{storage.shown(image.path)} has changed since the packing began; start it again")
+    label = image.boxes if image.boxes is not None or image.group else _label_text(image.path)
+    offset = _add_file(tar, name, data)
+    if label is not None and (text_name := label_name(name)) not in labels:
+        labels.add(text_name)
+        _add_file(tar, text_name, (image.outlines or label).encode(errors="surrogateescape"))
+    try:
+        width, height = image_size(image.path)
+    except Exception:  # Pillow raises many kinds; training says which
+        width, height = 0, 0
+    bar.update(len(data))
+    return PackedImage(
+        name,
+        offset=offset,
+        size=len(data),
+        checksum=zlib.crc32(data),
+        width=width,
+        height=height,
+        label=label,
+        group=image.group,
+        outlines=image.outlines,
+    )
+
+
+def _label_text(image: Path) -> str | None:
+    """Return the content of an image's label file, None if there is none. Raises `UserError`."""
+    name = storage.label_name(str(image))
+    try:
+        storage.refuse_pipe(name)
+        return storage.read_bytes(name).decode(errors="surrogateescape")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{name} cannot be read ({error.strerror or error}); fix its permissions") from None
+
+
+def _add_file(tar: tarfile.TarFile, name: str, data: bytes) -> int:
+    """Add a file and return the offset of its bytes."""
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    offset = tar.offset + len(info.tobuf(tar.format, tar.encoding or "utf-8", tar.errors))
+    tar.addfile(info, io.BytesIO(data))
+    return int(offset)
+
+
+def common_folder(images: Sequence[LooseImage]) -> str:
+    """Return the folder that has all images and their label files."""
+    folders = {os.path.dirname(image.path) for image in images}
+    folders |= {os.path.dirname(label_name(str(image.path))) for image in images if not image.group}
+    return os.path.commonpath(folders)
+
+
+def yaml_text(names: Mapping[int, str], splits: Sequence[str]) -> str:
+    """Return the data YAML of a pack, for the folder of the pack."""
+    return "".join(["path: .\n", *(f"{split}: {split}\n" for split in splits), names_text(list(names.values()))])
+
+
+def pack(data: str, out: str, shard_size: str = "512M", task: str = "detect") -> list[str]:
+    """Pack the data set that `data` names, and return lines for the console. Raises `UserError`."""
+    shard_bytes = size_in_bytes(shard_size)
+    spec = data_source(data, "data.classification:ClassificationData").spec
+    held_out = ["train", "val"] if task == "classify" and spec.split else []
+    splits = [split for split in SPLITS if split in spec.entries or split in held_out]
+    listed = {split: loose_images(spec, split, task) for split in splits}
+    names = spec.names
+    if task == "classify" and not names:
+        names = dict(enumerate(dict.fromkeys(image.group for image in listed["train"][0])))
+    if not names:
+        raise UserError(f"{spec.file}: `names` must list the classes; for folders of classes add --task classify")
+    out = str(Path(out)) if remote.is_remote(out) else os.path.abspath(out)
+    packer = Packer(out, common_folder([image for images, _ in listed.values() for image in images]))
+    yaml = yaml_text(names, splits)
+    existing = Path(out, YAML_FILE)
+    if storage.exists(existing) and storage.read_bytes(existing).decode(errors="replace") != yaml:
+        raise UserError(f"{storage.shown(existing)} exists and is of another data set; name another folder with --out")
+    summaries: dict[str, list[Summary]] = {}
+    for split, (images, _) in listed.items():
+        total = sum(image.size for image in images)
+        with tqdm(total=total, desc=f"packing {split}", unit="B", unit_scale=True, disable=None, leave=False) as bar:
+            summaries[split] = [
+                packer.pack(f"{split}-{number:06}", part, bar)
+                for number, part in enumerate(planned_shards(images, shard_bytes))
+            ]
+    packer.write(YAML_FILE, yaml)
+    packer.write(INDEX_FILE, shards.index_text(names, task, summaries))
+    counts = [
+        f"{split}: {plural(sum(each.images for each in parts), 'image')} in {plural(len(parts), 'shard')}, "
+        f"{sum(each.bytes for each in parts) / 2**20:.1f} MiB"
+        for split, parts in summaries.items()
+    ]
+    return [*(message for _, messages in listed.values() for message in messages), *counts, _usage(out, splits)]
+
+
+def _usage(out: str, splits: Sequence[str]) -> str:
+    if not remote.is_remote(out):
+        return f"train with --data {os.path.join(out, YAML_FILE)}"
+    entries = ", ".join(f"`{split}: {split}`" for split in splits)
+    return f"train with a data YAML that has `path: {remote.shown_address(out)}`, {entries}"
+
+
+def main() -> None:
+    """Pack the data set that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m data.pack", description="Pack a data set into tar files.")
+    parser.add_argument("data", help="a data YAML, or a folder, as for train.py --data")
+    parser.add_argument("--out", required=True, help="folder or address, such as s3://bucket/my-data, of the pack")
+    parser.add_argument("--shard-size", default="512M", help="of a tar file, such as 512M or 2G; default: 512M")
+    parser.add_argument(
+        "--task", choices=PACKED_TASKS, default=PACKED_TASKS[0], help="what the labels are for; default: detect"
+    )
+    given = parser.parse_args()
+    print(*pack(given.data, given.out, given.shard_size, given.task), sep="\n")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,352 @@
+"""Files of object stores and web servers, through fsspec: each is requested once per machine, then read from a cache.
+
+A remote file is a path too, with one slash after the colon, as `Path` writes it: `s3:/bucket/a.jpg`. Errors are for the
+user and show the address without user names, passwords and queries. Called by data/storage.py and data/pack.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from utils.download import RETRIED_STATUS_CODES
+from utils.errors import UserError
+from utils.files import cache_folder, one_at_a_time, replacing
+
+T = TypeVar("T")
+REMOTE = re.compile(r"([a-z][a-z0-9+.-]+):/+(?=[^/])")
+MIN_FREE_SHARE = 0.1  # of the disk: the cache grows no further once less would be free
+CACHE_RULE = f"as long as {MIN_FREE_SHARE:.0%} of its disk stay free"
+ATTEMPTS = 6  # to read an object
+FIRST_WAIT_SECONDS = 0.5  # before the second attempt; doubled before each further one
+SILENT_SECONDS = 20  # without an answer from a server
+REQUESTS_AT_ONCE = 16  # of a process
+# Keys of fsspec's descriptions of files that change with the content.
+VERSION_KEYS = ("ETag", "etag", "LastModified", "last_modified", "Last-Modified", "mtime", "updated", "blob_id")
+
+
+class Version(NamedTuple):
+    """An object's size in bytes, -1 if unknown, and a number that changes with its content."""
+
+    size: int
+    number: int
+
+
+_versions: dict[str, Version | None] = {}  # of objects by path, None if there is none; loader processes inherit them
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path or an address is remote."""
+    return REMOTE.match(os.fspath(path)) is not None
+
+
+def address_of(path: str | os.PathLike[str]) -> str:
+    """Return the address of a remote path: `s3://bucket/a.jpg`."""
+    return REMOTE.sub(r"\1://", os.fspath(path), count=1)
+
+
+def shown_address(path: str | os.PathLike[str]) -> str:
+    """Return the address of a remote path without what may be secret."""
+    return _public(address_of(path))
+
+
+def _public(text: str) -> str:
+    return re.sub(r"\?\S*", "", re.sub(r"://[^/@\s]*@", "://", text))
+
+
+def _path_of(address: str) -> str:
+    return address.replace("://", ":/", 1)
+
+
+# Requests
+
+
+def _filesystem(path: str) -> tuple[Any, str]:
+    """Return fsspec's file system for a path, and its own name of the file. Raises `UserError`."""
+    from fsspec.core import url_to_fs
+
+    address = address_of(path)
+    protocol = address.partition("://")[0]
+    options: dict[str, Any] = {}
+    if protocol in ("http", "https"):
+        options = {"client_kwargs": {"timeout": _http_timeout()}}
+    elif protocol in ("s3", "s3a"):
+        timeouts = {"connect_timeout": SILENT_SECONDS, "read_timeout": SILENT_SECONDS}
+        options = {"config_kwargs": {**timeouts, "retries": {"total_max_attempts": 1}}}  # `_request` tries again
+    try:
+        filesystem, name = url_to_fs(address, **options)
+    except ImportError as error:
+        package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}.get(protocol)
+        advice = f"pip install {package}" if package else f"install what fsspec names: {error}"
+        raise UserError(f"{_public(address)} cannot be read without another package: {advice}") from None
+    except ValueError as error:
+        raise UserError(f"{_public(address)} is no address that fsspec knows ({error})") from None
+    return filesystem, name
+
+
+def _http_timeout() -> Any:
+    try:
+        from aiohttp import ClientTimeout
+    except ImportError:
+        raise UserError("addresses of web servers need another package: pip install aiohttp") from None
+    return ClientTimeout(total=None, sock_connect=SILENT_SECONDS, sock_read=SILENT_SECONDS)
+
+
+def _request(path: str, call: Callable[[Any, str], T]) -> T:
+    """Return `call` of the file system and its name of the file, with further attempts after errors.
+
+    Raises FileNotFoundError, or a `UserError` that names the object.
+    """
+    filesystem, name = _filesystem(path)
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return call(filesystem, name)
+        except UserError:
+            raise
+        except Exception as raised:  # each store has its own kinds
+            error = _cause(raised)
+            if isinstance(error, FileNotFoundError):
+                raise FileNotFoundError(errno.ENOENT, "no such object", shown_address(path)) from None
+            if attempt == ATTEMPTS or _is_final(error):
+                raise UserError(
+                    f"{shown_address(path)} cannot be read ({_reason(error)}); check the address, the credentials and "
+                    "the server"
+                ) from None
+            time.sleep(FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
+    raise AssertionError
+
+
+def _cause(error: Exception) -> Exception:
+    """Return what fsspec has turned into FileNotFoundError, as it does with every failure of a web server."""
+    cause = error.__cause__
+    if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and _is_web_failure(cause):
+        return cause
+    return error
+
+
+def _is_web_failure(error: Exception) -> bool:
+    of_client = type(error).__module__.startswith("aiohttp") or isinstance(error, TimeoutError)
+    return of_client and getattr(error, "status", 0) not in (404, 410)
+
+
+def _is_final(error: Exception) -> bool:
+    """Return whether a further attempt would fail too."""
+    status = getattr(error, "status", 500)
+    refused = isinstance(error, (PermissionError, NotImplementedError, ImportError)) or "Credentials" in repr(error)
+    return refused or (400 <= status < 500 and status not in RETRIED_STATUS_CODES)
+
+
+def _reason(error: Exception) -> str:
+    if status := getattr(error, "status", 0):
+        return f"HTTP status {status}"
+    return _public(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+
+def version_of(path: str) -> Version | None:
+    """Return the version of an object, None if there is none. Raises `UserError`."""
+    if path not in _versions:
+        try:
+            _versions[path] = _version(_request(path, lambda filesystem, name: filesystem.info(name)))
+        except FileNotFoundError:
+            _versions[path] = None
+    return _versions[path]
+
+
+def _version(info: Any) -> Version:
+    text = repr([info[key] for key in VERSION_KEYS if key in info])
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
+    size = info.get("size")
+    return Version(-1 if size is None else size, number)
+
+
+def forget() -> None:
+    """Ask for all versions again: they may have changed since the last run of this process."""
+    _versions.clear()
+
+
+def refresh_versions(paths: Sequence[str]) -> None:
+    """Ask the stores for the versions of objects: by one listing per folder if that has them, else one by one."""
+    folders = sorted({os.path.dirname(path) for path in paths})
+    listed = {
+        folder for folder, complete in zip(folders, _in_threads(_list_versions, folders), strict=True) if complete
+    }
+    for path in paths:
+        if os.path.dirname(path) in listed:
+            _versions.setdefault(path, None)
+        else:
+            _versions.pop(path, None)
+    all(_in_threads(version_of, [path for path in paths if path not in _versions]))
+
+
+def _list_versions(folder: str) -> bool:
+    """Note the versions of all objects of a folder; return whether the store's listing has them."""
+    try:
+        entries = _request(folder, lambda filesystem, name: filesystem.ls(name, detail=True, refresh=True))
+    except (FileNotFoundError, UserError):
+        return False  # each object is asked for, with an error that names it
+    files = [entry for entry in entries if entry["type"] == "file"]
+    if any(entry.get("size") is None for entry in files):
+        return False
+    for path in [path for path in _versions if os.path.dirname(path) == folder]:
+        del _versions[path]
+    filesystem, _ = _filesystem(folder)
+    _versions.update({_path_of(filesystem.unstrip_protocol(entry["name"])): _version(entry) for entry in files})
+    return True
+
+
+def _in_threads(call: Callable[[str], T], paths: Sequence[str]) -> Iterator[T]:
+    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+        yield from pool.map(call, paths)
+
+
+def exists(path: str) -> bool:
+    """Return whether there is an object, or a folder with objects. Raises `UserError`."""
+    return version_of(path) is not None
+
+
+def is_folder(path: str) -> bool:
+    """Return whether a path is a folder with objects. Raises `UserError`."""
+    return bool(_request(path, lambda filesystem, name: filesystem.isdir(name)))
+
+
+def files_below(folder: str) -> list[str]:
+    """Return the paths of all objects below a folder. Raises `UserError`."""
+    try:
+        names = _request(folder, lambda filesystem, name: filesystem.find(name, refresh=True))
+    except FileNotFoundError:
+        return []
+    filesystem, _ = _filesystem(folder)
+    return [_path_of(filesystem.unstrip_protocol(name)) for name in names]
+
+
+def upload(file: Path, path: str) -> None:
+    """Write a local file to a store. Raises `UserError`."""
+    try:
+        _request(path, lambda filesystem, name: filesystem.put_file(str(file), name))
+    except FileNotFoundError:
+        raise UserError(f"{shown_address(path)} cannot be written; create the bucket first") from None
+    _versions.pop(path, None)
+
+
+# The cache
+
+
+def cache_path() -> Path:
+    """Return the folder of the cache of remote files."""
+    return cache_folder() / "remote"
+
+
+def read_object(path: str) -> bytes:
+    """Return a whole object. Raises FileNotFoundError or `UserError`."""
+    version = version_of(path)
+    if version is None:
+        raise FileNotFoundError(errno.ENOENT, "no such object", shown_address(path))
+    return _cached(path, version, partial(_fetch, path, None, version.size))
+
+
+def read_span(path: str, start: int, size: int, checksum: int) -> bytes:
+    """Return `size` bytes of an object from `start` on. checksum: of their content. Raises as `read_object` does."""
+    span = slice(start, start + size)
+    key = span_key(path, start, size, checksum)
+    return _cached(key, Version(size, checksum), partial(_fetch, path, span, size))
+
+
+def span_key(path: str, start: int, size: int, checksum: int) -> str:
+    """Return the key of a part of an object in the cache; that of a whole object is its path."""
+    return f"{path}\0{start}\0{size}\0{checksum}"
+
+
+def is_cached(key: str) -> bool:
+    """Return whether the cache has a file for a key, of whichever version."""
+    return os.path.exists(cached_file(key))
+
+
+def prefetch(reads: Iterable[Callable[[], object]]) -> None:
+    """Make several calls of the functions above at once, to fill the cache; errors come when the files are read."""
+
+    def attempt(read: Callable[[], object]) -> None:
+        with suppress(OSError, UserError):
+            read()
+
+    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+        list(pool.map(attempt, reads))
+
+
+def _fetch(path: str, span: slice | None, size: int) -> bytes:
+    def call(filesystem: Any, name: str) -> bytes:
+        limits: dict[str, Any] = {} if span is None else {"start": span.start, "end": span.stop}
+        if not filesystem.async_impl:
+            limits["cache_type"] = "none"  # fsspec's own files would read megabytes ahead
+        data: bytes = filesystem.cat_file(name, **limits)
+        if span is not None and len(data) > size:
+            raise UserError(f"the server of {shown_address(path)} does not answer requests for a part of an object")
+        if size >= 0 and len(data) != size:
+            raise OSError(f"{len(data)} of {size} bytes received")
+        return data
+
+    return _request(path, call)
+
+
+@lru_cache
+def _cache_root(*environment: str | None) -> str:
+    return str(cache_path())
+
+
+def cached_file(key: str) -> str:
+    """Return the file of the cache for a key: a path, or that of `span_key`. Text: Paths are slow."""
+    digest = hashlib.sha256(os.fsencode(key)).hexdigest()
+    return f"{_cache_root(os.environ.get('XDG_CACHE_HOME'), os.environ.get('HOME'))}/{digest[:2]}/{digest}"
+
+
+def _cached(key: str, version: Version, fetch: Callable[[], bytes]) -> bytes:
+    """Return what the cache has, else what `fetch` returns, and write it; one process of a machine at a time.
+
+    The time of change of a cached file is the number of its version.
+    """
+    file = cached_file(key)
+    if (data := _read_cached(file, version)) is not None:
+        return data
+    with one_at_a_time(Path(f"{file}.lock")):
+        if (data := _read_cached(file, version)) is None:
+            data = fetch()
+            _write_cached(Path(file), data, version)
+    return data
+
+
+def _read_cached(file: str, version: Version) -> bytes | None:
+    try:
+        with open(file, "rb") as opened:
+            if os.fstat(opened.fileno()).st_mtime_ns != version.number:
+                return None
+            data = opened.read()
+    except OSError:
+        return None
+    return data if version.size in (-1, len(data)) else None
+
+
+def _write_cached(file: Path, data: bytes, version: Version) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        usage = shutil.disk_usage(file.parent)
+        if usage.free - len(data) < MIN_FREE_SHARE * usage.total:
+            raise OSError(errno.ENOSPC, f"less than {MIN_FREE_SHARE:.0%} of the disk would stay free")
+        with replacing(file) as opened:
+            opened.write(data)
+            opened.flush()
+            os.utime(opened.fileno(), ns=(version.number, version.number))
+    except OSError as error:
+        warnings.warn(  # shown once
+            f"remote files are not kept in {cache_path()} ({error.strerror}); they are requested each time",
+            stacklevel=2,
+        )

@@ -1,0 +1,252 @@
+"""Data sets packed into tar files by `python -m data.pack`: their index, and the files in them, read without unpacking.
+
+A pack is a folder, local or remote, with `index.json`, and for each shard `train-000000.tar` and `train-000000.json`,
+which lists its images. A file in a shard has a path through it, such as pack/train-000000.tar/images/a.jpg. Called by
+data/storage.py, data/sources.py, data/classification.py and data/pack.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from data import remote
+from data.label_paths import label_name
+from utils.errors import UserError
+
+INDEX_FILE = "index.json"
+INDEX_VERSION = 1
+SHARD_SUFFIX, LIST_SUFFIX = ".tar", ".json"
+OPEN_SHARDS = 64  # of a process, at a time
+
+
+class PackedImage(NamedTuple):
+    """An image of a shard."""
+
+    name: str  # its path in the shard
+    offset: int  # of its bytes in the shard
+    size: int  # bytes
+    checksum: int  # CRC-32 of its bytes
+    width: int  # pixels, as displayed; 0 if the file is no whole image
+    height: int
+    label: str | None = None  # the content of its label file, if there is one
+    group: str = ""  # the name of its class, if it has one only
+    outlines: str | None = None  # in place of `label` if outlines are asked for and come from an annotation file
+
+
+class Pack(NamedTuple):
+    """The index of a pack."""
+
+    root: str
+    names: dict[int, str]  # of the classes
+    shards: dict[str, list[str]]  # the names of each split's shards, without suffix
+
+    def images(self, split: str) -> list[str]:
+        """Return the paths of a split's images, in the order of packing. Raises `UserError`."""
+        return [path for path, _ in self.grouped_images(split)]
+
+    def grouped_images(self, split: str) -> list[tuple[str, str]]:
+        """Return path and `group` of a split's images."""
+        return _listed(tuple(os.path.join(self.root, name) + SHARD_SUFFIX for name in self.shards[split]))
+
+
+@lru_cache(8)
+def _listed(shards: Sequence[str]) -> list[tuple[str, str]]:
+    return [(os.path.join(shard, image.name), image.group) for shard in shards for image in read_list(shard)]
+
+
+def find_pack(root: str) -> Pack | None:
+    """Return the pack in a folder, None if there is none. Raises `UserError` if its index is damaged."""
+    file = os.path.join(root, INDEX_FILE)
+    try:
+        content = json.loads(_read_small(file))
+        version = content["lockstep_pack"]
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
+        return None  # another program's index.json
+    if version != INDEX_VERSION:
+        raise UserError(f"{file} is of another version of data.pack ({version}); pack the data set again")
+    try:
+        names = {int(number): str(name) for number, name in content["names"].items()}
+        shards = {split: [str(shard["name"]) for shard in each] for split, each in content["splits"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{file} is damaged ({error!r}); pack the data set again") from None
+    return Pack(root, names, shards)
+
+
+def read_list(shard: str) -> list[PackedImage]:
+    """Return the images of a shard. Raises `UserError` if its list is absent or damaged."""
+    file = list_of(shard)
+    try:
+        return [PackedImage(*row) for row in json.loads(_read_small(file))["images"]]
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}; copy it again from where it was packed") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{file} is damaged ({error!r}); copy it again from where it was packed") from None
+
+
+class Summary(NamedTuple):
+    """A shard, as `index.json` describes it."""
+
+    name: str  # without suffix
+    images: int
+    bytes: int
+    sha256: str
+
+
+def read_summary(shard: str) -> Summary:
+    """Return the summary at the start of a shard's list. Raises as `json.loads` or with OSError, or KeyError."""
+    return Summary(**json.loads(_read_small(list_of(shard)))["shard"])
+
+
+def list_text(summary: Summary, images: Sequence[PackedImage]) -> str:
+    """Return the content of a shard's list: JSON in ASCII, whatever bytes the names have."""
+    head = f'"shard": {json.dumps(summary._asdict())},\n"columns": {json.dumps(PackedImage._fields)}'
+    rows = ",\n".join(json.dumps(image) for image in images)
+    return f'{{{head},\n"images": [\n{rows}\n]}}\n'
+
+
+def list_of(shard: str) -> str:
+    """Return the path of a shard's list."""
+    return shard.removesuffix(SHARD_SUFFIX) + LIST_SUFFIX
+
+
+def _read_small(file: str) -> bytes:
+    """Return the content of an index or a list. Raises OSError."""
+    return remote.read_object(file) if remote.is_remote(file) else Path(file).read_bytes()
+
+
+# Files in shards
+
+
+def place_of(path: str) -> tuple[str, str] | None:
+    """Return the shard that a path leads through and the name in it, None for a path outside of shards."""
+    end = path.find(f"{SHARD_SUFFIX}{os.sep}")
+    if end < 0:
+        return None
+    shard = path[: end + len(SHARD_SUFFIX)]
+    return (shard, path[end + len(SHARD_SUFFIX) + 1 :]) if _is_shard(shard) else None
+
+
+@lru_cache(4096)
+def _is_shard(path: str) -> bool:
+    """Return whether a path is a shard, and not a folder that is named like one."""
+    return remote.exists(list_of(path)) if remote.is_remote(path) else not os.path.isdir(path)
+
+
+class _Shard:
+    """The places of a shard's images in arrays, which take a tenth of the memory of a dict."""
+
+    def __init__(self, path: str) -> None:
+        self.path, images = path, read_list(path)
+        hashes = np.array([_hash(image.name) for image in images], np.uint64)
+        order = np.argsort(hashes)
+        self.hashes = hashes[order]
+        fields = [(each.offset, each.size, each.checksum, each.width, each.height) for each in images]
+        self.places = np.array(fields, np.int64).reshape(-1, 5)[order]
+        self.file = None if remote.is_remote(path) else _open(path)
+
+    def find(self, name: str) -> list[int] | None:
+        """Return offset, size, checksum, width and height of an image, None if the shard has none of that name."""
+        key = np.uint64(_hash(name))
+        row = int(np.searchsorted(self.hashes, key))
+        found = row < len(self.hashes) and self.hashes[row] == key
+        return self.places[row].tolist() if found else None
+
+    def read(self, name: str, place: Sequence[int]) -> bytes:
+        """Return the bytes of an image. Raises `UserError` if they are not those that were packed."""
+        offset, size, checksum = place[:3]
+        if self.file is None:
+            data = remote.read_span(self.path, offset, size, checksum)
+        else:
+            data = _read_at(self.file, offset, size)
+        if zlib.crc32(data) != checksum:
+            raise UserError(
+                f"{remote.shown_address(self.path)} is damaged: '{name}' has not the bytes that were packed; copy the "
+                "shard again from where it was packed"
+            )
+        return data
+
+    def __del__(self) -> None:
+        file: int | None = getattr(self, "file", None)
+        if file is not None:
+            os.close(file)
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; copy it again from where it was packed") from None
+
+
+def _read_at(file: int, offset: int, size: int) -> bytes:
+    """Return bytes of an open file. A memory map would end the process without a word if the disk fails."""
+    if hasattr(os, "pread"):
+        return os.pread(file, size, offset)
+    os.lseek(file, offset, os.SEEK_SET)
+    return os.read(file, size)
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(os.fsencode(name), digest_size=8).digest(), "big")
+
+
+@lru_cache(OPEN_SHARDS)
+def _shard(path: str, process: int) -> _Shard:
+    return _Shard(path)
+
+
+@lru_cache(2)
+def _labels(shard: str) -> dict[str, tuple[str, str]]:
+    """Return boxes and outlines by the names of a shard's label files. A scan reads the shards one after another."""
+    labelled = [image for image in read_list(shard) if image.label is not None]
+    return {label_name(each.name): (each.label or "", each.outlines or each.label or "") for each in labelled}
+
+
+def forget() -> None:
+    """Read all lists again: they may have changed since the last run of this process."""
+    for cache in (_listed, _is_shard, _shard, _labels):
+        cache.cache_clear()
+
+
+def read_member(shard: str, name: str) -> bytes:
+    """Return the bytes of an image or a label file. Raises FileNotFoundError, or `UserError` for damaged bytes."""
+    opened = _shard(shard, os.getpid())
+    if place := opened.find(name):
+        return opened.read(name, place)
+    return read_label(shard, name, outlined=False)
+
+
+def read_label(shard: str, name: str, outlined: bool) -> bytes:
+    """Return the content of a label file. outlined: with outlines, if there are any. Raises FileNotFoundError."""
+    texts = _labels(shard).get(name)
+    if texts is None:
+        raise FileNotFoundError(errno.ENOENT, "no such file in the shard", f"{shard}/{name}")
+    return texts[outlined].encode(errors="surrogateescape")
+
+
+def key_of(shard: str, name: str) -> str:
+    """Return the key in the cache of an image in a remote shard."""
+    place = _shard(shard, os.getpid()).find(name) or [0, 0, 0]
+    return remote.span_key(shard, *place[:3])
+
+
+def member_size(shard: str, name: str) -> tuple[int, int] | None:
+    """Return width and height of an image, pixels as displayed, or None if it must be read to know them."""
+    place = _shard(shard, os.getpid()).find(name)
+    return (place[3], place[4]) if place and place[3] else None
+
+
+def index_text(names: dict[int, str], task: str, splits: dict[str, list[Summary]]) -> str:
+    """Return the content of `index.json`."""
+    shards = {split: [summary._asdict() for summary in each] for split, each in splits.items()}
+    return json.dumps({"lockstep_pack": INDEX_VERSION, "task": task, "names": names, "splits": shards}, indent=1) + "\n"

@@ -1,0 +1,144 @@
+"""The files of a data set, wherever they are: on disk, in shards (data/shards.py), or remote (data/remote.py).
+
+Called by the modules of data/ that read images and labels; a path of each kind is a `Path`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from data import label_paths, remote, shards
+
+
+def forget() -> None:
+    """Look at all files anew: they may have changed since the last run of this process."""
+    remote.forget()
+    shards.forget()
+
+
+def is_local(path: str | Path) -> bool:
+    """Return whether a path is that of a file on disk."""
+    name = os.fspath(path)
+    return not remote.is_remote(name) and shards.place_of(name) is None
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """Return the content of a file. Raises OSError, or `UserError` for a server that fails or a damaged shard."""
+    name = os.fspath(path)
+    if place := shards.place_of(name):
+        return shards.read_member(*place)
+    if remote.is_remote(name):
+        return remote.read_object(name)
+    with open(name, "rb") as file:
+        return file.read()
+
+
+def read_label(path: str, outlined: bool) -> bytes:
+    """Return the content of a label file. outlined: with outlines, if a pack has both. Raises as `read_bytes` does."""
+    place = shards.place_of(path)
+    return shards.read_label(*place, outlined) if place else read_bytes(path)
+
+
+def opened(path: Path) -> Path | BinaryIO:
+    """Return what Pillow opens: the path of a local file, or the content of another one."""
+    return path if is_local(path) else io.BytesIO(read_bytes(path))
+
+
+def label_name(image: str) -> str:
+    """Return the path of an image's label file, which is in the same shard if the image is in one."""
+    place = shards.place_of(image)
+    return f"{place[0]}{os.sep}{label_paths.label_name(place[1])}" if place else label_paths.label_name(image)
+
+
+def unpacked_name(path: Path) -> str:
+    """Return the path that an image of a shard has once the shard is unpacked beside itself; others stay."""
+    place = shards.place_of(os.fspath(path))
+    return os.path.join(os.path.dirname(place[0]), place[1]) if place else os.fspath(path)
+
+
+def image_size(path: Path) -> tuple[int, int] | None:
+    """Return width and height of an image, pixels as displayed, if they are known without reading it."""
+    place = shards.place_of(os.fspath(path))
+    return shards.member_size(*place) if place else None
+
+
+def exists(path: Path) -> bool:
+    """Return whether there is such a file or folder. Raises `UserError` for a server that fails."""
+    name = os.fspath(path)
+    return remote.exists(name) if remote.is_remote(name) else os.path.exists(name)
+
+
+def is_file(path: Path) -> bool:
+    """Return whether there is such a file. Raises `UserError` for a server that fails."""
+    name = os.fspath(path)
+    if remote.is_remote(name):
+        return remote.version_of(name) is not None and not remote.is_folder(name)
+    return os.path.isfile(name)
+
+
+def file_test(folder: str) -> Callable[[str], bool]:
+    """Return a function that tells whether a path below a folder is a file; it may list a remote folder once."""
+    return set(remote.files_below(folder)).__contains__ if remote.is_remote(folder) else os.path.isfile
+
+
+def shown(path: Path) -> str:
+    """Return a path for a message: an address if it is remote."""
+    return remote.shown_address(path) if remote.is_remote(path) else str(path)
+
+
+def refuse_pipe(path: str | Path) -> None:
+    """Raise OSError for a local pipe, socket or device, which may have no end. Links to files are files."""
+    if is_local(path) and not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError("it is no regular file")
+
+
+def stamps(paths: Iterable[str]) -> bytes:
+    """Return size in bytes and a number that changes with the content of each file, as int64 (n, 2).
+
+    For local files the number is the time of change in ns. -1 and -1 if there is no file.
+    """
+    names = list(paths)
+    places = {name: place[0] for name in names if (place := shards.place_of(name))}
+    lists = {shard: shards.list_of(shard) for shard in set(places.values())}
+    asked = [lists[places[name]] if name in places else name for name in names]
+    remote.refresh_versions(sorted({name for name in asked if remote.is_remote(name)}))
+    known: dict[str, tuple[int, int]] = {}
+    return np.array([known.get(name) or known.setdefault(name, _stamp(name)) for name in asked], np.int64).tobytes()
+
+
+def stamp(path: Path) -> tuple[int, int]:
+    """Return the numbers of `stamps` for one file."""
+    name = os.fspath(path)
+    place = shards.place_of(name)
+    return _stamp(shards.list_of(place[0]) if place else name)
+
+
+def _stamp(name: str) -> tuple[int, int]:
+    if remote.is_remote(name):
+        return remote.version_of(name) or (-1, -1)
+    try:
+        status = os.stat(name)
+    except (OSError, ValueError):  # the latter for a name that no file can have
+        return -1, -1
+    return status.st_size, status.st_mtime_ns
+
+
+def prefetch(paths: Sequence[str | Path]) -> None:
+    """Request remote files, many at once, into the cache; do nothing for others."""
+    names = [os.fspath(path) for path in paths]
+    missing = [name for name in names if remote.is_remote(name) and not _is_cached(name)]
+    if missing:
+        remote.prefetch(partial(read_bytes, name) for name in dict.fromkeys(missing))
+
+
+def _is_cached(name: str) -> bool:
+    place = shards.place_of(name)
+    return remote.is_cached(shards.key_of(*place) if place else name)

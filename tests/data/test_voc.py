@@ -1,0 +1,119 @@
+"""Tests of VOC's layout as a data set: equal to the converter's label files, with sentences for what is absent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data.converters import convert_voc
+from data.dataset import DataOptions, data_source
+from data.detection import DetectionSplit
+from data.folders import read_folder
+from data.label_paths import label_name
+from data.labels import parse_rows
+from tests.data.test_converters import voc_xml
+from tests.making import noise, write_image, write_yaml
+from utils.errors import UserError
+
+OBJECTS = (
+    (("dog", (20, 10, 120, 60)), ("cat", (1, 1, 20, 20), 1)),
+    (),
+    (("cat", (1, 1, 200, 100)), ("dog", (5, 5, 9, 9))),
+)
+
+
+def voc(folder: Path, database: str = "", lists: tuple[str, ...] = ("train", "val")) -> Path:
+    """Write VOC's layout with three images in each list."""
+    for split in lists:
+        names = [f"{split}{k}" for k in range(3)]
+        for name, objects in zip(names, OBJECTS, strict=True):
+            write_image(folder / f"JPEGImages/{name}.jpg", noise(200, 100))
+            file = folder / f"Annotations/{name}.xml"
+            file.parent.mkdir(exist_ok=True)
+            xml = voc_xml(*objects)
+            file.write_text(
+                xml.replace("<annotation>", f"<annotation><source><database>{database}</database></source>")
+            )
+        file = folder / f"ImageSets/Main/{split}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join(names))
+    return folder
+
+
+def split_of(data: Path, name: str = "train") -> DetectionSplit:
+    split = data_source(str(data), "data.detection:DetectionData").open(32, 32, DataOptions()).split(name)
+    assert isinstance(split, DetectionSplit)
+    return split
+
+
+@pytest.mark.parametrize("one_based", [False, True])
+def test_equals_the_converters_label_files(tmp_path: Path, one_based: bool) -> None:
+    folder = voc(tmp_path / "voc", "The VOC2007 Database" if one_based else "mine")
+    convert_voc(folder, tmp_path / "labels", one_based=one_based)
+    for name in ("train", "val"):
+        split = split_of(folder, name)
+        assert [path.name for path in split.images] == [f"{name}{k}.jpg" for k in range(3)]
+        files = [tmp_path / f"labels/{name}/{path.stem}.txt" for path in split.images]
+        rows = [list(map(list, parse_rows(file.read_text(), file)[0])) for file in files]
+        assert [split.labels.of(k).tolist() for k in range(3)] == [
+            [[pytest.approx(value) for value in row] for row in each] for each in rows
+        ]
+        assert split.labels.counts.tolist() == [1, 0, 2]
+        assert split.problems == ()
+    assert not [path for path in folder.rglob("*.txt") if path.parent.name != "Main"]
+
+
+def test_what_the_folder_is(tmp_path: Path) -> None:
+    spec = read_folder(voc(tmp_path / "voc", lists=("train", "test")))
+    assert "has VOC's layout (train: ['ImageSets/Main/train.txt'], val: ['ImageSets/Main/test.txt']" in spec.warnings[0]
+    assert spec.names == {0: "cat", 1: "dog"}
+
+
+def test_several_years(tmp_path: Path) -> None:
+    for year in ("VOC2007", "VOC2012"):
+        voc(tmp_path / year)
+    assert len(split_of(tmp_path).images) == 6
+
+
+def test_names_of_a_data_yaml(tmp_path: Path) -> None:
+    voc(tmp_path)
+    content = {"train": "ImageSets/Main/train.txt", "val": "ImageSets/Main/val.txt", "names": ["dog"]}
+    split = split_of(write_yaml(tmp_path / "my.yaml", content))
+    assert split.labels.counts.tolist() == [1, 0, 1]
+    assert "2 boxes of classes that are not in `names`" in split.problems[0]
+    with pytest.raises(UserError, match=r"has no objects of the class 'dig' \(did you mean 'dog'\?\)"):
+        split_of(write_yaml(tmp_path / "my.yaml", {**content, "names": ["dig"]}))
+
+
+def test_absent_images_and_annotations_are_left_out(tmp_path: Path) -> None:
+    folder = voc(tmp_path)
+    (folder / "Annotations/train0.xml").unlink()
+    (folder / "JPEGImages/train1.jpg").unlink()
+    split = split_of(folder)
+    assert [path.stem for path in split.images] == ["train2"]
+    assert "1 name without an image, such as train1; left out" in split.problems[0]
+    assert "1 name without an annotation, such as train0; left out" in split.problems[1]
+
+
+def test_a_changed_annotation_is_read_again(tmp_path: Path) -> None:
+    folder = voc(tmp_path)
+    assert split_of(folder).labels.counts.sum() == 3
+    (folder / "Annotations/train1.xml").write_text(voc_xml(("bird", (1, 1, 20, 20))))
+    split = split_of(folder)
+    assert split.labels.counts.sum() == 4
+    assert split.labels.rows[1, 0] == 0  # bird, the first of bird, cat, dog
+
+
+def test_annotations_without_lists(tmp_path: Path) -> None:
+    folder = voc(tmp_path, lists=("train",))
+    (folder / "ImageSets/Main/train.txt").unlink()
+    with pytest.raises(UserError, match=r"has VOC's Annotations, but no ImageSets/Main/train.txt, so it is not known"):
+        read_folder(folder)
+
+
+def test_no_label_files_are_looked_for(tmp_path: Path) -> None:
+    folder = voc(tmp_path)
+    image = folder / "JPEGImages/train1.jpg"
+    Path(label_name(str(image))).write_text("0 .5 .5 .1 .1")
+    assert split_of(folder).labels.counts.tolist() == [1, 0, 2]
