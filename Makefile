@@ -6,7 +6,7 @@ LEAN := $(VENV)/.installed-for-training
 FULL := $(VENV)/.installed
 REQUIREMENTS := requirements.txt requirements-dev.txt requirements-deepspeed.txt requirements-export.txt
 
-.PHONY: setup train test test-long test-gpu test-gpu2 test-floors lint constraints \
+.PHONY: setup train test test-long test-gpu test-gpu2 test-floors test-trackio lint constraints \
 	gpu gpu2 gpu-data bench bench-processes bench-saving bench-versus bench-gpus
 
 # Everything: for DeepSpeed, exports, tests and linters too.
@@ -71,7 +71,7 @@ $(FLOORS)/.installed: $(REQUIREMENTS)
 	$(FLOORS)/bin/python -m pip install --quiet uv
 	$(FLOORS)/bin/uv pip install --quiet --python $(FLOORS)/bin/python --resolution lowest-direct \
 		-r requirements.txt -r requirements-deepspeed.txt -r requirements-export.txt \
-		-c requirements-dev.txt pytest pytest-xdist hypothesis debugpy tensorboard
+		-c requirements-dev.txt pytest pytest-xdist hypothesis debugpy tensorboard mlflow-skinny wandb-workspaces
 	@touch $@
 
 # The tests of the packages, and two whole runs: the built-in job, shortened, and DeepSpeed's bf16 against fp32.
@@ -79,6 +79,11 @@ test-floors: $(FLOORS)/.installed
 	$(FLOORS)/bin/python -m pytest -n 2 --dist loadfile -m "not long and not gpu and not gpu2" tests/data tests/models tests/utils
 	$(FLOORS)/bin/python train.py --epochs 2
 	$(FLOORS)/bin/python -m pytest tests/test_deepspeed.py -k "zero2_bf16"
+
+# In a folder of its own: Trackio would hold Pillow below 13 for all other tests.
+test-trackio: setup
+	$(RUN) -m pip install --quiet --target .trackio trackio
+	PYTHONPATH=.trackio $(RUN) -m pytest tests/utils/tracking/test_accelerate_tracker.py
 
 # The newest versions, from an environment that has nothing else.
 constraints:

@@ -43,6 +43,7 @@ from utils.stage_times import (
     milliseconds_per_image,
     without_warmup,
 )
+from utils.tracking.job_log import job_log
 
 
 def main() -> None:
@@ -58,6 +59,7 @@ def main() -> None:
     timer, file_names = StageTimer(synchronise), FileNames(media.items)
     frames_done = warnings_shown = 0
     with ExitStack() as opened:
+        log = opened.enter_context(job_log(Path(__file__).stem, vars(options), predictor.settings, folder, show))
         outputs = [opened.enter_context(output) for output in requested_outputs(options, folder, file_names)]
         for group in batches(media, predictor, options.batch_size):
             predictions = predictor.predict(predictor.data.collate([item for _, item in group]), timer)
@@ -69,9 +71,11 @@ def main() -> None:
                     show(f"{frame_name(frame)}: {prediction.describe()}, {1000 * seconds / len(group):.1f} ms")
             frames_done += len(group)
             warnings_shown = show_warnings(media.problems, warnings_shown)
+        times = milliseconds_per_image(without_warmup(timer.batches))
+        log.log({"detect/images": frames_done, **{f"detect/{name}_ms": value for name, value in times.items()}})
+        log.log_pictures(folder)
     show_warnings(media.problems, warnings_shown)
     lock.release()
-    times = milliseconds_per_image(without_warmup(timer.batches))
     images = f"{frames_done} image{'s' * (frames_done != 1)}"
     show(f"{images}{f'; {format_times(times)}' if frames_done else ''}; results in {folder}")
     if media.problems:

@@ -6,7 +6,9 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in these imports prints no traceback; `run_main` resets it
@@ -15,20 +17,19 @@ import torch
 
 from data.dataset import data_source
 from models.ensemble import common_task, export_base, halve, load_model, weight_files
-from models.export.formats import INPUT_NAME, ExportJob, write
+from models.export.formats import INPUT_NAME, ExportJob, export_settings, write
 from models.export.runtime import ExportMetadata
 from models.image_size import ImageSize, choose_size
 from models.layer_registry import add_layers
 from models.tasks import TASKS
-from models.tasks.contract import ExportSettings
 from models.weights.reader import Weights, read_weights
 from utils.config.options import ExportOptions
 from utils.config.parser import given_flags, parse_options, refuse_flags
-from utils.config.select import select
 from utils.console import show
 from utils.distributed.devices import device_kind
 from utils.distributed.exit import Stopped, run_main
 from utils.errors import UserError
+from utils.tracking.job_log import job_log
 
 NEEDLESS_FLAGS = {
     "simplify": "ONNX files are always simplified",
@@ -53,14 +54,23 @@ def main() -> None:
         size = choose_size({name: content}, kind, options.imgsz)
         job = prepare(name, content, options, size, device)
         show(*size.rounded(job.metadata.stride).messages, *messages(options, job))
-        for format_name in dict.fromkeys("onnx" if name == "engine" else name for name in options.include):
-            began = time.perf_counter()
-            path = write(job, format_name, file.with_suffix(""))
-            show(f"{format_name}: {path}, {megabytes(path):.1f} MB, {time.perf_counter() - began:.1f} s")
+        write_all(options, job, file, content.settings)
         if "engine" in options.include:
             show(f"warning: engine: not written; on the target machine, run {trtexec(job, file.with_suffix(''))}")
     if "engine" in options.include:
         raise Stopped(1)
+
+
+def write_all(options: ExportOptions, job: ExportJob, file: Path, training: Mapping[str, Any]) -> None:
+    """Write all formats that the flags name beside a weight file. training: its settings."""
+    folder = file.parent / f"{file.stem}-export"  # of trackers that store files
+    with job_log("export", vars(options), training, folder, show) as log:
+        for format_name in dict.fromkeys("onnx" if name == "engine" else name for name in options.include):
+            began = time.perf_counter()
+            path = write(job, format_name, file.with_suffix(""))
+            size, seconds = megabytes(path), time.perf_counter() - began
+            show(f"{format_name}: {path}, {size:.1f} MB, {seconds:.1f} s")
+            log.log({f"export/{format_name}_MB": size, f"export/{format_name}_seconds": seconds})
 
 
 def trtexec(job: ExportJob, stem: Path) -> str:
@@ -84,7 +94,7 @@ def prepare(name: str, content: Weights, options: ExportOptions, size: ImageSize
     kind = entry.load()
     task = kind(names, kind.recipe())
     model = load_model(task, content, max(size.sides), name, options.data or "its list of names")
-    module, suppression = task.export_module(model, select(ExportSettings, options))
+    module, suppression = task.export_module(model, export_settings(options))
     half = options.half and device.type == "cuda"
     (halve(module) if half else module).to(device).requires_grad_(False)
     metadata = ExportMetadata(

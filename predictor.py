@@ -54,6 +54,7 @@ class Predictor:
     inference: Inference
     stride: int
     size: ImageSize
+    settings: dict[str, Any]  # of the training of the weights
 
     def __init__(
         self, weights: str | Path | Sequence[str | Path] = "yolov5s.pt", *, bgr: bool = False, **arguments: Any
@@ -101,6 +102,7 @@ class Predictor:
             inference=Inference(task, postprocess, device, options.augment, half),
             stride=stride,
             size=size,
+            settings=members.settings,
         )
         lines = [*size.messages, *members.overridden({**given, "half": half})]
         if options.half and not half:

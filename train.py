@@ -201,7 +201,7 @@ class Training:
         run.plot(lambda: self.evaluate.metrics.pictures(best, self.val_split, imgsz))
         run.charts()
         run.files.finish_writing()
-        self.run_log.upload_last(progress)
+        self.run_log.log_results(progress)
         run.print(*report.best_epoch_table(progress, best, options.quiet), f"results in {run.path}", always=True)
         run.on_main(lambda: hand_over(best, run.path))
         run.finish()

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import sys
@@ -32,11 +31,11 @@ from utils.distributed.accelerator import start
 from utils.distributed.devices import loader_workers
 from utils.distributed.exit import run_main
 from utils.distributed.spawn import spawn_for_devices
-from utils.errors import UserError, plural
+from utils.errors import UserError
 from utils.python_api import call, hand_over
 from utils.run import FolderOptions, Run
 from utils.stage_times import POSTPROCESSING, StageTimer, format_times, milliseconds_per_image, without_warmup
-from utils.summary import DRAWN_IMAGES, Summary, evenly_spaced
+from utils.summary import DRAWN_IMAGES, Summary, evenly_spaced, job_values
 
 MANY_CLASSES = 50  # with more, a row per class is printed only with --verbose
 SPEED_DEFAULTS = {"conf_thres": 0.25, "iou_thres": 0.45, "square": True}  # of flags with --task speed
@@ -170,7 +169,6 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
     split_name = SPLIT_OF_TASK.get(options.task, options.task)
     with run.untimed_barrier():
         split = data.split(split_name)
-
     run.open_folder(select(FolderOptions, options))
     run.quiet = options.quiet
     lines = [*run.device_lines(verbose=False)[:1], *source.spec.warnings, *split.report(split_name)]
@@ -178,6 +176,7 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
     run.print(*lines, *size.rounded(stride).messages, *messages(options, half, members), *about_files)
     run.files.write_problems(split.problems)
     run.files.write_settings({**vars(options), "imgsz": models[0].imgsz})
+    run.start_job_log("val", vars(options), members.settings)
     if not options.noplots:
         run.enable_plots()
     thresholds = select(Thresholds, options)
@@ -233,7 +232,9 @@ def validate(validation: Validation) -> None:
     options, run, evaluate, split = validation.options, validation.run, validation.evaluate, validation.split
     with run.watchdog(options.dist_timeout):
         summary = evaluate(validation.models)
-    run.files.write_documents(evaluate.metrics.documents(summary))
+    documents = evaluate.metrics.documents(summary)
+    run.files.write_documents(documents)
+    run.log_job(job_values(summary), documents)
     run.plot(lambda: evaluate.metrics.pictures(summary, split, validation.models[0].imgsz))
     run.charts()
     run.files.finish_writing()
@@ -248,7 +249,8 @@ def validate(validation: Validation) -> None:
     if options.save_json:
         images = run.collectives.gather(validation.coco_images)
         stem = next(iter(validation.members.files.values())).stem
-        run.on_main(lambda: write_coco_results(run, options, validation.source, images, names, split.images, stem))
+        spec, name = validation.source.spec, SPLIT_OF_TASK.get(options.task, options.task)
+        run.on_main(lambda: coco.write_results(run, options.annotations, spec, name, images, names, split.images, stem))
 
 
 def check_flags(members: Members, argv: Sequence[str], annotations: str) -> None:
@@ -293,49 +295,6 @@ def speed(times: Mapping[str, float], options: ValOptions) -> str:
         return format_times(times)
     rate = 1000 / max(sum(times.values()), 1e-9)
     return f"{format_times(times)}; {rate:.1f} images/s in batches of {options.batch_size}, loading left out"
-
-
-def write_coco_results(
-    run: Run,
-    options: ValOptions,
-    source: DataSource,
-    predictions: Sequence[coco.CocoImage],
-    names: Mapping[int, str],
-    images: Sequence[Path],
-    stem: str,
-) -> None:
-    """Write the predictions for `images` as COCO's results, and COCO's metrics if there are annotations.
-
-    Raises `UserError` for annotations that do not fit, if --annotations names them, after the results are written.
-    """
-    split, missing = SPLIT_OF_TASK.get(options.task, options.task), ""
-    file = Path(options.annotations) if options.annotations else source.spec.annotation_file(split)
-    if file is None:
-        file, missing = coco.find_annotations(source.spec.roots, split, images)
-    ids, annotations, problem = coco.default_ids(names, images), None, None
-    if file:
-        try:
-            annotations = coco.read_annotations(file, names, images)
-            ids = annotations.ids
-        except UserError as error:
-            problem = error
-    rows, name = coco.results(predictions, ids), f"{stem}_predictions.json"
-    run.files.write_documents({name: json.dumps(rows)})
-    run.print(f"{plural(len(rows), 'result')} in {run.path / name}; {ids.origin}", *filter(None, [missing]))
-    try:
-        if problem:
-            raise problem
-        if annotations:
-            run.print(*annotations.warnings())
-            kinds = ["bbox"] + ["segm"] * any(image.masks for image in predictions)
-            for kind, scores in coco.score(annotations, rows, kinds):
-                document, title = coco.COCO_OUTPUTS[kind]
-                run.files.write_documents({document: coco.csv_document(scores)})
-                run.print(*coco.table(scores, title), always=True)
-    except UserError as error:
-        if options.annotations:
-            raise
-        run.print(f"warning: {error}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

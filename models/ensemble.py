@@ -125,6 +125,11 @@ class Members:
     entry: TaskEntry
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the training of the first file, {} if it contains none."""
+        return dict(next(iter(self.weights.values())).settings)
+
+    @property
     def class_names(self) -> dict[int, str]:
         """The class names, which all files share."""
         return next(iter(self.weights.values())).class_names

@@ -296,7 +296,9 @@ def test_accelerate_is_imported_by_those_that_need_it() -> None:
         "utils/distributed/collectives.py",
         "utils/distributed/launcher.py",
         "utils/distributed/prepare.py",
+        "utils/tracking/accelerate_process.py",
         "utils/tracking/tracker.py",
+        "utils/training/profiler.py",
     }
 
 

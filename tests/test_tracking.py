@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import sys
@@ -21,7 +22,7 @@ from tests.faults.fault_points import planted
 from tests.hub_server import WRITE_TOKEN, Hub, serve_hub
 from tests.wandb_files import Logged
 from tests.wandb_server import serve
-from utils.files import read_yaml
+from utils.files import ROOT, read_yaml
 
 Train = Callable[..., str]
 UNSET = ("env", "-u", "WANDB_MODE", sys.executable)  # the usual environment
@@ -62,10 +63,12 @@ def hub() -> Iterator[Hub]:
 def tracked(train: Train, hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return the folder and the output of a run of two processes with all trackers and uploads, without W&B's key."""
     project = tmp_path_factory.mktemp("tracked")
-    flags = "--processes 2 --log-with all --verbose --wandb-project shapes --wandb-group small --wandb-tags one two"
+    flags = "--processes 2 --log-with wandb,tensorboard,mlflow --verbose --wandb-project shapes --wandb-group small"
+    flags += " --wandb-tags one two"
     uploads = "--upload-model --save-period 1 --upload-dataset --bbox-interval 1 --max-images 3 --wandb-name first"
-    uploads += " --push-to-hub me/shapes"
+    uploads += " --push-to-hub me/shapes --profile 2:3 --wandb-alerts"
     home = {"HOME": str(project), "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    home |= {"WANDB_PROJECT": "other", "WANDB_NOTES": "why"}
     home |= {"HF_HOME": str(project), "HF_ENDPOINT": hub.address, "HF_TOKEN": WRITE_TOKEN, "no_proxy": "*"}
     return project / "exp", train(project, *flags.split(), *uploads.split(), launcher=UNSET, plots=True, **home)
 
@@ -90,6 +93,9 @@ def test_two_processes_are_one_run(tracked: tuple[Path, str]) -> None:
     run = only(folder)
     assert (run.project, run.group, run.name, sorted(run.tags)) == ("shapes", "small", "first", ["one", "two"])
     assert run.code == 0
+    assert (run.job, run.notes, run.program) == ("train", "why", str(ROOT / "train.py"))
+    assert run.commit == run.config["git_commit"].rstrip("+")
+    assert run.alerts == []
     assert printed.count("wandb sync") == 1
     assert "not logged in" in printed
     assert "warning" not in printed
@@ -125,6 +131,91 @@ def test_its_epochs_are_the_rows_of_results_csv(tracked: tuple[Path, str]) -> No
         assert run.summary[f"best/{name}"] == pytest.approx(best[f"metrics/{name}"], rel=1e-8)
     assert run.summary["best/epoch"] == best["epoch"] + 1
     assert run.axes["metrics/*"] == run.axes["class/*"] == "epoch"
+
+
+def test_its_summary_has_the_best_values(tracked: tuple[Path, str]) -> None:
+    """Also of keys with dots; `best/fitness`, which sweeps optimise, is a number."""
+    folder, _ = tracked
+    run = only(folder)
+    for name in rows(folder)[0]:
+        values = [row[name] for row in rows(folder)]
+        if name.startswith("metrics/"):
+            assert run.summary[name] == {"max": pytest.approx(max(values), rel=1e-8)}
+        elif name.startswith("val/"):
+            assert run.summary[name] == {"min": pytest.approx(min(values), rel=1e-8)}
+    assert isinstance(run.summary["best/fitness"], float)
+    assert run.hidden == {"class/*"}
+
+
+def test_its_tables_and_charts(tracked: tuple[Path, str]) -> None:
+    folder, _ = tracked
+    run = only(folder)
+    files = wandb_files.runs(folder)[0].parent / "files"
+
+    def table(key: str) -> Any:
+        return json.loads((files / run.summary[f"{key}/path"]).read_text())
+
+    classes = table("tables/classes")
+    assert classes["columns"] == ["class", "images", "instances", "precision", "recall", "AP50", "AP50-95"]
+    assert [row[0] for row in classes["data"]][:1] == ["disc"]
+    best = max(rows(folder), key=lambda row: 0.1 * row["metrics/mAP_0.5"] + 0.9 * row["metrics/mAP_0.5:0.95"])
+    scores = [row[5] for row in classes["data"] if row[5] is not None]
+    assert sum(scores) / len(scores) == pytest.approx(best["metrics/mAP_0.5"], rel=1e-6)
+    improved = len([row for row in run.rows if "tables/classes/path" in row])
+    assert improved == len({row["best/epoch"] for row in run.rows if "best/epoch" in row})
+    assert {row[0] for row in table("charts/PR_curve_table")["data"]} <= {row[0] for row in classes["data"]}
+    assert table("charts/F1_curve_table")["columns"] == ["class", "confidence", "F1"]
+    cells = table("charts/confusion_matrix_table")["data"]
+    assert len(cells) == (len(classes["data"]) + 1) ** 2
+    assert sum(count for *_, count in cells) > 0
+    panels = {key for key in run.config if key.startswith("_wandb/visualize/")}
+    assert panels == {f"_wandb/visualize/charts/{name}" for name in ("PR_curve", "F1_curve", "confusion_matrix")}
+
+
+def test_its_profile(tracked: tuple[Path, str]) -> None:
+    """Of two steps, on both processes."""
+    folder, printed = tracked
+    assert {file.name for file in (folder / "profile").iterdir()} == {
+        *("operators.csv", "profile_0.json", "profile_1.json")
+    }
+    head, *operators = (folder / "profile" / "operators.csv").read_text().splitlines()
+    assert head == "operator,calls,cpu_ms,device_ms,share"
+    assert len(operators) == 10
+    shares = [float(line.rpartition(",")[2]) for line in operators]
+    assert shares == sorted(shares, reverse=True)
+    assert 0.1 < sum(shares) < 1
+    names = [line.partition(",")[0] for line in operators]
+    assert any("convolution" in name for name in names)
+    assert f"profile of the optimizer steps 2 to 3: {folder / 'profile'}" in printed
+    for name in ("profile_0.json", "profile_1.json"):
+        events = json.loads((folder / "profile" / name).read_text())["traceEvents"]
+        steps = [event for event in events if "SGD.step" in event.get("name", "")]
+        assert len(steps) == 2
+    (artifact,) = [artifact for artifact in only(folder).artifacts if artifact.type == "profile"]
+    assert [entry.path for entry in artifact.manifest.contents] == ["operators.csv", "profile_0.json", "profile_1.json"]
+
+
+# Keys of runs of another kind: on CUDA, in fp16, of a classifier, of a segmenter.
+OTHER_KEYS = {"step/gpu_memory", "step/loss_scale", "step/loss", "class/precision/NAME", "class/recall/NAME"}
+OTHER_KEYS |= {"charts/mask_PR_curve_table", "charts/mask_F1_curve_table"}
+
+
+def test_the_page_names_every_key(tracked: tuple[Path, str]) -> None:
+    """Every logged key is in a table of docs/tracking.md, and every key of the tables was logged."""
+    folder, _ = tracked
+    page = (ROOT / "docs" / "tracking.md").read_text().partition("\n### Logged keys\n")[2].partition("\n### ")[0]
+    cells = re.findall(r"^\| (`.*) \|.*\|$", page, re.MULTILINE)
+    named = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    assert named >= OTHER_KEYS
+    run = only(folder)
+    keys = {key for row in run.rows for key in row if not key.startswith("_")} - {"step", "epoch"}
+
+    def matches(name: str, key: str) -> bool:
+        pattern = re.escape(name).replace(r"\.\.\.", ".+").replace("NAME", "[^/]+")
+        return re.fullmatch(rf"{pattern}(/\w+)?", key) is not None  # W&B's own fields of a picture or table
+
+    assert {key for key in keys if not any(matches(name, key) for name in named)} == set()
+    assert {name for name in named - OTHER_KEYS if not any(matches(name, key) for key in keys)} == set()
 
 
 def test_its_steps(tracked: tuple[Path, str]) -> None:
@@ -171,6 +262,10 @@ def test_its_artifacts(tracked: tuple[Path, str]) -> None:
     assert logged[0] == ("dataset", {"latest"})
     assert ("model", {"latest", "epoch-1", "best"}) in logged or ("model", {"latest", "epoch-1"}) in logged
     assert any("best" in aliases for kind, aliases in logged if kind == "model")
+    assert run.artifacts[0].use_after_commit  # an input of the run
+    metadata = json.loads(next(a for a in run.artifacts if "best" in a.aliases).metadata)
+    assert metadata["dataset"]["train"]["count"] == "28"
+    assert "--upload-model" in metadata["command"]
     contents = run.artifacts[0].manifest.contents
     assert sum(entry.ref.startswith("file://") for entry in contents) == 2 * 36  # images and labels, as references
     assert [entry.path for entry in contents if not entry.ref] == ["small.yaml"]
@@ -225,7 +320,15 @@ def test_noplots(plain: Path) -> None:
 def test_a_killed_run_is_continued(train: Train, run_script: RunScript, plain: Path, tmp_path: Path) -> None:
     """It is killed after its sixth step, with a state of its fourth, and then in its last validation."""
     variables = {"WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
-    train(tmp_path, "--log-with", "all", **KILL_IN_STEP_6, code=-signal.SIGKILL, **variables)
+    train(
+        tmp_path,
+        "--log-with",
+        "wandb,tensorboard",
+        "--wandb-alerts",
+        **KILL_IN_STEP_6,
+        code=-signal.SIGKILL,
+        **variables,
+    )
     again = ("train.py", "--resume", "--project", str(tmp_path))
     run_script(*again, code=-signal.SIGKILL, **variables, **planted("SIGKILL", "validation summary"))
     run_script(*again, **variables)
@@ -234,12 +337,55 @@ def test_a_killed_run_is_continued(train: Train, run_script: RunScript, plain: P
     assert len(parts) == 3
     assert len({part.id for part in parts}) == 1
     assert [part.code for part in parts] == [1, 1, 0]
+    assert [len(part.alerts) for part in parts] == [1, 1, 0]
+    assert "may have been killed" in parts[0].alerts[0][1]
     logged = [row for part in parts for row in part.rows]
     assert [row["step"] for row in logged if "step" in row] == list(range(1, 9))
     epochs(logged, plain)
     events = tensorboard(tmp_path / "exp")
     assert [event.step for event in events.Scalars("step/lr0")] == list(range(1, 9))
     assert [event.step for event in events.Scalars("val/box_loss")] == [4, 8]
+
+
+def test_an_evaluation_joins_the_training(tracked: tuple[Path, str], run_script: RunScript, tmp_path: Path) -> None:
+    """By project, group and the training run's id, which is in the weights."""
+    folder, _ = tracked
+    flags = ("--data", "", "--weights", str(folder / "weights" / "best.pt"), "--imgsz", "64", "--device", "cpu")
+    data = read_yaml(folder / "settings.yaml")["data"]
+    flags = ("--data", data, *flags[2:], "--workers", "0", "--project", str(tmp_path), "--log-with", "wandb")
+    printed = run_script("val.py", *flags, OMP_NUM_THREADS="1", WANDB_MODE="offline")
+    run, training = only(tmp_path / "exp"), only(folder)
+    assert run.job == "val"
+    assert run.program == str(ROOT / "val.py")
+    assert (run.project, run.group, run.config["training_run"]) == ("shapes", "small", training.id)
+    assert run.id != training.id
+    assert run.config["conf_thres"] == 0.001
+    for name in ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95"):
+        assert run.summary[f"metrics/{name}"]["max"] == pytest.approx(training.summary[f"best/{name}"], abs=0.02)
+    assert "tables/classes/path" in run.summary
+    assert "charts/PR_curve_table/path" in run.summary
+    assert run.code == 0
+    assert "warning" not in printed
+
+
+@pytest.mark.long
+def test_detection_and_export_are_logged(tracked: tuple[Path, str], run_script: RunScript, tmp_path: Path) -> None:
+    folder, _ = tracked
+    weights = tmp_path / "weights" / "mine.pt"
+    weights.parent.mkdir()
+    weights.write_bytes((folder / "weights" / "best.pt").read_bytes())
+    common = ("--weights", str(weights), "--imgsz", "64", "--log-with", "wandb")
+    offline = {"WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
+    source = str(folder / "train_batch0.jpg")
+    run_script("detect.py", *common, "--source", source, "--device", "cpu", "--project", str(tmp_path), **offline)
+    detection = only(tmp_path / "exp")
+    assert (detection.job, detection.config["training_run"]) == ("detect", only(folder).id)
+    assert detection.summary["detect/images"] == 1
+    assert "pictures/train_batch0/path" in detection.summary
+    run_script("export.py", *common, "--include", "torchscript", **offline)
+    export = only(tmp_path / "weights" / "mine-export")
+    assert (export.job, export.project) == ("export", "shapes")
+    assert export.summary["export/torchscript_MB"] > 1
 
 
 @contextmanager
@@ -256,8 +402,9 @@ def server(answers: bool) -> Iterator[str]:
 def test_a_server_that_cannot_be_reached(answers: bool, train: Train, plain: Path, tmp_path: Path) -> None:
     with server(answers) as address:
         key = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": address, "WANDB_INIT_TIMEOUT": "3"}
-        printed = train(tmp_path, launcher=UNSET, **key)
+        printed = train(tmp_path, "--profile", "1:2", launcher=UNSET, **key)
     identical(tmp_path / "exp", plain)
+    assert (tmp_path / "exp" / "profile" / "operators.csv").is_file()
     assert printed.count("warning") == 1
     assert "warning: W&B: " in printed
     assert printed.count("wandb sync") == 1

@@ -25,13 +25,13 @@ from models.tasks.detection.task import DetectionTask
 from tests.conftest import RunScript
 from tests.making import tiny_detector, write_yaml
 from utils.checkpoint.weight_files import serialised, weights_content
-from utils.coco import CocoImage
+from utils.coco import CocoImage, write_results
 from utils.config.hyperparameters import Hyperparameters
 from utils.config.options import ValOptions
 from utils.config.parser import parse_options
 from utils.errors import UserError
 from utils.files import read_yaml
-from val import check_flags, messages, write_coco_results
+from val import check_flags, messages
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -301,7 +301,8 @@ def test_results_are_written_even_if_annotations_do_not_fit(tmp_path: Path) -> N
     for flags in ([], ["--annotations", str(wrong)]):
         run, options = RecordingRun(tmp_path), parse_options(ValOptions, flags)
         with pytest.raises(UserError, match="is not JSON") if flags else nullcontext():
-            write_coco_results(run, options, source, predictions, {0: "cat"}, [Path("7.jpg")], "best")  # type: ignore[arg-type]
+            names, images = {0: "cat"}, [Path("7.jpg")]
+            write_results(run, options.annotations, source.spec, "val", predictions, names, images, "best")  # type: ignore[arg-type]
         rows = json.loads(run.files.documents["best_predictions.json"])
         assert rows == [{"image_id": 7, "category_id": 0, "bbox": [0, 0, 2, 1], "score": 0.5}]
         assert any(line.startswith("warning: ") and "is not JSON" in line for line in run.lines) == (not flags)

@@ -43,6 +43,10 @@ class Logged:
     id: str = ""
     project: str = ""
     group: str = ""
+    job: str = ""
+    notes: str = ""
+    program: str = ""
+    commit: str = ""
     name: str = ""
     tags: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
@@ -50,6 +54,9 @@ class Logged:
     summary: dict[str, Any] = field(default_factory=dict)
     axes: dict[str, str] = field(default_factory=dict)
     artifacts: list[Any] = field(default_factory=list)
+    best: dict[str, str] = field(default_factory=dict)  # summary by key or pattern: min or max
+    hidden: set[str] = field(default_factory=set)  # keys and patterns without charts
+    alerts: list[tuple[str, str, str]] = field(default_factory=list)  # title, text, level
     lines: list[str] = field(default_factory=list)
     code: int | None = None  # exit code, if the run was closed
 
@@ -66,6 +73,7 @@ def read(file: Path) -> Logged:
             run = record.run
             logged.id, logged.project, logged.group = run.run_id, run.project, run.run_group
             logged.name, logged.tags = run.display_name, list(run.tags)
+            logged.job, logged.notes = run.job_type, run.notes
             _update(logged.config, run.config.update)
         elif kind == "config":
             _update(logged.config, record.config.update)
@@ -76,7 +84,15 @@ def read(file: Path) -> Logged:
         elif kind == "summary":
             _update(logged.summary, record.summary.update)
         elif kind == "metric":
-            logged.axes[record.metric.name or record.metric.glob_name] = record.metric.step_metric
+            metric = record.metric
+            key = metric.name.replace("\\.", ".") or metric.glob_name
+            logged.axes[key] = metric.step_metric
+            logged.best[key] = "max" * metric.summary.max + "min" * metric.summary.min
+            logged.hidden |= {key} if metric.options.hidden else set()
+        elif kind == "alert":
+            logged.alerts.append((record.alert.title, record.alert.text, record.alert.level))
+        elif kind == "environment" and record.environment.program:
+            logged.program, logged.commit = record.environment.program, record.environment.git.commit
         elif kind == "artifact":
             logged.artifacts.append(record.artifact)
         elif kind == "output_raw":

@@ -22,12 +22,17 @@ class Server:
         self.rows: list[dict[str, Any]] = []  # of the history
         self.files: dict[str, bytes] = {}
         self.runs: set[str] = set()
+        self.artifacts: list[dict[str, Any]] = []  # as they were created
+        self.views: list[dict[str, Any]] = []  # saved workspaces
+        self.links: list[tuple[str, str]] = []  # an id, and the collection of a registry
+        self.inputs: list[str] = []  # ids of the artifacts that runs use: `a1` is the first of `artifacts`
         self.code: int | None = None
         self.silent, self.gone = threading.Event(), threading.Event()
         self.address = ""
 
     def graphql(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to the query or mutation `name`."""
+        given = given.get("input", given)
         if name == "Viewer":
             return {"viewer": {"id": "v", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
         if name == "RunResumeStatus":
@@ -42,9 +47,66 @@ class Server:
         if name == "CreateRunFiles":
             files = [{"name": file, "uploadUrl": f"{self.address}/upload/{file}"} for file in given["files"]]
             return {"createRunFiles": {"runID": "UnVuOjE=", "uploadHeaders": [], "files": files}}
+        if name in ("ArtifactType", "ArtifactMembershipByName"):
+            return {"project": None}
+        if name == "CreateArtifact":
+            self.artifacts.append(given)
+            number = len(self.artifacts)
+            return {
+                "createArtifact": {"artifact": {"id": f"a{number}", "state": "PENDING", "artifactSequence": SEQUENCE}}
+            }
+        if name == "CreateArtifactManifest":
+            file = {"id": "m", "name": given["name"], "displayName": given["name"], **self._upload(given["name"])}
+            return {"createArtifactManifest": {"artifactManifest": {"id": "m", "file": file}}}
+        if name == "CreateArtifactFiles":
+            nodes = [self._artifact_file(file) for file in given["artifactFiles"]]
+            return {"createArtifactFiles": {"files": {"edges": [{"node": node} for node in nodes]}}}
+        if name == "CommitArtifact":
+            return {"commitArtifact": {"artifact": {"id": given["artifactID"], "digest": ""}}}
+        if name == "ArtifactByID":
+            return {"artifact": self._artifact(int(given["id"].removeprefix("a")))}
+        if name == "FetchOrgInfoFromEntity":
+            organization = {"name": "us", "orgEntity": {"id": "o", "name": "us"}}
+            return {"entity": {"organization": organization, "user": None}}
+        if name == "LinkArtifact":
+            self.links.append((given["artifactID"], given["artifactPortfolioName"]))
+            source = self._artifact(int(given["artifactID"].removeprefix("a")))
+            project = {**source["artifactSequence"]["project"], "name": given["projectName"]}
+            collection = {"name": given["artifactPortfolioName"], "project": project}
+            link = {"id": "l", "versionIndex": 0, "createdAt": "2026-01-01T00:00:00", "aliases": [], "artifact": source}
+            link["artifactCollection"] = {"__typename": "ArtifactPortfolio", **collection}
+            return {"result": {"versionIndex": 0, "artifactMembership": link}}
+        if name == "UpsertView2":
+            self.views.append(given)
+            return {"upsertView": {"view": {"id": "v", "name": "x"}, "inserted": True}}
+        if name == "UseArtifact":
+            self.inputs.append(given["artifactID"])
+            return {
+                "useArtifact": {"artifact": {"id": given["artifactID"], "digest": "", "description": "", "state": ""}}
+            }
         if name == "ServerFeaturesQuery":
             return {"serverInfo": {"features": []}}
         return {"entity": {"organization": None}}
+
+    def _artifact(self, number: int) -> dict[str, Any]:
+        """Return an artifact in the form of wandb's fragment."""
+        given, entity = self.artifacts[number - 1], {"name": OWNER["name"]}
+        project = {"id": "p", "internalId": "p", "name": "p", "entity": entity}
+        name = given["artifactCollectionName"]
+        counts = {"versionIndex": 0, "historyStep": None, "size": 1, "fileCount": 1, "ttlDurationSeconds": -2}
+        texts = {"description": None, "metadata": given.get("metadata"), "digest": given["digest"], "commitHash": "c"}
+        times = {"createdAt": "2026-01-01T00:00:00", "updatedAt": None, "ttlIsInherited": True}
+        kind = {"artifactType": {"name": given["artifactTypeName"]}, "state": "COMMITTED", "tags": [], "aliases": []}
+        sequence = {"__typename": "ArtifactSequence", "name": name, "project": project}
+        return {"id": f"a{number}", "artifactSequence": sequence, **counts, **texts, **times, **kind}
+
+    def _upload(self, file: str) -> dict[str, Any]:
+        return {"uploadUrl": f"{self.address}/upload/artifacts/{file}", "uploadHeaders": []}
+
+    def _artifact_file(self, given: dict[str, Any]) -> dict[str, Any]:
+        name = given["name"]
+        upload = {"storagePath": None, "uploadMultipartUrls": None, **self._upload(name)}
+        return {"id": name, "name": name, "displayName": name, "artifact": {"id": given["artifactID"]}, **upload}
 
     def _bucket(self, given: dict[str, Any]) -> dict[str, Any]:
         tail = json.dumps([json.dumps(row) for row in self.rows[-1:]])
@@ -62,6 +124,7 @@ class Server:
 
 
 OWNER = {"id": "e", "name": "me"}
+SEQUENCE = {"id": "s", "latestArtifact": None}
 
 
 @contextmanager

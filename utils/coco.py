@@ -9,12 +9,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from utils.errors import UserError, first_line, nearest
+from utils.errors import UserError, first_line, nearest, plural
 from utils.files import ROOT, csv_text, read_yaml
+
+if TYPE_CHECKING:
+    from utils.run import Run
 
 UNUSED_CATEGORY_IDS = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # of 1 to 90; COCO's 80 classes use the others
 # The metrics of faster-coco-eval, in its order: metric, IoU, area of the objects, most detections per image.
@@ -228,3 +231,47 @@ def csv_document(scores: Sequence[float]) -> str:
     head = ("metric", "iou", "area", "max_det", "value")
     rows = [(*metric, f"{value:.9g}" if value >= 0 else "") for metric, value in zip(COCO_METRICS, scores, strict=True)]
     return csv_text(head, rows)
+
+
+def write_results(
+    run: Run,
+    annotations: str,
+    spec: Any,
+    split: str,
+    predictions: Sequence[CocoImage],
+    names: Mapping[int, str],
+    images: Sequence[Path],
+    stem: str,
+) -> None:
+    """Write the predictions for `images` as COCO's results, and COCO's metrics if there are annotations.
+
+    annotations: the value of --annotations. spec: of the data set, `data.sources.DataSpec`. stem: of the file's name.
+    Raises `UserError` for annotations that do not fit, if --annotations names them, after the results are written.
+    """
+    file, missing = Path(annotations) if annotations else spec.annotation_file(split), ""
+    if file is None:
+        file, missing = find_annotations(spec.roots, split, images)
+    ids, truth, problem = default_ids(names, images), None, None
+    if file:
+        try:
+            truth = read_annotations(file, names, images)
+            ids = truth.ids
+        except UserError as error:
+            problem = error
+    rows, name = results(predictions, ids), f"{stem}_predictions.json"
+    run.files.write_documents({name: json.dumps(rows)})
+    run.print(f"{plural(len(rows), 'result')} in {run.path / name}; {ids.origin}", *filter(None, [missing]))
+    try:
+        if problem:
+            raise problem
+        if truth:
+            run.print(*truth.warnings())
+            kinds = ["bbox"] + ["segm"] * any(image.masks for image in predictions)
+            for kind, scores in score(truth, rows, kinds):
+                document, title = COCO_OUTPUTS[kind]
+                run.files.write_documents({document: csv_document(scores)})
+                run.print(*table(scores, title), always=True)
+    except UserError as error:
+        if annotations:
+            raise
+        run.print(f"warning: {error}")

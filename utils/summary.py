@@ -54,6 +54,13 @@ class Example(NamedTuple):
     prediction_outlines: Sequence[Sequence[float]] = ()
 
 
+def job_values(summary: Summary) -> dict[str, float]:
+    """Return the values of an evaluation for trackers, by the keys of a training's."""
+    values = {f"metrics/{name}": value for name, value in summary.metrics.items()}
+    values |= {f"val/{name}": value for name, value in summary.losses.items()}
+    return {**values, "epoch/images_per_second": summary.rate}
+
+
 def evenly_spaced(items: int, count: int) -> list[int]:
     """Return `count` evenly spaced, ascending indices below `items`, or all of them if there are fewer."""
     return [k * items // count for k in range(count)] if count < items else list(range(items))

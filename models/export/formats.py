@@ -12,7 +12,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,14 @@ from models.export.runtime import (
     TORCHSCRIPT_FILE,
     ExportMetadata,
 )
+from models.tasks.contract import ExportSettings
 from utils.checkpoint.weight_files import FORMAT, as_safetensors
+from utils.config.select import select
 from utils.errors import UserError, first_line
 from utils.files import replacing
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 ONNX_OPSET = 18  # the lowest of torch.export's exporter; the one of traces writes those below
 # Names of tensors in ONNX files; a model takes as many as it has outputs. Those without suppression are YOLOv5's.
@@ -38,6 +43,11 @@ DYNAMIC_AXES = {0: "batch", 2: "height", 3: "width"}
 DYNAMIC_OUTPUT_AXES = {3: {0: "batch", 1: "anchors"}, 4: {0: "batch", 2: "mask_height", 3: "mask_width"}}
 MAX_EXPORT_SIDE_PIXELS = 2**14  # of images, with --dynamic
 MAX_EXPORT_BATCH = 2**14  # images
+
+
+def export_settings(options: DataclassInstance) -> ExportSettings:
+    """Return the flags of export.py that a task reads."""
+    return select(ExportSettings, options)
 
 
 @dataclass(frozen=True)

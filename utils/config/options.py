@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 NEWEST = "newest"  # --resume without a value: the newest run of --project
 AUTO = "auto"  # --resume auto: the newest run of --name if there is one, else a new run
 PRECISIONS = ("no", "fp16", "bf16")
+# Of --log-with, named like the packages to install; all that Accelerate knows.
+TRACKERS = ("wandb", "tensorboard", "mlflow", "comet_ml", "clearml", "aim", "dvclive", "swanlab", "trackio")
+LOG_WITH = ("none", "all", *TRACKERS)
 # Headings of --help, in this order; a script shows those of its flags.
 GROUPS = (
     *("model", "data", "images", "training", "format", "predictions", "NMS", "drawing"),
@@ -41,7 +44,8 @@ def flag(
     """Return a dataclass field that is a flag of the command line.
 
     text: its help. group: one of `GROUPS`. within: the range of a number. const: its value if it has no argument.
-    comma_separated: commas separate the words of a tuple, as spaces do. form: of a text, such as owner/name.
+    comma_separated: commas separate the words of a tuple, as spaces do, or the choices of a text. form: of a text, such
+    as owner/name; words in capitals are numbers.
     """
     metadata = {"help": text, "group": group, "within": within, "aliases": aliases, "choices": choices}
     metadata |= {"const": const, "comma_separated": comma_separated, "form": form}
@@ -175,9 +179,11 @@ class TrainOptions:
     )
     log_with: str = flag(
         "",
-        "trackers besides results.csv; '' is wandb if it is installed",
+        "trackers besides results.csv: none, all, or several with commas, such as wandb,mlflow; '' is wandb if it is "
+        "installed",
         "logging",
-        choices=("none", "wandb", "tensorboard", "all"),
+        choices=LOG_WITH,
+        comma_separated=True,
     )
     no_wandb: bool = flag(False, "do not log to Weights & Biases", "logging")
     log_interval: int = flag(
@@ -193,6 +199,9 @@ class TrainOptions:
     wandb_group: str = flag("", "W&B group of runs", "logging")
     wandb_tags: tuple[str, ...] = flag((), "W&B tags", "logging", comma_separated=True)
     wandb_name: str = flag("", "W&B name of the run; '' is the name of the run folder", "logging")
+    wandb_notes: str = flag("", "W&B notes about the run", "logging")
+    wandb_job_type: str = flag("", "W&B job type; '' is train", "logging")
+    wandb_alerts: bool = flag(False, "W&B alerts you if the run ends by an error, a stall or NaN", "logging")
     wandb_id: str = flag(
         "", "W&B id of the run to continue; '' is a new one, or with --resume that of the run", "logging"
     )
@@ -208,6 +217,11 @@ class TrainOptions:
     upload_model: bool = flag(
         False, "upload weights to W&B: each --save-period, and last.pt and best.pt at the end", "logging"
     )
+    wandb_registry: str = flag(
+        "",
+        "with --upload-model: the collection of a W&B registry that best.pt is linked to, as REGISTRY/COLLECTION",
+        "logging",
+    )
     push_to_hub: str = flag(
         "",
         "repository of the Hugging Face Hub, owner/name, that gets best.pt, results and a model card at the end",
@@ -215,6 +229,12 @@ class TrainOptions:
         form="owner/name",
     )
     upload_dataset: bool = flag(False, "make the data set a W&B artifact of references to its files", "logging")
+    profile: str = flag(
+        "",
+        "profile the optimizer steps START:STOP, both included, such as 10:15: traces and the ten largest operators",
+        "logging",
+        form="START:STOP",
+    )
     verbose: bool = flag(
         False, "also print the device of every process, and all classes after every validation", "logging"
     )
@@ -277,6 +297,13 @@ class ValOptions:
         False, "square batches, instead of rectangular ones of similar aspect ratio with less padding", "data"
     )
     strict: bool = flag(False, "problems in single images and label rows are errors instead of warnings", "data")
+    log_with: str = flag(
+        "none",
+        "trackers: none, all, or several with commas, such as wandb,mlflow",
+        "logging",
+        choices=LOG_WITH,
+        comma_separated=True,
+    )
     verbose: bool = flag(False, "one row per class and per object size, even if there are many classes", "logging")
     quiet: bool = flag(False, "print only warnings and the row of all classes", "logging")
     noplots: bool = flag(False, "write no pictures into the run folder", "saving")
@@ -371,6 +398,13 @@ class DetectOptions:
     hide_conf: bool = flag(False, "draw names without confidences", "drawing")
     half: bool = flag(False, "weights and images in half precision on CUDA; other devices use full precision", "model")
     vid_stride: int = flag(1, "use every n-th frame of a video or stream", "images", Range(1))
+    log_with: str = flag(
+        "none",
+        "trackers: none, all, or several with commas, such as wandb,mlflow",
+        "logging",
+        choices=LOG_WITH,
+        comma_separated=True,
+    )
     quiet: bool = flag(False, "print only warnings and the last line", "logging")
 
 
@@ -417,6 +451,13 @@ class ExportOptions:
     conf_thres: float = flag(0.25, "with --nms: lowest confidence of a detection", "NMS", SHARE)
     simplify: bool = flag(False, "has no effect: ONNX files are always simplified", "format")
     inplace: bool = flag(False, "has no effect: boxes are never decoded in place", "format")
+    log_with: str = flag(
+        "none",
+        "trackers: none, all, or several with commas, such as wandb,mlflow",
+        "logging",
+        choices=LOG_WITH,
+        comma_separated=True,
+    )
     verbose: bool = flag(False, "show the messages of the exporters", "logging")
 
 

@@ -107,7 +107,9 @@ def accepts(hint: Any, metadata: Mapping[str, Any], value: object) -> bool:
         return isinstance(value, list) and all(accepts(typing.get_args(hint)[0], metadata, item) for item in value)
     if hint in (int, float):
         return is_number(value) and hint(value) == value and value in metadata["within"]
-    return isinstance(value, hint) and (not metadata["choices"] or value in metadata["choices"])
+    if not isinstance(value, hint) or not metadata["choices"]:
+        return isinstance(value, hint)
+    return all(word in metadata["choices"] for word in (value.split(",") if metadata["comma_separated"] else [value]))
 
 
 def _build_parser(kind: type[DataclassInstance]) -> argparse.ArgumentParser:
@@ -146,7 +148,9 @@ def _argument(hint: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
     kind = typing.get_args(hint)[0] if is_tuple else hint
     convert = _of_form(metadata["form"]) if kind is str else _within(kind, metadata["within"])
     argument: dict[str, Any] = {"type": convert}
-    if metadata["choices"]:
+    if metadata["choices"] and metadata["comma_separated"]:
+        argument["type"] = _list_of(metadata["choices"])
+    elif metadata["choices"]:
         argument["choices"] = metadata["choices"]
     if is_tuple:
         return {**argument, "nargs": "+", "action": _Words if metadata["comma_separated"] else "store"}
@@ -166,9 +170,26 @@ def _within(kind: type[float], allowed: Range) -> Callable[[str], float]:
     return convert
 
 
+def _list_of(choices: Sequence[str]) -> Callable[[str], str]:
+    """Return a function that checks a comma-separated list; `none` and `all` must stand alone."""
+
+    def convert(text: str) -> str:
+        words = [word.strip() for word in text.split(",") if word.strip()]
+        for word in words:
+            if word not in choices:
+                known = ", ".join(choices)
+                raise argparse.ArgumentTypeError(f"'{word}' is none of {known}{nearest(word, choices)}")
+            if word in ("none", "all") and len(words) > 1:
+                raise argparse.ArgumentTypeError(f"'{word}' must stand alone in {text}")
+        return ",".join(words)
+
+    return convert
+
+
 def _of_form(form: str) -> Callable[[str], str]:
     def convert(text: str) -> str:
-        if form and text and not re.fullmatch(re.sub(r"\w+", r"[\\w.-]+", form), text):
+        pattern = re.sub(r"\w+", lambda word: r"\d+" if word[0].isupper() else r"[\w.-]+", form)
+        if form and text and not re.fullmatch(pattern, text):
             raise argparse.ArgumentTypeError(f"'{text}' is not of the form {form}")
         return text
 

@@ -40,7 +40,8 @@ CURVE_FLAGS = (
     *("label_smoothing", "freeze", "seed"),
 )
 LAUNCHER_FLAGS = ("device", "processes")  # not taken from the settings under a launcher, which decides them
-SINGLE_START_FLAGS = ("time_limit",)  # never taken from the settings: a run that reached its limit must continue
+# Never taken from the settings: a run that reached its limit must continue, and a profile is of one start.
+SINGLE_START_FLAGS = ("time_limit", "profile")
 SETTINGS_PARTS = ("hyperparameters", "model")  # of the settings, beside the flags
 RUN_FOLDER_FLAGS = ("resume", "project", "name", "exist_ok")
 

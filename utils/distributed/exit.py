@@ -31,6 +31,21 @@ ALARM_POLL_SECONDS = 1.0  # between two checks whether another process has faile
 ROLL_CALL_SECONDS = 2.5  # in which the surviving processes write that they are present
 
 
+_on_failure: list[Callable[[str], object]] = []  # at most one, see `on_failure`
+
+
+def on_failure(listener: Callable[[str], object]) -> None:
+    """Call `listener` with the reason before this process ends by an error; it must return soon."""
+    _on_failure[:] = [listener]
+
+
+def tell_of_failure(reason: str) -> None:
+    """Call the listener of `on_failure`, if there is one."""
+    while _on_failure:
+        with suppress(Exception):
+            _on_failure.pop()(reason.removeprefix("error: "))
+
+
 class Stopped(Exception):
     """The run ends early, on request, with the exit code `code`; everything is saved and printed."""
 
@@ -80,6 +95,7 @@ def run_main(main: Callable[[], object]) -> None:
         if reason := loader_died(error):
             _end(f"error: {reason}", 1)
         if world_size() == 1:
+            tell_of_failure(f"{type(error).__name__}: {first_line(error, 1000)}")
             raise
         traceback.print_exc()
         _end(f"error: {ranks()} failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}", 1)
@@ -110,6 +126,7 @@ def lost_contact(error: Exception) -> str:
 
 def _end(message: str, code: int) -> NoReturn:
     """Print the reason, once for all processes, and exit."""
+    tell_of_failure(message)
     end_workers()
     if world_size() == 1:
         print(message, file=sys.stderr)
@@ -120,6 +137,7 @@ def _end(message: str, code: int) -> NoReturn:
 
 def _end_as_survivor(message: str) -> NoReturn:
     """Exit with all surviving processes after one was lost; one of them names it unless it has printed a reason."""
+    tell_of_failure(message)
     end_workers()
     raise_alarm()
     time.sleep(ROLL_CALL_SECONDS)
@@ -192,6 +210,7 @@ def _await_alarm() -> None:
     with suppress(RuntimeError):
         while store is not None and not store.is_written("alarm"):
             time.sleep(ALARM_POLL_SECONDS)
+        tell_of_failure("another process of the run has failed; see the console for the reason")
         ask_run_store(lambda store: store.write("present", True), None)
         time.sleep(ROLL_CALL_SECONDS + EXPLAIN_SECONDS)
         give_up("")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from utils.errors import UserError, shortened
@@ -81,3 +82,10 @@ def launched() -> bool:
 def speaks_for_machine() -> bool:
     """Return whether this process prints for its machine if the processes cannot communicate."""
     return ranks().local_rank == 0
+
+
+def without_launcher(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables without those by which launchers make a process one of several."""
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    prefixes = ("ACCELERATE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "MASTER_PORT", SPAWNED)
+    return {name: value for name, value in variables.items() if name not in names and not name.startswith(prefixes)}

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from utils.distributed.exit import give_up_after_first, process_names, raise_alarm
+from utils.distributed.exit import give_up_after_first, process_names, raise_alarm, tell_of_failure
 from utils.distributed.ranks import ranks, world_size
 from utils.distributed.store import ask_run_store
 
@@ -68,6 +68,7 @@ class Watchdog:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
+        tell_of_failure(f"no progress for {self.timeout:g} s (--dist-timeout); the stacks are in {self.file.parent}")
         raise_alarm()
         time.sleep(POSITIONS_SECONDS)
         give_up_after_first(lambda: self._explain(position))

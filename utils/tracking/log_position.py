@@ -1,6 +1,6 @@
 """The last logged position of a run, stored in its folder, so that a resumed run logs nothing twice.
 
-Used by the trackers of W&B and TensorBoard.
+Used by all trackers.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ class LogPosition:
     """The last position on each axis that a tracker has logged, in this process or an earlier one.
 
     file: stores the positions. run: the run's id; positions of another run and a damaged file are ignored.
-    log_file: a file in the same folder to which the tracker appends, if any; its length is stored too.
+    log_file: a file in the same folder to which the tracker appends, if any; its length is stored too. remote_id: the
+    id that the tracker itself gave to the run, '' if none. continues: whether an earlier process stored a position.
     """
 
     def __init__(self, file: Path, run: str) -> None:
         self.file, self.run = file, run
         self.last: dict[str, float] = {}
         self.log_file: Path | None = None
+        self.remote_id, self.continues = "", False
         self._length_before: tuple[str, int] | None = None
         with suppress(OSError, ValueError, KeyError, TypeError):
             stored = json.loads(file.read_text())
             if stored["name"] == run:
-                self.last = dict(stored["last"])
+                self.last, self.continues = dict(stored["last"]), True
+                self.remote_id = str(stored.get("remote_id", ""))
                 name, length = stored["length"]
                 self._length_before = str(name), int(length)
         self._last_before = dict(self.last)  # of earlier processes
@@ -51,6 +54,8 @@ class LogPosition:
     def store(self) -> None:
         """Store the positions and the length of the log file. The file is replaced: a kill does not damage it."""
         stored: dict[str, object] = {"name": self.run, "last": self.last}
+        if self.remote_id:
+            stored["remote_id"] = self.remote_id
         if self.log_file:
             stored["length"] = self.log_file.name, self.log_file.stat().st_size
         part = self.file.with_name(f"{self.file.name}.part")

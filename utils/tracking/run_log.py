@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from utils.distributed.exit import on_failure
 from utils.files import ROOT
 from utils.summary import Example, Summary, evenly_spaced
 from utils.tracking.hub import UNKNOWN_LICENCE, login_problem, model_card, push_run
-from utils.tracking.tensorboard import TensorBoardTracker
-from utils.tracking.tracker import FINISH_SECONDS, TENSORBOARD, WANDB, Tracker, requested_trackers
-from utils.tracking.wandb import UPLOAD_SECONDS, WandbTracker
+from utils.tracking.requested import TrackerOptions, make_trackers
+from utils.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
     from models.tasks.contract import Task
@@ -31,29 +31,22 @@ if TYPE_CHECKING:
 EXAMPLES_KEY = "examples/validation"
 EXAMPLES_PER_RUN = 10  # times that examples are logged if no interval is given
 OFFICIAL_LICENCE = "agpl-3.0"  # on the Hub, of YOLOv5's release files and of what is trained from them
-DEFAULT_PROJECT = "train"  # the last folder of the default --project; W&B's project is then "lockstep"
+TABLES = ("classes.csv",)  # logged whenever an epoch is the best so far
+CHARTS = ("PR_curve.csv", "curves.csv", "mask_PR_curve.csv", "mask_curves.csv", "confusion_matrix.csv")  # at the end
 ID_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 ID_LENGTH = 8
 
 
-@dataclass(frozen=True)
-class TrackingOptions:
-    """The settings of a run's trackers, named like their flags."""
+@dataclass(frozen=True, kw_only=True)
+class TrackingOptions(TrackerOptions):
+    """The settings of the trackers of a training, named like their flags."""
 
-    project: str
     epochs: int
-    log_with: str = ""
-    no_wandb: bool = False
-    wandb_project: str = ""
-    wandb_entity: str = ""
-    wandb_group: str = ""
-    wandb_tags: tuple[str, ...] = ()
-    wandb_name: str = ""
-    wandb_id: str = ""
     bbox_interval: int = -1  # epochs; -1: `EXAMPLES_PER_RUN` times, 0: never
     max_images: int = 16
     upload_model: bool = False
     upload_dataset: bool = False
+    wandb_registry: str = ""
     push_to_hub: str = ""
     argv: tuple[str, ...] = ()  # the command line
 
@@ -82,6 +75,8 @@ class RunLog:
         self, run: LoggedRun, options: TrackingOptions, images: Sequence[Path], class_names: Sequence[str]
     ) -> None:
         self.run, self.options, self.images, self.class_names = run, options, images, class_names
+        self.metadata: dict[str, Any] = {}  # of uploaded weights
+        self.metrics: dict[int, dict[str, float]] = {}  # of this process's epochs
         interval = options.bbox_interval
         self.examples_interval = max(options.epochs // EXAMPLES_PER_RUN, 1) if interval < 0 else interval  # epochs
 
@@ -98,20 +93,22 @@ class RunLog:
             "devices": list(self.run.devices),
             "dataset": dict(dataset),
         }
+        self.metadata = {"dataset": dict(dataset), "command": config["command"], "git_commit": config["git_commit"]}
         self.run.start_trackers(self._make_trackers, config, saved["progress"]["step"] if saved else 0)
 
     def _make_trackers(self) -> list[Tracker]:
         options, run = self.options, self.run
-        names, warnings = requested_trackers(options.log_with, options.no_wandb)
+        uploads = options.upload_model or options.upload_dataset
+        trackers, warnings = make_trackers(options, run.path, run.print, "train", uploads)
         if options.push_to_hub and (problem := login_problem()):
             warnings.append(f"warning: --push-to-hub will fail at the end of the run unless you act: {problem}")
         run.print(*warnings)
-        trackers: list[Tracker] = []
-        if WANDB in names:
-            timeout = UPLOAD_SECONDS if options.upload_model or options.upload_dataset else FINISH_SECONDS
-            trackers.append(WandbTracker(run.path, wandb_arguments(options, run.path), run.print, timeout))
-        if TENSORBOARD in names:
-            trackers.append(TensorBoardTracker(run.path, options.wandb_id, run.print))
+
+        def fail(reason: str) -> None:
+            for tracker in trackers:
+                tracker.fail(reason)
+
+        on_failure(fail)
         return trackers
 
     def log_epoch(
@@ -128,6 +125,19 @@ class RunLog:
             values |= {"best/epoch": progress.best_epoch + 1, "best/fitness": progress.best}
             values |= {f"best/{name}": value for name, value in best.metrics.items()}
         self.run.log_point(values, progress.step)
+        if summary:
+            self.metrics[row["epoch"]] = dict(summary.metrics)
+            if progress.best_epoch == row["epoch"]:
+                self._log_documents(TABLES, progress)
+
+    def _log_documents(self, names: Sequence[str], progress: Progress) -> None:
+        """Log text files of the run folder, those of the best epoch, if they exist."""
+        if not (trackers := self.run.trackers):
+            return
+        files = {name: self.run.path / name for name in names}
+        documents = {name: file.read_text(errors="replace") for name, file in files.items() if file.is_file()}
+        for tracker in trackers:
+            tracker.log_documents(documents, progress.step, progress.best_epoch)
 
     def log_examples(self, examples: Callable[[], Sequence[Example]], epoch: int) -> None:
         """Log validation images with their boxes if they are due in this epoch, the same images each time.
@@ -157,20 +167,30 @@ class RunLog:
 
     # Artifacts
 
-    def upload(self, names: Sequence[str], *aliases: str) -> None:
-        """Upload files of the run's weights/ with --upload-model."""
+    def upload(self, names: Sequence[str], *aliases: str, link: str = "") -> None:
+        """Upload files of the run's weights/ with --upload-model. link: a collection of a registry to link them to."""
         files = [self.run.path / "weights" / name for name in names]
-        if self.options.upload_model and files:
-            for tracker in self.run.trackers:
-                tracker.log_artifact(f"run_{self.options.wandb_id}_model", "model", aliases, files=files)
+        if not self.options.upload_model or not files:
+            return
+        epoch = next((int(alias.removeprefix("epoch-")) for alias in aliases if alias.startswith("epoch-")), -1)
+        metadata = {**self.metadata, "epoch": epoch, "metrics": self.metrics.get(epoch, {})}
+        for tracker in self.run.trackers:
+            name = f"run_{self.options.wandb_id}_model"
+            tracker.log_artifact(name, "model", aliases, files=files, metadata=metadata, link=link)
 
-    def upload_last(self, progress: Progress) -> None:
-        """Upload last.pt and best.pt; one version with both aliases if the last epoch was the best."""
-        last = progress.epoch - 1
+    def log_results(self, progress: Progress) -> None:
+        """Log the curves of the best epoch, and upload last.pt and best.pt.
+
+        They are one version with both aliases if the last epoch was the best.
+        """
+        self._log_documents(CHARTS, progress)
+        last, link = progress.epoch - 1, self.options.wandb_registry
+        if progress.summary:
+            self.metrics[progress.best_epoch] = dict(progress.summary.metrics)
         if progress.best_epoch == last:
-            self.upload(["best.pt"], "latest", "best", f"epoch-{last}")
+            self.upload(["best.pt"], "latest", "best", f"epoch-{last}", link=link)
         else:
-            self.upload(["best.pt"], "best", f"epoch-{progress.best_epoch}")
+            self.upload(["best.pt"], "best", f"epoch-{progress.best_epoch}", link=link)
             self.upload(["last.pt"], "latest", f"epoch-{last}")
 
     def push(self, task: Task, best: Summary, content: Mapping[str, Any]) -> None:
@@ -210,7 +230,9 @@ class RunLog:
             references += [(path, f"{kind}/{os.path.relpath(path, root)}") for path in existing]
         name, yaml = re.sub(r"[^\w.-]", "-", source.stem), [source] if source.is_file() else []
         for tracker in self.run.trackers:
-            tracker.log_artifact(name, "dataset", ["latest"], files=yaml, references=references, metadata=identity)
+            tracker.log_artifact(
+                name, "dataset", ["latest"], files=yaml, references=references, metadata=identity, is_input=True
+            )
 
 
 def wandb_run_id(requested: str, state: Mapping[str, Any] | None) -> str:
@@ -220,19 +242,6 @@ def wandb_run_id(requested: str, state: Mapping[str, Any] | None) -> str:
     """
     existing = requested or (state or {}).get("wandb_id") or os.environ.get("WANDB_RUN_ID")
     return existing or "".join(random.SystemRandom().choices(ID_CHARACTERS, k=ID_LENGTH))
-
-
-def wandb_arguments(options: TrackingOptions, folder: Path) -> dict[str, Any]:
-    """Return the arguments of `wandb.init` that name the run in `folder`: project, entity, group, tags, name, id."""
-    project = Path(options.project).name
-    return {
-        "project": options.wandb_project or ("lockstep" if project == DEFAULT_PROJECT else project),
-        "entity": options.wandb_entity or None,
-        "group": options.wandb_group or None,
-        "tags": list(options.wandb_tags) or None,
-        "name": options.wandb_name or folder.name,
-        "id": options.wandb_id,
-    }
 
 
 def git_commit() -> str:

@@ -1,7 +1,6 @@
 """The base class of trackers, the axes of logged values, and the trackers that flags and environment request.
 
-Called by `RunLog` and utils/run.py, on the main process only. A new tracker is a subclass, its name in `TRACKERS`, and
-a line in `RunLog`.
+Used by utils/tracking/requested.py, which makes the trackers, and utils/run.py, on the main process only.
 """
 
 from __future__ import annotations
@@ -10,19 +9,40 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate.tracking import GeneralTracker
 
+from utils.config.options import TRACKERS
+
 STEP, EPOCH = "step", "epoch"  # the two axes: optimizer steps since the start of the run, and its epochs
+
+
+class Axis(NamedTuple):
+    """The x axis of the keys that match a pattern, and how W&B shows them.
+
+    pattern: a key, or the beginning of keys and `*`. axis: the key of the x axis, '' for an axis itself. summary: of a
+    run in the table of runs: `max`, `min`, or '' for the last value. is_hidden: whether W&B makes no charts of them.
+    """
+
+    pattern: str
+    axis: str = EPOCH
+    summary: str = ""
+    is_hidden: bool = False
+
+
 AXES = (
-    (STEP, ""),
-    (EPOCH, ""),
-    ("step/*", STEP),
-    *((f"{kind}/*", EPOCH) for kind in ("train", "val", "metrics", "x", "epoch", "class", "best")),
-)  # pairs of a pattern of keys and the key of their x axis, '' for an axis itself
-WANDB, TENSORBOARD = "wandb", "tensorboard"
-TRACKERS = (WANDB, TENSORBOARD)  # also the names of the packages to install
+    Axis(STEP, ""),
+    Axis(EPOCH, ""),
+    Axis("step/*", STEP),
+    Axis("train/*"),
+    Axis("val/*", summary="min"),  # losses
+    Axis("metrics/*", summary="max"),
+    *map(Axis, ("x/*", "epoch/*", "best/*")),
+    Axis("class/*", is_hidden=True),  # hundreds of charts if there are many classes
+)
+WANDB, TENSORBOARD = "wandb", "tensorboard"  # also the names of the packages to install
+WITH_OWN_TRACKERS = (WANDB, TENSORBOARD)  # the others are those of Accelerate
 FINISH_SECONDS = 60.0  # time limit of a tracker to send the rest at the end of a run
 Print = Callable[[str], object]  # prints a line on the console
 
@@ -65,14 +85,23 @@ class Tracker(GeneralTracker):
         files: Sequence[Path] = (),
         references: Sequence[tuple[str, str]] = (),
         metadata: Mapping[str, Any] | None = None,
+        is_input: bool = False,
+        link: str = "",
     ) -> None:
         """Log a version of an artifact.
 
         files: to upload. references: pairs of a path and a name in the artifact, of which only the path is stored.
+        is_input: whether the run reads it, instead of making it. link: a collection of a registry that gets it too.
         """
+
+    def log_documents(self, documents: Mapping[str, str], step: int, epoch: int) -> None:
+        """Log text files of the best epoch so far, by file name, as tables and interactive charts."""
 
     def log_line(self, text: str) -> None:
         """Log a line of the console output."""
+
+    def fail(self, reason: str) -> None:
+        """Log why the run is about to end by an error; return within a second."""
 
     def finish(self, timeout: float = FINISH_SECONDS) -> None:
         """Send the rest and close the run, within `timeout` seconds."""
@@ -81,11 +110,13 @@ class Tracker(GeneralTracker):
 def requested_trackers(log_with: str, no_wandb: bool) -> tuple[list[str], list[str]]:
     """Return the names of the trackers to use, and warnings about packages that are not installed.
 
-    log_with, no_wandb: the flags; '' is W&B if it is installed, without a warning if it is not.
+    log_with, no_wandb: the flags; '' is W&B if it is installed, without a warning if it is not; `all` are W&B and
+    TensorBoard, and those others that are installed.
     """
     disabled = os.environ.get("WANDB_MODE") == "disabled"
     disabled |= os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on")
-    names = {"": [WANDB], "none": [], "all": list(TRACKERS)}.get(log_with, [log_with])
+    every = [name for name in TRACKERS if name in WITH_OWN_TRACKERS or _is_installed(name)]
+    names = {"": [WANDB], "none": [], "all": every}.get(log_with, list(dict.fromkeys(log_with.split(","))))
     names = [name for name in names if name != WANDB or not (no_wandb or disabled)]
     missing = [name for name in names if not _is_installed(name)]
     warnings = [f"warning: {name} is not installed, so nothing is logged there: pip install {name}" for name in missing]

@@ -1,82 +1,73 @@
 """The process that talks to Weights & Biases: `main` serves a run, `fetch` downloads an artifact.
 
-utils/tracking/wandb.py starts it with `main`, models/weights/releases.py with `fetch`. It reads a JSON object per line,
-calls the method of `Session` that the object names, and replies with JSON lines. The training process never waits for
-it and never imports wandb, so this process can be killed if it hangs. If its input ends without `finish`, the training
-process has died, and the run is closed.
+utils/tracking/wandb.py starts it with `main`, models/weights/releases.py with `fetch`. The training process never waits
+for it and never imports wandb, so this process can be killed if it hangs.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
-import netrc
 import os
 import shutil
-import signal
 import socket
 import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 from urllib.parse import urlsplit
 
 from filelock import FileLock, Timeout
 
-from utils.background import kill_children
-from utils.errors import first_line
+from utils.errors import first_line, shortened
+from utils.files import ROOT
 from utils.tracking.log_position import LogPosition
+from utils.tracking.message_loop import ORPHAN_SECONDS, Session, exit_now, open_replies, serve
+from utils.tracking.wandb_tables import charts
 
 WANDB_POSITION_FILE = ".wandb.json"  # in the run folder
 WANDB_LOCK_FILE = ".wandb.lock"  # in the run folder
 WANDB_CONNECT_SECONDS = 30.0  # to reach the server, unless the variable WANDB_INIT_TIMEOUT gives another number
 WANDB_REACH_SECONDS = 5.0  # for a connection to the server to be accepted, before that
 REACH_RETRY_SECONDS = 0.5  # between two such connections
-ORPHAN_SECONDS = 60.0  # to send the rest if the training process has died
-CLEANUP_SECONDS = 5.0  # for wandb to remove its temporary files on exit
+ALERT_CHARACTERS = 1000  # of an alert's text, at most
 EXAMPLE_PIXELS = 640  # longer side of an example image
 EXAMPLE_KINDS = (("ground_truth", "label"), ("predictions", "prediction"))  # W&B's title, and our name
 
 
-class Session:
-    """A W&B run; its methods are the messages that `WandbTracker` sends. replies: where replies are written."""
+class WandbSession(Session):
+    """A W&B run; its methods are the messages that `WandbTracker` sends."""
 
-    def __init__(self, replies: TextIO) -> None:
-        self.replies = replies
-        self.warned = False
-
-    def reply(self, text: str, **more: Any) -> None:
-        """Make the training process print `text`. more: `stop=True` ends the training."""
-        with suppress(OSError, ValueError):
-            print(json.dumps({"print": text, **more}), file=self.replies, flush=True)
-
-    def warn(self, error: BaseException) -> None:
-        """Report the first failure; later ones are silent."""
-        if not self.warned:
-            self.warned = True
-            self.reply(f"warning: W&B: {first_line(error, 1000)}; training continues, results.csv has its numbers")
+    title = "W&B"
 
     def start(
         self,
         folder: str,
         run: Mapping[str, Any],
         config: Mapping[str, Any],
-        axes: Sequence[Sequence[str]],
+        axes: Sequence[Sequence[Any]],
         pid: int,
         timeout: float,
+        alerts: bool = False,
+        inputs: Sequence[str] = (),
     ) -> None:
         """Start the run, or continue the one with this id.
 
-        run: arguments of `wandb.init`. axes: pairs of a pattern of keys and the key of their x axis, '' for an axis
-        itself. pid: of the training process. timeout: seconds to send the rest at the end of the run.
+        run: arguments of `wandb.init`. axes: the fields of `utils.tracking.tracker.Axis`. pid: of the training process.
+        timeout: seconds to send the rest at the end of the run. alerts: whether `fail` sends an alert. inputs: names of
+        artifacts that the run uses, if they exist.
         """
+        os.environ.setdefault("WANDB_PROGRAM", sys.argv[0])  # otherwise that of this process
+        os.environ["WANDB_SILENT"] = "true"
         import wandb
 
-        self.wandb, self.folder, self.timeout = wandb, Path(folder) / "wandb", timeout
+        self.wandb, self.folder, self.timeout = wandb, Path(run.get("dir") or folder) / "wandb", timeout
+        self.alerts = alerts
         # The W&B process of a training that was killed a moment ago may still be sending.
         self.lock = FileLock(Path(folder) / WANDB_LOCK_FILE, timeout=ORPHAN_SECONDS)
         with suppress(Timeout, OSError, NotImplementedError):
@@ -86,20 +77,25 @@ class Session:
         if mode == "disabled":
             raise SystemExit(0)
         wandb_settings = self._settings(pid, timeout)
-        common = {**run, "dir": folder, "config": dict(config), "resume": "allow", "settings": wandb_settings}
+        common = {"dir": folder, **run, "config": dict(config), "resume": "allow", "settings": wandb_settings}
         offline_reason = "offline" if mode in ("offline", "dryrun") else ""
-        if not offline_reason and not has_key(settings):
+        if not offline_reason and not has_key():
             offline_reason = "not logged in (wandb login), so the run is stored on this machine"
         if not offline_reason and not self._start_online(common):
             offline_reason = "the run is stored on this machine"
+        self.is_offline = bool(offline_reason)
         if offline_reason:
             self.run = wandb.init(mode="offline", **common)
             self.reply(f"W&B: {offline_reason}; upload it with: wandb sync {Path(self.run.dir).parent}")
         else:
             self.reply(f"W&B: {self.run.url}")
-        for pattern, axis in axes:
-            self.run.define_metric(pattern, step_metric=axis or None)
+        self.started = True
+        self.axes, self.defined = axes, set[str]()  # keys with dots
+        for axis in axes:
+            self._define(*axis)
         self.position = LogPosition(Path(folder) / WANDB_POSITION_FILE, run["id"])
+        for name in inputs:
+            self.use_artifact(name)
 
     def _settings(self, pid: int, timeout: float) -> Any:
         """Return wandb's settings, without those that an older version does not have."""
@@ -108,8 +104,9 @@ class Session:
         # Called for the button "stop" of the run's page. It is a lambda because wandb copies its settings: a bound
         # method would be copied with the whole session.
         newer["stop_fn"] = lambda: self.reply("W&B: the run is stopped from its page", stop=True)
+        if (ROOT / ".git").exists():  # whatever the current folder is
+            newer["git_root"] = str(ROOT)
         return self.wandb.Settings(
-            silent=True,
             init_timeout=connect_timeout(),
             **{name: value for name, value in newer.items() if name in known},
         )
@@ -132,9 +129,23 @@ class Session:
 
     def log(self, values: Mapping[str, Any], step: int, axis: str) -> None:
         """Log numbers by key at an optimizer step. axis: the key of their x axis."""
+        self._define_dotted(values)
         if not self.position.logged_before(axis, values[axis]):
             self._log(values, step)
             self.position.advance(axis, values[axis])
+
+    def _define_dotted(self, keys: Iterable[str]) -> None:
+        """Define keys with dots: in patterns W&B takes a dot for the start of a nested value, and ignores the key."""
+        for key in keys:
+            if "." in key and key not in self.defined:
+                self.defined.add(key)
+                for pattern, *how in self.axes:
+                    if pattern.endswith("*") and key.startswith(pattern[:-1]):
+                        self._define(key.replace(".", r"\."), *how)
+
+    def _define(self, name: str, axis: str, summary: str, is_hidden: bool) -> None:
+        """Define how W&B shows a key, or keys by a pattern; see `utils.tracking.tracker.Axis`."""
+        self.run.define_metric(name, step_metric=axis or None, summary=summary or None, hidden=is_hidden or None)
 
     def _log(self, values: Mapping[str, Any], step: int) -> None:
         self.run.log(dict(values), step=max(step, self.run.step))  # wandb drops values of steps before its last
@@ -171,6 +182,18 @@ class Session:
         self._log({key: images}, step)
         self.position.advance(key, epoch)
 
+    def log_documents(self, documents: Mapping[str, str], step: int, epoch: int) -> None:
+        """Log CSV files by name as tables and charts; see `utils.tracking.wandb_tables.charts`."""
+        made = {
+            key: value
+            for key, value in charts(self.wandb, documents).items()
+            if not self.position.logged_before(key, epoch)
+        }
+        if made:
+            self._log(made, step)
+            for key in made:
+                self.position.advance(key, epoch)
+
     def log_artifact(
         self,
         name: str,
@@ -179,6 +202,8 @@ class Session:
         files: Sequence[str],
         references: Sequence[Sequence[str]],
         metadata: Mapping[str, Any] | None,
+        is_input: bool,
+        link: str,
     ) -> None:
         """Log a version of an artifact; see `Tracker.log_artifact`."""
         artifact = self.wandb.Artifact(name, type=kind, metadata=dict(metadata or {}))
@@ -186,7 +211,21 @@ class Session:
             artifact.add_file(file)
         for path, title in references:
             artifact.add_reference(Path(path).absolute().as_uri(), name=title, checksum=False, max_objects=10_000_000)
-        self.run.log_artifact(artifact, aliases=list(aliases))
+        if is_input:
+            # `use_artifact` refuses to work offline, and online it waits for the upload.
+            self.run._log_artifact(artifact, aliases=list(aliases), is_user_created=True, use_after_commit=True)
+        else:
+            self.run.log_artifact(artifact, aliases=list(aliases))
+        if link and self.is_offline:
+            self.reply(f"warning: W&B: the run is offline, so {name} is not linked to {link}; link it on its page")
+        elif link:
+            self.run.link_artifact(artifact, link)
+
+    def use_artifact(self, name: str) -> None:
+        """Make an existing artifact an input of the run, if it exists."""
+        if not self.is_offline:
+            with suppress(Exception):  # the training run may not have uploaded it
+                self.run.use_artifact(name)
 
     def log_line(self, text: str) -> None:
         """Log a line of the training's console output: wandb records what this process prints."""
@@ -194,6 +233,9 @@ class Session:
 
     def finish(self, code: int = 0) -> None:
         """Send the rest and close the run; data that is not sent in time stays on disk. code: exit code of the run."""
+        if code and self.alerts:
+            reason = self.reason or "the training process has ended without an error message; it may have been killed"
+            self.run.alert("The run ended by an error", shortened(reason, ALERT_CHARACTERS), "ERROR")
         started = time.monotonic()
         self.run.finish(exit_code=code)
         if time.monotonic() - started >= self.timeout:
@@ -228,19 +270,18 @@ def unreachable(url: str) -> str:
             return ""
 
 
-def has_key(settings: Any) -> bool:
-    """Return whether wandb has a key for the server, in the environment, its settings or ~/.netrc."""
-    if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
-        return True
-    if getattr(settings, "api_key", None):
-        return True
-    host = urlsplit(settings.base_url).netloc
-    candidates = [os.environ.get("NETRC"), *map(os.path.expanduser, ("~/.netrc", "~/_netrc"))]
-    for file in filter(None, candidates):
-        with suppress(OSError, netrc.NetrcParseError):
-            if netrc.netrc(file).authenticators(host):
-                return True
-    return False
+def has_key() -> bool:
+    """Return whether wandb finds a key for its server, wherever it looks for one; it neither asks nor connects."""
+    os.environ["WANDB_SILENT"] = "true"  # otherwise it asks the server for the name of the user
+    import wandb
+    from wandb.errors import AuthenticationError, UsageError
+
+    newer: dict[str, Any] = {"prompt": False}
+    known = inspect.signature(wandb.login).parameters
+    try:
+        return bool(wandb.login(verify=False, **{name: value for name, value in newer.items() if name in known}))
+    except (AuthenticationError, UsageError):  # the key has a wrong form, or there is none and no terminal
+        return False
 
 
 def _box(box: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -285,52 +326,10 @@ def _thumbnail(file: str) -> Any:
     return image
 
 
-def exit_now(code: int) -> None:
-    """Exit without cleaning up, and kill the processes that wandb has started."""
-    kill_children(os.getpid())
-    os._exit(code)
-
-
-def _open_replies() -> TextIO:
-    """Return standard output for replies, and send what wandb prints to the null device."""
-    replies = os.fdopen(os.dup(1), "w")
-    null = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(null, stream)
-    return replies
-
-
 def main() -> None:
-    """Serve a run: call the methods that the lines of standard input name."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # for the training process, which sends `finish` before it ends
-    replies = _open_replies()
+    """Serve a run."""
     sys.argv = sys.argv[1:]  # the command of the training, which W&B shows
-    session, method = Session(replies), ""
-    for line in sys.stdin:
-        if not line.endswith("\n"):  # the training process died while it wrote
-            break
-        message = json.loads(line)
-        method = message.pop("method")
-        try:
-            getattr(session, method)(**message)
-        except Exception as error:
-            session.warn(error)
-            if method == "start":
-                exit_now(1)
-        if method == "finish":
-            break
-    if method != "finish" and hasattr(session, "run"):
-        _exit_after(ORPHAN_SECONDS)
-        with suppress(Exception):
-            session.finish(code=1)
-    _exit_after(CLEANUP_SECONDS)
-
-
-def _exit_after(seconds: float) -> None:
-    timer = threading.Timer(seconds, exit_now, (1,))
-    timer.daemon = True
-    timer.start()
+    serve(WandbSession)
 
 
 def fetch() -> None:
@@ -339,7 +338,7 @@ def fetch() -> None:
     sys.argv: the artifact's name (entity/project/name:alias) and the folder to download into.
     """
     name, folder = sys.argv[1:]
-    replies = _open_replies()
+    replies = open_replies()
 
     def answer(**reply: Any) -> None:
         print(json.dumps(reply), file=replies, flush=True)
@@ -350,7 +349,7 @@ def fetch() -> None:
     try:
         import wandb
 
-        if not has_key(wandb.setup().settings):
+        if not has_key():
             answer(error="there is no key for W&B: wandb login")
         artifact = wandb.Api(timeout=math.ceil(connect_timeout())).artifact(name)
         timer.cancel()

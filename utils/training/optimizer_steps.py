@@ -26,6 +26,7 @@ from utils.training import short_runs
 from utils.training.ema import ModelEMA
 from utils.training.nonfinite_steps import DeviceValue, NonFiniteGuard, Window, explain_skipped_steps
 from utils.training.optimizer import Schedule, build_optimizer, numbered_parameters, start_momentum, step_if
+from utils.training.profiler import StepProfiler
 from utils.training.step_log import Point, StepLog
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class OptimizerOptions(SyncOptions):
     log_interval: int
     max_skips: int
     wandb_id: str
+    profile: str = ""
 
 
 class EndedStep(NamedTuple):
@@ -78,6 +80,7 @@ class OptimizerSteps:
         self.remaining = RemainingTime(options.epochs * schedule.batches - trained)
         self.ended: deque[EndedStep] = deque()
         self.points: deque[Point] = deque()  # of the step curves, not yet logged
+        self.profiler = StepProfiler(run, options, schedule, self.progress.step)
 
     @property
     def behind(self) -> int:
@@ -118,6 +121,7 @@ class OptimizerSteps:
             epoch = progress.epoch + batches / epoch_batches
             self.points.append(self.step_log.point(progress.step, epoch, self.optimizer, self.batch_size))
         self.count(keep=self.behind)
+        self.profiler.after(progress.step)
 
     def count(self, keep: int = 0) -> None:
         """Count taken and skipped steps, all but the last `keep`, and log their points.

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from utils.config.options import BUILT_IN_JOB, DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
-from utils.config.parser import SUGGESTED, check_suggested_defaults, given_flags, parse_options, with_defaults
+from utils.config.parser import SUGGESTED, accepts, check_suggested_defaults, given_flags, parse_options, with_defaults
 from utils.errors import UserError
 
 KINDS = (TrainOptions, ValOptions)
@@ -37,7 +37,8 @@ def test_every_field_is_a_flag(kind: type, field: dataclasses.Field[Any]) -> Non
     if hint is bool:
         words, value = [], True
     elif hint is str:
-        value = (field.metadata["choices"] or ("some/text",))[-1]
+        form = re.sub("[A-Z]+", "7", field.metadata["form"])
+        value = (field.metadata["choices"] or (form or "some/text",))[-1]
         words = [value]
     elif hint in (int, float):
         value = 7 if 7 in field.metadata["within"] else 0.5
@@ -310,3 +311,27 @@ def test_flags_take_precedence_over_other_defaults() -> None:
     assert with_defaults(train(*argv), argv, data, task).batch_size == 32  # later mappings take precedence
     assert with_defaults(train(*argv), argv) == train(*argv)
     assert with_defaults(ValOptions(), ["--batch", "4"], {"imgsz": 224, "batch_size": 1}).batch_size == 32
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("wandb", "wandb"), ("wandb,mlflow", "wandb,mlflow"), (" wandb , aim,", "wandb,aim")]
+)
+def test_lists_of_trackers(value: str, expected: str) -> None:
+    for kind in SCRIPTS:
+        assert parse_options(kind, ["--log-with", value]).log_with == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("wandb,mlfow", "'mlfow' is none of none, all, wandb"), ("none,wandb", "'none' must stand alone in none,wandb")],
+)
+def test_wrong_lists_of_trackers(value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(TrainOptions, ["--log-with", value])
+    assert message in capsys.readouterr().err
+
+
+def test_a_list_in_settings() -> None:
+    field = TrainOptions.__dataclass_fields__["log_with"]
+    for value, right in (("", False), ("tensorboard", True), ("wandb,mlflow", True), ("wandb,x", False), (3, False)):
+        assert accepts(str, field.metadata, value) == right

@@ -11,9 +11,29 @@ from pathlib import Path
 import pytest
 from torch import distributed
 
-from utils.distributed.exit import Stopped, is_first_to_fail, lost_contact, process_names, run_main, sign_in
+from utils.distributed.exit import Stopped, is_first_to_fail, lost_contact, on_failure, process_names, run_main, sign_in
 from utils.errors import UserError
 from utils.files import ROOT
+
+
+def test_the_reason_is_passed_on_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """To trackers, which may alert somebody; their errors change nothing."""
+    reasons: list[str] = []
+
+    def listen(reason: str) -> None:
+        reasons.append(reason)
+        raise ValueError("an error of the listener")
+
+    def main() -> None:
+        raise UserError("20 steps were not finite")
+
+    on_failure(lambda reason: reasons.append("of an earlier run"))
+    on_failure(listen)
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            run_main(main)
+    assert reasons == ["20 steps were not finite"]
+    assert capsys.readouterr().err == 2 * "error: 20 steps were not finite\n"
 
 
 def test_a_script_that_succeeds_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,8 @@ from utils.tracking.tracker import TENSORBOARD, WANDB
 
 @pytest.fixture(autouse=True)
 def no_wandb_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WANDB_MODE", "WANDB_DISABLED", "WANDB_RUN_ID", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
+    names = {name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))}
+    for name in (*names, "WANDB_PROJECT", "NETRC"):
         monkeypatch.delenv(name, raising=False)
 
 

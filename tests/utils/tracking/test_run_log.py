@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from utils.checkpoint.progress import Progress
 from utils.summary import Box, Example, Summary
 from utils.tracking import run_log
-from utils.tracking.run_log import RunLog, TrackingOptions, git_commit, wandb_arguments, wandb_run_id
+from utils.tracking.run_log import RunLog, TrackingOptions, git_commit, wandb_run_id
 
 
 class Recorder:
@@ -24,6 +24,10 @@ class Recorder:
     def __init__(self) -> None:
         self.examples: list[tuple[Any, ...]] = []
         self.artifacts: list[tuple[Any, ...]] = []
+        self.documents: list[tuple[Any, ...]] = []
+
+    def log_documents(self, *arguments: Any) -> None:
+        self.documents.append(arguments)
 
     def log_examples(self, *arguments: Any) -> None:
         self.examples.append(arguments)
@@ -127,8 +131,8 @@ def test_the_point_of_an_epoch() -> None:
 
 def test_the_last_weights_are_uploaded(recorder: Recorder) -> None:
     log = make_log(recorder, upload_model=True)
-    log.upload_last(Progress(epoch=3, best_epoch=1))
-    log.upload_last(Progress(epoch=3, best_epoch=2))
+    log.log_results(Progress(epoch=3, best_epoch=1))
+    log.log_results(Progress(epoch=3, best_epoch=2))
     uploads = [
         (kind, aliases, [file.name for file in content["files"]]) for _, kind, aliases, content in recorder.artifacts
     ]
@@ -138,11 +142,38 @@ def test_the_last_weights_are_uploaded(recorder: Recorder) -> None:
         ("model", ["latest", "best", "epoch-2"], ["best.pt"]),
     ]
     assert {name for name, *_ in recorder.artifacts} == {"run_abc_model"}
+    assert [content["link"] for *_, content in recorder.artifacts] == ["", "", ""]
+
+
+def test_uploaded_weights_say_what_they_are(recorder: Recorder, tmp_path: Path) -> None:
+    """The epoch's metrics, the data set and the command; the best ones are linked to the registry."""
+    log = make_log(recorder, tmp_path, upload_model=True, wandb_registry="wandb-registry-model/cats")
+    log.metadata = {"dataset": {"yaml": "a"}, "command": "train.py"}
+    progress = Progress(epoch=3, best=0.4, best_epoch=1, summary=SUMMARY)
+    log.log_epoch({"epoch": 2}, {}, replace(SUMMARY, metrics={"mAP_0.5": 0.25}), progress)
+    log.log_results(progress)
+    best, last = [content for *_, content in recorder.artifacts]
+    common = {"dataset": {"yaml": "a"}, "command": "train.py"}
+    assert best["metadata"] == {**common, "epoch": 1, "metrics": {"mAP_0.5": 0.5}}
+    assert last["metadata"] == {**common, "epoch": 2, "metrics": {"mAP_0.5": 0.25}}
+    assert (best["link"], last["link"]) == ("wandb-registry-model/cats", "")
+
+
+def test_the_text_files_of_the_best_epoch(recorder: Recorder, tmp_path: Path) -> None:
+    """The table of the classes whenever an epoch is the best, the curves at the end."""
+    for name in ("classes.csv", "curves.csv", "val_boxes.csv"):
+        (tmp_path / name).write_text(f"{name}\n")
+    log = make_log(recorder, tmp_path)
+    for epoch, best in ((0, 0), (1, 0), (2, 2)):
+        log.log_epoch({"epoch": epoch}, {}, SUMMARY, Progress(epoch=epoch, step=epoch, best=0.4, best_epoch=best))
+    log.log_results(Progress(epoch=3, step=9, best=0.4, best_epoch=2))
+    table = {"classes.csv": "classes.csv\n"}
+    assert recorder.documents == [(table, 0, 0), (table, 2, 2), ({"curves.csv": "curves.csv\n"}, 9, 2)]
 
 
 def test_nothing_is_uploaded_without_the_flags(recorder: Recorder, tmp_path: Path) -> None:
     log = make_log(recorder)
-    log.upload_last(Progress(epoch=3, best_epoch=1))
+    log.log_results(Progress(epoch=3, best_epoch=1))
     log.upload_dataset(tmp_path / "a.yaml", dict, {})
     make_log(recorder, upload_model=True).upload([], "latest")
     assert recorder.artifacts == []
@@ -158,20 +189,6 @@ def test_a_data_set_as_references(recorder: Recorder, tmp_path: Path) -> None:
     assert (name, kind, content["metadata"]) == ("my-set", "dataset", {"count": 2})
     references = [(Path(path).relative_to(tmp_path).as_posix(), name) for path, name in content["references"]]
     assert references == [("a/0.jpg", "train/a/0.jpg"), ("b/0.jpg", "train/b/0.jpg"), ("0.txt", "labels/0.txt")]
-
-
-@pytest.mark.parametrize(
-    ("options", "project", "name"),
-    [
-        ({}, "lockstep", "exp3"),
-        ({"project": "runs/cats"}, "cats", "exp3"),
-        ({"project": "runs/cats", "wandb_project": "mine", "wandb_name": "first"}, "mine", "first"),
-    ],
-)
-def test_arguments_of_wandb(options: dict[str, Any], project: str, name: str) -> None:
-    given = TrackingOptions(**{"project": "runs/train", "epochs": 1, "wandb_id": "abc", **options})
-    expected = {"project": project, "name": name, "id": "abc", "entity": None, "group": None, "tags": None}
-    assert wandb_arguments(given, Path("runs/train/exp3")) == expected
 
 
 class Run:
@@ -196,7 +213,7 @@ def test_the_start_of_a_run(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", "--name", "a b"])
     run = Run(tmp_path / "exp", ["cpu", "cpu"])
-    options = TrackingOptions("runs/train", 3, log_with="all", wandb_id="abc", upload_model=uploads)
+    options = TrackingOptions(project="runs/train", epochs=3, log_with="all", wandb_id="abc", upload_model=uploads)
     RunLog(run, options, [], []).start({"lr0": 0.1}, {"yaml": "a"}, {"progress": Progress(step=12).state()})
     assert [tracker.name for tracker in run.trackers] == ["wandb", "tensorboard"]
     assert run.trackers[0].timeout == seconds
@@ -211,7 +228,7 @@ def test_a_warning_without_a_token(installed: set[str], tmp_path: Path, monkeypa
     for problem, lines in (("there is no token", 1), ("", 0)):
         monkeypatch.setattr(run_log, "login_problem", lambda problem=problem: problem)
         run = Run(tmp_path, ["cpu"])
-        options = TrackingOptions("runs/train", 3, log_with="none", push_to_hub="me/mine")
+        options = TrackingOptions(project="runs/train", epochs=3, log_with="none", push_to_hub="me/mine")
         RunLog(run, options, [], []).start({}, {}, None)
         assert len(run.printed) == lines
     RunLog(run, replace(options, push_to_hub=""), [], []).start({}, {}, None)
@@ -228,7 +245,9 @@ def test_results_for_the_hub(weights: str, licence: str, tmp_path: Path, monkeyp
     argv = ("--data", "sets/my set.yaml")
     for repository in ("", "me/mine"):
         run = Run(tmp_path, ["cpu"])
-        log = RunLog(run, TrackingOptions("runs/train", 3, push_to_hub=repository, argv=argv), [], ["cat", "dog"])
+        log = RunLog(
+            run, TrackingOptions(project="runs/train", epochs=3, push_to_hub=repository, argv=argv), [], ["cat", "dog"]
+        )
         log.push(DetectionTask, SUMMARY, content)  # type: ignore[arg-type]  # class attributes are enough
         assert run.printed == ["pushed"] * bool(repository)
     ((folder, repository, card),) = pushed
@@ -242,7 +261,7 @@ def test_results_for_the_hub(weights: str, licence: str, tmp_path: Path, monkeyp
 def test_no_tracker_and_a_warning(installed: set[str], tmp_path: Path) -> None:
     installed.clear()
     run = Run(tmp_path, ["cpu"])
-    RunLog(run, TrackingOptions("runs/train", 3, log_with="wandb"), [], []).start({}, {}, None)
+    RunLog(run, TrackingOptions(project="runs/train", epochs=3, log_with="wandb"), [], []).start({}, {}, None)
     assert run.trackers == []
     assert run.step == 0
     assert [line.split(",")[0] for line in run.printed] == ["warning: wandb is not installed"]

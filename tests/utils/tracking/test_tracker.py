@@ -6,7 +6,9 @@ import importlib.util
 from types import SimpleNamespace
 
 import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+from utils.config.options import TRACKERS
 from utils.tracking.tracker import TENSORBOARD, WANDB, requested_trackers
 
 
@@ -17,6 +19,8 @@ from utils.tracking.tracker import TENSORBOARD, WANDB, requested_trackers
         ("", True, []),
         ("none", False, []),
         ("wandb", False, [WANDB]),
+        ("tensorboard,wandb", False, [TENSORBOARD, WANDB]),
+        ("wandb,tensorboard,wandb", True, [TENSORBOARD]),
         ("tensorboard", False, [TENSORBOARD]),
         ("all", False, [WANDB, TENSORBOARD]),
         ("all", True, [TENSORBOARD]),
@@ -44,6 +48,18 @@ def test_a_missing_package_is_a_warning_only_if_it_is_requested(installed: set[s
     assert names == []
     assert [line.split()[1] for line in warnings] == [WANDB, TENSORBOARD]
     assert all("pip install" in line for line in warnings)
+
+
+def test_all_are_those_that_are_installed(installed: set[str]) -> None:
+    installed |= {"trackio", "mlflow", "unknown"}
+    assert requested_trackers("all", False) == ([WANDB, TENSORBOARD, "mlflow", "trackio"], [])
+    names, warnings = requested_trackers("clearml,mlflow", False)
+    assert names == ["mlflow"]
+    assert warnings == ["warning: clearml is not installed, so nothing is logged there: pip install clearml"]
+
+
+def test_the_names_are_those_of_accelerate() -> None:
+    assert {*TRACKERS} == {*LOGGER_TYPE_TO_CLASS}
 
 
 def test_a_folder_of_that_name_is_not_a_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,13 @@ import pytest
 
 from tests.wandb_files import read, runs
 from tests.wandb_server import serve
-from utils.tracking import wandb
+from utils.tracking import process_tracker
 from utils.tracking.wandb import WandbTracker
 
 
 def replace_process(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     """Start another program in place of the one that talks to W&B."""
-    monkeypatch.setattr(wandb, "own_python", lambda module: ["python3", "-c", script])
+    monkeypatch.setattr(process_tracker, "own_python", lambda module: ["python3", "-c", script])
 
 
 ECHO = "import sys\nfor line in sys.stdin: open(sys.argv[1], 'a').write(line)"
@@ -46,7 +46,7 @@ def test_messages_arrive_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_process_that_never_ends_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_process(monkeypatch, "import subprocess; subprocess.run(['sleep', '600'])")
     printed: list[str] = []
-    monkeypatch.setattr(wandb, "EXIT_SECONDS", 0.0)
+    monkeypatch.setattr(process_tracker, "EXIT_SECONDS", 0.0)
     tracker = WandbTracker(tmp_path, {"id": "x"}, printed.append)
     tracker.store_init_configuration({})
     process = tracker.process
@@ -90,7 +90,7 @@ def test_messages_to_a_dead_process_are_dropped(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_process_that_cannot_be_started_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb, "own_python", lambda module: [str(tmp_path / "nowhere")])
+    monkeypatch.setattr(process_tracker, "own_python", lambda module: [str(tmp_path / "nowhere")])
     printed: list[str] = []
     tracker = WandbTracker(tmp_path, {"id": "x"}, printed.append)
     tracker.store_init_configuration({})
@@ -134,3 +134,32 @@ def test_a_server_that_stops_answering_does_not_delay_the_end(tmp_path: Path, mo
     assert [line.partition(";")[0] for line in printed[1:]] == ["warning: W&B has not received everything within 2 s"]
     (file,) = runs(tmp_path)
     assert [row["step/loss"] for row in read(file).rows] == [0.5]  # stored for `wandb sync`
+
+
+def test_lineage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data set is an input of the run, the weights are its output and linked to a registry."""
+    pytest.importorskip("wandb")
+    printed: list[str] = []
+    for name in ("a.jpg", "best.pt"):
+        (tmp_path / name).write_text(name)
+    with serve() as server:
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        monkeypatch.setenv("WANDB_BASE_URL", server.address)
+        run = {"project": "p", "id": "abc", "job_type": "train"}
+        tracker = WandbTracker(tmp_path, run, printed.append, inputs=["run_xyz_model:best"])
+        tracker.store_init_configuration({})
+        references = [(str(tmp_path / "a.jpg"), "train/a.jpg")]
+        tracker.log_artifact("cats", "dataset", ["latest"], references=references, is_input=True)
+        where, content = "wandb-registry-model/cats", {"metrics": {"mAP_0.5": 0.5}}
+        files = [tmp_path / "best.pt"]
+        tracker.log_artifact("run_abc_model", "model", ["best"], files=files, metadata=content, link=where)
+        tracker.finish()
+    assert printed == [f"W&B: {server.address}/me/p/runs/abc"]
+    types = [artifact["artifactTypeName"] for artifact in server.artifacts]
+    assert sorted(types) == ["dataset", "model"]
+    assert server.inputs == [f"a{types.index('dataset') + 1}"]
+    model = server.artifacts[types.index("model")]
+    assert {alias["alias"] for alias in model["aliases"]} >= {"best"}
+    assert json.loads(model["metadata"]) == content
+    assert server.links == [(f"a{types.index('model') + 1}", "cats")]
+    assert server.files["artifacts/best.pt"] == b"best.pt"

@@ -6,16 +6,18 @@ import json
 import os
 import socket
 import subprocess
+import sys
+import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from tests.wandb_files import read, runs
 from utils.background import own_python
+from utils.files import ROOT
 from utils.tracking import wandb_process
-from utils.tracking.wandb_process import connect_timeout, has_key, unreachable
+from utils.tracking.wandb import WandbTracker
+from utils.tracking.wandb_process import connect_timeout, unreachable
 
 
 def test_half_a_line_closes_the_run(tmp_path: Path) -> None:
@@ -42,28 +44,73 @@ def test_half_a_line_closes_the_run(tmp_path: Path) -> None:
     run_file = read(file)
     assert [row["step/loss"] for row in run_file.rows] == [0.5]
     assert run_file.code == 1
+    assert run_file.alerts == []
 
 
-@pytest.mark.parametrize(
-    ("variable", "netrc", "setting", "expected"),
-    [
-        ("", "", None, False),
-        ("WANDB_API_KEY", "", None, True),
-        ("", "machine api.wandb.ai login user password secret", None, True),
-        ("", "machine elsewhere.org login user password secret", None, False),
-        ("", "machine", None, False),  # damaged
-        ("", "", "secret", True),
-    ],
-)
-def test_the_key_is_found(
-    variable: str, netrc: str, setting: Any, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    if variable:
-        monkeypatch.setenv(variable, "secret")
-    if netrc:
-        (tmp_path / ".netrc").write_text(netrc)
-    assert has_key(SimpleNamespace(base_url="https://api.wandb.ai", api_key=setting)) == expected
+def test_why_a_run_ended_is_an_alert(tmp_path: Path) -> None:
+    """If it is asked for: the reason, and without one that the training process has vanished."""
+    pytest.importorskip("wandb")
+    started = []
+    for name, reasons in (("failed", ["20 steps were not finite"]), ("vanished", [])):
+        (tmp_path / name).mkdir()
+        tracker = WandbTracker(tmp_path / name, {"project": "p", "id": "abc", "notes": "why"}, print, alerts=True)
+        tracker.store_init_configuration({})
+        tracker.log({"step": 1, "metrics/a.b": 0.5}, step=1)
+        for reason in reasons:
+            tracker.fail(reason)
+        tracker.messages.put(None)  # the input ends, as if the training process did
+        started.append(tracker)
+    for tracker, expected in zip(started, ("20 steps were not finite", "without an error message"), strict=True):
+        assert tracker.process is not None
+        tracker.process.wait(60)
+        (file,) = runs(tracker.folder)
+        run = read(file)
+        assert (run.code, run.notes) == (1, "why")
+        ((title, text, level),) = run.alerts
+        assert (title, level) == ("The run ended by an error", "ERROR")
+        assert expected in text
+
+
+HAS_KEY = """
+import json, os, sys
+from utils.tracking.wandb_process import has_key
+from wandb.sdk.lib import wbauth
+for netrc in json.loads(sys.argv[1]):
+    open(os.environ["NETRC"], "w").write(netrc)
+    os.chmod(os.environ["NETRC"], 0o600)
+    print(has_key(), flush=True)
+    getattr(wbauth, "unauthenticate_session", lambda: None)()
+"""
+
+
+def keys_found(folder: Path, *netrc: str, **variables: str) -> list[str]:
+    """Return whether the W&B process finds a key, for each content of ~/.netrc; nobody answers at the server."""
+    pytest.importorskip("wandb")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    ended = subprocess.run(
+        [sys.executable, "-c", HAS_KEY, json.dumps(netrc)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        env={**kept, "HOME": str(folder), "NETRC": str(folder / "netrc"), "WANDB_BASE_URL": SERVER, **variables},
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.split()
+
+
+SERVER = "http://127.0.0.1:9"
+
+
+def test_the_key_is_found(tmp_path: Path) -> None:
+    """It is wandb that looks for it, without asking anybody."""
+    key = "password " + "0123456789" * 4
+    damaged, elsewhere = "machine", f"machine elsewhere.org login user {key}"
+    known = f"machine 127.0.0.1:9 login user {key}"
+    began = time.monotonic()
+    assert keys_found(tmp_path, "", damaged, elsewhere, known) == ["False", "False", "False", "True"]
+    assert keys_found(tmp_path, "", WANDB_API_KEY=key.split()[1]) == ["True"]
+    assert time.monotonic() - began < 30
 
 
 def test_the_time_to_reach_a_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,56 @@
+"""W&B's tables and charts, made of the text files of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from utils.files import csv_text
+from utils.tracking.wandb_tables import MAX_ROWS, charts, thinned
+
+wandb = pytest.importorskip("wandb")
+
+
+def test_the_table_of_the_classes() -> None:
+    text = 'class,images,instances,AP\n"a, b",3,4,0.25\nc,0,0,\n'
+    (made,) = charts(wandb, {"classes.csv": text, "val_boxes.csv": "image\n"}).items()
+    assert made[0] == "tables/classes"
+    assert made[1].columns == ["class", "images", "instances", "AP"]
+    assert made[1].data == [["a, b", 3, 4, 0.25], ["c", 0, 0, None]]
+
+
+def test_curves() -> None:
+    documents = {
+        "PR_curve.csv": csv_text(("class", "recall", "precision"), [("cat", 0.0, 1.0), ("cat", 1.0, 0.5)]),
+        "mask_curves.csv": csv_text(("class", "confidence", "precision", "recall"), [("cat", 0.5, 1.0, 0.5)]),
+        "curves.csv": csv_text(("class", "confidence", "precision", "recall"), [("cat", 0.5, 0.0, 0.0)]),
+    }
+    made = charts(wandb, documents)
+    assert list(made) == ["charts/PR_curve", "charts/F1_curve", "charts/mask_F1_curve"]
+    curve = made["charts/PR_curve"]
+    assert curve.table.data == [["cat", 0.0, 1.0], ["cat", 1.0, 0.5]]
+    assert curve.spec.fields == {"x": "recall", "y": "precision", "class": "class"}
+    assert made["charts/mask_F1_curve"].table.data == [["cat", 0.5, pytest.approx(2 / 3, rel=1e-3)]]
+    assert made["charts/F1_curve"].table.data == [["cat", 0.5, 0.0]]
+
+
+def test_a_confusion_matrix() -> None:
+    text = csv_text(("true \\ predicted", "cat", "background"), [("cat", 3, 1), ("background", 2, 0)])
+    chart = charts(wandb, {"confusion_matrix.csv": text})["charts/confusion_matrix"]
+    expected = [["cat", "cat", 3], ["cat", "background", 1], ["background", "cat", 2], ["background", "background", 0]]
+    assert chart.table.data == expected
+    assert chart.table.columns == ["Actual", "Predicted", "nPredictions"]
+
+
+def test_large_tables_are_thinned() -> None:
+    """W&B cuts longer ones off, so that the last classes would be missing."""
+    rows = [(f"class {k}", x / 1000, 0.123456) for k in range(80) for x in range(1001)]
+    kept = thinned(rows)
+    assert MAX_ROWS * 0.9 < len(kept) <= MAX_ROWS
+    assert len({name for name, *_ in kept}) == 80
+    assert {y for *_, y in kept} == {0.1235}
+    side = 101
+    names = [f"class {k}" for k in range(side)]
+    counts = [(name, *(int(j == k) for j in range(side))) for k, name in enumerate(names)]
+    chart = charts(wandb, {"confusion_matrix.csv": csv_text(("", *names), counts)})["charts/confusion_matrix"]
+    assert len(chart.table.data) == MAX_ROWS
+    assert sum(count for *_, count in chart.table.data) == side

@@ -1,0 +1,34 @@
+"""The trackers of Accelerate without a richer one of ours, such as MLflow: each in a process (accelerate_process.py).
+
+Made by utils/tracking/requested.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from utils.distributed.ranks import without_launcher
+from utils.tracking.process_tracker import ProcessTracker
+from utils.tracking.tracker import FINISH_SECONDS, Print
+
+
+class AccelerateTracker(ProcessTracker):
+    """A run in a tracker that Accelerate knows by `name`; it gets numbers and settings.
+
+    run: `project`, `name` and `id` of the run.
+    """
+
+    module = "utils.tracking.accelerate_process"
+
+    def __init__(
+        self, name: str, folder: Path, run: Mapping[str, Any], print_line: Print, timeout: float = FINISH_SECONDS
+    ) -> None:
+        self.name = self.title = name
+        super().__init__(folder, {"tracker": name, "run": run}, print_line, timeout)
+
+    def environment(self) -> dict[str, str]:
+        # Accelerate must not join the processes of the training, nor take memory of a GPU.
+        return {**without_launcher(os.environ), "CUDA_VISIBLE_DEVICES": ""}

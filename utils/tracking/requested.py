@@ -1,0 +1,92 @@
+"""The trackers that flags and environment request, for every script. Used by run_log.py and job_log.py.
+
+A new tracker of its own kind is a subclass of `Tracker` and a line in `make_trackers`; those that Accelerate knows need
+only their name in `TRACKERS`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from utils.tracking.accelerate_tracker import AccelerateTracker
+from utils.tracking.tensorboard import TensorBoardTracker
+from utils.tracking.tracker import FINISH_SECONDS, TENSORBOARD, WANDB, Print, Tracker, requested_trackers
+from utils.tracking.wandb import UPLOAD_SECONDS, WandbTracker
+
+DEFAULT_PROJECT = "train"  # the last folder of the default --project; W&B's project is then "lockstep"
+
+
+@dataclass(frozen=True)
+class TrackerOptions:
+    """The settings that name a run in its trackers, named like their flags."""
+
+    project: str
+    log_with: str = ""
+    no_wandb: bool = False
+    wandb_project: str = ""
+    wandb_entity: str = ""
+    wandb_group: str = ""
+    wandb_tags: tuple[str, ...] = ()
+    wandb_name: str = ""
+    wandb_notes: str = ""
+    wandb_job_type: str = ""
+    wandb_id: str = ""
+    wandb_alerts: bool = False
+
+
+def make_trackers(
+    options: TrackerOptions,
+    folder: Path,
+    print_line: Print,
+    job: str,
+    uploads: bool = False,
+    inputs: Sequence[str] = (),
+) -> tuple[list[Tracker], list[str]]:
+    """Return the trackers of a run, not yet started, and warnings about packages that are not installed.
+
+    folder: of the run. job: W&B's job type, train, val, detect or export. uploads: whether files are uploaded, which
+    takes longer at the end. inputs: names of W&B artifacts that the run uses, if they exist.
+    """
+    names, warnings = requested_trackers(options.log_with, options.no_wandb)
+    run = wandb_arguments(options, folder, job)
+    timeout = UPLOAD_SECONDS if uploads else FINISH_SECONDS
+    own: dict[str, Callable[[], Tracker]] = {
+        WANDB: lambda: WandbTracker(folder, run, print_line, timeout, options.wandb_alerts, inputs),
+        TENSORBOARD: lambda: TensorBoardTracker(folder, options.wandb_id, print_line),
+    }
+    named = {key: run[key] for key in ("project", "name", "id")}
+    return [
+        own[name]() if name in own else AccelerateTracker(name, folder, named, print_line) for name in names
+    ], warnings
+
+
+def wandb_arguments(options: TrackerOptions, folder: Path, job: str) -> dict[str, Any]:
+    """Return the arguments of `wandb.init` that name the run in `folder`: flags, W&B's variables, defaults."""
+    project = Path(options.project).name
+    tags = options.wandb_tags or tuple(filter(None, os.environ.get("WANDB_TAGS", "").split(",")))
+    arguments = {
+        "project": _first(
+            options.wandb_project, "WANDB_PROJECT", "lockstep" if project == DEFAULT_PROJECT else project
+        ),
+        "entity": _first(options.wandb_entity, "WANDB_ENTITY"),
+        "group": _first(options.wandb_group, "WANDB_RUN_GROUP"),
+        "tags": list(tags) or None,
+        "name": _first(
+            options.wandb_name,
+            "WANDB_NAME",
+            folder.name if job == "train" or job in folder.name else f"{job}-{folder.name}",
+        ),
+        "notes": _first(options.wandb_notes, "WANDB_NOTES"),
+        "job_type": _first(options.wandb_job_type, "WANDB_JOB_TYPE", job),
+        "id": options.wandb_id,
+    }
+    return {**arguments, **({"dir": os.environ["WANDB_DIR"]} if os.environ.get("WANDB_DIR") else {})}
+
+
+def _first(flag: str, variable: str, default: str = "") -> str | None:
+    """Return the value of a flag, else that of an environment variable, else the default; None if all are empty."""
+    return flag or os.environ.get(variable) or default or None
