@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import RunScript
 from tests.utils.test_run import Recorder, run_in
 from tests.utils.training.test_optimizer_steps import prepared, train
 from utils.errors import UserError
@@ -39,6 +40,14 @@ def test_the_steps_of_the_window_are_profiled(window: str, steps: int, tmp_path:
     head, *rows = (run.path / "profile" / "operators.csv").read_text().splitlines()
     assert head == "operator,calls,cpu_ms,device_ms,share"
     assert len(rows) == 10
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_profiled(run_script: RunScript, small_data: Path, tmp_path: Path) -> None:
+    flags = ("--cfg", "yolov5n.yaml", "--imgsz", "64", "--epochs", "1", "--no-wandb", "--profile", "1:2")
+    run_script("train.py", "--data", str(small_data), "--weights", "", "--project", str(tmp_path), *flags)
+    rows = (tmp_path / "exp/profile/operators.csv").read_text().splitlines()[1:]
+    assert all(float(row.split(",")[3]) > 0 for row in rows)
 
 
 def test_a_window_after_the_end_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
