@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from data.sampler import SampleIndex
-from utils.distributed.loader_processes import shield_worker
+from utils.distributed.loader_processes import share_temporary_folder, shield_worker
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ def loader(
     items: Dataset[Any], batches: Iterable[list[SampleIndex]], collate: Callable[[Sequence[Any]], Batch], workers: int
 ) -> DataLoader[Any]:
     """Return a loader of `batches` of `items`. workers: number of loader processes, which end with this one."""
+    if workers:
+        share_temporary_folder()
     return DataLoader(
         items,
         batch_sampler=batches,

@@ -65,7 +65,8 @@ class Images:
     """
 
     def __init__(self, files: Sequence[Path], imgsz: int, smooth: bool, sizes: np.ndarray | None = None) -> None:
-        self.files, self.imgsz, self.smooth, self.reduced_from = Files(files), imgsz, smooth, sizes
+        self.files = files if isinstance(files, Files) else Files(files)
+        self.imgsz, self.smooth, self.reduced_from = imgsz, smooth, sizes
 
     @property
     def messages(self) -> list[str]:

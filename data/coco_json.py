@@ -229,7 +229,7 @@ def read_contents(file: Path) -> Contents:
 
 @lru_cache(8)
 def _contents(file: Path, stamp: str) -> Contents:
-    key = hashlib.sha256(stamp.encode() + os.fsencode(file)).hexdigest()[:32]
+    key = hashlib.sha256(stamp.encode() + os.fsencode(file)).hexdigest()
     return Contents(**cached_json(key, lambda: _parse_contents(_read(file, objects=False), file)._asdict()))
 
 

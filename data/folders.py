@@ -63,8 +63,8 @@ def _coco(folder: Path) -> dict[str, Any]:
 def _voc(folder: Path) -> dict[str, Any]:
     """Return the lists of each split in VOC's layout, of the folder or of the years in it, such as VOC2012."""
     content: dict[str, Any] = {}
-    for split, names in SPLIT_FOLDERS.items():
-        lists = [year / LISTS / f"{name}.txt" for year in (folder, *sorted(folder.glob("VOC*"))) for name in names[:1]]
+    for split in SPLIT_FOLDERS:
+        lists = [year / LISTS / f"{split}.txt" for year in (folder, *sorted(folder.glob("VOC*")))]
         content[split] = [str(file.relative_to(folder)) for file in lists if file.is_file() and is_voc_list(file)]
     content["val"] = content["val"] or content["test"]
     return {split: lists for split, lists in content.items() if lists} if content["train"] else {}

@@ -76,13 +76,13 @@ def loose_images(spec: DataSpec, split: str, task: str) -> tuple[list[LooseImage
             boxes = {**rows, **boxes}
             outlines = {**annotated.rows(polygons=True)[0], **outlines}
             messages += omitted
-    if paths and not storage.is_local(paths[0]) and shards.place_of(str(paths[0])):
+    if paths and shards.place_of(str(paths[0])):
         raise UserError(f"{spec.file} is packed already; name the data YAML of the loose files")
     images = []
     for path in paths:
         size, _ = storage.stamp(path)
         if size < 0:
-            messages.append(f"{storage.shown(path)} does not exist; left out")
+            messages.append(f"{remote.shown_path(path)} does not exist; left out")
         else:
             name = str(path)
             images.append(LooseImage(path, size, groups.get(path, ""), boxes.get(name), outlines.get(name)))
@@ -137,7 +137,7 @@ class Packer:
             if [(image.name, image.size) for image in shards.read_list(shard)] == expected:
                 return summary if storage.stamp(Path(shard))[0] == summary.bytes else None
         raise UserError(
-            f"{remote.shown_address(self.out)} has shards of another data set, of other files, or of another "
+            f"{remote.shown_path(self.out)} has shards of another data set, of other files, or of another "
             "--shard-size; name another folder, or delete them"
         )
 
@@ -162,7 +162,7 @@ class Packer:
                 remote.upload(Path(file.name), target)
         except OSError as error:
             raise UserError(
-                f"{remote.shown_address(target)} cannot be written ({error.strerror or error}); free disk space, fix "
+                f"{remote.shown_path(target)} cannot be written ({error.strerror or error}); free disk space, fix "
                 "the permissions, or name another folder, and start again: finished shards stay"
             ) from None
 
@@ -187,9 +187,9 @@ def _add(tar: tarfile.TarFile, name: str, image: LooseImage, labels: set[str], b
     try:
         data = storage.read_bytes(image.path)
     except OSError as error:
-        raise UserError(f"{storage.shown(image.path)} cannot be read: {error.strerror}") from None
+        raise UserError(f"{remote.shown_path(image.path)} cannot be read: {error.strerror}") from None
     if len(data) != image.size:
-        raise UserError(f"{storage.shown(image.path)} has changed since the packing began; start it again")
+        raise UserError(f"{remote.shown_path(image.path)} has changed since the packing began; start it again")
     label = image.boxes if image.boxes is not None or image.group else _label_text(image.path)
     offset = _add_file(tar, name, data)
     if label is not None and (text_name := label_name(name)) not in labels:
@@ -263,7 +263,7 @@ def pack(data: str, out: str, shard_size: str = "512M", task: str = "detect") ->
     yaml = yaml_text(names, splits)
     existing = Path(out, YAML_FILE)
     if storage.exists(existing) and storage.read_bytes(existing).decode(errors="replace") != yaml:
-        raise UserError(f"{storage.shown(existing)} exists and is of another data set; name another folder with --out")
+        raise UserError(f"{remote.shown_path(existing)} exists and is of another data set; name another --out folder")
     summaries: dict[str, list[Summary]] = {}
     for split, (images, _) in listed.items():
         total = sum(image.size for image in images)
@@ -286,7 +286,7 @@ def _usage(out: str, splits: Sequence[str]) -> str:
     if not remote.is_remote(out):
         return f"train with --data {os.path.join(out, YAML_FILE)}"
     entries = ", ".join(f"`{split}: {split}`" for split in splits)
-    return f"train with a data YAML that has `path: {remote.shown_address(out)}`, {entries}"
+    return f"train with a data YAML that has `path: {remote.shown_path(out)}`, {entries}"
 
 
 def main() -> None:

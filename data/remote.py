@@ -13,7 +13,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -56,9 +56,9 @@ def address_of(path: str | os.PathLike[str]) -> str:
     return REMOTE.sub(r"\1://", os.fspath(path), count=1)
 
 
-def shown_address(path: str | os.PathLike[str]) -> str:
-    """Return the address of a remote path without what may be secret."""
-    return _public(address_of(path))
+def shown_path(path: str | os.PathLike[str]) -> str:
+    """Return a path for a message; of a remote one the address, without what may be secret."""
+    return _public(address_of(path)) if is_remote(path) else os.fspath(path)
 
 
 def _public(text: str) -> str:
@@ -117,10 +117,10 @@ def _request(path: str, call: Callable[[Any, str], T]) -> T:
         except Exception as raised:  # each store has its own kinds
             error = _cause(raised)
             if isinstance(error, FileNotFoundError):
-                raise FileNotFoundError(errno.ENOENT, "no such object", shown_address(path)) from None
+                raise FileNotFoundError(errno.ENOENT, "no such object", shown_path(path)) from None
             if attempt == ATTEMPTS or _is_final(error):
                 raise UserError(
-                    f"{shown_address(path)} cannot be read ({_reason(error)}); check the address, the credentials and "
+                    f"{shown_path(path)} cannot be read ({_reason(error)}); check the address, the credentials and "
                     "the server"
                 ) from None
             time.sleep(FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
@@ -186,7 +186,7 @@ def refresh_versions(paths: Sequence[str]) -> None:
             _versions.setdefault(path, None)
         else:
             _versions.pop(path, None)
-    all(_in_threads(version_of, [path for path in paths if path not in _versions]))
+    list(_in_threads(version_of, [path for path in paths if path not in _versions]))
 
 
 def _list_versions(folder: str) -> bool:
@@ -235,7 +235,7 @@ def upload(file: Path, path: str) -> None:
     try:
         _request(path, lambda filesystem, name: filesystem.put_file(str(file), name))
     except FileNotFoundError:
-        raise UserError(f"{shown_address(path)} cannot be written; create the bucket first") from None
+        raise UserError(f"{shown_path(path)} cannot be written; create the bucket first") from None
     _versions.pop(path, None)
 
 
@@ -251,7 +251,7 @@ def read_object(path: str) -> bytes:
     """Return a whole object. Raises FileNotFoundError or `UserError`."""
     version = version_of(path)
     if version is None:
-        raise FileNotFoundError(errno.ENOENT, "no such object", shown_address(path))
+        raise FileNotFoundError(errno.ENOENT, "no such object", shown_path(path))
     return _cached(path, version, partial(_fetch, path, None, version.size))
 
 
@@ -272,15 +272,14 @@ def is_cached(key: str) -> bool:
     return os.path.exists(cached_file(key))
 
 
-def prefetch(reads: Iterable[Callable[[], object]]) -> None:
-    """Make several calls of the functions above at once, to fill the cache; errors come when the files are read."""
+def prefetch(read: Callable[[str], object], paths: Sequence[str]) -> None:
+    """Call `read` for many paths at once, to fill the cache; errors come when the files are read."""
 
-    def attempt(read: Callable[[], object]) -> None:
+    def attempt(path: str) -> None:
         with suppress(OSError, UserError):
-            read()
+            read(path)
 
-    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-        list(pool.map(attempt, reads))
+    list(_in_threads(attempt, paths))
 
 
 def _fetch(path: str, span: slice | None, size: int) -> bytes:
@@ -290,7 +289,7 @@ def _fetch(path: str, span: slice | None, size: int) -> bytes:
             limits["cache_type"] = "none"  # fsspec's own files would read megabytes ahead
         data: bytes = filesystem.cat_file(name, **limits)
         if span is not None and len(data) > size:
-            raise UserError(f"the server of {shown_address(path)} does not answer requests for a part of an object")
+            raise UserError(f"the server of {shown_path(path)} does not answer requests for a part of an object")
         if size >= 0 and len(data) != size:
             raise OSError(f"{len(data)} of {size} bytes received")
         return data

@@ -170,8 +170,8 @@ class _Shard:
             data = _read_at(self.file, offset, size)
         if zlib.crc32(data) != checksum:
             raise UserError(
-                f"{remote.shown_address(self.path)} is damaged: '{name}' has not the bytes that were packed; copy the "
-                "shard again from where it was packed"
+                f"{remote.shown_path(self.path)} is damaged: the bytes of '{name}' are not those that were packed; "
+                "copy the shard again from where it was packed"
             )
         return data
 
@@ -201,7 +201,8 @@ def _hash(name: str) -> int:
 
 
 @lru_cache(OPEN_SHARDS)
-def _shard(path: str, process: int) -> _Shard:
+def _shard(path: str) -> _Shard:
+    """Return a shard; forked processes inherit it, and read from any place of its file without moving in it."""
     return _Shard(path)
 
 
@@ -220,7 +221,7 @@ def forget() -> None:
 
 def read_member(shard: str, name: str) -> bytes:
     """Return the bytes of an image or a label file. Raises FileNotFoundError, or `UserError` for damaged bytes."""
-    opened = _shard(shard, os.getpid())
+    opened = _shard(shard)
     if place := opened.find(name):
         return opened.read(name, place)
     return read_label(shard, name, outlined=False)
@@ -236,13 +237,13 @@ def read_label(shard: str, name: str, outlined: bool) -> bytes:
 
 def key_of(shard: str, name: str) -> str:
     """Return the key in the cache of an image in a remote shard."""
-    place = _shard(shard, os.getpid()).find(name) or [0, 0, 0]
+    place = _shard(shard).find(name) or [0, 0, 0]
     return remote.span_key(shard, *place[:3])
 
 
 def member_size(shard: str, name: str) -> tuple[int, int] | None:
     """Return width and height of an image, pixels as displayed, or None if it must be read to know them."""
-    place = _shard(shard, os.getpid()).find(name)
+    place = _shard(shard).find(name)
     return (place[3], place[4]) if place and place[3] else None
 
 

@@ -120,7 +120,7 @@ class DataSpec:
             problems += missing
         problems += self.unread_images(split)
         if not listed and not packed:
-            searched = "; ".join([", ".join(map(storage.shown, locations)), *self.unread_images(split)])
+            searched = "; ".join([", ".join(map(remote.shown_path, locations)), *self.unread_images(split)])
             raise UserError(f"{self.file}: `{split}:` has no images in {searched}; put images there or fix the path")
         # In the order of Paths, folder by folder, except for those in shards: they were packed in that order.
         images = [*dict.fromkeys(packed), *sorted(set(listed), key=lambda image: image.replace(os.sep, "\0"))]
@@ -157,7 +157,7 @@ class DataSpec:
         for root in self.roots:
             if remote.is_remote(root) or os.path.isdir(root):
                 return Path(os.path.normpath(root))
-        tried = " or ".join(dict.fromkeys(storage.shown(Path(os.path.normpath(root))) for root in self.roots))
+        tried = " or ".join(dict.fromkeys(remote.shown_path(Path(os.path.normpath(root))) for root in self.roots))
         raise UserError(f"{self.file}: `path:` does not exist; looked for {tried}{reason}")
 
     def locations(self, split: str) -> list[Path]:
@@ -175,7 +175,7 @@ class DataSpec:
         for entry in self.entries[split]:
             location = _find(entry, self.roots)
             if location is None:
-                tried = " or ".join(dict.fromkeys(map(storage.shown, _candidates(entry, self.roots))))
+                tried = " or ".join(dict.fromkeys(map(remote.shown_path, _candidates(entry, self.roots))))
                 raise UserError(f"{self.file}: `{split}: {entry}` does not exist; looked for {tried}{reason}")
             locations.append(location)
         return locations
@@ -227,7 +227,7 @@ def _real_paths(images: Sequence[Path]) -> set[str]:
 
 
 def _real_path(folder: str) -> str:
-    return remote.shown_address(folder) if remote.is_remote(folder) else os.path.realpath(folder)
+    return remote.shown_path(folder) if remote.is_remote(folder) else os.path.realpath(folder)
 
 
 def read_spec(file: Path) -> DataSpec:
@@ -257,7 +257,7 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
         messages = (*messages, *omitted)
     if remote.is_remote(roots[0]):
         kept = f"files are kept in {remote.cache_path()} {remote.CACHE_RULE}"
-        messages = (*messages, f"{storage.shown(roots[0])}: {kept}")
+        messages = (*messages, f"{remote.shown_path(roots[0])}: {kept}")
     counts = Counter(names.values())
     repeated = [f"warning: {file}: {n} classes are named '{shortened(name)}'" for name, n in counts.items() if n > 1]
     share, seed = content.get("split", 0.0), content.get("split_seed", 0)

@@ -9,7 +9,6 @@ import io
 import os
 import stat
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -89,11 +88,6 @@ def file_test(folder: str) -> Callable[[str], bool]:
     return set(remote.files_below(folder)).__contains__ if remote.is_remote(folder) else os.path.isfile
 
 
-def shown(path: Path) -> str:
-    """Return a path for a message: an address if it is remote."""
-    return remote.shown_address(path) if remote.is_remote(path) else str(path)
-
-
 def refuse_pipe(path: str | Path) -> None:
     """Raise OSError for a local pipe, socket or device, which may have no end. Links to files are files."""
     if is_local(path) and not stat.S_ISREG(os.stat(path).st_mode):
@@ -105,20 +99,21 @@ def stamps(paths: Iterable[str]) -> bytes:
 
     For local files the number is the time of change in ns. -1 and -1 if there is no file.
     """
-    names = list(paths)
-    places = {name: place[0] for name in names if (place := shards.place_of(name))}
-    lists = {shard: shards.list_of(shard) for shard in set(places.values())}
-    asked = [lists[places[name]] if name in places else name for name in names]
-    remote.refresh_versions(sorted({name for name in asked if remote.is_remote(name)}))
-    known: dict[str, tuple[int, int]] = {}
-    return np.array([known.get(name) or known.setdefault(name, _stamp(name)) for name in asked], np.int64).tobytes()
+    names = list(map(_stamped_name, paths))
+    remote.refresh_versions(sorted({name for name in names if remote.is_remote(name)}))
+    known = {name: _stamp(name) for name in dict.fromkeys(names)}
+    return np.array([known[name] for name in names], np.int64).tobytes()
 
 
 def stamp(path: Path) -> tuple[int, int]:
     """Return the numbers of `stamps` for one file."""
-    name = os.fspath(path)
+    return _stamp(_stamped_name(os.fspath(path)))
+
+
+def _stamped_name(name: str) -> str:
+    """Return the file that changes with a path's content: for one in a shard, the shard's list."""
     place = shards.place_of(name)
-    return _stamp(shards.list_of(place[0]) if place else name)
+    return shards.list_of(place[0]) if place else name
 
 
 def _stamp(name: str) -> tuple[int, int]:
@@ -136,7 +131,7 @@ def prefetch(paths: Sequence[str | Path]) -> None:
     names = [os.fspath(path) for path in paths]
     missing = [name for name in names if remote.is_remote(name) and not _is_cached(name)]
     if missing:
-        remote.prefetch(partial(read_bytes, name) for name in dict.fromkeys(missing))
+        remote.prefetch(read_bytes, list(dict.fromkeys(missing)))
 
 
 def _is_cached(name: str) -> bool:
