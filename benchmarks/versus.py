@@ -400,6 +400,7 @@ def measured(python: str, checkout: Path, snippet: str, variables: Mapping[str, 
         leftover.unlink()
     numbers = {"FOLDER": str(folder), "OMP_NUM_THREADS": "1", "STEPS": str(STEPS), "MODEL": "yolov5n", "SIZE": "640"}
     numbers |= {"WANDB_MODE": "disabled", "WORKERS": "0", "PRECISION": "no", "XDG_CACHE_HOME": str(cache), **variables}
+    numbers["PYTHONDONTWRITEBYTECODE"] = ""  # modules are compiled once, as in any start of a user but the first
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -17,7 +17,8 @@ def gflops(model: nn.Module, imgsz: int) -> float:
     The model is traced on the "meta" device: nothing is computed. Returns 0 if a layer cannot be traced.
     """
     try:
-        traced = copy.deepcopy(model).to("meta").eval()
+        replaced = {id(tensor): tensor.to("meta") for tensor in (*model.parameters(), *model.buffers())}
+        traced = copy.deepcopy(model, replaced).eval()  # no weight is copied
         skip_norms(traced)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             traced(torch.empty(1, 3, imgsz, imgsz, device="meta"))

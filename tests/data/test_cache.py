@@ -505,6 +505,14 @@ def test_files_is_a_sequence_of_paths(tmp_path: Path) -> None:
         files[3]
 
 
+def test_the_ring_and_its_images_share_the_paths(files: list[Path]) -> None:
+    """Of a million images they are large, and slow to make."""
+    images = open_images(files, 32, False, "", sizes_of(files), room=2)
+    assert isinstance(images, cache.ImagesInRing)
+    assert images.files is images.source.files
+    assert list(images.files) == files
+
+
 def test_messages_name_the_flag(files: list[Path]) -> None:
     for way, when in (("ram", "epoch"), ("val", "validation")):
         (message,) = opened(files, 32, True, way).messages

@@ -75,8 +75,14 @@ def read_all(packed: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda packed: change_byte(packed / "train-000000.tar", 600), r"'images/train/a.png' has not the bytes"),
-        (lambda packed: os.truncate(packed / "train-000000.tar", 600), r"'images/train/\w.png' has not the bytes"),
+        (
+            lambda packed: change_byte(packed / "train-000000.tar", 600),
+            r"bytes of 'images/train/a.png' are not",
+        ),
+        (
+            lambda packed: os.truncate(packed / "train-000000.tar", 600),
+            r"bytes of 'images/train/\w.png' are not",
+        ),
         (lambda packed: (packed / "train-000000.tar").unlink(), r"train-000000.tar cannot be read: No such file"),
         (lambda packed: (packed / "train-000000.json").unlink(), r"train-000000.json cannot be read: No such file"),
         (lambda packed: (packed / "train-000000.json").write_text('{"images": [[]]}'), r"train-000000.json is damaged"),

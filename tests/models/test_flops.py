@@ -24,6 +24,23 @@ def test_published_numbers(name: str, published: float) -> None:
     assert published - 0.1 < gflops(model, 640) < published
 
 
+class Scaled(nn.Conv2d):
+    """A layer with a buffer that no state dict contains."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 5, 1)
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(images) * torch.stack((self.scale, self.scale)).sum()
+
+
+def test_a_buffer_outside_of_the_state_dict_is_traced_too() -> None:
+    model = Scaled()
+    assert gflops(model, 10) == pytest.approx(2 * 3 * 5 * 100 / 1e9)
+    assert model.scale == 1
+
+
 class ReadsValues(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return images * float(images.sum())

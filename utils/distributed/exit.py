@@ -5,6 +5,7 @@ Called by the scripts (`run_main`), by spawn, and by what ends a run early (watc
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ from typing import NoReturn
 from torch import distributed
 
 from utils.console import silence, surviving_output
-from utils.distributed.loader_processes import end_workers, loader_died
+from utils.distributed.loader_processes import end_workers, loader_died, remove_temporary_folder
 from utils.distributed.ranks import SPAWNED, check_launch, ranks, speaks_for_machine, world_size
 from utils.distributed.store import ask_run_store, run_store
 from utils.errors import UserError, first_line
@@ -71,6 +72,7 @@ def run_main(main: Callable[[], object]) -> None:
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL and SPAWNED not in os.environ:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # the scripts change it during their imports
+    gc.enable()  # the scripts disable it during their imports
     try:
         check_launch()
     except UserError as error:
@@ -166,6 +168,7 @@ def give_up(message: str, code: int = 1) -> NoReturn:
     if message:
         print(message, file=sys.stderr, flush=True)
     end_workers()
+    remove_temporary_folder()
     sys.stdout.flush()
     # Not sys.exit: destroying the process group may wait for processes that have ended.
     os._exit(code)
@@ -225,4 +228,8 @@ def follow_launcher() -> None:
 def _follow(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
-    give_up("")
+    tell_of_failure("the launcher has ended")
+    raise_alarm()
+    give_up_after_first(
+        lambda: f"error: the launcher of {ranks()} has ended, so the run ends too; continue with --resume"
+    )

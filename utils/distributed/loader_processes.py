@@ -6,15 +6,35 @@ import ctypes
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import threading
 from contextlib import suppress
+from multiprocessing.util import get_temp_dir
 
 from utils.distributed.allocator import keep_freed_memory
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 KEPT_BYTES = 2**28  # of free memory in a loader process
 PARENT_POLL_SECONDS = 1.0  # between two checks whether the training process has ended
+
+
+def share_temporary_folder() -> None:
+    """Make the folder of multiprocessing's sockets in this process, before it starts loader processes.
+
+    They use it too. A folder of their own would stay on the disk, because they end without cleaning up. Without the
+    folder they could send nothing, and the training process would wait for ever.
+    """
+    os.makedirs(get_temp_dir(), mode=0o700, exist_ok=True)
+
+
+def remove_temporary_folder() -> None:
+    """Remove the folder of multiprocessing's sockets, before an exit that cleans nothing up.
+
+    A process that multiprocessing has started leaves it: it may be that of its parent.
+    """
+    if multiprocessing.parent_process() is None:
+        shutil.rmtree(get_temp_dir(), ignore_errors=True)
 
 
 def shield_worker(number: int) -> None:

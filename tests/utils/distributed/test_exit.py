@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -87,6 +88,25 @@ def test_ctrl_c_is_an_exception_again_after_the_imports() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert raised.value.code == 130
+
+
+@pytest.mark.parametrize("script", ["train", "val", "detect", "export"])
+def test_the_imports_of_a_script_collect_no_garbage(script: str, tmp_path: Path) -> None:
+    for package in ("cv2", "numpy", "torch"):  # the first one that a script imports
+        (tmp_path / f"{package}.py").write_text("import gc\nraise SystemExit(f'collects: {gc.isenabled()}')")
+    command = [sys.executable, str(ROOT / f"{script}.py")]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, env=environment, capture_output=True, timeout=300, text=True)
+    assert ended.stderr.strip() == "collects: False"
+
+
+def test_garbage_is_collected_again_after_the_imports() -> None:
+    gc.disable()
+    try:
+        run_main(lambda: None)
+        assert gc.isenabled()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), RuntimeError("shape mismatch")])

@@ -8,9 +8,11 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from utils.distributed.exit import run_main
 from utils.distributed.graceful_stop import STOP_SIGNALS, GracefulStop
 from utils.distributed.loader_processes import end_workers, loader_died, shield_worker
+from utils.files import ROOT
 
 # Errors
 
@@ -181,3 +184,26 @@ def test_end_workers(start: Callable[..., tuple[Any, int]]) -> None:
     _, worker = start(load)
     end_workers()
     assert gone(worker)
+
+
+GIVES_UP = """
+import multiprocessing, os, sys
+from utils.distributed.exit import give_up
+from utils.distributed.loader_processes import share_temporary_folder
+share_temporary_folder()
+loader = multiprocessing.get_context("fork").Process(target=give_up, args=("of the loader",))
+loader.start()
+loader.join()
+print(os.listdir(os.environ["TMPDIR"]), flush=True)
+give_up("of the parent")
+"""
+
+
+def test_the_folder_of_sockets_goes_with_the_process_that_made_it(tmp_path: Path) -> None:
+    """It would stay on the disk; and without it the other loader processes could send nothing."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", GIVES_UP]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (1, "of the loader\nof the parent\n")
+    assert ended.stdout.startswith("['pymp-")
+    assert not list(tmp_path.iterdir())
