@@ -1,13 +1,13 @@
 """Prepare a model, its optimizer and its loader for several processes. Called by utils/training/optimizer_steps.py.
 
 In addition to Accelerate's `prepare`: layers whose result depends on the global batch, the memory format, equal weights
-on all processes, DeepSpeed's configuration, and DDP's buffers and compression.
+on all processes, DeepSpeed's configuration, and DDP's buffers, buckets and compression.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from utils.distributed.collectives import Collectives
-from utils.distributed.comm_hooks import register_comm_hook
+from utils.distributed.comm_hooks import CompressionMemory, register_comm_hook
 from utils.distributed.deepspeed import check_autocast, configure, gathered_parameters
+from utils.distributed.gradient_buckets import order_buckets
 from utils.distributed.sync_batchnorm import average_statistics, synchronise_batchnorm
 from utils.distributed.sync_dropout import synchronise_dropout
 from utils.memory_format import layout
@@ -47,6 +48,7 @@ class DistributedModel:
     bare: Model
     prepared: nn.Module
     keeps_norms: bool = False
+    compression: CompressionMemory = field(default_factory=CompressionMemory)
 
     def train(self) -> None:
         """Set the model to training; with `keeps_norms` BatchNorm normalises as in evaluation."""
@@ -101,8 +103,13 @@ def prepare(
     prepared, optimizer, loader = accelerator.prepare(bare, optimizer, loader)
     if plugin:
         check_autocast(prepared, precision)
-    if isinstance(prepared, DistributedDataParallel):
-        prepared.broadcast_buffers = False  # --sync-bn or `average_statistics` makes the statistics equal
-        if options.comm_hook:
-            register_comm_hook(prepared, options.comm_hook, warmup_steps)
-    return DistributedModel(bare, prepared, keep_norms), optimizer, loader
+    compression = CompressionMemory()
+    wrapper = getattr(prepared, "_orig_mod", prepared)  # torch.compile wraps DDP
+    if isinstance(wrapper, DistributedDataParallel):
+        wrapper.broadcast_buffers = False  # --sync-bn or `average_statistics` makes the statistics equal
+        compression = register_comm_hook(wrapper, options.comm_hook, warmup_steps)
+        # The sum of two numbers does not depend on their order, but PowerSGD's memory depends on that of its bucket.
+        if accelerator.num_processes > 2 or compression:
+            order_buckets(wrapper, bare.imgsz)
+            compression.restart()
+    return DistributedModel(bare, prepared, keep_norms, compression), optimizer, loader

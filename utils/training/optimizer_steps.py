@@ -134,6 +134,8 @@ class OptimizerSteps:
             taken = ended.taken.read()
             progress.taken += ended.batches * taken
             progress.skipped += not taken
+            if not taken:
+                self.state.compression.clear()
             if self.guard.count(taken):
                 self._fail(ended)
         while self.points and self.points[0].step <= progress.step - keep:
@@ -200,11 +202,12 @@ def prepare_training(
         optimizer=optimizer,
         scaler=accelerator.scaler,
         loss_sums=torch.zeros(len(loss_names), device=accelerator.device),
+        compression=distributed.compression,
         collectives=run.collectives,
         wandb_id=options.wandb_id,
     )
     if saved:
-        state.load_state(saved)
+        run.print(*state.load_state(saved))
     epoch_steps = math.ceil(len(loader) / accumulation)
     step_log = StepLog(loss_names, accelerator, options.log_interval, epoch_steps, enabled=run.is_tracked)
     return OptimizerSteps(run, distributed, state, schedule, step_log, options), loader

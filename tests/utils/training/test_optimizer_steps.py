@@ -31,24 +31,48 @@ OPTIONS: dict[str, Any] = {
 HYP = Recipe(lr0=0.1, momentum=0.5, weight_decay=0.0, warmup_epochs=0.0, nbs=0)
 
 
-def prepared(run: Run, saved: dict[str, Any] | None = None, **options: Any) -> tuple[OptimizerSteps, DataLoader[Any]]:
-    """Return the steps and the loader of a small network."""
+class Network(nn.Module):
+    """A network for images. It makes its layers in another order than it uses them, so DDP makes its buckets anew."""
+
+    imgsz = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.hidden = nn.Linear(96, 1), nn.Linear(64, 96)
+        self.norm, self.first = nn.BatchNorm2d(64), nn.Conv2d(3, 64, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        maps: Tensor = self.norm(self.first(images))
+        scores: Tensor = self.last(self.hidden(maps.relu().mean((2, 3))))
+        return scores
+
+
+def prepared(
+    run: Run, saved: dict[str, Any] | None = None, of_images: bool = False, **options: Any
+) -> tuple[OptimizerSteps, DataLoader[Any]]:
+    """Return the steps and the loader of a small network, of vectors or of images."""
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    images = torch.rand(BATCH * BATCHES, 3, generator=torch.Generator().manual_seed(1))
-    loader = DataLoader(TensorDataset(images), batch_size=BATCH)
+    model: Any = Network() if of_images else nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    batch, shape = options.get("batch_size", BATCH), (3, 8, 8) if of_images else (3,)
+    images = torch.rand(batch * BATCHES, *shape, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(images), batch_size=batch)
     identity = Identity({0: "disc"}, 32, {"count": "20"})
     flags = OptimizerOptions(**{**OPTIONS, **options})
     return prepare_training(run, model, loader, HYP, flags, ["loss"], identity, saved)
 
 
 def train(
-    steps: OptimizerSteps, loader: DataLoader[Any], not_finite: Container[int] = (), scale: float = 1.0, start: int = 0
+    steps: OptimizerSteps,
+    loader: DataLoader[Any],
+    not_finite: Container[int] = (),
+    scale: float = 1.0,
+    start: int = 0,
+    stop: int = BATCHES,
 ) -> list[float]:
-    """Train the rest of an epoch as train.py does; return the losses. Batch k has one image, k.jpg."""
+    """Train batches of an epoch as train.py does; return the losses. Batch k has one image, k.jpg."""
     accelerator, losses = steps.run.accelerator, []
     for number, (batch,) in enumerate(loader):
-        if number < start:
+        if not start <= number < stop:
             continue
         with accelerator.accumulate(steps.model.prepared):
             loss = (steps.model.prepared(batch) - 1).square().mean() * scale
@@ -212,3 +236,33 @@ def test_all_processes_skip_the_same_steps(tmp_path: Path, on_processes: OnProce
     assert "not finite: loss of the images 3.jpg)" in one[0]
     assert other[0] == one[0]
     assert equal(weights, other_weights)
+
+
+# Three processes: all-reduce adds numbers in an order that depends on DDP's buckets
+
+
+def continued(folder: str) -> dict[str, Any]:
+    """Return, by --comm-hook, whether an epoch that is resumed after its third step ends like the uninterrupted one."""
+    run = Run(*start("cpu", "no", 60.0))
+    run.open_folder(FolderOptions(folder, "exp", exist_ok=False))
+    results: dict[str, Any] = {}
+    for hook in ("", "powersgd"):
+        options = {"of_images": True, "batch_size": 6, "comm_hook": hook}
+        steps, loader = prepared(run, **options)
+        train(steps, loader, stop=3)
+        file = io.BytesIO()
+        torch.save(steps.state.state(), file)
+        saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        again, loader_again = prepared(run, saved, **options)
+        after_three = values(again)
+        train(steps, loader, start=3)
+        train(again, loader_again, start=3)
+        shares = [share.get("powersgd", {}).get("steps") for share in saved["shares"]]
+        results[hook] = [shares, equal(values(steps), values(again)), equal(values(again), after_three)]
+    return results
+
+
+def test_three_processes_continue_bit_by_bit(tmp_path: Path, on_processes: OnProcesses) -> None:
+    """PowerSGD compresses from the third step on, and every process continues with its own error memory."""
+    expected = {"": [[None] * 3, True, False], "powersgd": [[3] * 3, True, False]}
+    assert on_processes(3, continued, str(tmp_path)) == [expected] * 3
