@@ -167,6 +167,7 @@ class Run:
             self._plotter.results_changed()
 
     def _log_pictures(self, files: Mapping[str, Path]) -> None:
+        self.files.list_files(files)
         for tracker in self.trackers:
             tracker.log_pictures({f"pictures/{Path(name).stem}": path for name, path in files.items()}, self.step)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from utils.checkpoint.background_writer import BackgroundWriter
 from utils.checkpoint.state_files import StateFiles
 from utils.checkpoint.weight_files import serialised, weights_content
+from utils.checkpoint.written_files import WrittenFiles
 from utils.distributed.collectives import Collectives
 from utils.files import PART_SUFFIX, lock_folder
 
@@ -26,10 +27,13 @@ class RunFolder:
         """Write settings.yaml: all settings, defaults included."""
 
     def write_problems(self, problems: Sequence[str]) -> None:
-        """Write problems.txt, what was left out of the data set, unless it is empty."""
+        """Write problems.txt, what was left out of the data set; remove it if nothing was."""
 
     def write_documents(self, documents: Mapping[str, str]) -> None:
         """Write text files by name."""
+
+    def list_files(self, names: Iterable[str]) -> None:
+        """Remember files that others have written into the folder: a new run in it removes them."""
 
     def add_row(self, row: Mapping[str, float | int | None]) -> None:
         """Add a row to results.csv: 9 significant digits, empty for None. The first row's keys are the header.
@@ -53,7 +57,10 @@ class RunFolder:
         return self.collectives.broadcast(None)
 
     def rewind(self, state: Mapping[str, Any] | None) -> None:
-        """Restore the rows of results.csv in `state`, and remove partly written files. None removes all states."""
+        """Restore the rows of results.csv in `state`, and remove partly written files.
+
+        None, for a new run, removes what an earlier run has left in the folder, except for last.pt and best.pt.
+        """
 
     def wait_for_writing(self) -> None:
         """Wait until everything is written; an error is a warning."""
@@ -79,6 +86,7 @@ class MainRunFolder(RunFolder):
         self.warn, self.row_added = warn, row_added
         self._lock = lock_folder(path)
         self._states = StateFiles(path / "checkpoint")
+        self._written = WrittenFiles(path)
         self._writer = BackgroundWriter(warn)
         self._lines: list[str] = []  # of results.csv
 
@@ -89,10 +97,16 @@ class MainRunFolder(RunFolder):
     def write_problems(self, problems: Sequence[str]) -> None:
         if problems:
             self.write_documents({"problems.txt": "".join(f"{problem}\n" for problem in problems)})
+        else:
+            (self.path / "problems.txt").unlink(missing_ok=True)
 
     def write_documents(self, documents: Mapping[str, str]) -> None:
+        self._written.add(documents)
         for name, text in documents.items():
             self._write_now(name, text.encode(errors="surrogateescape"))  # file names may be any bytes
+
+    def list_files(self, names: Iterable[str]) -> None:
+        self._written.add(names)
 
     def add_row(self, row: Mapping[str, float | int | None]) -> None:
         if not self._lines:
@@ -120,6 +134,7 @@ class MainRunFolder(RunFolder):
             part.unlink(missing_ok=True)
         if state is None:
             self._states.clear()
+            self._written.remove_all()
         elif state["rows"]:
             self._lines = list(state["rows"])
             self._write_rows()

@@ -71,6 +71,9 @@ def test_other_processes_write_nothing(tmp_path: Path) -> None:
 def test_there_is_no_problems_file_without_problems(folder: MainRunFolder, tmp_path: Path) -> None:
     folder.write_problems([])
     assert not (tmp_path / "problems.txt").exists()
+    folder.write_problems(["a.jpg is empty; left out"])
+    folder.write_problems([])  # of a run that is resumed with better data, or of another run in the folder
+    assert not (tmp_path / "problems.txt").exists()
 
 
 def test_row_added_is_called_after_the_row_is_written(tmp_path: Path) -> None:
@@ -109,11 +112,23 @@ def test_rewind_restores_the_rows_of_the_state(folder: MainRunFolder, tmp_path: 
     assert warnings == []
 
 
-def test_a_new_run_removes_old_states(folder: MainRunFolder) -> None:
-    folder.save_state({"format": "lockstep-state-1"})
-    folder.finish_writing()
+def test_a_new_run_removes_what_an_earlier_one_has_left(folder: MainRunFolder, tmp_path: Path) -> None:
+    fill(folder)
+    (tmp_path / "labels.jpg").touch()
+    folder.list_files(["labels.jpg"])
+    (tmp_path / "notes.txt").touch()  # the user's
     folder.rewind(None)
     assert folder.read_state() is None
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert files - {".lock"} == {"settings.yaml", "notes.txt", "weights/last.pt", "weights/best.pt"}
+
+
+def test_a_resumed_run_removes_nothing(folder: MainRunFolder, tmp_path: Path) -> None:
+    fill(folder)
+    folder.list_files(["labels.jpg"])
+    before = sorted(path for path in tmp_path.rglob("*"))
+    folder.rewind({"rows": []})
+    assert sorted(path for path in tmp_path.rglob("*")) == before
 
 
 def test_no_file_names_write_no_weights(folder: MainRunFolder, tmp_path: Path) -> None:
