@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import socket
 import sys
 import time
@@ -88,26 +87,6 @@ def test_the_old_launcher(single: Path, fine_tune: Callable[..., str], tmp_path:
     launcher = (sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node", "2", "--master_port", free_port())
     fine_tune(tmp_path, "--sync-bn", launcher=launcher)
     same_curve(tmp_path / "exp", single)
-
-
-SRUN = """#!/bin/bash
-shift  # --kill-on-bad-exit=1
-SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@" & wait -n && wait -n
-"""
-
-
-@pytest.mark.long
-def test_slurm(single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
-    """The batch file runs on two nodes, both this machine; SLURM's commands are simulated by two lines of shell."""
-    for name, text in {"srun": SRUN, "scontrol": "#!/bin/bash\necho 127.0.0.1; echo other\n"}.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    job = {"SLURM_JOB_NODELIST": "x[1-2]", "SLURM_JOB_ID": free_port(), "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
-    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    # fine_tune puts train.py where the batch file has it already: the file's own stands behind a dash
-    batch = f'bash {CONFIGS / "slurm.sbatch"} "${{@:2}}"'
-    fine_tune(tmp_path, "--sync-bn", launcher=("bash", "-c", batch, "-"), PATH=path, **job)
-    same_curve(tmp_path / f"job{job['SLURM_JOB_ID']}", single)
 
 
 @pytest.mark.long
