@@ -1,27 +1,21 @@
-"""CPU-seconds to draw each picture of a run folder, with 1, 3 and 80 classes; and what trackers cost a training.
+"""CPU-seconds to draw each picture of a run folder, with 1, 3 and 80 classes.
 
     python -m benchmarks.pictures [--data ../shared/data/coco128] [--classes 1 3 80] [--keep FOLDER]
-    python -m benchmarks.pictures --training [--rounds 3] [--epochs 4] [--processes 2]
 
 The text files are synthetic: 100 epochs, curves of 200 points, 5000 training boxes; the validation boxes are the labels
 of 48 of COCO's photos, and predictions near them. --keep keeps all in FOLDER, to view the pictures.
-
---training trains the built-in job in turn without trackers and pictures, and with everything: W&B (offline) with
-uploads, alerts and boxes after every epoch, TensorBoard, MLflow, pictures. It compares the images/s of all epochs but
-the first, and times what the training process itself does to hand over what is logged.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +29,6 @@ from utils.plots.documents import Documents
 from utils.plots.drawing import write_picture
 from utils.plots.run_pictures import JPEG_QUALITY, PICTURES
 from utils.summary import DRAWN_IMAGES
-from utils.tracking.wandb import WandbTracker
 
 EPOCHS, POINTS, BOXES = 100, 200, 5000
 TERMS = ("box_loss", "obj_loss", "cls_loss")
@@ -51,14 +44,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "coco128")
     parser.add_argument("--classes", type=int, nargs="+", default=[1, 3, 80])
     parser.add_argument("--keep", type=Path)
-    parser.add_argument("--training", action="store_true")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    if options.training:
-        compare_trainings(options.rounds, options.epochs, options.processes)
-        return
     with tempfile.TemporaryDirectory() as temporary:
         folders = {count: (options.keep or Path(temporary)) / f"classes{count}" for count in options.classes}
         for count, folder in folders.items():
@@ -74,75 +60,6 @@ def main() -> None:
         print("|---|" + "---|" * len(folders))
         for name, values in rows.items():
             print(f"| {name} |", " | ".join(f"{value:.2f}" for value in values), "|")
-
-
-NOTHING = ("--log-with", "none", "--noplots")
-EVERYTHING = (
-    *("--log-with", "wandb,tensorboard,mlflow", "--wandb-alerts", "--upload-model", "--upload-dataset"),
-    *("--save-period", "1", "--bbox-interval", "1"),
-)
-
-
-def compare_trainings(rounds: int, epochs: int, processes: int) -> None:
-    """Train in turn with nothing and with everything, and print the images/s of the epochs after the first."""
-    rates: dict[str, list[float]] = {"nothing": [], "everything": []}
-    walls: dict[str, list[float]] = {"nothing": [], "everything": []}
-    for number in range(rounds):
-        for name, flags in (("nothing", NOTHING), ("everything", EVERYTHING))[:: 1 if number % 2 else -1]:
-            with tempfile.TemporaryDirectory() as folder:
-                began = time.monotonic()
-                rates[name] += train_rates(folder, flags, epochs, processes)
-                walls[name].append(time.monotonic() - began)
-    print("| | median images/s | of epochs | wall, s |\n|---|---|---|---|")
-    for name, values in rates.items():
-        print(f"| {name} | {np.median(values):.2f} | {len(values)} | {np.median(walls[name]):.1f} |")
-    share = 1 - float(np.median(rates["everything"]) / np.median(rates["nothing"]))
-    print(f"everything costs {100 * share:.1f}% of the rate")
-    images = 640  # of the built-in job, in an epoch
-    handed_over, epoch = seconds_to_hand_over(), images / float(np.median(rates["nothing"]))
-    print(f"the training process hands an epoch over in {1000 * handed_over:.2f} ms, {100 * handed_over / epoch:.3f}%")
-
-
-def train_rates(folder: str, flags: Sequence[str], epochs: int, processes: int) -> list[float]:
-    """Train the built-in job; return the images/s of each epoch but the first, as its lines of the console say."""
-    command = [sys.executable, "train.py", "--epochs", str(epochs), "--processes", str(processes), "--project", folder]
-    quiet = {"WANDB_MODE": "offline", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    ended = subprocess.run(
-        [*command, "--workers", "1", *flags], cwd=ROOT, env={**os.environ, **quiet}, check=True, capture_output=True
-    )
-    lines = re.findall(r"^epoch \d+/\d+: .*, (\d+) img/s", ended.stdout.decode(), re.MULTILINE)
-    return list(map(float, lines[1:]))
-
-
-def seconds_to_hand_over() -> float:
-    """Return the CPU-seconds of this process for what W&B gets of an epoch: 20 points, a row, 16 examples, a table.
-
-    With those of the thread that writes the messages.
-    """
-    box = {"label": 1, "confidence": 0.5, "xyxy": (0.1, 0.2, 0.3, 0.4)}
-    example = {"file": "a.jpg", "name": "a.jpg", "labels": [box] * 10, "predictions": [box] * 20}
-    example |= {"label_outlines": [], "prediction_outlines": []}
-    with tempfile.TemporaryDirectory() as folder:
-        run = {"project": "p", "id": "abc", "name": "n"}
-        tracker = WandbTracker(Path(folder), run, lambda line: None)
-        os.environ["WANDB_MODE"] = "offline"
-        tracker.store_init_configuration({})
-        while not tracker.messages.empty():  # the start, which is written as soon as the process reads
-            time.sleep(0.1)
-        time.sleep(5)
-        began = time.process_time()
-        for step in range(20):
-            tracker.log({"step": step, **{f"step/{k}": 0.5 for k in range(15)}}, step=step)
-        tracker.log({"epoch": 1, **{f"class/AP/{k}": 0.5 for k in range(160)}}, step=20)
-        tracker.log_examples("examples/validation", [example] * 16, ["a"] * 80, 20, 1)
-        tracker.log_documents({"classes.csv": "class,AP\n" + "a,0.5\n" * 80}, 20, 1)
-        while not tracker.messages.empty():
-            time.sleep(0.01)
-        used = time.process_time() - began
-        tracker.fail("")
-        assert tracker.process is not None
-        tracker.process.kill()
-    return used
 
 
 def seconds(name: str, folder: Path) -> float:

@@ -195,6 +195,12 @@ def test_its_profile(tracked: tuple[Path, str]) -> None:
     assert [entry.path for entry in artifact.manifest.contents] == ["operators.csv", "profile_0.json", "profile_1.json"]
 
 
+@pytest.mark.long
+def test_it_is_the_run_without_trackers_and_profile(tracked: tuple[Path, str], train: Train, tmp_path: Path) -> None:
+    train(tmp_path, "--processes", "2", "--log-with", "none")
+    identical(tracked[0], tmp_path / "exp")
+
+
 # Keys of runs of another kind: on CUDA, in fp16, of a classifier, of a segmenter.
 OTHER_KEYS = {"step/gpu_memory", "step/loss_scale", "step/loss", "class/precision/NAME", "class/recall/NAME"}
 OTHER_KEYS |= {"charts/mask_PR_curve_table", "charts/mask_F1_curve_table"}

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
@@ -16,6 +17,10 @@ import psutil
 from utils.errors import first_line
 from utils.files import ROOT
 
+NICENESS = 10  # added to that of processes beside the training
+AUTOGROUP = "/proc/{}/autogroup"  # the niceness of a process's session, on Linux
+GROUP_NICENESS = 19  # of their sessions: where all cores are busy, they get what the training leaves
+GROUP_TRIES, GROUP_RETRY_SECONDS = 5, 0.15  # the kernel takes one change in 0.1 s from users other than root
 Job = Callable[[], object]
 _starting = threading.Lock()  # held by `start_process`, so that other threads do not fork meanwhile
 if hasattr(os, "register_at_fork"):
@@ -77,6 +82,39 @@ def own_python(module: str, function: str = "main") -> list[str]:
     """
     code = f"import sys; sys.path[0] = {str(ROOT)!r}; from {module} import {function}; {function}()"
     return [sys.executable, "-c", code]
+
+
+def lower_priority() -> None:
+    """Lower the priority of this process, and of those that it will start, among the processes of its session."""
+    if hasattr(os, "nice"):
+        os.nice(NICENESS)
+
+
+def set_group_niceness(pid: int, niceness: int) -> None:
+    """Set the niceness, 0 to 19, of the sessions that a process and its descendants lead.
+
+    Linux may share the cores between sessions ("autogroup"), each by its own niceness, that of a process counts only
+    inside of its session then. Unlike that one, it can be lowered again. Does nothing on other systems.
+    """
+    if not os.path.exists(AUTOGROUP.format(pid)):
+        return
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for member in (process, *process.children(recursive=True)):
+            with suppress(OSError):  # it has ended
+                if os.getsid(member.pid) == member.pid:
+                    _write_group_niceness(member.pid, niceness)
+
+
+def _write_group_niceness(pid: int, niceness: int) -> None:
+    for _ in range(GROUP_TRIES):
+        try:
+            with open(AUTOGROUP.format(pid), "wb", buffering=0) as file:
+                if file.write(str(niceness).encode()) is not None:
+                    return
+        except BlockingIOError:
+            pass
+        time.sleep(GROUP_RETRY_SECONDS)
 
 
 def kill_children(pid: int) -> None:

@@ -18,11 +18,10 @@ from typing import NoReturn
 
 import cv2
 
+from utils.background import lower_priority
 from utils.errors import UserError, nearest
 from utils.plots.drawing import printable
 from utils.plots.run_pictures import PICTURES, Print, compare_runs, draw_run
-
-NICENESS = 10  # of a process in the background
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -46,8 +45,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.background:
         cv2.setNumThreads(1)
-        if hasattr(os, "nice"):
-            os.nice(NICENESS)
+        lower_priority()
     print_line: Print = (lambda _: None) if options.background else _print
     try:
         return 0 if _draw(options, print_line) else 1

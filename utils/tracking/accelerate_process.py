@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,77 +10,69 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 from utils.tracking.log_position import LogPosition
 from utils.tracking.message_loop import Session, serve
 from utils.tracking.tracker import EPOCH, STEP
+from utils.tracking.tracker_arguments import OFFLINE, Place, accepted, arguments, missing_key, remote_id
 
-MLFLOW_STORE = "mlruns"  # in the folder of the run folders, unless the variable MLFLOW_TRACKING_URI names another one
-MLFLOW_DATABASE = "mlflow.db"  # instead, if SQLAlchemy is installed, as with the whole mlflow
+START_SECONDS = 120.0  # time limit of a tracker to start its run; some wait for minutes for a server
 
 
 class AccelerateSession(Session):
     """A run of one of Accelerate's trackers; its methods are the messages that `AccelerateTracker` sends."""
+
+    start_seconds = START_SECONDS
 
     def start(
         self, tracker: str, folder: str, run: Mapping[str, Any], config: Mapping[str, Any], timeout: float
     ) -> None:
         """Start the run, or continue the one of this folder. tracker: its name. run: project, name and id."""
         self.title, path = tracker, Path(folder)
-        kind = LOGGER_TYPE_TO_CLASS.get(tracker)
-        if kind is None:
+        if tracker not in LOGGER_TYPE_TO_CLASS:
             raise UserError(f"this version of accelerate has no tracker {tracker}: pip install -U accelerate")
         PartialState(cpu=True)  # Accelerate's trackers ask it for the rank
         self.position = LogPosition(path / f".{tracker}.json", run["id"])
-        self.tracker = kind(**_arguments(tracker, path, run, self.position))
-        self.tracker.start()
+        self.tracker = self._start(tracker, Place(path, run, self.position))
         self.started = True
-        if tracker == "mlflow":
-            self.position.remote_id = self.tracker.tracker.info.run_id
+        self.position.remote_id = remote_id(tracker, self.tracker)
         if not self.position.continues:
             self.tracker.store_init_configuration(_flat(config))
         self.position.store()
+
+    def _start(self, name: str, place: Place) -> Any:
+        """Return the started tracker. If that fails and the tracker can store a run without its server, it does."""
+        reason = missing_key(name)
+        if not reason:
+            try:
+                return _started(name, place)
+            except ImportError:
+                raise
+            except Exception as error:
+                if name not in OFFLINE:
+                    raise
+                reason = first_line(error)
+        upload = OFFLINE[name](place.folder)
+        tracker = _started(name, place)
+        self.reply(f"{name}: {reason}; the run is stored on this machine, upload it with: {upload}")
+        return tracker
 
     def log(self, values: Mapping[str, Any], step: int, axis: str) -> None:
         """Log numbers by key at an optimizer step. axis: the key of their x axis."""
         if not self.position.logged_before(axis, values[axis]):
             # The axes are left out: MLflow's files cannot hold a key "epoch" and keys that begin with "epoch/".
-            kept = {_accepted(key): value for key, value in values.items() if key not in (STEP, EPOCH)}
-            self.tracker.log(kept, step=step)
+            kept = {key: value for key, value in values.items() if key not in (STEP, EPOCH)}
+            self.tracker.log(accepted(self.title, kept), step=step)
             self.position.advance(axis, values[axis])
 
     def finish(self, code: int = 0) -> None:
         self.tracker.finish()
 
 
-def _arguments(tracker: str, folder: Path, run: Mapping[str, Any], position: LogPosition) -> dict[str, Any]:
-    """Return the arguments of Accelerate's class for a tracker."""
-    project, name = run["project"], run["name"]
-    if tracker == "mlflow":
-        _choose_mlflow_store(folder.parent)
-        return {"experiment_name": project, "run_name": name, "run_id": position.remote_id or None}
-    by_tracker: dict[str, dict[str, Any]] = {
-        "trackio": {"name": f"{name}-{run['id']}", "resume": "allow"},
-        "aim": {"logging_dir": str(folder.parent)},
-        "dvclive": {"dir": str(folder / "dvclive"), "resume": position.continues},
-    }
-    return {"run_name": name if tracker == "aim" else project, **by_tracker.get(tracker, {})}
-
-
-def _accepted(key: str) -> str:
-    """Return a key in the characters that all trackers accept: MLflow refuses those of `mAP_0.5(B)`."""
-    return re.sub(r"[^\w\-. :/]", "_", key)
-
-
-def _choose_mlflow_store(folder: Path) -> None:
-    """Store MLflow's runs in a folder, unless the environment names a store; its default is the current folder."""
-    if os.environ.get("MLFLOW_TRACKING_URI"):
-        return
-    if importlib.util.find_spec("sqlalchemy"):
-        os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder / MLFLOW_DATABASE}"
-    else:
-        os.environ["MLFLOW_TRACKING_URI"] = (folder / MLFLOW_STORE).as_uri()
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # which newer versions ask for
+def _started(name: str, place: Place) -> Any:
+    tracker: Any = LOGGER_TYPE_TO_CLASS[name](**arguments(name, place))
+    tracker.start()
+    return tracker
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

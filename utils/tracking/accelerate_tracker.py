@@ -14,6 +14,8 @@ from utils.distributed.ranks import without_launcher
 from utils.tracking.process_tracker import ProcessTracker
 from utils.tracking.tracker import FINISH_SECONDS, Print
 
+TRACKIO_SERVERS = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")  # variables that name one
+
 
 class AccelerateTracker(ProcessTracker):
     """A run in a tracker that Accelerate knows by `name`; it gets numbers and settings.
@@ -31,4 +33,8 @@ class AccelerateTracker(ProcessTracker):
 
     def environment(self) -> dict[str, str]:
         # Accelerate must not join the processes of the training, nor take memory of a GPU.
-        return {**without_launcher(os.environ), "CUDA_VISIBLE_DEVICES": ""}
+        variables = {**without_launcher(os.environ), "CUDA_VISIBLE_DEVICES": ""}
+        if self.name == "trackio" and not any(map(os.environ.get, TRACKIO_SERVERS)):
+            # It asks the Hub for the user's name, without a time limit, even if it stores the run on this machine.
+            variables["HF_HUB_OFFLINE"] = "1"
+        return variables

@@ -7,6 +7,7 @@ A message is a JSON object per line of standard input, a reply one of standard o
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -16,21 +17,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TextIO
 
-from utils.background import kill_children
+from utils.background import kill_children, lower_priority
 from utils.errors import first_line
 
 ORPHAN_SECONDS = 60.0  # to send the rest if the training process has died
-BELOW_TRAINING = 10  # added to the niceness: where all cores are busy, the training has them first
 CLEANUP_SECONDS = 5.0  # for the tracker to remove its temporary files on exit
 
 
 class Session(ABC):
     """A run of a tracker; its methods are the messages that a `ProcessTracker` sends.
 
-    replies: where replies are written. title: of the tracker, in warnings.
+    replies: where replies are written. title: of the tracker, in warnings. start_seconds: time limit of `start`.
     """
 
     title = ""
+    start_seconds = math.inf
 
     def __init__(self, replies: TextIO) -> None:
         self.replies = replies
@@ -38,7 +39,7 @@ class Session(ABC):
         self.reason = ""  # why the run ends by an error
 
     def reply(self, text: str, **more: Any) -> None:
-        """Make the training process print `text`. more: `stop=True` ends the training."""
+        """Make the training process print `text`, if any. more: `stop=True` ends the training."""
         with suppress(OSError, ValueError):
             print(json.dumps({"print": text, **more}), file=self.replies, flush=True)
 
@@ -62,20 +63,20 @@ def serve(make: Callable[[TextIO], Session]) -> None:
     """Serve a run: call the methods that the lines of standard input name. The first must be `start`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # for the training process, which sends `finish` before it ends
-    if hasattr(os, "nice"):
-        os.nice(BELOW_TRAINING)  # inherited by the processes that the tracker starts
+    lower_priority()
     session, method = make(open_replies()), ""
     for line in sys.stdin:
         if not line.endswith("\n"):  # the training process died while it wrote
             break
         message = json.loads(line)
         method = message.pop("method")
+        if method == "start":
+            _start(session, message)
+            continue
         try:
             getattr(session, method)(**message)
         except Exception as error:
             session.warn(error)
-            if method == "start":
-                exit_now(1)
         if method == "finish":
             break
     if method != "finish" and session.started:
@@ -83,6 +84,29 @@ def serve(make: Callable[[TextIO], Session]) -> None:
         with suppress(Exception):
             session.finish(code=1)
     _exit_after(CLEANUP_SECONDS)
+
+
+def _start(session: Session, message: dict[str, Any]) -> None:
+    """Call `Session.start`; exit if it fails or takes too long."""
+
+    def give_up(error: Exception) -> None:
+        session.warn(error)
+        exit_now(1)
+
+    late = TimeoutError(f"it has not started within {session.start_seconds:.0f} s")
+    timer = threading.Timer(min(session.start_seconds, threading.TIMEOUT_MAX), give_up, (late,))
+    timer.daemon = True
+    timer.start()
+    try:
+        session.start(**message)  # type: ignore[attr-defined]
+    except Exception as error:
+        give_up(error)
+    except SystemExit as ended:  # of the package
+        if ended.code:
+            give_up(RuntimeError(f"it has ended with exit code {ended.code}"))
+        raise
+    timer.cancel()
+    session.reply("", started=True)
 
 
 def open_replies() -> TextIO:

@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from utils.background import kill_children, own_python
+from utils.background import GROUP_NICENESS, kill_children, own_python, set_group_niceness
 from utils.tracking.tracker import FINISH_SECONDS, Print, Tracker, axis_of
 
 EXIT_SECONDS = 10.0  # additional time limit for the exit of the process; then it is killed
@@ -48,6 +48,7 @@ class ProcessTracker(Tracker):
         self.process: subprocess.Popen[str] | None = None
         self.messages: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self.closed = False  # once it is True, nobody reads messages
+        self.finishing = False
 
     @property
     def tracker(self) -> ProcessTracker:
@@ -91,6 +92,8 @@ class ProcessTracker(Tracker):
             return
         self._send("finish")
         self.messages.put(None)
+        self.finishing = True
+        set_group_niceness(self.process.pid, 0)  # the training no longer needs the cores
         timeout = min(timeout, self.timeout) + EXIT_SECONDS
         try:
             self.process.wait(timeout)
@@ -131,11 +134,17 @@ class ProcessTracker(Tracker):
         self.closed = True
 
     def _read(self, process: subprocess.Popen[str]) -> None:
-        """Print the replies of the process; stop the training if one requests that."""
+        """Print the replies of the process; stop the training if one requests that.
+
+        The process starts beside the start of the training, and then gets the cores that the training leaves.
+        """
         assert process.stdout is not None
         for line in process.stdout:
             with suppress(ValueError, TypeError, KeyError):  # not a reply of `Session`
                 reply = json.loads(line)
-                self.print_line(reply["print"])
+                if reply["print"]:
+                    self.print_line(reply["print"])
+                if reply.get("started") and not self.finishing:
+                    set_group_niceness(process.pid, GROUP_NICENESS)
                 if reply.get("stop"):
                     os.kill(os.getpid(), signal.SIGTERM)

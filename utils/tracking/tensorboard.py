@@ -9,8 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import cv2
-
 from utils.background import Background
 from utils.tracking.log_position import LogPosition
 from utils.tracking.tracker import FINISH_SECONDS, TENSORBOARD, Print, Tracker, axis_of
@@ -38,6 +36,7 @@ class TensorBoardTracker(Tracker):
         """Open the event file and log the settings as a text."""
         with suppress(Exception):  # not in the thread: loader processes must not be forked during an import
             importlib.import_module("torch.utils.tensorboard")
+            importlib.import_module("PIL.Image").preinit()  # imports its formats
         self._background.do(self._open)
         text = "".join(f"    {line}\n" for line in json.dumps(values, indent=1, default=str).splitlines())
         self._background.do(lambda: self._writer.add_text("settings", text))
@@ -67,10 +66,17 @@ class TensorBoardTracker(Tracker):
         self._background.do(lambda: self._write_pictures(dict(files), step))
 
     def _write_pictures(self, files: Mapping[str, Path], step: int) -> None:
+        from PIL import Image
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         for key, file in files.items():
-            picture = cv2.imread(str(file))
-            if picture is not None:
-                self._writer.add_image(key, picture[..., ::-1], step, dataformats="HWC")
+            with Image.open(file) as opened:  # reads only the size
+                width, height = opened.size
+            # The file as it is: `add_image` would encode it again, as PNG, in this thread of the training process.
+            picture = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=file.read_bytes())
+            summary = Summary(value=[Summary.Value(tag=key, image=picture)])
+            writer: Any = self._writer.file_writer
+            writer.add_summary(summary, step)
         self._writer.flush()
         self._position.store()
 

@@ -11,16 +11,13 @@ import json
 import math
 import os
 import shutil
-import socket
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from filelock import FileLock, Timeout
 
@@ -28,13 +25,12 @@ from utils.errors import first_line, shortened
 from utils.files import ROOT
 from utils.tracking.log_position import LogPosition
 from utils.tracking.message_loop import ORPHAN_SECONDS, Session, exit_now, open_replies, serve
+from utils.tracking.reachable import REACH_SECONDS, unreachable
 from utils.tracking.wandb_tables import charts
 
 WANDB_POSITION_FILE = ".wandb.json"  # in the run folder
 WANDB_LOCK_FILE = ".wandb.lock"  # in the run folder
 WANDB_CONNECT_SECONDS = 30.0  # to reach the server, unless the variable WANDB_INIT_TIMEOUT gives another number
-WANDB_REACH_SECONDS = 5.0  # for a connection to the server to be accepted, before that
-REACH_RETRY_SECONDS = 0.5  # between two such connections
 ALERT_CHARACTERS = 1000  # of an alert's text, at most
 EXAMPLE_PIXELS = 640  # longer side of an example image
 EXAMPLE_KINDS = (("ground_truth", "label"), ("predictions", "prediction"))  # W&B's title, and our name
@@ -113,7 +109,7 @@ class WandbSession(Session):
 
     def _start_online(self, arguments: Mapping[str, Any]) -> bool:
         """Start the run on the server. Return False, after a warning, if that fails."""
-        if reason := unreachable(self.wandb.setup().settings.base_url):
+        if reason := unreachable(self.wandb.setup().settings.base_url, min(REACH_SECONDS, connect_timeout())):
             self.warn(ConnectionError(reason))
             return False
         folders_before = set(self.folder.glob("run-*"))
@@ -248,26 +244,6 @@ class WandbSession(Session):
 def connect_timeout() -> float:
     """Return the seconds that wandb has to reach the server."""
     return float(os.environ.get("WANDB_INIT_TIMEOUT") or WANDB_CONNECT_SECONDS)
-
-
-def unreachable(url: str) -> str:
-    """Return why a server cannot be reached, '' if it can, or if a proxy is set, through which only wandb connects.
-
-    wandb itself would try for `connect_timeout` even without a network.
-    """
-    if urllib.request.getproxies():
-        return ""
-    server, end = urlsplit(url), time.monotonic() + min(WANDB_REACH_SECONDS, connect_timeout())
-    while True:
-        try:
-            address = server.hostname or "", server.port or (80 if server.scheme == "http" else 443)
-            socket.create_connection(address, max(end - time.monotonic(), 0.1)).close()
-        except OSError as error:
-            if time.monotonic() > end - REACH_RETRY_SECONDS:
-                return f"{url} cannot be reached ({error.strerror or error})"
-            time.sleep(REACH_RETRY_SECONDS)
-        else:
-            return ""
 
 
 def has_key() -> bool:

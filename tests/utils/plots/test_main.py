@@ -15,15 +15,6 @@ from utils.files import ROOT
 from utils.plots.__main__ import main, run
 
 
-@pytest.fixture(autouse=True)
-def not_nicer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Keep the priority of the test process; return the requested changes."""
-    changes: list[int] = []
-    monkeypatch.setattr(os, "nice", changes.append)
-    monkeypatch.setattr(cv2, "setNumThreads", lambda count: None)
-    return changes
-
-
 def test_the_background_has_a_low_priority_and_is_silent(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], not_nicer: list[int]
 ) -> None:

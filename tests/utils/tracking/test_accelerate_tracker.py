@@ -1,16 +1,24 @@
-"""Trackers of Accelerate: MLflow and Trackio with stores on this machine. None blocks or fails a run."""
+"""Trackers of Accelerate, with stores on this machine. None blocks or fails a run.
+
+MLflow's package is among those for tests; the others run by `make test-trackers`.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+import socket
 import sqlite3
+import time
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.conftest import not_here
+from tests.conftest import RunScript, not_here
 from tests.making import launched
 from utils.tracking.accelerate_tracker import AccelerateTracker
 
@@ -54,24 +62,215 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (run / "tags" / "mlflow.runName").read_text() == "exp"
 
 
+def has(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        not_here(f"{package}: make test-trackers")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the user's own settings, such as keys; from a folder of no repository."""
+    for name in [name for name in os.environ if name.startswith(("COMET_", "CLEARML_", "SWANLAB_", "TRACKIO_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path / "home")
+
+
+STORED = "the run is stored on this machine, upload it with: "
+
+
+@pytest.mark.usefixtures("home")
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if importlib.util.find_spec("trackio") is None:
-        not_here("Trackio: make test-trackio")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    assert logged("trackio", tmp_path / "exp", 1, 3) == []
+    """It does not ask the Hub who the user is, which never answers here."""
+    has("trackio")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(50)
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("HF_TOKEN", "hf_" + 34 * "a")
+        monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+        assert logged("trackio", tmp_path / "exp", 1, 3) == []
+        assert logged("trackio", tmp_path / "exp", 2, 4) == []
     with sqlite3.connect(tmp_path / "trackio" / "cats.db") as database:
         rows = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
     assert {name for name, *_ in rows} == {"exp-abc"}
-    values = [json.loads(metrics) for _, _, metrics in rows]
-    assert [value["step/loss"] for value in values if "step/loss" in value] == [0.1, 0.2, 0.3]
-    assert [value["metrics/mAP_0.5_B_"] for value in values if "step/loss" not in value] == [0.5]
+    values = [(step, json.loads(metrics)) for _, step, metrics in rows]
+    steps = [(step, value["step/loss"]) for step, value in values if "step/loss" in value]
+    assert steps == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+    assert [value["metrics/mAP_0.5_B_"] for _, value in values if "step/loss" not in value] == [0.5, 0.5]
+
+
+@pytest.mark.usefixtures("home")
+def test_comet(tmp_path: Path) -> None:
+    """Without a key: an archive for each start, all of one experiment. No code is in it."""
+    has("comet_ml")
+    expected = f"comet_ml: there is no API key (comet login); {STORED}comet upload {tmp_path / 'exp' / 'comet'}/*.zip"
+    for first, last in ((1, 3), (2, 4)):
+        assert logged("comet_ml", tmp_path / "exp", first, last) == [expected]
+    archives = sorted((tmp_path / "exp" / "comet").glob("*.zip"), key=lambda file: file.stat().st_mtime)
+    messages = []
+    for archive in archives:
+        with zipfile.ZipFile(archive) as content:
+            messages += [json.loads(line) for line in content.read("messages.json").splitlines()]
+            assert json.loads(content.read("experiment.json"))["project_name"] == "cats"
+    assert len({archive.name.partition("-")[0] for archive in archives}) == 1
+    metrics = [message["payload"]["metric"] for message in messages if message["type"] == "metric_msg"]
+    steps = [(point["step"], point["metricValue"]) for point in metrics if point["metricName"] == "step/loss"]
+    assert steps == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+    assert [point["metricValue"] for point in metrics if point["metricName"] == "metrics/mAP_0.5_B_"] == [0.5, 0.5]
+    parameters = [message["payload"]["param"] for message in messages if message["type"] == "parameter_msg"]
+    assert {one["paramValue"] for one in parameters if one["paramName"] == "hyperparameters.lr0"} == {0.01}
+    assert not {"source_code", "git_patch"} & {str(message) for message in messages}
+
+
+@pytest.mark.usefixtures("home")
+def test_clearml(tmp_path: Path) -> None:
+    """Without credentials: a task for each start. What is not finite is left out, because it would become 0."""
+    has("clearml")
+    sessions = tmp_path / "exp" / "clearml" / "offline"
+    for first, last in ((1, 3), (2, 4)):
+        (line,) = logged("clearml", tmp_path / "exp", first, last)
+        assert line.startswith("clearml: It seems ClearML is not configured on this machine!; ")
+        assert line.endswith(f"{STORED}clearml-task --import-offline-session {sessions}/*.zip")
+    points, tasks = [], []
+    for archive in sorted(sessions.glob("*.zip"), key=lambda file: file.stat().st_mtime):
+        with zipfile.ZipFile(archive) as content:
+            tasks.append(json.loads(content.read("task.json")))
+            points += [one for line in content.read("metrics.jsonl").splitlines() for one in json.loads(line)]
+    assert [(task["name"], task["project_name"]) for task in tasks] == [("exp", "cats")] * 2
+    assert '"hyperparameters.lr0" = 0.01' in tasks[0]["configuration"]["General"]["value"]
+    steps = [(point["iter"], point["value"]) for point in points if point["metric"] == "step/loss"]
+    assert steps == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+    assert [point["value"] for point in points if point["metric"] == "metrics/mAP_0.5_B_"] == [0.5, 0.5]
+    assert not [point for point in points if point["metric"] == "epoch/train_seconds"]
+
+
+@pytest.mark.usefixtures("home")
+def test_aim(tmp_path: Path) -> None:
+    """One run in the folder of the run folders."""
+    has("aim")
+    for first, last in ((1, 3), (2, 4)):
+        assert logged("aim", tmp_path / "exp", first, last) == []
+    aim = importlib.import_module("aim")
+    (key,) = aim.Repo(str(tmp_path)).list_all_runs()
+    quiet = {"system_tracking_interval": None, "capture_terminal_logs": False}
+    run = aim.Run(key, repo=str(tmp_path), **quiet)  # not read-only: that would not see what is not yet indexed
+    assert (run.name, run.experiment) == ("exp", "cats")
+    assert run["hparams"]["hyperparameters.lr0"] == 0.01
+    points = {metric.name: list(metric.data.items()) for metric in run.metrics()}
+    assert [(step, value) for step, (value, *_) in points["step/loss"]] == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+    assert [value for _, (value, *_) in points["metrics/mAP_0.5_B_"]] == [0.5, 0.5]
+
+
+@pytest.mark.usefixtures("home")
+def test_dvclive(tmp_path: Path) -> None:
+    """Files in the run folder, and nothing in the current one."""
+    has("dvclive")
+    for first, last in ((1, 3), (2, 4)):
+        assert logged("dvclive", tmp_path / "exp", first, last) == []
+    folder = tmp_path / "exp" / "dvclive"
+    assert (folder / "plots/metrics/steps/loss.tsv").read_text() == "step\tloss\n1\t0.1\n2\t0.2\n3\t0.3\n4\t0.4\n"
+    assert (folder / "plots/metrics/metrics/mAP_0.5_B_.tsv").read_text().splitlines()[1:] == ["3\t0.5", "4\t0.5"]
+    assert json.loads((folder / "metrics.json").read_text())["metrics"] == {"mAP_0.5_B_": 0.5}
+    assert yaml.safe_load((folder / "params.yaml").read_text())["hyperparameters.lr0"] == 0.01
+    assert list((tmp_path / "home").iterdir()) == []
+
+
+@pytest.mark.usefixtures("home")
+def test_swanlab(tmp_path: Path) -> None:
+    """Without a key: a folder for each start, all with the id of the run."""
+    has("swanlab")
+    folder = tmp_path / "exp" / "swanlab"
+    for first, last in ((1, 3), (2, 4)):
+        (line,) = logged("swanlab", tmp_path / "exp", first, last)
+        assert line.startswith("swanlab: ")
+        assert line.endswith(f"; {STORED}swanlab sync {folder}/run-*")
+    points = [point for file in sorted(folder.glob("run-*/run-abc.swanlab")) for point in swanlab_scalars(file)]
+    steps = [(step, value) for key, step, value in points if key == "step/loss"]
+    assert steps == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+    assert [value for key, _, value in points if key == "metrics/mAP_0.5_B_"] == [0.5, 0.5]
+    config = yaml.safe_load(min(folder.glob("run-*/files/config.yaml")).read_text())
+    assert config["hyperparameters.lr0"]["value"] == 0.01
+
+
+def swanlab_scalars(file: Path) -> Iterator[tuple[str, int, float]]:
+    """Yield key, step and value of the numbers in a file of SwanLab, by its own reader."""
+    reader = importlib.import_module("swanlab.sdk.internal.core_python.store").DataStoreReader()
+    record = importlib.import_module("swanlab.proto.swanlab.record.v1.record_pb2").Record
+    reader.open(file)
+    while (data := reader.scan()) is not None:
+        message = record.FromString(data)
+        if message.WhichOneof("record_type") == "scalar":
+            yield message.scalar.key, message.scalar.step, message.scalar.value.number
+
+
+def test_a_training_with_all_of_them(run_script: RunScript, small_data: Path, tmp_path: Path, home: None) -> None:
+    """They change nothing, and print where a run is stored that has no server."""
+    packages = ("comet_ml", "clearml", "aim", "dvclive", "swanlab", "trackio")
+    for package in packages:
+        has(package)
+    job = f"--data {small_data} --weights= --cfg yolov5n.yaml --imgsz 64 --epochs 1 --batch-size 8 --workers 1"
+    variables = {"OMP_NUM_THREADS": "1", "HOME": str(tmp_path / "home"), "TRACKIO_DIR": str(tmp_path / "trackio")}
+    for name, trackers in (("plain", "none"), ("exp", ",".join(packages))):
+        flags = ("--project", str(tmp_path), "--name", name, "--log-with", trackers, "--device", "cpu")
+        printed = run_script("train.py", *job.split(), *flags, **variables)
+        assert "warning" not in printed
+        assert "Traceback" not in printed
+    assert printed.count("the run is stored on this machine") == 3
+    plain, exp = tmp_path / "plain", tmp_path / "exp"
+    assert (exp / "results.csv").read_bytes() == (plain / "results.csv").read_bytes()
+    assert {"comet", "clearml", "dvclive", "swanlab"} <= {file.name for file in exp.iterdir()}
+    assert (tmp_path / ".aim").is_dir()
+    assert list((tmp_path / "trackio").glob("*.db"))
+
+
+RAISES = """
+config = type("Config", (dict,), {"update": lambda self, *values, **how: None})()
+class Run:
+    def log(self, *values, **how):
+        raise RuntimeError("out of order")
+    finish = log
+def init(**how):
+    return Run()
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "reason"),
+    [
+        (RAISES, "out of order"),
+        pytest.param("import nowhere", "No module named 'nowhere'", marks=pytest.mark.long),
+        pytest.param("raise SystemExit(3)", "it has ended with exit code 3", marks=pytest.mark.long),
+    ],
+)
+def test_a_tracker_that_raises_at_each_call_is_one_warning(
+    package: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package of that name in its place."""
+    (tmp_path / "swanlab.py").write_text(package)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    began = time.monotonic()
+    expected = [f"warning: swanlab: {reason}; training continues, results.csv has its numbers"]
+    assert logged("swanlab", tmp_path / "exp", 1, 3) == expected
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.long
+def test_a_server_of_mlflow_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        (line,) = logged("mlflow", tmp_path / "exp", 1, 3)
+    assert line.startswith(f"warning: mlflow: {address} cannot be reached (Connection refused); training continues")
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("unknown", "this version of accelerate has no tracker unknown: pip install -U accelerate"),
-        pytest.param("swanlab", "No module named 'swanlab'", marks=pytest.mark.long),
     ],
 )
 def test_a_tracker_that_fails_is_one_warning(name: str, reason: str, tmp_path: Path) -> None:

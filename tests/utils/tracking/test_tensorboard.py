@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 
 from utils.tracking.tensorboard import TENSORBOARD_POSITION_FILE, TensorBoardTracker
@@ -49,3 +51,23 @@ def test_a_step_whose_position_was_not_stored_is_logged_once(tmp_path: Path) -> 
     assert events.stat().st_size == length
     scalars = accumulator.EventAccumulator(str(tmp_path), {"scalars": 0}).Reload().Scalars("step/loss")
     assert [event.step for event in scalars] == [1, 2, 3, 4, 5]
+
+
+def test_pictures_are_the_files(tmp_path: Path) -> None:
+    """They are not encoded again, which would cost the training process more than the training of many a batch."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    files = {"pictures/a": tmp_path / "a.jpg", "pictures/b": tmp_path / "b.png"}
+    for file in files.values():
+        cv2.imwrite(str(file), np.full((20, 30, 3), 200, np.uint8))
+    warnings: list[str] = []
+    tracker = TensorBoardTracker(tmp_path, "x", warnings.append)
+    tracker.store_init_configuration({"a": 1})
+    tracker.log_pictures(files, 7)
+    tracker.finish()
+    assert warnings == []
+    events = accumulator.EventAccumulator(str(tmp_path), {"images": 0}).Reload()
+    assert {*events.Tags()["images"]} == {*files}
+    for key, file in files.items():
+        (image,) = events.Images(key)
+        assert (image.step, image.width, image.height) == (7, 30, 20)
+        assert image.encoded_image_string == file.read_bytes()

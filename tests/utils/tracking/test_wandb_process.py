@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from utils.background import own_python
 from utils.files import ROOT
 from utils.tracking import wandb_process
 from utils.tracking.wandb import WandbTracker
-from utils.tracking.wandb_process import connect_timeout, unreachable
+from utils.tracking.wandb_process import connect_timeout
 
 
 def test_half_a_line_closes_the_run(tmp_path: Path) -> None:
@@ -39,7 +38,7 @@ def test_half_a_line_closes_the_run(tmp_path: Path) -> None:
         timeout=60,
         env={**os.environ, "WANDB_MODE": "offline"},
     )
-    assert "wandb sync" in json.loads(ended.stdout)["print"]
+    assert "wandb sync" in json.loads(ended.stdout.splitlines()[0])["print"]
     (file,) = runs(tmp_path)
     run_file = read(file)
     assert [row["step/loss"] for row in run_file.rows] == [0.5]
@@ -69,6 +68,33 @@ def test_why_a_run_ended_is_an_alert(tmp_path: Path) -> None:
         ((title, text, level),) = run.alerts
         assert (title, level) == ("The run ended by an error", "ERROR")
         assert expected in text
+
+
+def test_code_is_saved_only_if_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By W&B's variable, which counts more, or its settings."""
+    pytest.importorskip("wandb")
+    monkeypatch.setattr("sys.argv", [str(ROOT / "train.py"), "--epochs", "2"])
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "settings").write_text("[default]\nsave_code = true\n")
+    (tmp_path / "nothing").mkdir()
+    started = []
+    for variable, configured, saved in (("true", False, True), ("false", True, False), ("", True, True)):
+        monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path if configured else tmp_path / "nothing"))
+        monkeypatch.setenv("WANDB_SAVE_CODE", variable) if variable else monkeypatch.delenv("WANDB_SAVE_CODE")
+        (tmp_path / f"run{len(started)}").mkdir()
+        tracker = WandbTracker(tmp_path / f"run{len(started)}", {"project": "p", "id": "abc"}, print)
+        tracker.store_init_configuration({})
+        started.append((tracker, saved))
+    for tracker, saved in started:
+        tracker.finish()
+        (file,) = runs(tracker.folder)
+        run, code = read(file), file.parent / "files" / "code"
+        assert run.program == str(ROOT / "train.py")
+        assert {"requirements.txt"} <= run.files <= {"requirements.txt", "diff.patch", "code/train.py"}
+        assert ("code/train.py" in run.files) == saved
+        assert {path.name for path in code.rglob("*.*")} == ({"train.py"} if saved else set())
+        assert not saved or (code / "train.py").read_bytes() == (ROOT / "train.py").read_bytes()
+        assert saved or "diff.patch" not in run.files
 
 
 HAS_KEY = """
@@ -117,19 +143,3 @@ def test_the_time_to_reach_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert connect_timeout() == wandb_process.WANDB_CONNECT_SECONDS
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "7")
     assert connect_timeout() == 7
-
-
-def test_a_server_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is given up long before wandb's own time limit; behind a proxy wandb tries by itself."""
-    monkeypatch.setattr(wandb_process, "WANDB_REACH_SECONDS", 0.6)
-    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        assert unreachable(url) == f"{url} cannot be reached (Connection refused)"
-        monkeypatch.setenv("http_proxy", url)
-        assert unreachable(url) == ""
-        monkeypatch.delenv("http_proxy")
-        taken.listen()
-        assert unreachable(url) == ""

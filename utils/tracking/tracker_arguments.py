@@ -1,0 +1,171 @@
+"""How Accelerate's trackers are started for a run: arguments, folders, and modes without a server.
+
+Used by accelerate_process.py. The packages are imported when they are used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from utils.tracking.log_position import LogPosition
+from utils.tracking.reachable import unreachable
+
+MLFLOW_STORE = "mlruns"  # in the folder of the run folders, unless the variable MLFLOW_TRACKING_URI names another one
+MLFLOW_DATABASE = "mlflow.db"  # instead, if SQLAlchemy is installed, as with the whole mlflow
+
+
+class Place(NamedTuple):
+    """What a tracker needs to know of a run. run: `project`, `name` and `id`. position: of an earlier process."""
+
+    folder: Path
+    run: Mapping[str, Any]
+    position: LogPosition
+
+
+def arguments(tracker: str, place: Place) -> dict[str, Any]:
+    """Return the arguments of Accelerate's class for a tracker."""
+    return {"run_name": place.run["project"], **TRACKER_ARGUMENTS.get(tracker, lambda _: {})(place)}
+
+
+def _mlflow(place: Place) -> dict[str, Any]:
+    _choose_mlflow_store(place.folder.parent)
+    project, name = place.run["project"], place.run["name"]
+    return {"experiment_name": project, "run_name": name, "run_id": place.position.remote_id or None}
+
+
+def _choose_mlflow_store(folder: Path) -> None:
+    """Store MLflow's runs in a folder, unless the environment names a store; its default is the current folder.
+
+    Raises `ConnectionError` if that is a server that cannot be reached.
+    """
+    if address := os.environ.get("MLFLOW_TRACKING_URI"):
+        if address.startswith("http") and (problem := unreachable(address)):
+            raise ConnectionError(problem)  # MLflow itself would try for minutes
+    elif importlib.util.find_spec("sqlalchemy"):
+        os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder / MLFLOW_DATABASE}"
+    else:
+        os.environ["MLFLOW_TRACKING_URI"] = (folder / MLFLOW_STORE).as_uri()
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # which newer versions ask for
+
+
+def _trackio(place: Place) -> dict[str, Any]:
+    return {"name": f"{place.run['name']}-{place.run['id']}", "resume": "allow"}
+
+
+def _comet(place: Place) -> dict[str, Any]:
+    from comet_ml import ExperimentConfig
+
+    directory = os.environ.get("COMET_OFFLINE_DIRECTORY") or str(place.folder / "comet")
+    # The key must have at least 32 characters; it is that of the run, so that a resumed run continues the same one.
+    key = hashlib.md5(place.run["id"].encode(), usedforsecurity=False).hexdigest()
+    # Neither code nor what this process prints is uploaded, unless the user's own settings ask for it.
+    for name in ("COMET_AUTO_LOG_CODE", "COMET_AUTO_LOG_GIT_PATCH"):
+        os.environ.setdefault(name, "false")
+    config = ExperimentConfig(
+        name=place.run["name"], offline_directory=directory, parse_args=False, auto_output_logging=False
+    )
+    return {"experiment_key": key, "mode": "get_or_create", "experiment_config": config}
+
+
+def _clearml(place: Place) -> dict[str, Any]:
+    # It would otherwise record what else this process does: its imports, output and arguments. Its search for a
+    # repository hangs if ClearML forks at the moment when that starts git.
+    frameworks = dict.fromkeys(("detect_repository", "pytorch", "tensorboard", "tensorflow", "matplotlib"), False)
+    automatic = dict.fromkeys(("auto_connect_arg_parser", "auto_connect_streams"), False)
+    return {
+        "task_name": place.run["name"],
+        "reuse_last_task_id": False,
+        "auto_connect_frameworks": frameworks,
+        **automatic,
+    }
+
+
+def _aim(place: Place) -> dict[str, Any]:
+    continued = {"run_hash": place.position.remote_id} if place.position.remote_id else {}
+    repository = {"logging_dir": str(place.folder.parent), "experiment": place.run["project"]}
+    return {"run_name": place.run["name"], **repository, **continued, "capture_terminal_logs": False}
+
+
+def _dvclive(place: Place) -> dict[str, Any]:
+    folder = place.folder / "dvclive"
+    # Otherwise it writes dvc.yaml and a commit into the repository of the current folder.
+    return {"dir": str(folder), "resume": place.position.continues, "dvcyaml": None, "save_dvc_exp": False}
+
+
+def _swanlab(place: Place) -> dict[str, Any]:
+    folder = os.environ.get("SWANLAB_LOG_DIR") or str(place.folder / "swanlab")
+    return {"name": place.run["name"], "log_dir": folder, "id": place.run["id"], "resume": "allow"}
+
+
+TRACKER_ARGUMENTS: dict[str, Callable[[Place], dict[str, Any]]] = {
+    "mlflow": _mlflow,
+    "trackio": _trackio,
+    "comet_ml": _comet,
+    "clearml": _clearml,
+    "aim": _aim,
+    "dvclive": _dvclive,
+    "swanlab": _swanlab,
+}
+
+
+def remote_id(tracker: str, started: Any) -> str:
+    """Return the id that a tracker has given to its run, if it is needed to continue it, else ''."""
+    if tracker == "mlflow":
+        return str(started.tracker.info.run_id)
+    return str(started.tracker.hash) if tracker == "aim" else ""
+
+
+def accepted(tracker: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values under keys that a tracker accepts: MLflow refuses the characters of `mAP_0.5(B)`."""
+    renamed = {re.sub(r"[^\w\-. :/]", "_", key): value for key, value in values.items()}
+    if tracker == "dvclive":  # in its files "step" is a number
+        return {re.sub("^step/", "steps/", key): value for key, value in renamed.items()}
+    if tracker == "clearml":  # it would log 0 instead
+        return {key: value for key, value in renamed.items() if math.isfinite(value)}
+    return renamed
+
+
+# Without a server
+
+
+def missing_key(tracker: str) -> str:
+    """Return why a tracker cannot reach its server, '' if it must be tried.
+
+    Comet tries it for 20 s even without a key.
+    """
+    if tracker != "comet_ml" or os.environ.get("COMET_START_ONLINE"):
+        return ""
+    config = importlib.import_module("comet_ml.config").get_config()
+    return "" if config["comet.api_key"] else "there is no API key (comet login)"
+
+
+def _comet_offline(folder: Path) -> str:
+    os.environ["COMET_START_ONLINE"] = "0"
+    return f"comet upload {os.environ.get('COMET_OFFLINE_DIRECTORY') or folder / 'comet'}/*.zip"
+
+
+def _clearml_offline(folder: Path) -> str:
+    os.environ.setdefault("CLEARML_CACHE_DIR", str(folder / "clearml"))
+    importlib.import_module("clearml").Task.set_offline(True)
+    return f"clearml-task --import-offline-session {os.environ['CLEARML_CACHE_DIR']}/offline/*.zip"
+
+
+def _swanlab_offline(folder: Path) -> str:
+    os.environ["SWANLAB_MODE"] = "offline"
+    return f"swanlab sync {os.environ.get('SWANLAB_LOG_DIR') or folder / 'swanlab'}/run-*"
+
+
+# Of those that need a server and can store a run instead: switch to that, and return the command that uploads it.
+OFFLINE: dict[str, Callable[[Path], str]] = {
+    "comet_ml": _comet_offline,
+    "clearml": _clearml_offline,
+    "swanlab": _swanlab_offline,
+}
