@@ -6,8 +6,8 @@ LEAN := $(VENV)/.installed-for-training
 FULL := $(VENV)/.installed
 REQUIREMENTS := requirements.txt requirements-dev.txt requirements-deepspeed.txt requirements-export.txt
 
-.PHONY: setup train test test-long test-gpu test-gpu2 test-floors test-trackio lint constraints \
-	gpu gpu2 gpu-data bench bench-processes bench-saving bench-versus bench-gpus
+.PHONY: setup train test test-long test-gpu test-gpu2 test-floors test-trackers lint constraints \
+	soak gpu gpu2 gpu-data bench bench-processes bench-saving bench-versus bench-gpus
 
 # Everything: for DeepSpeed, exports, tests and linters too.
 setup: $(FULL)
@@ -59,6 +59,10 @@ gpu2:
 gpu-data:
 	$(GPU_PYTHON) -m benchmarks.gpu_data
 
+# Faults on two simulated machines, one after another: needs root, and iproute2. SEED: other faults; SOAK_FLAGS: more flags
+soak: setup
+	$(RUN) -m benchmarks.chaos --rounds 50 --seed $(or $(SEED),0) $(SOAK_FLAGS)
+
 # The lowest versions that the requirements allow, on the lowest Python of this machine, or FLOORS_PYTHON. CI does not run it.
 FLOORS := .venv-floors
 FLOORS_PYTHON ?= $(shell for minor in 10 11 12 13 14; do \
@@ -80,10 +84,15 @@ test-floors: $(FLOORS)/.installed
 	$(FLOORS)/bin/python train.py --epochs 2
 	$(FLOORS)/bin/python -m pytest tests/test_deepspeed.py -k "zero2_bf16"
 
-# In a folder of its own: Trackio would hold Pillow below 13 for all other tests.
-test-trackio: setup
-	$(RUN) -m pip install --quiet --target .trackio trackio
-	PYTHONPATH=.trackio $(RUN) -m pytest tests/utils/tracking/test_accelerate_tracker.py
+# Accelerate's other trackers, in an environment on top of the other one: they would hold back packages of all other tests.
+TRACKERS := .venv-trackers
+
+test-trackers: setup
+	$(RUN) -m venv $(TRACKERS)
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		$$($(TRACKERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
+	for name in comet_ml clearml dvclive swanlab trackio aim; do $(TRACKERS)/bin/python -m pip install --quiet $$name; done
+	$(TRACKERS)/bin/python -m pytest tests/utils/tracking/test_accelerate_tracker.py
 
 # The newest versions, from an environment that has nothing else.
 constraints:

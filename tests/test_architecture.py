@@ -738,7 +738,10 @@ def test_cocos_names_end_the_file_in_block_style(name: str) -> None:
 
 def test_a_start_does_not_import_what_it_may_not_need() -> None:
     """Each takes a second or more: without them a wrong flag is reported sooner, and a run begins sooner."""
-    slow = ["torchvision", "matplotlib", "deepspeed", "transformers", "wandb", "pandas", "scipy"]
+    trackers = ["wandb", "tensorboard", "mlflow"]
+    of_one_command = ["deepspeed", "matplotlib", "onnx", "onnxruntime", "openvino", "faster_coco_eval", "fsspec"]
+    of_torch = ["torch._dynamo", "torch._inductor", "torch.onnx", "sympy", "torchvision", "transformers"]
+    slow = [*trackers, *of_one_command, *of_torch, "pandas", "scipy"]
     script = f"import sys, train, val; print([name for name in {slow} if name in sys.modules])"
     printed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert printed.stdout.strip() == "[]"

@@ -21,13 +21,15 @@ def records(file: Path) -> Iterator[Any]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     content = file.read_bytes()
-    assert content[:4] == b":W&B"
+    assert content[:4] in (b":W&B", b"")  # empty if the writer was killed at once
     position, parts = HEADER_BYTES, b""
     while position + 7 <= len(content):
         if BLOCK_BYTES - position % BLOCK_BYTES < 7:  # padding: too few bytes for a record's header
             position += BLOCK_BYTES - position % BLOCK_BYTES
             continue
         _, length, kind = struct.unpack("<IHB", content[position : position + 7])
+        if position + 7 + length > len(content):  # its writer was killed
+            return
         parts = (b"" if kind in (FULL, FIRST) else parts) + content[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (FULL, LAST):
@@ -58,6 +60,7 @@ class Logged:
     hidden: set[str] = field(default_factory=set)  # keys and patterns without charts
     alerts: list[tuple[str, str, str]] = field(default_factory=list)  # title, text, level
     lines: list[str] = field(default_factory=list)
+    files: set[str] = field(default_factory=set)  # beside media and artifacts
     code: int | None = None  # exit code, if the run was closed
 
     def column(self, key: str) -> list[Any]:
@@ -95,6 +98,8 @@ def read(file: Path) -> Logged:
             logged.program, logged.commit = record.environment.program, record.environment.git.commit
         elif kind == "artifact":
             logged.artifacts.append(record.artifact)
+        elif kind == "files":
+            logged.files |= {file.path for file in record.files.files}
         elif kind == "output_raw":
             logged.lines.append(record.output_raw.line)
         elif kind == "exit":

@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
@@ -28,6 +29,7 @@ class Server:
         self.inputs: list[str] = []  # ids of the artifacts that runs use: `a1` is the first of `artifacts`
         self.code: int | None = None
         self.silent, self.gone = threading.Event(), threading.Event()
+        self.delay = 0.0  # seconds before each answer
         self.address = ""
 
     def graphql(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -143,6 +145,7 @@ def serve() -> Iterator[Server]:
             if server.silent.is_set():
                 server.gone.wait()
                 return
+            time.sleep(server.delay)
             content = json.dumps(answer).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(content)))

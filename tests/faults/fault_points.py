@@ -33,8 +33,8 @@ SIGNAL_SECONDS = 1.0  # in which the thread that receives a signal gets its turn
 def planted(fault: str, point: str, number: int = 1, rank: int | None = None) -> dict[str, str]:
     """Return the environment of a run in which something goes wrong when a process reaches a point for a time.
 
-    fault: a signal's name, or `raise`, `memory` (a GPU's is full) or `stall`. number: counts from 1 in each process.
-    rank: of the only process that it happens to.
+    fault: a signal's name, or `raise`, `memory` (a GPU's is full), `stall` or `pause FOLDER` (see `pause`). number:
+    counts from 1 in each process. rank: of the only process that it happens to.
     """
     assert point in POINTS
     fault = "|".join((fault, point, str(number), "" if rank is None else str(rank)))
@@ -74,5 +74,15 @@ def go_wrong(fault: str) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     if fault == "stall":
         time.sleep(1e6)
+    if fault.startswith("pause "):
+        return pause(Path(fault.removeprefix("pause ")))
     os.kill(os.getpid(), getattr(signal, fault))
     time.sleep(SIGNAL_SECONDS)
+
+
+def pause(folder: Path) -> None:
+    """Write the file `reached`, with the number of this process, and wait until somebody makes the file `go`."""
+    (folder / "reached.part").write_text(str(os.getpid()))
+    (folder / "reached.part").replace(folder / "reached")
+    while not (folder / "go").exists():
+        time.sleep(0.02)

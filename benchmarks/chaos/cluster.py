@@ -1,0 +1,259 @@
+"""Two machines, simulated by network namespaces, with a disk that both see; attempts of one training on them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+import yaml
+
+from data.builtin import shapes, shapes_cls, shapes_seg
+from tests.faults.fault_points import planted
+from tests.machines import ACCELERATE, CONFIGS, ip, machines
+from utils.checkpoint.state_files import StateFiles
+from utils.files import ROOT
+
+HOSTS = ("lockstepchaos0", "lockstepchaos1")
+ADDRESS = "10.77.0.1"  # of the main machine
+PORT = "29500"
+DISK = "800m"  # room for four states, the weights and the logs
+DIST_TIMEOUT_SECONDS = 10
+MEETING_SECONDS = 60  # in which both launchers must be there
+POLL_SECONDS = 0.05
+# Rates that leave rounding small, and four optimizer steps in an epoch of seven batches.
+RECIPE = {"nbs": 8, "lr0": 0.0002, "warmup_bias_lr": 0.0002, "warmup_epochs": 1.0}
+MODELS = {"detect": "yolov5n.yaml", "classify": "resnet18.yaml", "segment": "yolov5n-seg.yaml"}
+DRAW = {"detect": shapes.draw_dataset, "classify": shapes_cls.draw_dataset, "segment": shapes_seg.draw_dataset}
+
+
+@dataclass(frozen=True)
+class Start:
+    """How the training is started. machines: the numbers of those that take part, the main one first.
+
+    address: of the main machine. wrap: by machine, a command that runs the launch command. variables: of the
+    environment.
+    """
+
+    machines: tuple[int, ...] = (0, 1)
+    address: str = ADDRESS
+    wrap: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+class Cluster:
+    """Two machines, their disk in `folder`/disk, and the command of a training. per_machine: processes.
+
+    Other folders: data, home, cache and tmp of the training, logs of the attempts.
+    """
+
+    def __init__(self, folder: Path, task: str, zero: int, per_machine: int, epochs: int) -> None:
+        self.folder, self.disk, self.per_machine, self.attempts = folder, folder / "disk", per_machine, 0
+        self.config = CONFIGS / (f"deepspeed_zero{zero}.yaml" if zero else "2node.yaml")
+        self.more_launch = ("--deepspeed_multinode_launcher", "standard") if zero else ()
+        for name in ("disk", "home", "cache", "tmp", "logs"):
+            (folder / name).mkdir(parents=True)
+        images = DRAW[task](folder / "data" / "images", train=28, val=8)
+        names = (
+            {"train": "train", "val": "val"} if task == "classify" else {"train": "images/train", "val": "images/val"}
+        )
+        content = {
+            "path": str(images),
+            **names,
+            **({} if task == "classify" else {"names": dict(enumerate(shapes.NAMES))}),
+        }
+        (folder / "data" / "data.yaml").write_text(yaml.safe_dump(content))
+        (folder / "data" / "hyp.yaml").write_text(yaml.safe_dump(RECIPE))
+        what = ("--data", str(folder / "data" / "data.yaml"), "--weights", "", "--cfg", MODELS[task])
+        how = (
+            "--hyp",
+            str(folder / "data" / "hyp.yaml"),
+            "--imgsz",
+            "64",
+            "--epochs",
+            str(epochs),
+            "--batch-size",
+            "4",
+        )
+        rest = ("--workers", "1", "--device", "cpu", "--sync-bn", "--noplots", "--save-steps", "1")
+        self.flags = (*what, *how, *rest, "--dist-timeout", str(DIST_TIMEOUT_SECONDS), "--exist-ok", "--resume", "auto")
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of each attempt: one thread per process, nothing written outside of `folder`."""
+        extensions = Path.home() / ".cache" / "torch_extensions"  # DeepSpeed compiles for 100 s at its first start
+        own = {"HOME": "home", "XDG_CACHE_HOME": "cache", "TMPDIR": "tmp"}
+        return {
+            **os.environ,
+            **{name: str(self.folder / path) for name, path in own.items()},
+            "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(extensions)),
+            "OMP_NUM_THREADS": "1",
+            "WANDB_MODE": "offline",
+        }
+
+    def command(self, number: int, start: Start, run: str) -> list[str]:
+        """Return the launch command of a machine."""
+        count, rank = len(start.machines), start.machines.index(number)
+        size = ("--num_machines", str(count), "--num_processes", str(count * self.per_machine), *self.more_launch)
+        rendezvous = ("--main_process_ip", start.address, "--main_process_port", PORT, "--machine_rank", str(rank))
+        patience = ("--rdzv_conf", f"timeout={MEETING_SECONDS}")
+        launch = (*ACCELERATE, "--config_file", str(self.config), *size, *rendezvous, *patience)
+        script = (str(ROOT / "train.py"), *self.flags, "--project", str(self.disk), "--name", run)
+        return ["ip", "netns", "exec", HOSTS[number], *start.wrap.get(number, ()), *launch, *script]
+
+    def states(self, run: str) -> StateFiles:
+        """Return the states of a run."""
+        return StateFiles(self.disk / run / "checkpoint")
+
+    def step(self, run: str) -> int:
+        """Return the optimizer step of the newest state, 0 if there is none."""
+        state = self.states(run).peek()
+        return int(state["progress"]["step"]) if state else 0
+
+    def finished(self, run: str) -> bool:
+        """Return whether the run has nothing left to do."""
+        state = self.states(run).peek()
+        return bool(state and state["progress"]["finished"])
+
+
+class Attempt:
+    """The training, started on the machines; it ends when all its launchers have ended.
+
+    fault: if given, point, number and rank of the moment at which the training pauses until `go`.
+    """
+
+    def __init__(self, cluster: Cluster, run: str, start: Start, fault: tuple[str, int, int] | None = None) -> None:
+        self.cluster, self.run, self.start, self.mark = cluster, run, start, str(uuid4())
+        cluster.attempts += 1
+        self.folder = cluster.folder / "logs" / f"{cluster.attempts:03d}"
+        self.folder.mkdir()
+        self.rank = fault[2] if fault else 0  # of the process that pauses
+        plan = planted(f"pause {self.folder}", *fault) if fault else {}
+        environment = {**cluster.environment(), **plan, **start.variables, "LOCKSTEP_CHAOS": self.mark}
+        self.launchers: dict[int, subprocess.Popen[bytes]] = {}
+        self.began = time.monotonic()
+        for number in start.machines:
+            with self.log(number).open("wb") as log:
+                self.launchers[number] = subprocess.Popen(
+                    cluster.command(number, start, run),
+                    env={**environment, "LOCKSTEP_MACHINE": str(number)},
+                    cwd=ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+
+    def log(self, number: int) -> Path:
+        """Return the file with the output of a machine."""
+        return self.folder / f"machine{number}.log"
+
+    def output(self) -> dict[int, str]:
+        """Return what each machine has printed."""
+        return {number: self.log(number).read_text(errors="replace") for number in self.start.machines}
+
+    # Time
+
+    def until(self, condition: Callable[[], object], seconds: float) -> bool:
+        """Wait until a condition is true or the attempt has ended; return whether it is true."""
+        end = time.monotonic() + seconds
+        while not condition():
+            if self.ended() or time.monotonic() > end:
+                return bool(condition())
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def paused(self, seconds: float) -> bool:
+        """Wait for the moment of the fault; return whether it has come."""
+        return self.until((self.folder / "reached").exists, seconds)
+
+    def go(self) -> None:
+        """Let the paused process go on."""
+        (self.folder / "go").touch()
+
+    def ended(self) -> bool:
+        """Return whether all launchers have ended."""
+        return all(launcher.poll() is not None for launcher in self.launchers.values())
+
+    # Processes
+
+    def processes(self, machine: int | None = None) -> list[psutil.Process]:
+        """Return the living processes of the attempt, those of other programs that it has started too."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                values = process.environ()
+                here = machine is None or values.get("LOCKSTEP_MACHINE") == str(machine)
+                if values.get("LOCKSTEP_CHAOS") == self.mark and here and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def training(self) -> dict[int, psutil.Process]:
+        """Return the training processes by rank: those with a rank whose parent has none."""
+        ranks: dict[int, psutil.Process] = {}
+        for process in self.processes():
+            with suppress(psutil.Error):
+                rank, parent = process.environ().get("RANK"), process.parent()
+                if rank is not None and parent and "RANK" not in parent.environ():
+                    ranks[int(rank)] = process
+        return ranks
+
+    def loaders(self, rank: int) -> list[psutil.Process]:
+        """Return the loader processes of a rank: forks, with the command of their parent."""
+        parent = self.training()[rank]
+        return [child for child in parent.children() if child.cmdline() == parent.cmdline()]
+
+    def launcher(self, machine: int) -> psutil.Process:
+        """Return the launcher of a machine: the first of its processes that runs Accelerate's command."""
+        return next(p for p in self.processes(machine) if ACCELERATE[-1] in p.cmdline() and p.name() != "ip")
+
+    def machine_of(self, rank: int) -> int:
+        """Return the machine of a rank."""
+        return self.start.machines[rank // self.cluster.per_machine]
+
+    def left_behind(self, seconds: float) -> list[str]:
+        """Return the commands of processes that outlive `seconds`."""
+        end = time.monotonic() + seconds
+        while (alive := self.processes()) and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+        lines = []
+        for process in alive:
+            with suppress(psutil.Error):
+                lines.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
+        return lines
+
+    def kill(self) -> None:
+        """Kill all processes that are left, and let stopped ones die."""
+        for process in self.processes():
+            with suppress(psutil.Error):
+                process.kill()
+        for launcher in self.launchers.values():
+            launcher.kill()
+            launcher.wait()
+
+
+@contextmanager
+def two_machines(cluster: Cluster) -> Iterator[None]:
+    """Make the namespaces and mount the disk, and remove both afterwards."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(cluster.disk)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        sys.exit(f"error: a disk of {DISK} cannot be mounted ({mounted.stderr.strip()}); root is needed")
+    try:
+        with machines(HOSTS):
+            yield
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"error: network namespaces: {error} {error.stderr}")
+    finally:
+        subprocess.run(["umount", "-l", str(cluster.disk)], check=True)
+
+
+def set_cable(up: bool) -> None:
+    """Cut or join the cable between the machines."""
+    ip("-n", HOSTS[0], "link", "set", "cable", "up" if up else "down")

@@ -1,0 +1,71 @@
+"""The soak of faults: three rounds of it, and that its checks see what is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos.oracle import wrong_messages, wrong_rows, wrong_steps
+from tests.conftest import ROOT, not_here
+
+LOST = "error: process 1 on b ended without an error message, or cannot be reached"
+ROWS = "epoch,train/box_loss,metrics/mAP_0.5\n0,0.125,0.5\n1,0.0625,0.75\n"
+
+
+def test_three_rounds(tmp_path: Path) -> None:
+    """One after another: a machine is killed, the newest state is damaged, the cable is cut."""
+    faults = ("SIGKILL to a whole machine", "a byte of the newest state is flipped", "the cable is cut")
+    command = ["-m", "benchmarks.chaos", "--rounds", "3", "--epochs", "3", "--folder", str(tmp_path / "soak"), "--only"]
+    soak = subprocess.run([sys.executable, *command, *faults], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    if "cannot be mounted" in soak.stderr or "network namespaces" in soak.stderr:
+        not_here(soak.stderr.strip())
+    assert soak.returncode == 0, soak.stdout + soak.stderr
+    assert all(fault in line for fault, line in zip(faults, soak.stdout.splitlines()[:3], strict=True)), soak.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        (LOST, []),
+        (f"epoch 1/3\n{LOST}\n{LOST}", [f"several errors: ['{LOST}', '{LOST}']"]),
+        ("error: something", ["unknown message: error: something"]),
+        (f'File "{ROOT}/train.py", line 1', ["a traceback of ours"]),
+        (f'File "{ROOT}/.venv/lib/python3/site-packages/torch/x.py", line 1', []),
+    ],
+)
+def test_messages(text: str, wrong: list[str]) -> None:
+    assert wrong_messages(text) == wrong
+
+
+@pytest.mark.parametrize(
+    ("actual", "exact", "failures"),
+    [
+        ("", True, 0),
+        (ROWS, True, 0),
+        (ROWS[:-13], True, 0),
+        (ROWS.replace("0.125", "0.12500001"), True, 1),
+        (ROWS.replace("0.125", "0.12500001"), False, 0),
+        (ROWS.replace("0.125", "0.126"), False, 1),
+        (ROWS.replace("0.75", "0.7"), False, 1),
+        (ROWS.replace("train/", ""), False, 1),
+        (ROWS.replace("0,0.125,0.5\n", ""), False, 3),
+    ],
+)
+def test_rows(actual: str, exact: bool, failures: int) -> None:
+    assert len(wrong_rows(actual, ROWS, exact)) == failures
+
+
+@pytest.mark.parametrize(
+    ("steps", "wrong"),
+    [
+        ([1, 2, 3], []),
+        ([], []),
+        ([1, 2, 2, 3], ["W&B has steps twice: [2]"]),
+        ([1, 3], ["W&B lacks steps [2]"]),
+    ],
+)
+def test_steps(steps: list[int], wrong: list[str]) -> None:
+    assert wrong_steps(steps, range(1, 6)) == wrong
