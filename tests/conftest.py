@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 from uuid import uuid4
@@ -28,7 +27,7 @@ from filelock import FileLock
 from torch.multiprocessing.spawn import start_processes
 
 from data.builtin import shapes, shapes_cls, shapes_seg
-from tests.machines import machines
+from tests.machines import living, machines
 from tests.making import write_yaml
 from utils.distributed.accelerator import forget
 from utils.distributed.exit import Stopped, run_main
@@ -191,17 +190,9 @@ def call_main(
 def left_behind(mark: str, patience: float = 10.0) -> list[psutil.Process]:
     """Return the processes with a mark in their environment that outlive `patience` seconds; loaders need up to 5."""
     end = time.monotonic() + patience
-    while (alive := list(_living(mark))) and time.monotonic() < end:
+    while (alive := list(living(mark))) and time.monotonic() < end:
         time.sleep(0.1)
     return alive
-
-
-def _living(mark: str) -> Iterator[psutil.Process]:
-    name, _, value = mark.partition("=")
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE:
-                yield process
 
 
 class OnProcesses(Protocol):

@@ -1,11 +1,13 @@
-"""Launch runs, and simulate two machines by network namespaces."""
+"""Launch runs, find their processes, and simulate two machines by network namespaces."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+import psutil
 
 from utils.files import ROOT
 
@@ -45,3 +47,12 @@ def on_machine(host: str, rank: int) -> tuple[str, ...]:
     """Return the launch command for `host`, one of two machines with one process each, up to the script."""
     rendezvous = ("--main_process_ip", "10.77.0.1", "--machine_rank", str(rank))
     return ("ip", "netns", "exec", host, *ACCELERATE, "--config_file", str(CONFIGS / "2node.yaml"), *rendezvous)
+
+
+def living(mark: str, *more: str) -> Iterator[psutil.Process]:
+    """Yield the living processes that have variables, each `NAME=value`, in their environment."""
+    wanted = dict(variable.split("=", 1) for variable in (mark, *more))
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if wanted.items() <= process.environ().items() and process.status() != psutil.STATUS_ZOMBIE:
+                yield process

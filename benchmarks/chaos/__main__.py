@@ -47,8 +47,8 @@ VALIDATION = {"detect": "", "classify": " of a classifier", "segment": " of a se
 class Outcome:
     """What came of a round. Times in seconds.
 
-    started: from the start to the drawn moment, which restores the state and trains. ended: from the fault to the end
-    of all launchers, None if it went on. lost: completed optimizer steps that the saved state lacks.
+    back: from the start of the round to its first new optimizer step, None if it was not seen. ended: from the fault to
+    the end of all launchers, None if it went on. lost: completed optimizer steps that the saved state lacks.
     """
 
     number: int
@@ -56,7 +56,7 @@ class Outcome:
     moment: str
     step: int  # of the state that the round began with
     result: str = ""
-    started: float = 0.0
+    back: float | None = None
     ended: float | None = None
     lost: int = 0
     exact: bool = True
@@ -70,14 +70,14 @@ class Outcome:
         return f"{drawn} {self.result}{lost}{rounding}"
 
 
-def moment(random: Random, fault: Fault, task: str) -> tuple[str, int, int]:
+def moment(random: Random, fault: Fault, task: str, processes: int) -> tuple[str, int, int]:
     """Draw the moment of a fault: a fault point, the number of times it is reached, and the rank that pauses there."""
-    rank = random.randrange(2)
+    rank = random.randrange(processes)
     points = [("optimizer step", random.randint(2, 5), rank), (f"validation batch{VALIDATION[task]}", 1, 0)]
     points += [("file replacement", random.randint(3, 9), 0), ("flush to disk", random.randint(3, 9), 0)]
     if "loader" in fault.name:  # between epochs there is none
         points = points[:1]
-    return random.choice([points[0], *points])
+    return random.choice([points[0], *points])  # an optimizer step twice as often as each other one
 
 
 class Soak:
@@ -101,7 +101,7 @@ class Soak:
         """Train to the end, or ask the training to end after an optimizer step."""
         attempt = Attempt(self.cluster, run, Start(), ("optimizer step", step, 0) if step else None)
         try:
-            if step and attempt.paused(600):
+            if step and attempt.until(attempt.paused, 600):
                 ask_to_end(attempt)
                 attempt.go()
             if not attempt.until(attempt.ended, 600) or (not step and not self.cluster.finished(run)):
@@ -115,13 +115,13 @@ class Soak:
             self.next_training()
         random = Random(f"{self.seed} {number}")
         fault = self.faults[number % len(self.faults)] if self.in_turn else random.choice(self.faults)
-        point, times, rank = moment(random, fault, self.task)
+        point, times, rank = moment(random, fault, self.task, 2 * self.cluster.per_machine)
         outcome = Outcome(number, fault.name, f"{point} {times}, rank {rank}", self.cluster.step(self.run))
         with ExitStack() as stack:
             try:
                 start = stack.enter_context(fault.before(self.cluster, self.run, random))
                 resumed = self.cluster.step(self.run)
-                rank = rank if len(start.machines) > 1 else 0
+                rank %= len(start.machines) * self.cluster.per_machine
                 attempt = Attempt(self.cluster, self.run, start, (point, times, rank))
                 stack.callback(attempt.kill)
                 self.exact = self.exact and len(start.machines) == 2
@@ -152,12 +152,15 @@ class Soak:
 
     def strike(self, attempt: Attempt, fault: Fault, outcome: Outcome) -> None:
         """Let the fault happen at its moment, and wait for what must follow."""
-        if not attempt.paused(START_SECONDS):
+        resumed = self.cluster.step(attempt.run)
+        if attempt.until(lambda: attempt.paused() or self.cluster.step(attempt.run) > resumed, START_SECONDS):
+            outcome.back = time.monotonic() - attempt.began if self.cluster.step(attempt.run) > resumed else None
+        if not attempt.until(attempt.paused, START_SECONDS):
             outcome.result = "finished before" if self.cluster.finished(attempt.run) else "the moment did not come"
             if outcome.result != "finished before" or not attempt.ended():
                 outcome.problems.append(f"the moment did not come in {START_SECONDS:g} s: {attempt.output()}")
             return
-        outcome.started, began = time.monotonic() - attempt.began, time.monotonic()
+        began = time.monotonic()
         with fault.during(attempt):
             attempt.go()
             if fault.seconds is not None:
@@ -215,21 +218,32 @@ def ask_to_end(attempt: Attempt) -> None:
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
     """Return a row per fault, for docs/reliability.md."""
-    groups: dict[str, list[Outcome]] = defaultdict(list)
-    for outcome in outcomes:
-        groups[outcome.fault].append(outcome)
+    groups: dict[str, list[int]] = defaultdict(list)
+    for place, outcome in enumerate(outcomes):
+        groups[outcome.fault].append(place)
     lines = [
-        "| fault | rounds | ended by itself | went on | failed | seconds to end | steps lost |",
-        "|---|---|---|---|---|---|---|",
+        "| fault | rounds | ended by itself | went on | failed | seconds to end | seconds to be back | steps lost |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for fault, rounds in sorted(groups.items()):
-        ends = [outcome.ended for outcome in rounds if outcome.ended is not None]
-        seconds = f"{statistics.median(ends):.0f} (at most {max(ends):.0f})" if ends else "-"
+    for fault, places in sorted(groups.items()):
+        rounds = [outcomes[place] for place in places]
+        # The next start brings back a training that has ended.
+        back = [outcomes[place + 1].back for place in places if place + 1 < len(outcomes) and outcomes[place + 1].step]
         went_on = sum(outcome.result == "went on" for outcome in rounds)
         failed = sum(bool(outcome.problems) for outcome in rounds)
-        lost = max(outcome.lost for outcome in rounds)
-        lines.append(f"| {fault} | {len(rounds)} | {len(ends)} | {went_on} | {failed} | {seconds} | {lost} |")
+        ends = [outcome.ended for outcome in rounds]
+        cells = (fault, len(rounds), len(_known(ends)), went_on, failed, _seconds(ends), _seconds(back))
+        lines.append(f"| {' | '.join(map(str, cells))} | {max(outcome.lost for outcome in rounds)} |")
     return lines
+
+
+def _known(times: Sequence[float | None]) -> list[float]:
+    return [seconds for seconds in times if seconds is not None]
+
+
+def _seconds(times: Sequence[float | None]) -> str:
+    known = _known(times)
+    return f"{statistics.median(known):.0f} (at most {max(known):.0f})" if known else "-"
 
 
 def parse() -> argparse.Namespace:
@@ -248,13 +262,25 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def repeat_command(options: argparse.Namespace, outcome: Outcome) -> str:
+    """Return the command that plays a round again, into another folder."""
+    flags = {"seed": options.seed, "task": options.task, "zero": options.zero, "per-machine": options.per_machine}
+    flags |= {"epochs": options.epochs, "round": outcome.number, "from-step": outcome.step}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    only = ["--only", *options.only] if options.only else []
+    return shlex.join(["python", "-m", "benchmarks.chaos", *words, *only])
+
+
 def main() -> None:
     """Play the rounds, print each of them and the table; exit with 1 if one has failed."""
     options = parse()
     known = {fault.name: fault for fault in catalogue()}
-    faults = [known[name] for name in options.only or known if name in known]
-    if options.list or not faults:
-        sys.exit("\n".join(fault.name for fault in catalogue()))
+    if unknown := sorted(set(options.only) - set(known)):
+        sys.exit(f"error: there is no fault named {', '.join(unknown)}; see --list")
+    if options.list:
+        print(*known, sep="\n")
+        return
+    faults = [known[name] for name in options.only or known]
     folder = options.folder or Path(tempfile.mkdtemp(prefix="lockstep-chaos-"))
     cluster = Cluster(folder, options.task, options.zero, options.per_machine, options.epochs)
     outcomes = []
@@ -275,9 +301,7 @@ def main() -> None:
             if outcome.problems and options.round is None:
                 keep = folder / "failed" / f"round{number}"
                 shutil.copytree(cluster.disk / soak.run, keep, ignore=shutil.ignore_patterns("checkpoint", "wandb"))
-                words = sys.argv[1:]
-                command = f"{shlex.join(words)} --round {number} --from-step {outcome.step}"
-                print(f"    to repeat it: python -m benchmarks.chaos {command}", flush=True)
+                print(f"    to repeat it: {repeat_command(options, outcome)}", flush=True)
                 print(f"    repeated: {'it fails again' if soak.repeat(outcome) else 'no failure'}", flush=True)
     print(*table(outcomes), sep="\n")
     if not options.folder and not any(outcome.problems for outcome in outcomes):

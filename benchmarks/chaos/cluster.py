@@ -13,17 +13,18 @@ from pathlib import Path
 from uuid import uuid4
 
 import psutil
-import yaml
 
 from data.builtin import shapes, shapes_cls, shapes_seg
 from tests.faults.fault_points import planted
-from tests.machines import ACCELERATE, CONFIGS, ip, machines
+from tests.machines import ACCELERATE, CONFIGS, ip, living, machines
+from tests.making import write_yaml
 from utils.checkpoint.state_files import StateFiles
 from utils.files import ROOT
 
 HOSTS = ("lockstepchaos0", "lockstepchaos1")
-ADDRESS = "10.77.0.1"  # of the main machine
+ADDRESSES = ("10.77.0.1", "10.77.0.2")  # as tests.machines gives them
 PORT = "29500"
+MARK, MACHINE = "LOCKSTEP_CHAOS", "LOCKSTEP_MACHINE"  # variables of the processes of an attempt, and of a machine
 DISK = "800m"  # room for four states, the weights and the logs
 DIST_TIMEOUT_SECONDS = 10
 MEETING_SECONDS = 60  # in which both launchers must be there
@@ -43,7 +44,7 @@ class Start:
     """
 
     machines: tuple[int, ...] = (0, 1)
-    address: str = ADDRESS
+    address: str = ADDRESSES[0]
     wrap: Mapping[int, Sequence[str]] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -61,27 +62,15 @@ class Cluster:
         for name in ("disk", "home", "cache", "tmp", "logs"):
             (folder / name).mkdir(parents=True)
         images = DRAW[task](folder / "data" / "images", train=28, val=8)
-        names = (
-            {"train": "train", "val": "val"} if task == "classify" else {"train": "images/train", "val": "images/val"}
-        )
-        content = {
-            "path": str(images),
-            **names,
-            **({} if task == "classify" else {"names": dict(enumerate(shapes.NAMES))}),
-        }
-        (folder / "data" / "data.yaml").write_text(yaml.safe_dump(content))
-        (folder / "data" / "hyp.yaml").write_text(yaml.safe_dump(RECIPE))
-        what = ("--data", str(folder / "data" / "data.yaml"), "--weights", "", "--cfg", MODELS[task])
-        how = (
-            "--hyp",
-            str(folder / "data" / "hyp.yaml"),
-            "--imgsz",
-            "64",
-            "--epochs",
-            str(epochs),
-            "--batch-size",
-            "4",
-        )
+        content = {"path": str(images), "train": "images/train", "val": "images/val"}
+        if task == "classify":
+            content |= {"train": "train", "val": "val"}
+        else:
+            content |= {"names": dict(enumerate(shapes.NAMES))}
+        data = write_yaml(folder / "data" / "data.yaml", content)
+        recipe = write_yaml(folder / "data" / "hyp.yaml", RECIPE)
+        what = ("--data", str(data), "--weights", "", "--cfg", MODELS[task], "--hyp", str(recipe))
+        how = ("--imgsz", "64", "--epochs", str(epochs), "--batch-size", "4")
         rest = ("--workers", "1", "--device", "cpu", "--sync-bn", "--noplots", "--save-steps", "1")
         self.flags = (*what, *how, *rest, "--dist-timeout", str(DIST_TIMEOUT_SECONDS), "--exist-ok", "--resume", "auto")
 
@@ -129,20 +118,20 @@ class Attempt:
     """
 
     def __init__(self, cluster: Cluster, run: str, start: Start, fault: tuple[str, int, int] | None = None) -> None:
-        self.cluster, self.run, self.start, self.mark = cluster, run, start, str(uuid4())
+        self.cluster, self.run, self.start, self.number = cluster, run, start, str(uuid4())
         cluster.attempts += 1
         self.folder = cluster.folder / "logs" / f"{cluster.attempts:03d}"
         self.folder.mkdir()
         self.rank = fault[2] if fault else 0  # of the process that pauses
         plan = planted(f"pause {self.folder}", *fault) if fault else {}
-        environment = {**cluster.environment(), **plan, **start.variables, "LOCKSTEP_CHAOS": self.mark}
+        environment = {**cluster.environment(), **plan, **start.variables, MARK: self.number}
         self.launchers: dict[int, subprocess.Popen[bytes]] = {}
         self.began = time.monotonic()
         for number in start.machines:
             with self.log(number).open("wb") as log:
                 self.launchers[number] = subprocess.Popen(
                     cluster.command(number, start, run),
-                    env={**environment, "LOCKSTEP_MACHINE": str(number)},
+                    env={**environment, MACHINE: str(number)},
                     cwd=ROOT,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -168,9 +157,9 @@ class Attempt:
             time.sleep(POLL_SECONDS)
         return True
 
-    def paused(self, seconds: float) -> bool:
-        """Wait for the moment of the fault; return whether it has come."""
-        return self.until((self.folder / "reached").exists, seconds)
+    def paused(self) -> bool:
+        """Return whether the moment of the fault has come."""
+        return (self.folder / "reached").exists()
 
     def go(self) -> None:
         """Let the paused process go on."""
@@ -184,14 +173,7 @@ class Attempt:
 
     def processes(self, machine: int | None = None) -> list[psutil.Process]:
         """Return the living processes of the attempt, those of other programs that it has started too."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                values = process.environ()
-                here = machine is None or values.get("LOCKSTEP_MACHINE") == str(machine)
-                if values.get("LOCKSTEP_CHAOS") == self.mark and here and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        return list(living(f"{MARK}={self.number}", *([] if machine is None else [f"{MACHINE}={machine}"])))
 
     def training(self) -> dict[int, psutil.Process]:
         """Return the training processes by rank: those with a rank whose parent has none."""

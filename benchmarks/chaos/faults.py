@@ -15,7 +15,9 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from benchmarks.chaos.cluster import HOSTS, Attempt, Cluster, Start, set_cable
+import psutil
+
+from benchmarks.chaos.cluster import ADDRESSES, HOSTS, Attempt, Cluster, Start, set_cable
 from benchmarks.chaos.namespaces import inside
 from tests import wandb_server
 from tests.machines import ip
@@ -23,7 +25,8 @@ from tests.web import running
 
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 SHORT_SECONDS = 3.0  # of a fault that passes: less than --dist-timeout
-OTHER_ADDRESS = "10.77.0.77"
+OTHER_ADDRESS = "10.77.0.77"  # of the main machine
+IGNORED = {("loader process", "SIGTERM"), ("loader process", "SIGUSR1")}  # a job's signals are for training processes
 WANDB_KEY = "0" * 40
 
 
@@ -36,7 +39,8 @@ class Fault(NamedTuple):
 
     ends: whether the training must end by itself; else it must go on. during: is entered while the training pauses at
     the drawn moment, and left after `seconds`, None for the end of the attempt. before: is entered before the attempt
-    starts and left after its end; gives how it is started.
+    starts and left after its end; gives how it is started. disk: whether W&B's own file, on the same disk, may lack
+    what was logged meanwhile.
     """
 
     name: str
@@ -44,7 +48,7 @@ class Fault(NamedTuple):
     during: Callable[[Attempt], AbstractContextManager[object]] = lambda _: nullcontext()
     seconds: float | None = None
     before: Callable[[Cluster, str, Random], AbstractContextManager[Start]] = lambda *_: nullcontext(Start())
-    disk: bool = False  # W&B's own file, on the same disk, may lack what was logged meanwhile
+    disk: bool = False
 
 
 # Processes
@@ -56,10 +60,11 @@ def signalled(find: Callable[[Attempt], list], number: signal.Signals, attempt: 
     processes = find(attempt)
     for process in processes:
         process.send_signal(number)
-    yield
-    if number == signal.SIGSTOP:
-        for process in processes:
-            with suppress(Exception):
+    try:
+        yield
+    finally:
+        for process in processes if number == signal.SIGSTOP else ():
+            with suppress(psutil.Error):
                 process.send_signal(signal.SIGCONT)
 
 
@@ -85,8 +90,10 @@ def one_machine(attempt: Attempt) -> list:
 @contextmanager
 def cut_cable(_: Attempt) -> Iterator[None]:
     set_cable(up=False)
-    yield
-    set_cable(up=True)
+    try:
+        yield
+    finally:
+        set_cable(up=True)
 
 
 @contextmanager
@@ -100,23 +107,27 @@ def shaped_cable(words: tuple[str, ...], _: Attempt) -> Iterator[None]:
         )
         if shaped.returncode:
             raise NotHere(f"tc {words[0]}: {shaped.stderr.strip().splitlines()[0]}")
-    yield
-    for host in HOSTS:
-        ip("netns", "exec", host, "tc", "qdisc", "del", "dev", "cable", "root")
+    try:
+        yield
+    finally:
+        for host in HOSTS:
+            ip("netns", "exec", host, "tc", "qdisc", "del", "dev", "cable", "root")
 
 
 @contextmanager
 def another_address(cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
     """The main machine has come back with another address."""
     ip("-n", HOSTS[0], "addr", "add", f"{OTHER_ADDRESS}/24", "dev", "cable")
-    yield Start(address=OTHER_ADDRESS)
-    ip("-n", HOSTS[0], "addr", "del", f"{OTHER_ADDRESS}/24", "dev", "cable")
+    try:
+        yield Start(address=OTHER_ADDRESS)
+    finally:
+        ip("-n", HOSTS[0], "addr", "del", f"{OTHER_ADDRESS}/24", "dev", "cable")
 
 
 @contextmanager
 def other_main_machine(cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
     """The scheduler has made the second machine the main one."""
-    yield Start(machines=(1, 0), address="10.77.0.2")
+    yield Start(machines=(1, 0), address=ADDRESSES[1])
 
 
 @contextmanager
@@ -136,8 +147,10 @@ def full_disk(attempt: Attempt) -> Iterator[None]:
             with suppress(OSError):
                 while file.write(b"0" * size) == size:
                     pass
-    yield
-    filler.unlink()
+    try:
+        yield
+    finally:
+        filler.unlink()
 
 
 @contextmanager
@@ -250,18 +263,20 @@ while len(content) < 64:
 
 @contextmanager
 def memory_group(cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
-    """Start the second machine in a control group of its own."""
+    """Start the second machine in a separate control group."""
     group = MEMORY_GROUPS / HOSTS[1]
     try:
         group.mkdir(exist_ok=True)
     except OSError as error:
         raise NotHere(f"a memory control group ({error.strerror})") from None
-    yield Start(wrap={1: ("sh", "-c", f'echo 0 > {group}/cgroup.procs && exec "$@"', "sh")})
-    for _ in range(50):
-        with suppress(OSError):
-            group.rmdir()
-            return
-        time.sleep(0.1)
+    try:
+        yield Start(wrap={1: ("sh", "-c", f'echo 0 > {group}/cgroup.procs && exec "$@"', "sh")})
+    finally:
+        for _ in range(50):
+            with suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.1)
 
 
 @contextmanager
@@ -271,9 +286,11 @@ def short_memory(attempt: Attempt) -> Iterator[None]:
     used = int((group / "memory.usage_in_bytes").read_text())
     (group / "memory.limit_in_bytes").write_text(str(used + 2**26))
     balloon = subprocess.Popen([sys.executable, "-c", BALLOON, str(group)], stderr=subprocess.DEVNULL)
-    yield
-    balloon.kill()
-    balloon.wait()
+    try:
+        yield
+    finally:
+        balloon.kill()
+        balloon.wait()
 
 
 def catalogue() -> list[Fault]:
@@ -285,6 +302,7 @@ def catalogue() -> list[Fault]:
         for kind, find in kinds.items()
         for number in signals
     ]
+    stopped_training, stopped_loader = (partial(signalled, find, signal.SIGSTOP) for find in (one_training, one_loader))
     slow = ("tbf", "rate", "4mbit", "burst", "16kb", "latency", "200ms")
     # Without netem: a queue of a few packets, which drops the others.
     lossy = ("tbf", "rate", "40mbit", "burst", "4kb", "limit", "6kb")
@@ -292,10 +310,10 @@ def catalogue() -> list[Fault]:
         *sent,
         Fault("SIGKILL to a whole machine", True, partial(signalled, one_machine, signal.SIGKILL)),
         Fault("SIGTERM to a whole machine", True, partial(signalled, one_machine, signal.SIGTERM)),
-        Fault("a training process is stopped for 3 s", False, partial(signalled, one_training, signal.SIGSTOP), 3.0),
-        Fault("a training process is stopped", True, partial(signalled, one_training, signal.SIGSTOP)),
-        Fault("a loader process is stopped for 3 s", False, partial(signalled, one_loader, signal.SIGSTOP), 3.0),
-        Fault("a loader process is stopped", True, partial(signalled, one_loader, signal.SIGSTOP)),
+        Fault("a training process is stopped for 3 s", False, stopped_training, SHORT_SECONDS),
+        Fault("a training process is stopped", True, stopped_training),
+        Fault("a loader process is stopped for 3 s", False, stopped_loader, SHORT_SECONDS),
+        Fault("a loader process is stopped", True, stopped_loader),
         Fault("the cable is cut for 3 s", False, cut_cable, SHORT_SECONDS),
         Fault("the cable is cut", True, cut_cable),
         Fault("the cable is slow for 10 s", False, partial(shaped_cable, slow), 10.0),
@@ -316,6 +334,3 @@ def catalogue() -> list[Fault]:
         Fault("W&B's server lies", False, before=wandb_lying),
         Fault("memory is short", True, short_memory, before=memory_group),
     ]
-
-
-IGNORED = {("loader process", "SIGTERM"), ("loader process", "SIGUSR1")}  # a job's signals are for training processes

@@ -1,4 +1,4 @@
-"""Enter a context in the network namespace of a simulated machine, such as a server on its loopback."""
+"""Run a server, or another context, in the network namespace of a simulated machine."""
 
 from __future__ import annotations
 

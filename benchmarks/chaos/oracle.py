@@ -72,7 +72,7 @@ class Oracle:
         problems += self._temporary_files(ends)
         now = dict(self._surroundings())
         for name, before in self.surroundings.items():
-            if changed := sorted(now[name] ^ before, key=str):
+            if changed := sorted(now[name] ^ before):
                 problems.append(f"changed in {name}: {changed[:5]}")
         self.surroundings = now
         return problems
@@ -106,16 +106,16 @@ class Oracle:
                 yield f"left in TMPDIR: {path.name}"
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def _surroundings(self) -> Iterator[tuple[str, set[tuple[str, ...]]]]:
+    def _surroundings(self) -> Iterator[tuple[str, set[str]]]:
         folder = self.cluster.folder
         for name in ("data", "home"):
             files = [path for path in (folder / name).rglob("*") if path.is_file() and "wandb" not in path.parts]
-            yield name, {(str(path), str(path.stat().st_size), str(path.stat().st_mtime_ns)) for path in files}
+            yield name, {f"{path}, {path.stat().st_size} bytes, {path.stat().st_mtime_ns}" for path in files}
         runs = {path.name for path in self.cluster.disk.iterdir()}
-        yield "the folder of runs", {(name,) for name in runs if not name.startswith("training")}
-        yield "/dev/shm", {(path.name,) for path in SHARED_MEMORY.iterdir()}
+        yield "the folder of runs", {name for name in runs if not name.startswith("training")}
+        yield "/dev/shm", {path.name for path in SHARED_MEMORY.iterdir()}
         status = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True)
-        yield "the repository", {(line,) for line in status.stdout.splitlines()}
+        yield "the repository", set(status.stdout.splitlines())
 
 
 def wrong_messages(text: str) -> list[str]:

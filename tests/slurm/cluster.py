@@ -100,7 +100,7 @@ class Cluster:
         self._server.shutdown()
         self._server.server_close()
         for number in self.jobs:
-            self._signal_all(number, signal.SIGKILL)
+            self._kill_all(number)
         shutil.rmtree(self.socket.parent)
 
     # What a user does
@@ -292,12 +292,12 @@ class Cluster:
         end = time.monotonic() + self.kill_wait
         while (self._running_tasks(number) or shell.poll() is None) and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
-        self._signal_all(number, signal.SIGKILL)
+        self._kill_all(number)
 
-    def _signal_all(self, number: int, what: signal.Signals) -> None:
+    def _kill_all(self, number: int) -> None:
         for process in _members(number):
             with suppress(psutil.Error):
-                process.send_signal(what)
+                process.kill()
 
 
 def _start(command: Sequence[str], environment: dict[str, str], folder: str, log: IO[bytes]) -> subprocess.Popen[bytes]:

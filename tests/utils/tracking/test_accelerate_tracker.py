@@ -206,7 +206,7 @@ def swanlab_scalars(file: Path) -> Iterator[tuple[str, int, float]]:
 
 
 def test_a_training_with_all_of_them(run_script: RunScript, small_data: Path, tmp_path: Path, home: None) -> None:
-    """They change nothing, and print where a run is stored that has no server."""
+    """They do not change the training; a tracker without a server prints where it stores the run."""
     packages = ("comet_ml", "clearml", "aim", "dvclive", "swanlab", "trackio")
     for package in packages:
         has(package)
