@@ -213,17 +213,16 @@ class Training:
 def train(training: Training) -> None:
     """Run the remaining epochs and print the best one. Raises `StopRequested` if the run ends early."""
     run, options = training.run, training.options
-    with (
-        memory.explain_out_of_memory(options.batch_size, training.steps.model.bare.imgsz),
-        run.graceful_stop(options.time_limit),
-        run.watchdog(options.dist_timeout),
-    ):
-        try:
-            training.run_epochs()
-        except StopRequested as request:
-            training.leave(request)
-            raise
-    training.finish()
+    imgsz = training.steps.model.bare.imgsz
+    with run.graceful_stop(options.time_limit) as stop:
+        with memory.explain_out_of_memory(options.batch_size, imgsz), run.watchdog(options.dist_timeout):
+            try:
+                training.run_epochs()
+            except StopRequested as request:
+                training.leave(request)
+                raise
+        stop.finished = True
+        training.finish()
 
 
 class Job(NamedTuple):

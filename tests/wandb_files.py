@@ -1,41 +1,15 @@
-"""Read the transaction log of a W&B run on disk, in LevelDB's log format."""
+"""Read the transaction log of a W&B run on disk."""
 
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-HEADER_BYTES = 7  # at the start of the file: ":W&B", a magic number, a version
-BLOCK_BYTES = 2**15
-FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
-
-
-def records(file: Path) -> Iterator[Any]:
-    """Yield the records of a .wandb file, as protobuf messages."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    content = file.read_bytes()
-    assert content[:4] in (b":W&B", b"")  # empty if the writer was killed at once
-    position, parts = HEADER_BYTES, b""
-    while position + 7 <= len(content):
-        if BLOCK_BYTES - position % BLOCK_BYTES < 7:  # padding: too few bytes for a record's header
-            position += BLOCK_BYTES - position % BLOCK_BYTES
-            continue
-        _, length, kind = struct.unpack("<IHB", content[position : position + 7])
-        if position + 7 + length > len(content):  # its writer was killed
-            return
-        parts = (b"" if kind in (FULL, FIRST) else parts) + content[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (FULL, LAST):
-            record = Record()
-            record.ParseFromString(parts)
-            yield record
+from utils.tracking.wandb_rows import records
 
 
 @dataclass
@@ -114,7 +88,7 @@ def _update(values: dict[str, Any], items: Any) -> None:
 
 def runs(folder: Path) -> list[Path]:
     """Return the .wandb files of a run folder, the oldest first."""
-    return sorted(folder.glob("wandb/*run-*/*.wandb"))
+    return sorted(folder.glob("wandb/*run-*/*.wandb"), key=lambda file: file.parent.name.removeprefix("offline-"))
 
 
 def one_run(folder: Path) -> None:

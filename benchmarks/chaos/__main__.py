@@ -109,12 +109,20 @@ class Soak:
         finally:
             attempt.kill()
 
+    def draw(self, number: int) -> Fault:
+        """Return the fault of a round: the seed shuffles all faults, and again once each was drawn."""
+        turn, place = divmod(number, len(self.faults))
+        faults = list(self.faults)
+        if not self.in_turn:
+            Random(f"{self.seed} turn {turn}").shuffle(faults)
+        return faults[place]
+
     def play(self, number: int) -> Outcome:
         """Play a round."""
         if self.cluster.finished(self.run):
             self.next_training()
         random = Random(f"{self.seed} {number}")
-        fault = self.faults[number % len(self.faults)] if self.in_turn else random.choice(self.faults)
+        fault = self.draw(number)
         point, times, rank = moment(random, fault, self.task, 2 * self.cluster.per_machine)
         outcome = Outcome(number, fault.name, f"{point} {times}, rank {rank}", self.cluster.step(self.run))
         with ExitStack() as stack:

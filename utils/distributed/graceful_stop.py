@@ -28,14 +28,15 @@ def stop_signals() -> list[signal.Signals]:
 class GracefulStop:
     """Receives signals within the `with`, and checks the time limit.
 
-    The first signal requests a stop at the end of a step, a second Ctrl-C ends the process at once.
+    The first signal requests a stop at the end of a step; a second Ctrl-C, or any signal once the run is `finished`,
+    ends the process at once.
 
     hours: the time limit, from the start of this process; 0 for none.
     """
 
     def __init__(self, hours: float = 0.0) -> None:
         self.deadline = psutil.Process().create_time() + hours * 3600 if hours else float("inf")
-        self.signal, self.since = "", 0.0
+        self.signal, self.since, self.finished = "", 0.0, False
 
     def __enter__(self) -> GracefulStop:
         # A thread reads the number of a signal from a socket. Python's own handlers would run in the main thread, which
@@ -61,9 +62,11 @@ class GracefulStop:
             if number not in STOP_SIGNALS:
                 continue
             again = self.signal and time.monotonic() - self.since > SECOND_INTERRUPT_SECONDS
-            if again and number == signal.SIGINT:
-                give_up("interrupted" if speaks_for_machine() else "", 128 + number)
-            self.signal, self.since = signal.Signals(number).name, time.monotonic()
+            name = signal.Signals(number).name
+            if self.finished or (again and number == signal.SIGINT):
+                reason = f"stopped by {name}; the run itself is finished" if self.finished else "interrupted"
+                give_up(reason if speaks_for_machine() else "", 128 + number)
+            self.signal, self.since = name, time.monotonic()
 
     def after(self, step: int) -> str:
         """Return the reason for all processes to stop at the end of this optimizer step: a signal's name, `TIME_LIMIT`,

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -21,7 +23,9 @@ from utils.background import kill_children, lower_priority
 from utils.errors import first_line
 
 ORPHAN_SECONDS = 60.0  # to send the rest if the training process has died
-CLEANUP_SECONDS = 5.0  # for the tracker to remove its temporary files on exit
+CLEANUP_SECONDS = 5.0  # for the tracker to clean up on exit
+
+_temporary: list[tempfile.TemporaryDirectory[str]] = []  # at most one: of the tracker's temporary files
 
 
 class Session(ABC):
@@ -64,6 +68,8 @@ def serve(make: Callable[[TextIO], Session]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # for the training process, which sends `finish` before it ends
     lower_priority()
+    _temporary.append(tempfile.TemporaryDirectory(prefix="lockstep-"))
+    tempfile.tempdir = os.environ["TMPDIR"] = _temporary[0].name
     session, method = make(open_replies()), ""
     for line in sys.stdin:
         if not line.endswith("\n"):  # the training process died while it wrote
@@ -119,8 +125,10 @@ def open_replies() -> TextIO:
 
 
 def exit_now(code: int) -> None:
-    """Exit without cleaning up, and kill the processes that the tracker has started."""
+    """Exit at once; kill the processes that the tracker has started, and remove its temporary files."""
     kill_children(os.getpid())
+    for folder in _temporary:
+        shutil.rmtree(folder.name, ignore_errors=True)
     os._exit(code)
 
 

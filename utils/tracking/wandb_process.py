@@ -26,10 +26,12 @@ from utils.files import ROOT
 from utils.tracking.log_position import LogPosition
 from utils.tracking.message_loop import ORPHAN_SECONDS, Session, exit_now, open_replies, serve
 from utils.tracking.reachable import REACH_SECONDS, unreachable
+from utils.tracking.wandb_rows import RecentRows, Row
 from utils.tracking.wandb_tables import charts
 
 WANDB_POSITION_FILE = ".wandb.json"  # in the run folder
 WANDB_LOCK_FILE = ".wandb.lock"  # in the run folder
+WANDB_ROWS_FILE = ".wandb_rows.jsonl"  # in the run folder
 WANDB_CONNECT_SECONDS = 30.0  # to reach the server, unless the variable WANDB_INIT_TIMEOUT gives another number
 ALERT_CHARACTERS = 1000  # of an alert's text, at most
 EXAMPLE_PIXELS = 640  # longer side of an example image
@@ -90,6 +92,9 @@ class WandbSession(Session):
         for axis in axes:
             self._define(*axis)
         self.position = LogPosition(Path(folder) / WANDB_POSITION_FILE, run["id"])
+        self.recent = RecentRows(Path(folder) / WANDB_ROWS_FILE, run["id"])
+        with suppress(Exception):  # as long as W&B's file has this format
+            self._log_lost_rows()
         for name in inputs:
             self.use_artifact(name)
 
@@ -127,8 +132,20 @@ class WandbSession(Session):
         """Log numbers by key at an optimizer step. axis: the key of their x axis."""
         self._define_dotted(values)
         if not self.position.logged_before(axis, values[axis]):
+            self.recent.add(Row(dict(values), step, axis))
             self._log(values, step)
             self.position.advance(axis, values[axis])
+
+    def _log_lost_rows(self) -> None:
+        """Log the rows again that an earlier process has logged and W&B has lost, because all processes were killed.
+
+        The server has the rows before `run.step`. Rows in the file of an offline run are uploaded by wandb sync.
+        """
+        kinds = "*run-*" if self.is_offline else "offline-run-*"
+        for row in self.recent.missing(self.folder.glob(f"{kinds}-{self.run.id}/*.wandb")):
+            if self.is_offline or row.step >= self.run.step:
+                self._define_dotted(row.values)
+                self._log(row.values, row.step)
 
     def _define_dotted(self, keys: Iterable[str]) -> None:
         """Define keys with dots: in patterns W&B takes a dot for the start of a nested value, and ignores the key."""
@@ -234,7 +251,9 @@ class WandbSession(Session):
             self.run.alert("The run ended by an error", shortened(reason, ALERT_CHARACTERS), "ERROR")
         started = time.monotonic()
         self.run.finish(exit_code=code)
-        if time.monotonic() - started >= self.timeout:
+        if time.monotonic() - started < self.timeout:
+            self.recent.clear()
+        else:
             self.reply(
                 f"warning: W&B has not received everything within {self.timeout:.0f} s; upload the rest with: "
                 f"wandb sync --include-online {Path(self.run.dir).parent}"

@@ -134,6 +134,22 @@ def test_a_second_ctrl_c_ends_the_process() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "goes on\n", "interrupted\n")
 
 
+FINISHED = """
+import os, signal, time
+from utils.distributed.graceful_stop import GracefulStop
+with GracefulStop() as stop:
+    stop.finished = True
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+
+
+def test_a_signal_after_the_last_epoch_ends_the_process() -> None:
+    """Everything is saved; pictures and trackers need not be waited for."""
+    ended = subprocess.run([sys.executable, "-c", FINISHED], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (143, "stopped by SIGTERM; the run itself is finished\n")
+
+
 def test_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = psutil.Process().create_time()
     now = begun
