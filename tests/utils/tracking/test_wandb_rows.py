@@ -14,7 +14,7 @@ from tests import wandb_server
 from tests.wandb_files import read, runs
 from utils.background import kill_children
 from utils.tracking.wandb import WandbTracker
-from utils.tracking.wandb_rows import LOG_BLOCK_BYTES, KEPT_ROWS, RecentRows, Row, history
+from utils.tracking.wandb_rows import KEPT_ROWS, LOG_BLOCK_BYTES, RecentRows, Row, history
 
 RUN = {"project": "p", "id": "abc"}
 
