@@ -94,7 +94,8 @@ class Cluster:
         patience = ("--rdzv_conf", f"timeout={MEETING_SECONDS}")
         launch = (*ACCELERATE, "--config_file", str(self.config), *size, *rendezvous, *patience)
         script = (str(ROOT / "train.py"), *self.flags, "--project", str(self.disk), "--name", run)
-        return ["ip", "netns", "exec", HOSTS[number], *start.wrap.get(number, ()), *launch, *script]
+        # The wrapper is outside: inside, /sys is another one, without control groups.
+        return [*start.wrap.get(number, ()), "ip", "netns", "exec", HOSTS[number], *launch, *script]
 
     def states(self, run: str) -> StateFiles:
         """Return the states of a run."""
