@@ -31,7 +31,7 @@ MEETING_SECONDS = 60  # in which both launchers must be there
 POLL_SECONDS = 0.05
 # Rates that leave rounding small, and four optimizer steps in an epoch of seven batches.
 RECIPE = {"nbs": 8, "lr0": 0.0002, "warmup_bias_lr": 0.0002, "warmup_epochs": 1.0}
-MODELS = {"detect": "yolov5n.yaml", "classify": "resnet18.yaml", "segment": "yolov5n-seg.yaml"}
+MODELS = {"detect": "yolov5n.yaml", "classify": "yolov5n-cls.yaml", "segment": "yolov5n-seg.yaml"}
 DRAW = {"detect": shapes.draw_dataset, "classify": shapes_cls.draw_dataset, "segment": shapes_seg.draw_dataset}
 
 
