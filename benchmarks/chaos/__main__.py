@@ -185,12 +185,14 @@ class Soak:
                 self.go_on(attempt)
         if fault.ends:
             wait_for_end(attempt)
-        elif not attempt.ended() and not self.go_on(attempt):
+        elif not self.go_on(attempt) and not attempt.ended():
             outcome.problems.append(f"no {STEPS_AFTER} optimizer steps in {END_SECONDS:g} s after the fault")
         if fault.ends or attempt.ended():
             outcome.ended = time.monotonic() - began
             outcome.result = f"ended after {outcome.ended:.0f} s"
-            if not fault.ends and not self.cluster.finished(attempt.run):
+            # If the training came to its last epoch while it could not save, that is an error.
+            unsaved = fault.disk and any(" cannot be written: " in text for text in attempt.output().values())
+            if not fault.ends and not self.cluster.finished(attempt.run) and not unsaved:
                 outcome.problems.append(f"it should have gone on: {attempt.output()}")
             if not attempt.ended():
                 outcome.problems.append(f"it has not ended in {END_SECONDS:g} s")
