@@ -187,12 +187,15 @@ class Soak:
             wait_for_end(attempt)
         elif not self.go_on(attempt) and not attempt.ended():
             outcome.problems.append(f"no {STEPS_AFTER} optimizer steps in {END_SECONDS:g} s after the fault")
+        if not fault.ends and attempt.ended() and self.cluster.finished(attempt.run):
+            outcome.result = "finished"
+            return
         if fault.ends or attempt.ended():
             outcome.ended = time.monotonic() - began
             outcome.result = f"ended after {outcome.ended:.0f} s"
             # If the training came to its last epoch while it could not save, that is an error.
             unsaved = fault.disk and any(" cannot be written: " in text for text in attempt.output().values())
-            if not fault.ends and not self.cluster.finished(attempt.run) and not unsaved:
+            if not fault.ends and not unsaved:
                 outcome.problems.append(f"it should have gone on: {attempt.output()}")
             if not attempt.ended():
                 outcome.problems.append(f"it has not ended in {END_SECONDS:g} s")
@@ -227,10 +230,11 @@ def ask_to_end(attempt: Attempt) -> None:
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return a row per fault, for docs/reliability.md."""
+    """Return a row per fault, for docs/reliability.md; rounds whose moment came too late do not count."""
     groups: dict[str, list[int]] = defaultdict(list)
     for place, outcome in enumerate(outcomes):
-        groups[outcome.fault].append(place)
+        if outcome.result != "finished before":
+            groups[outcome.fault].append(place)
     lines = [
         "| fault | rounds | ended by itself | went on | failed | seconds to end | seconds to be back | steps lost |",
         "|---|---|---|---|---|---|---|---|",
@@ -239,7 +243,7 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
         rounds = [outcomes[place] for place in places]
         # The next start brings back a training that has ended.
         back = [outcomes[place + 1].back for place in places if place + 1 < len(outcomes) and outcomes[place + 1].step]
-        went_on = sum(outcome.result == "went on" for outcome in rounds)
+        went_on = sum(outcome.result in ("went on", "finished") for outcome in rounds)
         failed = sum(bool(outcome.problems) for outcome in rounds)
         ends = [outcome.ended for outcome in rounds]
         cells = (fault, len(rounds), len(_known(ends)), went_on, failed, _seconds(ends), _seconds(back))
