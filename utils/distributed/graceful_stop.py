@@ -13,7 +13,7 @@ import time
 import psutil
 
 from utils.distributed.exit import TIME_LIMIT, give_up
-from utils.distributed.ranks import ranks, speaks_for_machine
+from utils.distributed.ranks import ranks, speaks_for_machine, world_size
 from utils.distributed.store import run_store
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -49,7 +49,7 @@ class GracefulStop:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None:
+        if kind is not None or (self.finished and world_size() > 1):
             return  # this process is about to print the error and exit: the launcher's SIGTERM must not end it before
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._handlers.items():
