@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +24,7 @@ from utils.background import kill_children, lower_priority
 from utils.errors import first_line
 
 ORPHAN_SECONDS = 60.0  # to send the rest if the training process has died
+PARENT_SECONDS = 1.0  # between two checks whether it has
 CLEANUP_SECONDS = 5.0  # for the tracker to clean up on exit
 
 _temporary: list[tempfile.TemporaryDirectory[str]] = []  # at most one: of the tracker's temporary files
@@ -68,6 +70,7 @@ def serve(make: Callable[[TextIO], Session]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # for the training process, which sends `finish` before it ends
     lower_priority()
+    threading.Thread(target=_follow_training, args=(os.getppid(),), daemon=True).start()
     _temporary.append(tempfile.TemporaryDirectory(prefix="lockstep-"))
     tempfile.tempdir = os.environ["TMPDIR"] = _temporary[0].name
     session, method = make(open_replies()), ""
@@ -130,6 +133,13 @@ def exit_now(code: int) -> None:
     for folder in _temporary:
         shutil.rmtree(folder.name, ignore_errors=True)
     os._exit(code)
+
+
+def _follow_training(parent: int) -> None:
+    """End this process some time after its parent, even if a call of the tracker never returns."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_SECONDS)
+    _exit_after(ORPHAN_SECONDS)
 
 
 def _exit_after(seconds: float) -> None:
