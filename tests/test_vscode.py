@@ -26,6 +26,8 @@ from tests.conftest import ROOT, free_port, left_behind
 
 Entry = dict[str, Any]  # of launch.json, and arguments of a debugger session
 LIMIT = 120.0  # seconds, of each wait
+REACH_SECONDS = 60.0  # to the breakpoint
+ATTEMPTS = 3  # now and then the debugger loses a process that attaches, which then waits for ever
 PROCESSES = {"train: one process": 1, "train: two CPU processes under accelerate launch": 2}
 
 
@@ -119,8 +121,8 @@ def first_line_of_the_loop() -> int:
     return next(node for node in ast.walk(function) if isinstance(node, ast.For)).body[0].lineno
 
 
-def until(condition: Callable[[], object]) -> bool:
-    end = time.monotonic() + LIMIT
+def until(condition: Callable[[], object], seconds: float = LIMIT) -> bool:
+    end = time.monotonic() + seconds
     while not (done := condition()) and time.monotonic() < end:
         time.sleep(0.01)
     return bool(done)
@@ -128,17 +130,28 @@ def until(condition: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize("name", PROCESSES)
 def test_a_breakpoint_stops_every_process(name: str, small_data: Path, tmp_path: Path) -> None:
-    """Start an entry's command under a debugger that listens, and use the entry `attach`."""
-    entry, port, cache = entries()[name], int(free_port()), str(tmp_path / "cache")
+    answers: list[str] = []
+    for attempt in range(ATTEMPTS):
+        if not answers:
+            answers = answers_at_the_breakpoint(name, small_data, tmp_path / str(attempt))
+    assert sorted(answers) == [f"({rank}, {PROCESSES[name]}, 0)" for rank in range(PROCESSES[name])]
+
+
+def answers_at_the_breakpoint(name: str, data: Path, folder: Path) -> list[str]:
+    """Start an entry's command under a debugger that listens, and use the entry `attach`; return an answer of each
+    process, or [] if not all processes reach the breakpoint in time.
+    """
+    folder.mkdir()
+    entry, port, cache = entries()[name], int(free_port()), str(folder / "cache")
     # The debugger's adapter and the launcher's processes start sessions of their own
     left = functools.partial(left_behind, f"XDG_CACHE_HOME={cache}", patience=0)
     listening = [sys.executable, "-m", "debugpy", "--listen", f"127.0.0.1:{port}", "--wait-for-client"]
     target = [entry["program"]] if "program" in entry else ["-m", entry["module"]]
-    what = ["--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", "data/hyps/shapes.yaml"]
+    what = ["--data", str(data), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", "data/hyps/shapes.yaml"]
     how = ["--imgsz", "64", "--epochs", "1", "--batch-size", "8", "--device", "cpu", "--noplots"]
-    with (tmp_path / "printed.txt").open("w") as printed:
+    with (folder / "printed.txt").open("w") as printed:
         debuggee = subprocess.Popen(
-            [*listening, *target, *entry["args"], *what, *how, "--project", str(tmp_path)],
+            [*listening, *target, *entry["args"], *what, *how, "--project", str(folder)],
             env={**os.environ, "OMP_NUM_THREADS": "1", **entry.get("env", {}), "XDG_CACHE_HOME": cache},
             cwd=entry["cwd"],
             stdout=printed,
@@ -149,13 +162,14 @@ def test_a_breakpoint_stops_every_process(name: str, small_data: Path, tmp_path:
     session = {**entries()["attach"], "connect": {"host": "127.0.0.1", "port": port}}
     try:
         assert until(lambda: debugger.open(session) or debuggee.poll() is not None), "the debugger does not listen"
-        assert until(lambda: debugger.stopped(count) or debuggee.poll() is not None)
-        assert sorted(debugger.answers) == [f"({rank}, {count}, 0)" for rank in range(count)]
+        if not until(lambda: debugger.stopped(count) or debuggee.poll() is not None, REACH_SECONDS):
+            return []
         debugger.end()
         assert until(lambda: debuggee.poll() is not None and not left()), "processes are left"
+        return debugger.answers
     finally:
         for process in left():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         debuggee.wait(LIMIT)
-        print((tmp_path / "printed.txt").read_text())  # shown if the test fails
+        print((folder / "printed.txt").read_text())  # shown if the test fails
