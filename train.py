@@ -41,7 +41,7 @@ from val import Evaluator, evaluator
 
 DRAWN_BATCHES = 3  # training batches that are drawn into the run folder
 VALIDATION_BATCH = 32  # images per process and validation batch, at most
-TRACKER_SECONDS = 10.0  # for trackers to send the rest when a run is stopped early
+TRACKER_SECONDS = 10.0  # for trackers to send the rest when a run is asked to end
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Training:
         self.run_log.log_results(progress)
         run.print(*report.best_epoch_table(progress, best, options.quiet), f"results in {run.path}", always=True)
         run.on_main(lambda: hand_over(best, run.path))
-        run.finish()
+        run.finish(TRACKER_SECONDS if run.stop_requested() else float("inf"))  # a launcher waits for 30 s
         run.on_main(lambda: self.run_log.push(self.task, best, self.weights_content))
 
 
