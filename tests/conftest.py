@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -20,14 +19,13 @@ from typing import Any, NoReturn, Protocol
 from uuid import uuid4
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from filelock import FileLock
 from torch.multiprocessing.spawn import start_processes
 
 from data.builtin import shapes, shapes_cls, shapes_seg
-from tests.machines import living, machines
+from tests.machines import left_behind, machines
 from tests.making import write_yaml
 from utils.distributed.accelerator import forget
 from utils.distributed.exit import Stopped, run_main
@@ -185,14 +183,6 @@ def call_main(
     signal.set_wakeup_fd(-1)
     for number, handler in handlers.items():
         signal.signal(number, handler)
-
-
-def left_behind(mark: str, patience: float = 10.0) -> list[psutil.Process]:
-    """Return the processes with a mark in their environment that outlive `patience` seconds; loaders need up to 5."""
-    end = time.monotonic() + patience
-    while (alive := list(living(mark))) and time.monotonic() < end:
-        time.sleep(0.1)
-    return alive
 
 
 class OnProcesses(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -56,3 +57,11 @@ def living(mark: str, *more: str) -> Iterator[psutil.Process]:
         with suppress(psutil.Error):
             if wanted.items() <= process.environ().items() and process.status() != psutil.STATUS_ZOMBIE:
                 yield process
+
+
+def left_behind(mark: str, patience: float = 10.0) -> list[psutil.Process]:
+    """Return the processes with a mark in their environment that outlive `patience` seconds; loaders need up to 5."""
+    end = time.monotonic() + patience
+    while (alive := list(living(mark))) and time.monotonic() < end:
+        time.sleep(0.1)
+    return alive

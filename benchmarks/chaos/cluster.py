@@ -16,7 +16,7 @@ import psutil
 
 from data.builtin import shapes, shapes_cls, shapes_seg
 from tests.faults.fault_points import planted
-from tests.machines import ACCELERATE, CONFIGS, ip, living, machines
+from tests.machines import ACCELERATE, CONFIGS, ip, left_behind, living, machines
 from tests.making import write_yaml
 from utils.checkpoint.state_files import StateFiles
 from utils.files import ROOT
@@ -201,11 +201,8 @@ class Attempt:
 
     def left_behind(self, seconds: float) -> list[str]:
         """Return the commands of processes that outlive `seconds`."""
-        end = time.monotonic() + seconds
-        while (alive := self.processes()) and time.monotonic() < end:
-            time.sleep(POLL_SECONDS)
         lines = []
-        for process in alive:
+        for process in left_behind(f"{MARK}={self.number}", seconds):
             with suppress(psutil.Error):
                 lines.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
         return lines

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @contextmanager
 def inside(host: str, context: AbstractContextManager[T]) -> Iterator[T]:
-    """Enter and leave a context in a thread that is in the namespace `host`; sockets stay where they were made."""
+    """Enter and leave a context in a thread inside the namespace `host`: the sockets that it opens belong there."""
     with ThreadPoolExecutor(1, initializer=_enter, initargs=(host,)) as thread:
         value = thread.submit(context.__enter__).result()
         try:
