@@ -35,6 +35,14 @@ def until(condition: Callable[[], Any]) -> Any:
 # One process
 
 
+@pytest.fixture(autouse=True)
+def terminal() -> Iterator[None]:
+    """Give SIGHUP its default action, which a runner under nohup has taken away."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_requests_a_stop(number: int) -> None:
     with GracefulStop() as stop:
