@@ -107,6 +107,7 @@ lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-logo
 	@test ! -x $(VENV)/bin/hadolint || $(VENV)/bin/hadolint Dockerfile
 
 bench: setup

@@ -1,4 +1,4 @@
-"""README.md and docs/: links, commands, the tables of flags, and the reading path agree with the repository."""
+"""README.md and docs/: links, commands and the tables of flags agree with the repository."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import io
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from utils.files import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = {"train.py": TrainOptions, "val.py": ValOptions, "detect.py": DetectOptions, "export.py": ExportOptions}
-PATH_LINES, PATH_TOLERANCE = 4500, 0.1  # of the reading path: its sum at most, and the error of each line count
 
 
 def text_of(page: Path) -> str:
@@ -54,12 +52,6 @@ def broken(page: Path, target: str) -> bool:
     file, _, anchor = target.partition("#")
     goal = (page.parent / file).resolve() if file else page
     return not goal.exists() or bool(anchor and anchor not in anchors(goal))
-
-
-def test_broken_links_are_detected() -> None:
-    page = ROOT / "README.md"
-    assert not any(broken(page, link) for link in ("docs/data.md", "docs/data.md#download", "#install", "LICENSE"))
-    assert all(broken(page, link) for link in ("docs/none.md", "docs/data.md#none", "#none"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -173,39 +165,11 @@ def command_errors(command: str) -> list[str]:
     return errors + script_errors(rest[script:])
 
 
-@pytest.mark.parametrize(
-    ("command", "error"),
-    [
-        ("python train.py --data my.yaml --epochs 3 ...", ""),
-        ("python train.py --epoch 3", "unknown flag --epoch"),
-        ("python trian.py", "trian.py does not exist"),
-        ("python train.py --data data/none.yaml", "data/none.yaml does not exist"),
-        ("python val.py --hyp a.yaml", "unknown flag --hyp"),
-        ("python -m utils.plots runs/train/exp --only results.png", ""),
-        ("python -m utils.plot runs/train/exp", "utils.plot does not exist"),
-        ("python -m utils.plots --every", "utils.plots has no --every"),
-        ("python -m debugpy --listen 5678 train.py --none", "unknown flag --none"),
-        ("python -m torch.distributed.run --nproc_per_node 2 train.py --batch 8", ""),
-        ("python -m torch.distributed.run --procs 2 train.py", "ambiguous|unrecognized|required|usage|error"),
-        ("accelerate launch --num_processes 2 train.py --machine_rank 0", "unknown flag --machine_rank"),
-        ("accelerate launch --config_file accelerate_configs/3node.yaml train.py", "3node.yaml does not exist"),
-        ("sbatch accelerate_configs/slurm.sbatch --dat my.yaml", "unknown flag --dat"),
-    ],
-)
-def test_wrong_commands_are_detected(command: str, error: str) -> None:
-    errors = " ".join(command_errors(command))
-    assert re.search(error, errors) if error else not errors
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_commands_of_a_page_exist(page: Path) -> None:
     """Scripts, modules, configuration files and flags."""
     wrong = {command: errors for command in commands(page) if (errors := command_errors(command))}
     assert wrong == {}
-
-
-def test_commands_are_found() -> None:
-    assert sum(len(commands(page)) for page in PAGES) > 50
 
 
 # The table of flags
@@ -241,33 +205,7 @@ def test_the_page_of_flags_agrees_with_the_parser(script: str) -> None:
     assert listed == parsed
 
 
-# The reading path
-
-
-def reading_path() -> list[tuple[str, int, list[str]]]:
-    """Return the rows of the reading path: a file, its stated number of lines, and the names to look for in it."""
-    section = text_of(ROOT / "docs" / "architecture.md").partition("## Reading path")[2].partition("\n## ")[0]
-    (table,) = tables(section)
-    return [(names(file)[0], int(lines), names(hints)) for file, lines, hints in table[1:]]
-
-
-def test_the_reading_path_is_short_and_its_files_exist() -> None:
-    stated = {file: lines for file, lines, _ in reading_path()}
-    actual = {file: len(text_of(ROOT / file).splitlines()) for file in stated}
-    wrong = {
-        file: f"{stated[file]} lines stated, {lines} in the file"
-        for file, lines in actual.items()
-        if abs(stated[file] - lines) > PATH_TOLERANCE * lines
-    }
-    assert wrong == {}
-    assert sum(actual.values()) <= PATH_LINES
-
-
-def test_what_the_reading_path_names_is_in_its_files() -> None:
-    for file, _, hints in reading_path():
-        words = [word for hint in hints if not hint.startswith("-") for word in hint.split(".")]
-        source = text_of(ROOT / file)
-        assert [word for word in words if not re.search(rf"\b{word}\b", source)] == [], file
+# Files
 
 
 def test_files_that_the_architecture_names_exist() -> None:
@@ -275,26 +213,3 @@ def test_files_that_the_architecture_names_exist() -> None:
     paths = re.findall(r"`((?:models|data|utils|tests|docs|benchmarks)/[\w./]+\.(?:py|yaml|md))`", page)
     assert paths
     assert [path for path in paths if not (ROOT / path).is_file()] == []
-
-
-# What was tested
-
-
-def ids_of(expression: str, files: set[str]) -> set[str]:
-    """Return the ids of the tests in files below tests/ that a marker expression selects."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-m", expression, *sorted(files)]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return {line.removeprefix("tests/") for line in printed.splitlines() if line.startswith("tests/")}
-
-
-def test_what_was_tested_is_run_by_the_command_that_the_page_names() -> None:
-    rules = dict(re.findall(r"^(test[\w-]*): .*\n.*-m \"(.*)\"$", text_of(ROOT / "Makefile"), re.MULTILINE))
-    section = text_of(ROOT / "docs" / "reliability.md").partition("## What was tested")[2]
-    rows = [(names(command)[0], names(test)[0]) for _, command, test in tables(section)[0][1:]]
-    assert len(rows) > 30
-    tests = [test if "::" in test else f"test_resume.py::{test}" for _, test in rows]
-    files = {f"tests/{test.partition('::')[0]}" for test in tests}
-    ids = {f"make {rule}": ids_of(rules[rule], files) for rule in ("test", "test-long")}
-    for (command, _), test in zip(rows, tests, strict=True):
-        run_by = {rule for rule, known in ids.items() if any(f"{one}[".startswith(f"{test}[") for one in known)}
-        assert run_by == {command}, test
