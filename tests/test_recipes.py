@@ -51,6 +51,7 @@ def single(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return project / "exp"
 
 
+@pytest.mark.long
 def test_two_processes(train: Train, single: Path, tmp_path: Path) -> None:
     """Even without --sync-bn, for BatchNorm computes no statistics."""
     assert rows(single)[-1]["metrics/mAP_0.5"] > 0.08
