@@ -36,11 +36,6 @@ SHARP = {"nbs": 16, "warmup_epochs": 0.0, "weight_decay": 0.01}
 # One curve. Required: 1e-3 for losses and weights; measured: 4e-7 and 1e-7, and equal scores.
 
 
-def test_one_process_learns_something(single: Path) -> None:
-    """Else equal scores would prove nothing. Measured: 0.10."""
-    assert rows(single)[-1]["metrics/mAP_0.5"] > 0.08
-
-
 def test_sync_bn_changes_nothing_on_one_process(single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
     fine_tune(tmp_path, "--sync-bn")
     assert (tmp_path / "exp" / "results.csv").read_bytes() == (single / "results.csv").read_bytes()
