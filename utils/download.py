@@ -5,8 +5,6 @@ Called by data/archives.py, data/media.py and models/weights/releases.py.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import glob
 import hashlib
 import os
@@ -15,7 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,18 +35,17 @@ RETRIED_STATUS_CODES = (408, 416, 425, 429)  # client errors; server errors are 
 
 
 class _Content(NamedTuple):
-    """A file according to a server's headers: length, a tag that changes with the content ('' if unknown), MD5."""
+    """A file according to a server's headers: its length, and a tag that changes with the content, '' if unknown."""
 
     length: int | None
     tag: str
-    md5: bytes
 
     @staticmethod
     def of(headers: Mapping[str, str]) -> _Content:
         length, tag = headers.get("Content-Length") or "", headers.get("ETag") or ""
         if not tag or tag.startswith("W/"):  # a weak tag may not change with the bytes
             tag = headers.get("Last-Modified") or ""
-        return _Content(int(length) if length.isdecimal() else None, tag, _md5(headers))
+        return _Content(int(length) if length.isdecimal() else None, tag)
 
 
 def download(
@@ -101,10 +98,8 @@ def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool]
 
 def _problem(transfer: _Transfer, sha256: str, usable: Callable[[Path], bool]) -> str:
     """Return the problem of the received file, '' if there is none."""
-    if sha256 and not _digest(transfer.part, "sha256").hex().startswith(sha256):
+    if sha256 and not _sha256(transfer.part).startswith(sha256):
         return "its SHA-256 is not the expected one"
-    if transfer.content.md5 and _digest(transfer.part, "md5") != transfer.content.md5:
-        return "its MD5 is not that of the server's headers"
     return "" if usable(transfer.part) else "the content is of another kind, or damaged"
 
 
@@ -114,7 +109,7 @@ class _Transfer:
     def __init__(self, address: str, path: Path, licence: str) -> None:
         self.address, self.path, self.licence = address, path, licence
         self.answered = False  # whether the server has answered a request
-        self.content = _Content(None, "", b"")
+        self.content = _Content(None, "")
         self.part = self._part()
 
     def run(self) -> None:
@@ -223,23 +218,12 @@ def _continues(headers: Mapping[str, str], received: int, content: _Content) -> 
     return tag in (None, content.tag) or headers.get("Last-Modified") == content.tag
 
 
-def _md5(headers: Mapping[str, str]) -> bytes:
-    """Return the MD5 in the headers of Azure, Google and other servers, b'' if there is none."""
-    encoded = headers.get("x-ms-blob-content-md5") or headers.get("Content-MD5") or ""
-    if match := re.search(r"\bmd5=([\w+/]+=*)", headers.get("x-goog-hash") or ""):
-        encoded = match[1]
-    with suppress(binascii.Error, ValueError):
-        digest = base64.b64decode(encoded, validate=True)
-        return digest if len(digest) == 16 else b""
-    return b""
-
-
-def _digest(path: Path, kind: str) -> bytes:
-    digest = hashlib.new(kind, usedforsecurity=False)
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
             digest.update(block)
-    return digest.digest()
+    return digest.hexdigest()
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from utils.distributed.precision import Precision
 from utils.distributed.watchdog import Watchdog
 from utils.files import numbered_folder
 from utils.plots.plotter import FINISH_TIMEOUT_SECONDS, Plotter
-from utils.run_folder import MainRunFolder, RunFolder
+from utils.run_folder import RunFolder
 from utils.tracking.tracker import Tracker
 
 LISTED_BATCHES = 2  # of each process, in its row of the process table
@@ -53,8 +53,8 @@ class Run:
         self.accelerator, self.precision, self.quiet = accelerator, precision, quiet
         self.collectives = Collectives(accelerator)
         self.step = 0  # the optimizer step at which pictures are logged
-        self.path, self.files = Path(), RunFolder(Path(), self.collectives)  # until `open_folder`
         self._is_main = accelerator.is_main_process
+        self.path, self.files = Path(), RunFolder(Path(), self.collectives, False, self.print)  # until `open_folder`
         self._plotter: Plotter | None = None
         self._first_charts: tuple[str, ...] = ()  # not yet drawn
         self._watchdog = Watchdog(math.inf, self.path)
@@ -66,9 +66,7 @@ class Run:
         name = numbered_folder(project, options.name, options.exist_ok).name if self._is_main else ""
         # The name is broadcast, not the path: --project may differ between machines.
         self.path = project / self.collectives.broadcast(name)
-        self.files = RunFolder(self.path, self.collectives)
-        if self._is_main:
-            self.files = MainRunFolder(self.path, self.collectives, self.print, self._draw_results)
+        self.files = RunFolder(self.path, self.collectives, self._is_main, self.print, self._draw_results)
 
     def untimed_barrier(self) -> AbstractContextManager[None]:
         """Return a context for work of any duration, such as a download; all processes leave it together."""
@@ -166,7 +164,6 @@ class Run:
             self._plotter.results_changed()
 
     def _log_pictures(self, files: Mapping[str, Path]) -> None:
-        self.files.list_files(files)
         for tracker in self.trackers:
             tracker.log_pictures({f"pictures/{Path(name).stem}": path for name, path in files.items()}, self.step)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import yaml
 from torch import nn
@@ -12,35 +13,80 @@ from torch import nn
 from utils.checkpoint.background_writer import BackgroundWriter
 from utils.checkpoint.state_files import StateFiles
 from utils.checkpoint.weight_files import serialised, weights_content
-from utils.checkpoint.written_files import WrittenFiles
 from utils.distributed.collectives import Collectives
 from utils.files import PART_SUFFIX, lock_folder
 
+APPENDED = ("results.csv", "weights/epoch*.pt", "events.out.tfevents*", ".tensorboard.json")  # a new run adds to these
+P = ParamSpec("P")
+
+
+def on_main(method: Callable[Concatenate[RunFolder, P], None]) -> Callable[Concatenate[RunFolder, P], None]:
+    """Make a method do nothing on the other processes."""
+
+    @wraps(method)
+    def call(self: RunFolder, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.is_main:
+            method(self, *args, **kwargs)
+
+    return call
+
 
 class RunFolder:
-    """The run folder on a process other than the main one: its methods write nothing."""
+    """The run folder. Every process makes the same calls; only the main one writes, and locks the folder until it ends.
 
-    def __init__(self, path: Path, collectives: Collectives) -> None:
-        self.path, self.collectives = path, collectives
+    Args:
+        warn: called with warnings about files.
+        row_added: called after each new row of results.csv.
+    """
 
+    def __init__(
+        self,
+        path: Path,
+        collectives: Collectives,
+        is_main: bool,
+        warn: Callable[[str], object],
+        row_added: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.path, self.collectives, self.is_main = path, collectives, is_main
+        self.warn, self.row_added = warn, row_added
+        self._lock = lock_folder(path) if is_main else None
+        self._states = StateFiles(path / "checkpoint")
+        self._writer = BackgroundWriter(warn)
+        self._lines: list[str] = []  # of results.csv
+
+    @on_main
     def write_settings(self, settings: Mapping[str, Any]) -> None:
         """Write settings.yaml: all settings, defaults included."""
+        text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
+        self._write_now("settings.yaml", text.encode())
 
+    @on_main
     def write_problems(self, problems: Sequence[str]) -> None:
         """Write problems.txt, what was left out of the data set; remove it if nothing was."""
+        if problems:
+            self.write_documents({"problems.txt": "".join(f"{problem}\n" for problem in problems)})
+        else:
+            (self.path / "problems.txt").unlink(missing_ok=True)
 
+    @on_main
     def write_documents(self, documents: Mapping[str, str]) -> None:
         """Write text files by name."""
+        for name, text in documents.items():
+            self._write_now(name, text.encode(errors="surrogateescape"))  # file names may be any bytes
 
-    def list_files(self, names: Iterable[str]) -> None:
-        """Remember files that others have written into the folder: a new run in it removes them."""
-
+    @on_main
     def add_row(self, row: Mapping[str, float | int | None]) -> None:
         """Add a row to results.csv: 9 significant digits, empty for None. The first row's keys are the header.
 
         The whole file is written each time, so that it is never incomplete.
         """
+        if not self._lines:
+            self._lines.append(",".join(row))
+        self._lines.append(",".join("" if value is None else f"{value:.9g}" for value in row.values()))
+        self._write_rows()
+        self.row_added()
 
+    @on_main
     def save_weights(
         self, files: Sequence[str], model: nn.Module, then: Callable[[], object] = lambda: None, **content: Any
     ) -> None:
@@ -48,101 +94,44 @@ class RunFolder:
 
         content: see `weights_content`.
         """
-
-    def save_state(self, state: Mapping[str, Any]) -> None:
-        """Write a state for --resume into checkpoint/, with the rows of results.csv, in the background."""
-
-    def read_state(self) -> dict[str, Any] | None:
-        """Return the newest complete state, the same on every process. All processes must call this together."""
-        return self.collectives.broadcast(None)
-
-    def rewind(self, state: Mapping[str, Any] | None) -> None:
-        """Restore the rows of results.csv in `state`, and remove partly written files.
-
-        None, for a new run, removes what an earlier run has left in the folder, except for last.pt and best.pt.
-        """
-
-    def wait_for_writing(self) -> None:
-        """Wait until everything is written; an error is a warning."""
-
-    def finish_writing(self) -> None:
-        """Wait until everything is written. Raises `UserError` if a file cannot be written."""
-
-
-class MainRunFolder(RunFolder):
-    """The run folder on the main process, which locks it until the process ends.
-
-    warn: called with warnings about files. row_added: called after each new row of results.csv.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        collectives: Collectives,
-        warn: Callable[[str], object],
-        row_added: Callable[[], object] = lambda: None,
-    ) -> None:
-        super().__init__(path, collectives)
-        self.warn, self.row_added = warn, row_added
-        self._lock = lock_folder(path)
-        self._states = StateFiles(path / "checkpoint")
-        self._written = WrittenFiles(path)
-        self._writer = BackgroundWriter(warn)
-        self._lines: list[str] = []  # of results.csv
-
-    def write_settings(self, settings: Mapping[str, Any]) -> None:
-        text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
-        self._write_now("settings.yaml", text.encode())
-
-    def write_problems(self, problems: Sequence[str]) -> None:
-        if problems:
-            self.write_documents({"problems.txt": "".join(f"{problem}\n" for problem in problems)})
-        else:
-            (self.path / "problems.txt").unlink(missing_ok=True)
-
-    def write_documents(self, documents: Mapping[str, str]) -> None:
-        self._written.add(documents)
-        for name, text in documents.items():
-            self._write_now(name, text.encode(errors="surrogateescape"))  # file names may be any bytes
-
-    def list_files(self, names: Iterable[str]) -> None:
-        self._written.add(names)
-
-    def add_row(self, row: Mapping[str, float | int | None]) -> None:
-        if not self._lines:
-            self._lines.append(",".join(row))
-        self._lines.append(",".join("" if value is None else f"{value:.9g}" for value in row.values()))
-        self._write_rows()
-        self.row_added()
-
-    def save_weights(
-        self, files: Sequence[str], model: nn.Module, then: Callable[[], object] = lambda: None, **content: Any
-    ) -> None:
         if files:
             paths = [self.path / "weights" / name for name in files]
             self._writer.write(paths, serialised(weights_content(model, **content)), then)
 
+    @on_main
     def save_state(self, state: Mapping[str, Any]) -> None:
+        """Write a state for --resume into checkpoint/, with the rows of results.csv, in the background."""
         content = serialised({**state, "rows": self._lines})
         self._writer.submit({self._states.folder: lambda: self._states.write(content)})
 
     def read_state(self) -> dict[str, Any] | None:
-        return self.collectives.broadcast(self._states.read(self.warn))
+        """Return the newest complete state, the same on every process. All processes must call this together."""
+        return self.collectives.broadcast(self._states.read(self.warn) if self.is_main else None)
 
+    @on_main
     def rewind(self, state: Mapping[str, Any] | None) -> None:
+        """Restore the rows of results.csv in `state`, and remove partly written files.
+
+        None, for a new run, removes the states, the results and the events of an earlier run in the folder.
+        """
         for part in (*self.path.glob(f".*{PART_SUFFIX}"), *self.path.glob(f"*/.*{PART_SUFFIX}")):
             part.unlink(missing_ok=True)
         if state is None:
             self._states.clear()
-            self._written.remove_all()
+            for earlier in (file for pattern in APPENDED for file in self.path.glob(pattern)):
+                earlier.unlink(missing_ok=True)
         elif state["rows"]:
             self._lines = list(state["rows"])
             self._write_rows()
 
+    @on_main
     def wait_for_writing(self) -> None:
+        """Wait until everything is written; an error is a warning."""
         self._writer.wait()
 
+    @on_main
     def finish_writing(self) -> None:
+        """Wait until everything is written. Raises `UserError` if a file cannot be written."""
         self._writer.wait()
         self._writer.finish(f"continue with --resume {self.path}" if self._states.files() else "start the run again")
 

@@ -14,7 +14,7 @@ from torch import nn
 from models.weights.reader import read_weights
 from utils.distributed.collectives import Collectives
 from utils.errors import UserError
-from utils.run_folder import MainRunFolder, RunFolder
+from utils.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def warnings() -> list[str]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, warnings: list[str]) -> MainRunFolder:
-    return MainRunFolder(tmp_path, Collectives(Accelerator(cpu=True)), warnings.append)
+def folder(tmp_path: Path, warnings: list[str]) -> RunFolder:
+    return RunFolder(tmp_path, Collectives(Accelerator(cpu=True)), True, warnings.append)
 
 
 def fill(folder: RunFolder) -> None:
@@ -45,7 +45,7 @@ def fill(folder: RunFolder) -> None:
     folder.finish_writing()
 
 
-def test_files(folder: MainRunFolder, tmp_path: Path) -> None:
+def test_files(folder: RunFolder, tmp_path: Path) -> None:
     fill(folder)
     assert yaml.safe_load((tmp_path / "settings.yaml").read_text().replace("!!python/tuple", "")) == {
         "names": ["ä", "b"],
@@ -61,14 +61,14 @@ def test_files(folder: MainRunFolder, tmp_path: Path) -> None:
 
 
 def test_other_processes_write_nothing(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, Collectives(Accelerator(cpu=True)))
+    folder = RunFolder(tmp_path, Collectives(Accelerator(cpu=True)), False, print)
     fill(folder)
     folder.rewind(None)
     assert folder.read_state() is None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_there_is_no_problems_file_without_problems(folder: MainRunFolder, tmp_path: Path) -> None:
+def test_there_is_no_problems_file_without_problems(folder: RunFolder, tmp_path: Path) -> None:
     folder.write_problems([])
     assert not (tmp_path / "problems.txt").exists()
     folder.write_problems(["a.jpg is empty; left out"])
@@ -82,7 +82,7 @@ def test_row_added_is_called_after_the_row_is_written(tmp_path: Path) -> None:
     def row_added() -> None:
         rows.append((tmp_path / "results.csv").read_text().splitlines()[-1])
 
-    folder = MainRunFolder(tmp_path, Collectives(Accelerator(cpu=True)), print, row_added)
+    folder = RunFolder(tmp_path, Collectives(Accelerator(cpu=True)), True, print, row_added)
     for epoch in range(2):
         folder.add_row({"epoch": epoch})
     assert rows == ["0", "1"]
@@ -94,7 +94,7 @@ def state_of(folder: RunFolder) -> dict[str, Any]:
     return state
 
 
-def test_rewind_restores_the_rows_of_the_state(folder: MainRunFolder, tmp_path: Path, warnings: list[str]) -> None:
+def test_rewind_restores_the_rows_of_the_state(folder: RunFolder, tmp_path: Path, warnings: list[str]) -> None:
     folder.add_row({"epoch": 0})
     folder.save_state({"format": "lockstep-state-1", "weights": torch.ones(3)})
     folder.add_row({"epoch": 1})
@@ -112,33 +112,38 @@ def test_rewind_restores_the_rows_of_the_state(folder: MainRunFolder, tmp_path: 
     assert warnings == []
 
 
-def test_a_new_run_removes_what_an_earlier_one_has_left(folder: MainRunFolder, tmp_path: Path) -> None:
+def test_a_new_run_removes_what_an_earlier_one_has_left(folder: RunFolder, tmp_path: Path) -> None:
     fill(folder)
-    (tmp_path / "labels.jpg").touch()
-    folder.list_files(["labels.jpg"])
     (tmp_path / "notes.txt").touch()  # the user's
     folder.rewind(None)
     assert folder.read_state() is None
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert files - {".lock"} == {"settings.yaml", "notes.txt", "weights/last.pt", "weights/best.pt"}
+    assert files - {".lock"} == {
+        "settings.yaml",
+        "notes.txt",
+        "weights/last.pt",
+        "weights/best.pt",
+        "problems.txt",
+        "classes.csv",
+        "n\udcffmes.txt",
+    }
 
 
-def test_a_resumed_run_removes_nothing(folder: MainRunFolder, tmp_path: Path) -> None:
+def test_a_resumed_run_removes_nothing(folder: RunFolder, tmp_path: Path) -> None:
     fill(folder)
-    folder.list_files(["labels.jpg"])
     before = sorted(path for path in tmp_path.rglob("*"))
     folder.rewind({"rows": []})
     assert sorted(path for path in tmp_path.rglob("*")) == before
 
 
-def test_no_file_names_write_no_weights(folder: MainRunFolder, tmp_path: Path) -> None:
+def test_no_file_names_write_no_weights(folder: RunFolder, tmp_path: Path) -> None:
     folder.save_weights([], nn.Linear(2, 1), yaml={}, names={}, settings={})
     folder.finish_writing()
     assert not (tmp_path / "weights").exists()
 
 
 def test_a_file_that_cannot_be_written_is_a_warning_and_finally_an_error(
-    folder: MainRunFolder, tmp_path: Path, warnings: list[str]
+    folder: RunFolder, tmp_path: Path, warnings: list[str]
 ) -> None:
     (tmp_path / "weights").touch()
     folder.save_weights(["last.pt"], nn.Linear(2, 1), yaml={"task": "detect"}, names={}, settings={})

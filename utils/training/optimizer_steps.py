@@ -80,7 +80,9 @@ class OptimizerSteps:
         self.remaining = RemainingTime(options.epochs * schedule.batches - trained)
         self.ended: deque[EndedStep] = deque()
         self.points: deque[Point] = deque()  # of the step curves, not yet logged
-        self.profiler = StepProfiler(run, options, schedule, self.progress.step)
+        epoch_steps = math.ceil(schedule.batches / run.accelerator.gradient_accumulation_steps)
+        last_step, artifact = options.epochs * epoch_steps, f"run_{options.wandb_id}_profile"
+        self.profiler = StepProfiler(run, options.profile, self.progress.step, last_step, artifact)
 
     @property
     def behind(self) -> int:

@@ -1,14 +1,13 @@
-"""The profile of a window of optimizer steps (--profile): traces, and the ten largest operators.
+"""The profile of a window of optimizer steps (--profile): traces, and torch's table of the ten largest operators.
 
 Called by optimizer_steps.py.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import ProfileKwargs
 
@@ -17,38 +16,26 @@ from utils.files import csv_text
 
 if TYPE_CHECKING:
     from utils.run import Run
-    from utils.training.optimizer import Schedule
-    from utils.training.optimizer_steps import OptimizerOptions
 
 TRACE_FOLDER = "profile"  # in the run folder
-OPERATORS_FILE = "operators.csv"  # in that folder
+HEAD = ("operator", "calls", "cpu_ms", "device_ms", "share")  # of operators.csv in it; times over the whole window
 LARGEST_OPERATORS = 10
-MICROSECONDS_PER_MILLISECOND = 1000
-
-
-class Operator(NamedTuple):
-    """A row of operators.csv; times in milliseconds over the window, without those of the operators that it calls."""
-
-    operator: str
-    calls: int
-    cpu_ms: float
-    device_ms: float  # 0 without an accelerator
-    share: float  # of the time of all operators, on the accelerator if there is one, 0 to 1
 
 
 class StepProfiler:
     """Profiles the optimizer steps START to STOP of a run, counted from 1, both included. Every process has one.
 
-    options: `profile` is START:STOP, '' for none. step: optimizer steps before this start. Raises `UserError` if the
-    window is wrong.
+    Args:
+        window: START:STOP, '' for none. Raises `UserError` if it is wrong.
+        step: optimizer steps before this start.
+        last_step: number of optimizer steps of the run.
+        artifact: name for the trackers.
     """
 
-    def __init__(self, run: Run, options: OptimizerOptions, schedule: Schedule, step: int) -> None:
-        self.run, window = run, options.profile
-        self.artifact = f"run_{options.wandb_id}_profile"
-        self.first, self.last = parsed_window(window)
-        epoch_steps = math.ceil(schedule.batches / run.accelerator.gradient_accumulation_steps)
-        self.last = min(self.last, options.epochs * epoch_steps)
+    def __init__(self, run: Run, window: str, step: int, last_step: int, artifact: str) -> None:
+        self.run, self.artifact = run, artifact
+        self.first, last = parsed_window(window)
+        self.last = min(last, last_step)
         if window and max(self.first, step + 1) > self.last:
             run.print(
                 f"warning: --profile {window}: none of these optimizer steps is left to train; nothing is profiled"
@@ -75,15 +62,16 @@ class StepProfiler:
             self._profile = self._context.__enter__()
 
     def _write(self) -> None:
-        """Write operators.csv, print it, and give both files to the trackers."""
-        operators, run = largest_operators(self._profile), self.run
+        """Write operators.csv, print torch's table, and give the files to the trackers."""
+        averages, run = self._profile.key_averages(), self.run
         folder = run.path / TRACE_FOLDER
-        rows = [(o.operator, o.calls, f"{o.cpu_ms:.3f}", f"{o.device_ms:.3f}", f"{o.share:.4f}") for o in operators]
-        text = csv_text(Operator._fields, rows)
-        run.files.write_documents({f"{TRACE_FOLDER}/{OPERATORS_FILE}": text})
-        run.print(f"profile of the optimizer steps {self.first} to {self.last}: {folder}", *table(operators))
+        device = "device" if any(event.self_device_time_total for event in averages) else "cpu"
+        text = csv_text(HEAD, largest_operators(averages, f"self_{device}_time_total"))
+        run.files.write_documents({f"{TRACE_FOLDER}/operators.csv": text})
+        table = averages.table(f"self_{device}_time_total", row_limit=LARGEST_OPERATORS, max_name_column_width=44)
+        run.print(f"profile of the optimizer steps {self.first} to {self.last}: {folder}", *table.splitlines())
         for tracker in run.trackers:
-            tracker.log_documents({OPERATORS_FILE: text}, self.last, self.last)
+            tracker.log_documents({"operators.csv": text}, self.last, self.last)
             tracker.log_artifact(self.artifact, "profile", ["latest"], files=sorted(folder.iterdir()))
 
 
@@ -99,32 +87,17 @@ def parsed_window(window: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def largest_operators(profile: Any) -> list[Operator]:
-    """Return the operators of a torch profile that take most time themselves, the largest first."""
-    averages = profile.key_averages()
-    on_device = any(event.self_device_time_total for event in averages)
-
-    def own_time(event: Any) -> float:
-        return event.self_device_time_total if on_device else event.self_cpu_time_total
-
-    total = sum(map(own_time, averages)) or 1.0
+def largest_operators(averages: Any, own_time: str) -> list[tuple[Any, ...]]:
+    """Return the rows of operators.csv, the largest first. own_time: attribute of an event to rank by."""
+    total = sum(getattr(event, own_time) for event in averages) or 1.0
+    ranked = sorted(averages, key=lambda event: getattr(event, own_time), reverse=True)
     return [
-        Operator(
+        (
             event.key,
             event.count,
-            event.self_cpu_time_total / MICROSECONDS_PER_MILLISECOND,
-            event.self_device_time_total / MICROSECONDS_PER_MILLISECOND,
-            own_time(event) / total,
+            f"{event.self_cpu_time_total / 1000:.3f}",  # microseconds
+            f"{event.self_device_time_total / 1000:.3f}",
+            f"{getattr(event, own_time) / total:.4f}",
         )
-        for event in sorted(averages, key=own_time, reverse=True)[:LARGEST_OPERATORS]
+        for event in ranked[:LARGEST_OPERATORS]
     ]
-
-
-def table(operators: list[Operator]) -> list[str]:
-    """Return the lines of a table for the console."""
-    row = "{:>44} {:>8} {:>10} {:>10} {:>6}"
-    lines = [row.format("operator, without those it calls", "calls", "CPU ms", "GPU ms", "share")]
-    for o in operators:
-        name = o.operator if len(o.operator) <= 44 else f"{o.operator[:41]}..."
-        lines.append(row.format(name, o.calls, f"{o.cpu_ms:.1f}", f"{o.device_ms:.1f}", f"{100 * o.share:.0f}%"))
-    return lines
