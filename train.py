@@ -317,8 +317,6 @@ def assemble(argv: Sequence[str], settings: Settings | None = None) -> Training:
     with memory.explain_out_of_memory(loop.batch_size, model.imgsz):
         identity = replace(identity, settings=settings.content(model.yaml, model.imgsz))
         steps, loader = prepare_training(run, model, loader, settings.hyp, optimizer, task.loss_names, identity, saved)
-    if options.show_processes:
-        run.print(*run.process_table(loader.batch_sampler))
     content = {"yaml": model.yaml, "names": task.names, "settings": {**settings.flags(), "imgsz": model.imgsz}}
     return Training(
         options=loop,

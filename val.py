@@ -195,8 +195,6 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
         draws=not options.noplots,
     )
     run.print(*metric_warnings(members.suppression, evaluate.metrics, thresholds))
-    if options.show_processes:
-        run.print(*run.process_table(evaluate.loader.batch_sampler))
     # On other devices a stage is over only after a synchronisation, which takes time.
     times_stages = options.task == "speed" or device.type == "cpu"
     validation = Validation(options, run, members, models, evaluate, split, source, times_stages)

@@ -20,7 +20,6 @@ from benchmarks.gpus import COCO, PUBLISHED, clock
 from models.yolo import build_model
 from train import VALIDATION_BATCH
 from utils.config.hyperparameters import Hyperparameters
-from utils.distributed.comm_hooks import DDP_BUCKET_MB, POWERSGD_RANK
 
 SIZES = "nsmlx"
 IMGSZ, PER_GPU, GPUS = 640, 16, 8  # pixels, images of a batch per GPU, GPUs per machine
@@ -35,6 +34,8 @@ FILE = 163e3  # bytes of a JPEG of COCO's train2017: 19.3 GB for 118,287
 REQUESTS = 16  # at once, of a loader process
 PHOTO = 108 / 128  # MiB of a decoded photo, from docs/benchmarks.md
 SAVING, METRICS = 0.63, 0.62  # seconds to save yolov5l and to compute COCO's metrics, from docs/benchmarks.md
+DDP_BUCKET_MB = 25
+POWERSGD_RANK = 2  # of the approximation of each gradient matrix
 MB, MS = 1e6, 1e-3
 
 

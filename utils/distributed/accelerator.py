@@ -14,11 +14,10 @@ from datetime import timedelta
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DynamoBackend, set_seed
+from accelerate.utils import DDPCommunicationHookType, DynamoBackend, set_seed
 
 from utils.distributed import deepspeed
 from utils.distributed.allocator import keep_freed_memory
-from utils.distributed.comm_hooks import BUCKET_MB, DDP_BUCKET_MB
 from utils.distributed.devices import describe_device, device_kind
 from utils.distributed.exit import sign_in
 from utils.distributed.launcher import refuse_unsupported_launch
@@ -36,8 +35,8 @@ def start(device: str, mixed_precision: str, timeout: float, comm_hook: str = ""
     """Make an Accelerator on `device` ('' selects the best one), for global batches; connect all processes.
 
     mixed_precision: requested by a flag, or ''. timeout: seconds that the processes wait for each other, now and later.
-    comm_hook: one of `comm_hooks.HOOKS`, or ''. Raises `UserError` if a device is missing or not supported, or if the
-    processes cannot connect.
+    comm_hook: fp16 or bf16, to which DDP compresses the gradients, or ''. Raises `UserError` if a device is missing or
+    not supported, or if the processes cannot connect.
     """
     deepspeed.refuse_comm_hook(comm_hook)
     refuse_unsupported_launch(device)
@@ -64,7 +63,7 @@ def start(device: str, mixed_precision: str, timeout: float, comm_hook: str = ""
                     init_method=RESTART_METHOD if attempt() else None,
                 ),
                 DistributedDataParallelKwargs(
-                    gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MB.get(comm_hook, DDP_BUCKET_MB)
+                    gradient_as_bucket_view=True, comm_hook=DDPCommunicationHookType(comm_hook or "no")
                 ),
             ],
         )

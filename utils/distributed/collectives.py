@@ -33,10 +33,10 @@ class Collectives:
         """Return every `world_size`-th item, from this process's rank on."""
         return list(items[self._rank :: self._world_size])
 
-    def own_share(self, shares: Sequence[T]) -> T | None:
+    def local_share(self, shares: Sequence[T]) -> T | None:
         """Return this process's item of `shares`, a list by rank; None if it is of another number of processes."""
         return shares[self._rank] if len(shares) == self._world_size else None
 
-    def align(self, model: nn.Module) -> None:
+    def broadcast_model(self, model: nn.Module) -> None:
         """Copy the main process's parameters and buffers of `model` to every process."""
         broadcast(model.state_dict())

@@ -49,7 +49,7 @@ CONNECT_SECONDS = 5.0  # time-out of a connection to the main address
 # Flags that may differ between machines. The files that they name are compared by content.
 MACHINE_FLAGS = (
     *("weights", "cfg", "data", "hyp", "device", "processes", "dist_timeout", "workers", "cache", "project", "name"),
-    *("exist_ok", "nosave", "noplots", "show_processes", "local_rank", "doctor"),
+    *("exist_ok", "nosave", "noplots", "doctor"),
 )
 CODE_FILES = (
     "train.py",

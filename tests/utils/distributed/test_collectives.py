@@ -17,13 +17,13 @@ def exchange() -> dict[str, object]:
     collectives, rank = Collectives(start("cpu", "no", 60.0)[0]), ranks().rank
     model = nn.Linear(1, 1)
     nn.init.constant_(model.weight, rank + 1.0)
-    collectives.align(model)
+    collectives.broadcast_model(model)
     return {
         "broadcast": collectives.broadcast({"rank": rank}),
         "gather": collectives.gather([f"{rank}a", f"{rank}b"]),
         "shard": collectives.shard([1, 2, 3, 4, 5]),
-        "share of two": collectives.own_share(["x", "y"]),
-        "share of three": collectives.own_share(["x", "y", "z"]),
+        "share of two": collectives.local_share(["x", "y"]),
+        "share of three": collectives.local_share(["x", "y", "z"]),
         "weight": float(model.weight.detach()),
     }
 
