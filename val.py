@@ -31,7 +31,7 @@ from utils.config.parser import given_flags, parse_options, with_defaults
 from utils.config.select import select
 from utils.distributed.accelerator import start
 from utils.distributed.devices import loader_workers
-from utils.distributed.exit import run_main
+from utils.distributed.failure import run_main
 from utils.distributed.spawn import spawn_for_devices
 from utils.errors import UserError
 from utils.python_api import call, hand_over

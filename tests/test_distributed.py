@@ -344,20 +344,6 @@ def test_a_port_in_use(run_script: RunScript, flags: list[str]) -> None:
     refused(printed, f"127.0.0.1 port {port} is in use on this machine")
 
 
-def test_unequal_machines_are_refused_where_accelerate_would_drop_a_process(
-    run_script: RunScript, flags: list[str]
-) -> None:
-    launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "2node.yaml"), "--num_processes", "3")
-    meeting = ("--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), "--machine_rank")
-
-    def machine(rank: str) -> str:
-        return run_script("train.py", *flags, launcher=(*launcher, *meeting, rank), fails=True)
-
-    with ThreadPoolExecutor() as pool:
-        for printed in pool.map(machine, "01"):
-            refused(printed, "3 cannot be divided among 2 machines")
-
-
 # Two machines: network namespaces joined by a cable, each with its own address and its own run folder
 
 

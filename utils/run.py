@@ -20,10 +20,9 @@ from utils.distributed.accelerator import describe
 from utils.distributed.barrier import untimed_barrier
 from utils.distributed.collectives import Collectives
 from utils.distributed.devices import device_name
-from utils.distributed.exit import StopRequested
-from utils.distributed.graceful_stop import GracefulStop
+from utils.distributed.failure import Watchdog
 from utils.distributed.precision import Precision
-from utils.distributed.watchdog import Watchdog
+from utils.distributed.stop import GracefulStop, StopRequested
 from utils.files import numbered_folder
 from utils.plots.plotter import FINISH_TIMEOUT_SECONDS, Plotter
 from utils.run_folder import MainRunFolder, RunFolder

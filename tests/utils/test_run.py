@@ -15,8 +15,8 @@ import pytest
 from accelerate import Accelerator
 
 from tests.conftest import OnProcesses
-from utils.distributed.exit import TIME_LIMIT, StopRequested
 from utils.distributed.precision import Precision
+from utils.distributed.stop import TIME_LIMIT, StopRequested
 from utils.run import FolderOptions, Run
 from utils.tracking.tracker import Tracker
 

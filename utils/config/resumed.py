@@ -39,7 +39,8 @@ CURVE_FLAGS = (
     *("partners", "mask_ratio", "no_overlap", "noautoanchor", "scale_lr", "single_cls", "optimizer", "cos_lr"),
     *("label_smoothing", "freeze", "seed"),
 )
-LAUNCHER_FLAGS = ("device", "processes")  # not taken from the settings under a launcher, which decides them
+# Not taken from the settings under a launcher: it decides them, and the processes connect before settings are read.
+LAUNCHER_FLAGS = ("device", "processes", "dist_timeout")
 # Never taken from the settings: a run that reached its limit must continue, and a profile is of one start.
 SINGLE_START_FLAGS = ("time_limit", "profile")
 SETTINGS_PARTS = ("hyperparameters", "model")  # of the settings, beside the flags

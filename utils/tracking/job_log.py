@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from utils.distributed.exit import on_failure
+from utils.distributed.failure import on_failure
 from utils.tracking.requested import TrackerOptions, make_trackers
 from utils.tracking.run_log import git_commit, wandb_run_id
 from utils.tracking.tracker import EPOCH, Print, Tracker

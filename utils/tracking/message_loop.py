@@ -98,21 +98,21 @@ def serve(make: Callable[[TextIO], Session]) -> None:
 def _start(session: Session, message: dict[str, Any]) -> None:
     """Call `Session.start`; exit if it fails or takes too long."""
 
-    def give_up(error: Exception) -> None:
+    def hard_exit(error: Exception) -> None:
         session.warn(error)
         exit_now(1)
 
     late = TimeoutError(f"it has not started within {session.start_seconds:.0f} s")
-    timer = threading.Timer(min(session.start_seconds, threading.TIMEOUT_MAX), give_up, (late,))
+    timer = threading.Timer(min(session.start_seconds, threading.TIMEOUT_MAX), hard_exit, (late,))
     timer.daemon = True
     timer.start()
     try:
         session.start(**message)  # type: ignore[attr-defined]
     except Exception as error:
-        give_up(error)
+        hard_exit(error)
     except SystemExit as ended:  # of the package
         if ended.code:
-            give_up(RuntimeError(f"it has ended with exit code {ended.code}"))
+            hard_exit(RuntimeError(f"it has ended with exit code {ended.code}"))
         raise
     timer.cancel()
     session.reply("", started=True)

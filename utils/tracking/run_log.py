@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from utils.distributed.exit import on_failure
+from utils.distributed.failure import on_failure
 from utils.files import ROOT
 from utils.summary import Example, Summary, evenly_spaced
 from utils.tracking.hub import UNKNOWN_LICENCE, login_problem, model_card, push_run

@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from utils.distributed.exit import run_main
+from utils.distributed.failure import run_main
 from utils.errors import UserError, first_line
 
 SECTIONS = ("train", "val", "metrics", "sweep", "system")  # prefixes of keys; W&B fills each with its charts

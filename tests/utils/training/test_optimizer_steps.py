@@ -242,7 +242,7 @@ def test_all_processes_skip_the_same_steps(tmp_path: Path, on_processes: OnProce
 
 
 def continued(folder: str) -> list[bool]:
-    """Return whether an epoch that is resumed after its third step ends like the uninterrupted one, and if it trains."""
+    """Return whether an epoch that is resumed after its third step ends like the uninterrupted one, and trains."""
     run = Run(*start("cpu", "no", 60.0))
     run.open_folder(FolderOptions(folder, "exp", exist_ok=False))
     options = {"of_images": True, "batch_size": 6}
