@@ -419,6 +419,7 @@ def test_a_server_that_cannot_be_reached(answers: bool, train: Train, plain: Pat
     assert run.code == 0
 
 
+@pytest.mark.long
 def test_a_killed_run_is_continued_online(train: Train, run_script: RunScript, plain: Path, tmp_path: Path) -> None:
     """A server on loopback has one run, with each step and epoch once."""
     with serve() as server:

@@ -39,8 +39,7 @@ CURVE_FLAGS = (
     *("partners", "mask_ratio", "no_overlap", "noautoanchor", "scale_lr", "single_cls", "optimizer", "cos_lr"),
     *("label_smoothing", "freeze", "seed"),
 )
-# Not taken from the settings under a launcher: it decides them, and the processes connect before settings are read.
-LAUNCHER_FLAGS = ("device", "processes", "dist_timeout")
+LAUNCHER_FLAGS = ("device", "processes")  # not taken from the settings under a launcher, which decides them
 # Never taken from the settings: a run that reached its limit must continue, and a profile is of one start.
 SINGLE_START_FLAGS = ("time_limit", "profile")
 SETTINGS_PARTS = ("hyperparameters", "model")  # of the settings, beside the flags
@@ -56,7 +55,8 @@ def resumed_options(
     started the processes. Raises `UserError` if a flag that the curve depends on differs from the settings.
     """
     known = {field.name for field in dataclasses.fields(kind)}
-    dropped = (*SINGLE_START_FLAGS, *(LAUNCHER_FLAGS if launched else ()))
+    # Under a launcher the processes connect, with --dist-timeout, before the main one reads the settings.
+    dropped = (*SINGLE_START_FLAGS, *((*LAUNCHER_FLAGS, "dist_timeout") if launched else ()))
     saved = {name: value for name, value in settings.items() if name in known and name not in dropped}
     given = {name: value for name, value in given_flags(kind, argv).items() if name != "resume"}
     _refuse_changes(run, settings, given)
