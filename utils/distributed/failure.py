@@ -23,6 +23,7 @@ from typing import NamedTuple, NoReturn
 
 from torch import distributed
 
+from utils.background import Background
 from utils.console import silence, surviving_output
 from utils.distributed.loader_processes import end_workers, remove_temporary_folder
 from utils.distributed.ranks import SPAWNED, check_launch, is_local_main, ranks, world_size
@@ -86,7 +87,7 @@ def run_main(main: Callable[[], object]) -> None:
     except UserError as error:
         _end(f"error: {error}", 1)
     except Stopped as stopped:
-        if world_size() == 1:
+        if world_size() == 1 and not Background.abandoned:
             sys.exit(stopped.code)
         hard_exit("", stopped.code)
     except KeyboardInterrupt:
@@ -106,8 +107,8 @@ def run_main(main: Callable[[], object]) -> None:
     by_zero = distributed.is_initialized() and "deepspeed" in sys.modules
     if distributed.is_initialized():
         distributed.destroy_process_group()
-    if world_size() > 1 or by_zero:
-        hard_exit("", 0)  # threads of DeepSpeed, or one that reads the store, may abort a regular exit
+    if world_size() > 1 or by_zero or Background.abandoned:
+        hard_exit("", 0)  # threads of DeepSpeed, or one that reads the store, may abort a regular exit, or hang in it
 
 
 def lost_contact(error: Exception) -> str:
