@@ -33,7 +33,7 @@ from predictor import Predictor
 from utils.config.options import DetectOptions
 from utils.config.parser import given_flags, parse_options
 from utils.console import Bar, show
-from utils.distributed.exit import Stopped, run_main
+from utils.distributed.failure import Stopped, run_main
 from utils.files import csv_text, lock_folder, numbered_folder, replacing
 from utils.plots.drawing import Style, write_picture
 from utils.stage_times import (

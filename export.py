@@ -27,7 +27,7 @@ from utils.config.options import ExportOptions
 from utils.config.parser import given_flags, parse_options, refuse_flags
 from utils.console import show
 from utils.distributed.devices import device_kind
-from utils.distributed.exit import Stopped, run_main
+from utils.distributed.failure import Stopped, run_main
 from utils.errors import UserError
 
 NEEDLESS_FLAGS = {

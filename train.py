@@ -29,9 +29,9 @@ from models.tasks.contract import Batch, Criterion, Model, Task
 from utils.checkpoint.resume import read_saved_state, settle
 from utils.config.settings import Settings
 from utils.distributed.accelerator import plan, seed_everything, start
-from utils.distributed.exit import StopRequested, run_main
-from utils.distributed.preflight import examine
+from utils.distributed.failure import run_main
 from utils.distributed.spawn import spawn_for_devices
+from utils.distributed.stop import StopRequested
 from utils.python_api import call, hand_over
 from utils.run import FolderOptions, Run
 from utils.tracking.run_log import RunLog, TrackingOptions, wandb_run_id
@@ -317,8 +317,6 @@ def assemble(argv: Sequence[str], settings: Settings | None = None) -> Training:
     with memory.explain_out_of_memory(loop.batch_size, model.imgsz):
         identity = replace(identity, settings=settings.content(model.yaml, model.imgsz))
         steps, loader = prepare_training(run, model, loader, settings.hyp, optimizer, task.loss_names, identity, saved)
-    if options.show_processes:
-        run.print(*run.process_table(loader.batch_sampler))
     content = {"yaml": model.yaml, "names": task.names, "settings": {**settings.flags(), "imgsz": model.imgsz}}
     return Training(
         options=loop,
@@ -372,7 +370,7 @@ def measure_batch_size(run: Run, inputs: Inputs, criterion: Criterion) -> int:
     return size
 
 
-def preflight_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, Sequence[Path]]]:
+def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, Sequence[Path]]]:
     """Return the settings of a job and its files by purpose. Raises `UserError` if it could not start."""
     settings, source, start_from, task = read_job(settings)
     task.build_model(start_from.yaml, settings.options.imgsz, start_from.source)
@@ -382,15 +380,17 @@ def preflight_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str
     return {**vars(settings.hyp), "model": start_from.yaml, "class names": task.names}, files
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train from the command line."""
+def main(argv: Sequence[str] | None = None, settings: Settings | None = None) -> None:
+    """Train from the command line. settings: from the parent of this process, which has read the command line."""
     argv = sys.argv[1:] if argv is None else argv
-    settings = settle(argv, recipe_of)
-    if spawn_for_devices(partial(main, argv), settings.options.device, settings.options.processes):
+    settings = settings or settle(argv, recipe_of)
+    if spawn_for_devices(partial(main, argv, settings), settings.options.device, settings.options.processes):
         return
     if settings.options.doctor:
+        from utils.doctor.doctor import run_doctor  # only here: no training needs it
+
         memory.check_batch_size(settings.options.batch_size)
-        examine(settings.flags(), lambda: preflight_inputs(settings))
+        run_doctor(settings.flags(), lambda: doctor_inputs(settings))
     else:
         train(assemble(argv, settings))
 

@@ -31,7 +31,7 @@ from utils.config.parser import given_flags, parse_options, with_defaults
 from utils.config.select import select
 from utils.distributed.accelerator import start
 from utils.distributed.devices import loader_workers
-from utils.distributed.exit import run_main
+from utils.distributed.failure import run_main
 from utils.distributed.spawn import spawn_for_devices
 from utils.errors import UserError
 from utils.python_api import call, hand_over
@@ -197,8 +197,6 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
         draws=not options.noplots,
     )
     run.print(*metric_warnings(members.suppression, evaluate.metrics, thresholds))
-    if options.show_processes:
-        run.print(*run.process_table(evaluate.loader.batch_sampler))
     # On other devices a stage is over only after a synchronisation, which takes time.
     times_stages = options.task == "speed" or device.type == "cpu"
     validation = Validation(options, run, members, models, evaluate, split, source, log, times_stages)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from data.sampler import SampleIndex
-from utils.distributed.loader_processes import share_temporary_folder, shield_worker
+from utils.distributed.loader_processes import init_worker, share_temporary_folder
 
 
 @dataclass(frozen=True)
@@ -80,5 +80,5 @@ def loader(
         collate_fn=collate,
         pin_memory=torch.cuda.is_available(),
         persistent_workers=workers > 0,
-        worker_init_fn=shield_worker,
+        worker_init_fn=init_worker,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data.converters import convert_coco, convert_visdrone, convert_voc
 from data.sources import read_spec
-from utils.distributed.exit import run_main
+from utils.distributed.failure import run_main
 from utils.errors import UserError
 from utils.files import replacing
 

@@ -31,7 +31,7 @@ from data.images import image_size
 from data.label_paths import label_name
 from data.shards import INDEX_FILE, LIST_SUFFIX, SHARD_SUFFIX, PackedImage, Summary
 from data.sources import SPLITS, DataSpec
-from utils.distributed.exit import run_main
+from utils.distributed.failure import run_main
 from utils.errors import UserError, plural
 from utils.files import cache_folder, replacing
 

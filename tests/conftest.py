@@ -27,11 +27,11 @@ from torch.multiprocessing.spawn import start_processes
 from data.builtin import shapes, shapes_cls, shapes_seg
 from tests.machines import left_behind, machines
 from tests.making import write_yaml
-from utils.distributed.accelerator import forget
-from utils.distributed.exit import Stopped, run_main
-from utils.distributed.graceful_stop import STOP_SIGNALS
+from utils.distributed.accelerator import reset_accelerate
+from utils.distributed.failure import Stopped, run_main
 from utils.distributed.ranks import ranks
 from utils.distributed.spawn import spawn
+from utils.distributed.stop import STOP_SIGNALS
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -179,7 +179,7 @@ def call_main(
         return code, "".join(capfd.readouterr())
 
     yield call
-    forget()
+    reset_accelerate()
     signal.set_wakeup_fd(-1)
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -53,13 +53,8 @@ def test_compiled(single: Path, fine_tune: Callable[..., str], tmp_path: Path, c
 
 
 def test_two_processes_by_a_flag(single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
-    printed = fine_tune(tmp_path, "--sync-bn", "--processes", "2", "--show-processes")
+    printed = fine_tune(tmp_path, "--sync-bn", "--processes", "2")
     same_curve(tmp_path / "exp", single)
-    lines = [line for line in printed.splitlines() if line.startswith("process ")]
-    assert [line.split(" on ")[0] for line in lines] == ["process 0 of 2", "process 1 of 2"]
-    images = [[batch.split() for batch in line.split("images ")[1].split("; ")] for line in lines]
-    first, second = ([*own, *other] for own, other in zip(*images, strict=True))
-    assert len(set(map(int, [*first, *second]))) == 16  # the slices of the first two batches: each image once
     quiet_except_for_the_main_process(printed)
 
 
@@ -74,14 +69,6 @@ def test_four_processes_by_accelerate(single: Path, fine_tune: Callable[..., str
 def quiet_except_for_the_main_process(printed: str) -> None:
     assert printed.count("epoch 2/2") == printed.count("results in") == printed.count("mixed precision") == 1
     assert "warn" not in printed.lower()
-
-
-@pytest.mark.long
-def test_the_old_launcher(single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
-    """It gives each process a --local-rank."""
-    launcher = (sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node", "2", "--master_port", free_port())
-    fine_tune(tmp_path, "--sync-bn", launcher=launcher)
-    same_curve(tmp_path / "exp", single)
 
 
 @pytest.mark.long
@@ -266,15 +253,14 @@ def validated(flags: Sequence[str]) -> tuple[list[int], int, dict[str, float], d
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("hook", "gap"), [("bf16", 0.01), ("powersgd", 0.05)])
-def test_compressed_gradients(hook: str, gap: float, run_script: RunScript, flags: list[str], tmp_path: Path) -> None:
+def test_compressed_gradients(run_script: RunScript, flags: list[str], tmp_path: Path) -> None:
     """The curve differs, but stays close."""
-    for name, more in (("exact", []), (hook, ["--comm-hook", hook])):
+    for name, more in (("exact", []), ("bf16", ["--comm-hook", "bf16"])):
         run_script("train.py", *flags, "--processes", "2", "--name", name, *more, OMP_NUM_THREADS="1")
-    for own, exact in zip(rows(tmp_path / hook), rows(tmp_path / "exact"), strict=True):
+    for row, exact in zip(rows(tmp_path / "bf16"), rows(tmp_path / "exact"), strict=True):
         for loss in LOSSES:
-            assert own[loss] == pytest.approx(exact[loss], rel=gap)
-    assert rows(tmp_path / hook) != rows(tmp_path / "exact")
+            assert row[loss] == pytest.approx(exact[loss], rel=0.01)
+    assert rows(tmp_path / "bf16") != rows(tmp_path / "exact")
 
 
 @pytest.mark.long
@@ -354,20 +340,6 @@ def test_a_port_in_use(run_script: RunScript, flags: list[str]) -> None:
         port = str(taken.getsockname()[1])
         printed = run_script("train.py", *flags, "--dist-timeout", "5", fails=True, **by_hand(0, port))
     refused(printed, f"127.0.0.1 port {port} is in use on this machine")
-
-
-def test_unequal_machines_are_refused_where_accelerate_would_drop_a_process(
-    run_script: RunScript, flags: list[str]
-) -> None:
-    launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "2node.yaml"), "--num_processes", "3")
-    meeting = ("--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), "--machine_rank")
-
-    def machine(rank: str) -> str:
-        return run_script("train.py", *flags, launcher=(*launcher, *meeting, rank), fails=True)
-
-    with ThreadPoolExecutor() as pool:
-        for printed in pool.map(machine, "01"):
-            refused(printed, "3 cannot be divided among 2 machines")
 
 
 # Two machines: network namespaces joined by a cable, each with its own address and its own run folder

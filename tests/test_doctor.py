@@ -1,4 +1,4 @@
-"""The preflight: whole runs of `train.py --doctor`, on one machine and on two."""
+"""The doctor: whole runs of `train.py --doctor`, on one machine and on two."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import ROOT, RunScript, free_port, not_here
-from tests.machines import ACCELERATE, CONFIGS, by_hand, ip
+from tests.conftest import ROOT, RunScript, free_port
+from tests.machines import ACCELERATE, CONFIGS, by_hand
 from utils.files import read_yaml
 
 PORT = "29500"
@@ -24,7 +24,7 @@ NAMED = 'name=$1; shift; echo "$name" > /proc/sys/kernel/hostname; exec "$@"'
 
 @pytest.fixture
 def doctor(run_script: RunScript, small_data: Path, tmp_path: Path) -> Callable[..., str]:
-    """Run the preflight of a small job on the CPU; return its output."""
+    """Run the doctor on a small job on the CPU; return its output."""
     what = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--imgsz", "64", "--batch-size", "4")
     how = ("--device", "cpu", "--workers", "1", "--project", str(tmp_path / "runs"))
 
@@ -57,7 +57,7 @@ def test_one_process(doctor: Callable[..., str]) -> None:
     assert printed.splitlines()[-1] == "the job can start"
 
 
-def test_an_error_fails_the_preflight(doctor: Callable[..., str]) -> None:
+def test_an_error_fails_the_doctor(doctor: Callable[..., str]) -> None:
     printed = doctor("--data", "nowhere.yaml", fails=True)
     assert heads(printed) == 1
     (error,) = errors(printed)
@@ -69,15 +69,7 @@ def test_two_processes(doctor: Callable[..., str]) -> None:
     printed = doctor("--processes", "2")
     assert heads(printed) == 1
     assert not errors(printed)
-    assert "all-reduce of 16 MiB among 2 processes over gloo: " in printed
     assert printed.splitlines()[-1] == "the job can start"
-
-
-@pytest.mark.gpu2
-def test_two_gpus(doctor: Callable[..., str]) -> None:
-    printed = doctor("--device", "0,1")
-    assert not errors(printed)
-    assert "all-reduce of 16 MiB among 2 processes over nccl: " in printed
 
 
 def test_a_missing_process_is_an_error(doctor: Callable[..., str]) -> None:
@@ -106,7 +98,7 @@ def on_host(hosts: Sequence[str], rank: int) -> tuple[str, ...]:
 
 @pytest.fixture
 def both(hosts: tuple[str, str], doctor: Callable[..., str]) -> Callable[..., list[str]]:
-    """Run the preflight of two machines with a process each; return both outputs. flags: of machine b."""
+    """Run the doctor on two machines with a process each; return both outputs. flags: of machine b."""
 
     def run(*flags: str, ends: Sequence[str] = (sys.executable,), patience: str = "30", **more: Any) -> list[str]:
         def machine(rank: int) -> str:
@@ -131,7 +123,6 @@ def test_two_machines_by_accelerate(hosts: tuple[str, str], doctor: Callable[...
         printed = list(pool.map(machine, (0, 1)))
     assert [heads(text) for text in printed] == [1, 0]
     assert not errors("".join(printed))
-    assert "all-reduce of 16 MiB" in printed[0]
     assert "the job can start" in printed[0]
 
 
@@ -178,42 +169,4 @@ def test_missing_data_on_one_machine_is_an_error(both: Callable[..., list[str]])
     printed = both("--data", "nowhere.yaml", fails=True)
     (error,) = errors(printed[0])
     assert "rank 1: data set 'nowhere.yaml' is not a file" in error
-    assert "all-reduce of" in printed[0]  # the network is measured too
     assert not errors(printed[1])
-
-
-# Firewalls, simulated by routing rules that drop packets to closed ports
-
-
-def close_ports(hosts: Sequence[str], but: str) -> None:
-    """Drop all TCP packets except those of this port. Skips the test if routing rules are not permitted."""
-    try:
-        for host in hosts:
-            ip("-n", host, "rule", "add", "pref", "100", "lookup", "local")
-            ip("-n", host, "rule", "del", "pref", "0")  # else it would accept everything before the other rules
-            for end in ("dport", "sport"):
-                open_port = ("pref", "10", "iif", "cable", "ipproto", "tcp", end, but, "lookup", "local")
-                ip("-n", host, "rule", "add", *open_port)
-            ip("-n", host, "rule", "add", "pref", "20", "iif", "cable", "ipproto", "tcp", "blackhole")
-    except subprocess.CalledProcessError as error:
-        not_here(f"routing rules with ports ({error.stderr.strip()})")
-
-
-@pytest.mark.long
-def test_only_the_main_port_is_open(hosts: tuple[str, str], both: Callable[..., list[str]]) -> None:
-    close_ports(hosts, but=PORT)
-    printed = both(patience="10", fails=True)
-    assert [heads(text) for text in printed] == [1, 0]
-    (error,) = errors(printed[0])
-    assert "reach 10.77.0.1 port 29500, but not each other at other ports" in error
-    assert not errors(printed[1])
-
-
-@pytest.mark.long
-def test_the_main_port_is_closed(hosts: tuple[str, str], both: Callable[..., list[str]]) -> None:
-    close_ports(hosts, but="22")
-    printed = both(patience="4", fails=True)
-    (error,) = errors(printed[0])
-    assert "no answer from rank 1" in error
-    (error,) = errors(printed[1])
-    assert "the main process at 10.77.0.1 port 29500 cannot be reached" in error

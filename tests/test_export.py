@@ -35,7 +35,7 @@ from utils.checkpoint.weight_files import serialised, weights_content
 from utils.config.options import ExportOptions, ValOptions
 from utils.config.parser import parse_options
 from utils.config.yolov5_flags import REFUSED
-from utils.distributed.exit import run_main
+from utils.distributed.failure import run_main
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 from val import with_size

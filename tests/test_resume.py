@@ -146,14 +146,6 @@ def test_more_than_two_processes(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("processes", ["2", "4"])
-def test_with_powersgd(processes: str, train: Train, resume: Train, tmp_path: Path) -> None:
-    """The error memory of every process is in the state; compression begins with the third step."""
-    flags = ("--processes", processes, "--comm-hook", "powersgd", "--hyp.warmup_epochs", "0")
-    killed_and_resumed(train, resume, tmp_path, *flags)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 2])
 def test_killed_at_twenty_random_moments(
     processes: int, flags: tuple[str, ...], train: Train, resume: Train, tmp_path: Path

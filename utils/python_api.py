@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from utils.config.hyperparameters import OVERRIDE_PREFIX
 from utils.config.options import OPTIONS_OF_SCRIPT, flags_of
 from utils.config.ranges import FINITE, is_number
-from utils.distributed.accelerator import forget
-from utils.distributed.exit import Stopped
-from utils.distributed.graceful_stop import STOP_SIGNALS
+from utils.distributed.accelerator import reset_accelerate
+from utils.distributed.failure import Stopped
+from utils.distributed.stop import STOP_SIGNALS
 from utils.errors import UserError, nearest, shortened
 from utils.files import release_locks
 from utils.summary import Summary
@@ -62,7 +62,7 @@ def call(main: Callable[[Sequence[str]], object], script: str, flags: Mapping[st
             raise UserError(f"the run failed with exit code {error.code}; see the messages above") from None
         finally:
             del os.environ[RESULT]
-            forget()
+            reset_accelerate()
             release_locks()
             signal.set_wakeup_fd(-1)
             for number, handler in handlers.items():

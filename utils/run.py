@@ -5,9 +5,7 @@ The only module outside of utils/distributed/ that knows which process is the ma
 
 from __future__ import annotations
 
-import itertools
 import math
-import socket
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,16 +20,13 @@ from utils.distributed.accelerator import describe
 from utils.distributed.barrier import untimed_barrier
 from utils.distributed.collectives import Collectives
 from utils.distributed.devices import device_name
-from utils.distributed.exit import StopRequested, on_failure
-from utils.distributed.graceful_stop import GracefulStop
+from utils.distributed.failure import Watchdog, on_failure
 from utils.distributed.precision import Precision
-from utils.distributed.watchdog import Watchdog
+from utils.distributed.stop import GracefulStop, StopRequested
 from utils.files import numbered_folder
 from utils.plots.plotter import FINISH_TIMEOUT_SECONDS, Plotter
 from utils.run_folder import RunFolder
 from utils.tracking.tracker import Tracker
-
-LISTED_BATCHES = 2  # of each process, in its row of the process table
 
 
 @dataclass(frozen=True)
@@ -96,17 +91,6 @@ class Run:
         """Call `work` on the main process; the others do not wait for it."""
         if self._is_main:
             work()
-
-    def process_table(self, batches: Any) -> list[str]:
-        """Return a line per process: rank, host, device, and the image indices of its first batches.
-
-        batches: an iterable of this process's batches, lists of sample indices.
-        """
-        first = itertools.islice(batches, LISTED_BATCHES)
-        images = "; ".join(" ".join(str(sample.image) for sample in batch) for batch in first)
-        accelerator, host = self.accelerator, socket.gethostname()
-        process = f"process {accelerator.process_index} of {accelerator.num_processes} on {host}, {accelerator.device}"
-        return self.collectives.gather([f"{process}: images {images}"])
 
     # Ending early
 

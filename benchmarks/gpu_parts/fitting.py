@@ -7,7 +7,7 @@ import torch
 import train
 from benchmarks.gpu_parts.measuring import Machine, free_memory, machine, peak_gib, row, training_flags
 from benchmarks.gpu_parts.steps import stepper
-from utils.distributed.accelerator import forget
+from utils.distributed.accelerator import reset_accelerate
 from utils.errors import UserError
 
 SHARES = (1.0, 1.1, 1.2, 1.3, 1.5)  # of AutoBatch's choice, which leaves a fifth of the memory
@@ -17,7 +17,7 @@ def chosen(here: Machine, model: str, imgsz: int) -> int:
     """Return AutoBatch's batch size."""
     flags = training_flags(here, model, imgsz, -1, "--mixed-precision", "bf16")
     training = train.assemble(["--data", str(here.photos(links=True)), *flags[2:]])
-    forget()
+    reset_accelerate()
     return training.options.batch_size
 
 
@@ -31,7 +31,7 @@ def fits(here: Machine, model: str, imgsz: int, batch: int) -> str:
     except (torch.OutOfMemoryError, UserError) as error:
         return f"no: {str(error)[:80]}"
     finally:
-        forget()
+        reset_accelerate()
     return f"{peak_gib(here.torch_device)} GiB"
 
 

@@ -29,7 +29,7 @@ from benchmarks.gpu_parts.measuring import (
     training_flags,
     write_yaml,
 )
-from utils.distributed.accelerator import forget
+from utils.distributed.accelerator import reset_accelerate
 
 MODELS = ("yolov5n", "yolov5s", "yolov5m", "yolov5l", "yolov5x")
 BATCH, IMGSZ = 64, 640
@@ -142,7 +142,7 @@ def measure(here: Machine, model: str, compiler: str, channels_last: bool, peaks
     except Exception as error:  # a compiler's, or no memory: the next row is still of use
         rate = {"ms": None, "note": f"{type(error).__name__}: {str(error)[:200]}"}
     finally:
-        forget()
+        reset_accelerate()
     row(f"Steps in bf16, batch {batch} at {imgsz} px", **about, **rate)
 
 

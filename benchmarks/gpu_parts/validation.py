@@ -6,7 +6,7 @@ import torch
 
 import val
 from benchmarks.gpu_parts.measuring import free_memory, machine, peak_gib, rounded, row, script, training_flags
-from utils.distributed.accelerator import forget
+from utils.distributed.accelerator import reset_accelerate
 from utils.stage_times import StageTimer, milliseconds_per_image, without_warmup
 
 TITLE = "Milliseconds per image of yolov5n"
@@ -37,7 +37,7 @@ def main() -> None:
                 about = {"batch": batch, "conf": confidence, "precision": " ".join(precision).removeprefix("--")}
                 stages = {stage: rounded(value) for stage, value in times.items()}
                 row(TITLE, **about, **stages, **{"peak GiB": peak_gib(here.torch_device)})
-                forget()
+                reset_accelerate()
 
 
 if __name__ == "__main__":

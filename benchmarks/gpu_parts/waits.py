@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import train
 from benchmarks.gpu_parts.measuring import Machine, machine, row, write_yaml
 from data.builtin import shapes_cls, shapes_seg
-from utils.distributed.accelerator import forget
+from utils.distributed.accelerator import reset_accelerate
 from utils.files import ROOT
 
 WAITING = {"aten::item", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2", "aten::bincount"}
@@ -78,7 +78,7 @@ def main() -> None:
             flags = [*what, *how, "--no-wandb", "--quiet", "--project", str(here.scratch / "runs")]
             found = places(*batches(here, flags, precision), here.on_gpu)
             row(TITLE, model=model, precision=precision, waits=found.total(), where=", ".join(map(str, found.items())))
-            forget()
+            reset_accelerate()
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import val
 from models.tasks.detection.matching import device_constant
 from models.tasks.segmentation.loss import SegmentationCriterion
 from tests.rehearsal.cuda_queries import CudaQueries
-from utils.distributed.accelerator import forget
+from utils.distributed.accelerator import reset_accelerate
 from utils.training.nonfinite_steps import DeviceValue
 
 STEPS = 2
@@ -172,7 +172,7 @@ def main(folder: str, detection: str, outlines: str, classes: str) -> None:
             "validation": [validate(training, mode, half) for half in (False, True)],
             "mistakes": mistakes(training, mode),
         }
-        forget()
+        reset_accelerate()
         device_constant.cache_clear()  # a mistake has left constants of the wrong device
     print(json.dumps(results))
 

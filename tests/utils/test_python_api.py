@@ -12,7 +12,7 @@ import pytest
 
 from utils.config.options import TrainOptions, ValOptions
 from utils.config.parser import parse_options
-from utils.distributed.exit import Stopped
+from utils.distributed.failure import Stopped
 from utils.errors import UserError
 from utils.files import lock_folder
 from utils.python_api import RESULT, as_arguments, call, hand_over, in_python

@@ -12,16 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from utils.checkpoint.progress import Progress
 from utils.checkpoint.state_files import StateFiles
 from utils.checkpoint.training_state import Identity
 from utils.config.options import AUTO, NEWEST
-from utils.config.resumed import RecipeOf, check_settings, from_plain, resumed_options
+from utils.config.resumed import RecipeOf, check_settings, resumed_options
 from utils.config.settings import Settings, parse_settings
-from utils.distributed.agreement import decide_on_main
-from utils.distributed.exit import Stopped
+from utils.distributed.accelerator import connect
+from utils.distributed.collectives import broadcast_from_main
+from utils.distributed.failure import Stopped
 from utils.distributed.ranks import launched
 from utils.errors import UserError
 from utils.files import read_yaml
@@ -43,9 +42,10 @@ def settle(argv: Sequence[str], recipe_of: RecipeOf) -> Settings:
     options = settings.options
     if not options.resume:
         return settings
-    decision = decide_on_main(partial(_decide, settings, recipe_of), "resume", options.dist_timeout)
-    saved = None if decision["saved"] is None else yaml.safe_load(decision["saved"])
-    return Settings(from_plain(type(options), decision["options"]), settings.argv, saved, decision["fixed"])
+    if not launched():  # the processes that `spawn` starts get the settings from their parent
+        return _settings_of_run(settings, recipe_of)
+    connect(options.device, options.dist_timeout)
+    return broadcast_from_main(partial(_settings_of_run, settings, recipe_of))
 
 
 def read_saved_state(
@@ -67,12 +67,12 @@ def read_saved_state(
     return identity, saved
 
 
-def _decide(settings: Settings, recipe_of: RecipeOf) -> dict[str, Any]:
-    """Return options and saved settings as plain values, the latter as YAML: JSON has no numbers as keys."""
+def _settings_of_run(settings: Settings, recipe_of: RecipeOf) -> Settings:
+    """Return the settings of the run that --resume names, with the flags that are given now."""
     given = settings.options
     run = find_run(given.resume, Path(given.project), given.name, given.exist_ok)
     if run is None:
-        return {"options": vars(given), "saved": None, "fixed": False}
+        return settings
     saved = read_yaml(run / SETTINGS)
     if not {"epochs", "batch_size", "hyperparameters", "model"} <= saved.keys():
         raise UserError(f"{run} is not the folder of a training run, so it cannot be resumed; name one that is")
@@ -82,11 +82,11 @@ def _decide(settings: Settings, recipe_of: RecipeOf) -> dict[str, Any]:
     options = resumed_options(type(given), settings.argv, run, saved, recipe_of, launched())
     if state is None:
         states.refuse_new_start(given.resume == AUTO, options.nosave)
-        return {"options": vars(options), "saved": None, "fixed": True}
+        return Settings(options, settings.argv, None, is_fixed=True)
     if reason := Progress.from_state(state["progress"]).nothing_to_do(saved["epochs"], options.epochs):
         print(f"{run} {reason}", flush=True)
         raise Stopped(0)
-    return {"options": vars(options), "saved": yaml.safe_dump(saved), "fixed": True}
+    return Settings(options, settings.argv, saved, is_fixed=True)
 
 
 def find_run(resume: str, project: Path, name: str, exist_ok: bool) -> Path | None:

@@ -22,7 +22,6 @@ from utils.errors import UserError
 
 if TYPE_CHECKING:
     from utils.distributed.collectives import Collectives
-    from utils.distributed.comm_hooks import CompressionMemory
     from utils.run_folder import RunFolder
     from utils.training.ema import ModelEMA
 
@@ -78,7 +77,6 @@ class TrainingState:
     optimizer: Any  # prepared
     scaler: Any  # Accelerate's gradient scaler, or None
     loss_sums: Tensor  # (terms,), over this epoch's batches of this process
-    compression: CompressionMemory  # of this process's gradients
     collectives: Collectives
     wandb_id: str
     _saved_progress: dict[str, Any] | None = field(default=None, init=False)
@@ -107,21 +105,20 @@ class TrainingState:
             "wandb_id": self.wandb_id,
         }
 
-    def load_state(self, saved: Mapping[str, Any]) -> list[str]:
-        """Load what `state` returned, except for the weights (`load_weights`); return warnings.
+    def load_state(self, saved: Mapping[str, Any]) -> None:
+        """Load what `state` returned, except for the weights (`load_weights`).
 
         Call it after `Accelerator.prepare`, where DDP copies the main process's buffers to all, and before anything
         copies `progress` or `loss_sums`, such as `NonFiniteGuard`.
         """
         self.progress.load_state(saved["progress"])
         self.progress.finished = False  # a finished run that is resumed has more epochs now
-        warnings = self._load_shares(saved["shares"])
+        self._load_shares(saved["shares"])
         load_optimizer_state(self.optimizer, self.parameters, saved["optimizer"])
         for group, rate in zip(self.optimizer.param_groups, saved["rates"], strict=True):
             group["lr"] = rate
         if self.scaler is not None and saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
-        return warnings
 
     def _share(self) -> dict[str, Any]:
         """Return this process's part: loss sums, and BatchNorm's statistics of the model and of its EMA."""
@@ -129,20 +126,18 @@ class TrainingState:
             name: {key: buffer.cpu() for key, buffer in floating_buffers(model).items()}
             for name, model in self._models().items()
         }
-        return {"totals": self.loss_sums.cpu(), **statistics, **self.compression.state()}
+        return {"totals": self.loss_sums.cpu(), **statistics}
 
-    def _load_shares(self, shares: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Load this process's share; return warnings.
+    def _load_shares(self, shares: Sequence[Mapping[str, Any]]) -> None:
+        """Load this process's share.
 
         If another number of processes has saved them, each gets an equal part of the sums, and the mean statistics.
         """
-        own = self.collectives.own_share(shares)
-        share = own or _mean_share(shares, world_size())
+        share = self.collectives.local_share(shares) or _mean_share(shares, world_size())
         self.loss_sums.copy_(share["totals"])
         for name, model in self._models().items():
             for key, buffer in floating_buffers(model).items():
                 buffer.copy_(share[name][key])
-        return self.compression.load_state(own, shares[0])
 
     def _models(self) -> dict[str, nn.Module]:
         return {"model": self.model, "ema": self.ema.model}

@@ -138,9 +138,7 @@ class TrainOptions:
         False, "BatchNorm over the batch of all processes, so that the curve is that of one process", "processes"
     )
     scale_lr: bool = flag(False, "multiply the learning rate by the number of processes", "training")
-    comm_hook: str = flag(
-        "", "compress the gradients that processes exchange", "processes", choices=("fp16", "bf16", "powersgd")
-    )
+    comm_hook: str = flag("", "compress the gradients that processes exchange", "processes", choices=("fp16", "bf16"))
     single_cls: bool = flag(False, "treat all classes as one", "model")
     optimizer: str = flag("SGD", "optimizer", "training", choices=("SGD", "Adam", "AdamW"))
     workers: int = flag(8, "loader processes per training process, at most one per CPU core", "data", NOT_NEGATIVE)
@@ -239,13 +237,9 @@ class TrainOptions:
         False, "also print the device of every process, and all classes after every validation", "logging"
     )
     quiet: bool = flag(False, "print only warnings and the final table", "logging")
-    show_processes: bool = flag(
-        False, "list every process: host, rank, device and its part of the first batches", "processes"
-    )
     doctor: bool = flag(
         False, "do not train: check all processes and hosts, and report what would go wrong", "processes"
     )
-    local_rank: int = flag(-1, "set by old launchers and ignored: the environment has the same number", "processes")
     # The values of flags such as --hyp.lr0, as text by key; the model's task knows which keys there are.
     overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -328,10 +322,6 @@ class ValOptions:
         "model",
         choices=PRECISIONS,
     )
-    show_processes: bool = flag(
-        False, "list every process: host, rank, device and its part of the first batches", "processes"
-    )
-    local_rank: int = flag(-1, "set by old launchers and ignored: the environment has the same number", "processes")
 
 
 @dataclass(frozen=True)

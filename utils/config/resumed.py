@@ -55,7 +55,8 @@ def resumed_options(
     started the processes. Raises `UserError` if a flag that the curve depends on differs from the settings.
     """
     known = {field.name for field in dataclasses.fields(kind)}
-    dropped = (*SINGLE_START_FLAGS, *(LAUNCHER_FLAGS if launched else ()))
+    # Under a launcher the processes connect, with --dist-timeout, before the main one reads the settings.
+    dropped = (*SINGLE_START_FLAGS, *((*LAUNCHER_FLAGS, "dist_timeout") if launched else ()))
     saved = {name: value for name, value in settings.items() if name in known and name not in dropped}
     given = {name: value for name, value in given_flags(kind, argv).items() if name != "resume"}
     _refuse_changes(run, settings, given)

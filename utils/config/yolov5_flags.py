@@ -40,6 +40,10 @@ REFUSED = {
     "decay": "is a hyperparameter: give --hyp.weight_decay",
     "cutoff": "is not built in: a model has the layers of its YAML; give another YAML with --cfg",
     "dropout": "is the second argument of the row Classify in the model YAML; give your own YAML with --cfg",
+    # of launchers, and of earlier versions of this repository
+    "local_rank": "is in the environment: start with torchrun, accelerate launch or --processes",
+    "show_processes": "is not needed: the first lines of a run name every process with its host and device",
+    "comm_hook powersgd": "is no longer built in: use --comm-hook bf16",
     # of older versions
     "adam": "is --optimizer Adam here",
     "linear_lr": "is the default here: the learning rate is linear without --cos-lr",

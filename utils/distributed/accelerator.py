@@ -1,86 +1,95 @@
-"""The Accelerator: device, precision, seed, and connecting the processes. Called by the scripts.
+"""The Accelerator: connecting the processes, device, precision and seed.
 
+Called by the scripts; utils/checkpoint/resume.py connects the processes before, to decide which run is resumed.
 No other module makes an Accelerator.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import os
-from contextlib import nullcontext, redirect_stdout
 from datetime import timedelta
 
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs, PartialState
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DynamoBackend, set_seed
+from accelerate.utils import DDPCommunicationHookType, DynamoBackend, set_seed
 
 from utils.distributed import deepspeed
 from utils.distributed.allocator import keep_freed_memory
-from utils.distributed.comm_hooks import BUCKET_MB, DDP_BUCKET_MB
-from utils.distributed.devices import describe_device, device_kind
-from utils.distributed.exit import sign_in
-from utils.distributed.launcher import refuse_unsupported_launch
+from utils.distributed.collectives import broadcast_from_main
+from utils.distributed.devices import describe_device, device_kind, refuse_unsupported_launch
+from utils.distributed.failure import start_failure_monitor
 from utils.distributed.precision import Precision, choose_precision
 from utils.distributed.ranks import world_size
-from utils.distributed.rendezvous import RESTART_METHOD, release_store, rendezvous_errors
-from utils.distributed.store import attempt
+from utils.distributed.rendezvous import RUN_RENDEZVOUS, rendezvous_errors, wait_for_main_address
 from utils.errors import UserError, plural
 
 # Added to torch's own time-out, so that the watchdog, which knows which process is late, ends the run first.
 COLLECTIVE_MARGIN_SECONDS = 10.0
 
 
-def start(device: str, mixed_precision: str, timeout: float, comm_hook: str = "") -> tuple[Accelerator, Precision]:
-    """Make an Accelerator on `device` ('' selects the best one), for global batches; connect all processes.
+def connect(device: str, timeout: float) -> str:
+    """Connect all processes on `device` ('' selects the best one), unless they are; return its kind: cpu, cuda or mps.
 
-    mixed_precision: requested by a flag, or ''. timeout: seconds that the processes wait for each other, now and later.
-    comm_hook: one of `comm_hooks.HOOKS`, or ''. Raises `UserError` if a device is missing or not supported, or if the
-    processes cannot connect.
+    timeout: seconds that the processes wait for each other, now and later. Raises `UserError` if a device is missing or
+    not supported, or if the processes cannot connect.
+    """
+    if PartialState._shared_state:
+        return PartialState().device.type
+    refuse_unsupported_launch(device)
+    kind, by_zero = device_kind(device), deepspeed.is_requested()
+    on_cpu = kind == "cpu"
+    if world_size() > 1:
+        os.environ.setdefault("LOCAL_RANK", "0")  # needed by Accelerate, and not set on some clusters
+        wait_for_main_address(timeout)
+    if by_zero:
+        deepspeed.prepare_environment(on_cpu)
+    with rendezvous_errors(timeout), deepspeed.without_output():
+        state = PartialState(
+            cpu=on_cpu and not by_zero,  # with cpu=True Accelerate would silently not use DeepSpeed
+            timeout=timedelta(seconds=timeout + COLLECTIVE_MARGIN_SECONDS),
+            backend="gloo" if by_zero and on_cpu else None,
+            init_method=RUN_RENDEZVOUS if world_size() > 1 else None,
+        )
+    start_failure_monitor()
+    if state.num_processes != world_size():
+        raise UserError(
+            f"the launcher started {world_size()} processes, but {state.num_processes} are connected; start them "
+            "with accelerate launch, torch.distributed.run, or --processes"
+        )
+    return kind
+
+
+def start(device: str, mixed_precision: str, timeout: float, comm_hook: str = "") -> tuple[Accelerator, Precision]:
+    """Connect all processes as `connect` does, and make an Accelerator for global batches.
+
+    mixed_precision: requested by a flag, or ''. comm_hook: fp16 or bf16, to which DDP compresses the gradients, or ''.
+    Raises `UserError` for what is not supported.
     """
     deepspeed.refuse_comm_hook(comm_hook)
-    refuse_unsupported_launch(device)
-    processes, kind, by_zero = world_size(), device_kind(device), deepspeed.is_requested()
-    if processes > 1:
-        os.environ.setdefault("LOCAL_RANK", "0")  # needed by Accelerate, and not set on some clusters
-    if by_zero:
-        deepspeed.prepare_environment(kind == "cpu")
-    precision = choose_precision(mixed_precision, kind, by_zero, timeout)
-    on_cpu = kind == "cpu"
-    if on_cpu:
+    kind, by_zero = connect(device, timeout), deepspeed.is_requested()
+    precision = broadcast_from_main(lambda: choose_precision(mixed_precision, kind, by_zero))
+    if kind == "cpu":
         keep_freed_memory()  # activations are allocated anew in each step
-    # On the CPU DeepSpeed prints a line per process about an operation that it has compiled.
-    with rendezvous_errors(timeout), redirect_stdout(io.StringIO()) if by_zero else nullcontext():
+    with deepspeed.without_output():
         accelerator = Accelerator(
-            cpu=on_cpu and not by_zero,  # with cpu=True Accelerate would silently not use DeepSpeed
+            cpu=kind == "cpu" and not by_zero,
             mixed_precision="no" if by_zero else precision.name,
             dataloader_config=DataLoaderConfiguration(split_batches=True, dispatch_batches=False, non_blocking=True),
             step_scheduler_with_optimizer=False,
             kwargs_handlers=[
-                InitProcessGroupKwargs(
-                    timeout=timedelta(seconds=timeout + COLLECTIVE_MARGIN_SECONDS),
-                    backend="gloo" if by_zero and on_cpu else None,
-                    init_method=RESTART_METHOD if attempt() else None,
-                ),
                 DistributedDataParallelKwargs(
-                    gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MB.get(comm_hook, DDP_BUCKET_MB)
+                    gradient_as_bucket_view=True, comm_hook=DDPCommunicationHookType(comm_hook or "no")
                 ),
             ],
-        )
-    release_store()
-    sign_in()
-    if accelerator.num_processes != processes:
-        raise UserError(
-            f"the launcher started {processes} processes, but {accelerator.num_processes} are connected; start them "
-            "with accelerate launch, torch.distributed.run, or --processes"
         )
     if by_zero:
         deepspeed.configure_autocast(accelerator.state.deepspeed_plugin, precision.name)
     return accelerator, precision
 
 
-def forget() -> None:
+def reset_accelerate() -> None:
     """Reset Accelerate's global state, so that this process can start another run."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from utils.distributed.exit import process_names
+from utils.distributed.failure import process_names
 from utils.distributed.ranks import world_size
-from utils.distributed.store import RunStore, ask_run_store, run_store
+from utils.distributed.store import RunStore, query_store, run_store
 from utils.errors import UserError
 
 HEARTBEAT_SECONDS = 1.0  # between two heartbeats of a working process
@@ -35,7 +35,7 @@ def untimed_barrier() -> Iterator[None]:
         yield
     finally:
         done.set()
-    ask_run_store(lambda store: store.write(name, True), None)
+    query_store(lambda store: store.write(name, True), None)
     store.count(f"{name}/done")
     _wait(store, name, world_size())
 
@@ -54,7 +54,7 @@ def _wait(store: RunStore, name: str, processes: int) -> None:
         if heartbeats != before:
             since = time.monotonic()
         elif time.monotonic() - since > SILENCE_LIMIT_SECONDS:
-            done: dict[int, bool] = ask_run_store(lambda store: store.values(name), {})
+            done: dict[int, bool] = query_store(lambda store: store.values(name), {})
             missing = sorted(set(range(processes)) - set(done))
             raise UserError(
                 f"{process_names(missing)} ended without an error message, or cannot be reached: no heartbeat for "

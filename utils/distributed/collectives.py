@@ -1,18 +1,43 @@
-"""Broadcast, gather and shard Python values among the processes of a run. Called by utils/run.py.
+"""Broadcast, gather and shard Python values among the processes of a run. Called by utils/run.py,
+accelerator and utils/checkpoint/resume.py.
 
-Every process must call the same methods in the same order, after `utils.distributed.accelerator.start`.
+Every process must call the same functions in the same order, after `utils.distributed.accelerator.connect`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast, broadcast_object_list, gather_object
 from torch import nn
 
+from utils.distributed.failure import Stopped
+from utils.distributed.ranks import ranks
+from utils.errors import UserError
+
 T = TypeVar("T")
+
+
+def broadcast_from_main(decide: Callable[[], T]) -> T:
+    """Return the main process's result of `decide` on every process; a file may become visible later on other machines.
+
+    A `UserError` or `Stopped` of the main process is raised on every process.
+    """
+    if ranks().world_size == 1:
+        return decide()
+    answer: list[Any] = [None, None]
+    if ranks().rank == 0:
+        try:
+            answer[0] = decide()
+        except (UserError, Stopped) as error:
+            answer[1] = error
+    value, failure = broadcast_object_list(answer)
+    if failure is not None:
+        PartialState().wait_for_everyone()  # the main process is about to end
+        raise failure
+    return value
 
 
 class Collectives:
@@ -33,10 +58,10 @@ class Collectives:
         """Return every `world_size`-th item, from this process's rank on."""
         return list(items[self._rank :: self._world_size])
 
-    def own_share(self, shares: Sequence[T]) -> T | None:
+    def local_share(self, shares: Sequence[T]) -> T | None:
         """Return this process's item of `shares`, a list by rank; None if it is of another number of processes."""
         return shares[self._rank] if len(shares) == self._world_size else None
 
-    def align(self, model: nn.Module) -> None:
+    def broadcast_model(self, model: nn.Module) -> None:
         """Copy the main process's parameters and buffers of `model` to every process."""
         broadcast(model.state_dict())

@@ -1,16 +1,17 @@
 """DeepSpeed's ZeRO, if `accelerate launch` requests it: the engine's settings, partitioned parameters and states.
 
-Called by accelerator, preflight, prepare and utils/checkpoint/training_state.py. The package deepspeed is imported only
-if it is used; for it Accelerate needs transformers too.
+Called by accelerator, prepare, utils/doctor/ and utils/checkpoint/training_state.py. The package deepspeed is imported
+only if it is used; for it Accelerate needs transformers too.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 import torch
@@ -54,6 +55,11 @@ def prepare_environment(on_cpu: bool) -> None:
 
     for verbose_logger in (logger, logging.getLogger("torch.utils.cpp_extension")):
         verbose_logger.setLevel(logging.ERROR)
+
+
+def without_output() -> AbstractContextManager[object]:
+    """Return a context in which DeepSpeed prints nothing: on the CPU a line per process about a compiled operation."""
+    return redirect_stdout(io.StringIO()) if is_requested() else nullcontext()
 
 
 def configure_autocast(plugin: Any, precision: str) -> None:

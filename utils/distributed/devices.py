@@ -1,6 +1,6 @@
 """Devices: those that `--device` names, the number of processes for them, and their description.
 
-Called by the scripts, accelerator, spawn, preflight, utils/run.py and utils/training/memory.py.
+Called by the scripts, accelerator, spawn, utils/doctor/, utils/run.py and utils/training/memory.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from utils.distributed.rendezvous import prepare_for_gloo
 from utils.errors import UserError, plural
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+# Variables by which `accelerate launch` selects what is not supported.
+OTHER_LAUNCHES = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
+# Modules of torch, and what they drive; other packages add some of them to torch.
+OTHER_ACCELERATORS = {"xpu": "Intel GPU", "npu": "Ascend NPU", "hpu": "Gaudi", "mlu": "MLU", "musa": "MUSA GPU"}
 
 
 def device_numbers(device: str) -> list[int]:
@@ -94,6 +98,26 @@ def choose_devices(device: str) -> bool:
     else:
         return world_size() > 1 or not torch.backends.mps.is_available()
     return False
+
+
+def refuse_unsupported_launch(device: str) -> None:
+    """Raise `UserError` for a launch that would silently train otherwise: by FSDP, or on the CPU beside an accelerator.
+
+    device: --device; if it is given, the accelerator is not looked for.
+    """
+    for variable, name in OTHER_LAUNCHES.items():
+        if os.environ.get(variable, "").lower() in ("true", "1"):
+            raise UserError(
+                f"accelerate launch requests {name}, which is not supported; use a file of accelerate_configs with "
+                "distributed_type MULTI_GPU or DEEPSPEED"
+            )
+    if device or torch.cuda.is_available():
+        return
+    for module, text in OTHER_ACCELERATORS.items():
+        if hasattr(torch, module) and getattr(torch, module).is_available():
+            raise UserError(f"this machine has an accelerator that is not supported: {text}; add --device cpu")
+    if os.environ.get("PJRT_DEVICE") == "TPU":
+        raise UserError("this machine has an accelerator that is not supported: TPU; add --device cpu")
 
 
 def device_kind(device: str) -> str:

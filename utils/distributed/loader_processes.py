@@ -1,11 +1,10 @@
-"""The loader processes of this process, which end together with it. Called by data/batches.py and exit."""
+"""The loader processes of this process, which end together with it. Called by data/batches.py and failure."""
 
 from __future__ import annotations
 
 import ctypes
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import threading
@@ -37,7 +36,7 @@ def remove_temporary_folder() -> None:
         shutil.rmtree(get_temp_dir(), ignore_errors=True)
 
 
-def shield_worker(number: int) -> None:
+def init_worker(number: int) -> None:
     """Make a loader process ignore signals sent to the whole job, and end on its parent's SIGTERM or with its parent.
 
     A `worker_init_fn` of torch's DataLoader.
@@ -69,15 +68,3 @@ def end_workers() -> None:
         worker.terminate()
     for worker in workers:
         worker.join(1)
-
-
-def loader_died(error: Exception) -> str:
-    """Describe the error of a loader process that was killed; return '' for any other error."""
-    text = str(error)
-    if not isinstance(error, RuntimeError) or "DataLoader worker" not in text:
-        return ""
-    if "unable to allocate shared memory(shm)" in text or "killed by signal: Bus error" in text:
-        return "a loader process ran out of shared memory: make /dev/shm larger (docker --shm-size), or lower --workers"
-    if re.search(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)", text):
-        return "a loader process was killed, possibly by the system because memory ran out; if so, lower --workers"
-    return ""

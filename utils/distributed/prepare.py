@@ -1,13 +1,13 @@
 """Prepare a model, its optimizer and its loader for several processes. Called by utils/training/optimizer_steps.py.
 
 In addition to Accelerate's `prepare`: layers whose result depends on the global batch, the memory format, equal weights
-on all processes, DeepSpeed's configuration, and DDP's buffers, buckets and compression.
+on all processes, DeepSpeed's configuration, and DDP's buffers and buckets.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from utils.distributed.collectives import Collectives
-from utils.distributed.comm_hooks import CompressionMemory, register_comm_hook
 from utils.distributed.deepspeed import check_autocast, configure, gathered_parameters
 from utils.distributed.gradient_buckets import order_buckets
 from utils.distributed.sync_batchnorm import average_statistics, synchronise_batchnorm
@@ -35,7 +34,6 @@ class SyncOptions:
 
     batch_size: int  # of all processes
     sync_bn: bool
-    comm_hook: str
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,6 @@ class DistributedModel:
     bare: Model
     prepared: nn.Module
     keeps_norms: bool = False
-    compression: CompressionMemory = field(default_factory=CompressionMemory)
 
     def train(self) -> None:
         """Set the model to training; with `keeps_norms` BatchNorm normalises as in evaluation."""
@@ -75,7 +72,7 @@ def place_model(accelerator: Accelerator, model: Model) -> None:
     by_zero = accelerator.state.deepspeed_plugin is not None
     memory_format = torch.contiguous_format if by_zero else layout(accelerator.device)
     model.to(accelerator.device, memory_format=memory_format)  # type: ignore[call-overload]
-    Collectives(accelerator).align(model)
+    Collectives(accelerator).broadcast_model(model)
 
 
 def prepare(
@@ -87,13 +84,11 @@ def prepare(
     *,
     precision: str,
     clip_norm: float,
-    warmup_steps: int,
     keep_norms: bool = False,
 ) -> tuple[DistributedModel, Any, DataLoader]:
     """Return the model with exact BatchNorm, the optimizer and the loader, prepared by Accelerate.
 
-    precision: of autocast. warmup_steps: optimizer steps whose gradients PowerSGD does not compress. keep_norms:
-    whether BatchNorm's statistics stay as they are.
+    precision: of autocast. keep_norms: whether BatchNorm's statistics stay as they are.
     """
     plugin = accelerator.state.deepspeed_plugin
     bare = synchronise_batchnorm(model, options.sync_bn)
@@ -103,13 +98,9 @@ def prepare(
     prepared, optimizer, loader = accelerator.prepare(bare, optimizer, loader)
     if plugin:
         check_autocast(prepared, precision)
-    compression = CompressionMemory()
     wrapper = getattr(prepared, "_orig_mod", prepared)  # torch.compile wraps DDP
     if isinstance(wrapper, DistributedDataParallel):
         wrapper.broadcast_buffers = False  # --sync-bn or `average_statistics` makes the statistics equal
-        compression = register_comm_hook(wrapper, options.comm_hook, warmup_steps)
-        # The sum of two numbers does not depend on their order, but PowerSGD's memory depends on that of its bucket.
-        if accelerator.num_processes > 2 or compression:
+        if accelerator.num_processes > 2:  # the sum of two numbers does not depend on their order
             order_buckets(wrapper, bare.imgsz)
-            compression.restart()
-    return DistributedModel(bare, prepared, keep_norms, compression), optimizer, loader
+    return DistributedModel(bare, prepared, keep_norms), optimizer, loader

@@ -1,6 +1,6 @@
 """Rank and world size of this process, which the launcher or `utils.distributed.spawn` sets in the environment.
 
-`ranks` and `speaks_for_machine` are for utils/distributed/ and utils/run.py only; other modules may use the rest.
+`ranks` and `is_local_main` are for utils/distributed/ and utils/run.py only; other modules may use the rest.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def local_world_size() -> int:
     return ranks().local_world_size
 
 
-def fair_threads(processes: int) -> int:
+def threads_per_process(processes: int) -> int:
     """Return the threads per process for `processes` on this machine; more threads than cores are slower."""
     return max((os.cpu_count() or 1) // processes, 1)
 
@@ -79,7 +79,7 @@ def launched() -> bool:
     return world_size() > 1 and SPAWNED not in os.environ
 
 
-def speaks_for_machine() -> bool:
+def is_local_main() -> bool:
     """Return whether this process prints for its machine if the processes cannot communicate."""
     return ranks().local_rank == 0
 

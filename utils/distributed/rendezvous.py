@@ -1,6 +1,6 @@
 """The rendezvous: connect the processes of a launch, and explain why they cannot connect.
 
-Called by accelerator and, before there is an Accelerator, by agreement and preflight.
+Called by accelerator, devices and utils/doctor/.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from typing import Any
 
 import psutil
 import torch
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-from utils.distributed.exit import give_up
-from utils.distributed.launcher import refuse_uneven_launch
-from utils.distributed.ranks import fair_threads, launch_number, local_world_size, ranks, world_size
-from utils.distributed.store import RunStore, store_key
+from utils.distributed.failure import hard_exit
+from utils.distributed.ranks import launch_number, local_world_size, ranks, threads_per_process, world_size
+from utils.distributed.store import store_key
 from utils.errors import UserError, first_line
 
-RESTART_METHOD = "lockstep://"  # init_method of the rendezvous after a launcher has restarted the processes
+RUN_RENDEZVOUS = "lockstep://"  # init_method of torch's process group: `_rendezvous`
 MAX_PORT = 2**16 - 1
 RENDEZVOUS_MARGIN_SECONDS = 30.0  # added to the time-out, after which a rendezvous that torch does not end is ended
 
@@ -37,7 +36,7 @@ def prepare_for_gloo() -> None:
     By default gloo uses the interface of the host name, which on many machines is the loopback.
     """
     if not os.environ.get("OMP_NUM_THREADS"):
-        threads = fair_threads(local_world_size())
+        threads = threads_per_process(local_world_size())
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
     if world_size() == local_world_size() or os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -86,7 +85,7 @@ def rendezvous_errors(timeout: float) -> Iterator[None]:
         return
     where = "{} port {}".format(*main_address())
     stuck = f"error: no rendezvous at {where} within {timeout:g} s; check whether another program uses this port"
-    timer = threading.Timer(timeout + RENDEZVOUS_MARGIN_SECONDS, give_up, [stuck])
+    timer = threading.Timer(timeout + RENDEZVOUS_MARGIN_SECONDS, hard_exit, [stuck])
     timer.daemon = True
     timer.start()
     try:
@@ -113,58 +112,13 @@ def _explain(error: BaseException, where: str, timeout: float) -> str:
 
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    """Run torch's own rendezvous with keys that differ between attempts of the launcher.
+    """Connect to the run's store as torch does; the only place where the processes of a run make or open it.
 
-    A launcher that restarts the processes may reuse the store, with the addresses of the last attempt: torch would wait
-    for an answer from one of these.
+    Its keys differ between attempts of the launcher: one that restarts the processes may reuse the store, with the
+    addresses of the last attempt, and torch would wait for an answer from one of these.
     """
     for store, rank, processes in rendezvous("env://", timeout=timeout):
         yield PrefixStore(store_key("torch"), store), rank, processes
 
 
-register_rendezvous_handler(RESTART_METHOD.partition(":")[0], _rendezvous)
-
-
-# Connections to the store before there is an Accelerator
-
-_hosted: list[TCPStore] = []  # the store of `connect`, which the main process may host, until `release_store`
-
-
-def connect(timeout: float, topic: str) -> RunStore:
-    """Connect to the store of the main process; with one process return a store in memory.
-
-    Waits for no other process. Raises `UserError` if the main process cannot be reached within `timeout` seconds.
-    """
-    if world_size() == 1:
-        return RunStore(HashStore(), topic)
-    if not _hosted:
-        refuse_uneven_launch()
-        wait_for_main_address(timeout)
-        by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # or by `spawn`
-        with rendezvous_errors(timeout):
-            _hosted.append(_tcp_store(timeout, host=ranks().rank == 0 and not by_launcher))
-    return RunStore(_hosted[0], topic)
-
-
-def release_store() -> None:
-    """Drop the store of `connect`; torch's process group uses it from now on."""
-    _hosted.clear()
-
-
-def new_connection(timeout: float, topic: str) -> Store:
-    """Return another connection to the store of `connect`, for a process group of torch's.
-
-    On a single connection each request waits for the answer to the one before.
-    """
-    return PrefixStore(store_key(topic), _tcp_store(timeout, host=False))
-
-
-def _tcp_store(timeout: float, host: bool) -> TCPStore:
-    # With multi_tenant, torch's own rendezvous uses this store instead of opening another one at this port.
-    return TCPStore(
-        *main_address(),
-        is_master=host,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
+register_rendezvous_handler(RUN_RENDEZVOUS.partition(":")[0], _rendezvous)

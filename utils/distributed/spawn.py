@@ -17,9 +17,9 @@ from types import FrameType
 from torch import distributed
 
 from utils.distributed.devices import processes_to_start
-from utils.distributed.exit import run_main
-from utils.distributed.graceful_stop import stop_signals
-from utils.distributed.ranks import SPAWNED, fair_threads, world_size
+from utils.distributed.failure import run_main
+from utils.distributed.ranks import SPAWNED, threads_per_process, world_size
+from utils.distributed.stop import stop_signals
 from utils.distributed.store import RunStore
 from utils.errors import UserError
 
@@ -44,7 +44,7 @@ def spawn(main: Callable[[], object], processes: int) -> bool:
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
     }
-    os.environ.setdefault("OMP_NUM_THREADS", str(fair_threads(processes)))  # read once, when torch is imported
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes)))  # read once, when torch is imported
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each prints a stack if another one ends
     loader_start_method = multiprocessing.get_start_method()
     started = [

@@ -1,19 +1,18 @@
 """The run's store: everything that its processes exchange outside of collectives.
 
-Every key is lockstep/<attempt of the launcher>/<topic>/<name>[/<rank>], every value is JSON, counters are numbers.
+Every key is lockstep/<restart of the launcher>/<topic>/<name>[/<rank>], every value is JSON, counters are numbers.
 
-Before the process group exists, over a connection of `utils.distributed.rendezvous.connect`:
-    doctor/...     values that the preflight compares
-    resume/...     the run that --resume selects
-    precision/...  the precision of autocast
-Afterwards, over `run_store`:
-    names, failed, alarm, present    names of all processes, number of failed ones, survivors (exit)
-    positions                        state of each process if none makes progress (watchdog)
-    stop                             step and reason of a stop (graceful_stop)
+Over `run_store`:
+    names, failed, alarm, present    names of all processes, number of failed ones, survivors (failure)
+    heartbeats                       state of each process if none makes progress (failure)
+    stop                             step and reason of a stop (stop)
     barrier/<number>/...             processes that have arrived, and heartbeats of the others (barrier)
     memory/<host>/<number>           handles of shared memory (shared_memory)
+Over a connection of the doctor's own, without a process group:
+    doctor/...                       facts about each process (utils/doctor/doctor.py)
 
-Only this module reads and writes torch's stores; rendezvous and spawn make them. Called by utils/distributed/.
+Only this module reads and writes torch's stores; rendezvous and spawn make those of a run. Called by
+utils/distributed/ and utils/doctor/.
 """
 
 from __future__ import annotations
@@ -21,27 +20,23 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from torch import distributed
 
 from utils.distributed.ranks import ranks
-from utils.errors import UserError
 
 T = TypeVar("T")
-POLL_SECONDS = 0.05  # between two reads of other processes' values; torch's own wait prints warnings
-LEAVE_SECONDS = 5.0  # that the main process, which may host the store, waits until the others have left
-ANSWER_SECONDS = 3.0  # that `ask_run_store` waits; the store's process may have ended, or the network may be down
+ANSWER_SECONDS = 3.0  # that `query_store` waits; the store's process may have ended, or the network may be down
 
 
 class RunStore:
     """Values and counters of the processes of a run, in one of torch's stores.
 
     topic: prefix of all names. Reading and writing raise torch's `DistError` if the store does not answer, which takes
-    many minutes if the network is down: see `ask_run_store`.
+    many minutes if the network is down: see `query_store`.
     """
 
     def __init__(self, store: distributed.Store, topic: str = "") -> None:
@@ -50,42 +45,13 @@ class RunStore:
     # A value of each rank
 
     def write(self, name: str, value: Any) -> None:
-        """Write this process's value, and count the writes."""
-        entry = f"{name}/{self._ranks.rank}"
-        self.count(f"{entry}/times")
-        self._store.set(self._key(entry), json.dumps(value))  # last: its reader may end the store
-
-    def times_written(self, name: str, rank: int) -> int:
-        """Return the number of times that a rank's value was written."""
-        return self.count(f"{name}/{rank}/times", 0)
+        """Write this process's value."""
+        self._store.set(self._key(f"{name}/{self._ranks.rank}"), json.dumps(value))
 
     def values(self, name: str) -> dict[int, Any]:
         """Return the values written so far, by rank."""
-        return self._values(name, range(self._ranks.world_size))
-
-    def wait_for_values(self, name: str, seconds: float) -> dict[int, Any]:
-        """Return the values of all ranks, or after `seconds` those written so far."""
-        values: dict[int, Any] = {}
-        for values in self._poll(name, range(self._ranks.world_size), seconds):
-            if len(values) == self._ranks.world_size:
-                break
-        return values
-
-    def wait_for_main(self, name: str, seconds: float) -> Any:
-        """Return the main process's value. Raises `UserError` if it does not come within `seconds`."""
-        for values in self._poll(name, (0,), seconds):
-            if values:
-                return values[0]
-        raise UserError(f"the main process has not answered for {seconds:g} s: check its output, and the network")
-
-    def leave(self, name: str) -> None:
-        """Leave the store. The main process, which may host it, first waits for the processes that have written `name`
-        to leave, for at most `LEAVE_SECONDS`."""
-        self.write("left", True)
-        writers = [rank for rank in range(self._ranks.world_size) if self.times_written(name, rank)]
-        if self._ranks.rank == 0:
-            polls = self._poll("left", writers, LEAVE_SECONDS)
-            next((left for left in polls if len(left) == len(writers)), None)
+        keys = {rank: self._key(f"{name}/{rank}") for rank in range(self._ranks.world_size)}
+        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
     # One value for all
 
@@ -114,28 +80,15 @@ class RunStore:
     def _key(self, name: str) -> str:
         return store_key(f"{self._topic}/{name}" if self._topic else name)
 
-    def _values(self, name: str, of: Sequence[int]) -> dict[int, Any]:
-        keys = {rank: self._key(f"{name}/{rank}") for rank in of}
-        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
-    def _poll(self, name: str, of: Sequence[int], seconds: float) -> Iterator[dict[int, Any]]:
-        """Yield the values written so far by these ranks, at least once, for `seconds`."""
-        end = time.monotonic() + seconds
-        while True:
-            yield self._values(name, of)
-            if time.monotonic() > end:
-                return
-            time.sleep(POLL_SECONDS)
-
-
-def attempt() -> int:
+def restart_count() -> int:
     """Return how many times the launcher has restarted the processes (`--max_restarts`)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
 def store_key(name: str) -> str:
     """Return the key of a name in a store that may be reused when the launcher restarts the processes."""
-    return f"lockstep/{attempt()}/{name}"
+    return f"lockstep/{restart_count()}/{name}"
 
 
 def run_store() -> RunStore | None:
@@ -154,7 +107,7 @@ def run_store() -> RunStore | None:
 _unanswered: list[RunStore] = []  # the run's store, after it has not answered in time
 
 
-def ask_run_store(question: Callable[[RunStore], T], otherwise: T) -> T:
+def query_store(question: Callable[[RunStore], T], otherwise: T) -> T:
     """Return the result of `question` for the run's store, or `otherwise` if there is none or it does not answer.
 
     After `ANSWER_SECONDS` without an answer it is never asked again.

@@ -136,8 +136,6 @@ class OptimizerSteps:
             taken = ended.taken.read()
             progress.taken += ended.batches * taken
             progress.skipped += not taken
-            if not taken:
-                self.state.compression.clear()
             if self.guard.count(taken):
                 self._fail(ended)
         while self.points and self.points[0].step <= progress.step - keep:
@@ -182,7 +180,6 @@ def prepare_training(
     run.print(*short_runs.messages(schedule, ema.ramp, updates))
     if saved:
         load_weights(saved, model, ema)  # before `prepare`, where ZeRO-3 partitions them
-    warmup_steps = schedule.warmup // accumulation
     distributed, optimizer, loader = prepare(
         accelerator,
         model,
@@ -191,7 +188,6 @@ def prepare_training(
         options,
         precision=run.precision.name,
         clip_norm=CLIP_NORM,
-        warmup_steps=warmup_steps,
         keep_norms=bool(hyp.keep_norms),
     )
     start_momentum(optimizer)
@@ -204,12 +200,11 @@ def prepare_training(
         optimizer=optimizer,
         scaler=accelerator.scaler,
         loss_sums=torch.zeros(len(loss_names), device=accelerator.device),
-        compression=distributed.compression,
         collectives=run.collectives,
         wandb_id=options.wandb_id,
     )
     if saved:
-        run.print(*state.load_state(saved))
+        state.load_state(saved)
     epoch_steps = math.ceil(len(loader) / accumulation)
     step_log = StepLog(loss_names, accelerator, options.log_interval, epoch_steps, enabled=run.is_tracked)
     return OptimizerSteps(run, distributed, state, schedule, step_log, options), loader

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 from accelerate import Accelerator
-from torch import distributed
 
 from tests.conftest import OnProcesses
 from utils.checkpoint.progress import Progress
@@ -21,9 +20,9 @@ from utils.config.hyperparameters import Hyperparameters, Recipe
 from utils.config.options import BUILT_IN_JOB, TrainOptions
 from utils.config.parser import parse_options
 from utils.config.settings import Settings
-from utils.distributed.exit import Stopped
+from utils.distributed.failure import Stopped
 from utils.distributed.precision import Precision
-from utils.distributed.ranks import ranks
+from utils.distributed.ranks import SPAWNED, ranks
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 from utils.run import FolderOptions, Run
@@ -396,17 +395,17 @@ def test_a_new_run_has_no_state_and_removes_that_of_an_earlier_one(stopped_run: 
     assert StateFiles(stopped_run / "checkpoint").files() == []
 
 
-# Several processes: the main one decides; test_agreement.py tests its errors
+# Several processes: the main one decides; test_collectives.py tests its errors
 
 
 def decided(project: str) -> list[Any]:
     """Return the settings of a process; other processes than the main one have no such project, as on a machine."""
-    settings = resumed("--project", project if ranks().rank == 0 else "nowhere", "--resume", "--epochs", "12")
-    distributed.init_process_group("gloo")  # the store is still usable
-    distributed.barrier()
+    del os.environ[SPAWNED]  # as under a launcher
+    project = project if ranks().rank == 0 else "nowhere"
+    settings = resumed("--project", project, "--resume", "--epochs", "12", "--device", "cpu")
     return [vars(settings.options), settings.saved, settings.is_fixed]
 
 
 def test_all_processes_have_the_settings_of_the_main_one(run: Path, on_processes: OnProcesses) -> None:
-    expected = resumed("--project", str(run.parent), "--resume", "--epochs", "12")
+    expected = resumed("--project", str(run.parent), "--resume", "--epochs", "12", "--device", "cpu")
     assert on_processes(2, decided, str(run.parent)) == [[vars(expected.options), expected.saved, True]] * 2

@@ -16,7 +16,6 @@ from utils.checkpoint.progress import Progress
 from utils.checkpoint.training_state import Identity, TrainingState, floating_buffers, load_weights
 from utils.checkpoint.weight_files import serialised
 from utils.distributed.collectives import Collectives
-from utils.distributed.comm_hooks import CompressionMemory
 from utils.errors import UserError
 from utils.run_folder import RunFolder
 from utils.summary import Summary
@@ -69,7 +68,6 @@ def made(seed: int, saved: dict[str, Any] | None = None, optimizer: str = "SGD")
         optimizer=accelerator.prepare(built),
         scaler=Scaler(2.0**seed),
         loss_sums=torch.zeros(2),
-        compression=CompressionMemory(),
         collectives=Collectives(accelerator),
         wandb_id="abc",
     )

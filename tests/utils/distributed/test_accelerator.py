@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from tests.conftest import OnProcesses
-from utils.distributed.accelerator import forget, plan, start
+from utils.distributed.accelerator import plan, reset_accelerate, start
 from utils.distributed.ranks import ranks
 
 
@@ -20,7 +20,7 @@ def start_twice() -> int:
     """Start as if the launcher had restarted the processes with the same store, the second one late."""
     start("cpu", "no", 60.0)
     distributed.destroy_process_group()
-    forget()
+    reset_accelerate()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     if ranks().rank == 1:
         time.sleep(1)
@@ -48,5 +48,5 @@ def test_a_process_on_the_cpu_keeps_freed_memory(monkeypatch: pytest.MonkeyPatch
     calls: list[str] = []
     monkeypatch.setattr("utils.distributed.accelerator.keep_freed_memory", lambda: calls.append("kept"))
     start("cpu", "no", 60.0)
-    forget()
+    reset_accelerate()
     assert calls == ["kept"]

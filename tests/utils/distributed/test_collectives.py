@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import pytest
 from torch import nn
 
 from tests.conftest import OnProcesses
 from utils.distributed.accelerator import start
-from utils.distributed.collectives import Collectives
+from utils.distributed.collectives import Collectives, broadcast_from_main
+from utils.distributed.failure import Stopped
 from utils.distributed.ranks import ranks
+from utils.errors import UserError
 
 ALIKE = {"broadcast": {"rank": 0}, "share of three": None, "weight": 1.0}
 
@@ -17,13 +21,13 @@ def exchange() -> dict[str, object]:
     collectives, rank = Collectives(start("cpu", "no", 60.0)[0]), ranks().rank
     model = nn.Linear(1, 1)
     nn.init.constant_(model.weight, rank + 1.0)
-    collectives.align(model)
+    collectives.broadcast_model(model)
     return {
         "broadcast": collectives.broadcast({"rank": rank}),
         "gather": collectives.gather([f"{rank}a", f"{rank}b"]),
         "shard": collectives.shard([1, 2, 3, 4, 5]),
-        "share of two": collectives.own_share(["x", "y"]),
-        "share of three": collectives.own_share(["x", "y", "z"]),
+        "share of two": collectives.local_share(["x", "y"]),
+        "share of three": collectives.local_share(["x", "y", "z"]),
         "weight": float(model.weight.detach()),
     }
 
@@ -42,3 +46,37 @@ def test_collectives(
         {**ALIKE, "gather": gathered, "shard": shard, "share of two": share}
         for shard, share in zip(shards, shares, strict=True)
     ]
+
+
+# Decisions of the main process
+
+
+def give() -> dict[int, tuple[str]]:
+    return {ranks().rank: ("a",)}
+
+
+def stop() -> NoReturn:
+    raise Stopped(3)
+
+
+def fail() -> NoReturn:
+    raise UserError("no")
+
+
+def outcomes() -> list[Any]:
+    """Return the outcome of each decision on this process; only the main process may make it."""
+    start("cpu", "no", 60.0)
+    results: list[Any] = []
+    for decide in (give, stop, fail):
+        try:
+            results.append(broadcast_from_main(decide if ranks().rank == 0 else pytest.fail))
+        except Stopped as stopped:
+            results.append(stopped.code)
+        except UserError as error:
+            results.append(str(error))
+    return results
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_all_processes_get_the_decision_of_the_main_one(processes: int, on_processes: OnProcesses) -> None:
+    assert on_processes(processes, outcomes) == [[{0: ("a",)}, 3, "no"]] * processes

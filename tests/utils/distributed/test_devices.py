@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from utils.distributed.devices import (
     loader_workers,
     one_device,
     processes_to_start,
+    refuse_unsupported_launch,
 )
 from utils.errors import UserError
 
@@ -140,3 +142,30 @@ def test_an_apple_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None
     for choose in (one_device, choose_devices):
         with pytest.raises(UserError, match="--device mps: this machine has no Apple GPU"):
             choose("mps")
+
+
+# What would train otherwise without a word
+
+
+def test_fsdp_is_refused_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match="accelerate launch requests FSDP"):
+        refuse_unsupported_launch("cpu")
+
+
+@pytest.mark.parametrize("name", ["xpu", "npu"])
+def test_another_accelerator_needs_a_decision(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, name, SimpleNamespace(is_available=lambda: True), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=r"an accelerator that is not supported: .+; add --device cpu"):
+        refuse_unsupported_launch("")
+    refuse_unsupported_launch("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    refuse_unsupported_launch("")
+
+
+def test_a_tpu_needs_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="not supported: TPU; add --device cpu"):
+        refuse_unsupported_launch("")

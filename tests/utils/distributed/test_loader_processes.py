@@ -20,9 +20,9 @@ import psutil
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from utils.distributed.exit import run_main
-from utils.distributed.graceful_stop import STOP_SIGNALS, GracefulStop
-from utils.distributed.loader_processes import end_workers, loader_died, shield_worker
+from utils.distributed.failure import describe_worker_death, run_main
+from utils.distributed.loader_processes import end_workers, init_worker
+from utils.distributed.stop import STOP_SIGNALS, GracefulStop
 from utils.files import ROOT
 
 # Errors
@@ -52,14 +52,14 @@ SHM = (
     ],
 )
 def test_loader_died(error: Exception, part: str) -> None:
-    message = loader_died(error)
+    message = describe_worker_death(error)
     assert part in message
     assert bool(message) == bool(part)
 
 
 def count_new_pages(result: Connection) -> None:
     """Send the pages that the system gives to a loader process for a hundred items of four images."""
-    shield_worker(0)
+    init_worker(0)
     before = 0
     for number in range(110):
         if number == 10:
@@ -91,7 +91,7 @@ class Deadly(Dataset[int]):
 
 def test_a_killed_loader_process_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        run_main(lambda: list(DataLoader(Deadly(), num_workers=1, worker_init_fn=shield_worker)))
+        run_main(lambda: list(DataLoader(Deadly(), num_workers=1, worker_init_fn=init_worker)))
     assert caught.value.code == 1
     assert capsys.readouterr().err == (
         "error: a loader process was killed, possibly by the system because memory ran out; if so, lower --workers\n"
@@ -120,7 +120,7 @@ def ends(pid: int) -> bool:
 
 def load(sender: Connection) -> None:
     """A loader process, which sends its number."""
-    shield_worker(0)
+    init_worker(0)
     sender.send(os.getpid())
     time.sleep(LIFE_SECONDS)
 
@@ -188,14 +188,14 @@ def test_end_workers(start: Callable[..., tuple[Any, int]]) -> None:
 
 GIVES_UP = """
 import multiprocessing, os, sys
-from utils.distributed.exit import give_up
+from utils.distributed.failure import hard_exit
 from utils.distributed.loader_processes import share_temporary_folder
 share_temporary_folder()
-loader = multiprocessing.get_context("fork").Process(target=give_up, args=("of the loader",))
+loader = multiprocessing.get_context("fork").Process(target=hard_exit, args=("of the loader",))
 loader.start()
 loader.join()
 print(os.listdir(os.environ["TMPDIR"]), flush=True)
-give_up("of the parent")
+hard_exit("of the parent")
 """
 
 

@@ -5,37 +5,27 @@ from __future__ import annotations
 import itertools
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NamedTuple
 
-import psutil
 import pytest
 import torch
 import yaml
 from accelerate.commands import launch
 
 from tests.conftest import OnProcesses
-from tests.making import without_launcher, write_yaml
-from utils.distributed.precision import Precision, choose_precision
+from tests.making import without_launcher
+from utils.distributed.accelerator import start
+from utils.distributed.precision import LAUNCHER_PRECISION, Precision, choose_precision
 from utils.distributed.ranks import ranks
 from utils.errors import UserError
 from utils.files import ROOT
 
-LAUNCH_FILES = sorted(file.name for file in (ROOT / "accelerate_configs").glob("*.yaml"))
 DEFAULTS = {"cpu": "no", "mps": "no", "cuda": "bf16", "cuda without bf16": "fp16"}
-VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     without_launcher(monkeypatch)
-    monkeypatch.delenv(VARIABLE, raising=False)
-    set_parents(monkeypatch, ["bash"])
-
-
-def set_parents(monkeypatch: pytest.MonkeyPatch, *commands: list[str]) -> None:
-    parents = [SimpleNamespace(cmdline=lambda command=command: command) for command in commands]
-    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parents=lambda: parents))
+    monkeypatch.delenv(LAUNCHER_PRECISION, raising=False)
 
 
 def set_device(monkeypatch: pytest.MonkeyPatch, device: str) -> str:
@@ -46,112 +36,59 @@ def set_device(monkeypatch: pytest.MonkeyPatch, device: str) -> str:
     return kind
 
 
-def launched_by(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-    """Set what `accelerate launch` exports for these words, by its own code, and the command of the parent process."""
-    arguments = launch.launch_command_parser().parse_args([*words, "train.py"])
-    exported = launch._validate_launch_command(arguments)[0].mixed_precision
-    monkeypatch.setenv(VARIABLE, exported)
-    set_parents(monkeypatch, ["bash", "-c", "x"], ["python", "/x/bin/accelerate", "launch", *words, "train.py"])
-
-
-class Launch(NamedTuple):
-    """A launch, and the precision that it names, '' for none."""
-
-    words: tuple[str, ...]  # of accelerate launch; empty: python or torch.distributed.run
-    named: str
-
-    def set(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        if self.words:
-            launched_by(monkeypatch, *self.words)
-
-
-def launches() -> list[Launch]:
-    ways = [Launch((), ""), Launch(("--num_processes", "1"), "")]
-    for file in LAUNCH_FILES:
-        path = str(ROOT / "accelerate_configs" / file)
-        named = yaml.safe_load(Path(path).read_text()).get("mixed_precision", "")
-        ways.append(Launch(("--config_file", path), named))
-        ways += [Launch(("--config_file", path, "--mixed_precision", name), name) for name in ("no", "fp16")]
-    return [*ways, Launch(("--num_processes=1", "--mixed-precision=no"), "no")]
-
-
 @pytest.mark.parametrize("device", DEFAULTS)
-@pytest.mark.parametrize("way", launches(), ids=lambda way: " ".join(Path(word).name for word in way.words) or "python")
-def test_a_flag_then_what_the_launch_names_then_the_device(
-    way: Launch, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("named", ["", "no", "bf16", "fp16"])
+def test_a_flag_then_the_launcher_then_the_device(named: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """'no' of a launcher is not a choice: `accelerate launch` sets it if its user names nothing."""
     kind = set_device(monkeypatch, device)
-    way.set(monkeypatch)
+    monkeypatch.setenv(LAUNCHER_PRECISION, named)
     for requested in ("", "no", "bf16", "fp16"):
-        expected = requested or way.named or DEFAULTS[device]
+        expected = requested or named.removeprefix("no") or DEFAULTS[device]
         if (kind, expected) == ("cpu", "fp16"):
             with pytest.raises(UserError, match=r"mixed precision fp16 .* is not supported on the CPU; use bf16 or no"):
-                choose_precision(requested, kind, by_zero=False, timeout=1.0)
+                choose_precision(requested, kind, by_zero=False)
         else:
-            assert choose_precision(requested, kind, by_zero=False, timeout=1.0).name == expected
+            assert choose_precision(requested, kind, by_zero=False).name == expected
 
 
-def test_every_launch_file_is_in_the_table() -> None:
-    """The files that name no precision train as `python train.py` does."""
-    assert {Path(way.words[1]).name for way in launches() if "--config_file" in way.words} == set(LAUNCH_FILES)
-    unnamed = {Path(way.words[1]).name for way in launches() if "--config_file" in way.words and not way.named}
-    assert unnamed == {"2node.yaml", "cpu.yaml", "multi_gpu.yaml", "single_gpu.yaml"}
+@pytest.mark.parametrize("file", sorted((ROOT / "accelerate_configs").glob("*.yaml")), ids=lambda file: file.name)
+def test_a_launch_file_that_names_a_precision_gets_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `accelerate launch` passes it on."""
+    named = yaml.safe_load(file.read_text()).get("mixed_precision", "no")
+    arguments = launch.launch_command_parser().parse_args(["--config_file", str(file), "train.py"])
+    monkeypatch.setenv(LAUNCHER_PRECISION, launch._validate_launch_command(arguments)[0].mixed_precision)
+    assert choose_precision("", "cpu", by_zero=False).name == named
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("--config_file", "my.yaml"), "named by my.yaml"),
-        (("--config_file", "my.yaml", "--mixed_precision", "bf16"), "--mixed_precision of accelerate launch"),
-        (("--num_processes", "1"), "the default on the CPU"),
-    ],
+    ("requested", "named", "reason"),
+    [("no", "bf16", "by a flag"), ("", "bf16", LAUNCHER_PRECISION), ("", "no", "the default on the CPU")],
 )
-def test_the_reason_names_its_source(
-    words: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_yaml(Path("my.yaml"), {"distributed_type": "NO", "mixed_precision": "bf16"})
-    launched_by(monkeypatch, *words)
-    assert choose_precision("", "cpu", by_zero=False, timeout=1.0).reason == reason
-    assert str(choose_precision("no", "cpu", by_zero=False, timeout=1.0)) == "mixed precision no (by a flag)"
-
-
-@pytest.mark.parametrize(("exported", "expected"), [("no", "bf16"), ("fp16", "fp16")])
-def test_no_is_unnamed_if_the_command_of_the_launcher_cannot_be_read(
-    exported: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unreadable() -> None:
-        raise psutil.AccessDenied
-
-    set_device(monkeypatch, "cuda")
-    monkeypatch.setenv(VARIABLE, exported)
-    monkeypatch.setattr(psutil, "Process", unreadable)
-    assert choose_precision("", "cuda", by_zero=False, timeout=1.0).name == expected
+def test_the_reason_names_its_source(requested: str, named: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LAUNCHER_PRECISION, named)
+    assert reason in str(choose_precision(requested, "cpu", by_zero=False))
 
 
 def test_a_default_of_deepspeed_is_never_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     set_device(monkeypatch, "cuda without bf16")
-    assert choose_precision("", "cuda", by_zero=True, timeout=1.0).name == "no"
+    assert choose_precision("", "cuda", by_zero=True).name == "no"
 
 
 @pytest.mark.parametrize(
-    ("name", "by_zero", "message"),
-    [
-        ("fp8", False, r"fp8 \(ACCELERATE_MIXED_PRECISION\) is .*; use one of no, fp16"),
-        ("fp16", True, "use bf16 or no"),
-    ],
+    ("name", "by_zero", "message"), [("fp8", False, "use one of no, fp16"), ("fp16", True, "bf16")]
 )
 def test_other_precisions_are_refused(name: str, by_zero: bool, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, name)
+    monkeypatch.setenv(LAUNCHER_PRECISION, name)
     with pytest.raises(UserError, match=message):
-        choose_precision("", "cuda", by_zero, timeout=1.0)
+        choose_precision("", "cuda", by_zero)
 
 
 def chosen_by_two() -> Precision:
     """Return the precision of a process whose own launcher names another one than the main process's."""
-    os.environ[VARIABLE] = ("bf16", "fp16")[ranks().rank]
-    return choose_precision("", "cpu", by_zero=False, timeout=60.0)
+    os.environ[LAUNCHER_PRECISION] = ("bf16", "fp16")[ranks().rank]
+    return start("cpu", "", 60.0)[1]
 
 
 def test_all_processes_take_the_choice_of_the_main_one(on_processes: OnProcesses) -> None:
-    assert on_processes(2, chosen_by_two) == list(itertools.repeat(Precision("bf16", VARIABLE), 2))
+    first, second = itertools.repeat(choose_precision("bf16", "cpu", by_zero=False).name, 2)
+    assert [precision.name for precision in on_processes(2, chosen_by_two)] == [first, second]

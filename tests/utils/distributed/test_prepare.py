@@ -36,15 +36,13 @@ def images() -> torch.Tensor:
     return torch.rand(2 * BATCH, 3, 8, 8, generator=generator)
 
 
-def prepared(
-    accelerator: Any, model: nn.Module, sync_bn: bool = False, comm_hook: str = ""
-) -> tuple[DistributedModel, Any, Any]:
+def prepared(accelerator: Any, model: nn.Module, sync_bn: bool = False) -> tuple[DistributedModel, Any, Any]:
     """Return model, optimizer and loader, prepared as in train.py."""
     place_model(accelerator, model)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(images()), batch_size=BATCH)
-    options = SyncOptions(BATCH, sync_bn, comm_hook)
-    return prepare(accelerator, model, optimizer, loader, options, precision="no", clip_norm=10.0, warmup_steps=2)  # type: ignore[arg-type]
+    options = SyncOptions(BATCH, sync_bn)
+    return prepare(accelerator, model, optimizer, loader, options, precision="no", clip_norm=10.0)  # type: ignore[arg-type]
 
 
 # One process
@@ -73,8 +71,8 @@ def test_training_may_keep_the_statistics_of_batchnorm(keep_norms: bool) -> None
     accelerator, model = Accelerator(cpu=True), network()
     nn.init.uniform_(model[1].running_mean)  # type: ignore[arg-type]
     optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(images()))
-    how: Any = {"precision": "no", "clip_norm": 10.0, "warmup_steps": 2, "keep_norms": keep_norms}
-    options = SyncOptions(BATCH, sync_bn=False, comm_hook="")
+    how: Any = {"precision": "no", "clip_norm": 10.0, "keep_norms": keep_norms}
+    options = SyncOptions(BATCH, sync_bn=False)
     distributed, *_ = prepare(accelerator, model, optimizer, loader, options, **how)  # type: ignore[arg-type]
     before = copy.deepcopy(distributed.bare.state_dict())
     distributed.train()
@@ -99,9 +97,10 @@ def test_one_process_gathers_and_averages_nothing() -> None:
 # Two processes
 
 
-def trained(accelerator: Accelerator, sync_bn: bool, comm_hook: str) -> dict[str, Any]:
+def trained(sync_bn: bool, comm_hook: str) -> dict[str, Any]:
     """Return the results of a process after a backward pass on its part of the first batch."""
-    distributed, _, loader = prepared(accelerator, network(), sync_bn, comm_hook)
+    accelerator, _ = start("cpu", "no", 60.0, comm_hook)
+    distributed, _, loader = prepared(accelerator, network(), sync_bn)
     distributed.prepared.train()
     (batch,) = next(iter(loader))
     torch.manual_seed(2)  # of the dropout
@@ -125,7 +124,7 @@ def place_and_train() -> dict[str, Any]:
     (accelerator, _), model = start("cpu", "no", 60.0), network(seed=ranks().rank)
     place_model(accelerator, model)  # type: ignore[arg-type]
     ways = {"plain": (False, ""), "sync_bn": (True, ""), "bf16": (False, "bf16")}
-    return {"placed": model.state_dict(), **{name: trained(accelerator, *way) for name, way in ways.items()}}
+    return {"placed": model.state_dict(), **{name: trained(*way) for name, way in ways.items()}}
 
 
 def test_two_processes(on_processes: OnProcesses) -> None:

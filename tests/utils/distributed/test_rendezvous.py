@@ -9,7 +9,6 @@ import pytest
 
 from tests.making import launched, without_launcher
 from utils.distributed.rendezvous import (
-    connect,
     prepare_for_gloo,
     rendezvous_errors,
     wait_for_main_address,
@@ -67,10 +66,3 @@ def test_errors_of_the_rendezvous(error: str, message: str, monkeypatch: pytest.
     with pytest.raises(UserError) as raised, rendezvous_errors(5.0):
         raise RuntimeError(error)
     assert str(raised.value).startswith(message)
-
-
-def test_one_process_gets_a_new_store_in_memory() -> None:
-    store = connect(1.0, "doctor")
-    store.write("facts", 1)
-    assert store.values("facts") == {0: 1}
-    assert connect(1.0, "doctor").values("facts") == {}

@@ -13,7 +13,7 @@ from torch import distributed
 
 from tests.conftest import OnProcesses, without_greetings
 from utils.distributed import spawn as spawn_module
-from utils.distributed.exit import run_main, sign_in
+from utils.distributed.failure import run_main, start_failure_monitor
 from utils.distributed.ranks import Ranks, ranks
 from utils.distributed.spawn import spawn
 from utils.errors import UserError
@@ -73,7 +73,7 @@ def the_last_is_killed() -> None:
 
 def the_last_leaves_silently() -> None:
     distributed.init_process_group("gloo")
-    sign_in()
+    start_failure_monitor()
     if ranks().rank == 2:
         time.sleep(1)  # the others are waiting for it
         os._exit(0)

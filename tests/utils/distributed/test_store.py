@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -13,8 +12,7 @@ from torch import distributed
 from tests.conftest import OnProcesses
 from utils.distributed import store as store_module
 from utils.distributed.ranks import ranks
-from utils.distributed.store import RunStore, ask_run_store, run_store, store_key
-from utils.errors import UserError
+from utils.distributed.store import RunStore, query_store, run_store
 
 
 @pytest.fixture
@@ -40,10 +38,9 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_all_processes_read_a_value(value: Any, stores: Any) -> None:
     main, other = stores(2)
     main.write("answer", value)
-    assert main.wait_for_main("answer", 1.0) == other.wait_for_main("answer", 1.0) == value
-    assert other.wait_for_values("answer", 0.0) == other.values("answer") == {0: value}
+    assert main.values("answer") == other.values("answer") == {0: value}
     other.write("answer", [value])
-    assert main.wait_for_values("answer", 1.0) == main.values("answer") == {0: value, 1: [value]}
+    assert main.values("answer") == other.values("answer") == {0: value, 1: [value]}
 
 
 def test_the_last_value_counts(stores: Any) -> None:
@@ -51,25 +48,6 @@ def test_the_last_value_counts(stores: Any) -> None:
     store.write("answer", 1)
     store.write("answer", 2)
     assert store.values("answer") == {0: 2}
-    assert store.times_written("answer", 0) == 2
-    assert store.times_written("other", 0) == 0
-
-
-def test_later_values_are_waited_for(stores: Any) -> None:
-    main, other = stores(2)
-    late = threading.Timer(0.2, main.write, ("answer", "late"))
-    late.start()
-    assert other.wait_for_main("answer", 30.0) == "late"
-    late = threading.Timer(0.2, other.write, ("answer", "later"))
-    late.start()
-    assert main.wait_for_values("answer", 30.0) == {0: "late", 1: "later"}
-
-
-def test_a_main_process_without_an_answer_is_an_error(stores: Any) -> None:
-    _, other = stores(2)
-    other.write("answer", 1)
-    with pytest.raises(UserError, match=r"the main process has not answered for 0\.1 s: check its output"):
-        other.wait_for_main("answer", 0.1)
 
 
 def test_topics_and_attempts_have_their_own_names(monkeypatch: pytest.MonkeyPatch, stores: Any) -> None:
@@ -81,26 +59,6 @@ def test_topics_and_attempts_have_their_own_names(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     (again,) = stores(1, "doctor", shared)
     assert again.values("answer") == {}
-
-
-def test_the_main_process_leaves_last(monkeypatch: pytest.MonkeyPatch, stores: Any) -> None:
-    main, other, _ = stores(3)
-    main.write("facts", 1)
-    other.write("facts", 1)
-    left: list[str] = []
-
-    def leave() -> None:
-        left.append("other")
-        other.leave("facts")
-
-    threading.Timer(0.2, leave).start()
-    main.leave("facts")
-    assert left == ["other"]
-    monkeypatch.setattr(store_module, "LEAVE_SECONDS", 0.1)
-    main, other, _ = stores(3)
-    other.write("facts", 1)
-    main.leave("facts")
-    assert main.values("left") == {0: True}
 
 
 # One value for all, and counters
@@ -129,21 +87,12 @@ def test_counters(stores: Any) -> None:
     assert (main.count("failed"), other.count("failed"), main.count("failed", 0)) == (1, 2, 2)
 
 
-def test_the_keys_of_the_preflight_never_change() -> None:
-    """Else it could not report processes with another version of the code."""
-    store = distributed.HashStore()
-    RunStore(store, "doctor").write("facts", {"host": "a"})
-    before = distributed.PrefixStore(store_key("doctor"), store)
-    assert before.get("facts/0") == b'{"host": "a"}'
-    assert before.add("facts/0/times", 0) == 1
-
-
 # The store of a run
 
 
 def test_without_a_run_there_is_no_store() -> None:
     assert run_store() is None
-    assert ask_run_store(pytest.fail, 7) == 7  # type: ignore[arg-type]
+    assert query_store(pytest.fail, 7) == 7  # type: ignore[arg-type]
 
 
 def slow_answer(store: RunStore) -> int:
@@ -158,14 +107,14 @@ def ask() -> tuple[int, int, list[float], int]:
     assert store is not None
     store.write("names", ranks().rank + 1)
     distributed.barrier()
-    total = sum(ask_run_store(lambda store: store.values("names"), {}).values())
-    count = ask_run_store(lambda store: store.count("answers", 3), 0)
+    total = sum(query_store(lambda store: store.values("names"), {}).values())
+    count = query_store(lambda store: store.count("answers", 3), 0)
     distributed.barrier()
     store_module.ANSWER_SECONDS = 0.3
     times, answer = [], 0
     for _ in range(2):
         begun = time.monotonic()
-        answer = ask_run_store(slow_answer, -1)
+        answer = query_store(slow_answer, -1)
         times.append(time.monotonic() - begun)
     return total, count, times, answer
 

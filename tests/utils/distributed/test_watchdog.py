@@ -15,22 +15,20 @@ import torch
 from torch import distributed
 
 from tests.conftest import without_greetings
-from utils.distributed import exit as exit_module
+from utils.distributed import failure
 from utils.distributed import store as store_module
-from utils.distributed import watchdog
-from utils.distributed.exit import run_main, sign_in
+from utils.distributed.failure import Heartbeat, Watchdog, is_waiting, lagging_ranks, run_main, start_failure_monitor
 from utils.distributed.ranks import ranks
 from utils.distributed.spawn import spawn
 from utils.distributed.store import RunStore
-from utils.distributed.watchdog import Position, Watchdog, is_waiting, late_ranks
 
 
-def at(waits: bool, batches: int) -> Position:
-    return Position(batches, waits)
+def at(waits: bool, batches: int) -> Heartbeat:
+    return Heartbeat(batches, waits)
 
 
 @pytest.mark.parametrize(
-    ("positions", "late"),
+    ("heartbeats", "late"),
     [
         pytest.param({0: at(True, 5), 2: at(True, 5)}, {1}, id="one does not answer"),
         pytest.param({0: at(True, 5), 2: at(False, 4)}, {1}, id="one does not answer, whatever others do"),
@@ -44,8 +42,8 @@ def at(waits: bool, batches: int) -> Position:
         pytest.param({0: at(False, 5), 1: at(False, 5), 2: at(False, 5)}, set(), id="none waits, all alike"),
     ],
 )
-def test_late_ranks(positions: dict[int, Position], late: set[int]) -> None:
-    assert late_ranks(3, positions) == late
+def test_late_ranks(heartbeats: dict[int, Heartbeat], late: set[int]) -> None:
+    assert lagging_ranks(3, heartbeats) == late
 
 
 def stack(*files: str) -> FrameType:
@@ -107,7 +105,7 @@ def run_clock(monkeypatch: pytest.MonkeyPatch, beats_until: float, off_at: float
             observed.beat()
         observed.on = now < off_at
 
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    monkeypatch.setattr(failure, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
     observed = Observed(5.0, Path("runs"))
     observed.on = True
     try:
@@ -137,16 +135,16 @@ def end(monkeypatch: pytest.MonkeyPatch, folder: Path, *late: int, answers: bool
     monkeypatch.setenv("WORLD_SIZE", "3")
     for rank in (1, 2):
         monkeypatch.setenv("RANK", str(rank))
-        RunStore(shared).write("positions", at(rank not in late, 0))
+        RunStore(shared).write("heartbeats", at(rank not in late, 0))
     monkeypatch.delenv("RANK")
-    monkeypatch.setattr(watchdog, "POSITIONS_SECONDS", 0)
+    monkeypatch.setattr(failure, "HEARTBEATS_SECONDS", 0)
     monkeypatch.setattr(store_module, "run_store", lambda: RunStore(shared) if answers else None)
 
     messages: list[str] = []
-    monkeypatch.setattr(watchdog, "give_up_after_first", lambda explain: messages.append(explain()))
+    monkeypatch.setattr(failure, "exit_reporting_once", lambda explain: messages.append(explain()))
     Watchdog(9.5, folder).end()
     if answers:
-        assert RunStore(shared).values("positions")[0] == list(at(False, 0))
+        assert RunStore(shared).values("heartbeats")[0] == list(at(False, 0))
         assert RunStore(shared).is_written("alarm")
     return messages[-1]
 
@@ -177,9 +175,9 @@ def hang() -> None:
 
 
 def hang_on_the_second(folder: Path) -> None:
-    watchdog.POSITIONS_SECONDS = exit_module.EXPLAIN_SECONDS = 1.0
+    failure.HEARTBEATS_SECONDS = failure.EXPLAIN_SECONDS = 1.0
     distributed.init_process_group("gloo")
-    sign_in()
+    start_failure_monitor()
     with Watchdog(2.0, folder) as watched:
         for step in range(10):
             watched.beat()

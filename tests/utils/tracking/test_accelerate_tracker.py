@@ -275,7 +275,7 @@ def hang():
 HANGING_PROGRAM = """
 from pathlib import Path
 from accelerate import PartialState
-from utils.distributed.exit import run_main
+from utils.distributed.failure import run_main
 from utils.files import ROOT
 from utils.tracking.accelerate_tracker import AccelerateTracker
 

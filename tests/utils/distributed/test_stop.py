@@ -18,10 +18,9 @@ import torch
 from torch import distributed
 
 from tests.conftest import ROOT, OnProcesses
-from utils.distributed import graceful_stop as stopping
-from utils.distributed.exit import TIME_LIMIT, StopRequested
-from utils.distributed.graceful_stop import STOP_SIGNALS, GracefulStop
+from utils.distributed import stop as stopping
 from utils.distributed.ranks import ranks
+from utils.distributed.stop import STOP_SIGNALS, TIME_LIMIT, GracefulStop, StopRequested
 
 
 def until(condition: Callable[[], Any]) -> Any:
@@ -124,7 +123,7 @@ def test_signals_are_still_received_after_an_error(handled: list[int]) -> None:
 
 TWO_CTRL_C = """
 import os, signal, sys, time
-from utils.distributed.graceful_stop import GracefulStop
+from utils.distributed.stop import GracefulStop
 with GracefulStop() as stop:
     os.kill(os.getpid(), signal.SIGINT)
     while not stop.requested():
@@ -144,7 +143,7 @@ def test_a_second_ctrl_c_ends_the_process() -> None:
 
 FINISHED = """
 import os, signal, time
-from utils.distributed.graceful_stop import GracefulStop
+from utils.distributed.stop import GracefulStop
 with GracefulStop() as stop:
     stop.finished = True
     os.kill(os.getpid(), signal.SIGTERM)

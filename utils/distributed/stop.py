@@ -1,6 +1,6 @@
-"""Stop a run on a signal or at the time limit, at the same optimizer step on all processes.
+"""When to stop: on a signal or at the time limit, at the same optimizer step on all processes.
 
-Called by utils/run.py.
+Called by utils/run.py; spawn and utils/python_api.py use the signals.
 """
 
 from __future__ import annotations
@@ -12,12 +12,21 @@ import time
 
 import psutil
 
-from utils.distributed.exit import TIME_LIMIT, give_up
-from utils.distributed.ranks import ranks, speaks_for_machine, world_size
+from utils.distributed.failure import Stopped, hard_exit
+from utils.distributed.ranks import is_local_main, ranks, world_size
 from utils.distributed.store import run_store
 
+TIME_LIMIT = "time"  # the reason of a stop that no signal has requested
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 SECOND_INTERRUPT_SECONDS = 0.5  # at least, between two Ctrl-C: a single one may arrive more than once
+
+
+class StopRequested(Stopped):
+    """All processes stop early, at the same step. reason: a signal's name, or `TIME_LIMIT`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(0 if reason == TIME_LIMIT else 128 + signal.Signals[reason])
+        self.reason, self.by_time_limit = reason, reason == TIME_LIMIT
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -65,7 +74,7 @@ class GracefulStop:
             name = signal.Signals(number).name
             if self.finished or (again and number == signal.SIGINT):
                 reason = f"stopped by {name}; the run itself is finished" if self.finished else "interrupted"
-                give_up(reason if speaks_for_machine() else "", 128 + number)
+                hard_exit(reason if is_local_main() else "", 128 + number)
             self.signal, self.since = name, time.monotonic()
 
     def after(self, step: int) -> str:

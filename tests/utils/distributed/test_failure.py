@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 from torch import distributed
 
-from utils.distributed.exit import Stopped, is_first_to_fail, lost_contact, on_failure, process_names, run_main, sign_in
+from utils.distributed.failure import (
+    Stopped,
+    is_first_to_fail,
+    lost_contact,
+    on_failure,
+    process_names,
+    run_main,
+    start_failure_monitor,
+)
 from utils.errors import UserError
 from utils.files import ROOT
 
@@ -119,7 +127,7 @@ def test_an_unexpected_error_keeps_its_traceback(error: Exception) -> None:
 
 
 def test_one_process_is_always_the_first_to_fail() -> None:
-    sign_in()
+    start_failure_monitor()
     assert process_names([0, 2]) == "process 0 and process 2"
     assert is_first_to_fail()
     assert is_first_to_fail()
