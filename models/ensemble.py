@@ -19,10 +19,11 @@ from models.fuse import fuse
 from models.image_size import ImageSize, choose_size, in_words, whole_strides
 from models.layer_registry import add_layers
 from models.tasks import TASKS, TaskEntry, task_of
-from models.tasks.contract import Batch, Model, Postprocess, Task, View
+from models.tasks.contract import Model, Postprocess, Task, View
 from models.weights.reader import Weights
 from models.weights.releases import find_weights
 from models.weights.transfer import transfer
+from utils.batch import Batch
 from utils.config.parser import refuse_flags
 from utils.errors import UserError
 from utils.memory_format import layout

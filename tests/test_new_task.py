@@ -97,7 +97,7 @@ for prediction in predictions:
     assert prediction.array.shape == (2, 4) and len(prediction.items) == 2 and prediction.describe() == "1 blue, 1 red"
     assert prediction.draw(image, Style()).any() and not image.any()
     assert all(part.size for _, part in prediction.crops(image))
-    assert len(prediction.with_labels().label_rows(True)) == 4
+    assert len(prediction.label_rows(True)) == 2
 
 module, suppression = task.export_module(model, ExportSettings())
 assert suppression is None
