@@ -165,12 +165,6 @@ class Metrics(ABC):
         return {}
 
 
-# Flags that apply to segmentation alone: what the other tasks refuse.
-SEGMENTATION_FLAGS = dict.fromkeys(
-    ("mask_ratio", "no_overlap", "retina_masks"), "is for segmentation: there are no masks"
-)
-
-
 @dataclass(frozen=True)
 class ExportSettings:
     """export.py's flags for suppression inside an exported file."""

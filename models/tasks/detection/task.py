@@ -10,7 +10,6 @@ from torch import Tensor
 from models.fuse import fuse
 from models.layers import Detect
 from models.tasks.contract import (
-    SEGMENTATION_FLAGS,
     Criterion,
     ExportModule,
     ExportSettings,
@@ -40,7 +39,6 @@ class DetectionTask(Task):
     loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
     metric_names: ClassVar[tuple[str, ...]] = DETECTION_METRICS
     recipe = Hyperparameters
-    refused: ClassVar[Mapping[str, str]] = SEGMENTATION_FLAGS
     official_weights = r"yolov5[nsmlx]6?\.pt"
     hub_tag = "object-detection"
     default_is_training_size = False  # 640, as in YOLOv5
