@@ -236,7 +236,7 @@ ERRORS = {
         label("0 10 10 20 20"), "labels/train/0.txt, line 1: coordinates in pixels", "--strict"
     ),
     # images
-    "strict": Case(image("bad.jpg", lambda: b""), "bad.jpg: not readable as an image", "--strict", two=True),
+    "strict": Case(image("bad.jpg", lambda: b""), "bad.jpg: not readable as an image", "--strict"),
     "no image is one": Case(listed(), "no image of `val:` can be used", "--data {set}/other.yaml"),
     # data sets
     "no data": Case(nothing, "data set '{set}/none.yaml' is not a file", "--data {set}/none.yaml"),
@@ -274,7 +274,7 @@ ERRORS = {
     "override": Case(nothing, "--hyp.lr0 must be a number, not 'abc'", "--hyp.lr0 abc"),
     "override out of range": Case(nothing, "--hyp.mosaic is 2.0; give 0 to 1", "--hyp.mosaic=2"),
     "override misspelt": Case(nothing, "unknown flag --hyp.mosiac (did you mean '--hyp.mosaic'?)", "--hyp.mosiac 1"),
-    "override without a value": Case(nothing, "--hyp.lr0", "--hyp.lr0", code=2, two=True),
+    "override without a value": Case(nothing, "--hyp.lr0", "--hyp.lr0", code=2),
     # flags
     "evolve": Case(nothing, "docs/tracking.md#sweeps", "--evolve 300", code=2),
     "unknown flag": Case(nothing, "unknown flag --epoch (did you mean '--epochs'?)", "--epoch 3", code=2, two=True),
@@ -350,7 +350,6 @@ ERRORS = {
         lambda inputs: inputs.write("w.pt", pickle.dumps(Payload(inputs.folder / "ran"), protocol=2)),
         "w.pt was refused, and nothing in it was run: it names",
         "--weights {set}/w.pt",
-        two=True,
     ),
     "unknown class": Case(
         lambda inputs: inputs.write("w.pt", unknown_class()),

@@ -108,6 +108,7 @@ def epoch_in_float64(flags: Sequence[str]) -> dict[str, Tensor]:
     return dict(training.steps.model.bare.state_dict())
 
 
+@pytest.mark.long
 def test_a_resnet_in_float64(on_processes: OnProcesses, drawn_classes: Path, tmp_path: Path) -> None:
     """Five steps of batches of 8. Measured: 2e-13."""
     what = ["--data", str(drawn_classes), "--cfg", "resnet18.yaml", "--imgsz", "64", "--batch-size", "8", "--sync-bn"]
@@ -336,7 +337,7 @@ def test_its_defaults_are_taken(run_script: RunScript, tmp_path: Path) -> None:
         (("--hyp", "low.yaml"), "low.yaml: unknown key 'box'"),
         (("--freeze", "12"), "the model has layers 0 to 9, no 10"),
         (("--cfg", "resnet18.yaml", "--imgsz", "8192", "--weights", "DEFAULT"), "cannot be downloaded"),
-        (("--batch-size", "7", "--processes", "2"), "take 6 or 8"),
+        pytest.param(("--batch-size", "7", "--processes", "2"), "take 6 or 8", marks=pytest.mark.long),
         (("--weights", "yolov5n-cls.pt"), "yolov5n-cls.pt cannot be downloaded"),
     ],
 )

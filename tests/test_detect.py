@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 from torchvision.ops import nms
 
+from data.builtin.shapes import NAMES
 from data.images import read_image
 from data.media import Frame, MediaItem, as_pixels, find_pictures
 from detect import FileNames, Predictor, groups
@@ -38,8 +40,22 @@ SIDE, CONFIDENCE, OVERLAP = 160, 0.1, 0.45
 
 
 @pytest.fixture(scope="module")
-def predictor(learned: Path) -> Predictor:
-    return Predictor(learned, imgsz=SIDE, conf_thres=CONFIDENCE, device="cpu")
+def detector(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a yolov5n that detects objects of all confidences, on any machine: its last layers are random."""
+    torch.manual_seed(0)  # module fixtures are made before the seed of a test is set
+    names = dict(enumerate(NAMES))
+    model = build_model({**read_yaml(ROOT / "models" / "yolov5n.yaml"), "nc": len(names)})
+    for level in model.detect.m:
+        nn.init.normal_(level.weight, std=1)
+        nn.init.normal_(level.bias)
+    file = tmp_path_factory.mktemp("weights") / "last.pt"
+    file.write_bytes(serialised(weights_content(model, {**model.yaml, "task": "detect"}, names, {"imgsz": 96})))
+    return file
+
+
+@pytest.fixture(scope="module")
+def predictor(detector: Path) -> Predictor:
+    return Predictor(detector, imgsz=SIDE, conf_thres=CONFIDENCE, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +89,10 @@ def truncated(file: Path) -> Path:
 # Predictions
 
 
-def test_against_a_plain_computation(learned: Path, photo: Path, predictor: Predictor) -> None:
+def test_against_a_plain_computation(detector: Path, photo: Path, predictor: Predictor) -> None:
     """The forward pass, which tests/models/test_yolo.py compares with YOLOv5's, on an image that is padded by hand,
     decoded by the formulas and suppressed by torchvision: only the most probable class of each box."""
-    content = read_weights(learned)
+    content = read_weights(detector)
     assert content.model
     model = build_model(content.model)
     transfer(model, content.state)
@@ -155,12 +171,12 @@ def test_a_prediction(predictor: Predictor, photo: Path, tmp_path: Path, monkeyp
         result.to_df()
 
 
-def test_some_classes_only(learned: Path, photo: Path, predictor: Predictor) -> None:
+def test_some_classes_only(detector: Path, photo: Path, predictor: Predictor) -> None:
     expected = predictor(photo).array
     label = int(expected[0, 5])
     of_label = expected[expected[:, 5] == label]
     for classes in ([label], label, str(label), predictor.names[label]):
-        chosen = Predictor(learned, imgsz=SIDE, conf_thres=CONFIDENCE, classes=classes, device="cpu")(photo)
+        chosen = Predictor(detector, imgsz=SIDE, conf_thres=CONFIDENCE, classes=classes, device="cpu")(photo)
         np.testing.assert_array_equal(chosen.array, of_label)
 
 
@@ -182,9 +198,9 @@ def test_names_and_numbers_of_classes(word: str, message: str) -> None:
     assert str(caught.value) == message
 
 
-def test_thresholds_are_attributes(learned: Path, photo: Path, predictor: Predictor) -> None:
+def test_thresholds_are_attributes(detector: Path, photo: Path, predictor: Predictor) -> None:
     every, label = predictor(photo), int(predictor(photo).classes[0])
-    changed = Predictor(learned, imgsz=SIDE, device="cpu", conf=0.9)
+    changed = Predictor(detector, imgsz=SIDE, device="cpu", conf=0.9)
     assert (changed.conf_thres, changed.conf, changed.iou_thres) == (0.9, 0.9, OVERLAP)
     changed.conf = CONFIDENCE
     np.testing.assert_array_equal(changed(photo).array, every.array)
@@ -216,19 +232,19 @@ def test_other_attributes_are_refused(name: str, value: object, message: str, pr
 
 
 def test_the_size_of_a_detectors_training_is_printed(
-    learned: Path, classifier: str, capsys: pytest.CaptureFixture[str]
+    detector: Path, classifier: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    predictor = Predictor(learned, device="cpu")
+    predictor = Predictor(detector, device="cpu")
     assert predictor.size.sides == (640, 640)
     line = "was trained at 96 px; the default size is 640, and imgsz=96 gives that of the training"
-    assert capsys.readouterr().out == f"{learned} {line}\n"
+    assert capsys.readouterr().out == f"{detector} {line}\n"
     for silent in ({"quiet": True}, {"imgsz": 96}, {"weights": classifier}):
-        Predictor(**{"weights": learned, "device": "cpu", **silent})
+        Predictor(**{"weights": detector, "device": "cpu", **silent})
         assert capsys.readouterr().out == ""
 
 
-def test_a_rounded_size_is_printed(learned: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    predictor = Predictor(learned, imgsz=(90, 128), device="cpu")
+def test_a_rounded_size_is_printed(detector: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    predictor = Predictor(detector, imgsz=(90, 128), device="cpu")
     assert predictor.size.sides == (96, 128)
     assert capsys.readouterr().out == "imgsz=(90, 128) is rounded up to 96 128, whole strides of 32 pixels\n"
 
@@ -271,11 +287,11 @@ def test_invalid_images(image: object, message: str, predictor: Predictor) -> No
 
 
 @pytest.mark.parametrize("name", ["custom", "yolov5n", "yolov5x6", "yolov5s-seg", "yolov5m-cls"])
-def test_a_model_of_torch_hub(name: str, learned: Path, photo: Path, predictor: Predictor) -> None:
+def test_a_model_of_torch_hub(name: str, detector: Path, photo: Path, predictor: Predictor) -> None:
     """Others than `custom` are YOLOv5's files: what is asked for is seen in the error."""
     load = functools.partial(torch.hub.load, str(ROOT), name, source="local", _verbose=False, conf=CONFIDENCE)
     if name == "custom":
-        model = load(path=str(learned), imgsz=SIDE, device=torch.device("cpu"))
+        model = load(path=str(detector), imgsz=SIDE, device=torch.device("cpu"))
         np.testing.assert_array_equal(model(photo).array, predictor(photo).array)
     else:
         with pytest.raises(UserError, match=rf"/{name}\.pt cannot be downloaded"):
@@ -298,13 +314,13 @@ def test_grey_images_and_rotated_pictures() -> None:
 
 
 def test_the_example_of_the_page(
-    learned: Path, photo: Path, predictor: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    detector: Path, photo: Path, predictor: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     page = (ROOT / "docs" / "detect.md").read_text(encoding="utf-8")
     example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     cv2.imwrite(str(tmp_path / "photo.jpg"), cv2.imread(str(photo)))
-    shutil.copy(learned, tmp_path / "yolov5n.pt")
+    shutil.copy(detector, tmp_path / "yolov5n.pt")
     monkeypatch.chdir(tmp_path)
     exec(example.replace("0.25", str(CONFIDENCE)), {})
     printed = capsys.readouterr().out
@@ -341,7 +357,7 @@ def test_file_names_are_unique() -> None:
 
 
 def test_a_folder_with_everything(
-    learned: Path, photo: Path, predictor: Predictor, run_script: RunScript, tmp_path: Path
+    detector: Path, photo: Path, predictor: Predictor, run_script: RunScript, tmp_path: Path
 ) -> None:
     """An image, a video and broken files: whatever can be read is processed, and the exit code is 1."""
     folder, image, expected = tmp_path / "in", cv2.imread(str(photo)), predictor(photo).array
@@ -359,7 +375,7 @@ def test_a_folder_with_everything(
         video.write(image)
     video.release()
     printed = run_script(
-        "detect.py", "--weights", str(learned), "--source", str(folder), str(folder / "*.png"), "--imgsz", str(SIDE),
+        "detect.py", "--weights", str(detector), "--source", str(folder), str(folder / "*.png"), "--imgsz", str(SIDE),
         "--device", "cpu", "--project", str(tmp_path), "--save-txt", "--save-conf", "--save-csv", "--save-crop",
         "--save_format", "1", "--vid-stride", "2", "--batch-size", "2", "--conf-thres", str(CONFIDENCE), code=1,
     )  # fmt: skip
@@ -427,14 +443,14 @@ def test_invalid_arguments_of_a_predictor(flags: dict[str, Any], message: str) -
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(learned: Path, photo: Path, predictor: Predictor, run_script: RunScript, tmp_path: Path) -> None:
+def test_on_a_gpu(detector: Path, photo: Path, predictor: Predictor, run_script: RunScript, tmp_path: Path) -> None:
     """The objects of the CPU, in full and in half precision; detect.py times the GPU's work."""
     expected = predictor(photo)
     for half in (False, True):
-        found = Predictor(learned, imgsz=SIDE, conf_thres=CONFIDENCE, device="cuda", half=half)(photo)
+        found = Predictor(detector, imgsz=SIDE, conf_thres=CONFIDENCE, device="cuda", half=half)(photo)
         assert len(found.array) == len(expected.array)
         assert np.allclose(found.array[:, :4], expected.array[:, :4], atol=1.0)
-    flags = ("--weights", str(learned), "--source", str(photo), "--device", "0", "--half")
+    flags = ("--weights", str(detector), "--source", str(photo), "--device", "0", "--half")
     assert " ms " in run_script("detect.py", *flags, "--imgsz", str(SIDE), "--project", str(tmp_path))
 
 

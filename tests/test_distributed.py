@@ -36,11 +36,6 @@ SHARP = {"nbs": 16, "warmup_epochs": 0.0, "weight_decay": 0.01}
 # One curve. Required: 1e-3 for losses and weights; measured: 4e-7 and 1e-7, and equal scores.
 
 
-def test_one_process_learns_something(single: Path) -> None:
-    """Else equal scores would prove nothing. Measured: 0.10."""
-    assert rows(single)[-1]["metrics/mAP_0.5"] > 0.08
-
-
 def test_sync_bn_changes_nothing_on_one_process(single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
     fine_tune(tmp_path, "--sync-bn")
     assert (tmp_path / "exp" / "results.csv").read_bytes() == (single / "results.csv").read_bytes()
@@ -104,6 +99,7 @@ def test_nodes_of_unequal_size_by_torchrun(fine_tune: Callable[..., str], tmp_pa
     same_curve(tmp_path / "three", tmp_path / "one")
 
 
+@pytest.mark.long
 def test_statistics_are_averaged_without_sync_bn(
     fine_tune: Callable[..., str], run_script: RunScript, drawn: Path, tmp_path: Path
 ) -> None:
@@ -117,6 +113,7 @@ def test_statistics_are_averaged_without_sync_bn(
     assert overall[5:] == [f"{last[name]:.4f}" for name in SCORES]
 
 
+@pytest.mark.long
 def test_validation_by_accelerate(run_script: RunScript, drawn: Path, learned: Path, tmp_path: Path) -> None:
     """The same table, to the last digit, on one process and on two; every image's detections written once."""
     flags = ("--data", str(drawn), "--weights", str(learned), "--imgsz", "96")
@@ -280,6 +277,7 @@ def test_compressed_gradients(hook: str, gap: float, run_script: RunScript, flag
     assert rows(tmp_path / hook) != rows(tmp_path / "exact")
 
 
+@pytest.mark.long
 def test_every_image_is_validated_once(on_processes: OnProcesses, flags: list[str]) -> None:
     """31 images in batches of 8 are four batches, and each goes to one process as a whole."""
     flags = [*flags, "--batch-size", "4"]
@@ -391,6 +389,7 @@ def test_two_machines(hosts: tuple[str, str], single: Path, fine_tune: Callable[
     one_run(tmp_path / "0" / "exp")
 
 
+@pytest.mark.long
 def test_a_cut_cable(hosts: tuple[str, str], fine_tune: Callable[..., str], tmp_path: Path) -> None:
     """Both machines end with one sentence soon after the time-out."""
 

@@ -199,6 +199,7 @@ def close_ports(hosts: Sequence[str], but: str) -> None:
         not_here(f"routing rules with ports ({error.stderr.strip()})")
 
 
+@pytest.mark.long
 def test_only_the_main_port_is_open(hosts: tuple[str, str], both: Callable[..., list[str]]) -> None:
     close_ports(hosts, but=PORT)
     printed = both(patience="10", fails=True)
@@ -208,6 +209,7 @@ def test_only_the_main_port_is_open(hosts: tuple[str, str], both: Callable[..., 
     assert not errors(printed[1])
 
 
+@pytest.mark.long
 def test_the_main_port_is_closed(hosts: tuple[str, str], both: Callable[..., list[str]]) -> None:
     close_ports(hosts, but="22")
     printed = both(patience="4", fails=True)

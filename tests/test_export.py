@@ -157,6 +157,7 @@ def test_flags_that_a_file_with_suppression_overrides_are_named(
     assert capsys.readouterr().out == "exported for images of 64x64 alone\n"
 
 
+@pytest.mark.long
 def test_the_default_size_is_that_of_a_classifiers_training(tmp_path: Path, run_script: RunScript) -> None:
     rows = {"backbone": [[-1, 1, "Conv", [8, 3, 2]]], "head": [[-1, 1, "Classify", [3]]]}
     model = build_model({"task": "classify", "nc": 3, **rows})

@@ -55,6 +55,7 @@ def test_one_raises(train: Train, tmp_path: Path) -> None:
     assert f"error: process 1 on {os.uname().nodename} failed: ValueError: a planted fault" in printed
 
 
+@pytest.mark.long
 def test_one_is_killed_under_a_launcher(train: Train, tmp_path: Path) -> None:
     """The launcher's SIGTERM does not keep the other processes from naming the killed one."""
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"))
@@ -62,6 +63,7 @@ def test_one_is_killed_under_a_launcher(train: Train, tmp_path: Path) -> None:
     refused(printed, f"error: process 1 on {os.uname().nodename} ended without an error message, or cannot be reached")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["stall", pytest.param("SIGSTOP", marks=pytest.mark.long)])
 def test_one_stalls(fault: str, train: Train, tmp_path: Path) -> None:
     """The error names the process; the stack of every process is written to the run folder."""

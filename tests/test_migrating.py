@@ -218,6 +218,7 @@ def habit(small_data: Path, tmp_path: Path) -> tuple[str, ...]:
     return tuple(word for flag, name in files.items() for word in (f"--{flag}", str(tmp_path / name)))
 
 
+@pytest.mark.long
 def test_the_curve_with_them_all(habit: tuple[str, ...], run_script: RunScript, tmp_path: Path) -> None:
     """The curve is the same on one process and two; val.py needs --layers too."""
     flags = (
@@ -231,7 +232,7 @@ def test_the_curve_with_them_all(habit: tuple[str, ...], run_script: RunScript, 
         "--sync_bn",
     )
     more = ("--multi-scale", "--image_weights", "--close_mosaic=1", "--cache=val", "--project", str(tmp_path))
-    printed = run_script("train.py", *flags, *more, "--name=one")
+    printed = run_script("train.py", *flags, *more, "--name=one", OMP_NUM_THREADS="1")
     for message in ("--image-weights: ", "--multi-scale: each batch at one of ", "--close-mosaic 1: ", "--cache "):
         assert message in printed
     run_script("train.py", *flags, *more, "--name=two", "--processes=2", OMP_NUM_THREADS="1")

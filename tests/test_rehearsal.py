@@ -134,6 +134,7 @@ def rehearsed(
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("task", TASKS)
 def test_steps_on_a_fake_gpu(rehearsed: Mapping[str, Any], task: str) -> None:
     """No tensor stays on the host, no shape follows from values, and nothing waits but the stated reads: the verdict on
@@ -149,6 +150,7 @@ def test_steps_on_a_fake_gpu(rehearsed: Mapping[str, Any], task: str) -> None:
     ("task", "until"),
     [("detection", "aten.nonzero.default"), ("segmentation", "aten.nonzero.default"), ("classification", "all")],
 )
+@pytest.mark.long
 def test_validation_on_a_fake_gpu(rehearsed: Mapping[str, Any], task: str, until: str) -> None:
     """In full and in half precision; a detector's ends where confident boxes are selected, as many as there are."""
     assert rehearsed[task]["validation"] == [until] * 2
@@ -164,6 +166,7 @@ def test_validation_on_a_fake_gpu(rehearsed: Mapping[str, Any], task: str, until
         ("value_read", ("_local_scalar_dense",)),
     ],
 )
+@pytest.mark.long
 def test_planted_mistakes_are_noticed(
     rehearsed: Mapping[str, Any], task: str, mistake: str, messages: tuple[str, ...]
 ) -> None:

@@ -263,6 +263,7 @@ def test_two_machines_without_a_shared_disk(
     identical(tmp_path / "0" / "exp", undisturbed_on_two)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [pytest.param("1", marks=pytest.mark.long), "3"])
 def test_under_another_stage_of_zero(stage: str, train: Train, undisturbed: Path, tmp_path: Path) -> None:
     """A run under ZeRO-2 is resumed under another stage, and then by one process without DeepSpeed."""
@@ -275,6 +276,7 @@ def test_under_another_stage_of_zero(stage: str, train: Train, undisturbed: Path
     same_curve(tmp_path / "exp", undisturbed)
 
 
+@pytest.mark.long
 def test_the_time_limit(train: Train, undisturbed: Path, tmp_path: Path) -> None:
     """It is reached at the first step: the run is saved and validated, with exit code 0."""
     printed = train(tmp_path, "--time-limit", "0.0001")
@@ -313,6 +315,7 @@ def begun(cluster: Cluster, number: int, folder: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("nodes", "reaches"),
     [
@@ -434,6 +437,7 @@ def test_on_a_gpu(precision: str, train: Train, tmp_path: Path) -> None:
     identical(tmp_path / "exp", tmp_path / "undisturbed" / "exp")
 
 
+@pytest.mark.long
 def test_killed_before_there_was_a_state(train: Train, undisturbed: Path, tmp_path: Path) -> None:
     """It starts again in the same folder."""
     train(tmp_path, **planted("SIGKILL", "optimizer step"), code=-signal.SIGKILL)
@@ -460,7 +464,7 @@ def test_a_folder_that_a_live_run_is_writing(call_main: CallMain, flags: tuple[s
     "launcher",
     [
         pytest.param((sys.executable,), id="one"),
-        pytest.param((sys.executable, *HERE), id="two"),
+        pytest.param((sys.executable, *HERE), id="two", marks=pytest.mark.long),
         pytest.param((*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml")), id="launcher", marks=pytest.mark.long),
     ],
 )
@@ -489,7 +493,7 @@ def test_the_main_process_is_killed(launcher: Sequence[str], flags: tuple[str, .
     assert not left
 
 
-@pytest.mark.parametrize("processes", [(), HERE], ids=["one", "two"])
+@pytest.mark.parametrize("processes", [pytest.param((), marks=pytest.mark.long), HERE], ids=["one", "two"])
 def test_ctrl_c_twice(processes: Sequence[str], flags: tuple[str, ...], tmp_path: Path) -> None:
     """The second one does not wait for the end of the step, which here never ends."""
     command = [sys.executable, "train.py", *flags, "--project", str(tmp_path), *processes, "--save-steps", "1"]

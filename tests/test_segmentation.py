@@ -131,6 +131,7 @@ def overall(printed: str) -> list[str]:
     return line
 
 
+@pytest.mark.long
 def test_val_on_any_number_of_processes(
     alone: Path, run_script: RunScript, drawn_outlines: Path, tmp_path: Path
 ) -> None:

@@ -188,6 +188,7 @@ def test_all_at_once_on_two_processes(
         assert [line.split()[0] for line in written[: len(truth)]] == [line.split()[0] for line in truth]
 
 
+@pytest.mark.long
 def test_a_high_confidence_threshold_is_a_warning(
     two_models: tuple[str, str], small_data: Path, tmp_path: Path, run_script: RunScript
 ) -> None:

@@ -15,6 +15,7 @@ LOST = "error: process 1 on b ended without an error message, or cannot be reach
 ROWS = "epoch,train/box_loss,metrics/mAP_0.5\n0,0.125,0.5\n1,0.0625,0.75\n"
 
 
+@pytest.mark.long
 def test_three_rounds(tmp_path: Path) -> None:
     """One after another: a machine is killed, the newest state is damaged, the cable is cut."""
     faults = ("SIGKILL to a whole machine", "a byte of the newest state is flipped", "the cable is cut")
