@@ -308,7 +308,7 @@ def test_results_are_written_even_if_annotations_do_not_fit(tmp_path: Path) -> N
                 SimpleNamespace(images=[Path("7.jpg")]),
             )
             inference = SimpleNamespace(inference=SimpleNamespace(task=SimpleNamespace(names={0: "cat"})))
-            parts: Any = (options, run, members, [], inference, split, source, False)
+            parts: Any = (options, run, members, [], inference, split, source, None, False)
             write_coco(Validation(*parts), predictions)
         rows = json.loads(run.files.documents["best_predictions.json"])
         assert rows == [{"image_id": 7, "category_id": 0, "bbox": [0, 0, 2, 1], "score": 0.5}]
