@@ -7,7 +7,7 @@ FULL := $(VENV)/.installed
 REQUIREMENTS := requirements.txt requirements-dev.txt requirements-deepspeed.txt requirements-export.txt
 
 .PHONY: setup train test test-long test-gpu test-gpu2 test-floors test-trackers lint constraints \
-	soak gpu gpu2 gpu-data bench bench-processes bench-saving bench-versus bench-gpus
+	soak gpu gpu2 gpu-data bench bench-processes bench-versus bench-gpus
 
 # Everything: for DeepSpeed, exports, tests and linters too.
 setup: $(FULL)
@@ -115,9 +115,6 @@ bench: setup
 
 bench-processes: setup
 	$(RUN) -m benchmarks.processes
-
-bench-saving: setup
-	$(RUN) -m benchmarks.saving
 
 # YOLOV5: a checkout; PEER: the Python that its packages are installed for; ULTRALYTICS: one that ultralytics is installed
 # for; PHOTOS: a folder with images/ and labels/; WEIGHTS: the official yolov5n.pt, for the validation

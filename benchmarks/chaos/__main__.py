@@ -140,7 +140,7 @@ class Soak:
                 return outcome
             completed = resumed + times if point == "optimizer step" else self.cluster.step(self.run)
             must_end = fault.ends and outcome.result != "finished before"
-            outcome.problems += self.oracle.check(attempt, self.exact, must_end, self.log_gaps)
+            outcome.problems += self.oracle.check(attempt, self.exact, must_end)
         outcome.lost = (
             max(completed - self.cluster.step(self.run), 0) if outcome.result.startswith("ended") else 0
         )  # a full disk takes more

@@ -41,7 +41,7 @@ MESSAGES = [
     r"error: .* cannot be written: .*; fix that, and continue with --resume \S+",
     r"warning: .* cannot be written now: .*",
     r"warning: \S+ is damaged \(its checksum does not match\); trying the one before",
-    r"warning: W&B: .*",
+    r"warning: W&B.*",
 ]
 
 
@@ -52,10 +52,10 @@ class Oracle:
         self.cluster, self.reference = cluster, reference
         self.surroundings = dict(self._surroundings())
 
-    def check(self, attempt: Attempt, exact: bool, ends: bool, log_gaps: bool) -> list[str]:
+    def check(self, attempt: Attempt, exact: bool, ends: bool) -> list[str]:
         """Return what is wrong after an attempt. exact: whether all processes so far were as many as the reference's.
 
-        ends: whether a fault must have ended it. log_gaps: whether W&B's file may lack steps.
+        ends: whether a fault must have ended it.
         """
         run = self.cluster.disk / attempt.run
         problems = [f"left behind: {line}" for line in attempt.left_behind(LEFT_BEHIND_SECONDS) if "wandb" not in line]
@@ -67,8 +67,8 @@ class Oracle:
         problems += self._state(attempt)
         actual, expected = (read_text(folder / "results.csv") for folder in (run, self.reference))
         problems += wrong_rows(actual, expected, exact)
-        if not log_gaps:
-            problems += wrong_steps(logged(run)[0], logged(self.reference)[0])
+        for steps, epochs in logged(run):
+            problems += [f"W&B has twice: {twice}" for twice in (repeated(steps), repeated(epochs)) if twice]
         problems += self._temporary_files(ends)
         now = dict(self._surroundings())
         for name, before in self.surroundings.items():
@@ -78,7 +78,7 @@ class Oracle:
         return problems
 
     def compare_end(self, run: str, exact: bool, log_gaps: bool) -> list[str]:
-        """Return how a finished run differs from the reference. exact, log_gaps: see `check`."""
+        """Return how a finished run differs from the reference. log_gaps: whether W&B may lack epochs."""
         folder = self.cluster.disk / run
         try:
             if exact:
@@ -87,9 +87,8 @@ class Oracle:
                 same_curve(folder, self.reference, ROUNDING, SCORE_ROUNDING, ROUNDING)
         except AssertionError as error:
             return [f"the end differs from that of the undisturbed run: {error}"]
-        if log_gaps or logged(folder) == logged(self.reference):
-            return []
-        return [f"W&B has steps and epochs {logged(folder)} instead of {logged(self.reference)}"]
+        have, need = ({epoch for _, epochs in logged(run) for epoch in epochs} for run in (folder, self.reference))
+        return [] if log_gaps or have == need else [f"W&B has epochs {sorted(have)} instead of {sorted(need)}"]
 
     def _state(self, attempt: Attempt) -> list[str]:
         problems: list[str] = []
@@ -146,11 +145,9 @@ def wrong_rows(actual: str, expected: str, exact: bool) -> list[str]:
     return wrong
 
 
-def wrong_steps(steps: Sequence[int], expected: Sequence[int]) -> list[str]:
-    """Return which steps a log has twice, and which it lacks before its last one."""
-    twice = sorted(step for step, count in Counter(steps).items() if count > 1)
-    gap = sorted(step for step in set(expected) - set(steps) if step < max(steps, default=0))
-    return [f"W&B has steps twice: {twice}"] * bool(twice) + [f"W&B lacks steps {gap}"] * bool(gap)
+def repeated(numbers: Sequence[int]) -> list[int]:
+    """Return the numbers that a log has twice."""
+    return sorted(number for number, count in Counter(numbers).items() if count > 1)
 
 
 def read_text(file: Path) -> str:
@@ -158,8 +155,13 @@ def read_text(file: Path) -> str:
     return file.read_text() if file.is_file() else ""
 
 
-def logged(run: Path) -> tuple[list[int], list[int]]:
-    """Return the steps and the epochs in all parts of a W&B run, in order."""
-    rows = [row for file in wandb_files.runs(run) for row in wandb_files.read(file).rows]
-    epochs = [row["epoch"] for row in rows if "train/box_loss" in row or "train/loss" in row]
-    return [row["step"] for row in rows if "step" in row], epochs
+def logged(run: Path) -> list[tuple[list[int], list[int]]]:
+    """Return the steps and the epochs in each part of a W&B run, in order."""
+    parts = [wandb_files.read(file).rows for file in wandb_files.runs(run)]
+    return [
+        (
+            [row["step"] for row in rows if "step" in row],
+            [row["epoch"] for row in rows if "train/box_loss" in row or "train/loss" in row],
+        )
+        for rows in parts
+    ]
