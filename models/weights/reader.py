@@ -1,6 +1,6 @@
 """Read weight files without running anything in them: those of train.py, YOLOv5's, `.safetensors`, and bare tensors.
 
-Called by export.py, models/starting_point.py and models/export/runtime.py, which reads exported files.
+Called by export.py, models/initial_weights.py and models/export/runtime.py, which reads exported files.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import math
 import warnings
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from models.tasks import DEFAULT_TASK, TASKS
+from models.weights.content import EXPORTED_SUFFIXES, Weights
 from models.weights.yolov5_pickle import (
     UnusableFile,
     check_pickle_size,
@@ -31,54 +32,9 @@ from models.weights.yolov5_pickle import (
     unwrap,
 )
 from utils.checkpoint.weight_files import FORMAT, SAFETENSORS_SUFFIX, is_safetensors, read_safetensors
-from utils.config.ranges import IMGSZ, is_number
-from utils.errors import UserError, first_line, plural, shortened
+from utils.errors import UserError, first_line
 
-if TYPE_CHECKING:
-    from models.export.runtime import Exported
-
-MAX_EXPANSION = 10  # bytes of tensors, or of unpacked records, per byte of a file
-EXPORTED_SUFFIXES = (".onnx", ".torchscript", ".pt2", "_openvino_model")  # of files of export.py
 CONTENT_KEYS = ("task", "model", "names", "state", "settings")  # of files of train.py, beside `format`
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The content of a weight file. source: the program that wrote it, "tensors" for a bare state dict."""
-
-    state: dict[str, Tensor]  # on the CPU; floating-point tensors are float32
-    model: dict[str, Any] | None  # the model YAML
-    names: dict[int, str]
-    task: str  # '' if unknown
-    settings: dict[str, Any]
-    source: Literal["lockstep", "yolov5", "tensors", "exported"]
-    program: Exported | None = None  # runs an exported file, which has no tensors
-
-    @property
-    def training_size(self) -> int:
-        """The image size of the training in pixels; 0 if the file does not contain it."""
-        size = self.settings.get("imgsz")
-        return int(size) if is_number(size) and size in IMGSZ else 0
-
-    @property
-    def class_names(self) -> dict[int, str]:
-        """The class names; the numbers of the classes if the file has no names."""
-        return self.names or {number: str(number) for number in range(int((self.model or {}).get("nc", 0)))}
-
-    def class_warnings(self, names: Mapping[int, str], name: str) -> list[str]:
-        """Return a warning if as many classes of a data set have other names: perhaps their order differs.
-
-        name: of the file. A single class has no order.
-        """
-        if len(names) != len(self.names) or len(names) == 1:
-            return []
-        pairs = [(number, self.names.get(number, ""), names[number]) for number in names]
-        differing = [pair for pair in pairs if pair[1].casefold() != pair[2].casefold()]
-        return [
-            f"warning: {len(differing)} of {plural(len(names), 'class')} have other names in {name} than in the data "
-            f"set, such as class {number}, '{shortened(of_file)}' and here '{shortened(of_data)}'; check the order"
-            for number, of_file, of_data in differing[:1]
-        ]
 
 
 def read_weights(path: str | Path) -> Weights:
@@ -99,7 +55,7 @@ def read_weights(path: str | Path) -> Weights:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about how the file was written, which the user cannot change
                 weights = _interpret(unpickle(data, is_archive))
-        return replace(weights, state=_as_float32(weights.state, MAX_EXPANSION * len(data)))
+        return replace(weights, state=_as_float32(weights.state))
     except UnusableFile as error:
         raise UserError(f"{path} {error}") from None
     except Exception as error:  # a damaged or hostile file can fail anywhere
@@ -138,11 +94,8 @@ def _safetensors_content(data: bytes) -> dict[str, Any]:
 
 
 def _check_archive(data: bytes) -> None:
-    """Raise `UnusableFile` for an archive that is damaged, or that torch.load would run or unpack without bounds."""
+    """Raise `UnusableFile` for an archive that is damaged, has too large a pickle, or that torch.load would run."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        size = sum(record.file_size for record in archive.infolist())
-        if size > MAX_EXPANSION * len(data):
-            raise UnusableFile(f"was refused: it would unpack to {size / 1e9:.1f} GB; use a file that you trust")
         if damaged := archive.testzip():  # torch.load does not compare the checksums
             raise UnusableFile(f"is damaged (the checksum of {damaged} does not match); copy or download it again")
     # The reader of torch.load: another reader may see other records in a hostile file.
@@ -206,13 +159,11 @@ def _yolov5_task(kind: str) -> str:
     return kind if kind.endswith("Model") and kind != "Model" else DEFAULT_TASK
 
 
-def _as_float32(state: Mapping[str, Tensor], max_bytes: int) -> dict[str, Tensor]:
+def _as_float32(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors without gradients, and half precision, as in official files, as float32.
 
-    Raises `UnusableFile` if they are larger than `max_bytes`, as views of one number can be, or not finite.
+    Raises `UnusableFile` if they are not finite.
     """
-    if (size := sum(x.numel() * x.element_size() for x in state.values())) > max_bytes:
-        raise UnusableFile(f"was refused: its tensors would take {size / 1e9:.1f} GB; use a file that you trust")
     for name, x in state.items():
         if x.is_floating_point() and not (x < math.inf).all():  # masks may be -inf
             raise UnusableFile(f"has values in {name} that are not finite, so it cannot be used; give older weights")
