@@ -18,13 +18,13 @@ if __name__ == "__main__":
 import torch
 
 from data.dataset import data_source
-from models.ensemble import common_task, export_base, halve, load_model, weight_files
+from models.ensemble import choose_size, common_task, export_base, halve, load_model, weight_files
 from models.export.formats import INPUT_NAME, ExportJob, export_settings, write
-from models.export.runtime import ExportMetadata
-from models.image_size import ImageSize, choose_size
+from models.image_size import ImageSize
 from models.layer_registry import add_layers
 from models.tasks import TASKS
-from models.weights.reader import Weights, read_weights
+from models.weights.content import ExportMetadata, Weights
+from models.weights.reader import read_weights
 from utils.config.options import ExportOptions
 from utils.config.parser import given_flags, parse_options, refuse_flags
 from utils.console import show

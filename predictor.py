@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.dataset import DataSet, Item, data_source, dataset_class
+from data.batches import Item
+from data.dataset import DataSet, data_source, dataset_class
 from data.media import Picture, find_pictures
 from models.ensemble import Inference, for_inference, read_members
 from models.image_size import ImageSize, sides_of
-from models.tasks.contract import Batch, Model, Prediction, Task, Thresholds
+from models.tasks.contract import Model, Prediction, Task, Thresholds
+from utils.batch import Batch
 from utils.config.options import DetectOptions
 from utils.config.resumed import from_plain
 from utils.config.select import select

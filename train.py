@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from data.dataset import DataOptions, DataSet, DataSource, Split, data_source
+from data.dataset import DataOptions, DataSet, DataSource, data_source
 from models.starting_point import ModelOptions, StartingPoint, load_and_freeze, recipe_of, starting_point
-from models.tasks.contract import Batch, Criterion, Model, Task
+from models.tasks.contract import Criterion, Model, Task
+from utils.batch import Batch, Split
 from utils.checkpoint.resume import read_saved_state, settle
 from utils.config.settings import Settings
 from utils.distributed.accelerator import plan, seed_everything, start

@@ -18,6 +18,7 @@ import cv2
 import numpy as np
 
 from data.polygons import Polygons
+from utils.batch import Placement
 
 PADDING_LEVEL = 114  # grey, 0 to 255, outside of every image
 MOSAIC_PARTNERS = 3  # the other images of a mosaic
@@ -40,13 +41,6 @@ class Sample(NamedTuple):
     boxes: np.ndarray
     classes: np.ndarray
     polygons: Polygons | None = None
-
-
-class Placement(NamedTuple):
-    """Placement of an image in a letterbox: the scale of each axis (x, y), and the offset of its corner in pixels."""
-
-    scale: tuple[float, float]
-    offset: tuple[int, int]
 
 
 @dataclass(frozen=True)

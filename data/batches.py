@@ -1,52 +1,31 @@
 """Batches and loaders of all data sets: pixels are written once, into memory shared with the training process.
 
-Called by the data sets; the tasks are given a `Batch`.
+Called by the data sets; the tasks are given a `Batch` (utils/batch.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from data.cache import Images
 from data.sampler import SampleIndex
+from utils.batch import Batch
 from utils.distributed.loader_processes import share_temporary_folder, shield_worker
 
-
-@dataclass(frozen=True)
-class Batch:
-    """images: uint8 (b, 3, h, w), RGB. targets: float32. infos: a description of each image.
-
-    targets of a detector: (m, 6), image in the batch, class, normalised xywh; of a classifier: (b, classes), shares
-    that add up to 1. An info has `image`, the index in the split, `path`, and whatever else the task needs.
-    """
-
-    images: Tensor
-    targets: Tensor
-    infos: tuple[Any, ...]
-
-    def to(self: B, device: torch.device | str, non_blocking: bool = False) -> B:
-        """Return the batch with its tensors, those of a subclass too, on `device`."""
-        if self.images.device.type == torch.device(device).type == "cpu":
-            return self  # torch copies from cpu to cpu:0
-        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self: B) -> B:
-        """Return the batch in page-locked memory; the loader calls this."""
-        return self._with_tensors(Tensor.pin_memory)
-
-    def _with_tensors(self: B, convert: Callable[[Tensor], Tensor]) -> B:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {name: convert(value) for name, value in values.items() if isinstance(value, Tensor)}
-        return replace(self, **moved)
+# Pixels, uint8 (3, h, w) RGB; targets; the description of the image: see `Batch`.
+Item = tuple[Tensor, Tensor, Any]
 
 
-B = TypeVar("B", bound=Batch)
+class Items(Dataset[Item]):
+    """The items of a split, by sample index. images: reads their files."""
+
+    images: Images
 
 
 def empty_pixels(*shape: int) -> Tensor:
@@ -68,7 +47,7 @@ def stacked(images: Sequence[Tensor]) -> Tensor:
 
 
 def loader(
-    items: Dataset[Any], batches: Iterable[list[SampleIndex]], collate: Callable[[Sequence[Any]], Batch], workers: int
+    items: Items, batches: Iterable[list[SampleIndex]], collate: Callable[[Sequence[Any]], Batch], workers: int
 ) -> DataLoader[Any]:
     """Return a loader of `batches` of `items`. workers: number of loader processes, which end with this one."""
     if workers:

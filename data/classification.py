@@ -10,24 +10,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from data import remote
-from data.batches import Batch, loader, stacked
+from data.batches import Item, Items, loader, stacked
 from data.cache import Images, open_images
-from data.dataset import DataSet, Item, Split, labels_text, split_identity
+from data.dataset import DataSet, labels_text, split_identity
 from data.images import read_image
 from data.labels import load_labels
 from data.problems import problem_warnings
-from data.sampler import Instances, SampleIndex, Sampling, evaluation_batches, item_generator, training_batches
+from data.sampler import SampleIndex, Sampling, evaluation_batches, item_generator, training_batches
 from data.sources import DataSpec, images_below, packed_groups
 from data.transforms import Augmenter, TransformSettings, centre_crop
+from utils.batch import Batch, ClassInfo, Instances, Split
 from utils.config.hyperparameters import Recipe
 from utils.config.select import select
 from utils.errors import UserError, plural
@@ -36,21 +37,13 @@ from utils.files import csv_text
 MULTI_SCALE_STEP_PIXELS = 32  # between the sizes of batches, if --imgsz is a multiple: most models' stride
 
 
-class ImageInfo(NamedTuple):
-    """The description of an image that comes with its pixels."""
-
-    image: int  # the index in the split
-    path: str
-    label: int  # the class
-
-
-class _Items(Dataset[tuple[Tensor, Tensor, ImageInfo]]):
+class _Items(Items):
     """Items of images and classes, by sample index."""
 
     def __init__(self, images: Images, labels: np.ndarray, classes: int) -> None:
         self.images, self.labels, self.classes = images, labels, classes
 
-    def __getitems__(self, samples: Sequence[SampleIndex]) -> list[tuple[Tensor, Tensor, ImageInfo]]:
+    def __getitems__(self, samples: Sequence[SampleIndex]) -> list[Item]:
         """Return the items of a batch. The loader calls this."""
         self.images.prefetch(index for sample in samples for index in (sample.image, *sample.partners))
         return [self[sample] for sample in samples]
@@ -59,8 +52,8 @@ class _Items(Dataset[tuple[Tensor, Tensor, ImageInfo]]):
         """Return an image at the size of its file, uint8 (3, h, w) RGB, and its class."""
         return to_tensor(self.images.read(index)), int(self.labels[index])
 
-    def info(self, index: int) -> ImageInfo:
-        return ImageInfo(index, str(self.images.files[index]), int(self.labels[index]))
+    def info(self, index: int) -> ClassInfo:
+        return ClassInfo(index, str(self.images.files[index]), int(self.labels[index]))
 
 
 class TrainingItems(_Items):
@@ -80,7 +73,7 @@ class TrainingItems(_Items):
         self.augmenter = Augmenter(settings, self.load, len(labels), classes)
         self.unmixed = Augmenter(replace(settings, mixup=0.0, cutmix=0.0), self.load, len(labels), classes)
 
-    def __getitem__(self, sample: SampleIndex) -> tuple[Tensor, Tensor, ImageInfo]:
+    def __getitem__(self, sample: SampleIndex) -> Item:
         augmenter = self.augmenter if self.sampling.mixes(sample.epoch) else self.unmixed
         generator = item_generator(self.seed, sample)
         pixels, target = augmenter(sample.image, sample.shape[0], generator, sample.partners)
@@ -91,7 +84,7 @@ class TrainingItems(_Items):
 class EvaluationItems(_Items):
     """Centre crops; nothing is random."""
 
-    def __getitem__(self, sample: SampleIndex) -> tuple[Tensor, Tensor, ImageInfo]:
+    def __getitem__(self, sample: SampleIndex) -> Item:
         pixels, label = self.load(sample.image)
         target = one_hot(torch.tensor(label), self.classes).float()
         return centre_crop(pixels, sample.shape[0]), target, self.info(sample.image)
@@ -102,7 +95,7 @@ def to_tensor(image: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)[::-1]))
 
 
-def collate(items: Sequence[tuple[Tensor, Tensor, ImageInfo]]) -> Batch:
+def collate(items: Sequence[Item]) -> Batch:
     """Join items of one shape."""
     images, targets, infos = zip(*items, strict=True)
     return Batch(stacked(images), torch.stack(targets), infos)
@@ -215,7 +208,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
     @staticmethod
     def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
         """Return the centre crop of an image, a square of the shorter of `sides`."""
-        return centre_crop(to_tensor(image), min(sides)), torch.zeros(0), ImageInfo(0, name, 0)
+        return centre_crop(to_tensor(image), min(sides)), torch.zeros(0), ClassInfo(0, name, 0)
 
     collate = staticmethod(collate)
 

@@ -16,48 +16,18 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from data import storage
-from data.batches import Batch
+from data.batches import Item, Items
 from data.folders import read_folder
 from data.problems import refuse
-from data.sampler import Instances, SampleIndex, Sampling
+from data.sampler import SampleIndex, Sampling
 from data.sources import DataSpec, overlap, read_spec
+from utils.batch import Batch, Split
 from utils.config.hyperparameters import Recipe
 from utils.errors import UserError
 from utils.files import csv_text, find_file
-
-# Pixels, uint8 (3, h, w) RGB; targets; the description of the image: see `Batch`.
-Item = tuple[Tensor, Tensor, Any]
-
-
-class Split(ABC):
-    """The usable images of one split, with their labels.
-
-    images: their files, by index. problems: sentences about what was left out, `what is wrong; what is left out`.
-    """
-
-    images: list[Path]
-    problems: tuple[str, ...]
-
-    @abstractmethod
-    def identity(self) -> dict[str, str]:
-        """Return values that change with images or labels, but not if they are moved: see `split_identity`."""
-
-    @abstractmethod
-    def report(self, title: str) -> list[str]:
-        """Return lines for the console: counts, and the first few problems. title: name of the split in them."""
-
-    @abstractmethod
-    def instances(self) -> Instances:
-        """Return the image and class of each label, from which --image-weights and --repeat-factor follow."""
-
-    @abstractmethod
-    def shown(self, index: int, side: int) -> np.ndarray:
-        """Return an image to be shown, uint8 (h, w, 3) BGR, with no side longer than `side` pixels."""
-
 
 S = TypeVar("S", bound=Split)
 
@@ -166,8 +136,9 @@ class DataSet(ABC, Generic[S]):
     @staticmethod
     def cache_messages(loader: DataLoader[Any]) -> list[str]:
         """Return lines for the console about the cache of a loader's images, if it has one."""
-        messages: list[str] = getattr(getattr(loader.dataset, "images", None), "messages", [])
-        return messages
+        items: Dataset[Any] = loader.dataset
+        assert isinstance(items, Items)  # made by `loader`
+        return items.images.messages
 
     def identity(self, train: S, val: S) -> dict[str, Any]:
         """Return the path of the YAML and the identity of each split."""

@@ -7,32 +7,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import cv2
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from data.augment import (
     MOSAIC_PARTNERS,
     Augmenter,
     AugmentSettings,
-    Placement,
     Sample,
     letterbox,
     random_hsv,
     random_hsv_linear,
 )
-from data.batches import Batch, empty_pixels, loader, stacked
+from data.batches import Item, Items, empty_pixels, loader, stacked
 from data.cache import Images, open_images
-from data.dataset import DataOptions, DataSet, Item, Split, labels_text, split_identity
+from data.dataset import DataOptions, DataSet, labels_text, split_identity
 from data.images import read_image, resize_long_side, scaled_shape
 from data.labels import Content, Labels, check_classes, load_labels
 from data.problems import problem_warnings
-from data.sampler import Instances, SampleIndex, evaluation_batches, item_generator, training_batches
+from data.sampler import SampleIndex, evaluation_batches, item_generator, training_batches
 from data.sources import DataSpec
+from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement
 from utils.config.hyperparameters import Hyperparameters, Recipe
 from utils.config.select import select
 from utils.errors import UserError, plural
@@ -43,18 +43,7 @@ LISTED_BOXES = 5000  # training labels in boxes.csv, at most
 NO_PLACEMENT = Placement((0.0, 0.0), (0, 0))  # of a training item: a mosaic is no part of one file
 
 
-class ImageInfo(NamedTuple):
-    """The description of an image that comes with its pixels."""
-
-    image: int  # the index in the split
-    path: str
-    size: tuple[int, int]  # width and height of the file's image, pixels
-    placement: Placement  # from the file's pixels into the batch's
-    rows: np.ndarray  # its labels (k, 5): class, normalised xywh in the file's image
-    outlines: tuple[np.ndarray, ...] = ()  # of the rows, in an evaluation of segmentation: (p, 2), normalised x and y
-
-
-class _Items(Dataset[Item]):
+class _Items(Items):
     """Items of images and boxes, by sample index."""
 
     def __init__(self, images: Images, labels: Labels) -> None:
@@ -161,7 +150,7 @@ def collate(items: Sequence[Item]) -> Batch:
 
 
 @dataclass(frozen=True)
-class DetectionSplit(Split):
+class DetectionSplit(BoxSplit):
     """The images of one split that can be read, and their labels."""
 
     images: list[Path]
@@ -178,6 +167,10 @@ class DetectionSplit(Split):
         images, boxes = plural(len(counts), "image"), plural(counts.sum(), "box")
         summary = f"{title}: {images} ({(counts == 0).sum()} without boxes), {boxes}"
         return [summary, *problem_warnings(self.problems, title)]
+
+    def side_lengths(self, imgsz: int) -> np.ndarray:
+        """Return width and height of every box in pixels of images of `imgsz`: see `Labels`."""
+        return self.labels.side_lengths(imgsz)
 
     def shown(self, index: int, side: int) -> np.ndarray:
         """Return an image, uint8 (h, w, 3) BGR, shrunk if a side is longer than `side` pixels."""

@@ -13,8 +13,8 @@ import cv2
 import numpy as np
 
 from data.polygons import Polygons
+from utils.batch import MASK_STRIDE
 
-MASK_STRIDE = 4  # pixels of the image per pixel of the mask map, along a side; that of the network's prototypes
 MIN_CENTRE_PIXELS = 2  # exclusive lower bound of the covered centre pixels, of 4, of a block in an evaluated mask
 
 

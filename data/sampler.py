@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from utils.batch import Instances
 from utils.errors import UserError
 
 # The first part of a generator's seed: what its numbers are for.
@@ -34,13 +35,6 @@ class SampleIndex(NamedTuple):
 def item_generator(seed: int, sample: SampleIndex) -> np.random.Generator:
     """Return the generator of all random choices of an item, the same in every process and after a restart."""
     return np.random.default_rng((ITEM_STREAM, seed, sample.epoch, sample.position))
-
-
-class Instances(NamedTuple):
-    """All labelled instances of a split: the image and the class of each, int64 (m,)."""
-
-    images: np.ndarray
-    classes: np.ndarray
 
 
 class Order:

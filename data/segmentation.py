@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batches import Batch, empty_pixels
-from data.dataset import Item, split_identity
+from data.batches import Item, empty_pixels
+from data.dataset import split_identity
 from data.detection import (
     NO_PLACEMENT,
     DetectionData,
     DetectionSplit,
     EvaluationItems,
-    ImageInfo,
     TrainingItems,
     to_tensors,
 )
@@ -29,6 +28,7 @@ from data.labels import Content, Labels
 from data.masks import NO_MASKS, TargetMasks, evaluation_masks, training_masks
 from data.polygons import Polygons, offsets_of
 from data.sampler import SampleIndex
+from utils.batch import ImageInfo, SegmentationBatch
 from utils.config.hyperparameters import Recipe
 
 CORNERS = np.array(((-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)), np.float32)  # of a box around its centre
@@ -39,22 +39,6 @@ class MaskedInfo(NamedTuple):
 
     info: ImageInfo
     masks: TargetMasks
-
-
-@dataclass(frozen=True)
-class SegmentationBatch(Batch):
-    """A batch of a detector, with the masks of its targets. infos: `ImageInfo`, in evaluation with outlines.
-
-    Masks are at a quarter of the images' size, (h // 4, w // 4), the mask map, and only in a window around each target.
-    mask_pixels: uint8 (s,), 0 or 1, the pixels of all windows, target after target, each row by row. windows: int32
-    (m, 4), left, top, right, bottom (exclusive) of each target's window in the mask map; it may be empty. In training
-    it has the pixels in the target's box; in evaluation, all pixels of the mask too. host_targets: float32 (m, 6), the
-    same numbers as `targets`. The latter two stay on the host, for shapes follow from them.
-    """
-
-    mask_pixels: Tensor
-    windows: np.ndarray
-    host_targets: np.ndarray
 
 
 class MaskedTrainingItems(TrainingItems):

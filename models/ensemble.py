@@ -14,21 +14,23 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from models.export.runtime import Exported, ExportMetadata, read_model
+from models.export.runtime import Exported, read_model
 from models.fuse import fuse
-from models.image_size import ImageSize, choose_size, in_words, whole_strides
+from models.image_size import ImageSize, in_words, sides_of, whole_strides
 from models.layer_registry import add_layers
 from models.tasks import TASKS, TaskEntry, task_of
-from models.tasks.contract import Batch, Model, Postprocess, Task, View
-from models.weights.reader import Weights
+from models.tasks.contract import Model, Postprocess, Task, View
+from models.weights.content import ExportMetadata, Weights
 from models.weights.releases import find_weights
 from models.weights.transfer import transfer
+from utils.batch import Batch
 from utils.config.parser import refuse_flags
 from utils.errors import UserError
 from utils.memory_format import layout
 from utils.stage_times import INFERENCE, PREPARING, StageTimer
 from utils.tracking.hub import HUB_PREFIX
 
+DEFAULT_SIDE_PIXELS = 640  # of a task whose `defaults` have no imgsz
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -77,10 +79,54 @@ def common_task(weights: Mapping[str, Weights]) -> str:
 def check_programs(weights: Mapping[str, Weights], augment: bool) -> None:
     """Raise `UserError` if an exported file does not support `augment`, or this ensemble."""
     for name, content in weights.items():
-        if content.program and augment:
+        if content.metadata and augment:
             raise UserError(f"--augment needs maps of all sizes, which the exported {name} does not give; take its .pt")
-        if content.program and content.program.metadata.suppression and len(weights) > 1:
+        if content.metadata and content.metadata.suppression and len(weights) > 1:
             raise UserError(f"{name} was exported with --nms and cannot be in an ensemble; export it without")
+
+
+def choose_size(
+    weights: Mapping[str, Weights], task: type[Task], requested: int | Sequence[int], suggested: int = 0
+) -> ImageSize:
+    """Return the image size of a model or an ensemble, not rounded.
+
+    The first of these decides: the size that an exported file requires; `requested`; the size of the training, if that
+    is the task's default (`Task.default_is_training_size`); `suggested`; the task's `defaults`.
+
+    weights: by the names on the command line. requested: --imgsz, 0 or empty if it is not given. suggested: by the data
+    set YAML, 0 for none. Raises `UserError` for a wrong --imgsz, and if the files of an ensemble disagree.
+    """
+    sides = sides_of(requested)
+    if fixed := fixed_size(weights):
+        return ImageSize(fixed, True, (f"exported for images of {fixed[0]}x{fixed[1]} alone",))
+    if sides:
+        return ImageSize((sides[0], sides[-1]))
+    trained = {name: size for name, content in weights.items() if (size := content.training_size)}
+    default = suggested or int(task.defaults.get("imgsz", DEFAULT_SIDE_PIXELS))
+    if trained and task.default_is_training_size:
+        if len(set(trained.values())) > 1:
+            each = ", ".join(f"{name} at {size} px" for name, size in trained.items())
+            raise UserError(f"these models were trained at different image sizes ({each}); give one with --imgsz")
+        default = next(iter(trained.values()))
+    messages = (
+        f"{name} was trained at {size} px; the default size is {default}, and --imgsz {size} gives that of the training"
+        for name, size in trained.items()
+        if size != default
+    )
+    return ImageSize((default, default), messages=tuple(messages))
+
+
+def fixed_size(weights: Mapping[str, Weights]) -> tuple[int, int] | None:
+    """Return the image height and width in pixels that exported files require; None if they take any size.
+
+    Raises `UserError` if two files require different sizes.
+    """
+    programs = {name: content.metadata for name, content in weights.items() if content.metadata}
+    sizes = {name: metadata.imgsz for name, metadata in programs.items() if not metadata.dynamic}
+    if len(set(sizes.values())) > 1:
+        each = ", ".join(f"{name} {height}x{width}" for name, (height, width) in sizes.items())
+        raise UserError(f"these files take images of different sizes ({each}); export them with --dynamic")
+    return next(iter(sizes.values()), None)
 
 
 def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -> Model:
@@ -90,7 +136,7 @@ def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -
     """
     assert weights.model is not None
     program = weights.program
-    if program and len(weights.names) == len(task.names):
+    if isinstance(program, Exported) and len(weights.names) == len(task.names):
         program.resize(imgsz)
         program.names = dict(task.names)
         return program
@@ -150,7 +196,7 @@ class Members:
     @property
     def exported(self) -> dict[str, ExportMetadata]:
         """The metadata of the exported files."""
-        return {name: content.program.metadata for name, content in self.weights.items() if content.program}
+        return {name: content.metadata for name, content in self.weights.items() if content.metadata}
 
     @property
     def suppression(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from models.tasks.contract import Model
-from models.weights.reader import Weights
+from models.weights.content import Weights
 
 
 def same_names(names: Mapping[int, str], new: Mapping[int, str]) -> dict[int, int]:

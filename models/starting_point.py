@@ -14,7 +14,8 @@ from models.known_classes import known_share
 from models.layer_registry import add_layers
 from models.tasks import TASKS, TaskEntry, task_of
 from models.tasks.contract import Model, Task
-from models.weights.reader import Weights, read_weights
+from models.weights.content import Weights
+from models.weights.reader import read_weights
 from models.weights.releases import find_weights
 from models.weights.transfer import transfer
 from utils.config.hyperparameters import Recipe

@@ -21,14 +21,11 @@ from models.layer_registry import MAX_COUNT, LayerPlacement, Scaling, is_count, 
 from models.layers import Conv, Detect, Head, skip_norms
 from models.tasks import TASKS, task_of
 from models.tasks.contract import Model
+from models.weights.content import MODEL_KEYS
 from utils.config.ranges import is_number
 from utils.errors import UserError, first_line, nearest, shortened
 from utils.files import find_file, read_yaml
 
-MODEL_KEYS = (
-    *("task", "nc", "ch", "depth_multiple", "width_multiple", "channel_multiple", "anchors"),
-    *("activation", "inplace", "backbone", "head"),
-)
 PYTHON_WORDS = {"None": None, "True": True, "False": False}  # as arguments, for null, true and false
 MAX_MULTIPLE = 16  # of depth and width: a larger number is a typing error
 # Side of the image that a model is tried with while it is built, in pixels: the largest stride that it may have.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from data.label_paths import label_file
+from utils.batch import Batch, ImageInfo, Placement
 
 CLASS_NAMES = {0: "disc", 1: "traffic light", 2: "bar"}
 
@@ -66,36 +67,23 @@ def write_yaml(file: Path, content: Mapping[str, Any]) -> Path:
 # Batches
 
 
-class Placement(NamedTuple):
-    """The scale and offset of an image in its network input, as `data.augment.Placement`."""
-
-    scale: tuple[float, float] = (1.0, 1.0)
-    offset: tuple[int, int] = (0, 0)
+NO_CHANGE = Placement()
+NO_LABELS = np.zeros((0, 5), np.float32)
 
 
-class ImageInfo(NamedTuple):
-    """An image of a batch, as the data sets describe it. size: width and height. rows: labels (n, 5)."""
-
-    image: int = 0
-    size: tuple[int, int] = (100, 200)
-    placement: Placement = Placement()
-    rows: np.ndarray = np.zeros((0, 5), np.float32)
-    path: str = "/data/a.jpg"
-    label: int = 0
-
-
-class Batch(NamedTuple):
-    """A batch as a task gets it from a loader: images (n, 3, h, w) uint8, targets, one info per image."""
-
-    images: Tensor
-    targets: Tensor
-    infos: tuple[ImageInfo, ...]
-
-    def to(self, device: Any, non_blocking: bool = False) -> Batch:
-        return self
+def image_info(
+    image: int = 0,
+    size: tuple[int, int] = (100, 200),
+    placement: Placement = NO_CHANGE,
+    rows: np.ndarray = NO_LABELS,
+    path: str = "/data/a.jpg",
+    outlines: tuple[np.ndarray, ...] = (),
+) -> ImageInfo:
+    """Describe an image of a detector's batch. size: width and height. rows: labels (n, 5)."""
+    return ImageInfo(image, path, size, placement, rows, outlines)
 
 
-def grey_batch(*infos: ImageInfo, targets: Tensor | None = None, side: int = 64, count: int = 0) -> Batch:
+def grey_batch(*infos: Any, targets: Tensor | None = None, side: int = 64, count: int = 0) -> Batch:
     """Make a batch of grey images of `side` pixels: one for each of `infos`, or `count`."""
     pixels = torch.full((len(infos) or count, 3, side, side), 51, dtype=torch.uint8)
     return Batch(pixels, torch.zeros(0, 6) if targets is None else targets, infos)

@@ -18,7 +18,7 @@ from data.dataset import dataset_class
 from data.sources import DATA_KEYS
 from models.tasks import TASKS
 from models.tasks.classification.torchvision_models import CLASSIFIER_KEYS
-from models.yolo import MODEL_KEYS
+from models.weights.content import MODEL_KEYS
 from utils.files import ROOT, read_yaml
 
 SCRIPTS = sorted(ROOT.glob("*.py"))

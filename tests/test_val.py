@@ -24,8 +24,9 @@ from models.tasks.classification.task import ClassificationRecipe, Classificatio
 from models.tasks.detection.task import DetectionTask
 from tests.conftest import RunScript
 from tests.making import tiny_detector, write_yaml
+from utils.batch import CocoImage
 from utils.checkpoint.weight_files import serialised, weights_content
-from utils.coco import CocoImage, write_results
+from utils.coco import write_results
 from utils.config.hyperparameters import Hyperparameters
 from utils.config.options import ValOptions
 from utils.config.parser import parse_options

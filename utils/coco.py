@@ -9,10 +9,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from utils.batch import CocoImage
 from utils.errors import UserError, first_line, nearest, plural
 from utils.files import ROOT, csv_text, read_yaml
 
@@ -37,15 +38,6 @@ COCO_METRICS = (
 )
 # Of boxes and of masks: the file of the metrics, and the title of their table.
 COCO_OUTPUTS = {"bbox": ("coco.csv", "COCO"), "segm": ("coco_masks.csv", "COCO, masks")}
-
-
-class CocoImage(NamedTuple):
-    """The detections of an image."""
-
-    image: int  # index in the split
-    path: str
-    rows: np.ndarray  # (k, 6): xyxy in pixels of the file, confidence, class
-    masks: Sequence[Mapping[str, Any]] = ()  # of each detection, compressed run lengths; () without masks
 
 
 @dataclass(frozen=True)

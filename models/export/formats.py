@@ -23,9 +23,9 @@ from models.export.runtime import (
     PROGRAM_FILE,
     SUFFIX_OF_FORMAT,
     TORCHSCRIPT_FILE,
-    ExportMetadata,
 )
 from models.tasks.contract import ExportSettings
+from models.weights.content import ExportMetadata
 from utils.checkpoint.weight_files import FORMAT, as_safetensors
 from utils.config.select import select
 from utils.errors import UserError, first_line

@@ -15,38 +15,13 @@ import numpy as np
 from torch import Tensor, nn
 
 from models.tasks.result import Result
+from utils.batch import Batch, CocoImage, Split
 
 if TYPE_CHECKING:
-    from utils.coco import CocoImage
     from utils.config.hyperparameters import Recipe
     from utils.summary import Example, Summary
 
 Image = np.ndarray  # uint8 (h, w, 3), BGR
-
-
-class Batch(Protocol):
-    """A batch of images, as the data set's loader delivers it.
-
-    images: uint8 (b, 3, h, w), RGB. targets: float32, in the form of the task's data set; for a detector (m, 6): image
-    in the batch, class, normalised xywh. infos: the data set's description of each image, b of them; every task's has
-    `image`, the index in the split, and `path`.
-    """
-
-    @property
-    def images(self) -> Tensor: ...
-    @property
-    def targets(self) -> Tensor: ...
-    @property
-    def infos(self) -> Sequence[Any]: ...
-    def to(self, device: Any, non_blocking: bool = False) -> Batch: ...
-
-
-class Split(Protocol):
-    """The methods of a split that every task may use; a task's `adapt` may use more of its own data set."""
-
-    def shown(self, index: int, side: int) -> Image:
-        """Return an image of the split with its longer side at most `side` pixels."""
-        ...
 
 
 class Model(nn.Module):
@@ -124,8 +99,12 @@ class Prediction(Result):
     def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
         """Return lines of a label file. corners: xyxy in pixels instead of normalised xywh, if there are boxes."""
 
+
+class BoxPrediction(Prediction):
+    """The result of a task with boxes, which --save-hybrid and --save-json can write."""
+
     @abstractmethod
-    def with_labels(self) -> Prediction:
+    def with_labels(self) -> BoxPrediction:
         """Return the labels of the image followed by the predictions that match none of them (--save-hybrid)."""
 
     @abstractmethod
@@ -184,12 +163,6 @@ class Metrics(ABC):
     def pictures(self, summary: Summary, split: Split, side: int) -> dict[str, Image]:
         """Return pictures for the run folder by name; none by default. side: pixels of an image's longer side."""
         return {}
-
-
-# Flags that apply to segmentation alone: what the other tasks refuse.
-SEGMENTATION_FLAGS = dict.fromkeys(
-    ("mask_ratio", "no_overlap", "retina_masks"), "is for segmentation: there are no masks"
-)
 
 
 @dataclass(frozen=True)

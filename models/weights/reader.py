@@ -10,14 +10,15 @@ import math
 import warnings
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from models.tasks import DEFAULT_TASK, TASKS
+from models.weights.content import EXPORTED_SUFFIXES, Weights
 from models.weights.yolov5_pickle import (
     UnusableFile,
     check_pickle_size,
@@ -31,54 +32,10 @@ from models.weights.yolov5_pickle import (
     unwrap,
 )
 from utils.checkpoint.weight_files import FORMAT, SAFETENSORS_SUFFIX, is_safetensors, read_safetensors
-from utils.config.ranges import IMGSZ, is_number
-from utils.errors import UserError, first_line, plural, shortened
-
-if TYPE_CHECKING:
-    from models.export.runtime import Exported
+from utils.errors import UserError, first_line
 
 MAX_EXPANSION = 10  # bytes of tensors, or of unpacked records, per byte of a file
-EXPORTED_SUFFIXES = (".onnx", ".torchscript", ".pt2", "_openvino_model")  # of files of export.py
 CONTENT_KEYS = ("task", "model", "names", "state", "settings")  # of files of train.py, beside `format`
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The content of a weight file. source: the program that wrote it, "tensors" for a bare state dict."""
-
-    state: dict[str, Tensor]  # on the CPU; floating-point tensors are float32
-    model: dict[str, Any] | None  # the model YAML
-    names: dict[int, str]
-    task: str  # '' if unknown
-    settings: dict[str, Any]
-    source: Literal["lockstep", "yolov5", "tensors", "exported"]
-    program: Exported | None = None  # runs an exported file, which has no tensors
-
-    @property
-    def training_size(self) -> int:
-        """The image size of the training in pixels; 0 if the file does not contain it."""
-        size = self.settings.get("imgsz")
-        return int(size) if is_number(size) and size in IMGSZ else 0
-
-    @property
-    def class_names(self) -> dict[int, str]:
-        """The class names; the numbers of the classes if the file has no names."""
-        return self.names or {number: str(number) for number in range(int((self.model or {}).get("nc", 0)))}
-
-    def class_warnings(self, names: Mapping[int, str], name: str) -> list[str]:
-        """Return a warning if as many classes of a data set have other names: perhaps their order differs.
-
-        name: of the file. A single class has no order.
-        """
-        if len(names) != len(self.names) or len(names) == 1:
-            return []
-        pairs = [(number, self.names.get(number, ""), names[number]) for number in names]
-        differing = [pair for pair in pairs if pair[1].casefold() != pair[2].casefold()]
-        return [
-            f"warning: {len(differing)} of {plural(len(names), 'class')} have other names in {name} than in the data "
-            f"set, such as class {number}, '{shortened(of_file)}' and here '{shortened(of_data)}'; check the order"
-            for number, of_file, of_data in differing[:1]
-        ]
 
 
 def read_weights(path: str | Path) -> Weights:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from models.yolo import MODEL_KEYS
+from models.weights.content import MODEL_KEYS
 from utils.config.ranges import is_number
 from utils.files import ROOT, read_yaml
 

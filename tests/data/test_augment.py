@@ -14,7 +14,6 @@ from data.augment import (
     PADDING_LEVEL,
     Augmenter,
     AugmentSettings,
-    Placement,
     Sample,
     copy_paste,
     covered_shares,
@@ -32,6 +31,7 @@ from data.augment import (
 )
 from data.polygons import Polygons
 from tests.making import noise, plain
+from utils.batch import Placement
 
 NOTHING = AugmentSettings()
 

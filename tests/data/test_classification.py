@@ -17,13 +17,13 @@ import pytest
 import torch
 from PIL import Image
 
-from data.batches import Batch
-from data.classification import ClassificationData, ClassificationSplit, ImageInfo, collate
+from data.classification import ClassificationData, ClassificationSplit, collate
 from data.dataset import DataOptions
 from data.sources import read_spec
 from data.transforms import TransformSettings
 from models.tasks.classification.task import ClassificationRecipe
 from tests.making import noise, write_image
+from utils.batch import Batch, ClassInfo
 from utils.errors import UserError
 
 NOTHING = ClassificationRecipe(crop_scale=1.0, fliplr=0.0, brightness=0.0, contrast=0.0, saturation=0.0)
@@ -405,7 +405,7 @@ def test_image_weights_balance_the_classes(tmp_path: Path) -> None:
 
 def test_collate_stacks_items_in_their_order() -> None:
     items = [
-        (torch.full((3, 4, 4), k, dtype=torch.uint8), torch.tensor([0.25 * k, 1 - 0.25 * k]), ImageInfo(k, f"{k}", k))
+        (torch.full((3, 4, 4), k, dtype=torch.uint8), torch.tensor([0.25 * k, 1 - 0.25 * k]), ClassInfo(k, f"{k}", k))
         for k in (2, 0, 1)
     ]
     batch = collate(items)

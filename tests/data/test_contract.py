@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from data import sampler
-from data.batches import Batch
 from data.cache import Images, ImagesInMemory, ImagesOnDisk
-from data.dataset import DataOptions, DataSet, Split, data_source
+from data.dataset import DataOptions, DataSet, data_source
 from models.tasks.classification.task import ClassificationRecipe
 from tests.making import noise, write_image, write_yaml
+from utils.batch import Batch, Split
 from utils.config.hyperparameters import Hyperparameters, Recipe
 from utils.errors import UserError
 

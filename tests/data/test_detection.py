@@ -20,13 +20,14 @@ from PIL import ExifTags, Image
 from torch.utils.data import get_worker_info
 
 from data import sampler
-from data.augment import AugmentSettings, Placement, Sample
+from data.augment import AugmentSettings, Sample
 from data.batches import empty_pixels
 from data.dataset import DataOptions
-from data.detection import Batch, DetectionData, DetectionSplit, ImageInfo, collate, to_tensors
+from data.detection import DetectionData, DetectionSplit, collate, to_tensors
 from data.label_paths import label_file
 from data.sources import DataSpec, read_spec
 from tests.making import plain, write_image, write_label, write_yaml
+from utils.batch import Batch, ImageInfo, Placement
 from utils.config.hyperparameters import Hyperparameters
 from utils.distributed import shared_memory
 from utils.errors import UserError

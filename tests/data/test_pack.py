@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from data.batches import Batch
 from data.dataset import DataOptions, DataSet, data_source
 from data.pack import pack, size_in_bytes
 from data.sources import read_spec
 from models.tasks.classification.task import ClassificationRecipe
 from tests.making import noise, write_image, write_yaml
+from utils.batch import Batch
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
 

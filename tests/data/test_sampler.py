@@ -12,7 +12,6 @@ import pytest
 from data import sampler
 from data.sampler import (
     GlobalBatches,
-    Instances,
     Order,
     RectangularBatches,
     Repeated,
@@ -26,6 +25,7 @@ from data.sampler import (
     repeat_factors,
     training_batches,
 )
+from utils.batch import Instances
 from utils.errors import UserError
 
 SQUARE = (64, 64)

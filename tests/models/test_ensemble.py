@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from models.ensemble import Members, check_programs, common_task, halve, weight_files
-from models.export.runtime import Exported, ExportMetadata
+from models.export.runtime import Exported
 from models.tasks import TASKS
 from models.tasks.contract import Model
 from models.tasks.detection.task import DetectionTask
-from models.weights.reader import Weights
+from models.weights.content import ExportMetadata, Weights
 from tests.making import tiny_detector
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
@@ -39,7 +39,7 @@ def exported(imgsz: tuple[int, int], dynamic: bool, suppression: dict[str, Any] 
     size = {"imgsz": imgsz, "batch": 1, "dynamic": dynamic, "half": False, "device": "cpu"}
     metadata = ExportMetadata(**task_and_names, **size, suppression=suppression, settings={})
     program = Exported(metadata, lambda images: [images], "best.onnx")
-    return Weights({}, tiny_detector(), NAMES, "detect", {}, "exported", program)
+    return Weights({}, tiny_detector(), NAMES, "detect", {}, "exported", program, metadata)
 
 
 def ensemble(weights: dict[str, Weights]) -> Members:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from models.export.runtime import Exported, ExportMetadata
-from models.image_size import ImageSize, choose_size, fixed_size, rounding, sides_of, whole_strides
+from models.ensemble import choose_size, fixed_size
+from models.image_size import ImageSize, rounding, sides_of, whole_strides
 from models.tasks.classification.task import ClassificationTask
 from models.tasks.contract import Task
 from models.tasks.detection.task import DetectionTask
-from models.weights.reader import Weights
+from models.weights.content import ExportMetadata, Weights
 from utils.errors import UserError
 
 
@@ -25,7 +25,7 @@ def exported(height: int, width: int, dynamic: bool = False, imgsz: int = 64) ->
     settings = {"imgsz": imgsz}
     size = {"imgsz": (height, width), "batch": 1, "dynamic": dynamic, "half": False, "device": "cpu"}
     metadata = ExportMetadata("", {}, 8, {}, **size, suppression=None, settings=settings)
-    return Weights({}, {}, {}, "", settings, "exported", Exported(metadata, lambda images: [images], "best.onnx"))
+    return Weights({}, {}, {}, "", settings, "exported", metadata=metadata)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from models.known_classes import known_share, same_names
-from models.weights.reader import Weights
+from models.weights.content import Weights
 from models.yolo import build_model
 
 NAMES = {0: "person", 1: "Traffic light ", 2: "dog", 3: "dog"}

@@ -19,7 +19,8 @@ from models.tasks.detection.task import DetectionTask
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import YoloModel, build_model
-from tests.making import Batch, tiny_detector, write_yaml
+from tests.making import tiny_detector, write_yaml
+from utils.batch import Batch
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
 from utils.files import ROOT, find_file, read_yaml

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from utils.batch import CocoImage
 from utils.coco import (
     COCO_METRICS,
     Annotations,
     CocoIds,
-    CocoImage,
     csv_document,
     default_ids,
     find_annotations,

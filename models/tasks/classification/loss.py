@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.tasks.contract import Batch, Criterion, LossTerms
+from models.tasks.contract import Criterion, LossTerms
+from utils.batch import Batch
 
 
 class ClassificationCriterion(Criterion):

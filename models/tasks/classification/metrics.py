@@ -6,12 +6,13 @@ Made by `ClassificationTask.metrics`; called by val.py and train.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from models.tasks.classification.prediction import ClassificationPrediction, most_probable
-from models.tasks.contract import Batch, Image, Metrics, Prediction, Split
+from models.tasks.contract import Image, Metrics, Prediction
+from utils.batch import Batch, ClassInfo, Split
 from utils.console import short_name
 from utils.files import csv_text
 from utils.plots.drawing import draw_captioned
@@ -20,13 +21,6 @@ from utils.summary import Summary, confusion_text, dense_counts, sparse_counts
 CLASSIFICATION_METRICS = ("accuracy_top1", "accuracy_top5")
 DRAWN_MISTAKES = 16
 MIN_PICTURE_SIDE_PIXELS = 160  # captions fit below it
-
-
-class ImageInfo(Protocol):
-    """The type of `Batch.infos`, as the metrics use it."""
-
-    image: int  # index in the split
-    label: int  # class
 
 
 class ImageRecord(NamedTuple):
@@ -46,7 +40,7 @@ class ClassificationMetrics(Metrics):
 
     def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[ImageRecord]:
         """Return a record for each image."""
-        infos: Sequence[ImageInfo] = batch.infos
+        infos: Sequence[ClassInfo] = batch.infos
         records = []
         for prediction, info in zip(cast(Sequence[ClassificationPrediction], predictions), infos, strict=True):
             best = most_probable(prediction.probabilities)

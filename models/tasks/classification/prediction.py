@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.tasks.contract import Batch, Image, Model, Postprocess, Prediction, View
-from utils.coco import CocoImage
+from models.tasks.contract import Image, Model, Postprocess, Prediction, View
+from utils.batch import Batch
 from utils.plots.drawing import draw_text_lines
 
 if TYPE_CHECKING:
@@ -75,14 +75,6 @@ class ClassificationPrediction(Prediction):
     def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
         """Return the names of the five most probable classes, each after its probability if `with_confidence`."""
         return [f"{probability:.6g} " * with_confidence + name for name, probability in self.items]
-
-    def with_labels(self) -> ClassificationPrediction:
-        """Return the prediction itself: --save-hybrid is refused."""
-        return self
-
-    def coco_rows(self) -> CocoImage:
-        """Return no boxes: --save-json is refused."""
-        return CocoImage(self.image, self.path, np.zeros((0, 6)))
 
 
 class ClassificationView(NamedTuple):

@@ -16,17 +16,9 @@ from models.tasks.classification.loss import ClassificationCriterion
 from models.tasks.classification.metrics import CLASSIFICATION_METRICS, ClassificationMetrics
 from models.tasks.classification.prediction import ClassificationPostprocess, most_probable
 from models.tasks.classification.torchvision_models import build_classifier
-from models.tasks.contract import (
-    SEGMENTATION_FLAGS,
-    Batch,
-    ExportModule,
-    ExportSettings,
-    Image,
-    Model,
-    Task,
-    Thresholds,
-)
+from models.tasks.contract import ExportModule, ExportSettings, Image, Model, Task, Thresholds
 from models.yolo import build_model
+from utils.batch import Batch
 from utils.config.hyperparameters import Recipe, number
 from utils.config.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
 from utils.errors import UserError
@@ -74,7 +66,6 @@ class ClassificationTask(Task):
         "batch_size": 32,
     }
     refused: ClassVar[Mapping[str, str]] = {
-        **SEGMENTATION_FLAGS,
         "save_hybrid": "is for detectors: an image has one class here, and its label says which",
         "nms": "is for detectors: a classifier has no boxes; export it without",
         "save_json": "is for detectors: COCO's results are boxes; --save-txt writes the classes",

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.layers import Detect
-from models.tasks.contract import Batch, Criterion, LossTerms
+from models.tasks.contract import Criterion, LossTerms
 from models.tasks.detection.boxes import complete_iou
 from models.tasks.detection.matching import (
     NEIGHBOURS,
@@ -26,6 +26,7 @@ from models.tasks.detection.matching import (
     near_cells,
     read_level,
 )
+from utils.batch import Batch
 
 LOSS_NAMES = ("box_loss", "obj_loss", "cls_loss")  # the terms, in the order of `LossTerms`
 # Weight of each level's objectness, finest level first: YOLOv5's for 3 levels, and for any other number.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.tasks.contract import Batch, Metrics, Prediction, Thresholds
+from models.tasks.contract import Metrics, Prediction, Thresholds
 from models.tasks.detection.prediction import DetectionPrediction
 from models.tasks.detection.records import ImageRecord, image_records
 from models.tasks.detection.scores import (
@@ -25,6 +25,7 @@ from models.tasks.detection.scores import (
     score_classes,
     score_sizes,
 )
+from utils.batch import Batch
 from utils.console import short_name
 from utils.files import csv_text
 from utils.summary import Box, Example, Summary, confusion_text, dense_counts, sparse_counts

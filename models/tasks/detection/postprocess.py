@@ -11,13 +11,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from models.tasks.contract import Batch, Model, Postprocess, Thresholds, View
-from models.tasks.detection.image_info import ImageInfo
+from models.tasks.contract import Model, Postprocess, Thresholds, View
 from models.tasks.detection.prediction import DetectionPrediction
 from models.tasks.detection.suppression import detect, filter_detections
 from models.tasks.detection.tta import AUGMENTATIONS
 from models.tasks.detection.views import DecodedView, DetectionView, RawView, SuppressedView
 from models.yolo import YoloModel
+from utils.batch import Batch, ImageInfo
 from utils.errors import UserError
 
 

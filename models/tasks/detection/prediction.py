@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.tasks.contract import Image, Prediction
+from models.tasks.contract import BoxPrediction, Image
 from models.tasks.detection.boxes import xywh_to_xyxy, xyxy_to_xywh
 from models.tasks.detection.pairing import match_detections
-from utils.coco import CocoImage
+from utils.batch import CocoImage
 from utils.errors import plural
 from utils.plots.drawing import Style, draw_boxes
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DetectionPrediction(Prediction):
+class DetectionPrediction(BoxPrediction):
     """The detections of one image, in falling confidence."""
 
     size: tuple[int, int]  # width and height of the file's image, pixels

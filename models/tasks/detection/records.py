@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from models.tasks.detection.boxes import xywh_to_xyxy
-from models.tasks.detection.image_info import ImageInfo
 from models.tasks.detection.pairing import Overlaps, match_by_overlap, match_detections, pair_detections
+from utils.batch import ImageInfo
 
 CONFIDENT_THRESHOLD = 0.25  # confidence of detections that are drawn or in the confusion matrix
 NO_PAIRS = np.zeros((0, 2), np.int32)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-import numpy as np
 from torch import Tensor
 
 from models.fuse import fuse
 from models.layers import Detect
 from models.tasks.contract import (
-    SEGMENTATION_FLAGS,
-    Batch,
     Criterion,
     ExportModule,
     ExportSettings,
@@ -29,24 +26,11 @@ from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.postprocess import DetectionPostprocess
 from models.tasks.detection.scores import DETECTION_METRICS
 from models.yolo import YoloModel, build_model
+from utils.batch import Batch, BoxSplit
 from utils.config.hyperparameters import Hyperparameters
 from utils.config.select import select
 from utils.memory_format import layout
 from utils.plots.drawing import draw_targets
-
-
-class Labels(Protocol):
-    """The labels of a split."""
-
-    def side_lengths(self, imgsz: int) -> np.ndarray:
-        """Return width and height of every box, (n, 2), in pixels of images whose longer side is `imgsz`."""
-        ...
-
-
-class LabelledSplit(Protocol):
-    """A split of a detection data set, as AutoAnchor uses it."""
-
-    labels: Labels
 
 
 class DetectionTask(Task):
@@ -55,7 +39,6 @@ class DetectionTask(Task):
     loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
     metric_names: ClassVar[tuple[str, ...]] = DETECTION_METRICS
     recipe = Hyperparameters
-    refused: ClassVar[Mapping[str, str]] = SEGMENTATION_FLAGS
     official_weights = r"yolov5[nsmlx]6?\.pt"
     hub_tag = "object-detection"
     default_is_training_size = False  # 640, as in YOLOv5
@@ -128,8 +111,8 @@ class DetectionTask(Task):
         is_other = self.keeps_head and dict(names) != self.names
         return [keep_head(model, state, names, self.names)] if is_other else []
 
-    def adapt(self, model: Model, split: LabelledSplit) -> list[str]:
+    def adapt(self, model: Model, split: BoxSplit) -> list[str]:
         """Run AutoAnchor; return a message."""
         assert isinstance(model, YoloModel)
-        sides = split.labels.side_lengths(model.imgsz)
+        sides = split.side_lengths(model.imgsz)
         return [adapt_anchors(model, sides, self.loss_settings.anchor_t, self.anchor_recall)]

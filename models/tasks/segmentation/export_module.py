@@ -10,8 +10,8 @@ from torch import Tensor
 
 from models.tasks.detection.export_module import DecodedDetector, SuppressedDetector
 from models.tasks.detection.views import RawView, decode
-from models.tasks.segmentation.image_info import MASK_STRIDE
 from models.tasks.segmentation.views import cut_by_boxes
+from utils.batch import MASK_STRIDE
 
 
 class DecodedSegmenter(DecodedDetector):

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from models.layers import Segment
-from models.tasks.contract import Batch, LossTerms
+from models.tasks.contract import LossTerms
 from models.tasks.detection.boxes import EPSILON
 from models.tasks.detection.loss import DetectionCriterion, LossSettings, at_least_float32
 from models.tasks.detection.matching import Level, MapSizes, device_constant, map_sizes, match, near_cells
-from models.tasks.segmentation.image_info import SegmentationBatch
 from models.tasks.segmentation.mask_loss import MaskMatches, box_windows, mask_sums, plan_masks
+from utils.batch import Batch, SegmentationBatch
 
 LOSS_NAMES = ("box_loss", "seg_loss", "obj_loss", "cls_loss")  # the terms, in the order of `LossTerms`
 

@@ -16,9 +16,8 @@ import cv2
 import numpy as np
 from torch import Tensor
 
-from models.tasks.detection.image_info import Placement
-from models.tasks.segmentation.image_info import MASK_STRIDE
 from models.tasks.segmentation.views import MaskMaps
+from utils.batch import MASK_STRIDE, Placement
 from utils.errors import UserError
 
 MAPS_AT_ONCE = 64  # masks of the network's size in memory

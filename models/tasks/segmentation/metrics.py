@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from models.tasks.contract import Batch, Prediction
+from models.tasks.contract import Prediction
 from models.tasks.detection.metrics import (
     CLASS_COLUMNS,
     FITNESS_WEIGHTS,
@@ -22,9 +22,9 @@ from models.tasks.detection.metrics import (
     score_evidence,
 )
 from models.tasks.detection.scores import DETECTION_METRICS, ClassScores, SizeScores, join, score_classes, score_sizes
-from models.tasks.segmentation.image_info import SegmentationBatch
 from models.tasks.segmentation.prediction import SegmentationPrediction
 from models.tasks.segmentation.records import SegmentationRecord, segmentation_records
+from utils.batch import Batch, SegmentationBatch
 from utils.console import short_name
 from utils.files import csv_text
 from utils.summary import Example, Summary

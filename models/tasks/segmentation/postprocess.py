@@ -10,11 +10,10 @@ from typing import cast
 
 from torch import Tensor
 
-from models.tasks.contract import Batch, Model, Postprocess, Thresholds, View
+from models.tasks.contract import Model, Postprocess, Thresholds, View
 from models.tasks.detection.postprocess import boxes_in_files, raw_view, refuse_unknown_classes
 from models.tasks.detection.suppression import allowed_rows, detect_with_more
 from models.tasks.detection.views import DecodedView, SuppressedView
-from models.tasks.segmentation.image_info import SegmentationInfo
 from models.tasks.segmentation.masks import DetectedMasks
 from models.tasks.segmentation.prediction import SegmentationPrediction
 from models.tasks.segmentation.views import (
@@ -25,6 +24,7 @@ from models.tasks.segmentation.views import (
     SegmentationView,
     SuppressedMaskView,
 )
+from utils.batch import Batch, ImageInfo
 from utils.errors import UserError
 
 NO_AUGMENT = "is for detectors: masks of scaled and mirrored images are not joined"
@@ -56,7 +56,7 @@ class SegmentationPostprocess(Postprocess):
         """Return the instances on each image. The boxes of all models suppress each other; each keeps the prototypes of
         its model. A `SuppressedMaskView` is always alone."""
         boxes, maps = self._detect(cast("Sequence[SegmentationView]", views))
-        infos: Sequence[SegmentationInfo] = batch.infos
+        infos: Sequence[ImageInfo] = batch.infos
         predictions = []
         for info, network_boxes, file_boxes, of_image in zip(
             infos, boxes, boxes_in_files(boxes, infos), maps, strict=True

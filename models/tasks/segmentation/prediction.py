@@ -11,7 +11,7 @@ import torch
 from models.tasks.contract import Image
 from models.tasks.detection.prediction import DetectionPrediction
 from models.tasks.segmentation.masks import MIN_POLYGON_POINTS, JoinedMasks, MaskPart, MaskSource, OutlineMasks
-from utils.coco import CocoImage
+from utils.batch import CocoImage
 from utils.plots.drawing import Style, tint
 
 

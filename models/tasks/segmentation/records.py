@@ -15,10 +15,10 @@ from torch import Tensor
 
 from models.tasks.detection.boxes import EPSILON
 from models.tasks.detection.records import ImageRecord, ShownImage, image_records, matched_by
-from models.tasks.segmentation.image_info import SegmentationBatch
 from models.tasks.segmentation.masks import DetectedMasks
 from models.tasks.segmentation.prediction import SegmentationPrediction
 from models.tasks.segmentation.views import cut_by_boxes
+from utils.batch import SegmentationBatch
 
 MAX_MASK_VALUES = 2**22  # pixels of the masks that are compared at once, so about 40 MB
 # Overlaps are fractions of small numbers of pixels and often equal a threshold: then they reach it, as by YOLOv5's

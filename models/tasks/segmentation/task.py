@@ -8,15 +8,15 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from models.layers import Segment
-from models.tasks.contract import Batch, Criterion, Image, Model, Thresholds
+from models.tasks.contract import Criterion, Image, Model, Thresholds
 from models.tasks.detection.loss import UnavailableCriterion
 from models.tasks.detection.task import DetectionTask
 from models.tasks.segmentation.export_module import DecodedSegmenter, SuppressedSegmenter
-from models.tasks.segmentation.image_info import MASK_STRIDE, SegmentationBatch
 from models.tasks.segmentation.loss import LOSS_NAMES, SegmentationCriterion
 from models.tasks.segmentation.metrics import SEGMENTATION_METRICS, SegmentationMetrics
 from models.tasks.segmentation.postprocess import NO_AUGMENT, SegmentationPostprocess
 from models.yolo import YoloModel
+from utils.batch import MASK_STRIDE, Batch, SegmentationBatch
 from utils.errors import UserError
 from utils.plots.drawing import MAX_GRID_IMAGES, draw_targets, tint
 

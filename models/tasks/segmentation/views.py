@@ -121,7 +121,6 @@ def cut_by_boxes(masks: Tensor, boxes: Tensor) -> Tensor:
     """
     x1, y1, x2, y2 = boxes[:, :4].unsqueeze(-1).unbind(1)
     columns, rows = (torch.arange(side, device=masks.device) for side in (masks.shape[2], masks.shape[1]))
-    # Functions, not operators, whose names in an exported file its reader would refuse.
     in_columns = torch.logical_and(columns >= x1, columns < x2)
     in_rows = torch.logical_and(rows >= y1, rows < y2)
     return masks.logical_and(in_rows[:, :, None]).logical_and(in_columns[:, None])

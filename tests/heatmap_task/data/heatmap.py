@@ -12,17 +12,18 @@ import cv2
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from data.batches import Batch, loader, stacked
+from data.batches import Item, Items, loader, stacked
 from data.cache import Images, open_images
-from data.dataset import DataSet, Item, Split, labels_text, split_identity
+from data.dataset import DataSet, labels_text, split_identity
 from data.images import read_image, resize_long_side
 from data.label_paths import label_file
 from data.labels import load_labels
 from data.problems import problem_warnings
-from data.sampler import Instances, SampleIndex, evaluation_batches, item_generator, training_batches
+from data.sampler import SampleIndex, evaluation_batches, item_generator, training_batches
 from data.sources import DataSpec
+from utils.batch import Batch, Instances, Split
 from utils.config.hyperparameters import Recipe
 from utils.errors import UserError
 
@@ -56,7 +57,7 @@ class HeatmapSplit(Split):
         return resize_long_side(read_image(self.images[index]), side, smooth=True)
 
 
-class Items(Dataset[Item]):
+class KeypointItems(Items):
     """Images resized to squares, mirrored with probability `fliplr`."""
 
     def __init__(self, images: Images, split: HeatmapSplit, seed: int = 0, fliplr: float = 0.0) -> None:
@@ -132,7 +133,7 @@ class HeatmapData(DataSet[HeatmapSplit]):
             mixed=0,
         )
         images = open_images(split.images, 0, False, self.train_cache, split.sizes)
-        items = Items(images, split, seed, getattr(hyp, "fliplr", 0.0))
+        items = KeypointItems(images, split, seed, getattr(hyp, "fliplr", 0.0))
         return loader(items, batches, self.collate, self.options.workers)
 
     def evaluation_batches(self, split: HeatmapSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:

@@ -23,7 +23,8 @@ import torch
 
 from models.layers import Conv
 from models.weights import yolov5_pickle
-from models.weights.reader import Weights, read_weights
+from models.weights.content import Weights
+from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.weights.yolov5_pickle import rebuild_tensor
 from models.yolo import YoloModel, build_model

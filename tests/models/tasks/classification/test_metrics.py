@@ -12,8 +12,9 @@ from torch import Tensor
 from models.tasks.classification.metrics import ClassificationMetrics, ImageRecord, precision_and_recall
 from models.tasks.classification.prediction import ClassificationPrediction
 from models.tasks.classification.task import ClassificationTask
-from tests.making import Batch, ImageInfo, grey_batch
+from tests.making import grey_batch
 from tests.models.tasks.classification.toy_batches import SEVEN, make
+from utils.batch import Batch, ClassInfo
 from utils.plots.drawing import draw_captioned
 from utils.summary import Summary
 
@@ -33,7 +34,7 @@ def records(metrics: ClassificationMetrics, probabilities: Tensor, images: Batch
 
 def test_records(metrics: ClassificationMetrics) -> None:
     probabilities = torch.tensor([[0.2, 0.5, 0.3], [0.25, 0.25, 0.5]])
-    assert records(metrics, probabilities, grey_batch(ImageInfo(7, label=1), ImageInfo(3, label=0))) == [
+    assert records(metrics, probabilities, grey_batch(ClassInfo(7, "", 1), ClassInfo(3, "", 0))) == [
         ImageRecord(7, 1, (1, 2, 0), 0.5),
         ImageRecord(3, 0, (2, 0, 1), 0.5),  # of equal ones the smaller number first
     ]
@@ -41,7 +42,7 @@ def test_records(metrics: ClassificationMetrics) -> None:
 
 def test_records_have_the_five_most_probable_classes() -> None:
     probabilities = torch.tensor([[0.1, 0.2, 0.1, 0.1, 0.3, 0.1, 0.1], [1 / 7] * 7])
-    first, second = records(make(names=SEVEN).metrics(), probabilities, grey_batch(ImageInfo(), ImageInfo()))
+    first, second = records(make(names=SEVEN).metrics(), probabilities, grey_batch(*[ClassInfo(0, "", 0)] * 2))
     assert first.best == (4, 1, 0, 2, 3)
     assert second.best == (0, 1, 2, 3, 4)
     assert (first.confidence, second.confidence) == (pytest.approx(0.3), pytest.approx(1 / 7))

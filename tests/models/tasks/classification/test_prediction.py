@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -114,9 +113,3 @@ def test_drawn_classes(style: Style, expected: list[str]) -> None:
     picture = of(0.125, 0.5, 0.375).draw(image, style)
     assert np.array_equal(picture, draw_text_lines(image, expected))
     assert not image.any()  # a copy is drawn on
-
-
-def test_a_prediction_has_no_boxes() -> None:
-    prediction: Any = of(0.125, 0.5, 0.375)
-    assert prediction.with_labels() is prediction
-    assert (prediction.coco_rows().image, len(prediction.coco_rows().rows)) == (3, 0)

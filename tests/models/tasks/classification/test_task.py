@@ -14,7 +14,7 @@ from torch import nn
 
 from models.tasks import TASKS, task_of
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
-from models.tasks.contract import SEGMENTATION_FLAGS, ExportSettings
+from models.tasks.contract import ExportSettings
 from models.yolo import YoloModel
 from tests.making import CLASS_NAMES, grey_batch
 from tests.models.tasks.classification.toy_batches import Identity, make, of_classes
@@ -169,7 +169,7 @@ def test_inputs_are_normalised_by_imagenets_statistics(task: ClassificationTask)
 
 
 def test_flags_of_detectors_are_refused() -> None:
-    assert set(ClassificationTask.refused) == {"nms", "save_hybrid", "save_json", *SEGMENTATION_FLAGS}
+    assert set(ClassificationTask.refused) == {"nms", "save_hybrid", "save_json"}
     kinds = (TrainOptions, ValOptions, DetectOptions, ExportOptions)
     known = {option.name for kind in kinds for option in flags_of(kind)}
     assert set(ClassificationTask.refused) < known

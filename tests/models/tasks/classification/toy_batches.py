@@ -7,14 +7,15 @@ from torch import Tensor
 
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
 from models.tasks.contract import Model
-from tests.making import CLASS_NAMES, Batch, ImageInfo, grey_batch
+from tests.making import CLASS_NAMES, grey_batch
+from utils.batch import Batch, ClassInfo
 
 SEVEN = dict(enumerate("abcdefg"))
 
 
 def of_classes(*labels: int, targets: list[list[float]] | None = None) -> Batch:
     """Return a batch of an image for each of `labels`; targets: shares of three classes, by default the labels."""
-    infos = [ImageInfo(number, label=label, path=f"{number}.png") for number, label in enumerate(labels)]
+    infos = [ClassInfo(number, f"{number}.png", label) for number, label in enumerate(labels)]
     shares = torch.eye(3)[list(labels)] if targets is None else torch.tensor(targets)
     return grey_batch(*infos, targets=shares, side=8)
 

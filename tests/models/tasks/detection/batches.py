@@ -10,7 +10,8 @@ from torch import Tensor
 
 from models.tasks.detection.prediction import DetectionPrediction
 from models.tasks.detection.records import ImageRecord, image_records
-from tests.making import CLASS_NAMES, ImageInfo
+from tests.making import CLASS_NAMES, image_info
+from utils.batch import ImageInfo
 
 IMAGE = (100, 100)  # width and height, pixels
 DISC, LIGHT = (0, 0.2, 0.2, 0.2, 0.2), (1, 0.7, 0.7, 0.4, 0.4)  # labels at 10, 10, 30, 30 and 50, 50, 90, 90
@@ -41,7 +42,7 @@ def random_images(seed: int) -> tuple[list[Tensor], tuple[ImageInfo, ...]]:
         xyxy = np.concatenate((corners, corners + rng.integers(4, 8, corners.shape) * 5), 1)
         confidence = -np.sort(-rng.integers(1, 5, (len(xyxy), 1)) / 5, axis=0)
         boxes.append(torch.from_numpy(np.concatenate((xyxy, confidence, rng.integers(0, 3, confidence.shape)), 1)))
-        infos.append(ImageInfo(image, (100, 100), rows=labels(*rows)))
+        infos.append(image_info(image, (100, 100), rows=labels(*rows)))
     return boxes, tuple(infos)
 
 
@@ -53,10 +54,10 @@ def box(low: float, high: float, confidence: float, label: int) -> list[float]:
 def shown_images() -> list[ImageRecord]:
     """Return records of an empty image, a detected disc, a missed light next to a false bar, and one not to draw."""
     infos = (
-        ImageInfo(7, IMAGE, rows=labels((1, 0.9, 0.5, 0.4, 0.25)), path="/data/c.jpg"),  # 70, 37.5, 110, 62.5
-        ImageInfo(2, (64, 48), path='/data/a, "b".jpg'),
-        ImageInfo(1, IMAGE, path="/data/hidden.jpg"),
-        ImageInfo(4, (200, 100), rows=labels((0, 0.5, 0.5, 0.25, 0.5)), path="/data/b.jpg"),  # 75, 25, 125, 75
+        image_info(7, IMAGE, rows=labels((1, 0.9, 0.5, 0.4, 0.25)), path="/data/c.jpg"),  # 70, 37.5, 110, 62.5
+        image_info(2, (64, 48), path='/data/a, "b".jpg'),
+        image_info(1, IMAGE, path="/data/hidden.jpg"),
+        image_info(4, (200, 100), rows=labels((0, 0.5, 0.5, 0.25, 0.5)), path="/data/b.jpg"),  # 75, 25, 125, 75
     )
     boxes = [
         torch.tensor([[0, 0, 100 / 3, 50, 0.25, 2], [0, 0, 9, 9, 0.249, 2]]).double(),

@@ -15,7 +15,8 @@ from models.tasks.detection.loss import DetectionCriterion, LossSettings, Unavai
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import build_model
-from tests.making import Batch, grey_batch, tiny_detector
+from tests.making import grey_batch, tiny_detector
+from utils.batch import Batch
 
 FINEST = 4.0  # weight of the finest of up to 5 levels in the objectness term
 

@@ -16,7 +16,7 @@ from models.tasks.contract import Thresholds
 from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.records import ImageRecord
 from models.tasks.detection.scores import CURVE_POINTS, DETECTION_METRICS
-from tests.making import CLASS_NAMES, ImageInfo, grey_batch
+from tests.making import CLASS_NAMES, grey_batch, image_info
 from tests.models.tasks.detection.batches import (
     DISC,
     IMAGE,
@@ -27,6 +27,7 @@ from tests.models.tasks.detection.batches import (
     random_images,
     shown_images,
 )
+from utils.batch import ImageInfo
 from utils.console import LINE_COLUMNS
 from utils.summary import Box, Example, Summary
 
@@ -45,9 +46,9 @@ def summary_of(metrics: DetectionMetrics, boxes: Sequence[Tensor], *infos: Image
 def three_images() -> list[ImageRecord]:
     """A disc of 20 pixels and two lights of 40, all detected exactly, and an empty image."""
     infos = (
-        ImageInfo(0, IMAGE, rows=labels((0, 0.5, 0.5, 0.2, 0.2), (1, 0.3, 0.3, 0.4, 0.4))),
-        ImageInfo(1, IMAGE, rows=labels((1, 0.3, 0.3, 0.4, 0.4))),
-        ImageInfo(2, IMAGE),
+        image_info(0, IMAGE, rows=labels((0, 0.5, 0.5, 0.2, 0.2), (1, 0.3, 0.3, 0.4, 0.4))),
+        image_info(1, IMAGE, rows=labels((1, 0.3, 0.3, 0.4, 0.4))),
+        image_info(2, IMAGE),
     )
     boxes = [
         torch.tensor([[40, 40, 60, 60, 0.9, 0], [10, 10, 50, 50, 0.8, 1.0]]),
@@ -81,7 +82,7 @@ def test_long_names_are_cut_in_the_table() -> None:
 
 
 def test_overall_row_without_a_correct_detection() -> None:
-    infos = (ImageInfo(image=1), ImageInfo(image=2, rows=labels((0, 0.5, 0.5, 0.2, 0.2))))
+    infos = (image_info(image=1), image_info(image=2, rows=labels((0, 0.5, 0.5, 0.2, 0.2))))
     summary = summary_of(METRICS, [torch.tensor([[40, 5, 60, 45, 0.9, 1.0]]), torch.zeros(0, 6)], *infos)
     assert summary.overall[1].split() == ["all", "2", "1", "0.0000", "0.0000", "0.0000", "0.0000"]
 
@@ -136,7 +137,7 @@ def confusion(rows: list[tuple[float, ...]], *boxes: list[float]) -> list[list[i
 
     3 is background.
     """
-    summary = summary_of(METRICS, [torch.tensor(boxes).view(-1, 6)], ImageInfo(0, IMAGE, rows=labels(*rows)))
+    summary = summary_of(METRICS, [torch.tensor(boxes).view(-1, 6)], image_info(0, IMAGE, rows=labels(*rows)))
     cells: list[list[int]] = summary.evidence["confusion"]
     return cells
 
@@ -222,7 +223,7 @@ def test_documents() -> None:
 
 def test_documents_without_any_label() -> None:
     boxes = [torch.tensor([box(10, 30, 0.9, 1)]), torch.zeros(0, 6)]
-    documents = METRICS.documents(summary_of(METRICS, boxes, ImageInfo(0, IMAGE), ImageInfo(1, IMAGE)))
+    documents = METRICS.documents(summary_of(METRICS, boxes, image_info(0, IMAGE), image_info(1, IMAGE)))
     assert documents["classes.csv"].splitlines()[1:] == ["disc,0,0,,,,", "traffic light,0,0,,,,", "bar,0,0,,,,"]
     assert documents["confusion_matrix.csv"].splitlines()[-1] == "background,0,1,0,0"
     assert [len(documents[name].splitlines()) for name in ("curves.csv", "PR_curve.csv", "val_boxes.csv")] == [1, 1, 1]
@@ -230,7 +231,7 @@ def test_documents_without_any_label() -> None:
 
 def test_documents_of_one_class() -> None:
     metrics = DetectionMetrics({0: "item"})
-    info = ImageInfo(0, IMAGE, rows=labels(DISC))
+    info = image_info(0, IMAGE, rows=labels(DISC))
     documents = metrics.documents(summary_of(metrics, [torch.tensor([box(10, 30, 0.9, 0)])], info))
     assert documents["confusion_matrix.csv"] == "true \\ predicted,item,background\nitem,1,0\nbackground,0,0\n"
     assert documents["classes.csv"].splitlines()[1:] == ["item,1,1,1,1,0.995,0.995"]
@@ -265,7 +266,7 @@ def test_examples() -> None:
 def test_predictions_to_draw_are_confident_and_in_falling_confidence() -> None:
     metrics = DetectionMetrics(CLASS_NAMES, frozenset([0]))
     boxes = torch.tensor([box(1, 9, 0.5, 0), box(2, 9, 0.75, 1), box(3, 9, 0.5, 2), box(4, 9, 0.1, 0)])
-    summary = summary_of(metrics, [boxes], ImageInfo(0, IMAGE))
+    summary = summary_of(metrics, [boxes], image_info(0, IMAGE))
     (example,) = metrics.examples(summary)
     assert [(one.label, one.confidence) for one in example.predictions] == [(1, 0.75), (0, 0.5), (2, 0.5)]
     rows = metrics.documents(summary)["val_boxes.csv"].splitlines()[1:]
@@ -299,7 +300,7 @@ def test_a_confidence_threshold_that_changes_map_is_a_warning(conf_thres: float,
 def test_evidence_is_small() -> None:
     """Of 80 classes: three curves of 201 numbers of four bytes each, and little else."""
     metrics = DetectionMetrics({k: f"class {k}" for k in range(80)})
-    infos = [ImageInfo(k, rows=labels((k % 80, 0.5, 0.5, 0.2, 0.2))) for k in range(80)]
+    infos = [image_info(k, rows=labels((k % 80, 0.5, 0.5, 0.2, 0.2))) for k in range(80)]
     summary = summary_of(metrics, [torch.rand(30, 6).double()] * 80, *infos)
     file = io.BytesIO()
     torch.save(summary.evidence, file)

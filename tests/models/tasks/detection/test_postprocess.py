@@ -12,7 +12,8 @@ from models.tasks.detection.postprocess import DetectionPostprocess, boxes_in_fi
 from models.tasks.detection.tta import PADDING_GREY
 from models.tasks.detection.views import DecodedView, RawView, SuppressedView, decode
 from models.yolo import YoloModel, build_model
-from tests.making import CLASS_NAMES, ImageInfo, Placement, grey_batch, tiny_detector
+from tests.making import CLASS_NAMES, grey_batch, image_info, tiny_detector
+from utils.batch import Placement
 from utils.errors import UserError
 
 
@@ -47,8 +48,8 @@ def test_predictions_are_in_pixels_of_the_file(model: YoloModel, postprocess: De
     outputs = [torch.full((2, 2, 16, 16, 8), -20.0), torch.full((2, 2, 8, 8, 8), -20.0)]
     # Image 1, anchor 16 x 16, cell (column 3, row 5) of stride 8: centre (28, 44), so 20, 36, 36, 52
     outputs[1][1, 0, 5, 3] = torch.tensor([0, 0, 0, 0, 0, -20, 20, -20])
-    info = ImageInfo(7, size=(100, 70), placement=Placement((0.5, 0.8), (4, 12)), path="/data/b.jpg")
-    empty, prediction = postprocess([view_of(model, outputs)], grey_batch(ImageInfo(), info))
+    info = image_info(7, size=(100, 70), placement=Placement((0.5, 0.8), (4, 12)), path="/data/b.jpg")
+    empty, prediction = postprocess([view_of(model, outputs)], grey_batch(image_info(), info))
     assert empty.rows.shape == (0, 6)
     expected = torch.tensor([[32, 30, 64, 50, 0.5, 1.0]])
     torch.testing.assert_close(prediction.rows, expected, rtol=1e-5, atol=1e-4, check_dtype=False)
@@ -62,7 +63,7 @@ def test_thresholds(model: YoloModel) -> None:
 
     def confidences(thresholds: Thresholds) -> list[float]:
         postprocess = DetectionPostprocess(CLASS_NAMES, thresholds)
-        (prediction,) = postprocess([view_of(model, outputs)], grey_batch(ImageInfo()))
+        (prediction,) = postprocess([view_of(model, outputs)], grey_batch(image_info()))
         return prediction.rows[:, 4].tolist()
 
     assert confidences(Thresholds()) == pytest.approx([0.7311, 0.5, 0.2689], abs=1e-4)
@@ -77,11 +78,11 @@ def test_an_unknown_class_is_an_error() -> None:
 
 
 def test_boxes_in_files_undo_the_placement_and_are_cut_at_the_edges() -> None:
-    info = ImageInfo(size=(100, 50), placement=Placement((2.0, 0.5), (10, 20)))
+    info = image_info(size=(100, 50), placement=Placement((2.0, 0.5), (10, 20)))
     detections = torch.tensor([[30, 25, 110, 40, 0.9, 2], [0, 0, 300, 100, 0.5, 1], [-20, 10, 5, 15, 0.4, 0]])
     expected = torch.tensor([[10, 10, 50, 40, 0.9, 2], [0, 0, 100, 50, 0.5, 1], [0, 0, 0, 0, 0.4, 0]])
     exact, empty, boxes = boxes_in_files(
-        [torch.tensor([[1, 2, 3, 4, 0.5, 0]]), torch.zeros(0, 6), detections], [ImageInfo(), info, info]
+        [torch.tensor([[1, 2, 3, 4, 0.5, 0]]), torch.zeros(0, 6), detections], [image_info(), info, info]
     )
     assert exact.tolist() == [[1, 2, 3, 4, 0.5, 0]]
     assert empty.shape == (0, 6)
@@ -120,7 +121,7 @@ def test_augmented_views(model: YoloModel, postprocess: DetectionPostprocess) ->
         assert (one[..., :height, :width] != PADDING_GREY).all()
     mean = images.flip(3)[..., :24].mean()
     torch.testing.assert_close(calls[1][..., :39, :20].mean(), mean, atol=0.03, rtol=0)
-    assert len(postprocess(views, grey_batch(ImageInfo()))) == 1
+    assert len(postprocess(views, grey_batch(image_info()))) == 1
 
 
 def test_the_level_of_a_model_of_one_level_is_not_skipped(postprocess: DetectionPostprocess) -> None:
@@ -148,7 +149,7 @@ def test_an_exported_file_returns_boxes(model: YoloModel, postprocess: Detection
     (decoded,) = postprocess.views(Exported(decode(view_of(model, model(images)))), images, augment=False)
     assert isinstance(decoded, DecodedView)
     assert decoded.outputs is None
-    given = grey_batch(ImageInfo(), ImageInfo())
+    given = grey_batch(image_info(), image_info())
     for prediction, expected in zip(postprocess([decoded], given), postprocess(views, given), strict=True):
         torch.testing.assert_close(prediction.rows, expected.rows, rtol=1e-4, atol=1e-3)
 
@@ -159,5 +160,5 @@ def test_an_exported_file_returns_detections(postprocess: DetectionPostprocess) 
     (view,) = postprocess.views(Exported((rows, torch.tensor([2]))), torch.rand(1, 3, 8, 8), augment=False)
     assert isinstance(view, SuppressedView)
     assert view.outputs is None
-    (prediction,) = postprocess([view], grey_batch(ImageInfo()))
+    (prediction,) = postprocess([view], grey_batch(image_info()))
     assert prediction.rows.tolist() == [[1, 2, 3, 4, 0.5, 2], [5, 6, 7, 8, 0.25, 0]]

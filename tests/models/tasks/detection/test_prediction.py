@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from models.tasks.detection.metrics import DetectionMetrics
-from tests.making import CLASS_NAMES, ImageInfo, grey_batch
+from tests.making import CLASS_NAMES, grey_batch, image_info
 from tests.models.tasks.detection.batches import labels, predictions
 from utils.plots.drawing import Style
 
 
 def test_label_rows() -> None:
-    infos = (ImageInfo(size=(100, 200)), ImageInfo(size=(30, 30)), ImageInfo())
+    infos = (image_info(size=(100, 200)), image_info(size=(30, 30)), image_info())
     boxes = [
         torch.tensor([[10, 20, 30, 60, 0.5, 2], [0, 0, 100, 200, 0.25, 0]]),
         torch.tensor([[0, 0, 10, 20, 0.875, 1.0]]),
@@ -34,7 +34,7 @@ def test_with_labels() -> None:
 
     The label is 20, 20, 60, 60.
     """
-    infos = (ImageInfo(size=(100, 200), rows=labels((1, 0.4, 0.2, 0.4, 0.2))), ImageInfo())
+    infos = (image_info(size=(100, 200), rows=labels((1, 0.4, 0.2, 0.4, 0.2))), image_info())
     boxes = torch.tensor(
         [
             [20, 20, 60, 60, 0.9, 1],
@@ -61,7 +61,7 @@ def test_with_labels() -> None:
 
 def test_coco_rows_are_in_pixels_of_the_file() -> None:
     boxes = [torch.tensor([[1, 2, 3, 4, 0.5, 2.0]]), torch.zeros(0, 6)]
-    infos = [ImageInfo(image=3, path="/data/b.jpg"), ImageInfo(image=1)]
+    infos = [image_info(image=3, path="/data/b.jpg"), image_info(image=1)]
     first, second = (one.coco_rows() for one in predictions(boxes, infos))
     assert (first.image, first.path, first.rows.tolist()) == (3, "/data/b.jpg", [[1, 2, 3, 4, 0.5, 2]])
     assert (second.image, second.rows.shape) == (1, (0, 6))
@@ -69,7 +69,7 @@ def test_coco_rows_are_in_pixels_of_the_file() -> None:
 
 def test_array_items_and_description() -> None:
     boxes = torch.tensor([[1, 2, 3, 4, 0.75, 2], [5, 6, 7, 8, 0.5, 0], [1, 1, 2, 2, 0.25, 2]]).double()
-    predicted, nothing = predictions([boxes, boxes[:0]], [ImageInfo(), ImageInfo()])
+    predicted, nothing = predictions([boxes, boxes[:0]], [image_info(), image_info()])
     assert predicted.array.dtype == np.float32
     assert predicted.array.tolist() == boxes.tolist()
     assert nothing.array.shape == (0, 6)
@@ -81,7 +81,7 @@ def test_array_items_and_description() -> None:
 def test_crops() -> None:
     image = np.arange(20 * 30 * 3, dtype=np.uint8).reshape(20, 30, 3)
     boxes = torch.tensor([[2.5, 3.5, 10, 8, 0.75, 1], [5, 5, 5, 5, 0.5, 0]]).double()
-    (predicted,) = predictions([boxes], [ImageInfo()])
+    (predicted,) = predictions([boxes], [image_info()])
     ((name, crop),) = predicted.crops(image)  # the second box has no pixels
     assert name == "traffic light"
     assert np.array_equal(crop, image[3:8, 2:10])
@@ -91,7 +91,7 @@ def test_crops() -> None:
 def test_drawing_copies_the_image_and_puts_the_most_confident_on_top(names: bool) -> None:
     image = np.zeros((100, 100, 3), np.uint8)
     boxes = torch.tensor([[20, 40, 80, 80, 0.75, 1], [20, 40, 80, 80, 0.5, 0]]).double()
-    both, first = predictions([boxes, boxes[:1]], [ImageInfo(), ImageInfo()])
+    both, first = predictions([boxes, boxes[:1]], [image_info(), image_info()])
     style = Style(2, names, True)
     drawn = both.draw(image, style)
     assert not image.any()

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from models.tasks.detection.records import image_records
-from tests.making import ImageInfo
+from tests.making import image_info
 from tests.models.tasks.detection.batches import labels, random_images
 
 
 def test_record_by_hand() -> None:
-    info = ImageInfo(image=7, size=(100, 50), rows=labels((1, 0.5, 0.5, 0.2, 0.8), (2, 0.1, 0.1, 0.1, 0.1)))
+    info = image_info(image=7, size=(100, 50), rows=labels((1, 0.5, 0.5, 0.2, 0.8), (2, 0.1, 0.1, 0.1, 0.1)))
     # The first label is 40, 5, 60, 45: an exact detection, three quarters of it, an exact one of another class.
     boxes = torch.tensor([[40, 5, 60, 45, 0.9, 1], [40, 5, 60, 35, 0.8, 1], [40, 5, 60, 45, 0.7, 0]])
     (record,) = image_records([boxes], [info])
@@ -32,7 +32,7 @@ def test_record_by_hand() -> None:
 def test_images_without_labels_or_detections() -> None:
     boxes = torch.tensor([[40, 5, 60, 45, 0.9, 1.0]])
     background, missed = image_records(
-        [boxes, torch.zeros(0, 6)], [ImageInfo(image=1), ImageInfo(image=2, rows=labels((0, 0.5, 0.5, 0.2, 0.2)))]
+        [boxes, torch.zeros(0, 6)], [image_info(image=1), image_info(image=2, rows=labels((0, 0.5, 0.5, 0.2, 0.2)))]
     )
     assert (background.overlap.tolist(), background.true_label.tolist()) == ([0], [])
     assert (missed.confidence.tolist(), missed.true_label.tolist()) == ([], [0])
@@ -50,13 +50,13 @@ def test_the_record_of_an_image_does_not_depend_on_the_others(seed: int) -> None
 
 def test_records_are_compact() -> None:
     """Less than 50 bytes per detection travel between processes, none of another image."""
-    infos = [ImageInfo(k, (100, 100), rows=labels((0, 0.5, 0.5, 0.2, 0.2))) for k in range(4)]
+    infos = [image_info(k, (100, 100), rows=labels((0, 0.5, 0.5, 0.2, 0.2))) for k in range(4)]
     records = image_records([torch.rand(300, 6).double()] * 4, infos)
     assert len(pickle.dumps(records[0])) < 300 * 50
 
 
 def test_only_records_of_shown_images_hold_boxes() -> None:
-    infos = [ImageInfo(k, rows=labels((0, 0.5, 0.5, 0.2, 0.2))) for k in range(3)]
+    infos = [image_info(k, rows=labels((0, 0.5, 0.5, 0.2, 0.2))) for k in range(3)]
     boxes = [torch.tensor([[10, 20, 30, 40, 0.9, 2.0]])] * 3
     assert [record.shown for record in image_records(boxes, infos)] == [None] * 3
     first, second, third = image_records(boxes, infos, {1, 7})

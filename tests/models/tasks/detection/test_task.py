@@ -15,7 +15,7 @@ from models.tasks.contract import ExportSettings, Thresholds
 from models.tasks.detection.export_module import DecodedDetector, SuppressedDetector
 from models.tasks.detection.loss import DetectionCriterion, LossSettings, UnavailableCriterion
 from models.tasks.detection.task import DetectionTask
-from tests.making import CLASS_NAMES, ImageInfo, grey_batch, tiny_detector
+from tests.making import CLASS_NAMES, grey_batch, image_info, tiny_detector
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
 
@@ -79,7 +79,7 @@ def test_anchors_are_adapted_to_the_split_at_the_models_size(task: DetectionTask
         sizes.append(imgsz)
         return np.array([[4, 4], [30, 20.0]])
 
-    split: Any = SimpleNamespace(labels=SimpleNamespace(side_lengths=side_lengths))
+    split: Any = SimpleNamespace(side_lengths=side_lengths)
     (message,) = task.adapt(task.build_model(tiny_detector(), 60), split)
     assert message.startswith("AutoAnchor: 100.0% of the boxes match an anchor")
     assert sizes == [64]
@@ -104,7 +104,7 @@ def test_an_exported_file_has_no_criterion(task: DetectionTask) -> None:
 
 
 def test_inputs_are_0_to_1(task: DetectionTask) -> None:
-    inputs = task.inputs(grey_batch(ImageInfo(), side=2))
+    inputs = task.inputs(grey_batch(image_info(), side=2))
     assert inputs.dtype == torch.float32
     torch.testing.assert_close(inputs, torch.full((1, 3, 2, 2), 0.2))
 
@@ -112,7 +112,7 @@ def test_inputs_are_0_to_1(task: DetectionTask) -> None:
 def test_losses_are_of_the_batchs_targets(task: DetectionTask) -> None:
     model = task.build_model(tiny_detector(), 64)
     targets = torch.tensor([[1, 2, 0.5078125, 0.5078125, 4.5 / 64, 4.25 / 64]])  # near the anchor 4 x 4 of stride 4
-    given = grey_batch(ImageInfo(), ImageInfo(), targets=targets)
+    given = grey_batch(image_info(), image_info(), targets=targets)
     terms = task.criterion(model)(model(task.inputs(given)), given)
     assert len(terms.means(terms.counts)) == len(task.loss_names) == 3
     # Cell (8.125, 8.125): itself, left and up, for the anchors 4 x 4 and 8 x 4; 16 x 16 has about 3.8 times its size.
@@ -152,7 +152,7 @@ def test_export_module(task: DetectionTask, topk_per_class: int, most_per_class:
 
 
 def test_draw_batch(task: DetectionTask) -> None:
-    given = grey_batch(ImageInfo(), targets=torch.tensor([[0, 1, 0.5, 0.5, 0.5, 0.5]]))
+    given = grey_batch(image_info(), targets=torch.tensor([[0, 1, 0.5, 0.5, 0.5, 0.5]]))
     picture = task.draw_batch(given)
     assert (picture.dtype, picture.shape) == (np.uint8, (64, 64, 3))
     assert (picture[40, 40] == 51).all()

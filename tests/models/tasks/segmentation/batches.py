@@ -3,53 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from models.tasks.segmentation.mask_loss import box_windows
 from models.tasks.segmentation.task import SegmentationTask
 from models.yolo import YoloModel
-from tests.making import CLASS_NAMES, Placement
+from tests.making import CLASS_NAMES
+from utils.batch import ImageInfo, SegmentationBatch
 from utils.config.hyperparameters import Hyperparameters
 
 SIDE, MAP = 64, 16  # pixels of the images and of their mask maps
 
 
-class Info(NamedTuple):
-    """An image of a batch. size: width and height. rows: labels (n, 5). outlines: of each row."""
-
-    image: int = 0
-    size: tuple[int, int] = (SIDE, SIDE)
-    placement: Placement = Placement()
-    rows: np.ndarray = np.zeros((0, 5), np.float32)
-    path: str = "/data/a.jpg"
-    outlines: tuple[np.ndarray, ...] = ()
-
-
-class MaskBatch(NamedTuple):
-    """A batch as a segmenter gets it from a loader."""
-
-    images: Tensor
-    targets: Tensor
-    infos: tuple[Info, ...]
-    mask_pixels: Tensor
-    windows: np.ndarray
-    host_targets: np.ndarray
-
-    def to(self, device: Any, non_blocking: bool = False) -> MaskBatch:
-        return self
-
-
 def mask_batch(
     targets: Sequence[Sequence[float]],
     masks: Sequence[np.ndarray],
-    infos: Sequence[Info] = (),
+    infos: Sequence[ImageInfo] = (),
     images: int = 1,
     windows: np.ndarray | None = None,
-) -> MaskBatch:
+) -> SegmentationBatch:
     """Make a batch of square images. masks: bool (h, w) of each target, on the map.
 
     windows: by default those of the boxes, as in training.
@@ -60,7 +36,7 @@ def mask_batch(
     parts = [mask[top:bottom, left:right] for mask, (left, top, right, bottom) in zip(masks, chosen, strict=True)]
     pixels = np.concatenate([np.zeros(0, bool), *(part.ravel() for part in parts)]).astype(np.uint8)
     pictures = torch.full((len(infos) or images, 3, height * 4, width * 4), 51, dtype=torch.uint8)
-    return MaskBatch(pictures, torch.from_numpy(rows), tuple(infos), torch.from_numpy(pixels), chosen, rows)
+    return SegmentationBatch(pictures, torch.from_numpy(rows), tuple(infos), torch.from_numpy(pixels), chosen, rows)
 
 
 def tiny_segmenter() -> dict[str, Any]:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from models.export.formats import ExportJob, write
-from models.export.runtime import ExportMetadata, read_exported
+from models.export.runtime import read_exported
 from models.tasks.detection.export_module import GraphSuppression
 from models.tasks.segmentation.export_module import DecodedSegmenter, SuppressedSegmenter
+from models.weights.content import ExportMetadata
 from tests.making import CLASS_NAMES
 from tests.models.tasks.segmentation.batches import tiny_model, tiny_segmenter
 
-FORMATS = ("torchscript", "exported", "onnx", "openvino")
+FORMATS = ("torchscript", "onnx", "openvino")
 LIMITS = GraphSuppression(0.3, 0.45, 20, 20)
 METADATA = {
     **{"task": "segment", "names": CLASS_NAMES, "stride": 16, "model": tiny_segmenter(), "settings": {"imgsz": 64}},

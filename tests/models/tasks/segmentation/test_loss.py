@@ -19,7 +19,8 @@ from models.tasks.segmentation.loss import SegmentationCriterion
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import build_model
-from tests.models.tasks.segmentation.batches import MAP, SIDE, MaskBatch, mask_batch, tiny_segmenter
+from tests.models.tasks.segmentation.batches import MAP, SIDE, mask_batch, tiny_segmenter
+from utils.batch import SegmentationBatch
 
 CLASSES, MASKS = 3, 4
 SIZES = ((8, 8), (4, 4))  # of the levels' maps
@@ -74,7 +75,7 @@ def random_outputs(images: int = 3, dtype: torch.dtype = torch.float32) -> tuple
     return maps, torch.randn(images, MASKS, MAP, MAP).to(dtype).requires_grad_()
 
 
-def random_batch(images: int = 3, count: int = 25) -> MaskBatch:
+def random_batch(images: int = 3, count: int = 25) -> SegmentationBatch:
     """Return targets of all sizes, some of them partly outside of their image or without a pixel."""
     image, label = np.arange(count) % images, np.arange(count) % CLASSES
     rng = np.random.default_rng(0)
@@ -82,7 +83,9 @@ def random_batch(images: int = 3, count: int = 25) -> MaskBatch:
     return mask_batch(rows.tolist(), list(rng.random((count, MAP, MAP)) < 0.5), images=images)
 
 
-def plain_sums(criterion: SegmentationCriterion, outputs: tuple[list[Tensor], Tensor], batch: MaskBatch) -> Tensor:
+def plain_sums(
+    criterion: SegmentationCriterion, outputs: tuple[list[Tensor], Tensor], batch: SegmentationBatch
+) -> Tensor:
     """Return the sums of the mask term, match by match, over whole maps."""
     maps, prototypes = outputs
     cells = near_cells(SIZES, batch.targets)
@@ -151,7 +154,7 @@ def test_hints_change_no_term() -> None:
     torch.testing.assert_close(with_hints.sums, without.sums)
 
 
-def halves(outputs: tuple[list[Tensor], Tensor], batch: MaskBatch) -> list[LossTerms]:
+def halves(outputs: tuple[list[Tensor], Tensor], batch: SegmentationBatch) -> list[LossTerms]:
     """Return the terms of the first image and those of the others."""
     terms = []
     sides = batch.windows[:, 2:] - batch.windows[:, :2]
@@ -161,7 +164,7 @@ def halves(outputs: tuple[list[Tensor], Tensor], batch: MaskBatch) -> list[LossT
         rows = batch.host_targets[chosen] - np.array([part.start, 0, 0, 0, 0, 0], np.float32)
         pixels = batch.mask_pixels[(image_of_pixel >= part.start) & (image_of_pixel < part.stop)]
         images = batch.images[part]
-        one = MaskBatch(images, torch.from_numpy(rows), (), pixels, batch.windows[chosen], rows)
+        one = SegmentationBatch(images, torch.from_numpy(rows), (), pixels, batch.windows[chosen], rows)
         terms.append(criterion_of()(([raw[part] for raw in outputs[0]], outputs[1][part]), one))
     return terms
 

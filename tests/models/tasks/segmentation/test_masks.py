@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from models.tasks.segmentation.masks import DetectedMasks, JoinedMasks, MaskPart, OutlineMasks
 from models.tasks.segmentation.views import MaskMaps, Rows
-from tests.making import Placement
+from utils.batch import Placement
 
 
 @dataclass

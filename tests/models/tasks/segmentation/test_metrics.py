@@ -17,8 +17,9 @@ from models.tasks.segmentation.metrics import SEGMENTATION_METRICS, Segmentation
 from models.tasks.segmentation.prediction import SegmentationPrediction
 from models.tasks.segmentation.records import MaskOverlaps
 from models.tasks.segmentation.views import GivenMaps
-from tests.making import CLASS_NAMES
-from tests.models.tasks.segmentation.batches import MAP, SIDE, Info, MaskBatch, mask_batch
+from tests.making import CLASS_NAMES, image_info
+from tests.models.tasks.segmentation.batches import MAP, SIDE, mask_batch
+from utils.batch import SegmentationBatch
 from utils.console import LINE_COLUMNS
 from utils.summary import Summary
 
@@ -51,7 +52,7 @@ class Case(NamedTuple):
     detections: list[Instance]
 
 
-def made(*cases: Case, start: int = 0, side: int = MAP) -> tuple[list[SegmentationPrediction], MaskBatch]:
+def made(*cases: Case, start: int = 0, side: int = MAP) -> tuple[list[SegmentationPrediction], SegmentationBatch]:
     """Return the predictions for images, and their batch as an evaluation has it. side: of the mask maps."""
     infos, predictions, targets = [], [], []
     for number, (labels, detections) in enumerate(cases):
@@ -61,7 +62,7 @@ def made(*cases: Case, start: int = 0, side: int = MAP) -> tuple[list[Segmentati
         boxes = torch.tensor([(*(4 * x for x in one.box), one.confidence, one.label) for one in detections])
         boxes = boxes.reshape(-1, 6).double()
         maps = np.stack([np.zeros((side, side), bool), *(one.pixels(side) for one in detections)])[1:]
-        info = Info(
+        info = image_info(
             start + number, (4 * side, 4 * side), rows=rows, outlines=shapes, path=f"/data/{start + number}.jpg"
         )
         given, corners = GivenMaps(torch.from_numpy(maps).float()), boxes[:, :4].numpy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,9 @@ from models.tasks.segmentation.views import PrototypeView, SegmentationView, cut
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import YoloModel, build_model
-from tests.making import CLASS_NAMES
-from tests.models.tasks.segmentation.batches import SIDE, Info, MaskBatch, mask_batch, tiny_model
+from tests.making import CLASS_NAMES, image_info
+from tests.models.tasks.segmentation.batches import SIDE, mask_batch, tiny_model
+from utils.batch import SegmentationBatch
 from utils.errors import UserError
 
 THRESHOLDS = Thresholds(0.3, 0.45, 20)
@@ -53,8 +55,8 @@ def test_predictions_and_masks_are_those_of_yolov5(shared: Path) -> None:
     assert (weights.task, weights.source) == ("segment", "yolov5")
     model = build_model("yolov5n-seg.yaml").eval()
     assert transfer(model, weights.state)[:2] == (367, 367)
-    infos = [Info(k, (320, 320)) for k in range(4)]
-    batch = mask_batch([], [], infos)._replace(images=reference["im_uint8"])
+    infos = [image_info(k, (320, 320)) for k in range(4)]
+    batch = replace(mask_batch([], [], infos), images=reference["im_uint8"])
     postprocess = SegmentationPostprocess(weights.names, Thresholds(0.25, 0.45, one_class=True))
     with torch.no_grad():
         views = postprocess.views(model, batch.images.float() / 255, augment=False)
@@ -85,8 +87,8 @@ def run(
     return postprocess(views, batch_of(len(images)))
 
 
-def batch_of(count: int) -> MaskBatch:
-    return mask_batch([], [], [Info(k) for k in range(count)])
+def batch_of(count: int) -> SegmentationBatch:
+    return mask_batch([], [], [image_info(k, (SIDE, SIDE)) for k in range(count)])
 
 
 def images_of(count: int) -> Tensor:

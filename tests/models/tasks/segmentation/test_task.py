@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,7 +104,7 @@ def test_a_training_step_reaches_every_parameter() -> None:
     targets = [[0, 1, 0.5, 0.5, 0.3, 0.4], [1, 2, 0.3, 0.6, 0.5, 0.5], [1, 0, 0.6, 0.4, 0.15, 0.1]]
     batch = mask_batch(targets, [mask] * 3, images=2)
     noise = torch.randint(0, 256, batch.images.shape, dtype=torch.uint8)
-    outputs = model(task.inputs(batch._replace(images=noise)), *criterion.hints(batch))
+    outputs = model(task.inputs(replace(batch, images=noise)), *criterion.hints(batch))
     terms = criterion(outputs, batch)
     losses = terms.means(terms.counts)
     assert len(losses) == len(task.loss_names)

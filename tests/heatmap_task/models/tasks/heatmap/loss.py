@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from models.tasks.contract import Batch, Criterion, LossTerms
+from models.tasks.contract import Criterion, LossTerms
+from utils.batch import Batch
 
 SIGMA_CELLS = 1.0  # of the Gaussian
 KEYPOINT_WEIGHT = 20.0  # of a cell at a keypoint, against 1 elsewhere

@@ -8,8 +8,9 @@ from typing import NamedTuple, cast
 import cv2
 import numpy as np
 
-from models.tasks.contract import Batch, Image, Metrics, Prediction, Split
+from models.tasks.contract import Image, Metrics, Prediction
 from models.tasks.heatmap.prediction import HeatmapPrediction
+from utils.batch import Batch, Split
 from utils.files import csv_text
 from utils.plots.drawing import draw_captioned
 from utils.summary import Summary

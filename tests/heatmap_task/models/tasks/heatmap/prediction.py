@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import cv2
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.tasks.contract import Batch, Image, Model, Postprocess, Prediction, Thresholds, View
-from utils.coco import CocoImage
+from models.tasks.contract import Image, Model, Postprocess, Prediction, Thresholds, View
+from utils.batch import Batch
 from utils.errors import UserError
 from utils.plots.drawing import draw_text_lines
 
@@ -66,14 +66,6 @@ class HeatmapPrediction(Prediction):
             f"{int(label)} {x / width:.6g} {y / height:.6g}" + f" {confidence:.6g}" * with_confidence
             for x, y, confidence, label in self.points.tolist()
         ]
-
-    def with_labels(self) -> HeatmapPrediction:
-        width, height = self.size
-        rows = [(x * width, y * height, 1.0, label) for label, x, y in self.labels.tolist()]
-        return replace(self, points=np.concatenate((np.array(rows, np.float32).reshape(-1, 4), self.points)))
-
-    def coco_rows(self) -> CocoImage:
-        return CocoImage(self.image, self.path, np.zeros((0, 6)))  # --save-json is refused
 
 
 class HeatmapView(NamedTuple):

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from models.fuse import fuse
 from models.image_size import whole_strides
-from models.tasks.contract import Batch, ExportModule, ExportSettings, Image, Model, Task, Thresholds
+from models.tasks.contract import ExportModule, ExportSettings, Image, Model, Task, Thresholds
 from models.tasks.heatmap.head import Heatmap
 from models.tasks.heatmap.loss import HeatmapCriterion
 from models.tasks.heatmap.metrics import METRIC_NAMES, HeatmapMetrics
 from models.tasks.heatmap.prediction import HeatmapPostprocess
 from models.yolo import build_model
+from utils.batch import Batch
 from utils.config.hyperparameters import Recipe, number
 from utils.config.ranges import SHARE
 from utils.plots.drawing import draw_captioned
@@ -39,6 +40,7 @@ class HeatmapTask(Task):
     defaults: ClassVar[Mapping[str, Any]] = {"weights": "", "hyp": "data/hyps/heatmap.yaml", "imgsz": 64}
     refused: ClassVar[Mapping[str, str]] = {
         "nms": "is for detectors: a heat map has one keypoint per class",
+        "save_hybrid": "is for detectors: it is written with boxes",
         "save_json": "is for detectors: COCO's results are boxes",
     }
     loss_names = ("heat_loss",)

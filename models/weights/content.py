@@ -1,0 +1,114 @@
+"""The content of weight files and exported files, whichever program wrote them.
+
+Made by models/weights/reader.py and models/export/runtime.py; imports no reader.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from models.image_size import sides_of
+from models.tasks.contract import Model
+from utils.config.ranges import IMGSZ, is_number
+from utils.errors import plural, shortened
+
+# The keys of a model YAML.
+MODEL_KEYS = (
+    *("task", "nc", "ch", "depth_multiple", "width_multiple", "channel_multiple", "anchors"),
+    *("activation", "inplace", "backbone", "head"),
+)
+EXPORT_FORMAT = "lockstep-export-1"
+EXPORTED_SUFFIXES = (".onnx", ".torchscript", ".pt2", "_openvino_model")  # of files of export.py
+
+
+@dataclass(frozen=True)
+class ExportMetadata:
+    """The metadata of an exported file."""
+
+    task: str
+    names: dict[int, str]
+    stride: int
+    model: dict[str, Any]  # the model YAML
+    imgsz: tuple[int, int]  # height and width, pixels
+    batch: int
+    dynamic: bool  # any number of images, with sides of any whole strides
+    half: bool  # takes images in fp16
+    device: str  # of torch's own formats: cpu or cuda
+    suppression: dict[str, Any] | None  # thresholds and limits, if the file suppresses overlapping boxes
+    settings: dict[str, Any]  # of the run that trained it
+
+    def overrides(self, flags: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values that count instead of those of flags, by the flags' names.
+
+        flags: given ones, by name.
+        """
+        values: dict[str, Any] = {}
+        sides = () if self.dynamic else sides_of(flags.get("imgsz", 0))
+        if sides and (sides[0], sides[-1]) != self.imgsz:
+            values["imgsz"] = self.imgsz
+        if flags.get("half") and not self.half:
+            values["half"] = False
+        if own := self.suppression:
+            values |= {"iou_thres": own["iou_thres"], "agnostic_nms": own["agnostic"]}
+            values["conf_thres"] = max(flags.get("conf_thres", 0.0), own["conf_thres"])  # applied to its detections too
+            values["max_det"] = min(flags.get("max_det", own["most"]), own["most"])
+        return {name: value for name, value in values.items() if name in flags and flags[name] != value}
+
+    @property
+    def suppression_flags(self) -> str:
+        """The flags of export.py that describe the suppression in the file, '' if there is none."""
+        if not (own := self.suppression):
+            return ""
+        numbers = f"--conf-thres {own['conf_thres']:g} --iou-thres {own['iou_thres']:g} --topk-all {own['most']}"
+        agnostic = " --agnostic-nms" if own["agnostic"] else ""
+        return f"--nms {numbers} --topk-per-class {own['most_per_class']}{agnostic}"
+
+    def text(self) -> str:
+        """Return JSON with sorted keys; `shape`, `stride` and `names` are for YOLOv5's programs."""
+        content = {"format": EXPORT_FORMAT, **asdict(self), "shape": [self.batch, 3, *self.imgsz]}
+        return json.dumps(content, sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The content of a weight file. source: the program that wrote it, "tensors" for a bare state dict."""
+
+    state: dict[str, Tensor]  # on the CPU; floating-point tensors are float32
+    model: dict[str, Any] | None  # the model YAML
+    names: dict[int, str]
+    task: str  # '' if unknown
+    settings: dict[str, Any]
+    source: Literal["lockstep", "yolov5", "tensors", "exported"]
+    program: Model | None = None  # runs an exported file, which has no tensors
+    metadata: ExportMetadata | None = None  # of an exported file
+
+    @property
+    def training_size(self) -> int:
+        """The image size of the training in pixels; 0 if the file does not contain it."""
+        size = self.settings.get("imgsz")
+        return int(size) if is_number(size) and size in IMGSZ else 0
+
+    @property
+    def class_names(self) -> dict[int, str]:
+        """The class names; the numbers of the classes if the file has no names."""
+        return self.names or {number: str(number) for number in range(int((self.model or {}).get("nc", 0)))}
+
+    def class_warnings(self, names: Mapping[int, str], name: str) -> list[str]:
+        """Return a warning if as many classes of a data set have other names: perhaps their order differs.
+
+        name: of the file. A single class has no order.
+        """
+        if len(names) != len(self.names) or len(names) == 1:
+            return []
+        pairs = [(number, self.names.get(number, ""), names[number]) for number in names]
+        differing = [pair for pair in pairs if pair[1].casefold() != pair[2].casefold()]
+        return [
+            f"warning: {len(differing)} of {plural(len(names), 'class')} have other names in {name} than in the data "
+            f"set, such as class {number}, '{shortened(of_file)}' and here '{shortened(of_data)}'; check the order"
+            for number, of_file, of_data in differing[:1]
+        ]

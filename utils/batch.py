@@ -1,0 +1,144 @@
+"""The types that data sets and tasks exchange: batches, descriptions of their images, splits, and COCO's rows.
+
+A leaf: models/, data/ and the scripts import it; it imports nothing of this repository.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MASK_STRIDE = 4  # pixels of the network's image per pixel of a mask map, along each side
+
+
+class Placement(NamedTuple):
+    """The map from a file's pixels to the batch's: batch = file x scale + offset, by (x, y)."""
+
+    scale: tuple[float, float] = (1.0, 1.0)
+    offset: tuple[int, int] = (0, 0)
+
+
+class ImageInfo(NamedTuple):
+    """An image of a batch with boxes: its file, its placement and its labels."""
+
+    image: int  # index in the split
+    path: str
+    size: tuple[int, int]  # width and height of the file's image, pixels
+    placement: Placement
+    rows: np.ndarray  # the labels, float32 (m, 5): class, normalised xywh in the file's image
+    # Of each row, in an evaluation of segmentation: float32 (p, 2), x and y as shares of the file's width and height.
+    outlines: tuple[np.ndarray, ...] = ()
+
+
+class ClassInfo(NamedTuple):
+    """An image of a batch without boxes: its file and its class."""
+
+    image: int  # index in the split
+    path: str
+    label: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch of images, as the data set's loader delivers it.
+
+    images: uint8 (b, 3, h, w), RGB. targets: float32; boxes are (m, 6), image in the batch, class, normalised xywh;
+    classes of whole images are (b, classes), shares that add up to 1. infos: the description of each image; every
+    task's has `image`, the index in the split, and `path`.
+    """
+
+    images: Tensor
+    targets: Tensor
+    infos: tuple[Any, ...]
+
+    def to(self: B, device: torch.device | str, non_blocking: bool = False) -> B:
+        """Return the batch with its tensors, those of a subclass too, on `device`."""
+        if self.images.device.type == torch.device(device).type == "cpu":
+            return self  # torch copies from cpu to cpu:0
+        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self: B) -> B:
+        """Return the batch in page-locked memory; the loader calls this."""
+        return self._with_tensors(Tensor.pin_memory)
+
+    def _with_tensors(self: B, convert: Callable[[Tensor], Tensor]) -> B:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: convert(value) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
+
+
+B = TypeVar("B", bound=Batch)
+
+
+@dataclass(frozen=True)
+class SegmentationBatch(Batch):
+    """A batch of boxes with the masks of its targets. infos: `ImageInfo`, in an evaluation with outlines.
+
+    Masks are on maps of 1/`MASK_STRIDE` of the images' height and width, and only in a window around each target.
+    mask_pixels: uint8 (s,), 0 or 1, the pixels of all windows, target after target, each row by row. windows: int32
+    (m, 4), left, top, right, bottom (exclusive) of each target's window on the map; it may be empty. In training it has
+    the pixels in the target's box; in an evaluation, all pixels of the mask too. host_targets: float32 (m, 6), equal to
+    `targets`. The last two stay on the host, so that shapes that follow from them are known without waiting for the
+    device.
+    """
+
+    mask_pixels: Tensor
+    windows: np.ndarray
+    host_targets: np.ndarray
+
+
+class Instances(NamedTuple):
+    """All labelled instances of a split: the image and the class of each, int64 (m,)."""
+
+    images: np.ndarray
+    classes: np.ndarray
+
+
+class Split(ABC):
+    """The usable images of one split, with their labels.
+
+    images: their files, by index. problems: sentences about what was left out, `what is wrong; what is left out`.
+    """
+
+    images: list[Path]
+    problems: tuple[str, ...]
+
+    @abstractmethod
+    def identity(self) -> dict[str, str]:
+        """Return values that change with images or labels, but not if they are moved: see `split_identity`."""
+
+    @abstractmethod
+    def report(self, title: str) -> list[str]:
+        """Return lines for the console: counts, and the first few problems. title: the name of the split."""
+
+    @abstractmethod
+    def instances(self) -> Instances:
+        """Return the image and class of each label, from which --image-weights and --repeat-factor follow."""
+
+    @abstractmethod
+    def shown(self, index: int, side: int) -> np.ndarray:
+        """Return an image to be shown, uint8 (h, w, 3) BGR, with no side longer than `side` pixels."""
+
+
+class BoxSplit(Split):
+    """A split whose labels are boxes."""
+
+    @abstractmethod
+    def side_lengths(self, imgsz: int) -> np.ndarray:
+        """Return width and height of every box, (n, 2), in pixels of images whose longer side is `imgsz`."""
+
+
+class CocoImage(NamedTuple):
+    """The detections of an image, for COCO's results."""
+
+    image: int  # index in the split
+    path: str
+    rows: np.ndarray  # (k, 6): xyxy in pixels of the file, confidence, class
+    masks: Sequence[Mapping[str, Any]] = ()  # of each detection, compressed run lengths; () without masks
