@@ -322,7 +322,6 @@ PARTS = {
     "loader, 2 workers": loaded("", workers=2),
     "loader, 2 processes of 1 worker": loaded("", workers=1, processes=2),
     "loader, mosaic of any images": loaded("partners='any'"),
-    "loader, mosaic of neighbours": loaded("partners='near'"),
     "loader, images in memory": loaded("'ram'", cache="'ram'"),
     "loader, photos of 2048x1371": loaded("", PHOTOS="2048x1371"),
     "loader, photos of 4000x3000": loaded("", PHOTOS="4000x3000"),

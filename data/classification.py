@@ -224,7 +224,6 @@ class ClassificationData(DataSet[ClassificationSplit]):
             seed=seed,
             imgsz=self.imgsz,
             stride=math.gcd(self.imgsz, MULTI_SCALE_STEP_PIXELS),
-            near=1,
             mixed=1,
         )
         settings = select(TransformSettings, hyp)

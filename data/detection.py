@@ -284,10 +284,9 @@ class DetectionData(DataSet[DetectionSplit]):
             seed=seed,
             imgsz=self.imgsz,
             stride=self.stride,
-            near=MOSAIC_PARTNERS,
             mixed=mixed,
         )
-        room = options.images_in_use(len(split.images), MOSAIC_PARTNERS, batch_size, options.workers)
+        room = options.images_in_use(len(split.images), batch_size, options.workers)
         reduced = options.partners == "window"
         images = self._open(split, self.train_cache, False, room if augment.mosaic else 0, reduced)
         items = self.training_items(images, split.labels, augment, seed, options)

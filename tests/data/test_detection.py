@@ -91,7 +91,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     ("partners", "window", "least", "most"),
-    [("window", 20, 0.9, 1.2), ("near", 20, 0.9, 1.2), ("any", 20, 2.0, 4.0), ("window", 1000, 0.9, 1.2)],
+    [("window", 20, 0.9, 1.2), ("any", 20, 2.0, 4.0), ("window", 1000, 0.9, 1.2)],
 )
 def test_an_image_is_decoded_about_once_per_epoch(
     partners: str, window: int, least: float, most: float, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
