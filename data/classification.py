@@ -227,7 +227,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
             mixed=1,
         )
         settings = select(TransformSettings, hyp)
-        room = self.options.images_in_use(len(split.images), 1, batch_size, self.options.workers)
+        room = self.options.images_in_use(len(split.images), batch_size, self.options.workers)
         images = self._open(split, self.train_cache, room if settings.mixup or settings.cutmix else 0)
         items = TrainingItems(images, split.labels, len(self.names), settings, seed, self.options)
         return loader(items, batches, collate, self.options.workers)

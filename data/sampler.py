@@ -321,7 +321,9 @@ def training_batches(
         return RectangularBatches(image_sizes, batch_size, seed, imgsz, stride, sizes, messages)
     # With "any" and each image once, an item draws its partners among all images by itself.
     drawn = sampling.partners == "window" or sampling.image_weights or sampling.repeat_factor
-    return GlobalBatches(order, batch_size, seed, (imgsz, imgsz), mixed if drawn else 0, sampling.partners, sizes, messages)
+    return GlobalBatches(
+        order, batch_size, seed, (imgsz, imgsz), mixed if drawn else 0, sampling.partners, sizes, messages
+    )
 
 
 def evaluation_batches(
