@@ -21,10 +21,9 @@ from torch.utils.data import DataLoader
 from data import remote
 from data.batches import Item, Items, loader, stacked
 from data.cache import Images, open_images
-from data.dataset import DataSet, labels_text, split_identity
+from data.dataset import DataSet, labels_text, problem_warnings, split_identity
 from data.images import read_image
 from data.labels import load_labels
-from data.problems import problem_warnings
 from data.sampler import SampleIndex, Sampling, evaluation_batches, item_generator, training_batches
 from data.sources import DataSpec, images_below, packed_groups
 from data.transforms import Augmenter, TransformSettings, centre_crop

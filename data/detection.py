@@ -26,10 +26,9 @@ from data.augment import (
 )
 from data.batches import Item, Items, empty_pixels, loader, stacked
 from data.cache import Images, open_images
-from data.dataset import DataOptions, DataSet, labels_text, split_identity
+from data.dataset import DataOptions, DataSet, labels_text, problem_warnings, split_identity
 from data.images import read_image, resize_long_side, scaled_shape
 from data.labels import Content, Labels, check_classes, load_labels
-from data.problems import problem_warnings
 from data.sampler import SampleIndex, evaluation_batches, item_generator, training_batches
 from data.sources import DataSpec
 from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement

@@ -25,12 +25,11 @@ from tqdm import tqdm
 
 from data import remote, shards, storage
 from data.classification import classes_of_split
-from data.convert import names_text
 from data.dataset import data_source
 from data.images import image_size
 from data.label_paths import label_name
 from data.shards import INDEX_FILE, LIST_SUFFIX, SHARD_SUFFIX, PackedImage, Summary
-from data.sources import SPLITS, DataSpec
+from data.sources import SPLITS, DataSpec, names_text
 from utils.distributed.exit import run_main
 from utils.errors import UserError, plural
 from utils.files import cache_folder, replacing

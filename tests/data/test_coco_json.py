@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from data.coco_json import find_images, read_contents
-from data.converters import convert_coco
+from data.convert import convert_coco
 from data.dataset import DataOptions
 from data.detection import DetectionData, DetectionSplit
 from data.labels import Content, load_labels

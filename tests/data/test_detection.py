@@ -24,9 +24,8 @@ from data.augment import AugmentSettings, Sample
 from data.batches import empty_pixels
 from data.dataset import DataOptions
 from data.detection import DetectionData, DetectionSplit, collate, to_tensors
-from data.label_paths import label_file
 from data.sources import DataSpec, read_spec
-from tests.making import plain, write_image, write_label, write_yaml
+from tests.making import label_file, plain, write_image, write_label, write_yaml
 from utils.batch import Batch, ImageInfo, Placement
 from utils.config.hyperparameters import Hyperparameters
 from utils.distributed import shared_memory

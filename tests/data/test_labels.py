@@ -19,9 +19,8 @@ from PIL import ExifTags, Image
 
 from data import labels
 from data.dataset import DataOptions, data_source
-from data.label_paths import label_file
 from data.labels import Content, Labels, check_classes, load_labels, parse_rows, scan_image
-from tests.making import plain, spoil, write_image, write_label, write_yaml
+from tests.making import label_file, plain, spoil, write_image, write_label, write_yaml
 from utils.errors import UserError
 from utils.files import ROOT
 

@@ -15,10 +15,9 @@ import torch
 
 from data.dataset import DataOptions
 from data.detection import DetectionData
-from data.label_paths import label_file
 from data.segmentation import SegmentationData
 from data.sources import read_spec
-from tests.making import noise, plain, write_image, write_label, write_yaml
+from tests.making import label_file, noise, plain, write_image, write_label, write_yaml
 from utils.batch import SegmentationBatch
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError

@@ -12,9 +12,9 @@ import pytest
 
 from data.builtin import shapes, shapes_cls, shapes_seg
 from data.images import IMAGE_SUFFIXES
-from data.label_paths import label_file, label_name
+from data.label_paths import label_name
 from data.sources import DATA_KEYS, DataSpec, images_below, overlap, read_spec
-from tests.making import write_yaml
+from tests.making import label_file, write_yaml
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 
