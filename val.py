@@ -256,9 +256,28 @@ def validate(validation: Validation) -> None:
     run.finish()
     if options.save_json:
         images = run.collectives.gather(validation.coco_images)
-        stem = next(iter(validation.members.files.values())).stem
-        spec, name = validation.source.spec, SPLIT_OF_TASK.get(options.task, options.task)
-        run.on_main(lambda: coco.write_results(run, options.annotations, spec, name, images, names, split.images, stem))
+        run.on_main(lambda: write_coco(validation, images))
+
+
+def write_coco(validation: Validation, predictions: Sequence[CocoImage]) -> None:
+    """Write the predictions of all processes as COCO's results, and COCO's metrics if there are annotations.
+
+    Raises `UserError` for annotations that do not fit, if --annotations names them, after the results are written.
+    """
+    options, run, spec, images = validation.options, validation.run, validation.source.spec, validation.split.images
+    name = SPLIT_OF_TASK.get(options.task, options.task)
+    file, missing = Path(options.annotations) if options.annotations else spec.annotation_file(name), ""
+    if file is None:
+        file, missing = coco.find_annotations(spec.roots, name, images)
+    stem = next(iter(validation.members.files.values())).stem
+    report = coco.report(file, predictions, validation.evaluate.inference.task.names, images, stem)
+    run.files.write_documents(report.documents)
+    run.print(*report.lines, *filter(None, [missing]))
+    run.print(*report.tables, always=True)
+    if report.problem and options.annotations:
+        raise UserError(report.problem)
+    if report.problem:
+        run.print(f"warning: {report.problem}")
 
 
 def check_flags(members: Members, argv: Sequence[str], annotations: str) -> None:

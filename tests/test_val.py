@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,12 @@ from tests.conftest import RunScript
 from tests.making import tiny_detector, write_yaml
 from utils.batch import CocoImage
 from utils.checkpoint.weight_files import serialised, weights_content
-from utils.coco import write_results
 from utils.config.hyperparameters import Hyperparameters
 from utils.config.options import ValOptions
 from utils.config.parser import parse_options
 from utils.errors import UserError
 from utils.files import read_yaml
-from val import check_flags, messages
+from val import Validation, check_flags, messages, write_coco
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -303,8 +303,13 @@ def test_results_are_written_even_if_annotations_do_not_fit(tmp_path: Path) -> N
     for flags in ([], ["--annotations", str(wrong)]):
         run, options = RecordingRun(tmp_path), parse_options(ValOptions, flags)
         with pytest.raises(UserError, match="is not JSON") if flags else nullcontext():
-            names, images = {0: "cat"}, [Path("7.jpg")]
-            write_results(run, options.annotations, source.spec, "val", predictions, names, images, "best")  # type: ignore[arg-type]
+            members, split = (
+                SimpleNamespace(files={"best.pt": Path("best.pt")}),
+                SimpleNamespace(images=[Path("7.jpg")]),
+            )
+            inference = SimpleNamespace(inference=SimpleNamespace(task=SimpleNamespace(names={0: "cat"})))
+            parts: Any = (options, run, members, [], inference, split, source, False)
+            write_coco(Validation(*parts), predictions)
         rows = json.loads(run.files.documents["best_predictions.json"])
         assert rows == [{"image_id": 7, "category_id": 0, "bbox": [0, 0, 2, 1], "score": 0.5}]
         assert any(line.startswith("warning: ") and "is not JSON" in line for line in run.lines) == (not flags)

@@ -1,6 +1,6 @@
 """COCO's results format, and COCO's metrics if there are annotations.
 
-Called by val.py; a task's predictions return a `CocoImage`.
+Called by val.py, which writes and prints what `report` returns; a task's predictions return a `CocoImage`.
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from utils.batch import CocoImage
 from utils.errors import UserError, first_line, nearest, plural
 from utils.files import ROOT, csv_text, read_yaml
-
-if TYPE_CHECKING:
-    from utils.run import Run
 
 UNUSED_CATEGORY_IDS = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # of 1 to 90; COCO's 80 classes use the others
 # The metrics of faster-coco-eval, in its order: metric, IoU, area of the objects, most detections per image.
@@ -106,14 +103,13 @@ def read_annotations(file: Path, names: Mapping[int, str], paths: Sequence[Path]
     """
     try:
         content = json.loads(file.read_bytes())
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}; give a file of COCO annotations") from None
-    except ValueError:
-        raise UserError(f"{file} is not JSON; give a file of COCO annotations") from None
-    try:
         categories = {str(one["name"]).strip(): int(one["id"]) for one in content["categories"]}
         images = {str(one["file_name"]): one["id"] for one in content["images"]}
         content["annotations"]
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}; give a file of COCO annotations") from None
+    except json.JSONDecodeError:
+        raise UserError(f"{file} is not JSON; give a file of COCO annotations") from None
     except (KeyError, TypeError, ValueError):
         raise UserError(
             f"{file} lacks `images` with a file_name and id, `annotations`, or `categories` with a name and id; give a "
@@ -225,45 +221,45 @@ def csv_document(scores: Sequence[float]) -> str:
     return csv_text(head, rows)
 
 
-def write_results(
-    run: Run,
-    annotations: str,
-    spec: Any,
-    split: str,
-    predictions: Sequence[CocoImage],
-    names: Mapping[int, str],
-    images: Sequence[Path],
-    stem: str,
-) -> None:
-    """Write the predictions for `images` as COCO's results, and COCO's metrics if there are annotations.
+@dataclass(frozen=True)
+class Report:
+    """What --save-json writes and prints.
 
-    annotations: the value of --annotations. spec: of the data set, `data.sources.DataSpec`. stem: of the file's name.
-    Raises `UserError` for annotations that do not fit, if --annotations names them, after the results are written.
+    documents: text files by name. lines: for the console. tables: COCO's metrics for the console. problem: why there
+    are no metrics, '' if there are any or no annotations.
     """
-    file, missing = Path(annotations) if annotations else spec.annotation_file(split), ""
-    if file is None:
-        file, missing = find_annotations(spec.roots, split, images)
-    ids, truth, problem = default_ids(names, images), None, None
+
+    documents: dict[str, str]
+    lines: list[str]
+    tables: list[str]
+    problem: str = ""
+
+
+def report(
+    file: Path | None, predictions: Sequence[CocoImage], names: Mapping[int, str], images: Sequence[Path], stem: str
+) -> Report:
+    """Return the predictions for `images` as COCO's results, and COCO's metrics if there is a file of annotations.
+
+    stem: start of the name of the file of results.
+    """
+    ids, truth, problem = default_ids(names, images), None, ""
     if file:
         try:
             truth = read_annotations(file, names, images)
             ids = truth.ids
         except UserError as error:
-            problem = error
-    rows, name = results(predictions, ids), f"{stem}_predictions.json"
-    run.files.write_documents({name: json.dumps(rows)})
-    run.print(f"{plural(len(rows), 'result')} in {run.path / name}; {ids.origin}", *filter(None, [missing]))
-    try:
-        if problem:
-            raise problem
-        if truth:
-            run.print(*truth.warnings())
-            kinds = ["bbox"] + ["segm"] * any(image.masks for image in predictions)
+            problem = str(error)
+    rows = results(predictions, ids)
+    documents, tables = {f"{stem}_predictions.json": json.dumps(rows)}, []
+    lines = [f"{plural(len(rows), 'result')} in {stem}_predictions.json; {ids.origin}"]
+    if truth:
+        lines += truth.warnings()
+        kinds = ["bbox"] + ["segm"] * any(image.masks for image in predictions)
+        try:
             for kind, scores in score(truth, rows, kinds):
                 document, title = COCO_OUTPUTS[kind]
-                run.files.write_documents({document: csv_document(scores)})
-                run.print(*table(scores, title), always=True)
-    except UserError as error:
-        if annotations:
-            raise
-        run.print(f"warning: {error}")
+                documents[document] = csv_document(scores)
+                tables += table(scores, title)
+        except UserError as error:
+            problem = str(error)
+    return Report(documents, lines, tables, problem)

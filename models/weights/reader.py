@@ -34,7 +34,6 @@ from models.weights.yolov5_pickle import (
 from utils.checkpoint.weight_files import FORMAT, SAFETENSORS_SUFFIX, is_safetensors, read_safetensors
 from utils.errors import UserError, first_line
 
-MAX_EXPANSION = 10  # bytes of tensors, or of unpacked records, per byte of a file
 CONTENT_KEYS = ("task", "model", "names", "state", "settings")  # of files of train.py, beside `format`
 
 
@@ -56,7 +55,7 @@ def read_weights(path: str | Path) -> Weights:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about how the file was written, which the user cannot change
                 weights = _interpret(unpickle(data, is_archive))
-        return replace(weights, state=_as_float32(weights.state, MAX_EXPANSION * len(data)))
+        return replace(weights, state=_as_float32(weights.state))
     except UnusableFile as error:
         raise UserError(f"{path} {error}") from None
     except Exception as error:  # a damaged or hostile file can fail anywhere
@@ -95,11 +94,8 @@ def _safetensors_content(data: bytes) -> dict[str, Any]:
 
 
 def _check_archive(data: bytes) -> None:
-    """Raise `UnusableFile` for an archive that is damaged, or that torch.load would run or unpack without bounds."""
+    """Raise `UnusableFile` for an archive that is damaged, has too large a pickle, or that torch.load would run."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        size = sum(record.file_size for record in archive.infolist())
-        if size > MAX_EXPANSION * len(data):
-            raise UnusableFile(f"was refused: it would unpack to {size / 1e9:.1f} GB; use a file that you trust")
         if damaged := archive.testzip():  # torch.load does not compare the checksums
             raise UnusableFile(f"is damaged (the checksum of {damaged} does not match); copy or download it again")
     # The reader of torch.load: another reader may see other records in a hostile file.
@@ -163,13 +159,11 @@ def _yolov5_task(kind: str) -> str:
     return kind if kind.endswith("Model") and kind != "Model" else DEFAULT_TASK
 
 
-def _as_float32(state: Mapping[str, Tensor], max_bytes: int) -> dict[str, Tensor]:
+def _as_float32(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors without gradients, and half precision, as in official files, as float32.
 
-    Raises `UnusableFile` if they are larger than `max_bytes`, as views of one number can be, or not finite.
+    Raises `UnusableFile` if they are not finite.
     """
-    if (size := sum(x.numel() * x.element_size() for x in state.values())) > max_bytes:
-        raise UnusableFile(f"was refused: its tensors would take {size / 1e9:.1f} GB; use a file that you trust")
     for name, x in state.items():
         if x.is_floating_point() and not (x < math.inf).all():  # masks may be -inf
             raise UnusableFile(f"has values in {name} that are not finite, so it cannot be used; give older weights")

@@ -11,14 +11,12 @@ import io
 import pickle
 from _compat_pickle import IMPORT_MAPPING
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from functools import lru_cache
-from itertools import islice
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.weights.content import MODEL_KEYS
 from utils.config.ranges import is_number
@@ -50,8 +48,7 @@ WRAPPERS = {
     "ModelEMA": "ema",
 }
 MAX_PICKLE_BYTES = 2**22  # of the pickle in a file; that of yolov5x has 0.4 MB
-MAX_ITEMS = 100_000  # modules of a network, or values of its YAML; a hostile file may hold one of them many times
-MAX_WRAPPERS = 10  # nested; in a hostile file a wrapper may contain itself
+SUPPORTED_RELEASES = "give a file of YOLOv5 v5.0 or later, or bare tensors (a state dict)"
 CONVOLUTIONS = ("Conv", "DWConv")  # layers of YOLOv5 that have the model's activation and may be fused
 BATCH_NORM_EPSILON = 1e-3  # in these layers
 CLASSIFIER_SIZE_BY_CHANNELS = {16: "n", 32: "s", 48: "m", 64: "l", 80: "x"}  # of the first convolution
@@ -98,13 +95,17 @@ class Stub:
 def unpickle(data: bytes, is_archive: bool) -> Any:
     """Return the content of a file: from torch's safe loader, or with stubs in place of classes if that refuses it.
 
-    is_archive: whether the pickle is a record in a zip file. Otherwise it is the beginning of the file, and is read
-    with stubs in any case, because torch's loader does not bound its size.
+    is_archive: whether the file is a zip archive, as torch has written since 1.6. Raises `UnusableFile` for classes in
+    an older one.
     """
     # From memory: torch would extract a tar archive on disk to the paths in it.
-    if is_archive:
-        with suppress(pickle.UnpicklingError):
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        if not is_archive and data.startswith(b"\x80"):
+            raise UnusableFile(
+                f"holds classes as torch before 1.6 wrote them, which are not read; {SUPPORTED_RELEASES}"
+            ) from None
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_RESTRICTED_PICKLE)
 
 
@@ -115,24 +116,6 @@ def check_pickle_size(size: int) -> None:
             f"was refused: it describes its tensors in more than {MAX_PICKLE_BYTES / 2**20:.0f} MiB, which no weight "
             "file needs; use a file from a source that you trust"
         )
-
-
-class _BoundedFile:
-    """A file of which an unpickler may read `MAX_PICKLE_BYTES`."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        self._file, self._size = file, 0
-
-    def _count(self, data: bytes) -> bytes:
-        self._size += len(data)
-        check_pickle_size(self._size)
-        return data
-
-    def read(self, size: int = -1) -> bytes:
-        return self._count(self._file.read(size))
-
-    def readline(self) -> bytes:
-        return self._count(self._file.readline())
 
 
 def _refused(name: str) -> UnusableFile:
@@ -150,15 +133,6 @@ def _stub_class(class_path: str) -> type[Stub]:
 class _RestrictedUnpickler(pickle.Unpickler):
     """Resolves names from the lists above only. torch loads storages through `persistent_load`."""
 
-    def __init__(self, file: io.BytesIO, **options: Any) -> None:
-        super().__init__(file if file.getbuffer().nbytes <= MAX_PICKLE_BYTES else _BoundedFile(file), **options)
-
-    def load(self) -> Any:
-        load_storage = getattr(self, "persistent_load", None)
-        if load_storage is not None:
-            self.persistent_load = lambda key: _load_persistent(key, load_storage)  # type: ignore[method-assign]
-        return super().load()
-
     def find_class(self, module: str, name: str) -> Any:
         """Return the object or stub for a name. Raises `UnusableFile` if the name is not in the lists above."""
         module = IMPORT_MAPPING.get(module, module)  # protocols 0 to 2 write __builtin__ for builtins, and so on
@@ -172,14 +146,6 @@ class _RestrictedUnpickler(pickle.Unpickler):
             if path in STUBS or any(f"{module}.".startswith(f"{allowed}.") for allowed in STUB_MODULES):
                 return _stub_class(path)
         raise _refused(path)
-
-
-def _load_persistent(key: Any, load: Callable[[Any], Any]) -> Any:
-    """Return `load(key)`, or the class if `key` is a class with its source, as in files of torch < 1.6."""
-    # torch would compare that source with the class and write the difference to a file that the pickle names.
-    if isinstance(key, tuple) and key[0] in ("module", b"module"):
-        return key[1]
-    return load(key)
 
 
 def rebuild_tensor(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object) -> Tensor:
@@ -218,18 +184,15 @@ def is_module(value: object) -> TypeGuard[Stub]:
 
 def unwrap(content: Any) -> Any:
     """Return the network inside wrappers of YOLOv5 and torch. Raises `UnusableFile` for an ensemble of several."""
-    for _ in range(MAX_WRAPPERS):
-        if not isinstance(content, Stub):
-            break
-        kind, children = class_name(content), content.state.get("_modules") or {}
-        if kind == "Ensemble":
-            if len(children) != 1:
-                raise UnusableFile(f"is an ensemble of {len(children)} networks; give the weights of one")
-            content = next(iter(children.values()))
-        elif kind in WRAPPERS:
-            content = children.get(WRAPPERS[kind], content.state.get(WRAPPERS[kind]))
-        else:
-            break
+    if not isinstance(content, Stub):
+        return content
+    kind, children = class_name(content), content.state.get("_modules") or {}
+    if kind == "Ensemble":
+        if len(children) != 1:
+            raise UnusableFile(f"is an ensemble of {len(children)} networks; give the weights of one")
+        return unwrap(next(iter(children.values())))
+    if kind in WRAPPERS:
+        return unwrap(children.get(WRAPPERS[kind], content.state.get(WRAPPERS[kind])))
     return content
 
 
@@ -243,8 +206,6 @@ def training_settings(content: Any) -> dict[str, Any]:
 
 def state_dict(network: Stub) -> dict[str, Tensor]:
     """Return the state dict of a network, with the BatchNorms of fused layers restored."""
-    if sum(1 for _ in islice(_modules(network), MAX_ITEMS + 1)) > MAX_ITEMS:
-        raise UnusableFile(f"has more than {MAX_ITEMS} layers; use a file from a source that you trust")
     return dict(_named_tensors(network, ""))
 
 
@@ -256,7 +217,8 @@ def model_yaml(network: Stub, state: Mapping[str, Tensor], classes: int) -> dict
     yaml = network.state.get("yaml")
     if isinstance(yaml, dict):
         known = plain_values({key: yaml[key] for key in MODEL_KEYS if key in yaml})  # other programs add keys
-        return plain_values(_with_activations(known, network))
+        _refuse_old_release(known, network)
+        return plain_values(known)
     layers = network.state["_modules"].get("model")
     last = next(reversed(layers.state["_modules"].values()), None) if is_module(layers) else None
     first = state.get("model.0.conv.weight")
@@ -271,44 +233,18 @@ def model_yaml(network: Stub, state: Mapping[str, Tensor], classes: int) -> dict
     return {**read_yaml(ROOT / "models" / f"yolov5{CLASSIFIER_SIZE_BY_CHANNELS[len(first)]}-cls.yaml"), "nc": classes}
 
 
-def _with_activations(yaml: dict[str, Any], network: Stub) -> dict[str, Any]:
-    """Return the YAML with the activations of the network's layers, if it has no `activation`.
-
-    Up to release 4.0 they were only in YOLOv5's code: Hardswish or LeakyReLU in `Conv`, LeakyReLU in `BottleneckCSP`.
-    """
-    acts = [layer.state["_modules"].get("act") for layer in _modules(network) if class_name(layer) in CONVOLUTIONS]
-    counts = collections.Counter(text for act in acts if isinstance(act, Stub) and (text := _activation_text(act)))
-    if counts and not yaml.get("activation") and (usual := counts.most_common(1)[0][0]) != "nn.SiLU()":
-        yaml = {**yaml, "activation": usual}
-    layers = network.state["_modules"].get("model")
-    by_index = layers.state["_modules"] if is_module(layers) else {}
-    first_of_head = len(yaml["backbone"]) if isinstance(yaml.get("backbone"), list) else 0
-    for part, start in (("backbone", 0), ("head", first_of_head)):
-        if isinstance(yaml.get(part), list):
-            yaml = {**yaml, part: [_with_slope(row, by_index.get(str(start + k))) for k, row in enumerate(yaml[part])]}
-    return yaml
-
-
-def _with_slope(row: Any, layer: Any) -> Any:
-    """Return the row of a `BottleneckCSP` with the slope of its LeakyReLU, any other row unchanged."""
-    if not is_module(layer) or class_name(layer) != "BottleneckCSP" or not isinstance(row, list) or len(row) != 4:
-        return row
-    act = layer.state["_modules"].get("act")
-    if not isinstance(act, Stub) or class_name(act) != "LeakyReLU" or not isinstance(row[3], list):
-        return row
-    defaults = [True, 1, 0.5]  # of `BottleneckCSP`'s arguments after the channels
-    args = [*row[3][:4], *defaults[len(row[3][:4]) - 1 :]]
-    return [*row[:3], [*args, act.state.get("negative_slope", 0.01)]]
-
-
-def _activation_text(act: Stub) -> str | None:
-    """Return an activation of torch.nn as a YAML writes it; None for any other object."""
-    kind = class_name(act)
-    if kind not in nn.modules.activation.__all__:
-        return None
-    constants = getattr(getattr(nn, kind), "__constants__", ())
-    settings = {name: act.state[name] for name in constants if name != "inplace" and name in act.state}
-    return f"nn.{kind}({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
+def _refuse_old_release(yaml: Mapping[str, Any], network: Stub) -> None:
+    """Raise `UnusableFile` for a network whose activations only the code of YOLOv5 before v5.0 knew."""
+    for layer in _modules(network):
+        kind, act = class_name(layer), layer.state["_modules"].get("act")
+        is_named = bool(yaml.get("activation")) and kind in CONVOLUTIONS
+        if kind not in (*CONVOLUTIONS, "BottleneckCSP") or not isinstance(act, Stub) or is_named:
+            continue
+        if class_name(act) not in ("SiLU", "Identity"):
+            release = (
+                f"is of a YOLOv5 release before v5.0: its {kind} has {class_name(act)}, and its YAML does not say so"
+            )
+            raise UnusableFile(f"{release}; {SUPPORTED_RELEASES}")
 
 
 def _modules(module: Stub) -> Iterator[Stub]:
@@ -346,18 +282,12 @@ def _batch_norm_of_fused(convolution: Any, prefix: str) -> Iterator[tuple[str, T
         yield f"{prefix}bn.num_batches_tracked", torch.tensor(0)
 
 
-def plain_values(value: Any, budget: Iterator[int] | None = None) -> Any:
-    """Return a copy in dicts, lists and plain values. Raises TypeError for any other value, such as a stub.
-
-    budget: an iterator of as many items as there may be values.
-    """
-    budget = iter(range(MAX_ITEMS)) if budget is None else budget
-    if next(budget, None) is None:
-        raise TypeError(f"its model description holds more than {MAX_ITEMS} values")
+def plain_values(value: Any) -> Any:
+    """Return a copy in dicts, lists and plain values. Raises TypeError for any other value, such as a stub."""
     if isinstance(value, dict):
-        return {str(key): plain_values(item, budget) for key, item in value.items()}
+        return {str(key): plain_values(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain_values(item, budget) for item in value]
+        return [plain_values(item) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(f"its model description holds a {type(value).__name__}")
