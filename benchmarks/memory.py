@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import yaml
 
+from data.data_yaml import read_spec
 from data.dataset import DataOptions
 from data.detection import DetectionData
-from data.sources import read_spec
 from utils.config.hyperparameters import Hyperparameters
 from utils.distributed.accelerator import start
 from utils.distributed.collectives import Collectives

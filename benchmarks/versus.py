@@ -78,7 +78,7 @@ OURS = """
 from pathlib import Path
 from data.dataset import DataOptions
 from data.detection import DetectionData
-from data.sources import read_spec
+from data.data_yaml import read_spec
 from utils.config.hyperparameters import Hyperparameters
 if PROCESSES > 1:  # first: they share the memory for decoded images
     from utils.distributed.accelerator import start
@@ -157,7 +157,7 @@ train.main(train.parse_opt())
 OUR_SCAN = """
 from pathlib import Path
 from data.labels import load_labels
-from data.sources import read_spec
+from data.data_yaml import read_spec
 spec = read_spec(Path(FOLDER) / "data.yaml")
 begin()
 images = spec.images("train")

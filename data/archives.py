@@ -1,6 +1,6 @@
 """Download and unpack the archives in `download:` of a data YAML, once per machine, all or nothing.
 
-Called by data/sources.py.
+Called by data/data_yaml.py.
 """
 
 from __future__ import annotations

@@ -209,24 +209,24 @@ class ImagesOnDisk(Images):
 
 
 class ImagesInRing(Images):
-    """Images of which the last `room` that were decoded stay in memory, shared by all processes of a machine.
+    """Images of which the last `capacity` that were decoded stay in memory, shared by all processes of a machine.
 
     source: reads the others; it may have a cache. sizes: (n, 2), width and height of each file's image.
     """
 
-    def __init__(self, source: Images, sizes: np.ndarray, room: int) -> None:
+    def __init__(self, source: Images, sizes: np.ndarray, capacity: int) -> None:
         super().__init__(source.files, source.imgsz, source.smooth)
         self.source = source
-        self.wanted = min(room, len(self.files))
+        self.wanted = min(capacity, len(self.files))
         self.ring = ImageRing(cached_shapes(sizes, self.imgsz), self.wanted)
 
     @property
     def messages(self) -> list[str]:
         short = (
-            f"memory for {self.ring.room} of {self.wanted} decoded images, shared by all processes of a machine (at "
-            f"most {RING_MEMORY_SHARE:.0%} of what is free): some images are decoded more than once"
+            f"memory for {self.ring.capacity} of {self.wanted} decoded images, shared by all processes of a machine "
+            f"(at most {RING_MEMORY_SHARE:.0%} of what is free): some images are decoded more than once"
         )
-        return [*self.source.messages, *([short] if self.ring.room < self.wanted else [])]
+        return [*self.source.messages, *([short] if self.ring.capacity < self.wanted else [])]
 
     def read(self, index: int) -> np.ndarray:
         if self.source.is_cached(index):
@@ -254,12 +254,12 @@ def open_images(
     smooth: bool,
     cache: str,
     sizes: np.ndarray,
-    room: int = 0,
+    capacity: int = 0,
     reduced: bool = False,
 ) -> Images:
     """Return the images of `files`. cache: "ram" or "val" (in memory), "disk", or "" (read from the files each time).
 
-    sizes: (n, 2), width and height of each file's image. room: images outside of the cache that stay in memory.
+    sizes: (n, 2), width and height of each file's image. capacity: images outside of the cache that stay in memory.
     reduced: read large photos by `read_reduced`.
     """
     images = Images(files, imgsz, smooth, sizes if reduced else None)
@@ -267,6 +267,6 @@ def open_images(
         images = ImagesInMemory(files, imgsz, smooth, sizes, reduced, cache)
     elif cache == "disk":
         images = ImagesOnDisk(files, imgsz, smooth, sizes, reduced)
-    if room and ImageRing.is_supported() and not all(map(images.is_cached, range(len(files)))):
-        return ImagesInRing(images, sizes, room)
+    if capacity and ImageRing.is_supported() and not all(map(images.is_cached, range(len(files)))):
+        return ImagesInRing(images, sizes, capacity)
     return images

@@ -1,6 +1,6 @@
 """Convert annotations of VOC, COCO and VisDrone to label files: `python -m data.convert voc|coco|visdrone`.
 
-The input is never changed. data/voc.py and data/coco_json.py parse the files. Called also by data/sources.py, for
+The input is never changed. data/voc.py and data/coco_json.py parse the files. Called also by data/data_yaml.py, for
 `convert:` of a data YAML.
 """
 
@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from data.archives import is_inside
 from data.coco_json import Tally, box_row, coco_rows, read_contents
+from data.data_yaml import names_text, read_spec
 from data.images import IMAGE_SUFFIXES
-from data.sources import names_text, read_spec
 from data.voc import LISTS, read_voc
 from utils.distributed.exit import run_main
 from utils.errors import UserError, nearest

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from data import storage
 from data.batches import Item, Items
-from data.folders import read_folder
+from data.data_yaml import DataSpec, overlap, read_spec
+from data.detect_layout import read_folder
 from data.sampler import SampleIndex, Sampling
-from data.sources import DataSpec, overlap, read_spec
 from utils.batch import Batch, Split
 from utils.config.hyperparameters import Recipe
 from utils.errors import UserError, plural

@@ -114,7 +114,7 @@ def image_size(path: Path) -> tuple[int, int]:
         return size
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # damaged EXIF blocks warn; the orientation is then absent
-        with Image.open(storage.opened(path)) as opened:
+        with Image.open(storage.open_for_pillow(path)) as opened:
             width, height = opened.size
             assert opened.fp  # open until the pixels are loaded
             opened.fp.seek(-len(PNG_END), os.SEEK_END)

@@ -91,7 +91,7 @@ def _filesystem(path: str) -> tuple[Any, str]:
         advice = f"pip install {package}" if package else f"install what fsspec names: {error}"
         raise UserError(f"{_public(address)} cannot be read without another package: {advice}") from None
     except ValueError as error:
-        raise UserError(f"{_public(address)} is no address that fsspec knows ({error})") from None
+        raise UserError(f"{_public(address)} has a scheme that fsspec does not support ({error})") from None
     return filesystem, name
 
 

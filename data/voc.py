@@ -1,6 +1,6 @@
 """Splits of Pascal VOC's layout, read as they lie: ImageSets/Main/train.txt names images, Annotations has their boxes.
 
-Called by data/sources.py and data/folders.py; data/convert.py writes label files instead.
+Called by data/data_yaml.py and data/detect_layout.py; data/convert.py writes label files instead.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from data.data_yaml import read_spec
 from data.dataset import dataset_class
 from data.labels import COORDINATE_TOLERANCE, scan_image
-from data.sources import read_spec
 from models.layers import Classify, Detect
 from models.tasks import TASKS
 from models.tasks.classification.torchvision_models import build_classifier

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from data.archives import archive_sources, fetch_dataset, unpack
-from data.sources import read_spec
+from data.data_yaml import read_spec
 from tests.making import write_yaml
 from tests.web import Server, sending, serving
 from utils.errors import UserError

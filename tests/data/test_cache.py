@@ -456,7 +456,7 @@ def test_files_is_a_sequence_of_paths(tmp_path: Path) -> None:
 
 def test_the_ring_and_its_images_share_the_paths(files: list[Path]) -> None:
     """Of a million images they are large, and slow to make."""
-    images = open_images(files, 32, False, "", sizes_of(files), room=2)
+    images = open_images(files, 32, False, "", sizes_of(files), capacity=2)
     assert isinstance(images, cache.ImagesInRing)
     assert images.files is images.source.files
     assert list(images.files) == files

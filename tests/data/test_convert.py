@@ -15,7 +15,7 @@ import pytest
 
 from data.coco_json import CUT_KEY, Tally, box_row
 from data.convert import convert_coco, convert_visdrone, convert_voc, main
-from data.sources import names_text, read_spec
+from data.data_yaml import names_text, read_spec
 from tests.data.test_archives import files_below, write_spec, zipped
 from tests.making import label_file, plain, write_image
 from tests.web import sending, serving

@@ -22,9 +22,9 @@ from torch.utils.data import get_worker_info
 from data import sampler
 from data.augment import AugmentSettings, Sample
 from data.batches import empty_pixels
+from data.data_yaml import DataSpec, read_spec
 from data.dataset import DataOptions
 from data.detection import DetectionData, DetectionSplit, collate, to_tensors
-from data.sources import DataSpec, read_spec
 from tests.making import label_file, plain, write_image, write_label, write_yaml
 from utils.batch import Batch, ImageInfo, Placement
 from utils.config.hyperparameters import Hyperparameters

@@ -182,8 +182,8 @@ def test_a_pipe_or_socket_is_left_out_without_waiting(
     loaded = load_labels(images, "labels", 0)
     assert loaded.sizes.tolist() == [[0, 0], [0, 0], [40, 40]]
     assert loaded.problems == (
-        f"{image}: not readable as an image (it is no regular file); left out",
-        f"{label}: cannot be read as text (it is no regular file); its image is left out",
+        f"{image}: not readable as an image (it is not a regular file); left out",
+        f"{label}: cannot be read as text (it is not a regular file); its image is left out",
     )
     assert same(load_labels(images, "labels", 0), loaded)
 

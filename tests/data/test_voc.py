@@ -8,8 +8,8 @@ import pytest
 
 from data.convert import convert_voc
 from data.dataset import DataOptions, data_source
+from data.detect_layout import read_folder
 from data.detection import DetectionSplit
-from data.folders import read_folder
 from data.label_paths import label_name
 from data.labels import parse_rows
 from tests.data.test_convert import voc_xml

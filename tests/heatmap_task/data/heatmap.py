@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from data.batches import Item, Items, loader, stacked
+from data.batches import Item, Items, loader, stack_in_place
 from data.cache import Images, open_images
+from data.data_yaml import DataSpec
 from data.dataset import DataSet, labels_text, problem_warnings, split_identity
 from data.images import read_image, resize_long_side
 from data.label_paths import label_name
 from data.labels import load_labels
 from data.sampler import SampleIndex, evaluation_batches, item_generator, training_batches
-from data.sources import DataSpec
 from utils.batch import Batch, Instances, Split
 from utils.config.hyperparameters import Recipe
 from utils.errors import UserError
@@ -119,7 +119,7 @@ class HeatmapData(DataSet[HeatmapSplit]):
     def collate(items: Sequence[Item]) -> Batch:
         images, targets, infos = zip(*items, strict=True)
         numbers = torch.cat([torch.full((len(rows), 1), float(k)) for k, rows in enumerate(targets)])
-        return Batch(stacked(images), torch.cat((numbers, torch.cat(targets)), 1), infos)
+        return Batch(stack_in_place(images), torch.cat((numbers, torch.cat(targets)), 1), infos)
 
     def train_loader(self, split: HeatmapSplit, batch_size: int, hyp: Recipe, seed: int) -> DataLoader[Any]:
         batches = training_batches(
