@@ -75,15 +75,11 @@ class VocImages(AnnotatedImages):
         """Return the label rows of each image by its path; difficult objects are left out, as by the converter."""
         tally, numbers, rows = Tally(), {name: number for number, name in enumerate(self.names)}, {}
         for path, file in self.images.items():
-            size, objects = read_voc(Path(file), _is_one_based(file))
+            size, objects = read_voc(Path(file), one_based=CHALLENGE_MARK in storage.read_bytes(file))
             known = [item for item in objects if item.name in numbers and not item.difficult]
             tally["boxes of classes that are not in `names`"] += sum(item.name not in numbers for item in objects)
             rows[path] = "".join(box_row(numbers[item.name], item.box, size, tally) for item in known)
         return rows, [f"{self.file}: left out: {tally.omitted}"] if tally.omitted else []
-
-
-def _is_one_based(file: str) -> bool:
-    return CHALLENGE_MARK in storage.read_bytes(file)
 
 
 def is_voc_list(location: Path) -> bool:
