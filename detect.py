@@ -45,7 +45,6 @@ from utils.stage_times import (
     milliseconds_per_image,
     without_warmup,
 )
-from utils.tracking.job_log import job_log
 
 
 def main() -> None:
@@ -61,7 +60,6 @@ def main() -> None:
     timer, file_names = StageTimer(synchronise), FileNames(media.items)
     frames_done = warnings_shown = 0
     with ExitStack() as opened:
-        log = opened.enter_context(job_log(Path(__file__).stem, vars(options), predictor.settings, folder, show))
         outputs = [opened.enter_context(output) for output in requested_outputs(options, folder, file_names)]
         for group in batches(media, predictor, options.batch_size):
             predictions = predictor.predict(predictor.data.collate([item for _, item in group]), timer)
@@ -74,8 +72,6 @@ def main() -> None:
             frames_done += len(group)
             warnings_shown = show_warnings(media.problems, warnings_shown)
         times = milliseconds_per_image(without_warmup(timer.batches))
-        log.log({"detect/images": frames_done, **{f"detect/{name}_ms": value for name, value in times.items()}})
-        log.log_pictures(folder)
     show_warnings(media.problems, warnings_shown)
     lock.release()
     images = f"{frames_done} image{'s' * (frames_done != 1)}"

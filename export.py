@@ -7,9 +7,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in these imports prints no traceback; `run_main` resets it
@@ -31,7 +29,6 @@ from utils.console import show
 from utils.distributed.devices import device_kind
 from utils.distributed.exit import Stopped, run_main
 from utils.errors import UserError
-from utils.tracking.job_log import job_log
 
 NEEDLESS_FLAGS = {
     "simplify": "ONNX files are always simplified",
@@ -56,23 +53,19 @@ def main() -> None:
         size = choose_size({name: content}, kind, options.imgsz)
         job = prepare(name, content, options, size, device)
         show(*size.rounded(job.metadata.stride).messages, *messages(options, job))
-        write_all(options, job, file, content.settings)
+        write_all(options, job, file)
         if "engine" in options.include:
             show(f"warning: engine: not written; on the target machine, run {trtexec(job, file.with_suffix(''))}")
     if "engine" in options.include:
         raise Stopped(1)
 
 
-def write_all(options: ExportOptions, job: ExportJob, file: Path, training: Mapping[str, Any]) -> None:
-    """Write all formats that the flags name beside a weight file. training: its settings."""
-    folder = file.parent / f"{file.stem}-export"  # of trackers that store files
-    with job_log("export", vars(options), training, folder, show) as log:
-        for format_name in dict.fromkeys("onnx" if name == "engine" else name for name in options.include):
-            began = time.perf_counter()
-            path = write(job, format_name, file.with_suffix(""))
-            size, seconds = megabytes(path), time.perf_counter() - began
-            show(f"{format_name}: {path}, {size:.1f} MB, {seconds:.1f} s")
-            log.log({f"export/{format_name}_MB": size, f"export/{format_name}_seconds": seconds})
+def write_all(options: ExportOptions, job: ExportJob, file: Path) -> None:
+    """Write all formats that the flags name beside a weight file."""
+    for format_name in dict.fromkeys("onnx" if name == "engine" else name for name in options.include):
+        began = time.perf_counter()
+        path = write(job, format_name, file.with_suffix(""))
+        show(f"{format_name}: {path}, {megabytes(path):.1f} MB, {time.perf_counter() - began:.1f} s")
 
 
 def trtexec(job: ExportJob, stem: Path) -> str:

@@ -39,6 +39,7 @@ from utils.python_api import call, hand_over
 from utils.run import FolderOptions, Run
 from utils.stage_times import POSTPROCESSING, StageTimer, format_times, milliseconds_per_image, without_warmup
 from utils.summary import DRAWN_IMAGES, Summary, evenly_spaced, job_values
+from utils.tracking.run_log import ValidationLog
 
 MANY_CLASSES = 50  # with more, a row per class is printed only with --verbose
 SPEED_DEFAULTS = {"conf_thres": 0.25, "iou_thres": 0.45, "square": True}  # of flags with --task speed
@@ -142,6 +143,7 @@ class Validation:
     evaluate: Evaluator
     split: Split
     source: DataSource
+    log: ValidationLog
     times_stages: bool  # whether the stages can be timed without slowing them down
     coco_images: list[CocoImage] = field(default_factory=list)  # predictions of this process, with --save-json
 
@@ -179,7 +181,7 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
     run.print(*lines, *size.rounded(stride).messages, *messages(options, half, members), *about_files)
     run.files.write_problems(split.problems)
     run.files.write_settings({**vars(options), "imgsz": models[0].imgsz})
-    run.start_job_log("val", vars(options), members.settings)
+    log = ValidationLog(run, vars(options), members.settings)
     if not options.noplots:
         run.enable_plots()
     thresholds = select(Thresholds, options)
@@ -200,7 +202,7 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
         run.print(*run.process_table(evaluate.loader.batch_sampler))
     # On other devices a stage is over only after a synchronisation, which takes time.
     times_stages = options.task == "speed" or device.type == "cpu"
-    validation = Validation(options, run, members, models, evaluate, split, source, times_stages)
+    validation = Validation(options, run, members, models, evaluate, split, source, log, times_stages)
     evaluate.inference = replace(evaluate.inference, augment=options.augment, half=half)
     evaluate.keepers = keepers(validation)
     if times_stages and device.type != "cpu":
@@ -242,7 +244,7 @@ def validate(validation: Validation) -> None:
         summary = evaluate(validation.models)
     documents = evaluate.metrics.documents(summary)
     run.files.write_documents(documents)
-    run.log_job(job_values(summary), documents)
+    validation.log.log(job_values(summary), documents)
     run.plot(lambda: evaluate.metrics.pictures(summary, split, validation.models[0].imgsz))
     run.charts()
     run.files.finish_writing()

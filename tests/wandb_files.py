@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from utils.tracking.wandb_rows import records
+from utils.tracking.wandb_file import records
 
 
 @dataclass
@@ -74,8 +74,8 @@ def read(file: Path) -> Logged:
             logged.artifacts.append(record.artifact)
         elif kind == "files":
             logged.files |= {file.path for file in record.files.files}
-        elif kind == "output_raw":
-            logged.lines.append(record.output_raw.line)
+        elif kind == "output_logger":
+            logged.lines.append(record.output_logger.line)
         elif kind == "exit":
             logged.code = record.exit.exit_code
     return logged

@@ -1,4 +1,4 @@
-"""Run work beside the training, in a thread or a process. Called by utils/plots, utils/tracking and models/weights."""
+"""Run work beside the training, in a thread or a process. Called by utils/plots and utils/tracking."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any
-
-import psutil
+from typing import Any, ClassVar
 
 from utils.errors import first_line
 from utils.files import ROOT
 
 NICENESS = 10  # added to that of processes beside the training
-AUTOGROUP = "/proc/{}/autogroup"  # the niceness of a process's session, on Linux
-GROUP_NICENESS = 19  # of their sessions: where all cores are busy, they get what the training leaves
-GROUP_TRIES, GROUP_RETRY_SECONDS = 5, 0.15  # the kernel takes one change in 0.1 s from users other than root
 Job = Callable[[], object]
 _starting = threading.Lock()  # held by `start_process`, so that other threads do not fork meanwhile
 if hasattr(os, "register_at_fork"):
@@ -30,8 +23,11 @@ if hasattr(os, "register_at_fork"):
 class Background:
     """Runs jobs one after another in a thread. The first failure is a warning.
 
-    failure: beginning of the warning. warn: called with the warning.
+    failure: beginning of the warning. warn: called with the warning. abandoned: whether any thread has not ended in
+    time; the process must then exit without waiting for it.
     """
+
+    abandoned: ClassVar[bool] = False
 
     def __init__(self, failure: str, warn: Callable[[str], object]) -> None:
         self.failure, self.warn, self.failed = failure, warn, False
@@ -52,6 +48,7 @@ class Background:
         self.jobs.put(None)
         self.thread.join(patience)
         done = not self.thread.is_alive()
+        Background.abandoned |= not done
         self.thread = None
         return done
 
@@ -59,7 +56,7 @@ class Background:
         while job := self.jobs.get():
             try:
                 job()
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # a package may try to exit
                 if not self.failed:
                     self.failed = True
                     reason = f"{type(error).__name__}: {first_line(error, 1000)}"
@@ -88,38 +85,3 @@ def lower_priority() -> None:
     """Lower the priority of this process, and of those that it will start, among the processes of its session."""
     if hasattr(os, "nice"):
         os.nice(NICENESS)
-
-
-def set_group_niceness(pid: int, niceness: int) -> None:
-    """Set the niceness, 0 to 19, of the sessions that a process and its descendants lead.
-
-    Linux may share the cores between sessions ("autogroup"), each by its own niceness, that of a process counts only
-    inside of its session then. Unlike that one, it can be lowered again. Does nothing on other systems.
-    """
-    if not os.path.exists(AUTOGROUP.format(pid)):
-        return
-    with suppress(psutil.Error):
-        process = psutil.Process(pid)
-        for member in (process, *process.children(recursive=True)):
-            with suppress(OSError):  # it has ended
-                if os.getsid(member.pid) == member.pid:
-                    _write_group_niceness(member.pid, niceness)
-
-
-def _write_group_niceness(pid: int, niceness: int) -> None:
-    for _ in range(GROUP_TRIES):
-        try:
-            with open(AUTOGROUP.format(pid), "wb", buffering=0) as file:
-                if file.write(str(niceness).encode()) is not None:
-                    return
-        except BlockingIOError:
-            pass
-        time.sleep(GROUP_RETRY_SECONDS)
-
-
-def kill_children(pid: int) -> None:
-    """Kill all descendants of a process."""
-    with suppress(psutil.Error):
-        for child in psutil.Process(pid).children(recursive=True):
-            with suppress(psutil.Error):
-                child.kill()

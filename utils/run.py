@@ -22,14 +22,13 @@ from utils.distributed.accelerator import describe
 from utils.distributed.barrier import untimed_barrier
 from utils.distributed.collectives import Collectives
 from utils.distributed.devices import device_name
-from utils.distributed.exit import StopRequested
+from utils.distributed.exit import StopRequested, on_failure
 from utils.distributed.graceful_stop import GracefulStop
 from utils.distributed.precision import Precision
 from utils.distributed.watchdog import Watchdog
 from utils.files import numbered_folder
 from utils.plots.plotter import FINISH_TIMEOUT_SECONDS, Plotter
 from utils.run_folder import MainRunFolder, RunFolder
-from utils.tracking import job_log
 from utils.tracking.tracker import Tracker
 
 LISTED_BATCHES = 2  # of each process, in its row of the process table
@@ -189,16 +188,11 @@ class Run:
         if self._is_main:
             self.accelerator.log_with = make()
             self.accelerator.init_trackers("", dict(config))
+            on_failure(self._fail_trackers)
 
-    def start_job_log(self, job: str, flags: Mapping[str, Any], training: Mapping[str, Any]) -> None:
-        """Start the trackers that the flags of a validation name. training: settings of the weights' training."""
-        config = job_log.configuration(flags, training)
-        self.start_trackers(lambda: job_log.start(job, flags, training, self.path, self.print), config, 0)
-
-    def log_job(self, values: Mapping[str, Any], documents: Mapping[str, str]) -> None:
-        """Log the values of a validation by key, and its text files by name."""
+    def _fail_trackers(self, reason: str) -> None:
         for tracker in self.trackers:
-            job_log.log(tracker, values, documents)
+            tracker.fail(reason)
 
     def log_point(self, values: Mapping[str, Any], step: int) -> None:
         """Log values by key, without None, at an optimizer step. The key "step" or "epoch" is their x axis."""

@@ -5,10 +5,8 @@ Called by models/starting_point.py and models/ensemble.py.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -18,11 +16,11 @@ from typing import Any
 import torch
 
 from models.tasks import TASKS
-from utils.background import own_python
 from utils.download import download
 from utils.errors import UserError
 from utils.files import ROOT, cache_folder, one_at_a_time
 from utils.tracking.hub import HUB_PREFIX, fetch
+from utils.tracking.wandb import download_artifact
 
 TORCHVISION_DEFAULT = "DEFAULT"  # the weights that torchvision recommends for an architecture
 WANDB_PREFIX = "wandb:"
@@ -105,21 +103,14 @@ def artifact_weights(name: str) -> Path:
     """
     folder = cache_folder() / "wandb" / re.sub(r"[^\w.-]", "-", name)
     with one_at_a_time(folder.with_suffix(".lock")):
-        output = subprocess.run(
-            [*own_python("utils.tracking.wandb_process", "fetch"), name, str(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        ).stdout
-    answer = json.loads(output) if output else {"error": "wandb is not installed, or failed"}
-    if "error" in answer:
-        raise UserError(
-            f"--weights {WANDB_PREFIX}{name} cannot be downloaded ({answer['error']}); check the key and the name "
-            "(entity/project/name:alias), or download the file and give its path"
-        )
-    files = [Path(file) for file in answer["files"] if file.endswith(".pt")]
+        try:
+            files = download_artifact(name, folder)
+        except UserError as error:
+            raise UserError(
+                f"--weights {WANDB_PREFIX}{name} cannot be downloaded ({error}); check the key and the name "
+                "(entity/project/name:alias), or download the file and give its path"
+            ) from None
+    files = [file for file in files if file.suffix == ".pt"]
     chosen = [file for file in files if file.name == "best.pt"] or files
     if len(chosen) != 1:
         raise UserError(

@@ -24,7 +24,7 @@ POINTS = {
     "validation batch of a classifier": ("models.tasks.classification.metrics", "ClassificationMetrics.update"),
     "validation summary": ("models.tasks.detection.metrics", "DetectionMetrics.summarise"),
     "file replacement": ("utils.checkpoint.background_writer", "replacing"),  # such as results.csv's
-    "row for W&B": ("utils.tracking.wandb_process", "WandbSession.log"),  # in the process that logs
+    "row for W&B": ("utils.tracking.wandb", "WandbTracker._log"),  # in the thread that logs
     "flush to disk": ("os", "fsync"),
 }
 SIGNAL_SECONDS = 1.0  # in which the thread that receives a signal gets its turn

@@ -57,12 +57,6 @@ def flags_of(kind: type[DataclassInstance]) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(kind) if "help" in field.metadata]
 
 
-def trackers_of_a_job() -> Any:
-    """Return --log-with of the scripts that log a run only on request."""
-    text = "trackers: none, all, or several with commas, such as wandb,mlflow"
-    return flag("none", text, "logging", choices=LOG_WITH, comma_separated=True)
-
-
 @dataclass(frozen=True)
 class TrainOptions:
     """The flags of train.py."""
@@ -303,7 +297,13 @@ class ValOptions:
         False, "square batches, instead of rectangular ones of similar aspect ratio with less padding", "data"
     )
     strict: bool = flag(False, "problems in single images and label rows are errors instead of warnings", "data")
-    log_with: str = trackers_of_a_job()
+    log_with: str = flag(
+        "none",
+        "trackers: none, all, or several with commas, such as wandb,mlflow",
+        "logging",
+        choices=LOG_WITH,
+        comma_separated=True,
+    )
     verbose: bool = flag(False, "one row per class and per object size, even if there are many classes", "logging")
     quiet: bool = flag(False, "print only warnings and the row of all classes", "logging")
     noplots: bool = flag(False, "write no pictures into the run folder", "saving")
@@ -398,7 +398,6 @@ class DetectOptions:
     hide_conf: bool = flag(False, "draw names without confidences", "drawing")
     half: bool = flag(False, "weights and images in half precision on CUDA; other devices use full precision", "model")
     vid_stride: int = flag(1, "use every n-th frame of a video or stream", "images", Range(1))
-    log_with: str = trackers_of_a_job()
     quiet: bool = flag(False, "print only warnings and the last line", "logging")
 
 
@@ -445,7 +444,6 @@ class ExportOptions:
     conf_thres: float = flag(0.25, "with --nms: lowest confidence of a detection", "NMS", SHARE)
     simplify: bool = flag(False, "has no effect: ONNX files are always simplified", "format")
     inplace: bool = flag(False, "has no effect: boxes are never decoded in place", "format")
-    log_with: str = trackers_of_a_job()
     verbose: bool = flag(False, "show the messages of the exporters", "logging")
 
 

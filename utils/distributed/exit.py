@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from torch import distributed
 
+from utils.background import Background
 from utils.console import silence, surviving_output
 from utils.distributed.loader_processes import end_workers, loader_died, remove_temporary_folder
 from utils.distributed.ranks import SPAWNED, check_launch, ranks, speaks_for_machine, world_size
@@ -86,7 +87,7 @@ def run_main(main: Callable[[], object]) -> None:
     except UserError as error:
         _end(f"error: {error}", 1)
     except Stopped as stopped:
-        if world_size() == 1:
+        if world_size() == 1 and not Background.abandoned:
             sys.exit(stopped.code)
         give_up("", stopped.code)
     except KeyboardInterrupt:
@@ -106,8 +107,8 @@ def run_main(main: Callable[[], object]) -> None:
     by_zero = distributed.is_initialized() and "deepspeed" in sys.modules
     if distributed.is_initialized():
         distributed.destroy_process_group()
-    if world_size() > 1 or by_zero:
-        give_up("", 0)  # threads of DeepSpeed, or one that reads the store, may abort a regular exit
+    if world_size() > 1 or by_zero or Background.abandoned:
+        give_up("", 0)  # threads of DeepSpeed, or one that reads the store, may abort a regular exit, or hang in it
 
 
 def lost_contact(error: Exception) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from utils.background import GROUP_NICENESS, Background, own_python, set_group_niceness, start_process
+from utils.background import Background, own_python, start_process
 from utils.plots.drawing import write_picture
 
 RESULTS_INTERVAL_SECONDS = 60.0  # least time between two drawings of results.png
@@ -31,8 +31,6 @@ class Plotter:
         self.folder, self.on_drawn = folder, on_drawn
         self._background = Background("a picture cannot be drawn", print_line)
         self._results_drawn = time.monotonic()
-        self._process: subprocess.Popen[str] | None = None  # draws charts
-        self._finishing = False
         # OpenCV sets up its image formats under a lock on first use. Not in the thread: loader processes forked
         # meanwhile would inherit the locked lock.
         cv2.imencode(".jpg", np.zeros((1, 1, 3), np.uint8))
@@ -54,7 +52,7 @@ class Plotter:
     def _draw_charts(self, names: Sequence[str]) -> None:
         started = time.time()
         only = ["--only", *names] if names else []
-        self._process = process = start_process(
+        process = start_process(
             [*own_python("utils.plots.__main__"), str(self.folder), "--background", *only],
             env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             stdin=subprocess.DEVNULL,
@@ -63,15 +61,11 @@ class Plotter:
             errors="replace",
             start_new_session=True,
         )
-        if not self._finishing:
-            set_group_niceness(process.pid, GROUP_NICENESS)
         try:
             errors = process.communicate(timeout=CHARTS_TIMEOUT_SECONDS)[1]
         except subprocess.TimeoutExpired:
             process.kill()
             raise
-        finally:
-            self._process = None
         pictures = (path for path in sorted(self.folder.iterdir()) if path.suffix in (".png", ".jpg"))
         self.on_drawn({path.name: path for path in pictures if path.stat().st_mtime >= started})
         if process.returncode:
@@ -85,7 +79,4 @@ class Plotter:
 
     def finish(self, timeout: float = FINISH_TIMEOUT_SECONDS) -> bool:
         """Wait at most `timeout` seconds for all drawings; return whether they are done."""
-        self._finishing = True
-        if process := self._process:
-            set_group_niceness(process.pid, 0)  # the training no longer needs the cores
         return self._background.finish(timeout)

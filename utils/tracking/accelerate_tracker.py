@@ -1,40 +1,157 @@
-"""The trackers of Accelerate without a richer one of ours, such as MLflow: each in a process (accelerate_process.py).
+"""A tracker of Accelerate, called in a thread: training never waits for it and never fails by it.
 
-Made by utils/tracking/requested.py.
+Made by utils/tracking/requested.py; utils/tracking/wandb.py has the richer one of Weights & Biases.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+import importlib
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from utils.distributed.ranks import without_launcher
-from utils.tracking.process_tracker import ProcessTracker
-from utils.tracking.tracker import FINISH_SECONDS, Print
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-TRACKIO_SERVERS = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")  # variables that name one
+from utils.background import Background
+from utils.errors import UserError, first_line
+from utils.tracking.log_position import LogPosition
+from utils.tracking.tracker import EPOCH, FINISH_SECONDS, STEP, Print, Tracker, axis_of
+from utils.tracking.tracker_arguments import OFFLINE, RunLocation, accepted, arguments, missing_key, remote_id
+
+START_SECONDS = 120.0  # how long `tracker` waits for the run to start
+FAIL_SECONDS = 3.0  # to close the run before this process ends by an error
 
 
-class AccelerateTracker(ProcessTracker):
+class AccelerateTracker(Tracker):
     """A run in a tracker that Accelerate knows by `name`; it gets numbers and settings.
 
-    run: `project`, `name` and `id` of the run.
+    Args:
+        folder: the run folder.
+        run: `project`, `name` and `id` of the run.
+        print_line: prints a line on the console.
+        timeout: seconds to send the rest at the end of the run.
     """
-
-    module = "utils.tracking.accelerate_process"
 
     def __init__(
         self, name: str, folder: Path, run: Mapping[str, Any], print_line: Print, timeout: float = FINISH_SECONDS
     ) -> None:
-        self.name = self.title = name
-        super().__init__(folder, {"tracker": name, "run": run}, print_line, timeout)
+        self.name = name  # which the base class asks for
+        super().__init__()
+        self.folder, self.run, self.print_line, self.timeout = folder.absolute(), run, print_line, timeout
+        self.inner: Any = None  # Accelerate's tracker, once it has started
+        self._started = threading.Event()  # or has failed to
+        self._background = Background(f"{self.title} has failed", print_line)
 
-    def environment(self) -> dict[str, str]:
-        # Accelerate must not join the processes of the training, nor take memory of a GPU.
-        variables = {**without_launcher(os.environ), "CUDA_VISIBLE_DEVICES": ""}
-        if self.name == "trackio" and not any(map(os.environ.get, TRACKIO_SERVERS)):
-            # It asks the Hub for the user's name, without a time limit, even if it stores the run on this machine.
-            variables["HF_HUB_OFFLINE"] = "1"
-        return variables
+    @property
+    def title(self) -> str:
+        """The name in warnings."""
+        return self.name
+
+    @property
+    def tracker(self) -> Any:
+        """The package's own run, such as a `wandb.Run`, once it has started; None if it has not."""
+        self._started.wait(START_SECONDS)
+        return self.inner.tracker if self.inner else None
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Start the run with its settings."""
+        with suppress(Exception):  # not in the thread: loader processes must not be forked during an import
+            importlib.import_module(self.name)
+        config = {key: as_text(value) for key, value in values.items()}
+
+        def start() -> None:
+            try:
+                self._start(config)
+            finally:
+                self._started.set()
+
+        self._background.do(start)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
+        self._do(lambda: self._log(dict(values), step or 0))
+
+    def fail(self, reason: str) -> None:
+        self._do(self._close)
+        self._background.finish(FAIL_SECONDS)
+
+    def finish(self, timeout: float = FINISH_SECONDS) -> None:
+        self._do(self._close)
+        timeout = min(timeout, self.timeout)
+        if not self._background.finish(timeout):
+            self.print_line(f"warning: {self.title} has not ended after {timeout:.0f} s; {self._where_the_rest_is()}")
+
+    # In the thread
+
+    def _do(self, job: Callable[[], object]) -> None:
+        """Do `job` after those before it, if the run has started by then."""
+        self._background.do(lambda: self.inner and job())
+
+    def _start(self, config: Mapping[str, Any]) -> None:
+        """Start the run, or continue the one of this folder."""
+        if self.name not in LOGGER_TYPE_TO_CLASS:
+            raise UserError(f"this version of accelerate has no tracker {self.name}: pip install -U accelerate")
+        self._position = LogPosition(self.folder / f".{self.name}.json", self.run["id"])
+        location = RunLocation(self.folder, self.run, self._position)
+        tracker = self._start_or_store(location)
+        self._position.remote_id = remote_id(self.name, tracker)
+        if not self._position.continues:
+            tracker.store_init_configuration(flat(config))
+        self._position.store()
+        self.inner = tracker
+
+    def _start_or_store(self, location: RunLocation) -> Any:
+        """Return the started tracker. If that fails and the tracker can store a run without its server, it does."""
+        reason = missing_key(self.name)
+        if not reason:
+            try:
+                return started(self.name, location)
+            except ImportError:
+                raise
+            except Exception as error:
+                if self.name not in OFFLINE:
+                    raise
+                reason = first_line(error)
+        upload = OFFLINE[self.name](self.folder)
+        tracker = started(self.name, location)
+        self.print_line(f"{self.name}: {reason}; the run is stored on this machine, upload it with: {upload}")
+        return tracker
+
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        axis = axis_of(values)
+        if not self._position.logged_before(axis, values[axis]):
+            # The axes are left out: MLflow's files cannot hold a key "epoch" and keys that begin with "epoch/".
+            kept = {key: value for key, value in values.items() if key not in (STEP, EPOCH)}
+            self.inner.log(accepted(self.name, kept), step=step)
+            self._position.advance(axis, values[axis])
+
+    def _close(self) -> None:
+        self.inner.finish()
+
+    def _where_the_rest_is(self) -> str:
+        """Return the end of the warning that the run has not ended in time."""
+        return "what it has not sent is lost"
+
+
+def started(name: str, location: RunLocation) -> Any:
+    """Return a started tracker of Accelerate."""
+    tracker: Any = LOGGER_TYPE_TO_CLASS[name](**arguments(name, location))
+    tracker.start()
+    return tracker
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings as one mapping with keys such as `hyperparameters.lr0`; lists become text."""
+    flattened: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flattened |= flat(value, f"{prefix}{key}.")
+        else:
+            flattened[f"{prefix}{key}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return flattened
+
+
+def as_text(value: Any) -> Any:
+    """Return a value without the bytes of a file's name that are not UTF-8, which trackers refuse."""
+    return value.encode(errors="surrogateescape").decode(errors="replace") if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""The trackers that flags and environment request, for every script. Used by run_log.py and job_log.py.
+"""The trackers that flags and environment request. Used by run_log.py.
 
 A new tracker of its own kind is a subclass of `Tracker` and a line in `make_trackers`; those that Accelerate knows need
 only their name in `TRACKERS`.
@@ -7,7 +7,7 @@ only their name in `TRACKERS`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,11 @@ from utils.tracking.tracker import FINISH_SECONDS, TENSORBOARD, WANDB, Print, Tr
 from utils.tracking.wandb import UPLOAD_SECONDS, WandbTracker
 
 DEFAULT_PROJECT = "train"  # the last folder of the default --project; W&B's project is then "lockstep"
+
+# Of the training run that a validation joins: the flag, and W&B's variable for it.
+TRAINING_LOCATION = {
+    "wandb_project": "WANDB_PROJECT", "wandb_entity": "WANDB_ENTITY", "wandb_group": "WANDB_RUN_GROUP",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,13 @@ def make_trackers(
     folder: Path,
     print_line: Print,
     job: str,
+    *,
     uploads: bool = False,
     inputs: Sequence[str] = (),
 ) -> tuple[list[Tracker], list[str]]:
     """Return the trackers of a run, not yet started, and warnings about packages that are not installed.
 
-    folder: of the run. job: W&B's job type, train, val, detect or export. uploads: whether files are uploaded, which
+    folder: of the run. job: W&B's job type, train or val. uploads: whether files are uploaded, which
     takes longer at the end. inputs: names of W&B artifacts that the run uses, if they exist.
     """
     names, warnings = requested_trackers(options.log_with, options.no_wandb)
@@ -62,6 +68,17 @@ def make_trackers(
     return [
         own[name]() if name in own else AccelerateTracker(name, folder, named, print_line) for name in names
     ], warnings
+
+
+def joined_options(log_with: str, training: Mapping[str, Any], run_id: str) -> TrackerOptions:
+    """Return the options of a run in the W&B project, entity and group of a training run, unless the environment names
+    others. training: settings of that run."""
+    same = {
+        name: training[name]
+        for name, variable in TRAINING_LOCATION.items()
+        if training.get(name) and not os.environ.get(variable)
+    }
+    return TrackerOptions(str(training.get("project") or DEFAULT_PROJECT), log_with, wandb_id=run_id, **same)
 
 
 def wandb_arguments(options: TrackerOptions, folder: Path, job: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The log of a training run in its trackers and on the Hub: settings, epochs, examples, artifacts.
+"""The log of a run in its trackers and on the Hub: settings, epochs, examples, artifacts.
 
-Called by train.py.
+Called by train.py and val.py.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from utils.distributed.exit import on_failure
 from utils.files import ROOT
 from utils.summary import Example, Summary, evenly_spaced
 from utils.tracking.hub import UNKNOWN_LICENCE, login_problem, model_card, push_run
-from utils.tracking.requested import TrackerOptions, make_trackers
+from utils.tracking.requested import TrackerOptions, joined_options, make_trackers
 from utils.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -99,16 +98,10 @@ class RunLog:
     def _make_trackers(self) -> list[Tracker]:
         options, run = self.options, self.run
         uploads = options.upload_model or options.upload_dataset
-        trackers, warnings = make_trackers(options, run.path, run.print, "train", uploads)
+        trackers, warnings = make_trackers(options, run.path, run.print, "train", uploads=uploads)
         if options.push_to_hub and (problem := login_problem()):
             warnings.append(f"warning: --push-to-hub will fail at the end of the run unless you act: {problem}")
         run.print(*warnings)
-
-        def fail(reason: str) -> None:
-            for tracker in trackers:
-                tracker.fail(reason)
-
-        on_failure(fail)
         return trackers
 
     def log_epoch(
@@ -233,6 +226,37 @@ class RunLog:
             tracker.log_artifact(
                 name, "dataset", ["latest"], files=yaml, references=references, metadata=identity, is_input=True
             )
+
+
+class ValidationLog:
+    """The log of a validation by val.py in its trackers, joined to the training run of the weights.
+
+    Every process makes the same calls; only the main one has trackers.
+    """
+
+    def __init__(self, run: LoggedRun, flags: Mapping[str, Any], training: Mapping[str, Any]) -> None:
+        """Start the trackers that the flags name. training: settings of the weights' training."""
+        self.run = run
+        config = {**flags, "git_commit": git_commit(), "command": shlex.join(sys.argv)}
+        config["training_run"] = training.get("wandb_id", "")
+
+        def make() -> list[Tracker]:
+            if flags["log_with"] == "none":
+                return []
+            trackers, warnings = make_trackers(
+                joined_options(flags["log_with"], training, wandb_run_id("", None)), run.path, run.print, "val",
+                inputs=[f"run_{training['wandb_id']}_model:best"] if training.get("wandb_id") else [],
+            )  # fmt: skip
+            run.print(*warnings)
+            return trackers
+
+        run.start_trackers(make, config, 0)
+
+    def log(self, values: Mapping[str, Any], documents: Mapping[str, str]) -> None:
+        """Log the values of the validation by key, and its text files by name."""
+        self.run.log_point({**values, "epoch": 0}, 0)
+        for tracker in self.run.trackers:
+            tracker.log_documents(documents, 0, 0)
 
 
 def wandb_run_id(requested: str, state: Mapping[str, Any] | None) -> str:

@@ -1,6 +1,6 @@
 """How Accelerate's trackers are started for a run: arguments, folders, and modes without a server.
 
-Used by accelerate_process.py. The packages are imported when they are used.
+Used by accelerate_tracker.py. The packages are imported when they are used.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from utils.tracking.log_position import LogPosition
-from utils.tracking.reachable import unreachable
 
 MLFLOW_STORE = "mlruns"  # in the folder of the run folders, unless the variable MLFLOW_TRACKING_URI names another one
 MLFLOW_DATABASE = "mlflow.db"  # instead, if SQLAlchemy is installed, as with the whole mlflow
 
 
-class Place(NamedTuple):
+class RunLocation(NamedTuple):
     """What a tracker needs to know of a run. run: `project`, `name` and `id`. position: of an earlier process."""
 
     folder: Path
@@ -30,82 +29,79 @@ class Place(NamedTuple):
     position: LogPosition
 
 
-def arguments(tracker: str, place: Place) -> dict[str, Any]:
+def arguments(tracker: str, location: RunLocation) -> dict[str, Any]:
     """Return the arguments of Accelerate's class for a tracker."""
-    return {"run_name": place.run["project"], **TRACKER_ARGUMENTS.get(tracker, lambda _: {})(place)}
+    return {"run_name": location.run["project"], **TRACKER_ARGUMENTS.get(tracker, lambda _: {})(location)}
 
 
-def _mlflow(place: Place) -> dict[str, Any]:
-    _choose_mlflow_store(place.folder.parent)
-    project, name = place.run["project"], place.run["name"]
-    return {"experiment_name": project, "run_name": name, "run_id": place.position.remote_id or None}
+def _mlflow(location: RunLocation) -> dict[str, Any]:
+    _choose_mlflow_store(location.folder.parent)
+    project, name = location.run["project"], location.run["name"]
+    return {"experiment_name": project, "run_name": name, "run_id": location.position.remote_id or None}
 
 
 def _choose_mlflow_store(folder: Path) -> None:
-    """Store MLflow's runs in a folder, unless the environment names a store; its default is the current folder.
-
-    Raises `ConnectionError` if that is a server that cannot be reached.
-    """
-    if address := os.environ.get("MLFLOW_TRACKING_URI"):
-        if address.startswith("http") and (problem := unreachable(address)):
-            raise ConnectionError(problem)  # MLflow itself would try for minutes
-    elif importlib.util.find_spec("sqlalchemy"):
+    """Store MLflow's runs in a folder, unless the environment names a store; its default is the current folder."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # by default it tries for minutes
+    if os.environ.get("MLFLOW_TRACKING_URI"):
+        return
+    if importlib.util.find_spec("sqlalchemy"):
         os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder / MLFLOW_DATABASE}"
     else:
         os.environ["MLFLOW_TRACKING_URI"] = (folder / MLFLOW_STORE).as_uri()
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # which newer versions ask for
 
 
-def _trackio(place: Place) -> dict[str, Any]:
-    return {"name": f"{place.run['name']}-{place.run['id']}", "resume": "allow"}
+def _trackio(location: RunLocation) -> dict[str, Any]:
+    return {"name": f"{location.run['name']}-{location.run['id']}", "resume": "allow"}
 
 
-def _comet(place: Place) -> dict[str, Any]:
+def _comet(location: RunLocation) -> dict[str, Any]:
     from comet_ml import ExperimentConfig
 
-    directory = os.environ.get("COMET_OFFLINE_DIRECTORY") or str(place.folder / "comet")
+    directory = os.environ.get("COMET_OFFLINE_DIRECTORY") or str(location.folder / "comet")
     # The key must have at least 32 characters; it is that of the run, so that a resumed run continues the same one.
-    key = hashlib.md5(place.run["id"].encode(), usedforsecurity=False).hexdigest()
+    key = hashlib.md5(location.run["id"].encode(), usedforsecurity=False).hexdigest()
     # Neither code nor what this process prints is uploaded, unless the user's own settings ask for it.
     for name in ("COMET_AUTO_LOG_CODE", "COMET_AUTO_LOG_GIT_PATCH"):
         os.environ.setdefault(name, "false")
     config = ExperimentConfig(
-        name=place.run["name"], offline_directory=directory, parse_args=False, auto_output_logging=False
+        name=location.run["name"], offline_directory=directory, parse_args=False, auto_output_logging=False
     )
     return {"experiment_key": key, "mode": "get_or_create", "experiment_config": config}
 
 
-def _clearml(place: Place) -> dict[str, Any]:
+def _clearml(location: RunLocation) -> dict[str, Any]:
     # It would otherwise record what else this process does: its imports, output and arguments. Its search for a
     # repository hangs if ClearML forks at the moment when that starts git.
     frameworks = dict.fromkeys(("detect_repository", "pytorch", "tensorboard", "tensorflow", "matplotlib"), False)
     automatic = dict.fromkeys(("auto_connect_arg_parser", "auto_connect_streams"), False)
     return {
-        "task_name": place.run["name"],
+        "task_name": location.run["name"],
         "reuse_last_task_id": False,
         "auto_connect_frameworks": frameworks,
         **automatic,
     }
 
 
-def _aim(place: Place) -> dict[str, Any]:
-    continued = {"run_hash": place.position.remote_id} if place.position.remote_id else {}
-    repository = {"logging_dir": str(place.folder.parent), "experiment": place.run["project"]}
-    return {"run_name": place.run["name"], **repository, **continued, "capture_terminal_logs": False}
+def _aim(location: RunLocation) -> dict[str, Any]:
+    continued = {"run_hash": location.position.remote_id} if location.position.remote_id else {}
+    repository = {"logging_dir": str(location.folder.parent), "experiment": location.run["project"]}
+    return {"run_name": location.run["name"], **repository, **continued, "capture_terminal_logs": False}
 
 
-def _dvclive(place: Place) -> dict[str, Any]:
-    folder = place.folder / "dvclive"
+def _dvclive(location: RunLocation) -> dict[str, Any]:
+    folder = location.folder / "dvclive"
     # Otherwise it writes dvc.yaml and a commit into the repository of the current folder.
-    return {"dir": str(folder), "resume": place.position.continues, "dvcyaml": None, "save_dvc_exp": False}
+    return {"dir": str(folder), "resume": location.position.continues, "dvcyaml": None, "save_dvc_exp": False}
 
 
-def _swanlab(place: Place) -> dict[str, Any]:
-    folder = os.environ.get("SWANLAB_LOG_DIR") or str(place.folder / "swanlab")
-    return {"name": place.run["name"], "log_dir": folder, "id": place.run["id"], "resume": "allow"}
+def _swanlab(location: RunLocation) -> dict[str, Any]:
+    folder = os.environ.get("SWANLAB_LOG_DIR") or str(location.folder / "swanlab")
+    return {"name": location.run["name"], "log_dir": folder, "id": location.run["id"], "resume": "allow"}
 
 
-TRACKER_ARGUMENTS: dict[str, Callable[[Place], dict[str, Any]]] = {
+TRACKER_ARGUMENTS: dict[str, Callable[[RunLocation], dict[str, Any]]] = {
     "mlflow": _mlflow,
     "trackio": _trackio,
     "comet_ml": _comet,

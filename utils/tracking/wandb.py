@@ -1,31 +1,49 @@
-"""The tracker of Weights & Biases: it sends messages to a process (wandb_process.py) and never waits for it.
+"""The tracker of Weights & Biases: Accelerate's, with pictures, examples, artifacts and resumed runs.
 
-Made by utils/tracking/requested.py. Nothing here imports the package wandb.
+Made by utils/tracking/requested.py. The package is imported when a run starts.
 """
 
 from __future__ import annotations
 
+import csv
+import inspect
+import math
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from utils.tracking.process_tracker import ProcessTracker
-from utils.tracking.tracker import AXES, FINISH_SECONDS, WANDB, Print
+from accelerate.tracking import WandBTracker
 
-UPLOAD_SECONDS = 900.0  # time limit of the W&B process to send the rest at the end of a run that uploads artifacts
+from utils.errors import UserError, first_line, shortened
+from utils.files import ROOT
+from utils.tracking.accelerate_tracker import AccelerateTracker
+from utils.tracking.tracker import AXES, EPOCH, FINISH_SECONDS, WANDB, Axis, Print, axis_of
+from utils.tracking.wandb_file import last_logged
+from utils.tracking.wandb_media import charts, image_with_boxes
+
+UPLOAD_SECONDS = 900.0  # to send the rest at the end of a run that uploads artifacts
+CONNECT_SECONDS = 30.0  # to reach the server, unless the variable WANDB_INIT_TIMEOUT gives another number
+FLUSH_SECONDS = 1.0  # between two writes of W&B's file: what a killed run loses at most
+ALERT_CHARACTERS = 1000  # of an alert's text, at most
 
 
-class WandbTracker(ProcessTracker):
-    """A W&B run in another process.
+class WandbTracker(AccelerateTracker):
+    """A W&B run. `accelerator.get_tracker("wandb", unwrap=True)` returns the `wandb.Run` itself.
 
-    folder: of the run. run: arguments of `wandb.init` (project, entity, group, tags, name, id, dir, ...). print_line:
-    prints a line on the console. timeout: seconds to send the rest at the end of the run. alerts: whether W&B sends an
-    alert if the run ends by an error. inputs: names of artifacts that the run uses, if they exist.
+    Args:
+        folder: the run folder.
+        run: arguments of `wandb.init` (project, entity, group, tags, name, id, dir, ...).
+        print_line: prints a line on the console.
+        timeout: seconds to send the rest at the end of the run.
+        alerts: whether W&B sends an alert if the run ends by an error.
+        inputs: names of artifacts that the run uses, if they exist.
     """
 
-    name, title = WANDB, "W&B"
-    module = "utils.tracking.wandb_process"
+    title = "W&B"
 
     def __init__(
         self,
@@ -36,16 +54,30 @@ class WandbTracker(ProcessTracker):
         alerts: bool = False,
         inputs: Sequence[str] = (),
     ) -> None:
-        arguments = {"run": run, "axes": AXES, "pid": os.getpid(), "alerts": alerts, "inputs": inputs}
-        super().__init__(folder, arguments, print_line, timeout)
+        os.environ["WANDB_SILENT"] = "true"
+        super().__init__(WANDB, folder, run, print_line, timeout)
+        self.alerts, self.inputs, self.code = alerts, inputs, 0
 
     def log_pictures(self, files: Mapping[str, Path], step: int) -> None:
-        self._send("log_pictures", files={key: str(file.absolute()) for key, file in files.items()}, step=step)
+        self._do(lambda: self._write({key: self.wandb.Image(str(file)) for key, file in files.items()}, step))
 
     def log_examples(
         self, key: str, examples: Sequence[Mapping[str, Any]], names: Sequence[str], step: int, epoch: int
     ) -> None:
-        self._send("log_examples", key=key, examples=examples, names=names, step=step, epoch=epoch)
+        def log() -> None:
+            if epoch + 1 > self._last.get(key, -math.inf):
+                images = [image_with_boxes(self.wandb, example, names) for example in examples]
+                self._write({key: images}, step)
+
+        self._do(log)
+
+    def log_documents(self, documents: Mapping[str, str], step: int, epoch: int) -> None:
+        def log() -> None:
+            made = charts(self.wandb, documents)
+            if new := {key: value for key, value in made.items() if epoch + 1 > self._last.get(key, -math.inf)}:
+                self._write(new, step)
+
+        self._do(log)
 
     def log_artifact(
         self,
@@ -58,15 +90,196 @@ class WandbTracker(ProcessTracker):
         is_input: bool = False,
         link: str = "",
     ) -> None:
-        paths = [str(file.absolute()) for file in files]
-        named = {"name": name, "kind": kind, "aliases": aliases, "is_input": is_input, "link": link}
-        self._send("log_artifact", files=paths, references=references, metadata=metadata, **named)
+        def log() -> None:
+            artifact = self.wandb.Artifact(name, type=kind, metadata=dict(metadata or {}))
+            for file in files:
+                artifact.add_file(str(file.absolute()))
+            for path, title in references:
+                address = Path(path).absolute().as_uri()
+                artifact.add_reference(address, name=title, checksum=False, max_objects=10_000_000)
+            if is_input:
+                # `use_artifact` refuses to work offline, and online it waits for the upload.
+                self.inner.run._log_artifact(
+                    artifact, aliases=list(aliases), is_user_created=True, use_after_commit=True
+                )
+            else:
+                self.inner.run.log_artifact(artifact, aliases=list(aliases))
+            if link and self.is_offline:
+                self.print_line(f"warning: W&B: the run is offline: link {name} to {link} on its page")
+            elif link:
+                self.inner.run.link_artifact(artifact, link)
 
-    def log_documents(self, documents: Mapping[str, str], step: int, epoch: int) -> None:
-        self._send("log_documents", documents=documents, step=step, epoch=epoch)
+        self._do(log)
 
     def log_line(self, text: str) -> None:
-        self._send("log_line", text=text)
+        self._do(lambda: self.inner.run.write_logs(f"{text}\n"))
 
-    def where_the_rest_is(self) -> str:
-        return f"its data is in {Path(self.arguments['run'].get('dir') or self.folder) / 'wandb'}"
+    def fail(self, reason: str) -> None:
+        def note() -> None:
+            self.code = 1
+            if self.alerts:
+                text = shortened(reason, ALERT_CHARACTERS)
+                self.inner.run.alert("The run ended by an error", text, "ERROR")
+
+        self._do(note)
+        super().fail(reason)
+
+    # In the thread
+
+    def _start(self, config: Mapping[str, Any]) -> None:
+        """Start the run, or continue the one with this id: online if that is possible, else on this machine."""
+        import wandb
+
+        self.wandb = wandb
+        mode = os.environ.get("WANDB_MODE") or wandb.setup().settings.mode
+        if mode == "disabled":
+            return
+        arguments = {"dir": str(self.folder), **self.run, "config": dict(config), "resume": "allow"}
+        arguments["settings"] = self._settings()
+        offline_reason = "offline" if mode in ("offline", "dryrun") else ""
+        if not offline_reason and not has_key():
+            offline_reason = "not logged in (wandb login), so the run is stored on this machine"
+        tracker = None if offline_reason else self._started_online(arguments)
+        self.is_offline = tracker is None
+        if tracker is None:
+            tracker = started(arguments, "offline")
+            reason = offline_reason or "the run is stored on this machine"
+            self.print_line(f"W&B: {reason}; upload it with: wandb sync {Path(tracker.run.dir).parent}")
+        else:
+            self.print_line(f"W&B: {tracker.run.url}")
+        self._defined: set[str] = set()  # keys with dots
+        for axis in AXES:
+            define(tracker.run, axis)
+        kinds = "*run-*" if self.is_offline else "offline-run-*"  # of an online run the server knows
+        self._last = last_logged(self._wandb_folder, f"{kinds}-{self.run['id']}/*.wandb")
+        if not self.is_offline and tracker.run.resumed:
+            for key in dict(tracker.run.summary):
+                self._last[key] = max(self._last.get(key, -math.inf), tracker.run.summary.get(EPOCH, 0))
+            self._last["step"] = max(self._last.get("step", 0), tracker.run.summary.get("step", 0))
+        self.inner = tracker
+        self._log_lost_epochs()
+        for name in self.inputs:
+            if not self.is_offline:
+                with suppress(Exception):  # the training run may not have uploaded it
+                    tracker.run.use_artifact(name)
+
+    @property
+    def _wandb_folder(self) -> Path:
+        return Path(self.run.get("dir") or self.folder) / "wandb"
+
+    def _settings(self) -> Any:
+        """Return wandb's settings, without those that an older version does not have."""
+        known = getattr(self.wandb.Settings, "model_fields", {})
+        newer: dict[str, Any] = {"finish_timeout": self.timeout, "x_transaction_log_flush_interval": FLUSH_SECONDS}
+        newer["console"] = "off"  # `log_line` writes what this program prints
+
+        def stop() -> None:
+            self.print_line("W&B: the run is stopped from its page")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        newer["stop_fn"] = stop  # called for the button "stop" of the run's page
+        if (ROOT / ".git").exists():  # whatever the current folder is
+            newer["git_root"] = str(ROOT)
+        chosen = {name: value for name, value in newer.items() if name in known}
+        return self.wandb.Settings(init_timeout=connect_timeout(), **chosen)
+
+    def _started_online(self, arguments: Mapping[str, Any]) -> Any:
+        """Return the tracker of a run on the server, None after a warning if that fails."""
+        before = set(self._wandb_folder.glob("run-*"))
+        try:
+            return started(arguments, "online")
+        except Exception as error:
+            self.print_line(f"warning: W&B: {first_line(error, 1000)}; training continues")
+            self.wandb.teardown(1)
+            for folder in set(self._wandb_folder.glob("run-*")) - before:
+                shutil.rmtree(folder, ignore_errors=True)
+            return None
+
+    def _log_lost_epochs(self) -> None:
+        """Log the epochs that results.csv has and W&B lacks, because an earlier process was killed."""
+        file = self.folder / "results.csv"
+        if not self._last or not file.is_file():
+            return
+        with file.open(newline="") as opened:
+            for row in csv.DictReader(opened):
+                values = {key: float(value) for key, value in row.items() if value}
+                values[EPOCH] = int(values[EPOCH]) + 1
+                if values[EPOCH] > self._last.get(EPOCH, 0):
+                    self._log(values, 0)
+                    self._last[EPOCH] = values[EPOCH]
+
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        axis = axis_of(values)
+        if values[axis] > self._last.get(axis, -math.inf):
+            self._define_dotted(values)
+            self._write(values, step)
+
+    def _write(self, values: Mapping[str, Any], step: int) -> None:
+        run = self.inner.run
+        run.log(dict(values), step=max(step, run.step))  # wandb drops values of steps before its last
+
+    def _define_dotted(self, keys: Iterable[str]) -> None:
+        """Define keys with dots: in patterns W&B takes a dot for the start of a nested value, and ignores the key."""
+        for key in keys:
+            if "." in key and key not in self._defined:
+                self._defined.add(key)
+                for axis in AXES:
+                    if axis.pattern.endswith("*") and key.startswith(axis.pattern[:-1]):
+                        define(self.inner.run, axis._replace(pattern=key.replace(".", r"\.")))
+
+    def _close(self) -> None:
+        self.inner.run.finish(exit_code=self.code)
+
+    def _where_the_rest_is(self) -> str:
+        return f"upload it with: wandb sync --include-online {self._wandb_folder}/*run-*-{self.run['id']}"
+
+
+def started(arguments: Mapping[str, Any], mode: str) -> Any:
+    """Return Accelerate's tracker of a started run. arguments: of `wandb.init`. mode: online or offline."""
+    rest = {name: value for name, value in arguments.items() if name != "project"}
+    tracker = WandBTracker(arguments["project"], mode=mode, **rest)
+    tracker.start()
+    return tracker
+
+
+def define(run: Any, axis: Axis) -> None:
+    """Define how W&B shows a key, or keys by a pattern."""
+    how = {"step_metric": axis.axis or None, "summary": axis.summary or None, "hidden": axis.is_hidden or None}
+    run.define_metric(axis.pattern, **how)
+
+
+def connect_timeout() -> float:
+    """Return the seconds that wandb has to reach the server."""
+    return float(os.environ.get("WANDB_INIT_TIMEOUT") or CONNECT_SECONDS)
+
+
+def has_key() -> bool:
+    """Return whether wandb finds a key for its server, wherever it looks for one; it neither asks nor connects."""
+    os.environ["WANDB_SILENT"] = "true"  # otherwise it asks the server for the name of the user
+    import wandb
+    from wandb.errors import AuthenticationError, UsageError
+
+    newer: dict[str, Any] = {"prompt": False}
+    known = inspect.signature(wandb.login).parameters
+    try:
+        return bool(wandb.login(verify=False, **{name: value for name, value in newer.items() if name in known}))
+    except (AuthenticationError, UsageError):  # the key has a wrong form, or there is none and no terminal
+        return False
+
+
+def download_artifact(name: str, folder: Path) -> list[Path]:
+    """Download an artifact, entity/project/name:alias, and return its files. Raises `UserError`."""
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("wandb is not installed: pip install wandb") from None
+    try:
+        if not has_key():
+            raise UserError("there is no key for W&B: wandb login")
+        artifact = wandb.Api(timeout=math.ceil(connect_timeout())).artifact(name)
+        artifact.download(root=str(folder))
+        return [folder / file.name for file in artifact.files()]
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(first_line(error, 1000)) from None

@@ -1,8 +1,12 @@
-"""Tables and interactive charts of W&B, made of the text files of a run folder. Used by wandb_process.py."""
+"""What W&B shows of a run: images with boxes and masks, and tables and charts made of the run folder's text files.
+
+Used by utils/tracking/wandb.py.
+"""
 
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +14,70 @@ from utils.summary import evenly_spaced
 
 AS_TABLES = {"classes.csv", "operators.csv"}  # shown as they are
 MAX_ROWS = 10_000  # W&B draws no more of a table
+EXAMPLE_PIXELS = 640  # longer side of an example image
+EXAMPLE_KINDS = (("ground_truth", "label"), ("predictions", "prediction"))  # W&B's title, and our name
 CURVE_TITLES = {"": "", "mask_": " of masks"}  # by the beginning of the file's name
+
+
+def image_with_boxes(wandb: Any, example: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """Return an image of W&B, with boxes and masks of labels and predictions; see `Tracker.log_examples`."""
+    classes = dict(enumerate(names))
+    boxes = {
+        title: {"box_data": [_box(box, names) for box in example[f"{kind}s"]], "class_labels": classes}
+        for title, kind in EXAMPLE_KINDS
+    }
+    image = _thumbnail(example["file"])
+    masks = {
+        title: {
+            "mask_data": _class_map(example[f"{kind}s"], example[f"{kind}_outlines"], image.size),
+            "class_labels": {k + 1: name for k, name in classes.items()},
+        }
+        for title, kind in EXAMPLE_KINDS
+        if example[f"{kind}_outlines"]
+    }
+    return wandb.Image(image, boxes=boxes, masks=masks or None, caption=example["name"], file_type="jpg")
+
+
+def _box(box: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return a box in the form of `wandb.Image`: corners as shares of the image's width and height."""
+    left, top, right, bottom = box["xyxy"]
+    wandb_box = {
+        "position": {"minX": left, "minY": top, "maxX": right, "maxY": bottom},
+        "class_id": box["label"],
+        "box_caption": names[box["label"]],
+    }
+    if box["confidence"] is not None:
+        wandb_box["scores"] = {"confidence": box["confidence"]}
+        wandb_box["box_caption"] += f" {box['confidence']:.2f}"
+    return wandb_box
+
+
+def _class_map(boxes: Sequence[Mapping[str, Any]], outlines: Sequence[Sequence[float]], size: tuple[int, int]) -> Any:
+    """Return masks in the form of `wandb.Image`: the class of each pixel plus one, 0 for none, int (height, width).
+
+    outlines: x, y, x, y, ... as shares of width and height, one for each box; the first is in front. size: width and
+    height.
+    """
+    import numpy as np
+    from PIL import Image, ImageDraw
+
+    image = Image.new("I", size)
+    pen = ImageDraw.Draw(image)
+    for box, outline in zip(reversed(boxes), reversed(outlines), strict=True):
+        if len(outline) >= 4:  # Pillow draws no polygon of a point
+            points = [(x * size[0], y * size[1]) for x, y in zip(outline[::2], outline[1::2], strict=True)]
+            pen.polygon(points, fill=box["label"] + 1)
+    return np.asarray(image)
+
+
+def _thumbnail(file: str) -> Any:
+    """Read an image file as RGB, turned upright, with its longer side at most `EXAMPLE_PIXELS`."""
+    from PIL import Image, ImageOps
+
+    with Image.open(os.fsencode(file)) as opened:
+        image = ImageOps.exif_transpose(opened).convert("RGB")
+    image.thumbnail((EXAMPLE_PIXELS, EXAMPLE_PIXELS))
+    return image
 
 
 def charts(wandb: Any, documents: Mapping[str, str]) -> dict[str, Any]:

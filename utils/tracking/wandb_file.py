@@ -1,0 +1,67 @@
+"""What an earlier process of a run has logged to Weights & Biases. Called by utils/tracking/wandb.py.
+
+W&B's file of a run on disk is the only record of what will be uploaded: rows that it does not hold were lost when the
+process was killed. The package has no reader of it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+HEADER_BYTES = 7  # at the start of a .wandb file: ":W&B", a magic number, a version
+LOG_BLOCK_BYTES = 2**15
+RECORD_HEADER = struct.Struct("<IHB")  # checksum, length, kind
+FULL, FIRST, LAST = 1, 2, 4  # kinds of a record's parts
+
+
+def last_logged(folder: Path, pattern: str) -> dict[str, float]:
+    """Return the last step and epoch that files of a run hold, by key: those of the rows that have the key.
+
+    Args:
+        folder: W&B's folder in the run folder.
+        pattern: of the files in it, such as `*run-*-abc/*.wandb`.
+    """
+    last: dict[str, float] = {}
+    for file in folder.glob(pattern):
+        with suppress(Exception):  # as long as W&B's file has this format
+            for values in history(file):
+                position = values.get("epoch", values.get("step", 0))
+                for key in values:
+                    last[key] = max(last.get(key, position), values[key] if key in ("epoch", "step") else position)
+    return last
+
+
+def history(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a .wandb file: values by key."""
+    for record in records(file):
+        if record.WhichOneof("record_type") == "history":
+            yield {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+
+
+def records(file: Path) -> Iterator[Any]:
+    """Yield the records of a .wandb file, which has LevelDB's log format, as protobuf messages, up to its damaged end.
+
+    https://github.com/google/leveldb/blob/main/doc/log_format.md
+    """
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
+    content = file.read_bytes()
+    position, parts = HEADER_BYTES, b""
+    while position + RECORD_HEADER.size <= len(content):
+        if (rest := LOG_BLOCK_BYTES - position % LOG_BLOCK_BYTES) < RECORD_HEADER.size:
+            position += rest  # padding
+            continue
+        _, length, kind = RECORD_HEADER.unpack_from(content, position)
+        start, position = position + RECORD_HEADER.size, position + RECORD_HEADER.size + length
+        if position > len(content):  # its writer was killed
+            return
+        parts = (b"" if kind in (FULL, FIRST) else parts) + content[start:position]
+        if kind in (FULL, LAST):
+            record = Record()
+            record.ParseFromString(parts)
+            yield record
