@@ -141,4 +141,4 @@ class HeatmapData(DataSet[HeatmapSplit]):
 
     def evaluation_loader(self, split: HeatmapSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
         images = open_images(split.images, 0, False, self.options.cache, split.sizes)
-        return loader(Items(images, split), batches, self.collate, self.options.workers)
+        return loader(KeypointItems(images, split), batches, self.collate, self.options.workers)
