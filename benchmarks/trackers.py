@@ -1,14 +1,11 @@
 """What trackers and pictures cost a training: CPU-seconds of each process, and the rate.
 
     python -m benchmarks.trackers [--rounds 3] [--epochs 8] [--processes 2] [--jobs nothing everything]
-    python -m benchmarks.trackers --hand-over
 
 Trains the built-in job in turn with each of `JOBS`: without trackers and pictures, with everything (W&B offline with
 uploads, alerts and boxes after every epoch, TensorBoard, MLflow, pictures), or with a part of that. What is counted
 lies between the console's lines of the first and of the last epoch, so that starts and ends do not count. On busy cores
 the CPU-seconds are steady while rates are not.
-
---hand-over times what the training process itself does for what W&B gets of an epoch.
 """
 
 from __future__ import annotations
@@ -30,7 +27,6 @@ import numpy as np
 import psutil
 
 from utils.files import ROOT
-from utils.tracking.wandb import WandbTracker
 
 SAMPLE_SECONDS = 0.5  # between two readings of the processes' times
 IMAGES = 640  # of the built-in job, in an epoch
@@ -45,9 +41,7 @@ JOBS = {
 }
 # Parts of a run, by words of their command lines.
 PARTS = {
-    "utils.tracking.wandb_process": "W&B: our process",
     "wandb-core": "W&B: its service",
-    "utils.tracking.accelerate_process": "MLflow",
     "utils.plots": "charts",
 }
 
@@ -66,11 +60,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=["nothing", "everything"])
-    parser.add_argument("--hand-over", action="store_true")
     options = parser.parse_args()
-    if options.hand_over:
-        print(f"the training process hands an epoch over in {1000 * seconds_to_hand_over():.2f} ms of CPU time")
-        return
     runs: dict[str, list[Usage]] = {job: [] for job in options.jobs}
     for number in range(options.rounds):
         for job in options.jobs[:: 1 if number % 2 else -1]:
@@ -163,37 +153,6 @@ def part_of(process: psutil.Process, root: psutil.Process) -> str:
         ranks = sorted(child.pid for child in root.children() if "spawn_main" in " ".join(child.cmdline()))
         return f"training, process {ranks.index(process.pid)}" if process.pid in ranks else "launcher"
     return "loaders" if process.cmdline() == parent.cmdline() else f"others: {Path(process.name()).name}"
-
-
-def seconds_to_hand_over() -> float:
-    """Return the CPU-seconds of this process for what W&B gets of an epoch: 20 points, a row, 16 examples, a table.
-
-    With those of the thread that writes the messages.
-    """
-    box = {"label": 1, "confidence": 0.5, "xyxy": (0.1, 0.2, 0.3, 0.4)}
-    example = {"file": "a.jpg", "name": "a.jpg", "labels": [box] * 10, "predictions": [box] * 20}
-    example |= {"label_outlines": [], "prediction_outlines": []}
-    with tempfile.TemporaryDirectory() as folder:
-        run = {"project": "p", "id": "abc", "name": "n"}
-        tracker = WandbTracker(Path(folder), run, lambda line: None)
-        os.environ["WANDB_MODE"] = "offline"
-        tracker.store_init_configuration({})
-        while not tracker.messages.empty():  # the start, which is written as soon as the process reads
-            time.sleep(0.1)
-        time.sleep(5)
-        began = time.process_time()
-        for step in range(20):
-            tracker.log({"step": step, **{f"step/{k}": 0.5 for k in range(15)}}, step=step)
-        tracker.log({"epoch": 1, **{f"class/AP/{k}": 0.5 for k in range(160)}}, step=20)
-        tracker.log_examples("examples/validation", [example] * 16, ["a"] * 80, 20, 1)
-        tracker.log_documents({"classes.csv": "class,AP\n" + "a,0.5\n" * 80}, 20, 1)
-        while not tracker.messages.empty():
-            time.sleep(0.01)
-        used = time.process_time() - began
-        tracker.fail("")
-        assert tracker.process is not None
-        tracker.process.kill()
-    return used
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import not_here
-from utils.background import AUTOGROUP, Background, own_python, set_group_niceness, start_process
+from utils.background import Background, own_python, start_process
 
 
 def test_jobs_are_done_in_order() -> None:
@@ -83,22 +82,3 @@ def test_no_fork_while_a_process_is_started(monkeypatch: pytest.MonkeyPatch) -> 
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     thread.join()
     assert start_process([sys.executable, "-c", ""]).wait() == 0  # neither side holds the lock
-
-
-def test_the_niceness_of_a_session() -> None:
-    """It is set and taken back, for the process that leads a session and no other."""
-    if not Path(AUTOGROUP.format("self")).exists():
-        not_here("sessions that share the cores (autogroup)")
-    own = Path(AUTOGROUP.format("self")).read_text()
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-    leader, member = subprocess.Popen(sleep, start_new_session=True), subprocess.Popen(sleep)
-    try:
-        for niceness in (19, 0):
-            for process in (leader, member):
-                set_group_niceness(process.pid, niceness)
-            assert Path(AUTOGROUP.format(leader.pid)).read_text().split()[-1] == str(niceness)
-            assert Path(AUTOGROUP.format("self")).read_text() == own
-    finally:
-        for process in (leader, member):
-            process.kill()
-            process.wait()

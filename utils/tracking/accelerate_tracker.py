@@ -57,7 +57,7 @@ class AccelerateTracker(Tracker):
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Start the run with its settings."""
-        with suppress(Exception):  # not in the thread: loader processes must not be forked during an import
+        with suppress(Exception, SystemExit):  # not in the thread: loader processes must not be forked during an import
             importlib.import_module(self.name)
         config = {key: as_text(value) for key, value in values.items()}
 

@@ -205,7 +205,8 @@ class WandbTracker(AccelerateTracker):
                 values = {key: float(value) for key, value in row.items() if value}
                 values[EPOCH] = int(values[EPOCH]) + 1
                 if values[EPOCH] > self._last.get(EPOCH, 0):
-                    self._log(values, 0)
+                    self._define_dotted(values)
+                    self.inner.run.log(values)
                     self._last[EPOCH] = values[EPOCH]
 
     def _log(self, values: dict[str, Any], step: int) -> None:

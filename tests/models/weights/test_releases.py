@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -177,16 +176,18 @@ def test_weights_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 # W&B artifacts
 
 
-def replace_wandb(monkeypatch: pytest.MonkeyPatch, answer: str, *files: str) -> None:
-    """Replace the program that asks W&B: it writes these files and prints their paths, or `answer`."""
-    script = f"""
-import json, pathlib, sys
-folder = pathlib.Path(sys.argv[2])
-folder.mkdir(parents=True, exist_ok=True)
-[(folder / name).write_text(sys.argv[1]) for name in {list(files)!r}]
-print({answer!r} or json.dumps({{"files": [str(folder / name) for name in {list(files)!r}]}}))
-"""
-    monkeypatch.setattr(releases, "own_python", lambda *names: [sys.executable, "-c", script])
+def replace_wandb(monkeypatch: pytest.MonkeyPatch, error: str, *files: str) -> None:
+    """Replace the download from W&B: it writes these files, or raises `error`."""
+
+    def download(name: str, folder: Path) -> list[Path]:
+        if error:
+            raise UserError(error)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            (folder / file).write_text(name)
+        return [folder / file for file in files]
+
+    monkeypatch.setattr(releases, "download_artifact", download)
 
 
 @pytest.mark.parametrize("files", [("epoch3.pt",), ("last.pt", "best.pt"), ("best.pt", "notes.txt")])
@@ -201,7 +202,7 @@ def test_an_artifact(files: tuple[str, ...], folder: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("answer", "files", "message"),
     [
-        ('{"error": "no such artifact"}', (), r"cannot be downloaded \(no such artifact\); check the key and the name"),
+        ("no such artifact", (), r"cannot be downloaded \(no such artifact\); check the key and the name"),
         ("", ("a.pt", "b.pt"), "holds 2 .pt files"),
         ("", ("a.txt",), "holds 0 .pt files"),
     ],

@@ -7,6 +7,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from accelerate import PartialState
 
 from utils.tracking.tracker import TENSORBOARD, WANDB
 
@@ -16,6 +17,11 @@ def no_wandb_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))}
     for name in (*names, "WANDB_PROJECT", "NETRC"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> None:
+    PartialState(cpu=True)  # Accelerate's trackers ask it for the rank
 
 
 @pytest.fixture

@@ -67,4 +67,4 @@ def test_trackers_of_all_kinds(installed: set[str], tmp_path: Path) -> None:
     trackers, warnings = make_trackers(options, tmp_path / "exp", print, "train")
     assert warnings == []
     assert [tracker.name for tracker in trackers] == ["mlflow", "tensorboard", "wandb"]
-    assert trackers[0].arguments["run"] == {"project": "cats", "name": "exp", "id": "abc"}
+    assert trackers[0].run == {"project": "cats", "name": "exp", "id": "abc"}

@@ -1,139 +1,66 @@
-"""The tracker of W&B neither waits for its process nor fails if the process does."""
+"""The tracker of W&B: artifacts, alerts, the key, and lost epochs; tests/test_tracking.py has whole runs."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.wandb_files import read, runs
 from tests.wandb_server import serve
-from utils.tracking import process_tracker
-from utils.tracking.wandb import WandbTracker
+from utils.files import ROOT
+from utils.tracking.wandb import CONNECT_SECONDS, WandbTracker, connect_timeout
+
+wandb = pytest.importorskip("wandb")
+RUN = {"project": "p", "id": "abc", "notes": "why"}
 
 
-def replace_process(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Start another program in place of the one that talks to W&B."""
-    monkeypatch.setattr(process_tracker, "own_python", lambda module: ["python3", "-c", script])
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Make wandb read its settings anew."""
+    wandb.teardown()
+    yield
+    wandb.teardown()
 
 
-ECHO = "import sys\nfor line in sys.stdin: open(sys.argv[1], 'a').write(line)"
-
-
-def test_messages_arrive_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_process(monkeypatch, ECHO)
-    monkeypatch.setattr("sys.argv", [str(tmp_path / "calls"), "\udcff"])
-    tracker = WandbTracker(tmp_path, {"id": "x"}, print)
-    tracker.store_init_configuration({"lr0": 0.1, "path": Path("a"), "data": "\udcc3\udcbc\udcff"})
-    tracker.log({"step": 3, "step/loss": float("nan")}, step=3)
-    tracker.log({"epoch": 1, "step": 3}, step=3)
-    tracker.log_pictures({"pictures/a": tmp_path / "\udcff.jpg"}, 3)
-    tracker.log_line("a line")
-    tracker.finish()
-    messages = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
-    assert [message["method"] for message in messages] == ["start", "log", "log", "log_pictures", "log_line", "finish"]
-    assert messages[0]["config"] == {"lr0": 0.1, "path": "a", "data": "\u00fc\ufffd"}  # wandb refuses other bytes
-    assert messages[0]["run"] == {"id": "x"}
-    assert [message["axis"] for message in messages[1:3]] == ["step", "epoch"]
-    assert messages[3]["files"]["pictures/a"].endswith("\udcff.jpg")
-
-
-def test_a_process_that_never_ends_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_process(monkeypatch, "import subprocess; subprocess.run(['sleep', '600'])")
-    printed: list[str] = []
-    monkeypatch.setattr(process_tracker, "EXIT_SECONDS", 0.0)
-    tracker = WandbTracker(tmp_path, {"id": "x"}, printed.append)
-    tracker.store_init_configuration({})
-    process = tracker.process
-    time.sleep(0.5)
-    tracker.finish(0.2)
-    assert process is not None
-    assert process.wait(5) == -signal.SIGKILL
-    assert len(printed) == 1
-    assert printed[0].startswith("warning: W&B has not ended after 0 s; its data is in ")
-
-
-@pytest.mark.parametrize(
-    ("limit", "timeout", "expected"), [(900.0, math.inf, 910.0), (60.0, 10.0, 20.0), (60.0, 90.0, 70.0)]
-)
-def test_the_time_limit_of_the_end(
-    limit: float, timeout: float, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replace_process(monkeypatch, "")
-    limits: list[float] = []
-    tracker = WandbTracker(tmp_path, {"id": "x"}, print, limit)
-    tracker.store_init_configuration({})
-    assert tracker.process is not None
-    monkeypatch.setattr(tracker.process, "wait", limits.append)
-    tracker.finish(timeout)
-    tracker.finish()
-    assert limits == [expected]
-
-
-def test_messages_to_a_dead_process_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_process(monkeypatch, "")
-    tracker = WandbTracker(tmp_path, {"id": "x"}, print)
-    tracker.store_init_configuration({})
-    assert tracker.process is not None
-    tracker.process.wait()
-    for number in range(100):
-        tracker.log({"step": number, "text": "x" * 10**5}, step=number)
-        time.sleep(0.001)
-    assert tracker.closed
-    assert tracker.messages.qsize() < 100
-    tracker.finish()
-
-
-def test_a_process_that_cannot_be_started_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_tracker, "own_python", lambda module: [str(tmp_path / "nowhere")])
-    printed: list[str] = []
-    tracker = WandbTracker(tmp_path, {"id": "x"}, printed.append)
-    tracker.store_init_configuration({})
-    tracker.log({"step": 1}, step=1)
-    tracker.finish()
-    assert printed == ["warning: W&B cannot be started (No such file or directory); training continues"]
-
-
-def test_replies_are_printed_and_can_stop_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replies = [{"print": "hello"}, "not a reply", {"print": "stopped", "stop": True}]
-    replace_process(monkeypatch, f"print({json.dumps('rubbish')}, *{list(map(json.dumps, replies))!r}, sep=chr(10))")
-    printed: list[str] = []
-    sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "kill", lambda *call: sent.append(call))
-    tracker = WandbTracker(tmp_path, {"id": "x"}, printed.append)
-    tracker.store_init_configuration({})
-    tracker.finish()
-    assert printed == ["hello", "stopped"]
-    assert sent == [(os.getpid(), signal.SIGTERM)]
-
-
-def test_a_server_that_stops_answering_does_not_delay_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    printed: list[str] = []
-    with serve() as server:
-        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-        monkeypatch.setenv("WANDB_BASE_URL", server.address)
-        arguments = {"project": "p", "id": "abc", "name": "n", "entity": None, "group": None, "tags": None}
-        tracker = WandbTracker(tmp_path, arguments, printed.append, timeout=2.0)
-        tracker.store_init_configuration({})
-        end = time.monotonic() + 60
-        while not printed and time.monotonic() < end:
-            time.sleep(0.1)
-        assert printed == [f"W&B: {server.address}/me/p/runs/abc"]
-        server.silent.set()
-        tracker.log({"step": 1, "step/loss": 0.5}, step=1)
-        process = tracker.process
-        tracker.finish()
-    assert process is not None
-    assert process.returncode in (0, 1)  # by itself
-    assert [line.partition(";")[0] for line in printed[1:]] == ["warning: W&B has not received everything within 2 s"]
+def test_why_a_run_ended_is_an_alert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it is asked for."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracker = WandbTracker(tmp_path, RUN, print, alerts=True)
+    tracker.store_init_configuration({"data": "\udcc3\udcbc\udcff"})  # wandb refuses such text
+    tracker.log({"step": 1, "metrics/a.b": 0.5}, step=1)
+    assert isinstance(tracker.tracker, wandb.Run)
+    tracker.fail("20 steps were not finite")
     (file,) = runs(tmp_path)
-    assert [row["step/loss"] for row in read(file).rows] == [0.5]  # stored for `wandb sync`
+    run = read(file)
+    assert (run.code, run.notes) == (1, "why")
+    assert run.rows[0]["metrics/a.b"] == 0.5
+    assert run.alerts == [("The run ended by an error", "20 steps were not finite", "ERROR")]
+
+
+def test_epochs_that_a_killed_process_lost_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """results.csv has them; what W&B has is not logged again."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+    def logged(first: int, last: int) -> None:
+        tracker = WandbTracker(tmp_path, RUN, print)
+        tracker.store_init_configuration({})
+        for epoch in range(first, last):
+            tracker.log({"epoch": epoch + 1, "val/box_loss": epoch / 10}, step=10 * epoch)
+        tracker.finish()
+
+    logged(0, 2)
+    (tmp_path / "results.csv").write_text("epoch,val/box_loss,extra\n" + "".join(f"{k},{k / 10},\n" for k in range(4)))
+    time.sleep(1.1)  # W&B names folders by the second
+    logged(3, 6)
+    rows = [row for file in runs(tmp_path) for row in read(file).rows]
+    assert [(row["epoch"], row["val/box_loss"]) for row in rows] == [(k + 1, k / 10) for k in range(6)]
 
 
 def test_lineage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,3 +90,54 @@ def test_lineage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(model["metadata"]) == content
     assert server.links == [(f"a{types.index('model') + 1}", "cats")]
     assert server.files["artifacts/best.pt"] == b"best.pt"
+
+
+# The key and the server
+
+
+HAS_KEY = """
+import json, os, sys
+from utils.tracking.wandb import has_key
+from wandb.sdk.lib import wbauth
+for netrc in json.loads(sys.argv[1]):
+    open(os.environ["NETRC"], "w").write(netrc)
+    os.chmod(os.environ["NETRC"], 0o600)
+    print(has_key(), flush=True)
+    getattr(wbauth, "unauthenticate_session", lambda: None)()
+"""
+
+
+def keys_found(folder: Path, *netrc: str, **variables: str) -> list[str]:
+    """Return whether wandb finds a key, for each content of ~/.netrc; nobody answers at the server."""
+    pytest.importorskip("wandb")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    ended = subprocess.run(
+        [sys.executable, "-c", HAS_KEY, json.dumps(netrc)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        env={**kept, "HOME": str(folder), "NETRC": str(folder / "netrc"), "WANDB_BASE_URL": SERVER, **variables},
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.split()
+
+
+SERVER = "http://127.0.0.1:9"
+
+
+def test_the_key_is_found(tmp_path: Path) -> None:
+    """It is wandb that looks for it, without asking anybody."""
+    key = "password " + "0123456789" * 4
+    damaged, elsewhere = "machine", f"machine elsewhere.org login user {key}"
+    known = f"machine 127.0.0.1:9 login user {key}"
+    began = time.monotonic()
+    assert keys_found(tmp_path, "", damaged, elsewhere, known) == ["False", "False", "False", "True"]
+    assert keys_found(tmp_path, "", WANDB_API_KEY=key.split()[1]) == ["True"]
+    assert time.monotonic() - began < 30
+
+
+def test_the_time_to_reach_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert connect_timeout() == CONNECT_SECONDS
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "7")
+    assert connect_timeout() == 7

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from utils.files import csv_text
-from utils.tracking.wandb_tables import MAX_ROWS, charts, thinned
+from utils.tracking.wandb_media import MAX_ROWS, charts, thinned
 
 wandb = pytest.importorskip("wandb")
 
