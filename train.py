@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from data.dataset import DataOptions, DataSet, DataSource, data_source
-from models.starting_point import ModelOptions, StartingPoint, load_and_freeze, recipe_of, starting_point
+from models.initial_weights import ModelOptions, StartingPoint, load_and_freeze, recipe_of, starting_point
 from models.tasks.contract import Criterion, Model, Task
 from utils.batch import Batch, Split
 from utils.checkpoint.resume import read_saved_state, settle

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.tasks.detection.matching import Level
+from models.tasks.detection.target_assignment import Level
 
 # A kernel, stride or padding: one number, or (height, width).
 Size = int | Sequence[int]

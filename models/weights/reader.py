@@ -1,6 +1,6 @@
 """Read weight files without running anything in them: those of train.py, YOLOv5's, `.safetensors`, and bare tensors.
 
-Called by export.py, models/starting_point.py and models/export/runtime.py, which reads exported files.
+Called by export.py, models/initial_weights.py and models/export/runtime.py, which reads exported files.
 """
 
 from __future__ import annotations

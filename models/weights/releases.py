@@ -1,6 +1,6 @@
 """Find the file that --weights names; download YOLOv5's releases, torchvision's weights, W&B artifacts, Hub files.
 
-Called by models/starting_point.py and models/ensemble.py.
+Called by models/initial_weights.py and models/ensemble.py.
 """
 
 from __future__ import annotations

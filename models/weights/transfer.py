@@ -1,12 +1,18 @@
-"""Load tensors of a weight file into a model. Called by models/starting_point.py and models/ensemble.py."""
+"""Load tensors of a weight file into a model, and find the classes that both have.
+
+Called by models/initial_weights.py, models/ensemble.py and the detection task; a recipe may depend on `known_share`.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor, nn
+
+from models.tasks.contract import Model
+from models.weights.content import Weights
 
 # Parts of names in torchvision's older DenseNet and ViT files, and their replacements.
 TORCHVISION_RENAMES = (
@@ -43,3 +49,24 @@ def _current_name(name: str) -> str:
     for old, new in TORCHVISION_RENAMES:
         name = old.sub(new, name)
     return name
+
+
+def same_names(names: Mapping[int, str], new: Mapping[int, str]) -> dict[int, int]:
+    """Return the number of a class in `names` by its number in `new`, for equal names, whatever their case."""
+    numbers = {key: number for number, key in reversed(list(zip(names, _keys(names.values()), strict=True)))}
+    found = {number: numbers.get(key) for number, key in zip(new, _keys(new.values()), strict=True)}
+    return {number: old for number, old in found.items() if old is not None}
+
+
+def known_share(model: Model, weights: Weights, names: Mapping[int, str]) -> float | None:
+    """Return the share of the classes that a weight file has, by name; None if it is another model's.
+
+    It is another model's if at most half of the tensors of `model` are in it.
+    """
+    state = model.state_dict()
+    fitting = sum(name in weights.state and weights.state[name].shape == tensor.shape for name, tensor in state.items())
+    return len(same_names(weights.names, names)) / len(names) if fitting > len(state) / 2 else None
+
+
+def _keys(names: Iterable[str]) -> list[str]:
+    return [name.strip().casefold() for name in names]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchvision.models import resnet18, vit_b_32
 
-from models.freeze import freeze
+from models.initial_weights import freeze
 from models.yolo import YoloModel, build_model
 from utils.errors import UserError
 

@@ -36,7 +36,7 @@ from models.layers import (
     Transformer,
     skip_norms,
 )
-from models.tasks.detection.matching import read_level
+from models.tasks.detection.target_assignment import read_level
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch.nn import functional
 from models.layers import Detect
 from models.tasks.contract import Criterion, LossTerms
 from models.tasks.detection.boxes import complete_iou
-from models.tasks.detection.matching import (
+from models.tasks.detection.target_assignment import (
     NEIGHBOURS,
     Cells,
     Level,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.tasks.detection.pairing import IOU_THRESHOLDS
+from models.tasks.detection.metric_matching import IOU_THRESHOLDS
 from models.tasks.detection.records import CONFIDENT_THRESHOLD, EMPTY_RECORD, ImageRecord
 
 DETECTION_METRICS = ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95")

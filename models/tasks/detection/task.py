@@ -20,7 +20,7 @@ from models.tasks.contract import (
 )
 from models.tasks.detection.anchors import adapt_anchors
 from models.tasks.detection.export_module import DecodedDetector, SuppressedDetector, graph_suppression
-from models.tasks.detection.head_rows import keep_head
+from models.tasks.detection.head_transfer import keep_head
 from models.tasks.detection.loss import LOSS_NAMES, DetectionCriterion, LossSettings, UnavailableCriterion
 from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.postprocess import DetectionPostprocess

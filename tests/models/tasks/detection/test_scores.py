@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from models.tasks.detection import scores as module
-from models.tasks.detection.pairing import IOU_THRESHOLDS
+from models.tasks.detection.metric_matching import IOU_THRESHOLDS
 from models.tasks.detection.records import CONFIDENT_THRESHOLD, ImageRecord
 from models.tasks.detection.scores import (
     AP_RECALLS,

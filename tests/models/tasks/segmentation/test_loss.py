@@ -13,7 +13,7 @@ from torch.nn import functional
 from models.layers import Segment
 from models.tasks.contract import LossTerms
 from models.tasks.detection.loss import LossSettings
-from models.tasks.detection.matching import match, near_cells
+from models.tasks.detection.target_assignment import match, near_cells
 from models.tasks.segmentation import mask_loss
 from models.tasks.segmentation.loss import SegmentationCriterion
 from models.weights.reader import read_weights

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from models.layers import Detect
-from models.tasks.detection.head_rows import keep_head
+from models.tasks.detection.head_transfer import keep_head
 from models.yolo import YoloModel, build_model
 
 OLD = {0: "person", 1: "car", 2: "Dog", 3: "bowl"}

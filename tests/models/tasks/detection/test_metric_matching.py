@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from models.tasks.detection.pairing import (
+from models.tasks.detection.metric_matching import (
     CONFUSION_IOU,
     IOU_THRESHOLDS,
     Matches,

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from models.flops import gflops
-from models.freeze import freeze
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
 from models.image_size import rounding
-from models.known_classes import known_share
 from models.layer_registry import add_layers
+from models.layers import skip_norms
 from models.tasks import TASKS, TaskEntry, task_of
 from models.tasks.contract import Model, Task
 from models.weights.content import Weights
 from models.weights.reader import read_weights
 from models.weights.releases import find_weights
-from models.weights.transfer import transfer
+from models.weights.transfer import known_share, transfer
 from utils.config.hyperparameters import Recipe
 from utils.errors import UserError
 from utils.files import find_file, read_yaml
@@ -121,6 +124,50 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> l
         more = f" and {len(misfits) - MAX_NAMED_TENSORS} more" if len(misfits) > MAX_NAMED_TENSORS else ""
         messages.append(f"dropped for their shapes: {', '.join(dropped)}{more}")
     return messages + task.keep_head(model, weights.state, weights.names)
+
+
+def gflops(model: nn.Module, imgsz: int) -> float:
+    """Return 10^9 floating-point operations for one image (3, imgsz, imgsz), a multiply-add counted as two.
+
+    The model is traced on the "meta" device: nothing is computed. Returns 0 if a layer cannot be traced.
+    """
+    try:
+        replaced = {id(tensor): tensor.to("meta") for tensor in (*model.parameters(), *model.buffers())}
+        traced = copy.deepcopy(model, replaced).eval()  # no weight is copied
+        skip_norms(traced)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            traced(torch.empty(1, 3, imgsz, imgsz, device="meta"))
+    except Exception:  # a user's layer can fail anywhere
+        return 0.0
+    return counter.get_total_flops() / 1e9
+
+
+def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
+    """Freeze layers and return their numbers: (N,) is the first N, (-N,) all but the last N, several are these layers.
+
+    The layers are the children of `model.model`, or of a model without that attribute. Raises `UserError` for a number
+    that is no layer.
+    """
+    layered = dict(model.named_children()).get("model", model)
+    rows = list(layered.children())
+    count = len(rows)
+    if len(layers) > 1:
+        chosen = list(layers)
+    elif layers[0] >= 0:
+        chosen = list(range(layers[0]))
+    else:
+        chosen = list(range(count + layers[0])) if -layers[0] <= count else list(layers)
+        for parameter in layered.parameters(recurse=False):  # in no layer, such as a transformer's class token
+            parameter.requires_grad_(False)
+    for number in chosen:
+        if not 0 <= number < count:
+            raise UserError(
+                f"--freeze {' '.join(map(str, layers))}: the model has layers 0 to {count - 1}, no {number}"
+            )
+        rows[number].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"--freeze {' '.join(map(str, layers))} freezes all layers, 0 to {count - 1}; freeze fewer")
+    return chosen
 
 
 def recipe_of(yaml: Mapping[str, Any]) -> type[Recipe]:

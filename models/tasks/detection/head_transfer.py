@@ -8,7 +8,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from models.known_classes import same_names
+from models.weights.transfer import same_names
 from models.yolo import YoloModel
 from utils.errors import plural
 
