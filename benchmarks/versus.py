@@ -78,7 +78,7 @@ OURS = """
 from pathlib import Path
 from data.dataset import DataOptions
 from data.detection import DetectionData
-from data.sources import read_spec
+from data.data_yaml import read_spec
 from utils.config.hyperparameters import Hyperparameters
 if PROCESSES > 1:  # first: they share the memory for decoded images
     from utils.distributed.accelerator import start
@@ -157,7 +157,7 @@ train.main(train.parse_opt())
 OUR_SCAN = """
 from pathlib import Path
 from data.labels import load_labels
-from data.sources import read_spec
+from data.data_yaml import read_spec
 spec = read_spec(Path(FOLDER) / "data.yaml")
 begin()
 images = spec.images("train")
@@ -322,7 +322,6 @@ PARTS = {
     "loader, 2 workers": loaded("", workers=2),
     "loader, 2 processes of 1 worker": loaded("", workers=1, processes=2),
     "loader, mosaic of any images": loaded("partners='any'"),
-    "loader, mosaic of neighbours": loaded("partners='near'"),
     "loader, images in memory": loaded("'ram'", cache="'ram'"),
     "loader, photos of 2048x1371": loaded("", PHOTOS="2048x1371"),
     "loader, photos of 4000x3000": loaded("", PHOTOS="4000x3000"),

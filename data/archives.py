@@ -1,6 +1,6 @@
 """Download and unpack the archives in `download:` of a data YAML, once per machine, all or nothing.
 
-Called by data/sources.py.
+Called by data/data_yaml.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import stat
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -29,8 +29,6 @@ from utils.errors import UserError
 from utils.files import one_at_a_time
 
 COPY_BYTES = 2**20  # copied at once
-MAX_RATIO = 100  # of an archive's contents to its size; images and labels have far less
-SMALL_BYTES = 2**30  # of contents, whose ratio is not looked at
 IGNORED_FOLDERS = ("__MACOSX",)  # added to an archive by macOS
 # Errors of the standard library for a damaged archive.
 ARCHIVE_ERRORS = (
@@ -120,9 +118,9 @@ def _fetch_archive(address: str, work: Path, number: int, folder: str, root: Pat
 def unpack(archive: Path, folder: Path, dataset: str, expected: Sequence[str] = (), name: str = "") -> None:
     """Unpack a zip or tar archive into `folder`.
 
-    A single top folder is dropped if it is named `dataset` or contains the `expected` paths. An archive with a link,
-    with a name that leads outside of `folder`, or with contents of more than `MAX_RATIO` times its size, is refused
-    before anything is written. After an error nothing of the archive is left.
+    A single top folder is dropped if it is named `dataset` or contains the `expected` paths. An archive with a link or
+    with a name that leads outside of `folder` is refused before anything is written. After an error nothing of the
+    archive is left.
 
     name: of the archive in errors. Raises `UserError`, and OSError if there is too little disk space.
     """
@@ -165,12 +163,10 @@ def _open_members(archive: Path, name: str) -> Iterator[list[_Member]]:
     try:
         if zipfile.is_zipfile(archive):
             with zipfile.ZipFile(archive) as opened:
-                members = (_zip_member(opened, info, name) for info in opened.infolist() if not info.is_dir())
-                yield _bounded(members, archive.stat().st_size, name)
+                yield [_zip_member(opened, info, name) for info in opened.infolist() if not info.is_dir()]
         elif tarfile.is_tarfile(archive):
             with tarfile.open(archive) as tar:
-                members = (_tar_member(tar, info, name) for info in tar if not info.isdir())
-                yield _bounded(members, archive.stat().st_size, name)
+                yield [_tar_member(tar, info, name) for info in tar if not info.isdir()]
                 while tar.fileobj and tar.fileobj.read(COPY_BYTES):  # to the checksum at the end
                     pass
         else:
@@ -179,20 +175,6 @@ def _open_members(archive: Path, name: str) -> Iterator[list[_Member]]:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # of this machine's disk
             raise
         raise UserError(f"{name} cannot be unpacked ({error}); try again, or unpack it yourself") from None
-
-
-def _bounded(members: Iterable[_Member], size: int, name: str) -> list[_Member]:
-    """Return all members. Raises `UserError` if they are much larger than the archive, of `size` bytes."""
-    total, bounded = 0, []
-    for member in members:
-        total += member.size
-        if total > max(MAX_RATIO * size, SMALL_BYTES):
-            raise UserError(
-                f"{name} needs {gigabytes(total)} or more unpacked, over {MAX_RATIO} times its size, unlike images and "
-                "labels; do not trust it"
-            )
-        bounded.append(member)
-    return bounded
 
 
 def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> _Member:

@@ -36,7 +36,7 @@ def empty_pixels(*shape: int) -> Tensor:
     return pixels.new(pixels._typed_storage()._new_shared(math.prod(shape), device="cpu")).resize_(shape)
 
 
-def stacked(images: Sequence[Tensor]) -> Tensor:
+def stack_in_place(images: Sequence[Tensor]) -> Tensor:
     """Return images of one shape, uint8, as one tensor (n, ...): the one whose rows they are, if any, or a copy."""
     whole, step = images[0]._base, images[0].numel()
     if whole is not None and whole.shape == (len(images), *images[0].shape):

@@ -6,35 +6,28 @@ The data sets call `open_images`.
 from __future__ import annotations
 
 import errno
-import gc
 import hashlib
 import io
 import mmap
 import os
-import shutil
 import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 
 from data import storage
 from data.image_ring import RING_MEMORY_SHARE, ImageRing
 from data.images import read_image, read_reduced, resize_long_side, scaled_shape
-from data.remote import is_remote
+from data.remote import CACHE_RULE, available_bytes, is_remote
 from utils.distributed.shared_memory import shared_memory
 from utils.errors import UserError
 from utils.files import cache_folder, replacing
 
 CACHE_MEMORY_SHARE = 0.8  # of the memory that is free at the start; the rest is for training itself
-CACHE_DISK_SHARE = 0.8  # of what would be free without the cache, for all runs together; the rest stays free
-DISK_BLOCK_BYTES = 4096  # a file takes whole blocks
 
 writing_stopped = np.frombuffer(mmap.mmap(-1, 1), np.uint8)  # 1 once a disk is full; shared with forked processes
-_on_disk: WeakSet[ImagesOnDisk] = WeakSet()  # of this process: what one of them will write is not free for the next
 
 
 class Files(Sequence[Path]):
@@ -143,38 +136,30 @@ class ImagesInMemory(Images):
 class ImagesOnDisk(Images):
     """A cache on disk: each image is written once, decoded, below the cache folder.
 
-    Besides those that are there already, the first images that fit into the budget are cached; restarts do not enlarge
-    the budget. Once other programs have taken half of what should stay free, or a write fails, no more is written, with
-    one warning. sizes: (n, 2), width and height of each file's image.
+    Besides those that are there already, the first images are cached that fit while a tenth of the disk stays free.
+    Once less would be free, or a write fails, no more is written, with one warning. sizes: (n, 2), width and
+    height of each file's image.
     """
 
     def __init__(self, files: Sequence[Path], imgsz: int, smooth: bool, sizes: np.ndarray, reduced: bool) -> None:
         super().__init__(files, imgsz, smooth, sizes if reduced else None)
         self.folder = cache_folder() / "images"
         self.written = np.array([os.path.exists(self._cache_file(file)) for file in self.files], bool)
-        self.sizes = disk_bytes(cached_shapes(sizes, imgsz).prod(1, dtype=np.int64) * 3)
-        free = 0
+        self.sizes = cached_shapes(sizes, imgsz).prod(1, dtype=np.int64) * 3
+        available = 0
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(self.folder).free
+            available = available_bytes(self.folder)
         except OSError as error:
             self._stop_writing(error)
-        reserve = int((free + folder_bytes(self.folder)) * (1 - CACHE_DISK_SHARE))
-        self.min_free_bytes = reserve // 2  # whichever program writes
-        ends = np.cumsum(np.where(self.written, 0, self.sizes))
-        if _on_disk:
-            gc.collect()  # loaders of an earlier run are in reference cycles
-        fits = ends <= free - reserve - sum(images.pending_bytes for images in _on_disk)
-        self.cached = self.written | fits
-        self.pending_bytes: int = ends[fits].max(initial=0)
-        _on_disk.add(self)
+        self.cached = self.written | (np.cumsum(np.where(self.written, 0, self.sizes)) <= available)
 
     @property
     def messages(self) -> list[str]:
         return [
             f"--cache disk: room for {self.cached.sum()} of {len(self.files)} images, {self.written.sum()} found from "
-            f"before, {self.sizes[self.cached].sum() / 2**30:.2f} GiB in {self.folder} (which takes at most "
-            f"{CACHE_DISK_SHARE:.0%} of what would be free without it), filled in the first epoch"
+            f"before, {self.sizes[self.cached].sum() / 2**30:.2f} GiB in {self.folder} ({CACHE_RULE}), "
+            "filled in the first epoch"
         ]
 
     def read(self, index: int) -> np.ndarray:
@@ -199,8 +184,8 @@ class ImagesOnDisk(Images):
         content = io.BytesIO()
         np.save(content, image)  # written straight to a file on a full disk, it may lose its end without an error
         with replacing(path) as file:
-            if (free := shutil.disk_usage(path.parent).free - image.nbytes) < self.min_free_bytes:
-                raise OSError(errno.ENOSPC, f"it would leave {max(free, 0) / 2**30:.2f} GiB free")
+            if available_bytes(path.parent) < image.nbytes:
+                raise OSError(errno.ENOSPC, f"it may grow {CACHE_RULE}")
             file.write(content.getbuffer())
 
     def _stop_writing(self, error: OSError) -> None:
@@ -224,24 +209,24 @@ class ImagesOnDisk(Images):
 
 
 class ImagesInRing(Images):
-    """Images of which the last `room` that were decoded stay in memory, shared by all processes of a machine.
+    """Images of which the last `capacity` that were decoded stay in memory, shared by all processes of a machine.
 
     source: reads the others; it may have a cache. sizes: (n, 2), width and height of each file's image.
     """
 
-    def __init__(self, source: Images, sizes: np.ndarray, room: int) -> None:
+    def __init__(self, source: Images, sizes: np.ndarray, capacity: int) -> None:
         super().__init__(source.files, source.imgsz, source.smooth)
         self.source = source
-        self.wanted = min(room, len(self.files))
+        self.wanted = min(capacity, len(self.files))
         self.ring = ImageRing(cached_shapes(sizes, self.imgsz), self.wanted)
 
     @property
     def messages(self) -> list[str]:
         short = (
-            f"memory for {self.ring.room} of {self.wanted} decoded images, shared by all processes of a machine (at "
-            f"most {RING_MEMORY_SHARE:.0%} of what is free): some images are decoded more than once"
+            f"memory for {self.ring.capacity} of {self.wanted} decoded images, shared by all processes of a machine "
+            f"(at most {RING_MEMORY_SHARE:.0%} of what is free): some images are decoded more than once"
         )
-        return [*self.source.messages, *([short] if self.ring.room < self.wanted else [])]
+        return [*self.source.messages, *([short] if self.ring.capacity < self.wanted else [])]
 
     def read(self, index: int) -> np.ndarray:
         if self.source.is_cached(index):
@@ -254,21 +239,6 @@ class ImagesInRing(Images):
 
     def release(self) -> None:
         self.ring.release()
-
-
-def folder_bytes(folder: Path) -> int:
-    """Return the bytes on disk of all files below a folder, at any depth."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):  # another process has just renamed it
-                total += disk_bytes(os.stat(f"{parent}/{name}").st_size)
-    return total
-
-
-def disk_bytes(size: Any) -> Any:
-    """Return the bytes on disk of a file of `size` bytes and a short header; a number, or an array of them."""
-    return (size // DISK_BLOCK_BYTES + 1) * DISK_BLOCK_BYTES
 
 
 def cached_shapes(sizes: np.ndarray, imgsz: int) -> np.ndarray:
@@ -284,12 +254,12 @@ def open_images(
     smooth: bool,
     cache: str,
     sizes: np.ndarray,
-    room: int = 0,
+    capacity: int = 0,
     reduced: bool = False,
 ) -> Images:
     """Return the images of `files`. cache: "ram" or "val" (in memory), "disk", or "" (read from the files each time).
 
-    sizes: (n, 2), width and height of each file's image. room: images outside of the cache that stay in memory.
+    sizes: (n, 2), width and height of each file's image. capacity: images outside of the cache that stay in memory.
     reduced: read large photos by `read_reduced`.
     """
     images = Images(files, imgsz, smooth, sizes if reduced else None)
@@ -297,6 +267,6 @@ def open_images(
         images = ImagesInMemory(files, imgsz, smooth, sizes, reduced, cache)
     elif cache == "disk":
         images = ImagesOnDisk(files, imgsz, smooth, sizes, reduced)
-    if room and ImageRing.is_supported() and not all(map(images.is_cached, range(len(files)))):
-        return ImagesInRing(images, sizes, room)
+    if capacity and ImageRing.is_supported() and not all(map(images.is_cached, range(len(files)))):
+        return ImagesInRing(images, sizes, capacity)
     return images

@@ -19,14 +19,13 @@ from torch.nn.functional import one_hot
 from torch.utils.data import DataLoader
 
 from data import remote
-from data.batches import Item, Items, loader, stacked
+from data.batches import Item, Items, loader, stack_in_place
 from data.cache import Images, open_images
-from data.dataset import DataSet, labels_text, split_identity
+from data.data_yaml import DataSpec, images_below, packed_groups
+from data.dataset import DataSet, labels_text, problem_warnings, split_identity
 from data.images import read_image
 from data.labels import load_labels
-from data.problems import problem_warnings
 from data.sampler import SampleIndex, Sampling, evaluation_batches, item_generator, training_batches
-from data.sources import DataSpec, images_below, packed_groups
 from data.transforms import Augmenter, TransformSettings, centre_crop
 from utils.batch import Batch, ClassInfo, Instances, Split
 from utils.config.hyperparameters import Recipe
@@ -98,7 +97,7 @@ def to_tensor(image: np.ndarray) -> Tensor:
 def collate(items: Sequence[Item]) -> Batch:
     """Join items of one shape."""
     images, targets, infos = zip(*items, strict=True)
-    return Batch(stacked(images), torch.stack(targets), infos)
+    return Batch(stack_in_place(images), torch.stack(targets), infos)
 
 
 @dataclass(frozen=True)
@@ -224,12 +223,11 @@ class ClassificationData(DataSet[ClassificationSplit]):
             seed=seed,
             imgsz=self.imgsz,
             stride=math.gcd(self.imgsz, MULTI_SCALE_STEP_PIXELS),
-            near=1,
             mixed=1,
         )
         settings = select(TransformSettings, hyp)
-        room = self.options.images_in_use(len(split.images), 1, batch_size, self.options.workers)
-        images = self._open(split, self.train_cache, room if settings.mixup or settings.cutmix else 0)
+        capacity = self.options.images_in_use(len(split.images), batch_size, self.options.workers)
+        images = self._open(split, self.train_cache, capacity if settings.mixup or settings.cutmix else 0)
         items = TrainingItems(images, split.labels, len(self.names), settings, seed, self.options)
         return loader(items, batches, collate, self.options.workers)
 
@@ -242,8 +240,8 @@ class ClassificationData(DataSet[ClassificationSplit]):
         items = EvaluationItems(self._open(split, self.options.cache), split.labels, len(self.names))
         return loader(items, batches, collate, self.options.workers)
 
-    def _open(self, split: ClassificationSplit, cache: str, room: int = 0) -> Images:
-        return open_images(split.images, 0, False, cache, split.sizes, room)
+    def _open(self, split: ClassificationSplit, cache: str, capacity: int = 0) -> Images:
+        return open_images(split.images, 0, False, cache, split.sizes, capacity)
 
 
 Classes = dict[str, list[Path]]  # the images of each class, sorted, by its name

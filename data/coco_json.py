@@ -1,6 +1,6 @@
 """COCO annotation files: their classes, their images, and their objects as rows of label files.
 
-Called by data/sources.py for splits that name such a file, by data/labels.py, and by data/converters.py.
+Called by data/data_yaml.py for splits that name such a file, by data/labels.py, and by data/convert.py.
 """
 
 from __future__ import annotations

@@ -1,17 +1,288 @@
-"""The command line of data/converters.py: `python -m data.convert voc|coco|visdrone`."""
+"""Convert annotations of VOC, COCO and VisDrone to label files: `python -m data.convert voc|coco|visdrone`.
+
+The input is never changed. data/voc.py and data/coco_json.py parse the files. Called also by data/data_yaml.py, for
+`convert:` of a data YAML.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
-from pathlib import Path
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
-from data.converters import convert_coco, convert_visdrone, convert_voc
-from data.sources import read_spec
+from PIL import Image
+from tqdm import tqdm
+
+from data.archives import is_inside
+from data.coco_json import Tally, box_row, coco_rows, read_contents
+from data.data_yaml import names_text, read_spec
+from data.images import IMAGE_SUFFIXES
+from data.voc import LISTS, read_voc
 from utils.distributed.failure import run_main
-from utils.errors import UserError
+from utils.errors import UserError, nearest
 from utils.files import replacing
+
+VOC_SETS = ("train", "val", "test")  # in ImageSets/Main; trainval is the first two
+VISDRONE_CLASSES = 10  # categories 1 to 10; 0 is for regions to ignore, 11 for other objects
+
+
+def _write_rows(path: Path, rows: Sequence[str], tally: Tally) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(rows), encoding="utf-8")
+    tally["files"] += 1
+
+
+@contextmanager
+def label_folder(folder: Path, exist_ok: bool) -> Iterator[Path]:
+    """Yield a temporary folder for label files, which is renamed to `folder`, or whose files move there, at the end.
+
+    exist_ok: replace files of the same name and keep all others. Raises `UserError` if `folder` is not empty and
+    `exist_ok` is False, or if it cannot be written to.
+    """
+    part = folder.with_name(f".{folder.name}-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        if not exist_ok and folder.exists() and any(folder.iterdir()):
+            raise UserError(f"{folder} is not empty; name another folder, or give --exist-ok to replace label files")
+        part.mkdir(parents=True)
+        yield part
+        try:
+            os.rename(part, folder)  # over an empty folder too
+        except OSError:
+            for file in [path for path in part.rglob("*") if path.is_file()]:
+                target = folder / file.relative_to(part)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(file, target)
+    except OSError as error:
+        raise UserError(
+            f"label files cannot be written to {folder} ({error.strerror}: {error.filename}); free disk space, fix the "
+            "permissions, or name another folder"
+        ) from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)  # after a rename there is nothing left to remove
+
+
+def with_progress(items: Iterable[Any], title: str) -> tqdm:
+    """Iterate over `items` with a progress bar if this is a terminal."""
+    return tqdm(items, desc=title, unit=" files", disable=None, leave=False, dynamic_ncols=True)
+
+
+# Pascal VOC
+
+
+class VocSet(NamedTuple):
+    """The annotations of one set."""
+
+    name: str  # of the subfolder for the labels, '' for none
+    files: list[Path]
+    images: Path | None  # the folder of the images, if known
+
+
+def voc_sets(source: Path) -> list[VocSet]:
+    """Return the sets of a VOCdevkit, or of one of its years, by their lists of images; else all XML files as one set.
+
+    Raises `UserError` if there are no annotations.
+    """
+    years = [y for y in (source, *sorted(source.glob("*"))) if (y / "Annotations").is_dir() and _image_lists(y)]
+    if years:
+        return [
+            VocSet(
+                f"{file.stem}{year.name.removeprefix('VOC')}" if len(years) > 1 or year != source else file.stem,
+                [year / "Annotations" / f"{line.split()[0]}.xml" for line in _lines(file) if line.strip()],
+                year / "JPEGImages",
+            )
+            for year in years
+            for file in _image_lists(year)
+        ]
+    files = sorted(source.glob("*.xml")) or sorted((source / "Annotations").glob("*.xml"))
+    if not files:
+        raise UserError(
+            f"{source} has neither .xml files nor Annotations and ImageSets/Main; name a folder with either"
+        )
+    return [VocSet("", files, None)]
+
+
+def _image_lists(year: Path) -> list[Path]:
+    """Return the lists of a year's sets; trainval.txt only if neither of its two parts has a list."""
+    folder = year / LISTS
+    lists = [folder / f"{name}.txt" for name in VOC_SETS if (folder / f"{name}.txt").is_file()]
+    both = folder / "trainval.txt"
+    return [both, *lists] if both.is_file() and not any(f.stem in ("train", "val") for f in lists) else lists
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text(encoding="utf-8-sig", errors="replace").splitlines()
+
+
+def convert_voc(
+    source: Path,
+    labels: Path,
+    images: Path | None = None,
+    names: Sequence[str] = (),
+    difficult: bool = False,
+    one_based: bool = False,
+    exist_ok: bool = False,
+) -> tuple[Tally, list[str]]:
+    """Write label files below `labels`, in a folder for each set of a VOCdevkit, and return counts and class names.
+
+    images: a folder for links to the images, or copies if links are impossible, in the same subfolders. names: the
+    classes in order; by default, those that occur, alphabetically. difficult: include objects that are marked as such,
+    which the VOC challenge does not count. Raises `UserError`.
+    """
+    tally, sets = Tally(), voc_sets(source)
+    if images and not any(each.images for each in sets):
+        raise UserError(f"{source} is not a VOCdevkit, so the images are not known; leave --images out")
+    annotations = {}
+    for file in with_progress(sorted({file for each in sets for file in each.files}), "reading"):
+        if file.exists():  # the challenge's lists name images without a published annotation
+            annotations[file] = read_voc(file, one_based)
+    occurring = sorted({item.name for _, items in annotations.values() for item in items})
+    names = list(names) or occurring
+    for name in occurring:
+        if name not in names:
+            file = next(file for file, (_, items) in annotations.items() if any(item.name == name for item in items))
+            raise UserError(f"{file} has the class '{name}', which --names lacks{nearest(name, names)}; add it")
+    numbers = {name: number for number, name in enumerate(names)}
+    with label_folder(labels, exist_ok) as folder:
+        for each in sets:
+            annotated = [file for file in each.files if file in annotations]
+            for file in with_progress(annotated, f"writing {each.name}".strip()):
+                size, items = annotations[file]
+                counted = [item for item in items if difficult or not item.difficult]
+                tally["difficult objects"] += len(items) - len(counted)
+                rows = [box_row(numbers[item.name], item.box, size, tally) for item in counted]
+                _write_rows(folder / each.name / f"{file.stem}.txt", rows, tally)
+            tally["images without an annotation"] += len(each.files) - len(annotated)
+    for each in sets:
+        if images and each.images:
+            for file in with_progress([file for file in each.files if file in annotations], "linking"):
+                _link(each.images, file.stem, images / each.name, tally)
+    return tally, names
+
+
+def _link(folder: Path, stem: str, into: Path, tally: Tally) -> None:
+    """Link an image into a folder, or copy it if hard links are impossible."""
+    candidates = (folder / f"{stem}{suffix}" for suffix in (".jpg", *sorted(IMAGE_SUFFIXES)))
+    source = next(filter(Path.exists, candidates), None)
+    if source is None:
+        tally["annotations without an image"] += 1
+        return
+    target = into / source.name
+    if target.exists():
+        return
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):
+            os.link(source, target)
+            return
+        with replacing(target) as file, source.open("rb") as content:
+            shutil.copyfileobj(content, file)
+    except OSError as error:
+        raise UserError(
+            f"{source} cannot be linked or copied to {target}: {error.strerror}; free disk space, or leave --images out"
+        ) from None
+
+
+# COCO
+
+
+def convert_coco(
+    file: Path, labels: Path, polygons: bool = False, crowd: bool = False, flat: bool = False, exist_ok: bool = False
+) -> tuple[Tally, list[str]]:
+    """Write a label file for each image with objects in a COCO annotation file; return counts and class names.
+
+    Classes are numbered by the categories' ids in ascending order: COCO's 80, whose ids are 1 to 90, become 0 to 79.
+
+    polygons: write rows `class x1 y1 x2 y2 ...`. crowd: include regions with many objects (iscrowd 1). flat: drop the
+    folders in the images' file names. Raises `UserError`.
+    """
+    tally = Tally()
+    written: set[str] = set()
+    with label_folder(labels, exist_ok) as folder:
+        for image, rows, image_id in with_progress(coco_rows(file, (), tally, polygons, crowd), "writing"):
+            if rows:
+                name = _label_name(file, image, image_id, flat)
+                if name in written:
+                    raise UserError(f"{file}: two images would have the label file {name}; leave --flat out")
+                written.add(name)
+                _write_rows(folder / name, rows, tally)
+    return tally, read_contents(file).names
+
+
+def _label_name(file: Path, image: str, image_id: int | str, flat: bool) -> str:
+    name = PurePosixPath(image)
+    if not name.name or not is_inside(str(name)):
+        raise UserError(f"{file}: image {image_id} has the file name '{name}'; it must be a relative path")
+    return str(PurePosixPath(name.name if flat else name).with_suffix(".txt"))
+
+
+# VisDrone
+
+
+def convert_visdrone(source: Path, exist_ok: bool = False) -> Tally:
+    """Write label files into `labels` of each VisDrone-DET set: `source`, or the folders in it, with `images` and
+    `annotations`. Regions to ignore and the category "others" are left out. Raises `UserError`.
+    """
+    sets = [p for p in (source, *sorted(source.glob("*"))) if (p / "annotations").is_dir() and (p / "images").is_dir()]
+    if not sets:
+        raise UserError(f"neither {source} nor a folder in it has `images` and `annotations`; name a folder with both")
+    tally = Tally()
+    for each in sets:
+        with label_folder(each / "labels", exist_ok) as folder:
+            for image in with_progress(sorted((each / "images").iterdir()), f"writing {each.name}"):
+                file = each / "annotations" / f"{image.stem}.txt"
+                if image.suffix.lower() not in IMAGE_SUFFIXES:
+                    continue
+                if not file.is_file():
+                    tally["images without an annotation"] += 1
+                    continue
+                _write_rows(folder / f"{image.stem}.txt", _visdrone_rows(file, _image_size(image), tally), tally)
+    return tally
+
+
+def _image_size(image: Path) -> tuple[int, int]:
+    try:
+        with Image.open(image) as opened:
+            return opened.size
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise UserError(f"{image} cannot be read as an image ({error}); download it again, or move it away") from None
+
+
+def _visdrone_rows(file: Path, size: tuple[int, int], tally: Tally) -> list[str]:
+    """Return the label rows of an annotation file.
+
+    Its columns are left, top, width, height, score, category, truncation, occlusion; boxes of score 0 are ignored.
+    """
+    rows = []
+    for number, line in enumerate(_lines(file), 1):
+        if not line.strip():
+            continue
+        try:
+            left, top, width, height, score, category = map(int, line.split(",")[:6])
+        except ValueError:
+            raise UserError(f"{file}, line {number}: '{line[:80]}' is not a VisDrone row; fix it") from None
+        if not score or not 1 <= category <= VISDRONE_CLASSES:
+            tally["regions to ignore" if not score or not category else "boxes of the category others"] += 1
+            continue
+        rows.append(box_row(category - 1, (left, top, width, height), size, tally))
+    return rows
+
+
+def convert_downloaded(kind: str, folder: Path, names: Sequence[str]) -> None:
+    """Convert a download: `convert:` of a data YAML, "voc" or "visdrone". names: the class names."""
+    if kind == "visdrone":
+        convert_visdrone(folder, exist_ok=True)
+        return
+    kit = folder / "VOCdevkit"
+    source = kit if kit.is_dir() else folder
+    convert_voc(source, folder / "labels", folder / "images", names, one_based=True, exist_ok=True)
+
+
+# The command line
 
 
 def class_names(text: str) -> list[str]:
@@ -50,12 +321,6 @@ def _parser() -> argparse.ArgumentParser:
     for each in (voc, coco, visdrone):
         each.add_argument("--exist-ok", action="store_true", help="replace existing label files")
     return parser
-
-
-def names_text(names: Sequence[str]) -> str:
-    """Return `names:` of a data YAML, with a line for each class."""
-    lines = (f"  {number}: {json.dumps(name, ensure_ascii=False)}\n" for number, name in enumerate(names))
-    return "names:\n" + "".join(lines)
 
 
 def main() -> None:

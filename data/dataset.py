@@ -20,16 +20,16 @@ from torch.utils.data import DataLoader, Dataset
 
 from data import storage
 from data.batches import Item, Items
-from data.folders import read_folder
-from data.problems import refuse
+from data.data_yaml import DataSpec, overlap, read_spec
+from data.detect_layout import read_folder
 from data.sampler import SampleIndex, Sampling
-from data.sources import DataSpec, overlap, read_spec
 from utils.batch import Batch, Split
 from utils.config.hyperparameters import Recipe
-from utils.errors import UserError
+from utils.errors import UserError, plural
 from utils.files import csv_text, find_file
 
 S = TypeVar("S", bound=Split)
+PRINTED_PROBLEMS = 5  # of a split, at most
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class DataSet(ABC, Generic[S]):
         Raises `UserError` if none is, or with --strict if there are problems.
         """
         if self.options.strict:
-            refuse(problems, name)
+            refuse_problems(problems, name)
         readable: np.ndarray = sizes[:, 0] > 0
         if not readable.any():
             raise UserError(f"{self.spec.file}: no image of `{name}:` can be used; the first problem: {problems[0]}")
@@ -200,3 +200,19 @@ def split_identity(images: Sequence[Path], labels: bytes) -> dict[str, str]:
         "files": hashlib.sha256(names).hexdigest(),
         "labels": hashlib.sha256(labels).hexdigest(),
     }
+
+
+def problem_warnings(problems: Sequence[str], title: str) -> list[str]:
+    """Return warnings of the first few problems, and how many more there are. title: of the split."""
+    messages = [f"warning: {problem}" for problem in problems[:PRINTED_PROBLEMS]]
+    if (more := len(problems) - PRINTED_PROBLEMS) > 0:
+        count = plural(more, "more such problem")
+        messages.append(f"warning: {count} in {title}; problems.txt in the run folder lists all")
+    return messages
+
+
+def refuse_problems(problems: Sequence[str], title: str) -> None:
+    """Raise the first problem, if any, as `UserError`: --strict."""
+    if problems:
+        count = plural(len(problems), "such problem")
+        raise UserError(f"{problems[0].rpartition('; ')[0]} (--strict; {count} in {title})")

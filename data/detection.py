@@ -24,14 +24,13 @@ from data.augment import (
     random_hsv,
     random_hsv_linear,
 )
-from data.batches import Item, Items, empty_pixels, loader, stacked
+from data.batches import Item, Items, empty_pixels, loader, stack_in_place
 from data.cache import Images, open_images
-from data.dataset import DataOptions, DataSet, labels_text, split_identity
+from data.data_yaml import DataSpec
+from data.dataset import DataOptions, DataSet, labels_text, problem_warnings, split_identity
 from data.images import read_image, resize_long_side, scaled_shape
 from data.labels import Content, Labels, check_classes, load_labels
-from data.problems import problem_warnings
 from data.sampler import SampleIndex, evaluation_batches, item_generator, training_batches
-from data.sources import DataSpec
 from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement
 from utils.config.hyperparameters import Hyperparameters, Recipe
 from utils.config.select import select
@@ -146,7 +145,7 @@ def collate(items: Sequence[Item]) -> Batch:
     """Join items of one shape."""
     images, targets, infos = zip(*items, strict=True)
     numbers = torch.cat([torch.full((len(rows), 1), float(k)) for k, rows in enumerate(targets)])
-    return Batch(stacked(images), torch.cat((numbers, torch.cat(targets)), 1), infos)
+    return Batch(stack_in_place(images), torch.cat((numbers, torch.cat(targets)), 1), infos)
 
 
 @dataclass(frozen=True)
@@ -284,12 +283,11 @@ class DetectionData(DataSet[DetectionSplit]):
             seed=seed,
             imgsz=self.imgsz,
             stride=self.stride,
-            near=MOSAIC_PARTNERS,
             mixed=mixed,
         )
-        room = options.images_in_use(len(split.images), MOSAIC_PARTNERS, batch_size, options.workers)
+        capacity = options.images_in_use(len(split.images), batch_size, options.workers)
         reduced = options.partners == "window"
-        images = self._open(split, self.train_cache, False, room if augment.mosaic else 0, reduced)
+        images = self._open(split, self.train_cache, False, capacity if augment.mosaic else 0, reduced)
         items = self.training_items(images, split.labels, augment, seed, options)
         return loader(items, batches, self.collate, self.options.workers)
 
@@ -302,5 +300,7 @@ class DetectionData(DataSet[DetectionSplit]):
         items = self.evaluation_items(self._open(split, self.options.cache, smooth=True), split.labels)
         return loader(items, batches, self.collate, self.options.workers)
 
-    def _open(self, split: DetectionSplit, cache: str, smooth: bool, room: int = 0, reduced: bool = False) -> Images:
-        return open_images(split.images, self.imgsz, smooth, cache, split.labels.sizes, room, reduced)
+    def _open(
+        self, split: DetectionSplit, cache: str, smooth: bool, capacity: int = 0, reduced: bool = False
+    ) -> Images:
+        return open_images(split.images, self.imgsz, smooth, cache, split.labels.sizes, capacity, reduced)

@@ -21,25 +21,25 @@ TABLE = 0  # the byte whose lock guards the tables; the lock of slot k is on byt
 
 
 class ImageRing:
-    """The `room` images that the processes of a machine decoded last; a new image replaces the oldest.
+    """A per-machine ring buffer of the `capacity` most recently decoded images.
 
     Every process reads and stores. It locks a slot while it uses its pixels, and never waits for a lock: an image that
     cannot be stored at once is not stored. The system releases the locks of a process that dies, and a slot that it was
-    writing counts as empty. shapes: (n, 2), height and width of all images. room: it is less if memory is short.
+    writing counts as empty. shapes: (n, 2), height and width of all images. capacity: it is less if memory is short.
     """
 
-    def __init__(self, shapes: np.ndarray, room: int) -> None:
+    def __init__(self, shapes: np.ndarray, capacity: int) -> None:
         self.shapes = shapes
         sizes = shapes.prod(1, dtype=np.int64) * 3
         self.slot_bytes = _whole_pages(int(np.quantile(sizes, LARGEST_STORED, method="higher")))
-        self.start = _whole_pages(4 * (1 + len(shapes) + room))
+        self.start = _whole_pages(4 * (1 + len(shapes) + capacity))
 
         def size(free: int) -> int:
             slots = (int(free * RING_MEMORY_SHARE) - self.start) // self.slot_bytes
-            return self.start + min(room, max(slots, 0)) * self.slot_bytes
+            return self.start + min(capacity, max(slots, 0)) * self.slot_bytes
 
         self.memory = shared_memory(size)
-        self.room = (len(self.memory.bytes) - self.start) // self.slot_bytes
+        self.capacity = (len(self.memory.bytes) - self.start) // self.slot_bytes
         self.reading: set[int] = set()  # slots that this process has locked
 
     @staticmethod
@@ -61,9 +61,9 @@ class ImageRing:
 
     @property
     def images(self) -> np.ndarray:
-        """The image in each slot plus one, 0 for none, (room,)."""
+        """The image in each slot plus one, 0 for none, (capacity,)."""
         first = 4 + 4 * len(self.shapes)
-        return self.memory.bytes[first : first + 4 * self.room].view(np.int32)
+        return self.memory.bytes[first : first + 4 * self.capacity].view(np.int32)
 
     def get(self, index: int) -> np.ndarray | None:
         """Return an image, uint8 (h, w, 3), which does not change until `release`; None if it is not in the ring."""
@@ -86,7 +86,7 @@ class ImageRing:
     def release(self) -> None:
         """Let other images replace those that this process has read."""
         if self.reading:
-            self._unlock(1, self.room)
+            self._unlock(1, self.capacity)
             self.reading.clear()
 
     def _take_slot(self) -> int | None:
@@ -94,8 +94,8 @@ class ImageRing:
         if not self._lock(TABLE, fcntl.LOCK_EX):
             return None
         try:
-            for _ in range(self.room):
-                slot = int(self.next_slot[0]) % self.room
+            for _ in range(self.capacity):
+                slot = int(self.next_slot[0]) % self.capacity
                 self.next_slot[0] = slot + 1
                 # This process's own locks do not exclude it.
                 if slot not in self.reading and self._lock(1 + slot, fcntl.LOCK_EX):

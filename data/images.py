@@ -26,7 +26,7 @@ cv2.setNumThreads(0)  # loader processes are parallel already; their threads wou
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)  # Pillow reads what it cannot, or raises
 
 IMAGE_SUFFIXES = frozenset([".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".pfm", ".png", ".tif", ".tiff", ".webp"])
-JPEG_START, JPEG_END = b"\xff\xd8", b"\xff\xd9"
+JPEG_START, JPEG_END, PNG_END = b"\xff\xd8", b"\xff\xd9", b"IEND\xaeB`\x82"
 # To decode a JPEG at 1/1, 1/2, 1/4, 1/8 of its size: libjpeg then transforms the low frequencies of each block only.
 JPEG_FLAGS = {
     1: cv2.IMREAD_COLOR,
@@ -35,7 +35,6 @@ JPEG_FLAGS = {
     8: cv2.IMREAD_REDUCED_COLOR_8,
 }
 LARGE_PIXELS = 2_000_000  # inclusive upper bound of a photo that `read_reduced` reads like any image
-END_MARKERS = {"JPEG": JPEG_END, "PNG": b"IEND\xaeB`\x82"}  # the last bytes of a whole file
 
 
 def read_image(path: Path, jpeg_divisor: int = 1) -> np.ndarray:
@@ -91,8 +90,8 @@ def read_reduced(path: Path, width: int, height: int, size: int) -> np.ndarray:
     """Return an image, uint8 (h, w, 3) BGR, with its longer side at `size` pixels, quickly if it is a large photo.
 
     A JPEG of more than 2 megapixels is decoded at the smallest scale of 1, 1/2, 1/4, 1/8 that is not below `size`.
-    Large photos that are then still twice as large are shrunk by averaging areas. Other images are as with `read_image`
-    and `resize_long_side`. width, height: of the file's image as displayed. Raises `UserError` if it cannot be read.
+    Large photos that are then still twice as large are shrunk by averaging areas. Smaller images are read and
+    resized as usual. width, height: size of the file's image as displayed. Raises `UserError` if it cannot be read.
     """
     if width * height <= LARGE_PIXELS:
         return resize_long_side(read_image(path), size, smooth=False)
@@ -109,66 +108,32 @@ def image_size(path: Path) -> tuple[int, int]:
     """Return width and height in pixels as displayed: EXIF orientations 5 to 8 swap them.
 
     Only headers and the end of a JPEG or PNG are read; other formats, and files with an unusual end, are decoded.
-    Raises one of Pillow's many errors if the file is no image, or is not whole.
+    Raises one of Pillow's many errors if the file is not an image, or is truncated.
     """
     if size := storage.image_size(path):
         return size
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # damaged EXIF blocks warn; the orientation is then absent
-        with Image.open(storage.opened(path)) as opened:
+        with Image.open(storage.open_for_pillow(path)) as opened:
             width, height = opened.size
-            whole = _has_end_marker(opened)
+            assert opened.fp  # open until the pixels are loaded
+            opened.fp.seek(-len(PNG_END), os.SEEK_END)
+            is_complete = opened.format in ("JPEG", "PNG") and opened.fp.read().endswith((JPEG_END, PNG_END))
             orientation = _orientation(opened)
             if isinstance(opened, TiffImageFile):  # newer versions of Pillow swap the size of these already
                 width, height = opened.tag_v2[IMAGEWIDTH], opened.tag_v2[IMAGELENGTH]
-            if not whole and not (opened.format == "JPEG" and _lacks_only_end_marker(path)):
+            if not is_complete:
                 opened.load()
     return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
 
 
-def _has_end_marker(opened: ImageFile) -> bool:
-    """Return whether a file ends with the marker of its format; False for formats without one."""
-    end = END_MARKERS.get(opened.format or "")
-    if end is None:
-        return False
-    assert opened.fp  # open until the pixels are loaded
-    opened.fp.seek(-len(end), os.SEEK_END)
-    return opened.fp.read() == end
-
-
 def _orientation(opened: ImageFile) -> int:
     try:
-        if isinstance(opened, PngImageFile) and not _has_late_headers(opened):
-            return Image.Image.getexif(opened).get(Base.Orientation, 1)
+        if isinstance(opened, PngImageFile):
+            return Image.Image.getexif(opened).get(Base.Orientation, 1)  # its own method decodes all pixels first
         return opened.getexif().get(Base.Orientation, 1)
     except Exception:  # a damaged block: the image is shown as it is
         return 1
-
-
-def _has_late_headers(opened: PngImageFile) -> bool:
-    """Return whether a PNG has chunks of another kind after its pixels: to read those, Pillow decodes the pixels."""
-    assert opened.fp
-    place, kind = opened.tile[0].offset - 8, b"IDAT"
-    while kind == b"IDAT":
-        opened.fp.seek(place)
-        length, kind = opened.fp.read(4), opened.fp.read(4)
-        place += 12 + int.from_bytes(length, "big")  # after 4 bytes of length, 4 of kind, and before 4 of checksum
-    return kind != b"IEND"
-
-
-def _lacks_only_end_marker(path: Path) -> bool:
-    """Return whether this is a JPEG with all of its pixels that lacks only the end marker.
-
-    Missing pixels are decoded from whatever bytes follow, so that two fillings give two images. A progressive JPEG may
-    lack a whole pass, which cannot be detected: it does not count.
-    """
-    data, images = storage.read_bytes(path), []
-    for filling in (b"\x12", b"\xed"):
-        with Image.open(io.BytesIO(data + 64 * filling + JPEG_END)) as opened:
-            if "progressive" in opened.info:
-                return False
-            images.append(np.asarray(opened))
-    return np.array_equal(images[0], images[1])
 
 
 def resize_long_side(image: np.ndarray, size: int, smooth: bool) -> np.ndarray:

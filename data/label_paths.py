@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
-from pathlib import Path
-
-
-def label_file(image: Path) -> Path:
-    """Return the label file of an image: the last folder `images` of its path becomes `labels`, the suffix .txt."""
-    return Path(label_name(str(image)))
 
 
 def label_name(image: str) -> str:
-    """Return the label file of an image as `label_file` does, but as text, which is much faster for many images."""
+    """Return the label file of an image: the last folder `images` of its path becomes `labels`, the suffix .txt.
+
+    Text, because Paths are slow for many images.
+    """
     name = image.rfind(os.sep) + 1
     suffix = image.rfind(".", name + 1)  # a leading dot starts no suffix
     return f"{_label_folder(image[:name])}{image[name : suffix if suffix > 0 else None]}.txt"

@@ -257,7 +257,7 @@ def scan_image(image: Path, content: Content = "labels", text: str | None = None
     objects are in an annotation file; it has no label file.
     """
     try:
-        storage.refuse_pipe(image)
+        storage.require_regular_file(image)
         size = image_size(image)
     except Exception as error:  # Pillow raises many kinds for a damaged file
         return Scan(problems=[f"{image}: not readable as an image ({error}); left out"])
@@ -268,7 +268,7 @@ def scan_image(image: Path, content: Content = "labels", text: str | None = None
     file = storage.label_name(os.fspath(image)) if text is None else f"annotations of {image}"
     try:
         if text is None:
-            storage.refuse_pipe(file)
+            storage.require_regular_file(file)
             text = storage.read_label(file, content in OUTLINED).decode("utf-8-sig")
     except FileNotFoundError:
         return Scan(size)  # background

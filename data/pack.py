@@ -25,12 +25,11 @@ from tqdm import tqdm
 
 from data import remote, shards, storage
 from data.classification import classes_of_split
-from data.convert import names_text
+from data.data_yaml import SPLITS, DataSpec, names_text
 from data.dataset import data_source
 from data.images import image_size
 from data.label_paths import label_name
 from data.shards import INDEX_FILE, LIST_SUFFIX, SHARD_SUFFIX, PackedImage, Summary
-from data.sources import SPLITS, DataSpec
 from utils.distributed.failure import run_main
 from utils.errors import UserError, plural
 from utils.files import cache_folder, replacing
@@ -56,7 +55,7 @@ def size_in_bytes(text: str) -> int:
     """Return the number of bytes of a size such as 512M. Raises `UserError`."""
     match = re.fullmatch(r"(\d+)([KMG]?)B?", text.strip().upper())
     if not match or int(match[1]) < 1:
-        raise UserError(f"--shard-size {text} is no size; give one such as 512M or 2G")
+        raise UserError(f"--shard-size {text} is not a size; give one such as 512M or 2G")
     return int(match[1]) * UNITS[match[2]]
 
 
@@ -217,7 +216,7 @@ def _label_text(image: Path) -> str | None:
     """Return the content of an image's label file, None if there is none. Raises `UserError`."""
     name = storage.label_name(str(image))
     try:
-        storage.refuse_pipe(name)
+        storage.require_regular_file(name)
         return storage.read_bytes(name).decode(errors="surrogateescape")
     except FileNotFoundError:
         return None

@@ -26,7 +26,7 @@ from utils.files import cache_folder, one_at_a_time, replacing
 
 T = TypeVar("T")
 REMOTE = re.compile(r"([a-z][a-z0-9+.-]+):/+(?=[^/])")
-MIN_FREE_SHARE = 0.1  # of the disk: the cache grows no further once less would be free
+MIN_FREE_SHARE = 0.1  # of the disk, which the caches do not use
 CACHE_RULE = f"as long as {MIN_FREE_SHARE:.0%} of its disk stay free"
 ATTEMPTS = 6  # to read an object
 FIRST_WAIT_SECONDS = 0.5  # before the second attempt; doubled before each further one
@@ -91,7 +91,7 @@ def _filesystem(path: str) -> tuple[Any, str]:
         advice = f"pip install {package}" if package else f"install what fsspec names: {error}"
         raise UserError(f"{_public(address)} cannot be read without another package: {advice}") from None
     except ValueError as error:
-        raise UserError(f"{_public(address)} is no address that fsspec knows ({error})") from None
+        raise UserError(f"{_public(address)} has a scheme that fsspec does not support ({error})") from None
     return filesystem, name
 
 
@@ -323,6 +323,12 @@ def _cached(key: str, version: Version, fetch: Callable[[], bytes]) -> bytes:
     return data
 
 
+def available_bytes(folder: Path) -> int:
+    """Return the number of bytes that a cache may still write to a folder's disk."""
+    usage = shutil.disk_usage(folder)
+    return usage.free - int(usage.total * MIN_FREE_SHARE)
+
+
 def _read_cached(file: str, version: Version) -> bytes | None:
     try:
         with open(file, "rb") as opened:
@@ -337,8 +343,7 @@ def _read_cached(file: str, version: Version) -> bytes | None:
 def _write_cached(file: Path, data: bytes, version: Version) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        usage = shutil.disk_usage(file.parent)
-        if usage.free - len(data) < MIN_FREE_SHARE * usage.total:
+        if available_bytes(file.parent) < len(data):
             raise OSError(errno.ENOSPC, f"less than {MIN_FREE_SHARE:.0%} of the disk would stay free")
         with replacing(file) as opened:
             opened.write(data)

@@ -140,12 +140,13 @@ class Sampling:
         """Return the largest size of a batch in pixels, not rounded to strides."""
         return imgsz * 3 // 2 if self.multi_scale else imgsz
 
-    def images_in_use(self, images: int, near: int, batch_size: int, workers: int) -> int:
-        """Return the number of decoded images to be stored, so that each is decoded once per epoch; 0: it is no use.
+    def images_in_use(self, images: int, batch_size: int, workers: int) -> int:
+        """Return the number of decoded images to store so that each is decoded once per epoch.
 
-        images: of the split. near: partners of an item with --partners near. workers: loader processes.
+        Returns 0 if storing images would not help. images: number of the split's images. workers: number of loader
+        processes.
         """
-        span = {"window": PARTNERS_WINDOW, "near": near}.get(self.partners, 0)
+        span = PARTNERS_WINDOW if self.partners == "window" else 0
         span += batch_size * (1 + PREFETCHED_BATCHES * workers + 1)  # batches that are loaded at the same time
         return span if self.partners != "any" or images <= span else 0
 
@@ -193,7 +194,7 @@ class GlobalBatches:
 
     The order depends on (seed, epoch). The last batch is filled from the start of the order, so that every batch is
     full. partners: the number of images that are mixed with each, drawn by (seed, epoch, position). reach: where they
-    are in the order: "any", "near" (the next ones), or "window" (the `PARTNERS_WINDOW` positions around its own).
+    are in the order: "any", or "window" (the `PARTNERS_WINDOW` positions around its own).
     sizes: possible sizes of the longer side of `shape`, drawn per batch by (seed, epoch, batch); empty: all batches
     have `shape`. messages: for the console.
     """
@@ -259,8 +260,6 @@ class GlobalBatches:
     def _partners(self, order: np.ndarray) -> np.ndarray:
         """Return the indices of the partners at each place of the order, (count, partners)."""
         places = np.arange(self.count)[:, None]
-        if self.reach == "near":
-            return order[(places + np.arange(1, self.partners + 1)) % self.count]
         rng = np.random.default_rng((PARTNERS_STREAM, self.seed, self.epoch))
         window = min(PARTNERS_WINDOW, self.count) if self.reach == "window" else self.count
         first = (places - window // 2).clip(0, self.count - window)
@@ -308,12 +307,11 @@ def training_batches(
     seed: int,
     imgsz: int,
     stride: int,
-    near: int,
     mixed: int,
 ) -> GlobalBatches:
-    """Return the batches of a training. image_sizes: (n, 2), width and height of the files, pixels.
+    """Return the global batches for training. image_sizes: (n, 2), width and height of the files, pixels.
 
-    near, mixed: the number of partners of an item with --partners near, and of those drawn from the order.
+    mixed: number of an item's partners, if they are drawn from the order.
     """
     count = len(image_sizes)
     order, sizes = sampling.order(instances, count), batch_sizes(imgsz, stride)
@@ -323,8 +321,9 @@ def training_batches(
         return RectangularBatches(image_sizes, batch_size, seed, imgsz, stride, sizes, messages)
     # With "any" and each image once, an item draws its partners among all images by itself.
     drawn = sampling.partners == "window" or sampling.image_weights or sampling.repeat_factor
-    partners = near if sampling.partners == "near" else mixed if drawn else 0
-    return GlobalBatches(order, batch_size, seed, (imgsz, imgsz), partners, sampling.partners, sizes, messages)
+    return GlobalBatches(
+        order, batch_size, seed, (imgsz, imgsz), mixed if drawn else 0, sampling.partners, sizes, messages
+    )
 
 
 def evaluation_batches(

@@ -2,7 +2,7 @@
 
 A pack is a folder, local or remote, with `index.json`, and for each shard `train-000000.tar` and `train-000000.json`,
 which lists its images. A file in a shard has a path through it, such as pack/train-000000.tar/images/a.jpg. Called by
-data/storage.py, data/sources.py, data/classification.py and data/pack.py.
+data/storage.py, data/data_yaml.py, data/classification.py and data/pack.py.
 """
 
 from __future__ import annotations

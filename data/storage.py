@@ -46,7 +46,7 @@ def read_label(path: str, outlined: bool) -> bytes:
     return shards.read_label(*place, outlined) if place else read_bytes(path)
 
 
-def opened(path: Path) -> Path | BinaryIO:
+def open_for_pillow(path: Path) -> Path | BinaryIO:
     """Return what Pillow opens: the path of a local file, or the content of another one."""
     return path if is_local(path) else io.BytesIO(read_bytes(path))
 
@@ -88,10 +88,10 @@ def file_test(folder: str) -> Callable[[str], bool]:
     return set(remote.files_below(folder)).__contains__ if remote.is_remote(folder) else os.path.isfile
 
 
-def refuse_pipe(path: str | Path) -> None:
+def require_regular_file(path: str | Path) -> None:
     """Raise OSError for a local pipe, socket or device, which may have no end. Links to files are files."""
     if is_local(path) and not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError("it is no regular file")
+        raise OSError("it is not a regular file")
 
 
 def stamps(paths: Iterable[str]) -> bytes:
@@ -111,7 +111,7 @@ def stamp(path: Path) -> tuple[int, int]:
 
 
 def _stamped_name(name: str) -> str:
-    """Return the file that changes with a path's content: for one in a shard, the shard's list."""
+    """Return the file whose size and time stand for `path`: a packed file's shard list, else the path itself."""
     place = shards.place_of(name)
     return shards.list_of(place[0]) if place else name
 

@@ -1,25 +1,65 @@
 """Splits of Pascal VOC's layout, read as they lie: ImageSets/Main/train.txt names images, Annotations has their boxes.
 
-Called by data/sources.py and data/folders.py; data/converters.py writes label files instead.
+Called by data/data_yaml.py and data/detect_layout.py; data/convert.py writes label files instead.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from data import storage
-from data.coco_json import AnnotatedImages, Tally, box_row, cached_json
-from data.converters import read_voc
+from data.coco_json import AnnotatedImages, CocoBox, Tally, box_row, cached_json
 from data.images import IMAGE_SUFFIXES
 from utils.errors import UserError, nearest, plural
 
 LISTS = Path("ImageSets", "Main")
 # In the XML files of the challenge itself, whose coordinates start at 1.
 CHALLENGE_MARK = b"<database>The VOC20"
+
+
+class VocObject(NamedTuple):
+    """An object of an XML file."""
+
+    name: str
+    box: CocoBox
+    difficult: bool
+
+
+def read_voc(file: Path, one_based: bool = False) -> tuple[tuple[int, int], list[VocObject]]:
+    """Read an XML file: the image's size, (width, height), and its objects. Raises `UserError`.
+
+    one_based: coordinates start at 1 and the last pixel belongs to the box, as in the VOC challenge's own files; most
+    programs count from 0.
+    """
+    try:
+        root = ET.parse(file).getroot()
+        size = int(float(_text(root, "size/width"))), int(float(_text(root, "size/height")))
+        if min(size) < 1:
+            raise ValueError("its <size> is not positive")
+        objects = []
+        for item in root.findall("object"):
+            left, top, right, bottom = (float(_text(item, f"bndbox/{n}")) for n in ("xmin", "ymin", "xmax", "ymax"))
+            left, top = left - one_based, top - one_based
+            box = (left, top, right - left, bottom - top)
+            objects.append(VocObject(_text(item, "name"), box, (item.findtext("difficult") or "0").strip() == "1"))
+    except (ET.ParseError, ValueError, OverflowError) as error:
+        raise UserError(f"{file} is not a VOC annotation ({error}); fix it, or move it away") from None
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    return size, objects
+
+
+def _text(item: ET.Element, path: str) -> str:
+    text = (item.findtext(path) or "").strip()
+    if not text:
+        raise ValueError(f"<{item.tag}> has no <{path}>")
+    return text
 
 
 @dataclass(frozen=True)
@@ -35,15 +75,11 @@ class VocImages(AnnotatedImages):
         """Return the label rows of each image by its path; difficult objects are left out, as by the converter."""
         tally, numbers, rows = Tally(), {name: number for number, name in enumerate(self.names)}, {}
         for path, file in self.images.items():
-            size, objects = read_voc(Path(file), _is_one_based(file))
+            size, objects = read_voc(Path(file), one_based=CHALLENGE_MARK in storage.read_bytes(file))
             known = [item for item in objects if item.name in numbers and not item.difficult]
             tally["boxes of classes that are not in `names`"] += sum(item.name not in numbers for item in objects)
             rows[path] = "".join(box_row(numbers[item.name], item.box, size, tally) for item in known)
         return rows, [f"{self.file}: left out: {tally.omitted}"] if tally.omitted else []
-
-
-def _is_one_based(file: str) -> bool:
-    return CHALLENGE_MARK in storage.read_bytes(file)
 
 
 def is_voc_list(location: Path) -> bool:

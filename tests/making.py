@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 from torch import Tensor
 
-from data.label_paths import label_file
+from data.label_paths import label_name
 from utils.batch import Batch, ImageInfo, Placement
 
 CLASS_NAMES = {0: "disc", 1: "traffic light", 2: "bar"}
@@ -40,6 +40,11 @@ def write_image(file: Path, pixels: np.ndarray | None = None, *rows: str, **opti
     if rows:
         write_label(file, *rows)
     return file
+
+
+def label_file(image: Path) -> Path:
+    """Return the label file of an image."""
+    return Path(label_name(str(image)))
 
 
 def write_label(image: Path, *rows: str) -> Path:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from data.data_yaml import DATA_KEYS
 from data.dataset import dataset_class
-from data.sources import DATA_KEYS
 from models.tasks import TASKS
 from models.tasks.classification.torchvision_models import CLASSIFIER_KEYS
 from models.weights.content import MODEL_KEYS

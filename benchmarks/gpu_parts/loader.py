@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 from benchmarks.gpu_parts.measuring import Machine, machine, rounded, row
+from data.data_yaml import read_spec
 from data.dataset import DataOptions
 from data.detection import DetectionData
-from data.sources import read_spec
 from utils.config.hyperparameters import Hyperparameters
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import val
 from benchmarks.gpu_parts.measuring import Machine, machine, rounded, row
+from data.data_yaml import read_spec
 from data.dataset import DataOptions
 from data.detection import DetectionData
-from data.sources import read_spec
 from models.tasks.detection.task import DetectionTask
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer

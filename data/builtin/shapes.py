@@ -6,7 +6,7 @@ differently.
 
     python -m data.shapes [--folder datasets/shapes] [--seed 0]
 
-Called by data/sources.py for `draw:` of a data YAML; shapes_cls.py draws with these functions.
+Called by data/data_yaml.py for `draw:` of a data YAML; shapes_cls.py draws with these functions.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Shapes, backgrounds and colours are those of `data.builtin.shapes`. Every image 
 `numpy.random.default_rng([seed, 2, split, index])`, so any image can be drawn alone. Image `index` of a split shows the
 class `NAMES[index % 6]` and is the file `<split>/<class>/<index>.jpg`.
 
-Called by data/sources.py for `draw:` of a data YAML.
+Called by data/data_yaml.py for `draw:` of a data YAML.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Shapes, backgrounds and colours are those of `data.builtin.shapes`, without the 
 covers in part is outlined without that part; rings have a hole. Every image has its own generator,
 `numpy.random.default_rng([seed, 3, split, index])`, so any image can be drawn alone.
 
-Called by data/sources.py for `draw:` of a data YAML.
+Called by data/data_yaml.py for `draw:` of a data YAML.
 """
 
 from __future__ import annotations

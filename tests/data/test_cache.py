@@ -73,7 +73,8 @@ def photos(tmp_path: Path) -> list[Path]:
 
 
 def free_disk(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(size)))
+    """Let the caches write `size` bytes."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(size), total=0))
 
 
 @pytest.fixture(autouse=True)
@@ -300,17 +301,31 @@ def test_disk_caches_files_whose_names_are_no_text(tmp_path: Path) -> None:
     assert same(pixels(opened(files, 16, True, "disk")), expected)
 
 
-# The budget of the disk: each of the four images takes one block
+# The room on the disk
 
 
-FOR_TWO = 2.5 * cache.DISK_BLOCK_BYTES / cache.CACHE_DISK_SHARE  # free bytes, so that two of them fit
+def room_for(files: list[Path], count: int) -> int:
+    """Return the bytes that some images at 32 pixels take on disk, and some more."""
+    shapes = cache.cached_shapes(sizes_of(files), 32).astype(int)
+    return int(shapes.prod(1)[:count].sum() * 3 + 100)
+
+
+def test_a_tenth_of_the_disk_stays_free(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = SimpleNamespace(free=1000 + room_for(files, 2), total=10_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    images = opened(files, 32, True, "disk")
+    assert "room for 2 of 4 images" in images.messages[0]
+    usage.free = 1000 + room_for(files, 2) // 2  # another program has written
+    with pytest.warns(UserWarning, match="10% of its disk stay free") as warned:
+        pixels(images)
+    assert len(warned) == 1
 
 
 def test_images_that_do_not_fit_on_the_disk_are_read_from_their_files(
     files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = pixels(opened(files, 32, True, ""))
-    free_disk(monkeypatch, FOR_TWO)
+    free_disk(monkeypatch, room_for(files, 2))
     images = opened(files, 32, True, "disk")
     (message,) = images.messages
     assert "--cache disk: room for 2 of 4 images, 0 found from before, 0.00 GiB in" in message
@@ -324,57 +339,15 @@ def test_images_that_do_not_fit_on_the_disk_are_read_from_their_files(
         images.read(2)
 
 
-def test_what_an_earlier_run_would_have_written_is_free(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if it is part of a reference cycle, as torch's loaders are."""
-    free_disk(monkeypatch, FOR_TWO)
-    loader = SimpleNamespace(images=opened(files, 32, True, "disk"))
-    loader.itself = loader
-    del loader
-    assert "room for 2 of 4 images" in opened(files, 32, True, "disk").messages[0]
-
-
-def test_gigabytes_on_disk_are_the_bytes_of_the_pixels(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    free_disk(monkeypatch, 100 * 2**30)
-    images = open_images(files, 0, False, "disk", np.array([(16384, 8192)] * 4))  # 0.375 GiB each
-    assert "room for 4 of 4 images, 0 found from before, 1.50 GiB in" in images.messages[0]
-    free_disk(monkeypatch, (0.375 * 3 + 0.01) * 2**30 / cache.CACHE_DISK_SHARE)
-    del images
-    images = open_images(files, 0, False, "disk", np.array([(16384, 8192)] * 4))
-    assert "room for 3 of 4 images, 0 found from before, 1.13 GiB in" in images.messages[0]
-
-
-def test_a_restart_finds_what_is_on_disk_and_takes_no_more_room(
-    files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free_disk(monkeypatch, FOR_TWO)
-    expected = pixels(opened(files, 32, True, "disk"))
-    free_disk(monkeypatch, FOR_TWO - 2 * cache.DISK_BLOCK_BYTES)
-    for order in (files, files[::-1]):  # what is there counts wherever it stands in the list
-        images = opened(order, 32, True, "disk")
-        assert "room for 2 of 4 images, 2 found from before" in images.messages[0]
-        assert same(pixels(images), expected if order is files else expected[::-1])
-        assert len(cached_files(cache_home)) == 2
+def test_a_restart_finds_what_is_on_disk(files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free_disk(monkeypatch, room_for(files, 2))
+    images = opened(files, 32, True, "disk")
+    images.read(0)
+    images.read(1)
     free_disk(monkeypatch, 0)
-    assert "room for 2 of 4 images, 2 found from before" in opened(files, 32, True, "disk").messages[0]
-    free_disk(monkeypatch, FOR_TWO - cache.DISK_BLOCK_BYTES)  # somebody made room
-    assert "room for 3 of 4 images, 2 found from before" in opened(files, 32, True, "disk").messages[0]
-
-
-def test_restarts_and_other_runs_leave_the_reserve_free(
-    tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = [write_image(tmp_path / f"set/{k:02}.png", noise(32, 20, seed=k)) for k in range(16)]
-    for imgsz in (32, 32, 24):
-        free_disk(
-            monkeypatch,
-            10.5 * cache.DISK_BLOCK_BYTES / cache.CACHE_DISK_SHARE
-            - len(cached_files(cache_home)) * cache.DISK_BLOCK_BYTES,
-        )
-        splits = [opened(part, imgsz, True, "disk") for part in (files[:12], files[12:])]
-        for images in splits:
-            pixels(images)
-        assert len(cached_files(cache_home)) == 10
-        del images, splits
+    for order in (files, files[::-1]):  # what is there counts wherever it stands in the list
+        assert "room for 2 of 4 images, 2 found from before" in opened(order, 32, True, "disk").messages[0]
+    assert len(cached_files(cache_home)) == 2
 
 
 def test_a_changed_file_is_not_taken_for_cached(files: list[Path]) -> None:
@@ -384,30 +357,6 @@ def test_a_changed_file_is_not_taken_for_cached(files: list[Path]) -> None:
     images = opened(files, 32, True, "disk")
     assert "room for 4 of 4 images, 2 found from before" in images.messages[0]
     assert same(pixels(images), pixels(opened(files, 32, True, "")))
-
-
-def test_two_splits_share_the_room_on_disk(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    free_disk(monkeypatch, FOR_TWO)
-    first, second = (opened(part, 32, True, "disk") for part in (files[:1], files[1:]))
-    assert "room for 1 of 1 images" in first.messages[0]
-    assert "room for 1 of 3 images" in second.messages[0]
-    del first, second
-    # Nothing of theirs is pending any more.
-    assert "room for 2 of 4 images" in opened(files, 32, True, "disk").messages[0]
-
-
-def test_writing_stops_once_other_programs_fill_the_disk(
-    files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = pixels(opened(files, 32, True, ""))
-    free_disk(monkeypatch, 10 * cache.DISK_BLOCK_BYTES)
-    images = opened(files, 32, True, "disk")
-    images.read(0)
-    free_disk(monkeypatch, cache.DISK_BLOCK_BYTES)  # half of the reserve, which the next image would use
-    with pytest.warns(UserWarning, match=r"no more is written .* \(it would leave 0\.00 GiB free\)") as warned:
-        assert same(pixels(images), expected)
-    assert len(warned) == 1
-    assert len(cached_files(cache_home)) == 1
 
 
 def failing(file: int) -> NoReturn:
@@ -476,7 +425,7 @@ def fill(files: list[Path], turn: int, start: Any, found: Any) -> None:
 def test_processes_fill_the_disk_together(tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [write_image(tmp_path / f"set/{k:02}.png", noise(32, 20, seed=k)) for k in range(40)]
     expected = pixels(opened(files, 32, True, ""))
-    free_disk(monkeypatch, 30.5 * cache.DISK_BLOCK_BYTES / cache.CACHE_DISK_SHARE)
+    free_disk(monkeypatch, room_for(files, 30))
     fork = multiprocessing.get_context("fork")
     start, found = fork.Barrier(4), fork.Queue()
     processes = [fork.Process(target=fill, args=(files, turn, start, found)) for turn in range(4)]
@@ -507,7 +456,7 @@ def test_files_is_a_sequence_of_paths(tmp_path: Path) -> None:
 
 def test_the_ring_and_its_images_share_the_paths(files: list[Path]) -> None:
     """Of a million images they are large, and slow to make."""
-    images = open_images(files, 32, False, "", sizes_of(files), room=2)
+    images = open_images(files, 32, False, "", sizes_of(files), capacity=2)
     assert isinstance(images, cache.ImagesInRing)
     assert images.files is images.source.files
     assert list(images.files) == files

@@ -18,8 +18,8 @@ import torch
 from PIL import Image
 
 from data.classification import ClassificationData, ClassificationSplit, collate
+from data.data_yaml import read_spec
 from data.dataset import DataOptions
-from data.sources import read_spec
 from data.transforms import TransformSettings
 from models.tasks.classification.task import ClassificationRecipe
 from tests.making import noise, write_image

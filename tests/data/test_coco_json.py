@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from data.coco_json import find_images, read_contents
-from data.converters import convert_coco
+from data.convert import convert_coco
+from data.data_yaml import read_spec
 from data.dataset import DataOptions
 from data.detection import DetectionData, DetectionSplit
 from data.labels import Content, load_labels
 from data.segmentation import SegmentationData
-from data.sources import read_spec
 from tests.making import spoil, write_image, write_yaml
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError

@@ -163,7 +163,7 @@ def test_pixels_and_targets_do_not_depend_on_workers_or_the_global_seed(
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"image_weights": True, "partners": "near"},
+        {"image_weights": True},
         {"repeat_factor": 0.9, "multi_scale": True},
         {"partners": "window"},
     ],

@@ -51,7 +51,7 @@ def in_another_process(work: Callable[[], Any]) -> None:
 
 
 def test_a_new_image_replaces_the_oldest() -> None:
-    ring = ImageRing(SHAPES, room=3)
+    ring = ImageRing(SHAPES, capacity=3)
     assert stored(ring) == []
     fill(ring, 7, 1, 4)
     assert stored(ring) == [1, 4, 7]
@@ -60,7 +60,7 @@ def test_a_new_image_replaces_the_oldest() -> None:
 
 
 def test_an_image_that_is_being_read_stays() -> None:
-    ring = ImageRing(SHAPES, room=2)
+    ring = ImageRing(SHAPES, capacity=2)
     fill(ring, 0, 1)
     pixels = ring.get(0)
     assert pixels is not None
@@ -77,7 +77,7 @@ def test_an_image_that_is_being_read_stays() -> None:
 
 
 def test_an_image_that_another_process_reads_stays() -> None:
-    ring, both = ImageRing(SHAPES, room=2), multiprocessing.get_context("fork").Pipe()
+    ring, both = ImageRing(SHAPES, capacity=2), multiprocessing.get_context("fork").Pipe()
     fill(ring, 0, 1)
 
     def read_and_wait() -> None:
@@ -109,7 +109,7 @@ class DeadlyImage:
 
 def test_a_process_that_dies_leaves_no_lock() -> None:
     """Neither while it reads, nor while it writes an image, which is then not there."""
-    ring = ImageRing(SHAPES, room=3)
+    ring = ImageRing(SHAPES, capacity=3)
     in_another_process(lambda: fill(ring, 0, 1, 2))
     assert stored(ring) == [0, 1, 2]
     in_another_process(lambda: [ring.get(0), ring.get(1), ring.get(2)])
@@ -137,7 +137,7 @@ def write_and_read(ring: ImageRing, seed: int) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_processes_never_see_half_an_image(method: str) -> None:
-    ring, context = ImageRing(SHAPES, room=12), multiprocessing.get_context(method)
+    ring, context = ImageRing(SHAPES, capacity=12), multiprocessing.get_context(method)
     processes: list[Any] = [context.Process(target=write_and_read, args=(ring, seed)) for seed in range(4)]
     for process in processes:
         process.start()
@@ -150,7 +150,7 @@ def test_processes_never_see_half_an_image(method: str) -> None:
 def test_what_does_not_fit_is_not_stored() -> None:
     """A few large images, and a file that has another size than its shape says."""
     shapes = np.array([(20, 20)] * 199 + [(200, 200)])
-    ring = ImageRing(shapes, room=8)
+    ring = ImageRing(shapes, capacity=8)
     ring.put(199, np.zeros((200, 200, 3), np.uint8))
     ring.put(0, np.zeros((20, 21, 3), np.uint8))
     assert ring.get(199) is ring.get(0) is None
@@ -158,13 +158,13 @@ def test_what_does_not_fit_is_not_stored() -> None:
     assert ring.get(0) is not None
 
 
-@pytest.mark.parametrize(("free", "room"), [(10**9, 40), (100_000, 5), (0, 0)])
-def test_the_room_follows_from_the_free_memory(free: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("free", "capacity"), [(10**9, 40), (100_000, 5), (0, 0)])
+def test_the_capacity_follows_from_the_free_memory(free: int, capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of it at most: a page or two for the tables and 4 KiB for an image."""
     monkeypatch.setattr(shared_memory, "available_bytes", lambda: free)
     monkeypatch.setattr(shared_memory, "in_use", WeakSet())
-    ring = ImageRing(SHAPES, room=40)
-    assert ring.room == room
+    ring = ImageRing(SHAPES, capacity=40)
+    assert ring.capacity == capacity
     assert len(ring.memory.bytes) <= max(free * RING_MEMORY_SHARE, PAGE_BYTES)
     fill(ring, *range(40))
-    assert len(stored(ring)) == room
+    assert len(stored(ring)) == capacity

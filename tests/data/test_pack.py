@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from data.data_yaml import read_spec
 from data.dataset import DataOptions, DataSet, data_source
 from data.pack import pack, size_in_bytes
-from data.sources import read_spec
 from models.tasks.classification.task import ClassificationRecipe
 from tests.making import noise, write_image, write_yaml
 from utils.batch import Batch
@@ -161,8 +161,8 @@ def test_goes_on_where_it_ended(tmp_path: Path) -> None:
         (lambda data, out: {"shard_size": "16K"}, "has shards of another data set, of other files, or of another"),
         (lambda data, out: write_image(data.parent / "images/train/0/0.png", noise(8, 8)), "has shards of another"),
         (lambda data, out: (out / "data.yaml").write_text("names: [x]"), "data.yaml exists and is of another data set"),
-        (lambda data, out: {"shard_size": "large"}, "--shard-size large is no size; give one such as 512M"),
-        (lambda data, out: {"shard_size": "0"}, "--shard-size 0 is no size"),
+        (lambda data, out: {"shard_size": "large"}, "--shard-size large is not a size"),
+        (lambda data, out: {"shard_size": "0"}, "--shard-size 0 is not a size"),
         (
             lambda data, out: {"data": str(out / "data.yaml")},
             "is packed already; name the data YAML of the loose",

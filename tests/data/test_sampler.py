@@ -68,9 +68,9 @@ def test_each_image_is_equally_frequent_at_each_place() -> None:
 
 
 def test_halves_of_a_global_batch_are_the_batches_of_half_the_size() -> None:
-    whole = epoch_of(GlobalBatches(Order(24), 8, 0, SQUARE, partners=3, reach="near"), 1)
+    whole = epoch_of(GlobalBatches(Order(24), 8, 0, SQUARE, partners=3, reach="window"), 1)
     halves = [half for batch in whole for half in (batch[:4], batch[4:])]
-    assert halves == epoch_of(GlobalBatches(Order(24), 4, 0, SQUARE, partners=3, reach="near"), 1)
+    assert halves == epoch_of(GlobalBatches(Order(24), 4, 0, SQUARE, partners=3, reach="window"), 1)
 
 
 def test_set_epoch_does_not_change_an_epoch_under_way() -> None:
@@ -214,20 +214,6 @@ def test_equal_aspects_are_ordered_by_falling_index() -> None:
     assert images(batches) == list(range(39, -1, -1))
 
 
-def test_near_partners_are_the_next_images_in_the_order() -> None:
-    """Each image is in as many items as it has partners, and in its own."""
-    batches = GlobalBatches(Order(10), 4, 7, SQUARE, partners=3, reach="near")
-    for epoch in (0, 1):
-        order = images(epoch_of(GlobalBatches(Order(10), 1, 7, SQUARE), epoch))
-        samples = list(chain(*epoch_of(batches, epoch)))[:10]
-        assert [sample.image for sample in samples] == order
-        assert [sample.partners for sample in samples] == [
-            tuple(order[(k + step) % 10] for step in (1, 2, 3)) for k in range(10)
-        ]
-        counts = np.bincount([image for sample in samples for image in (sample.image, *sample.partners)])
-        assert counts.tolist() == [4] * 10
-
-
 def test_the_partners_of_a_window_are_around_an_item(monkeypatch: pytest.MonkeyPatch) -> None:
     """All images of the window come, at the ends of the order those of the first or the last one."""
     monkeypatch.setattr(sampler, "PARTNERS_WINDOW", 10)
@@ -252,14 +238,13 @@ def test_in_a_small_data_set_all_images_are_partners() -> None:
     ("partners", "images", "expected"),
     [
         ("window", 5000, 1000 + 16 * 6),
-        ("near", 5000, 3 + 16 * 6),
         ("any", 5000, 0),
         ("any", 96, 96),
     ],
 )
 def test_images_in_use_are_those_in_reach_and_in_loading(partners: str, images: int, expected: int) -> None:
     """Sixteen items each in the training process, in the four batches of two loader processes, and in the next one."""
-    assert Sampling(partners=partners).images_in_use(images, 3, 16, workers=2) == expected
+    assert Sampling(partners=partners).images_in_use(images, 16, workers=2) == expected
 
 
 # Other orders
@@ -272,7 +257,7 @@ SAMPLINGS = (
     Sampling(image_weights=True),
     Sampling(repeat_factor=0.9),
     Sampling(multi_scale=True),
-    Sampling(image_weights=True, multi_scale=True, partners="near"),
+    Sampling(image_weights=True, multi_scale=True),
     Sampling(partners="window"),
     Sampling(rect=True, multi_scale=True),
 )
@@ -282,7 +267,7 @@ def batches_of(
     sampling: Sampling, batch_size: int = 4, seed: int = 7, instances: Instances = INSTANCES
 ) -> GlobalBatches:
     """Five images at 128 pixels."""
-    return training_batches(sampling, instances, SIZES[:5], batch_size, seed, 128, 32, near=3, mixed=7)
+    return training_batches(sampling, instances, SIZES[:5], batch_size, seed, 128, 32, mixed=7)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from data.data_yaml import read_spec
 from data.dataset import DataOptions
 from data.detection import DetectionData
-from data.label_paths import label_file
 from data.segmentation import SegmentationData
-from data.sources import read_spec
-from tests.making import noise, plain, write_image, write_label, write_yaml
+from tests.making import label_file, noise, plain, write_image, write_label, write_yaml
 from utils.batch import SegmentationBatch
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from data.converters import convert_voc
+from data.convert import convert_voc
 from data.dataset import DataOptions, data_source
+from data.detect_layout import read_folder
 from data.detection import DetectionSplit
-from data.folders import read_folder
 from data.label_paths import label_name
 from data.labels import parse_rows
-from tests.data.test_converters import voc_xml
+from tests.data.test_convert import voc_xml
 from tests.making import noise, write_image, write_yaml
 from utils.errors import UserError
 

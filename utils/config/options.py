@@ -97,9 +97,9 @@ class TrainOptions:
     close_mosaic: int = flag(0, "number of final epochs that train without mosaic and mixup", "data", NOT_NEGATIVE)
     partners: str = flag(
         "window",
-        "images that mosaic and mixup combine: any; of a window of 1000 in the epoch's order; or the next ones (near)",
+        "images that mosaic and mixup combine: any, or of a window of 1000 in the epoch's order",
         "data",
-        choices=("window", "any", "near"),
+        choices=("window", "any"),
     )
     mask_ratio: int = flag(
         4, "segmentation: pixels of the image per pixel of the masks to learn from, along a side", "data", Range(1, 32)

@@ -1,6 +1,6 @@
 """The command line: flags become the options of a script, over the defaults of a job, a task and a data set YAML.
 
-Called by the scripts and utils/config/; data/sources.py calls `check_suggested_defaults`.
+Called by the scripts and utils/config/; data/data_yaml.py calls `check_suggested_defaults`.
 """
 
 from __future__ import annotations

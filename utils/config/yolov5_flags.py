@@ -51,5 +51,6 @@ REFUSED = {
     "notest": "is --noval here",
     "log_imgs": "is --max-images here",
     "log_artifacts": "is --upload-model here",
+    "partners near": "is no longer built in: --partners window, the default, is as fast and mixes images better",
     "artifact_alias": "is part of the artifact's name here: --weights wandb:entity/project/name:alias",
 }

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from data.batches import Item, Items, loader, stacked
+from data.batches import Item, Items, loader, stack_in_place
 from data.cache import Images, open_images
-from data.dataset import DataSet, labels_text, split_identity
+from data.data_yaml import DataSpec
+from data.dataset import DataSet, labels_text, problem_warnings, split_identity
 from data.images import read_image, resize_long_side
-from data.label_paths import label_file
+from data.label_paths import label_name
 from data.labels import load_labels
-from data.problems import problem_warnings
 from data.sampler import SampleIndex, evaluation_batches, item_generator, training_batches
-from data.sources import DataSpec
 from utils.batch import Batch, Instances, Split
 from utils.config.hyperparameters import Recipe
 from utils.errors import UserError
@@ -89,7 +88,9 @@ class HeatmapData(DataSet[HeatmapSplit]):
     @staticmethod
     def files(spec: DataSpec) -> dict[str, list[Path]]:
         images = {split: spec.images(split) for split in ("train", "val")}
-        return images | {f"labels of {split}": list(map(label_file, files)) for split, files in images.items()}
+        return images | {
+            f"labels of {split}": [Path(label_name(str(image))) for image in files] for split, files in images.items()
+        }
 
     def split(self, name: str, hyp: Recipe | None = None) -> HeatmapSplit:
         images, unlisted, _ = self.spec.listing(name)
@@ -97,7 +98,7 @@ class HeatmapData(DataSet[HeatmapSplit]):
         problems = (*unlisted, *scanned.problems)
         readable = self.usable(name, scanned.sizes, problems)
         images = list(compress(images, readable))
-        labels = [np.loadtxt(label_file(image), np.float32, ndmin=2).reshape(-1, 3) for image in images]
+        labels = [np.loadtxt(label_name(str(image)), np.float32, ndmin=2).reshape(-1, 3) for image in images]
         return HeatmapSplit(images, labels, scanned.sizes[readable], problems)
 
     def documents(self, train: HeatmapSplit, val: HeatmapSplit) -> dict[str, str]:
@@ -118,7 +119,7 @@ class HeatmapData(DataSet[HeatmapSplit]):
     def collate(items: Sequence[Item]) -> Batch:
         images, targets, infos = zip(*items, strict=True)
         numbers = torch.cat([torch.full((len(rows), 1), float(k)) for k, rows in enumerate(targets)])
-        return Batch(stacked(images), torch.cat((numbers, torch.cat(targets)), 1), infos)
+        return Batch(stack_in_place(images), torch.cat((numbers, torch.cat(targets)), 1), infos)
 
     def train_loader(self, split: HeatmapSplit, batch_size: int, hyp: Recipe, seed: int) -> DataLoader[Any]:
         batches = training_batches(
@@ -129,7 +130,6 @@ class HeatmapData(DataSet[HeatmapSplit]):
             seed=seed,
             imgsz=self.imgsz,
             stride=self.stride,
-            near=0,
             mixed=0,
         )
         images = open_images(split.images, 0, False, self.train_cache, split.sizes)

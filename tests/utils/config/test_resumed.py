@@ -170,7 +170,7 @@ FIXED = {
     "image_weights": (True, False),
     "repeat_factor": (0.001, 0.0),
     "close_mosaic": (10, 0),
-    "partners": ("near", "window"),
+    "partners": ("any", "window"),
     "mask_ratio": (2, 4),
     "no_overlap": (True, False),
     "single_cls": (True, False),

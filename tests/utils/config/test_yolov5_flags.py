@@ -27,6 +27,7 @@ EVOLUTION = (
         (ValOptions, ["--task", "study"], "--task study is not built in: call val.py once for each --imgsz"),
         (ValOptions, ["--task=study"], "--task study is not built in"),
         (ValOptions, ["--task", "speeed"], "argument --task: invalid choice: 'speeed'"),
+        (TrainOptions, ["--partners", "near"], "--partners near is no longer built in: --partners window"),
         (TrainOptions, ["--quad"], "--quad is not built in: train at a larger --imgsz"),
         (TrainOptions, ["--lr0", "0.1"], "--lr0 is a hyperparameter: give --hyp.lr0"),
     ],

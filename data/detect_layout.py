@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data.sources import DataSpec, checked_spec, images_below, read_spec
+from data.data_yaml import DataSpec, checked_spec, images_below, read_spec
 from data.voc import LISTS, is_voc_list
 from utils.errors import UserError
 

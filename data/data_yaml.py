@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import importlib
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,6 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 from data import remote, storage, voc
 from data.archives import archive_sources, fetch_dataset, has_content
 from data.coco_json import AnnotatedImages, find_images, read_contents
-from data.converters import CONVERTERS
 from data.images import IMAGE_SUFFIXES
 from data.shards import Pack, find_pack
 from data.voc import is_voc_list
@@ -36,6 +36,7 @@ DRAWING_MODULES = {
 MAX_CLASSES = 4096  # of a model
 # Of images that are not read. Those that are: `IMAGE_SUFFIXES`.
 OTHER_IMAGE_SUFFIXES = frozenset([".avif", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jxl"])
+CONVERTED_FORMATS = ("voc", "visdrone")  # of `convert:`
 ANNOTATIONS_SUFFIX = ".json"  # of a COCO annotation file
 DATA_KEYS = ("path", *SPLITS, "images", "split", "split_seed", "names", "nc", "draw", "download", "convert", "defaults")
 
@@ -82,7 +83,7 @@ class DataSpec:
     split_seed: int = 0
     has_path: bool = False  # whether the YAML has `path:`
     download: Any = None  # as in the YAML; never executed
-    convert: str = ""  # the converter for the download, one of CONVERTERS
+    convert: str = ""  # the converter for the download, one of CONVERTED_FORMATS
     # Images below the folders of each split: to walk through a million images takes long.
     walked: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     unread: dict[str, list[str]] = field(default_factory=dict, compare=False, repr=False)  # see `unread_images`
@@ -205,7 +206,8 @@ class DataSpec:
 
     def _convert(self, folder: Path) -> None:
         if self.convert:
-            CONVERTERS[self.convert](folder, list(self.names.values()))
+            converters = importlib.import_module("data.convert")  # which imports this module
+            converters.convert_downloaded(self.convert, folder, list(self.names.values()))
 
 
 def overlap(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
@@ -267,8 +269,8 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
         raise UserError(f"{file}: `split_seed` must be a whole number from 0, not {shown(seed)}")
     defaults = check_suggested_defaults(content.get("defaults") or {}, file)
     convert = content.get("convert") or ""
-    if not isinstance(convert, str) or convert not in ("", *CONVERTERS):
-        raise UserError(f"{file}: `convert` must be one of {', '.join(CONVERTERS)}, not {shown(convert)}")
+    if not isinstance(convert, str) or convert not in ("", *CONVERTED_FORMATS):
+        raise UserError(f"{file}: `convert` must be one of {', '.join(CONVERTED_FORMATS)}, not {shown(convert)}")
     return DataSpec(
         file,
         names,
@@ -468,3 +470,9 @@ def _read_list(file: Path, problems: list[str]) -> Iterator[str]:
             yield beside if remote.is_remote(beside) or os.path.exists(beside) else os.path.abspath(line)
         elif line:
             problems.append(f"{file}, line {number}: '{line[:80]}' does not end like an image's name; skipped")
+
+
+def names_text(names: Sequence[str]) -> str:
+    """Return `names:` of a data YAML, with a line for each class."""
+    lines = (f"  {number}: {json.dumps(name, ensure_ascii=False)}\n" for number, name in enumerate(names))
+    return "names:\n" + "".join(lines)

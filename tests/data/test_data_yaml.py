@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from data.builtin import shapes, shapes_cls, shapes_seg
+from data.data_yaml import DATA_KEYS, DataSpec, images_below, overlap, read_spec
 from data.images import IMAGE_SUFFIXES
-from data.label_paths import label_file, label_name
-from data.sources import DATA_KEYS, DataSpec, images_below, overlap, read_spec
-from tests.making import write_yaml
+from data.label_paths import label_name
+from tests.making import label_file, write_yaml
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 

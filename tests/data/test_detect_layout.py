@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from data.classification import ClassificationData
+from data.data_yaml import DataSpec
 from data.dataset import DataOptions, data_source
-from data.folders import read_folder
-from data.sources import DataSpec
+from data.detect_layout import read_folder
 from tests.data.test_coco_json import export
 from tests.making import write_image, write_yaml
 from utils.errors import UserError
