@@ -22,7 +22,7 @@ from utils.errors import UserError, first_line, shortened
 LOCK_FILE = ".lock"  # in a run folder that a run writes to
 LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a little longer
 PART_SUFFIX = ".part"  # of a file that is being written
-MAX_YAML_CHARACTERS = 2**20  # of a YAML file
+MAX_YAML_CHARACTERS = 2**20  # of a YAML file, and of its values with aliases replaced by what they repeat
 _locks: WeakSet[FileLock] = WeakSet()  # of run folders, in this process
 ROOT = Path(__file__).resolve().parents[1]  # the repository
 
@@ -120,7 +120,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node:
-            _check_node(node, set())
+            _check_node(node, {})
         content = loader.construct_document(node) if node else None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
@@ -140,25 +140,36 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def _check_node(node: Any, known: set[Any]) -> None:
-    """Raise YAMLError for a key that occurs twice and for an ambiguous number. known: the nodes that are checked."""
-    if node in known:  # an alias
-        return
-    known.add(node)
+def _check_node(node: Any, characters: dict[Any, int]) -> int:
+    """Return the number of characters of a YAML node's values, with aliases replaced by what they repeat.
+
+    characters: of the nodes so far. Raises YAMLError if the expanded document is too large, or has duplicate keys or
+    ambiguous numbers.
+    """
+    if node in characters:  # an alias
+        return characters[node]
+    characters[node] = MAX_YAML_CHARACTERS  # until it is known: an alias inside of what it repeats has no end
+    count, problem, keys = 1, "", set()
     if isinstance(node, yaml.MappingNode):
-        keys = set()
         for key, value in node.value:
-            _check_node(key, known)
-            _check_node(value, known)
+            count += _check_node(key, characters) + _check_node(value, characters)
             if (name := (key.tag, str(key.value))) in keys:
                 raise MarkedYAMLError(problem=f"the key '{shortened(name[1])}' again", problem_mark=key.start_mark)
             keys.add(name)
     elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            _check_node(value, known)
-    elif node.tag.endswith((":int", ":float")) and re.search("[_:]", node.value):
-        problem = f"{shortened(node.value)} would be read as another number; use digits only, or quotes"
+        count += sum(_check_node(value, characters) for value in node.value)
+    else:
+        count += len(node.value)
+        if re.search("[\ud800-\udc7f\udd00-\udfff]", node.value):  # the others stand for bytes of a name
+            problem = "half of a surrogate pair, which is no character"
+        elif node.tag.endswith((":int", ":float")) and re.search("[_:]", node.value):
+            problem = f"{shortened(node.value)} would be read as another number; use digits only, or quotes"
+    if count > MAX_YAML_CHARACTERS:
+        problem = f"its aliases repeat values to more than {MAX_YAML_CHARACTERS} characters"
+    if problem:
         raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    characters[node] = count
+    return count
 
 
 def file_name(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import os
 import shutil
@@ -333,19 +332,6 @@ def test_a_known_checksum(server: Server, folder: Path) -> None:
     assert files_in(folder) == []
     assert [start for _, start in server.asked] == [0, 0]
     assert download(address, folder / "a.pth", sha256=digits[:8]).read_bytes() == CONTENT
-
-
-@pytest.mark.parametrize("name", ["x-ms-blob-content-md5", "Content-MD5", "x-goog-hash"])
-def test_a_checksum_in_the_headers(name: str, server: Server, folder: Path) -> None:
-    """A wrong content is downloaded once more, from its start."""
-    md5 = base64.b64encode(hashlib.md5(CONTENT).digest()).decode()
-    headers = {name: f"crc32c=AAAAAA==, md5={md5}" if name == "x-goog-hash" else md5}
-    contents = [CONTENT[::-1], CONTENT]
-    address = server.give("a.bin", lambda handler: sending(contents.pop(0), tag='"1"', headers=headers)(handler))
-    assert download(address, folder / "a.bin").read_bytes() == CONTENT
-    server.give("b.bin", sending(CONTENT[::-1], headers=headers))
-    assert "its MD5 is not that of the server's headers" in refused(f"{server.address}/b.bin", folder / "b.bin")
-    assert files_in(folder) == [folder / "a.bin"]
 
 
 def test_an_unusable_file_is_an_error(server: Server, folder: Path) -> None:
