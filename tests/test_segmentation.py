@@ -90,7 +90,8 @@ def test_under_zero(train: Train, alone: Path, tmp_path: Path) -> None:
     same_curve(tmp_path / "exp", alone)
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [1, 2])
 def test_killed_and_resumed(processes: int, train: Train, run_script: RunScript, alone: Path, tmp_path: Path) -> None:
     """It is killed in an epoch, then in a validation."""
     here = ("--processes", "2") if processes > 1 else ()
