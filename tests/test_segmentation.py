@@ -208,15 +208,6 @@ def test_detect_writes_outlines(segmenter: Path, run_script: RunScript, tmp_path
     assert len(list((folder / "crops").rglob("*.jpg"))) == len(lines)
 
 
-def test_flags_of_segmentation_are_refused_by_a_detector(
-    run_script: RunScript, learned: Path, small_data: Path, tmp_path: Path
-) -> None:
-    flags = ("--weights", str(learned), "--data", str(small_data), "--mask-ratio", "2", "--project", str(tmp_path))
-    printed = run_script("train.py", *flags, "--device", "cpu", fails=True)
-    assert "error: --mask-ratio is for segmentation: there are no masks" in printed
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.long
 def test_the_built_in_job_learns(run_script: RunScript, tmp_path: Path) -> None:
     """`python train.py --cfg models/yolov5n-seg.yaml --data data/shapes-seg.yaml`, as a new user types it."""
