@@ -229,7 +229,7 @@ class Case:
 
 ERRORS = {
     # labels
-    "class of train": Case(label("3 0.5 0.5 0.2 0.2"), "train/0.txt, line 1 has class 3, but `names` of", two=True),
+    "class of train": Case(label("3 0.5 0.5 0.2 0.2"), "train/0.txt, line 1 has class 3, but `names` of"),
     "class of val": Case(label("7 0.5 0.5 0.2 0.2", "val"), "labels/val/0.txt, line 1 has class 7, but `names` of"),
     "all in pixels": Case(every_label("0 10 10 20 20"), "line 1: coordinates in pixels; divide x and width by"),
     "all in pixels, strict": Case(

@@ -164,7 +164,8 @@ def test_statistics_are_averaged_without_sync_bn(
 # Resumed
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [1, 2])
 def test_killed_and_resumed(processes: int, train: Train, run_script: RunScript, alone: Path, tmp_path: Path) -> None:
     """It is killed in an epoch, then in a validation."""
     here = ("--processes", "2") if processes > 1 else ()
@@ -244,6 +245,7 @@ def test_a_cosine_to_a_floor(train: Train, tmp_path: Path) -> None:
     assert rates == pytest.approx([0.0005, 0.0003875, 0.0001625])
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_finite(train: Train, tmp_path: Path) -> None:
     hyp = tmp_path / "wild.yaml"
     hyp.write_text(yaml.safe_dump({**GENTLE, "lr0": 1e18}))

@@ -36,6 +36,7 @@ SHARP = {"nbs": 16, "warmup_epochs": 0.0, "weight_decay": 0.01}
 # One curve. Required: 1e-3 for losses and weights; measured: 4e-7 and 1e-7, and equal scores.
 
 
+@pytest.mark.long
 def test_sync_bn_changes_nothing_on_one_process(single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
     fine_tune(tmp_path, "--sync-bn")
     assert (tmp_path / "exp" / "results.csv").read_bytes() == (single / "results.csv").read_bytes()

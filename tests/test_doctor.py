@@ -112,6 +112,7 @@ def both(hosts: tuple[str, str], doctor: Callable[..., str]) -> Callable[..., li
     return run
 
 
+@pytest.mark.long
 def test_two_machines_by_accelerate(hosts: tuple[str, str], doctor: Callable[..., str]) -> None:
     config = ("--config_file", str(CONFIGS / "2node.yaml"), "--main_process_ip", "10.77.0.1")
 

@@ -131,6 +131,7 @@ def test_val_predicts_the_same_objects(
         np.testing.assert_allclose(expected[name], exported_rows[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
 def test_flags_that_a_file_with_suppression_overrides_are_named(
     weights: Path, small_data: Path, tmp_path: Path, run_script: RunScript, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -75,6 +75,7 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
+@pytest.mark.long
 def test_fp16_with_a_scaler(
     on_processes: OnProcesses, drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

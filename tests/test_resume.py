@@ -77,12 +77,23 @@ def undisturbed_on_two(train: Train, tmp_path_factory: pytest.TempPathFactory) -
 # Killed
 
 
-def test_killed_in_an_epoch_in_validation_and_in_a_save(
-    train: Train, resume: Train, undisturbed: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    "points",
+    [
+        pytest.param((("flush to disk", 3),), id="twice"),
+        pytest.param(
+            (("validation batch", 1), ("file replacement", 1), ("flush to disk", 3)),
+            id="four times",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_killed_in_an_epoch_and_later(
+    points: Sequence[tuple[str, int]], train: Train, resume: Train, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """Killed four times, one after another; files that were half written are removed."""
+    """One kill after another; files that were half written are removed."""
     train(tmp_path, "--save-steps", "1", **planted("SIGKILL", "optimizer step", 3), code=-signal.SIGKILL)
-    for point, number in (("validation batch", 1), ("file replacement", 1), ("flush to disk", 3)):
+    for point, number in points:
         resume(tmp_path, **planted("SIGKILL", point, number), code=-signal.SIGKILL)
     assert list(tmp_path.rglob("*.part"))
     assert "resuming " in resume(tmp_path)
@@ -181,7 +192,8 @@ def test_a_launcher_starts_it_again(train: Train, undisturbed_on_two: Path, tmp_
     identical(tmp_path / "exp", undisturbed_on_two)
 
 
-@pytest.mark.parametrize("damage", ["cut", pytest.param("flip", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("damage", ["cut", "flip"])
 def test_a_damaged_state(damage: str, train: Train, resume: Train, undisturbed: Path, tmp_path: Path) -> None:
     """The previous state is read instead, and the end is the same."""
     train(tmp_path, **planted("SIGKILL", "optimizer step", 10), code=-signal.SIGKILL)
@@ -485,7 +497,8 @@ def test_the_main_process_is_killed(launcher: Sequence[str], flags: tuple[str, .
     assert not left
 
 
-@pytest.mark.parametrize("processes", [pytest.param((), marks=pytest.mark.long), HERE], ids=["one", "two"])
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [(), HERE], ids=["one", "two"])
 def test_ctrl_c_twice(processes: Sequence[str], flags: tuple[str, ...], tmp_path: Path) -> None:
     """The second one does not wait for the end of the step, which here never ends."""
     command = [sys.executable, "train.py", *flags, "--project", str(tmp_path), *processes, "--save-steps", "1"]

@@ -90,7 +90,8 @@ def test_under_zero(train: Train, alone: Path, tmp_path: Path) -> None:
     same_curve(tmp_path / "exp", alone)
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [1, 2])
 def test_killed_and_resumed(processes: int, train: Train, run_script: RunScript, alone: Path, tmp_path: Path) -> None:
     """It is killed in an epoch, then in a validation."""
     here = ("--processes", "2") if processes > 1 else ()
@@ -205,15 +206,6 @@ def test_detect_writes_outlines(segmenter: Path, run_script: RunScript, tmp_path
     drawn = cv2.imread(str(folder / image.name))
     assert abs(drawn.astype(int) - read_image(image))[prediction.masks.any(0)].mean() > 10
     assert len(list((folder / "crops").rglob("*.jpg"))) == len(lines)
-
-
-def test_flags_of_segmentation_are_refused_by_a_detector(
-    run_script: RunScript, learned: Path, small_data: Path, tmp_path: Path
-) -> None:
-    flags = ("--weights", str(learned), "--data", str(small_data), "--mask-ratio", "2", "--project", str(tmp_path))
-    printed = run_script("train.py", *flags, "--device", "cpu", fails=True)
-    assert "error: --mask-ratio is for segmentation: there are no masks" in printed
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.long

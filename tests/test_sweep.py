@@ -132,6 +132,7 @@ def test_the_environment_of_a_trial(trial: Trial, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.long
 def test_a_whole_trial(trial: Trial, small_data: Path, run_script: RunScript, tmp_path: Path) -> None:
     """The command of the agent, with another job and launch file."""
     swap = {"accelerate_configs/multi_gpu.yaml": str(CONFIGS / "cpu.yaml")}

@@ -84,10 +84,10 @@ def the_last_leaves_silently() -> None:
     ("work", "processes", "part"),
     [
         (all_fail, 2, "the same on all"),
-        (fail_before_meeting, 2, "the same on all"),
-        (the_first_fails, 2, "on the first only"),
+        pytest.param(fail_before_meeting, 2, "the same on all", marks=pytest.mark.long),
+        pytest.param(the_first_fails, 2, "on the first only", marks=pytest.mark.long),
         (the_last_fails, 3, "on the last only"),
-        (the_last_is_killed, 3, "process 2 on"),
+        pytest.param(the_last_is_killed, 3, "process 2 on", marks=pytest.mark.long),
         (the_last_leaves_silently, 3, "process 2 on"),
     ],
 )
