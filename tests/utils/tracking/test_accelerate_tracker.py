@@ -12,7 +12,6 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -252,40 +251,44 @@ def test_a_tracker_that_raises_at_each_call_is_one_warning(
     assert reason in line
 
 
-def test_a_tracker_that_hangs_delays_the_end_by_its_time_limit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise UserError('bad')", 1), ("raise KeyError('lost')", 1)])
+def test_a_tracker_that_hangs_delays_the_end_by_its_time_limit(end: str, code: int, tmp_path: Path) -> None:
     """Its call never returns, and a thread that it has started never ends: the process exits all the same."""
     (tmp_path / "swanlab.py").write_text(RAISES.replace('raise RuntimeError("out of order")', "hang()") + HANG)
-    program = HANGING_PROGRAM.format(folder=str(tmp_path / "exp"))
-    began = time.monotonic()
+    program = HANGING_PROGRAM.format(folder=str(tmp_path / "exp"), end=end)
     ended = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True, text=True, timeout=60, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("warning: swanlab has not ended after 1 s") == 1
-    assert time.monotonic() - began < 60
+    assert ended.returncode == code, ended.stderr
+    assert ended.stdout.count("warning: swanlab has not ended after 1 s") == (not end)
+    assert ended.stderr.count("bad" if "bad" in end else "KeyError: 'lost'") == bool(end)
 
 
 HANG = """
-import threading, time
+import atexit, threading, time
 def hang():
-    threading.Thread(target=time.sleep, args=(600,)).start()
+    threading.Thread(target=time.sleep, args=(600,), daemon=False).start()
+    atexit.register(time.sleep, 600)
     time.sleep(600)
 """
 HANGING_PROGRAM = """
 from pathlib import Path
 from accelerate import PartialState
-from utils.distributed.failure import run_main
-from utils.files import ROOT
+from utils.distributed.failure import on_failure, run_main
+from utils.errors import UserError
 from utils.tracking.accelerate_tracker import AccelerateTracker
 
 def main():
     PartialState(cpu=True)
     Path({folder!r}).mkdir()
     tracker = AccelerateTracker("swanlab", Path({folder!r}), dict(project="a", name="b", id="c"), print)
+    on_failure(tracker.fail)
     tracker.store_init_configuration({{}})
     for step in range(1, 4):
         tracker.log({{"step": step, "step/loss": 1.0}}, step=step)
+    assert tracker.tracker
+    {end}
     tracker.finish(1.0)
 
 run_main(main)
