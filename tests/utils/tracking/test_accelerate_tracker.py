@@ -47,16 +47,20 @@ def points(run: Path, key: str) -> list[tuple[float, int]]:
 
 
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that is continued logs no step twice."""
+    """A run that is continued logs no step twice, and the epochs of results.csv that a killed process did not log."""
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     assert logged("mlflow", tmp_path / "exp", 1, 3) == []
-    assert logged("mlflow", tmp_path / "exp", 2, 4) == []
+    (tmp_path / "exp" / "results.csv").write_text(
+        "epoch,val/box_loss,extra\n" + "".join(f"{k},0.{k},\n" for k in range(5))
+    )
+    assert logged("mlflow", tmp_path / "exp", 2, 6) == []
     (run,) = [file.parent for file in tmp_path.glob("mlruns/*/*/meta.yaml")]
     assert run.name == json.loads((tmp_path / "exp" / ".mlflow.json").read_text())["remote_id"]
-    assert points(run, "step/loss") == [(0.1, 1), (0.2, 2), (0.3, 3), (0.4, 4)]
-    assert points(run, "metrics/mAP_0.5_B_") == [(0.5, 3), (0.5, 4)]
+    assert points(run, "step/loss") == [(0.1, 1), (0.2, 2), (0.3, 3), (0.4, 4), (0.5, 5), (0.6, 6)]
+    assert points(run, "metrics/mAP_0.5_B_") == [(0.5, 3), (0.5, 6)]
+    assert points(run, "val/box_loss") == [(0.3, 3), (0.4, 3)]  # epochs 4 and 5, at the last step of that process
     assert (run / "params" / "hyperparameters.lr0").read_text() == "0.01"
     assert (run / "params" / "hyperparameters.anchors").read_text() == "[1, 2]"
     assert (run / "tags" / "mlflow.runName").read_text() == "exp"
