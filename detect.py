@@ -31,7 +31,7 @@ from data.media import Frame, Media, MediaItem, find_media, prefetched
 from models.tasks.contract import Prediction
 from predictor import Predictor
 from utils.config.options import DetectOptions
-from utils.config.parser import given_flags, parse_options
+from utils.config.parser import given_flags, over_defaults
 from utils.console import Bar, show
 from utils.distributed.failure import Stopped, run_main
 from utils.files import csv_text, lock_folder, numbered_folder, replacing
@@ -49,11 +49,11 @@ from utils.stage_times import (
 
 def main() -> None:
     """Detect from the command line."""
-    argv = sys.argv[1:]
-    options = parse_options(DetectOptions, argv)
+    given = given_flags(DetectOptions, sys.argv[1:])
+    options = over_defaults(DetectOptions, given)
     items = dict.fromkeys(item for source in options.source or ("",) for item in find_media(source))
     media = Media(list(items), options.vid_stride)
-    predictor = Predictor.from_flags(given_flags(DetectOptions, argv))
+    predictor = Predictor.from_flags(given)
     folder = numbered_folder(Path(options.project), options.name, options.exist_ok)
     lock = lock_folder(folder)
     synchronise = torch.accelerator.synchronize if predictor.device.type != "cpu" else lambda: None

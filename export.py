@@ -24,7 +24,7 @@ from models.tasks import TASKS
 from models.weights.content import ExportMetadata, Weights
 from models.weights.reader import read_weights
 from utils.config.options import ExportOptions
-from utils.config.parser import given_flags, parse_options, refuse_flags
+from utils.config.parser import given_flags, over_defaults, refuse_flags
 from utils.console import show
 from utils.distributed.devices import device_kind
 from utils.distributed.failure import Stopped, run_main
@@ -38,8 +38,8 @@ NEEDLESS_FLAGS = {
 
 def main() -> None:
     """Export the weight files to all formats that the flags name."""
-    argv = sys.argv[1:]
-    options = parse_options(ExportOptions, argv)
+    given = given_flags(ExportOptions, sys.argv[1:])
+    options = over_defaults(ExportOptions, given)
     if options.device == "mps":
         raise UserError("--device mps: models are not exported on Apple GPUs; give cpu")
     device = torch.device(device_kind(options.device))
@@ -49,7 +49,7 @@ def main() -> None:
         content = read_weights(file)
         file = export_base(name, file)
         kind = TASKS[common_task({name: content})].load()
-        refuse_flags(given_flags(ExportOptions, argv), kind.refused)
+        refuse_flags(given, kind.refused)
         size = choose_size({name: content}, kind, options.imgsz)
         job = prepare(name, content, options, size, device)
         show(*size.rounded(job.metadata.stride).messages, *messages(options, job))

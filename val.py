@@ -28,7 +28,7 @@ from models.tasks.contract import BoxPrediction, Criterion, Metrics, Model, Pred
 from utils import coco
 from utils.batch import Batch, CocoImage, Split
 from utils.config.options import ValOptions
-from utils.config.parser import given_flags, parse_options, with_defaults
+from utils.config.parser import given_flags, over_defaults, with_defaults
 from utils.config.select import select
 from utils.distributed.accelerator import start
 from utils.distributed.devices import loader_workers
@@ -148,20 +148,20 @@ class Validation:
     coco_images: list[CocoImage] = field(default_factory=list)  # predictions of this process, with --save-json
 
 
-def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validation:
-    """Make the parts of a validation from its flags. Nothing is written before all input has been checked.
+def assemble(given: Mapping[str, Any]) -> Validation:
+    """Make the parts of a validation from the flags that are given, by name.
 
-    options: the parsed `argv`, if it is parsed already. Raises `UserError`.
+    Nothing is written before all input has been checked. Raises `UserError`.
     """
-    options = options or parse_options(ValOptions, argv)
+    options = over_defaults(ValOptions, given)
     run = Run(*start(options.device, "no" if options.half else options.mixed_precision, options.dist_timeout))
     device = run.accelerator.device
     with run.untimed_barrier():  # one machine may have more to download than another
         members = read_members(options.weights, options.layers, options.augment)
         source = data_source(options.data, members.entry.data)
     kind = members.entry.load()
-    check_flags(members, argv, options.annotations)
-    options = with_defaults(options, argv, SPEED_DEFAULTS if options.task == "speed" else {})
+    check_flags(members, given, options.annotations)
+    options = with_defaults(options, given, SPEED_DEFAULTS if options.task == "speed" else {})
     size = members.image_size(options.imgsz, source.spec.defaults.get("imgsz", 0))
     options = with_size(options, size.sides, size.is_fixed)
     with run.untimed_barrier():
@@ -177,7 +177,7 @@ def assemble(argv: Sequence[str], options: ValOptions | None = None) -> Validati
     run.open_folder(select(FolderOptions, options))
     run.quiet = options.quiet
     lines = [*run.device_lines(verbose=False)[:1], *source.spec.warnings, *split.report(split_name)]
-    about_files = members.class_warnings(names) + members.overridden({**given_flags(ValOptions, argv), "half": half})
+    about_files = members.class_warnings(names) + members.overridden({**given, "half": half})
     run.print(*lines, *size.rounded(stride).messages, *messages(options, half, members), *about_files)
     run.files.write_problems(split.problems)
     run.files.write_settings({**vars(options), "imgsz": models[0].imgsz})
@@ -280,9 +280,9 @@ def write_coco(validation: Validation, predictions: Sequence[CocoImage]) -> None
         run.print(f"warning: {report.problem}")
 
 
-def check_flags(members: Members, argv: Sequence[str], annotations: str) -> None:
+def check_flags(members: Members, given: Mapping[str, Any], annotations: str) -> None:
     """Raise `UserError` for a flag that does not apply to the task, and for annotations that do not exist."""
-    members.refuse(given_flags(ValOptions, argv))
+    members.refuse(given)
     if annotations and not Path(annotations).is_file():
         raise UserError(f"--annotations {annotations} is not a file; check the path")
 
@@ -327,9 +327,10 @@ def speed(times: Mapping[str, float], options: ValOptions) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Validate from the command line."""
     argv = sys.argv[1:] if argv is None else argv
-    options = parse_options(ValOptions, argv)
+    given = given_flags(ValOptions, argv)
+    options = over_defaults(ValOptions, given)
     if not spawn_for_devices(partial(main, argv), options.device, options.processes):
-        validate(assemble(argv, options))
+        validate(assemble(given))
 
 
 def run(**flags: Any) -> dict[str, Any]:

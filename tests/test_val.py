@@ -29,7 +29,7 @@ from utils.batch import CocoImage
 from utils.checkpoint.weight_files import serialised, weights_content
 from utils.config.hyperparameters import Hyperparameters
 from utils.config.options import ValOptions
-from utils.config.parser import parse_options
+from utils.config.parser import given_flags, parse_options
 from utils.errors import UserError
 from utils.files import read_yaml
 from val import Validation, check_flags, messages, write_coco
@@ -263,8 +263,9 @@ def test_messages_about_precision() -> None:
     ],
 )
 def test_flags_that_classifiers_refuse(flags: list[str], message: str) -> None:
+    given = given_flags(ValOptions, flags)
     with pytest.raises(UserError, match=message):
-        check_flags(Members({}, {}, TASKS["classify"]), flags, parse_options(ValOptions, flags).annotations)
+        check_flags(Members({}, {}, TASKS["classify"]), given, given.get("annotations", ""))
 
 
 # COCO's results

@@ -79,14 +79,14 @@ def _settings_of_run(settings: Settings, recipe_of: RecipeOf) -> Settings:
     states = StateFiles(run / STATES)
     state = states.peek() or states.read(lambda warning: None)  # which raises an error if there are only damaged ones
     check_settings(type(given), saved, state.get("settings", {}) if state else {}, run / SETTINGS)
-    options = resumed_options(type(given), settings.argv, run, saved, recipe_of, launched())
+    options = resumed_options(type(given), settings.given, run, saved, recipe_of, launched())
     if state is None:
         states.refuse_new_start(given.resume == AUTO, options.nosave)
-        return Settings(options, settings.argv, None, is_fixed=True)
+        return Settings(options, settings.argv, is_fixed=True, given=settings.given)
     if reason := Progress.from_state(state["progress"]).nothing_to_do(saved["epochs"], options.epochs):
         print(f"{run} {reason}", flush=True)
         raise Stopped(0)
-    return Settings(options, settings.argv, saved, is_fixed=True)
+    return Settings(options, settings.argv, saved, is_fixed=True, given=settings.given)
 
 
 def find_run(resume: str, project: Path, name: str, exist_ok: bool) -> Path | None:

@@ -37,7 +37,11 @@ def parse_options(kind: type[T], argv: Sequence[str], job: Mapping[str, Any] | N
 
     job: defaults if no flag names data, model, weights or hyperparameters.
     """
-    given = given_flags(kind, argv)
+    return over_defaults(kind, given_flags(kind, argv), job)
+
+
+def over_defaults(kind: type[T], given: Mapping[str, Any], job: Mapping[str, Any] | None = None) -> T:
+    """Return given flags over their defaults as a `kind`. job: see `parse_options`."""
     names_files = any(name in given for name in ("data", "cfg", "weights", "hyp"))
     return kind(**{**({} if names_files or job is None else job), **given})
 
@@ -66,9 +70,8 @@ def refuse_flags(given: Mapping[str, Any], refused: Mapping[str, str]) -> None:
             raise UserError(f"--{name.replace('_', '-')} {reason}")
 
 
-def with_defaults(options: T, argv: Sequence[str], *defaults: Mapping[str, Any]) -> T:
-    """Return `options` with other defaults for the flags that are not in `argv`; later mappings take precedence."""
-    given = given_flags(type(options), argv)
+def with_defaults(options: T, given: Mapping[str, Any], *defaults: Mapping[str, Any]) -> T:
+    """Return `options` with other defaults for the flags that are not `given`; later mappings take precedence."""
     values = {key: value for mapping in defaults for key, value in mapping.items() if key not in given}
     return dataclasses.replace(options, **values)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,7 +23,7 @@ from utils.config.hyperparameters import (
     read_hyperparameters,
 )
 from utils.config.options import flags_of
-from utils.config.parser import accepts, given_flags
+from utils.config.parser import accepts
 from utils.errors import UserError, nearest, plural, shortened
 
 if TYPE_CHECKING:
@@ -47,9 +47,14 @@ RUN_FOLDER_FLAGS = ("resume", "project", "name", "exist_ok")
 
 
 def resumed_options(
-    kind: type[T], argv: Sequence[str], run: Path, settings: Mapping[str, Any], recipe_of: RecipeOf, launched: bool
+    kind: type[T],
+    given: Mapping[str, Any],
+    run: Path,
+    settings: Mapping[str, Any],
+    recipe_of: RecipeOf,
+    launched: bool,
 ) -> T:
-    """Return the options that a run continues with: its settings, overridden by the flags in `argv`.
+    """Return the options that a run continues with: its settings, overridden by the `given` flags.
 
     Settings that are no longer flags are ignored, and new flags have their defaults. launched: whether a launcher
     started the processes. Raises `UserError` if a flag that the curve depends on differs from the settings.
@@ -58,7 +63,7 @@ def resumed_options(
     # Under a launcher the processes connect, with --dist-timeout, before the main one reads the settings.
     dropped = (*SINGLE_START_FLAGS, *((*LAUNCHER_FLAGS, "dist_timeout") if launched else ()))
     saved = {name: value for name, value in settings.items() if name in known and name not in dropped}
-    given = {name: value for name, value in given_flags(kind, argv).items() if name != "resume"}
+    given = {name: value for name, value in given.items() if name != "resume"}
     _refuse_changes(run, settings, given)
     if "hyp" in given or "overrides" in given:
         _refuse_hyperparameters(run, settings, given, recipe_of(settings["model"]))

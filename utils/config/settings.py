@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from utils.config.hyperparameters import Recipe, from_mapping, read_hyperparameters
 from utils.config.options import BUILT_IN_JOB, TrainOptions
-from utils.config.parser import defaults_of_hyp, given_flags, parse_options, refuse_flags, with_defaults
+from utils.config.parser import defaults_of_hyp, given_flags, over_defaults, refuse_flags, with_defaults
 from utils.config.resumed import changes
 from utils.config.select import select
 
@@ -26,8 +26,12 @@ T = TypeVar("T", bound="DataclassInstance")
 class Settings:
     """The flags of train.py over their defaults, and the hyperparameters of the task.
 
-    argv: the command line. saved: the settings.yaml of the resumed run, None for a new one. is_fixed: whether the
-    options are those of an earlier start, which contain the defaults of task and data set.
+    Args:
+        argv: the command line.
+        saved: the settings.yaml of the resumed run, None for a new one.
+        is_fixed: options come from a resumed run and already include the defaults of task and data set.
+        hyp: hyperparameters of the task.
+        given: the flags in `argv`, by name.
     """
 
     options: TrainOptions
@@ -35,6 +39,7 @@ class Settings:
     saved: Mapping[str, Any] | None = None
     is_fixed: bool = False
     hyp: Recipe = field(default_factory=Recipe)
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def accumulation(self) -> int:
@@ -48,7 +53,7 @@ class Settings:
 
     def refuse(self, refused: Mapping[str, str]) -> None:
         """Raise `UserError` for a flag that does not apply to the task. refused: reasons by the flag's name."""
-        refuse_flags(given_flags(TrainOptions, self.argv), refused)
+        refuse_flags(self.given, refused)
 
     def for_task(self, recipe: type[Recipe], *defaults: Mapping[str, Any]) -> Settings:
         """Return the settings with a task's hyperparameters and other defaults of flags; later ones take precedence.
@@ -60,11 +65,11 @@ class Settings:
             return dataclasses.replace(self, hyp=hyp)
         options = self.options
         if not self.is_fixed:
-            options = with_defaults(options, self.argv, *defaults)
-            options = with_defaults(options, self.argv, defaults_of_hyp(options.hyp))
+            options = with_defaults(options, self.given, *defaults)
+            options = with_defaults(options, self.given, defaults_of_hyp(options.hyp))
         hyp = read_hyperparameters(options.hyp, recipe, options.overrides)
         if not self.is_fixed:
-            options = with_defaults(options, self.argv, hyp.flags(options.epochs))
+            options = with_defaults(options, self.given, hyp.flags(options.epochs))
         return dataclasses.replace(self, options=options, hyp=hyp)
 
     def for_weights(self, known: float | None) -> tuple[Settings, list[str]]:
@@ -94,4 +99,5 @@ def parse_settings(argv: Sequence[str]) -> Settings:
 
     A wrong flag ends the process with exit code 2.
     """
-    return Settings(parse_options(TrainOptions, argv, BUILT_IN_JOB), tuple(argv))
+    given = given_flags(TrainOptions, argv)
+    return Settings(over_defaults(TrainOptions, given, BUILT_IN_JOB), tuple(argv), given=given)

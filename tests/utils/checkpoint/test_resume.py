@@ -17,9 +17,9 @@ from utils.checkpoint.resume import find_run, read_saved_state, settle
 from utils.checkpoint.state_files import STATE_FORMAT, StateFiles
 from utils.checkpoint.weight_files import serialised
 from utils.config.hyperparameters import Hyperparameters, Recipe
-from utils.config.options import BUILT_IN_JOB, TrainOptions
+from utils.config.options import TrainOptions
 from utils.config.parser import parse_options
-from utils.config.settings import Settings
+from utils.config.settings import Settings, parse_settings
 from utils.distributed.failure import Stopped
 from utils.distributed.precision import Precision
 from utils.distributed.ranks import SPAWNED, ranks
@@ -52,7 +52,7 @@ def resumed(*flags: str) -> Settings:
 
 def new(*flags: str) -> Settings:
     """Return the settings of a run that resumes nothing."""
-    return Settings(parse_options(TrainOptions, flags, BUILT_IN_JOB), flags)
+    return parse_settings(flags)
 
 
 @pytest.fixture

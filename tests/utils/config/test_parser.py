@@ -231,7 +231,7 @@ def test_overrides_are_text(argv: list[str], overrides: dict[str, str]) -> None:
     options = train(*argv)
     assert options == TrainOptions(hyp=options.hyp, epochs=options.epochs, overrides=overrides)
     assert given_flags(TrainOptions, argv).get("overrides", {}) == overrides
-    assert with_defaults(options, argv, {"imgsz": 64}).overrides == overrides
+    assert with_defaults(options, given_flags(TrainOptions, argv), {"imgsz": 64}).overrides == overrides
     assert TrainOptions(**yaml.safe_load(yaml.safe_dump(vars(options)))).overrides == overrides
 
 
@@ -306,18 +306,20 @@ def test_an_error_names_the_suggested_default(values: Any, message: str) -> None
 def test_flags_take_precedence_over_other_defaults() -> None:
     argv = ["--epochs", "5", "--imgsz=640", "--name", "x"]  # 640 is the default, but given
     task, data = {"epochs": 30, "imgsz": 224, "weights": "", "batch_size": 32}, {"batch_size": 8, "cos_lr": True}
-    options = with_defaults(train(*argv), argv, task, data)
+    options = with_defaults(train(*argv), given_flags(TrainOptions, argv), task, data)
     assert options == TrainOptions(epochs=5, name="x", weights="", batch_size=8, cos_lr=True)
-    assert with_defaults(train(*argv), argv, data, task).batch_size == 32  # later mappings take precedence
-    assert with_defaults(train(*argv), argv) == train(*argv)
-    assert with_defaults(ValOptions(), ["--batch", "4"], {"imgsz": 224, "batch_size": 1}).batch_size == 32
+    assert (
+        with_defaults(train(*argv), given_flags(TrainOptions, argv), data, task).batch_size == 32
+    )  # later mappings take precedence
+    assert with_defaults(train(*argv), given_flags(TrainOptions, argv)) == train(*argv)
+    assert with_defaults(ValOptions(), {"batch_size": 4}, {"imgsz": 224, "batch_size": 1}).batch_size == 32
 
 
 @pytest.mark.parametrize(
     ("value", "expected"), [("wandb", "wandb"), ("wandb,mlflow", "wandb,mlflow"), (" wandb , aim,", "wandb,aim")]
 )
 def test_lists_of_trackers(value: str, expected: str) -> None:
-    for kind in SCRIPTS:
+    for kind in (TrainOptions, ValOptions):
         assert parse_options(kind, ["--log-with", value]).log_with == expected
 
 

@@ -12,6 +12,7 @@ import yaml
 
 from utils.config.hyperparameters import Hyperparameters, Recipe, number, parse_overrides
 from utils.config.options import TrainOptions
+from utils.config.parser import given_flags
 from utils.config.ranges import Range
 from utils.config.resumed import CURVE_FLAGS, changes, check_settings, from_plain, resumed_options
 from utils.errors import UserError
@@ -43,7 +44,7 @@ def saved(hyperparameters: Recipe | None = None, task: str = "detect", **options
 
 
 def resumed(settings: Mapping[str, Any], *flags: str, launched: bool = False) -> TrainOptions:
-    return resumed_options(TrainOptions, flags, RUN, settings, recipe_of, launched)
+    return resumed_options(TrainOptions, given_flags(TrainOptions, flags), RUN, settings, recipe_of, launched)
 
 
 def refused(settings: Mapping[str, Any], *flags: str) -> str:

@@ -39,7 +39,9 @@ def stripes(tmp_path: Path) -> str:
 def test_without_files_the_options_are_those_of_the_built_in_job() -> None:
     flags = ("--epochs", "2", "--device", "cpu")
     settings = parse_settings(flags)
-    assert settings == Settings(TrainOptions(**{**BUILT_IN_JOB, "epochs": 2, "device": "cpu"}), flags)  # type: ignore[arg-type]
+    assert settings == Settings(
+        TrainOptions(**{**BUILT_IN_JOB, "epochs": 2, "device": "cpu"}), flags, given={"epochs": 2, "device": "cpu"}
+    )  # type: ignore[arg-type]
     assert (settings.saved, settings.is_fixed, settings.hyp) == (None, False, Recipe())
 
 
@@ -163,7 +165,7 @@ def test_changes_since_the_run_was_started() -> None:
 
 
 def test_settings_with_other_options() -> None:
-    settings = Settings(TrainOptions(), ("--seed", "1"), hyp=Recipe(nbs=8))
+    settings = Settings(TrainOptions(), ("--seed", "1"), hyp=Recipe(nbs=8), given={"seed": 1})
     changed = settings.with_options(batch_size=24)
     assert changed == replace(settings, options=TrainOptions(batch_size=24))
     assert settings.options == TrainOptions()
