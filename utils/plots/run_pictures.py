@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 from utils.plots.charts import (
     Columns,
     best,
@@ -27,7 +27,7 @@ from utils.plots.charts import (
     render,
     results_figure,
 )
-from utils.plots.documents import Documents, MalformedFile, read_confusion, read_curves, read_labels
+from utils.plots.documents import READ_ERRORS, Documents, read_confusion, read_curves, read_labels
 from utils.plots.drawing import MAX_GRID_IMAGES, printable, write_picture
 from utils.plots.validation_images import ValidationImage, draw_validation_images, read_validation_images
 from utils.summary import DRAWN_IMAGES
@@ -86,11 +86,8 @@ def _draw_labels(documents: Documents) -> np.ndarray | None:
         return render(labels_figure, labels, np.zeros(0, int), np.zeros((0, 4)))
     table = documents.table("boxes.csv")
     number = {name: k for k, name in enumerate(labels.names)}
-    try:
-        classes = np.array([number[name] for name in table.texts("class")], int)
-    except KeyError as error:
-        raise table.malformed(f"has a class that is not in labels.csv: {error}") from None
-    return render(labels_figure, labels, classes, table.finite_numbers(("x", "y", "width", "height")))
+    classes = np.array([number[name] for name in table.texts("class")], int)
+    return render(labels_figure, labels, classes, table.numbers("x", "y", "width", "height"))
 
 
 @lru_cache(1)  # images are read once for two pictures, of labels and of predictions
@@ -140,16 +137,8 @@ PICTURES: dict[str, Picture] = {
 }
 
 
-class Warnings:
-    """Prints warnings on stderr, each once."""
-
-    def __init__(self) -> None:
-        self.printed: set[str] = set()
-
-    def __call__(self, text: str) -> None:
-        if text not in self.printed:
-            self.printed.add(text)
-            print(f"warning: {printable(text)}", file=sys.stderr)
+def _warn(text: str) -> None:
+    print(f"warning: {printable(text)}", file=sys.stderr)
 
 
 def draw_run(folder: Path, names: Sequence[str], print_line: Print) -> bool:
@@ -157,22 +146,24 @@ def draw_run(folder: Path, names: Sequence[str], print_line: Print) -> bool:
 
     Return whether there was no warning. Raises `UserError` if no picture can be drawn.
     """
-    documents, warn = Documents(folder), Warnings()
+    documents = Documents(folder)
     possible = [name for name in names if all(map(documents.has, PICTURES[name].files))]
     if not possible:
         files = dict.fromkeys(file for name in names for file in PICTURES[name].files)
         raise UserError(f"{folder} has nothing to draw from; it needs {' or '.join(files)}")
+    failed = []
     for name in possible:
         try:
             picture = PICTURES[name].draw(documents)
             if picture is not None:
                 write_picture(folder / name, picture, JPEG_QUALITY, compact_png=True)
                 print_line(name)
-        except UserError as error:
-            warn(str(error))
         except Exception as error:  # draw the other pictures
-            warn(f"{folder / name} cannot be drawn ({type(error).__name__}: {error})")
-    return not warn.printed
+            failed.append(name)
+            sources = " and ".join(PICTURES[name].files)
+            reason = f"{folder / name} cannot be drawn from {sources} ({type(error).__name__}: {first_line(error)})"
+            _warn(str(error) if isinstance(error, UserError) else reason)
+    return not failed
 
 
 def compare_runs(folders: Sequence[Path], out: Path, print_line: Print) -> bool:
@@ -180,12 +171,14 @@ def compare_runs(folders: Sequence[Path], out: Path, print_line: Print) -> bool:
 
     Return whether there was no warning. Raises `UserError` if no run has an epoch.
     """
-    warn, runs = Warnings(), {}
+    runs: dict[str, Columns] = {}
+    failed = []
     for documents, name in zip(map(Documents, folders), run_names(folders), strict=True):
         try:
             columns = documents.results()
-        except MalformedFile as error:
-            warn(str(error))
+        except READ_ERRORS as error:
+            failed.append(name)
+            _warn(f"{documents.folder / 'results.csv'} cannot be read ({type(error).__name__}: {first_line(error)})")
             continue
         if len(columns["epoch"]):
             runs[name] = columns
@@ -195,7 +188,7 @@ def compare_runs(folders: Sequence[Path], out: Path, print_line: Print) -> bool:
     for line in best_epochs(runs):
         print_line(line)
     print_line(str(out))
-    return not warn.printed
+    return not failed
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:

@@ -51,7 +51,8 @@ def read_validation_images(
     rows_of: dict[str, list[int]] = {}
     for row, path in enumerate(table.texts("image")):
         rows_of.setdefault(path, []).append(row)
-    kinds, names = table.texts("kind"), table.texts("class")
+    kinds, names, confidence = table.texts("kind"), table.texts("class"), table.numbers("confidence")
+    corners = table.numbers("x1", "y1", "x2", "y2")
     number = {name: k for k, name in enumerate(dict.fromkeys((*classes, *names)))}
     images = []
     for path in list(rows_of)[:DRAWN_IMAGES][batch * MAX_GRID_IMAGES : (batch + 1) * MAX_GRID_IMAGES]:
@@ -60,14 +61,11 @@ def read_validation_images(
         for kind in ("label", "prediction"):
             rows = [row for row in rows_of[path] if kinds[row] == kind]
             texts = [names[row] for row in rows]
-            boxes = table.finite_numbers(("x1", "y1", "x2", "y2"), rows) * scale
+            boxes = corners[rows] * scale
             outlines = [outline * scale for outline in outlines_of.get((path, kind), [])]
-            if masks and len(outlines) != len(rows):
-                raise masks.malformed(f"has {len(outlines)} rows for {path}, and val_boxes.csv {len(rows)}")
             if kind == "prediction":
-                confidences = table.finite_numbers(["confidence"], rows)[:, 0]
-                texts = [f"{text} {confidence:.2f}" for text, confidence in zip(texts, confidences, strict=True)]
-                order = np.argsort(confidences, kind="stable")  # the most confident are drawn last, on top
+                texts = [f"{names[row]} {confidence[row]:.2f}" for row in rows]
+                order = np.argsort(confidence[rows], kind="stable")  # the most confident are drawn last, on top
                 boxes, rows, texts = boxes[order], [rows[k] for k in order], [texts[k] for k in order]
                 outlines = [outlines[k] for k in order] if masks else []
             boxes_by_kind[kind] = BoxesToDraw(boxes, [number[names[row]] for row in rows], texts, outlines)
@@ -79,11 +77,7 @@ def _read_outlines(masks: Table) -> dict[tuple[str, str], list[np.ndarray]]:
     """Return the outlines of each image and kind, (p, 2) in pixels of the file, in the order of val_masks.csv."""
     outlines: dict[tuple[str, str], list[np.ndarray]] = {}
     for path, kind, text in zip(*map(masks.texts, ("image", "kind", "outline")), strict=True):
-        try:
-            points = np.array(text.split(), float).reshape(-1, 2)
-        except ValueError:
-            raise masks.malformed("has an outline that is no list of x and y") from None
-        outlines.setdefault((path, kind), []).append(points)
+        outlines.setdefault((path, kind), []).append(np.array(text.split(), float).reshape(-1, 2))
     return outlines
 
 

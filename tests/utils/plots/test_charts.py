@@ -84,14 +84,6 @@ def test_smoothing_by_hand() -> None:
     assert smooth(np.arange(3.0), np.array([1.0, 0.0, 4.0]), 1.0) == pytest.approx(expected)
 
 
-def test_smoothing_weights_depend_on_epochs() -> None:
-    """Neighbouring rows may be 50 epochs apart."""
-    assert smooth(np.array([0.0, 50.0]), np.array([1.0, 3.0]), 2.0) == pytest.approx([1, 3])
-    assert smooth(np.array([0.0, 50.0]), np.array([1.0, 3.0]), 1e6) == pytest.approx([2, 2])
-    assert smooth(np.array([7.0]), np.array([5.0]), 1.0) == pytest.approx([5])
-    assert len(smooth(np.zeros(0), np.zeros(0), 1.0)) == 0
-
-
 @pytest.mark.parametrize(
     ("epochs", "width"),
     [
@@ -119,27 +111,6 @@ def test_validation_losses_are_below_training_losses() -> None:
     assert [positions[name] for name in DETECTOR[-3:]] == [(2, 0), (2, 1), (2, 2)]
 
 
-def test_few_subplots_are_in_two_rows() -> None:
-    assert subplot_positions(CLASSIFIER) == {
-        "train/loss": (0, 0),
-        "val/loss": (1, 0),
-        "metrics/accuracy_top1": (0, 1),
-        "metrics/accuracy_top5": (1, 1),
-        "x/lr0": (0, 2),
-        "x/lr1": (0, 3),
-        "x/lr2": (1, 2),
-    }
-
-
-@pytest.mark.parametrize(
-    "names", [[], ["a"], list("abcde"), [*DETECTOR, "other"], ["train/a", "train/b", "val/a"], DETECTOR[:3]]
-)
-def test_no_two_subplots_have_the_same_position(names: list[str]) -> None:
-    positions = subplot_positions(names)
-    assert set(positions) == set(names)
-    assert len(set(positions.values())) == len(names)
-
-
 @pytest.mark.parametrize("names", [DETECTOR, CLASSIFIER])
 @pytest.mark.parametrize("epochs", [1, 300])
 def test_every_column_has_a_subplot(names: list[str], epochs: int, styled: None) -> None:
@@ -151,12 +122,6 @@ def test_every_column_has_a_subplot(names: list[str], epochs: int, styled: None)
         assert points(values) == list(zip(range(epochs), given[name].tolist(), strict=True))
         assert len(smoothed) == (0 if name.startswith("x/") else 1)  # learning rates are not smoothed
     assert not figure.legends
-
-
-def test_the_thick_line_is_smoothed(styled: None) -> None:
-    given = run(DETECTOR, 100)
-    _, thick = subplot(results_figure({"exp": given}), "val/obj_loss").get_lines()
-    assert thick.get_ydata() == pytest.approx(smooth(given["epoch"], given["val/obj_loss"], 99 / 40))
 
 
 def test_values_that_are_not_finite_are_omitted(styled: None) -> None:
@@ -181,23 +146,6 @@ def test_best_is_the_first_of_equals() -> None:
     assert all(map(math.isnan, best(columns, "b")))
 
 
-@pytest.mark.parametrize("values", [(0.41976, 0.41983), (7.0, 7.0), (1e-5, 1.0001e-5)])
-def test_ticks_of_nearly_equal_values_differ(values: tuple[float, float], styled: None) -> None:
-    figure = results_figure({"exp": {"epoch": np.arange(2.0), "train/loss": np.array(values)}})
-    axes = subplot(figure, "train/loss")
-    low, high = axes.get_ylim()
-    assert low < min(values) <= max(values) < high
-    texts = [label.get_text() for label in axes.get_yticklabels()]
-    assert len(set(texts)) == len(texts) >= 2
-
-
-@pytest.mark.parametrize(("epochs", "ticks"), [(1, [0]), (3, [0, 1, 2])])
-def test_epochs_are_whole_numbers(epochs: int, ticks: list[int], styled: None) -> None:
-    axes = subplot(results_figure({"exp": run(CLASSIFIER, epochs)}), "val/loss")
-    low, high = axes.get_xlim()
-    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == ticks
-
-
 def test_several_runs_have_a_colour_each(styled: None) -> None:
     """The same in every subplot whose column the run has."""
     runs = {"one": run(["train/loss", "val/loss"], 5), "$two$": run(["train/loss", "x/lr0"], 9, seed=1)}
@@ -210,19 +158,6 @@ def test_several_runs_have_a_colour_each(styled: None) -> None:
     assert [line.get_color() for line in subplot(figure, "x/lr0").get_lines()] == [second]
     assert legend(figure) == ["one", r"\$two\$"]
     assert [line.get_color() for line in figure.legends[0].get_lines()] == [first, second]
-
-
-@pytest.mark.parametrize("count", [2, 25])
-def test_the_picture_includes_the_names_of_runs(count: int) -> None:
-    runs = {f"run {number} " + "with a long name " * 4: run(CLASSIFIER[:2], 3) for number in range(count)}
-    without_names = render(results_figure, {"": run(CLASSIFIER[:2], 3)})
-    assert len(render(results_figure, runs)) > len(without_names) + 15 * math.ceil(count / 2)  # pixels
-
-
-@pytest.mark.parametrize("count", [1, 10, 11, 20, 21, 80])
-def test_all_colours_differ(count: int) -> None:
-    values = colours(count)
-    assert len(set(values)) == len(values) == count
 
 
 # Confusion matrix
@@ -245,30 +180,6 @@ def test_texts_of_the_cells() -> None:
     assert cell_texts(COUNTS, by_share=False, short=True)[0] == (1, 1, "12k")
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (1, "1"),
-        (999, "999"),
-        (9999, "9999"),
-        (10_000, "10k"),
-        (999_000, "999k"),
-        (999_999, "1M"),
-        (2_300_000, "2M"),
-        (5 * 10**9, "5G"),
-    ],
-)
-def test_short_counts(count: int, text: str) -> None:
-    assert cell_texts(np.array([[count]]), by_share=False, short=True) == [(0, 0, text)]
-    assert len(text) <= 4
-
-
-def test_the_thousand_largest_numbers_are_written() -> None:
-    counts = np.arange(1, 1090).reshape(33, 33)
-    texts = cell_texts(counts, by_share=False)
-    assert [text for *_, text in texts] == [str(count) for count in range(1089, 89, -1)]
-
-
 @pytest.mark.parametrize("by_share", [True, False])
 def test_the_matrix_shows_counts_or_shares(by_share: bool, styled: None) -> None:
     names = ["disc", "intermediate hinged traffic-sign", "background"]
@@ -281,29 +192,6 @@ def test_the_matrix_shows_counts_or_shares(by_share: bool, styled: None) -> None
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("predicted class", "true class")
     written = [(*text.get_position()[::-1], text.get_text()) for text in axes.texts]
     assert written == cell_texts(COUNTS, by_share)  # row, column
-
-
-@pytest.mark.parametrize("classes", [1, 3, 81])
-def test_every_cell_of_the_confusion_matrix_has_room(classes: int) -> None:
-    picture = render(confusion_figure, np.diag(np.full(classes, 123456)), ["class " * 7] * classes, False)
-    assert (picture.dtype, picture.shape[2]) == (np.uint8, 3)
-    assert min(picture.shape[:2]) >= 24 * classes  # pixels
-    assert max(picture.shape[:2]) <= 2500
-
-
-def test_larger_shares_are_darker_and_blue() -> None:
-    full, empty = (render(confusion_figure, np.array(counts), [""], True) for counts in ([[1]], [[0]]))
-    cell = (slice(60, 80), slice(120, 140))  # beside the number
-    assert full[cell].mean() < empty[cell].mean() - 50
-    blue, _, red = full[cell].reshape(-1, 3).mean(0)
-    assert blue > red + 50
-
-
-@pytest.mark.parametrize(("size", "named"), [(121, True), (122, False)])
-def test_many_classes_are_not_named(size: int, named: bool, styled: None) -> None:
-    axes = confusion_figure(np.eye(size, dtype=int), ["a name"] * size, True).axes[0]
-    assert bool(axes.texts) == named
-    assert ("a name" in [label.get_text() for label in axes.get_xticklabels()]) == named
 
 
 # Curves
@@ -347,12 +235,6 @@ def test_curves_of_three_classes(styled: None) -> None:
     assert (figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel()) == ("confidence", "recall")
 
 
-def test_one_class_is_its_own_mean(styled: None) -> None:
-    figure = confidence_figure("F1", curves(1), 2)
-    assert legend(figure) == ["c0: best 1.000 at 0.500"]
-    assert thick(figure).get_ydata() == pytest.approx([0, 0.5, 1, 0.5, 0])
-
-
 def test_of_many_classes_the_best_and_the_worst_are_named(styled: None) -> None:
     figure = confidence_figure("precision", curves(80), 2)
     assert legend(figure) == [
@@ -367,26 +249,12 @@ def test_of_many_classes_the_best_and_the_worst_are_named(styled: None) -> None:
     assert len(others.get_segments()) == 70
 
 
-@pytest.mark.parametrize(("classes", "named"), [(20, 20), (21, 10)])
-def test_number_of_classes_in_the_legend(classes: int, named: int, styled: None) -> None:
-    assert sum(text.startswith("c") for text in legend(recall_figure(curves(classes), np.ones(classes)))) == named
-
-
 def test_precision_over_recall(styled: None) -> None:
     """The mean AP is over the classes that have one."""
     figure = recall_figure(curves(3), np.array([0.5, NAN, 0.25]))
     assert legend(figure) == ["all classes: mAP50 0.375", "AP50", "c0 0.500", "c1 nan", "c2 0.250"]
     assert (figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel()) == ("recall", "precision")
     assert legend(recall_figure(curves(2), np.full(2, NAN)))[0] == "all classes: mAP50 0.000"
-
-
-@pytest.mark.parametrize("classes", [1, 20, 80])
-def test_the_legend_is_beside_the_curves(classes: int) -> None:
-    given = curves(classes)._replace(names=["intermediate hinged traffic-sign"] * classes)
-    figure = recall_figure(given, np.linspace(0, 1, classes))
-    figure.savefig(io.BytesIO())
-    assert figure.axes[0].get_window_extent().x1 <= figure.legends[0].get_window_extent().x0
-    assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1
 
 
 # Labels
@@ -424,12 +292,6 @@ def test_outlines_have_one_centre(styled: None) -> None:
     assert lines.get_colors()[:, :3] == pytest.approx(shades[:, :3])
 
 
-def test_at_most_a_thousand_outlines(styled: None) -> None:
-    outlines = labels_figure(LABELS, np.zeros(2500, int), np.full((2500, 4), 0.5)).axes[1]
-    assert len(outlines.collections[0].get_segments()) == 1000
-    assert outlines.get_title() == "1000 boxes around one centre"
-
-
 def test_densities_of_centres_and_sizes(styled: None) -> None:
     """Colours depend on the root of the count."""
     _, _, centres, sizes = labels_figure(LABELS, np.array([1, 0]), BOXES).axes
@@ -441,15 +303,6 @@ def test_densities_of_centres_and_sizes(styled: None) -> None:
     assert np.argwhere(values).tolist() == [[20, 10], [25, 49]]
     assert (sizes.get_xlabel(), sizes.get_ylabel()) == ("width", "height")
     assert not sizes.yaxis_inverted()
-
-
-@pytest.mark.parametrize("classes", [1, 80, 200])
-def test_names_of_classes_do_not_overlap_the_boxes(classes: int, styled: None) -> None:
-    names = ["intermediate hinged traffic-sign"] * classes
-    figure = labels_figure(Labels(names, ["train"], np.ones((1, classes))), np.zeros(2, int), BOXES)
-    figure.savefig(io.BytesIO())
-    bars, outlines, *_ = figure.axes
-    assert bars.get_tightbbox().y0 >= outlines.get_tightbbox().y1
 
 
 # Names and settings
@@ -471,12 +324,6 @@ def test_unusual_names_cause_no_warnings(capfd: pytest.CaptureFixture[str]) -> N
         render(labels_figure, Labels(ODD, ODD, np.ones((size, size))), np.zeros(0, int), np.zeros((0, 4)))
         render(results_figure, {name: run(["train/$loss$", *ODD], 2) for name in ODD})
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_name_is_not_parsed_as_a_formula() -> None:
-    """ "$x^2$" is drawn as five characters."""
-    as_text, others = (render(confusion_figure, np.eye(1, dtype=int), [name], True) for name in ("$x^2$", "$x2^$"))
-    assert as_text.shape == others.shape  # a formula would be narrower
 
 
 def test_the_users_settings_are_neither_used_nor_changed() -> None:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from tests.utils.plots.run_folder import VAL_BOXES_HEAD, write_image, write_table
 from utils.files import csv_text
-from utils.plots.documents import MalformedFile, Table
+from utils.plots.documents import Table
 from utils.plots.drawing import CAPTION_LINE_PIXELS, COLOURS, GAP_PIXELS
 from utils.plots.validation_images import ValidationImage, draw_validation_images, read_validation_images
 
@@ -71,56 +71,6 @@ def test_boxes_by_image_and_kind(tmp_path: Path) -> None:
     assert second.boxes["prediction"].texts == []
 
 
-def test_a_class_has_one_colour(tmp_path: Path) -> None:
-    """Labels and predictions of a class have the same colour, as have their texts' backgrounds."""
-    path = write_image(tmp_path / "a.png", 400, 300)
-    rows = (
-        f"{path},label,bar,,20,20,40,40",
-        f"{path},label,disc,,100,80,300,280",
-        f"{path},prediction,disc,.5,100,80,300,280",
-    )
-    (photo,) = read_rows(tmp_path, *rows)
-    labels, predictions = (draw_validation_images([photo], kind) for kind in ("label", "prediction"))
-    for picture in (labels, predictions):
-        for x, y in ((100, 200), (300, 200), (200, 80), (200, 280), (100, 70)):  # edges, and the text's corner
-            assert picture[y, x].tolist() == pytest.approx(COLOURS[1], abs=3)
-        assert (picture[150, 200] == 90).all()
-    assert (labels[30, 20] != 90).any()
-    assert (predictions[30, 20] == 90).all()
-    assert (predictions[66:80, 104:400] != labels[66:80, 104:400]).any()  # with the confidence
-
-
-@pytest.mark.parametrize("name", ["intermediate hinged traffic-sign " * 9, "猫 $x$ \udcff\n", ""])
-def test_text_stays_within_the_photo(name: str, tmp_path: Path) -> None:
-    """The name of a box in a corner is inside of the image, on a background."""
-    path = write_image(tmp_path / "a.png", 400, 200)
-    (tmp_path / "b.csv").write_text(
-        csv_text(
-            VAL_BOXES_HEAD.split(","),
-            [(path, "label", name, "", 390, 0, 400, 10), (path, "label", "x", "", -9e9, 0, 9e9, 190)],
-        ),
-        errors="surrogateescape",
-    )
-    (photo,) = read_validation_images(Table(tmp_path / "b.csv"), 0)
-    picture = draw_validation_images([photo], "label")
-    assert picture.shape == (200 + CAPTION_LINE_PIXELS + GAP_PIXELS, 400 + GAP_PIXELS, 3)
-    assert (picture[:200, 400:] == 255).all()
-    if name:
-        assert (picture[:14, 325:385] == COLOURS[0]).all(2).sum() > 100  # to the left of the box
-
-
-def test_a_long_name_keeps_its_confidence(tmp_path: Path) -> None:
-    """The middle of a long name is cut."""
-    path, name = write_image(tmp_path / "a.png", 400, 200), "intermediate hinged traffic-sign " * 9
-    pictures = []
-    for confidence in (0.5, 0.75):
-        row = f"{path},prediction,{name},{confidence},100,100,200,150"
-        pictures.append(draw_validation_images(read_rows(tmp_path, row), "prediction"))
-    rows, columns, _ = np.nonzero(pictures[0] != pictures[1])
-    assert rows.max() < 100
-    assert columns.min() > 260  # at the end
-
-
 def test_unreadable_photos(tmp_path: Path) -> None:
     """They are grey, without boxes, and named."""
     (tmp_path / "no image.jpg").write_text("text")
@@ -157,32 +107,6 @@ def test_grids_of_sixteen_and_no_more_than_three(tmp_path: Path) -> None:
     assert numbers == [[*range(16)], [*range(16, 32)], [*range(32, 48)], []]
 
 
-def test_a_row_of_the_grid_is_as_high_as_its_highest_photo(tmp_path: Path) -> None:
-    paths = [write_image(tmp_path / f"{k}.png", 320, height) for k, height in enumerate((50, 120, 80, 60))]
-    photo = read_validation_images(
-        write_table(tmp_path / "b.csv", VAL_BOXES_HEAD, *(f"{path},image,,,,,," for path in paths)), 0
-    )
-    picture = draw_validation_images(photo, "label")
-    below = 120 + CAPTION_LINE_PIXELS + GAP_PIXELS
-    assert picture.shape == (below + 80 + CAPTION_LINE_PIXELS + GAP_PIXELS, 2 * (320 + GAP_PIXELS), 3)
-    assert (picture[below : below + 80, :320] == 90).all()
-    assert (picture[50 + CAPTION_LINE_PIXELS + GAP_PIXELS : below, :320] == 255).all()  # a p may reach into the gap
-
-
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ("prediction,x,,1,2,3,4", "confidence"),
-        ("label,x,,1,2,3,", "y2"),
-        ("label,x,,1,2,inf,4", "x2"),
-        ("label,x,,a,2,3,4", "x1"),
-    ],
-)
-def test_malformed_boxes(row: str, problem: str, tmp_path: Path) -> None:
-    with pytest.raises(MalformedFile, match=f"column {problem}"):
-        read_rows(tmp_path, f"a.jpg,{row}")
-
-
 def test_a_class_has_the_colour_that_it_has_in_training(tmp_path: Path) -> None:
     """The colour depends on the number among all classes, not on the order of the file."""
     cv2.imwrite(str(tmp_path / "a.png"), np.zeros((320, 320, 3), np.uint8))
@@ -210,16 +134,3 @@ def test_outlines_are_in_the_order_of_the_boxes(tmp_path: Path) -> None:
     first, last = photo.boxes["prediction"].outlines
     assert (len(first), last.tolist()) == (0, [[1, 2], [3, 4], [5, 6]])
     assert photo.boxes["label"].outlines == []
-
-
-@pytest.mark.parametrize(
-    ("outlines", "problem"),
-    [
-        (("1 2 3 4",), "has 1 rows for .*a.png, and .* 2"),
-        (("1 2 3", ""), "no list of x and y"),
-        (("a b", ""), "no list"),
-    ],
-)
-def test_malformed_outlines(outlines: tuple[str, ...], problem: str, tmp_path: Path) -> None:
-    with pytest.raises(MalformedFile, match=f"m.csv has .*{problem.removeprefix('has ')}"):
-        read_masked(tmp_path, *outlines)
