@@ -122,7 +122,7 @@ def image_size(path: Path) -> tuple[int, int]:
             orientation = _orientation(opened)
             if isinstance(opened, TiffImageFile):  # newer versions of Pillow swap the size of these already
                 width, height = opened.tag_v2[IMAGEWIDTH], opened.tag_v2[IMAGELENGTH]
-            if not is_complete:
+            if not is_complete and not (opened.format == "JPEG" and _lacks_only_end_marker(path)):
                 opened.load()
     return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
 
@@ -134,6 +134,21 @@ def _orientation(opened: ImageFile) -> int:
         return opened.getexif().get(Base.Orientation, 1)
     except Exception:  # a damaged block: the image is shown as it is
         return 1
+
+
+def _lacks_only_end_marker(path: Path) -> bool:
+    """Return whether this is a JPEG with all of its pixels that lacks only the end marker.
+
+    Missing pixels are decoded from whatever bytes follow, so that two fillings give two images. A progressive JPEG may
+    lack a whole pass, which cannot be detected: it does not count.
+    """
+    data, images = storage.read_bytes(path), []
+    for filling in (b"\x12", b"\xed"):
+        with Image.open(io.BytesIO(data + 64 * filling + JPEG_END)) as opened:
+            if "progressive" in opened.info:
+                return False
+            images.append(np.asarray(opened))
+    return np.array_equal(images[0], images[1])
 
 
 def resize_long_side(image: np.ndarray, size: int, smooth: bool) -> np.ndarray:

@@ -27,6 +27,7 @@ from torch.multiprocessing.spawn import start_processes
 from data.builtin import shapes, shapes_cls, shapes_seg
 from tests.machines import left_behind, machines
 from tests.making import write_yaml
+from utils.background import Background
 from utils.distributed.accelerator import reset_accelerate
 from utils.distributed.failure import Stopped, run_main
 from utils.distributed.ranks import ranks
@@ -84,6 +85,12 @@ def seeded() -> None:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget threads that earlier tests have abandoned: `run_main` would end this process for them."""
+    monkeypatch.setattr(Background, "abandoned", False)
 
 
 class RunScript(Protocol):

@@ -6,18 +6,18 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, ClassVar
+from types import FrameType
+from typing import ClassVar
 
 from utils.errors import first_line
 from utils.files import ROOT
 
 NICENESS = 10  # added to that of processes beside the training
+START_SECONDS, START_POLL_SECONDS = 5.0, 0.001  # to start a process, and between two checks whether it has started
 Job = Callable[[], object]
-_starting = threading.Lock()  # held by `start_process`, so that other threads do not fork meanwhile
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release)
 
 
 class Background:
@@ -63,13 +63,32 @@ class Background:
                     self.warn(f"warning: {self.failure} ({reason}); training continues")
 
 
-def start_process(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-    """Start a process as `subprocess.Popen` does, while no other thread forks.
+def await_started_processes() -> None:
+    """Wait until no other thread is inside of `Popen`, which also packages call in the threads of trackers.
 
-    `Popen` waits until a pipe is closed that a process forked meanwhile would inherit and never close.
+    `Popen` waits until a pipe is closed. A loader process that is forked meanwhile would inherit the pipe and keep it.
     """
-    with _starting:
-        return subprocess.Popen(command, text=True, **options)
+    deadline = time.monotonic() + START_SECONDS
+    is_starting = True
+    while is_starting and time.monotonic() < deadline:
+        time.sleep(START_POLL_SECONDS)  # other threads get the interpreter now, not before the fork
+        is_starting = _is_starting_process()
+
+
+def _is_starting_process() -> bool:
+    """Return whether another thread is inside of `Popen`."""
+    code = subprocess.Popen._execute_child.__code__  # type: ignore[attr-defined]
+    for thread, frame in sys._current_frames().items():
+        call: FrameType | None = frame if thread != threading.get_ident() else None
+        while call:
+            if call.f_code is code:
+                return True
+            call = call.f_back
+    return False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=await_started_processes)
 
 
 def own_python(module: str, function: str = "main") -> list[str]:

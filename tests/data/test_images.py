@@ -164,6 +164,7 @@ UPRIGHT_FILES = {
     "jpeg with damaged EXIF": with_segment(0xE1, b"Exif\0\0MM\0*\0\0"),
     "jpeg of Photoshop": with_segment(0xED, b"Photoshop 3.0\0" + b"8BIM\x04\x04\0\0\0\0\0\x020\0"),
     "jpeg with more after its end": JPEG + b"more",
+    "jpeg without its end": JPEG[:-2],
     "png": PNG,
     "png of 16 bits": encoded("png", "I;16"),
     "png with a profile": encoded("png", icc_profile=bytes(100)),
@@ -179,7 +180,6 @@ TURNED_FILES = {
 }
 BROKEN_FILES = {
     "jpeg cut short": JPEG[: len(JPEG) * 3 // 4],
-    "jpeg without its end": JPEG[:-2],
     "jpeg, progressive, without its end": encoded("jpeg", progressive=True)[:-2],
     "png cut short": PNG[:-40],
     "png with a header of a wrong checksum": PNG[:29] + b"\0\0\0\0" + PNG[33:],

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from utils.background import Background, own_python, start_process
+from utils.background import Background, own_python
 
 
 def test_jobs_are_done_in_order() -> None:
@@ -62,18 +62,17 @@ def test_modules_of_the_current_folder_are_not_imported(tmp_path: Path) -> None:
 
 
 def test_no_fork_while_a_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process forked meanwhile would inherit the pipe that `Popen` waits for."""
-    popen, started, inside = subprocess.Popen, threading.Event(), threading.Event()
+    """A process forked meanwhile would inherit the pipe that `Popen` waits for, whoever calls it."""
+    execute, started, inside = subprocess.Popen._execute_child, threading.Event(), threading.Event()  # type: ignore[attr-defined]
 
-    def slow_popen(*arguments: Any, **options: Any) -> Any:
+    def slow_execute(*arguments: Any) -> None:
         inside.set()
         time.sleep(0.3)
-        process = popen(*arguments, **options)
+        execute(*arguments)
         started.set()
-        return process
 
-    monkeypatch.setattr(subprocess, "Popen", slow_popen)
-    thread = threading.Thread(target=lambda: start_process([sys.executable, "-c", ""]).wait())
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", slow_execute)
+    thread = threading.Thread(target=lambda: subprocess.Popen([sys.executable, "-c", ""]).wait())
     thread.start()
     assert inside.wait(5)
     child = os.fork()
@@ -81,4 +80,3 @@ def test_no_fork_while_a_process_is_started(monkeypatch: pytest.MonkeyPatch) -> 
         os._exit(0 if started.is_set() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     thread.join()
-    assert start_process([sys.executable, "-c", ""]).wait() == 0  # neither side holds the lock

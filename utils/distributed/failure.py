@@ -99,7 +99,10 @@ def run_main(main: Callable[[], object]) -> None:
             _end(f"error: {reason}", 1)
         if world_size() == 1:
             notify_failure(f"{type(error).__name__}: {first_line(error, 1000)}")
-            raise
+            if not Background.abandoned:
+                raise
+            traceback.print_exc()
+            hard_exit("")
         traceback.print_exc()
         _end(f"error: {ranks()} failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}", 1)
     finally:
@@ -144,6 +147,8 @@ def _end(message: str, code: int) -> NoReturn:
     notify_failure(message)
     end_workers()
     if world_size() == 1:
+        if Background.abandoned:
+            hard_exit(message, code)  # a regular exit may wait for that thread
         print(message, file=sys.stderr)
         sys.exit(code)
     raise_alarm()

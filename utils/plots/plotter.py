@@ -11,7 +11,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from utils.background import Background, own_python, start_process
+from utils.background import Background, own_python
 from utils.plots.drawing import write_picture
 
 RESULTS_INTERVAL_SECONDS = 60.0  # least time between two drawings of results.png
@@ -52,7 +52,7 @@ class Plotter:
     def _draw_charts(self, names: Sequence[str]) -> None:
         started = time.time()
         only = ["--only", *names] if names else []
-        process = start_process(
+        process = subprocess.Popen(
             [*own_python("utils.plots.__main__"), str(self.folder), "--background", *only],
             env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             stdin=subprocess.DEVNULL,

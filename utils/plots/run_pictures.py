@@ -160,8 +160,8 @@ def draw_run(folder: Path, names: Sequence[str], print_line: Print) -> bool:
                 print_line(name)
         except Exception as error:  # draw the other pictures
             failed.append(name)
-            source = " and ".join(PICTURES[name].files)
-            reason = f"{folder / name} cannot be drawn from {source} ({type(error).__name__}: {first_line(error)})"
+            sources = " and ".join(PICTURES[name].files)
+            reason = f"{folder / name} cannot be drawn from {sources} ({type(error).__name__}: {first_line(error)})"
             _warn(str(error) if isinstance(error, UserError) else reason)
     return not failed
 

@@ -16,7 +16,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from utils.background import Background
 from utils.errors import UserError, first_line
-from utils.tracking.log_position import LogPosition
+from utils.tracking.log_position import LogPosition, earlier_epochs
 from utils.tracking.tracker import EPOCH, FINISH_SECONDS, STEP, Print, Tracker, axis_of
 from utils.tracking.tracker_arguments import OFFLINE, RunLocation, accepted, arguments, missing_key, remote_id
 
@@ -60,6 +60,7 @@ class AccelerateTracker(Tracker):
         with suppress(Exception, SystemExit):  # not in the thread: loader processes must not be forked during an import
             importlib.import_module(self.name)
         config = {key: as_text(value) for key, value in values.items()}
+        self._earlier = earlier_epochs(self.folder)
 
         def start() -> None:
             try:
@@ -100,6 +101,8 @@ class AccelerateTracker(Tracker):
             tracker.store_init_configuration(flat(config))
         self._position.store()
         self.inner = tracker
+        for lost, step in self._position.missed(self._earlier):
+            self._log(lost, step)
 
     def _start_or_store(self, location: RunLocation) -> Any:
         """Return the started tracker. If that fails and the tracker can store a run without its server, it does."""

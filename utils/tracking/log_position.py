@@ -5,10 +5,14 @@ Used by all trackers.
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+
+from utils.tracking.tracker import EPOCH, STEP
 
 
 class LogPosition:
@@ -46,6 +50,16 @@ class LogPosition:
         """Return whether an earlier process logged this position; positions of this process do not count."""
         return position <= self._last_before.get(axis, float("-inf"))
 
+    def missed(self, epochs: Iterable[Mapping[str, float]]) -> Iterator[tuple[dict[str, float], int]]:
+        """Yield those of an earlier process's epochs that it did not log, because it was killed, and their step.
+
+        The step is the last one that was logged. Nothing is missed by a tracker that has logged nothing before.
+        """
+        for values in epochs if self.continues else ():
+            if not self.logged_before(EPOCH, values[EPOCH]):
+                yield dict(values), int(self._last_before.get(STEP, 0))
+                self._last_before[EPOCH] = values[EPOCH]
+
     def advance(self, axis: str, position: float) -> None:
         """Store `position` as logged."""
         self.last[axis] = position
@@ -61,3 +75,16 @@ class LogPosition:
         part = self.file.with_name(f"{self.file.name}.part")
         part.write_text(json.dumps(stored))
         part.replace(self.file)
+
+
+def earlier_epochs(folder: Path) -> list[dict[str, float]]:
+    """Return the epochs in a resumed run's results.csv, as trackers log them; none of a new run.
+
+    Called before the run goes on, and so adds epochs.
+    """
+    file = folder / "results.csv"
+    if not file.is_file():
+        return []
+    with file.open(newline="") as opened:
+        rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(opened)]
+    return [{**row, EPOCH: int(row[EPOCH]) + 1} for row in rows]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from utils.background import Background
-from utils.tracking.log_position import LogPosition
+from utils.tracking.log_position import LogPosition, earlier_epochs
 from utils.tracking.tracker import FINISH_SECONDS, TENSORBOARD, Print, Tracker, axis_of
 
 EVENT_FILES = "events.out.tfevents*"  # as TensorBoard names them
@@ -37,11 +37,12 @@ class TensorBoardTracker(Tracker):
         with suppress(Exception):  # not in the thread: loader processes must not be forked during an import
             importlib.import_module("torch.utils.tensorboard")
             importlib.import_module("PIL.Image").preinit()  # imports its formats
-        self._background.do(self._open)
+        earlier = earlier_epochs(self.folder)
+        self._background.do(lambda: self._open(earlier))
         text = "".join(f"    {line}\n" for line in json.dumps(values, indent=1, default=str).splitlines())
         self._background.do(lambda: self._writer.add_text("settings", text))
 
-    def _open(self) -> None:
+    def _open(self, epochs: Sequence[Mapping[str, float]]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._position.cut_log_file()
@@ -50,6 +51,8 @@ class TensorBoardTracker(Tracker):
         self._position.log_file = next(iter({*self.folder.glob(EVENT_FILES)} - earlier), None)
         self._writer.flush()
         self._position.store()
+        for lost, step in self._position.missed(epochs):
+            self._write_scalars(lost, step)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         self._background.do(lambda: self._write_scalars(dict(values), step))

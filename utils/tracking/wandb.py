@@ -5,7 +5,6 @@ Made by utils/tracking/requested.py. The package is imported when a run starts.
 
 from __future__ import annotations
 
-import csv
 import inspect
 import math
 import os
@@ -196,18 +195,12 @@ class WandbTracker(AccelerateTracker):
             return None
 
     def _log_lost_epochs(self) -> None:
-        """Log the epochs that results.csv has and W&B lacks, because an earlier process was killed."""
-        file = self.folder / "results.csv"
-        if not self._last or not file.is_file():
-            return
-        with file.open(newline="") as opened:
-            for row in csv.DictReader(opened):
-                values = {key: float(value) for key, value in row.items() if value}
-                values[EPOCH] = int(values[EPOCH]) + 1
-                if values[EPOCH] > self._last.get(EPOCH, 0):
-                    self._define_dotted(values)
-                    self.inner.run.log(values)
-                    self._last[EPOCH] = values[EPOCH]
+        """Log the epochs that results.csv had and W&B lacks, because an earlier process was killed."""
+        for values in self._earlier if self._last else ():
+            if values[EPOCH] > self._last.get(EPOCH, 0):
+                self._define_dotted(values)
+                self.inner.run.log(values)
+                self._last[EPOCH] = values[EPOCH]
 
     def _log(self, values: dict[str, Any], step: int) -> None:
         axis = axis_of(values)

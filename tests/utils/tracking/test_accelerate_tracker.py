@@ -12,7 +12,6 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,16 +47,20 @@ def points(run: Path, key: str) -> list[tuple[float, int]]:
 
 
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that is continued logs no step twice."""
+    """A run that is continued logs no step twice, and the epochs of results.csv that a killed process did not log."""
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     assert logged("mlflow", tmp_path / "exp", 1, 3) == []
-    assert logged("mlflow", tmp_path / "exp", 2, 4) == []
+    (tmp_path / "exp" / "results.csv").write_text(
+        "epoch,val/box_loss,extra\n" + "".join(f"{k},0.{k},\n" for k in range(5))
+    )
+    assert logged("mlflow", tmp_path / "exp", 2, 6) == []
     (run,) = [file.parent for file in tmp_path.glob("mlruns/*/*/meta.yaml")]
     assert run.name == json.loads((tmp_path / "exp" / ".mlflow.json").read_text())["remote_id"]
-    assert points(run, "step/loss") == [(0.1, 1), (0.2, 2), (0.3, 3), (0.4, 4)]
-    assert points(run, "metrics/mAP_0.5_B_") == [(0.5, 3), (0.5, 4)]
+    assert points(run, "step/loss") == [(0.1, 1), (0.2, 2), (0.3, 3), (0.4, 4), (0.5, 5), (0.6, 6)]
+    assert points(run, "metrics/mAP_0.5_B_") == [(0.5, 3), (0.5, 6)]
+    assert points(run, "val/box_loss") == [(0.3, 3), (0.4, 3)]  # epochs 4 and 5, at the last step of that process
     assert (run / "params" / "hyperparameters.lr0").read_text() == "0.01"
     assert (run / "params" / "hyperparameters.anchors").read_text() == "[1, 2]"
     assert (run / "tags" / "mlflow.runName").read_text() == "exp"
@@ -252,40 +255,44 @@ def test_a_tracker_that_raises_at_each_call_is_one_warning(
     assert reason in line
 
 
-def test_a_tracker_that_hangs_delays_the_end_by_its_time_limit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise UserError('bad')", 1), ("raise KeyError('lost')", 1)])
+def test_a_tracker_that_hangs_delays_the_end_by_its_time_limit(end: str, code: int, tmp_path: Path) -> None:
     """Its call never returns, and a thread that it has started never ends: the process exits all the same."""
     (tmp_path / "swanlab.py").write_text(RAISES.replace('raise RuntimeError("out of order")', "hang()") + HANG)
-    program = HANGING_PROGRAM.format(folder=str(tmp_path / "exp"))
-    began = time.monotonic()
+    program = HANGING_PROGRAM.format(folder=str(tmp_path / "exp"), end=end)
     ended = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True, text=True, timeout=60, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("warning: swanlab has not ended after 1 s") == 1
-    assert time.monotonic() - began < 60
+    assert ended.returncode == code, ended.stderr
+    assert ended.stdout.count("warning: swanlab has not ended after 1 s") == (not end)
+    assert ended.stderr.count("bad" if "bad" in end else "KeyError: 'lost'") == bool(end)
 
 
 HANG = """
-import threading, time
+import atexit, threading, time
 def hang():
-    threading.Thread(target=time.sleep, args=(600,)).start()
+    threading.Thread(target=time.sleep, args=(600,), daemon=False).start()
+    atexit.register(time.sleep, 600)
     time.sleep(600)
 """
 HANGING_PROGRAM = """
 from pathlib import Path
 from accelerate import PartialState
-from utils.distributed.failure import run_main
-from utils.files import ROOT
+from utils.distributed.failure import on_failure, run_main
+from utils.errors import UserError
 from utils.tracking.accelerate_tracker import AccelerateTracker
 
 def main():
     PartialState(cpu=True)
     Path({folder!r}).mkdir()
     tracker = AccelerateTracker("swanlab", Path({folder!r}), dict(project="a", name="b", id="c"), print)
+    on_failure(tracker.fail)
     tracker.store_init_configuration({{}})
     for step in range(1, 4):
         tracker.log({{"step": step, "step/loss": 1.0}}, step=step)
+    assert tracker.tracker
+    {end}
     tracker.finish(1.0)
 
 run_main(main)

@@ -53,6 +53,18 @@ def test_a_step_whose_position_was_not_stored_is_logged_once(tmp_path: Path) -> 
     assert [event.step for event in scalars] == [1, 2, 3, 4, 5]
 
 
+def test_epochs_that_a_killed_process_did_not_log(tmp_path: Path) -> None:
+    """results.csv has them; a new run has none."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log_steps(tmp_path, range(1, 3))
+    (tmp_path / "results.csv").write_text("epoch,val/box_loss\n0,0.5\n")
+    log_steps(tmp_path, range(3, 4))
+    log_steps(tmp_path, range(4, 5))
+    scalars = accumulator.EventAccumulator(str(tmp_path), {"scalars": 0}).Reload().Scalars
+    assert [(event.step, event.value) for event in scalars("val/box_loss")] == [(2, 0.5)]
+    assert [event.value for event in scalars("epoch")] == [1]
+
+
 def test_pictures_are_the_files(tmp_path: Path) -> None:
     """They are not encoded again, which would cost the training process more than the training of many a batch."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
