@@ -33,7 +33,7 @@ from utils.distributed.accelerator import plan, seed_everything, start
 from utils.distributed.failure import run_main
 from utils.distributed.spawn import spawn_for_devices
 from utils.distributed.stop import StopRequested
-from utils.python_api import call, hand_over
+from utils.python_api import call, write_result
 from utils.run import FolderOptions, Run
 from utils.tracking.run_log import RunLog, TrackingOptions, wandb_run_id
 from utils.training import memory, report
@@ -102,7 +102,7 @@ class Training:
                 bar.show(report.bar_values(losses, progress.summary, bar, steps.remaining, run.accelerator.device))
             if progress.epoch == 0 and number < DRAWN_BATCHES:
                 run.plot(partial(self.draw_batch, batch, number))
-        steps.count()
+        steps.flush_pending()
         steps.model.average_statistics(state.ema.model)
         means = run.accelerator.reduce(state.loss_sums, "sum") / progress.taken
         return dict(zip(self.task.loss_names, means.tolist(), strict=True)), bar
@@ -124,12 +124,12 @@ class Training:
             losses = terms.means(accelerator.reduce(terms.counts, "sum"))
             # DDP takes the mean over processes, Accelerate over accumulated batches; `images` accounts for the latter.
             accelerator.backward(criterion.objective(losses, images) * accelerator.num_processes)
-            taken = steps.take() if accelerator.sync_gradients else None
+            taken = steps.step() if accelerator.sync_gradients else None
             steps.optimizer.zero_grad()
         steps.add_batch(losses.detach(), (info.path for info in batch.infos))
         if taken is None:
             return
-        steps.end(taken, number + 1, len(self.loader))
+        steps.finish_step(taken, number + 1, len(self.loader))
         self.run.check_stop(steps.progress.step)
         if self.options.save_steps and steps.progress.step % self.options.save_steps == 0:
             self.save_state()
@@ -171,7 +171,7 @@ class Training:
 
     def save_state(self) -> None:
         """Save everything that --resume needs to continue from here. All processes must call it together."""
-        self.steps.count()
+        self.steps.flush_pending()
         self.steps.state.save(self.run.files)
 
     def save_weights(self, names: Sequence[str], then: Callable[[], object] = lambda: None) -> None:
@@ -206,7 +206,7 @@ class Training:
         run.files.finish_writing()
         self.run_log.log_results(progress)
         run.print(*report.best_epoch_table(progress, best, options.quiet), f"results in {run.path}", always=True)
-        run.on_main(lambda: hand_over(best, run.path))
+        run.on_main(lambda: write_result(best, run.path))
         run.finish(TRACKER_SECONDS if run.stop_requested() else float("inf"))  # a launcher waits for 30 s
         run.on_main(lambda: self.run_log.push(self.task, best, self.weights_content))
 

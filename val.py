@@ -35,7 +35,7 @@ from utils.distributed.devices import loader_workers
 from utils.distributed.failure import run_main
 from utils.distributed.spawn import spawn_for_devices
 from utils.errors import UserError
-from utils.python_api import call, hand_over
+from utils.python_api import call, write_result
 from utils.run import FolderOptions, Run
 from utils.stage_times import POSTPROCESSING, StageTimer, format_times, milliseconds_per_image, without_warmup
 from utils.summary import DRAWN_IMAGES, Summary, evenly_spaced, job_values
@@ -252,7 +252,7 @@ def validate(validation: Validation) -> None:
     batches = run.collectives.gather(without_warmup(evaluate.timer.batches))
     if validation.times_stages:
         run.print(speed(milliseconds_per_image(batches), options), always=options.task == "speed")
-    run.on_main(lambda: hand_over(summary, run.path))
+    run.on_main(lambda: write_result(summary, run.path))
     run.finish()
     if options.save_json:
         images = run.collectives.gather(validation.coco_images)

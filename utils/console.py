@@ -142,12 +142,11 @@ class Bar:
 
 
 class _Survivor:
-    """A text stream that raises no error if it cannot be written: the first failure is a warning on another stream."""
+    """A text stream that drops what cannot be written, instead of raising an error."""
 
-    def __init__(self, name: str, stream: TextIO | None) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
         # Closed before Python started; open until the process ends.
         self.stream = stream or open(os.devnull, "w")  # noqa: SIM115
-        self.name, self.failure, self.warned, self.other = name, "" if stream else "it is closed", False, self
         if hasattr(self.stream, "reconfigure"):
             self.stream.reconfigure(errors="backslashreplace")  # for names that the terminal's encoding lacks
 
@@ -155,42 +154,33 @@ class _Survivor:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        return self._try(lambda: self.stream.write(text)) or len(text)
+        with suppress(OSError, ValueError):
+            self.stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
-        self._try(self.stream.flush)
-
-    def _try(self, work: Callable[[], T]) -> T | None:
-        result = None
-        try:
-            result = work()
-        except (OSError, ValueError) as error:
-            self.failure = getattr(error, "strerror", None) or str(error)
-        if self.failure and not self.warned:
-            self.warned = True
-            self.other.write(f"warning: {self.name} cannot be written ({self.failure}); the run continues\n")
-            self.other.flush()
-        return result
+        with suppress(OSError, ValueError):
+            self.stream.flush()
 
     def close(self) -> None:
-        """Drop what cannot be written, which would make Python exit with code 120."""
-        self.flush()
-        if self.failure:
-            with suppress(OSError, ValueError):
+        """Drop the rest of what cannot be written, which would make Python exit with code 120."""
+        with suppress(OSError, ValueError):
+            try:
+                self.stream.flush()
+            except OSError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
 @contextmanager
 def surviving_output() -> Iterator[None]:
-    """Within the `with`, output that cannot be written is one warning on the other of stdout and stderr."""
+    """Within the `with`, stdout and stderr that are closed or cannot be written end nothing."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets this number, which otherwise a file or a connection would get
     before = sys.stdout, sys.stderr
-    output, errors = _Survivor("standard output", sys.stdout), _Survivor("standard error", sys.stderr)
-    output.other, errors.other = errors, output
+    output, errors = _Survivor(sys.stdout), _Survivor(sys.stderr)
     sys.stdout, sys.stderr = output, errors
     try:
         yield

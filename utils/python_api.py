@@ -1,4 +1,4 @@
-"""Call the scripts from Python: train.run and val.run use `call`; their `main` ends with `hand_over`.
+"""Call the scripts from Python: train.run and val.run use `call`; their `main` ends with `write_result`.
 
 `Predictor` of detect.py checks its arguments by `checked`. Errors name arguments, not flags.
 """
@@ -42,7 +42,7 @@ FLAG_AND_VALUE = re.compile(
 
 
 def call(main: Callable[[Sequence[str]], object], script: str, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Call the `main` of a script, `train` or `val`, with flags by name; return the result of `hand_over`.
+    """Call the `main` of a script, `train` or `val`, with flags by name; return the result of `write_result`.
 
     Restores the signal handlers. Raises `UserError` if the command would end with an error.
     """
@@ -70,7 +70,7 @@ def call(main: Callable[[Sequence[str]], object], script: str, flags: Mapping[st
         return json.loads(file.read_text()) if file.is_file() else {}
 
 
-def hand_over(summary: Summary, folder: Path) -> None:
+def write_result(summary: Summary, folder: Path) -> None:
     """Write the metrics of a run and its folder for `call`, if the script was called from Python."""
     if file := os.environ.get(RESULT):
         columns = {"metrics": summary.metrics, "val": summary.losses}

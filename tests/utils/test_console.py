@@ -126,28 +126,19 @@ FULL = "/dev/full"  # every write fails: no space left on device
 @pytest.mark.parametrize(
     ("redirection", "printed"),
     [
-        (
-            f">{FULL}",
-            ["warning: standard output cannot be written (No space left on device); the run continues", "done"],
-        ),
-        (">&-", ["warning: standard output cannot be written (it is closed); the run continues", "done"]),
-        (f">{FULL} 2>&1", []),
-        (">&- 2>&-", []),
-        (
-            f"2>{FULL} | tail -n 1",
-            ["warning: standard error cannot be written (No space left on device); the run continues"],
-        ),
-        (
-            "| head -n 1",
-            ["line 0", "warning: standard output cannot be written (Broken pipe); the run continues", "done"],
-        ),
+        (f">{FULL}", "done"),
+        (">&-", "done"),
+        (f">{FULL} 2>&1", ""),
+        (">&- 2>&-", ""),
+        (f"2>{FULL} | tail -n 1", "line 1999"),
+        ("| head -n 1", "line 0\ndone"),
     ],
 )
-def test_output_that_cannot_be_written_does_not_end_a_script(redirection: str, printed: list[str]) -> None:
-    """The exit code is that of the script, and the other stream has one warning."""
+def test_output_that_cannot_be_written_does_not_end_a_script(redirection: str, printed: str) -> None:
+    """The exit code is that of the script."""
     command = ["bash", "-c", f'set -o pipefail; "$0" -c "$1" {redirection}', sys.executable, SCRIPT]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
-    assert (ended.returncode, sorted((ended.stdout + ended.stderr).splitlines())) == (0, sorted(printed))
+    assert (ended.returncode, (ended.stdout + ended.stderr).strip()) == (0, printed)
 
 
 def test_names_that_a_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch) -> None:

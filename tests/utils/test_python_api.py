@@ -15,7 +15,7 @@ from utils.config.parser import parse_options
 from utils.distributed.failure import Stopped
 from utils.errors import UserError
 from utils.files import lock_folder
-from utils.python_api import RESULT, as_arguments, call, hand_over, in_python
+from utils.python_api import RESULT, as_arguments, call, in_python, write_result
 from utils.summary import Summary
 
 SUMMARY = Summary({"mAP_0.5": 0.5}, 0.25, ["head", "all"], [], losses={"box_loss": 2.0})
@@ -102,7 +102,7 @@ def test_an_error_of_the_script_names_arguments_and_releases_the_run_folder(tmp_
 def test_the_result_is_returned(tmp_path: Path) -> None:
     def main(argv: Sequence[str]) -> None:
         assert argv == ["--epochs=1"]
-        hand_over(SUMMARY, tmp_path)
+        write_result(SUMMARY, tmp_path)
 
     result = call(main, "train", {"epochs": 1})
     assert result == {"metrics/mAP_0.5": 0.5, "val/box_loss": 2.0, "fitness": 0.25, "folder": str(tmp_path)}
@@ -110,7 +110,7 @@ def test_the_result_is_returned(tmp_path: Path) -> None:
 
 
 def test_no_result_is_written_without_a_call(tmp_path: Path) -> None:
-    hand_over(SUMMARY, tmp_path)
+    write_result(SUMMARY, tmp_path)
     assert not list(tmp_path.iterdir())
 
 

@@ -60,7 +60,7 @@ class Identity:
 
 
 def load_weights(saved: Mapping[str, Any], model: nn.Module, ema: ModelEMA) -> None:
-    """Load the weights of a state into a model that is not prepared yet: ZeRO-3 partitions them then."""
+    """Load the weights of a state, before `Accelerator.prepare`, which partitions them under ZeRO-3."""
     model.load_state_dict(saved["model"])
     ema.load_state(saved)
 

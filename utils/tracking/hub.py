@@ -198,24 +198,24 @@ def model_card(
     data: name of the data set. tag: of the task on the Hub. values: metrics by name. names: of the classes. command:
     that trained it.
     """
-    metrics = {name: round(float(value), 5) for name, value in values.items() if math.isfinite(value)}
-    result = {
-        "task": {"type": tag},
-        "dataset": {"type": data, "name": data},
-        "metrics": [{"type": name, "name": name, "value": value} for name, value in metrics.items()],
-    }
-    head = {
-        "library_name": "lockstep",
-        "license": licence,
-        "pipeline_tag": tag,
-        "tags": [tag, "lockstep"],
-        "model-index": [{"name": repository.partition("/")[2], "results": [result]}],
-    }
+    from huggingface_hub import EvalResult, ModelCardData
+
+    name = repository.partition("/")[2]
+    metrics = {metric: round(float(value), 5) for metric, value in values.items() if math.isfinite(value)}
+    results = [EvalResult(tag, data, data, metric, value, metric_name=metric) for metric, value in metrics.items()]
+    head = ModelCardData(
+        library_name="lockstep",
+        license=licence,
+        pipeline_tag=tag,
+        tags=[tag, "lockstep"],
+        model_name=name,
+        eval_results=results,
+    )
     classes = shortened(", ".join(names), 1000)
-    rows = "".join(f"| {name} | {value} |\n" for name, value in metrics.items())
+    rows = "".join(f"| {metric} | {value} |\n" for metric, value in metrics.items())
     return (
-        f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n"
-        f"# {repository.partition('/')[2]}\n\n"
+        f"---\n{head.to_yaml()}\n---\n\n"
+        f"# {name}\n\n"
         f"Trained with Lockstep on the data set `{data}`, {plural(len(names), 'class')}: {classes}.\n\n"
         f"| metric | value |\n|---|---|\n{rows}\n"
         f"```bash\n{command}\n```\n\n"

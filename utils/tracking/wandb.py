@@ -150,13 +150,16 @@ class WandbTracker(AccelerateTracker):
         for axis in AXES:
             define(tracker.run, axis)
         kinds = "*run-*" if self.is_offline else "offline-run-*"  # of an online run the server knows
-        self._last = last_logged(self._wandb_folder, f"{kinds}-{self.run['id']}/*.wandb")
+        own = Path(tracker.run.dir).parent
+        parts = [part for part in self._wandb_folder.glob(f"{kinds}-{self.run['id']}") if part != own]
+        self._last = last_logged(file for part in parts for file in part.glob("*.wandb"))
         if not self.is_offline and tracker.run.resumed:
             for key in dict(tracker.run.summary):
                 self._last[key] = max(self._last.get(key, -math.inf), tracker.run.summary.get(EPOCH, 0))
             self._last["step"] = max(self._last.get("step", 0), tracker.run.summary.get("step", 0))
         self.inner = tracker
-        self._log_lost_epochs()
+        if parts or not self.is_offline:  # else nobody knows what the server has got
+            self._log_lost_epochs()
         for name in self.inputs:
             if not self.is_offline:
                 with suppress(Exception):  # the training run may not have uploaded it
@@ -196,7 +199,7 @@ class WandbTracker(AccelerateTracker):
 
     def _log_lost_epochs(self) -> None:
         """Log the epochs that results.csv had and W&B lacks, because an earlier process was killed."""
-        for values in self._earlier if self._last else ():
+        for values in self._earlier:
             if values[EPOCH] > self._last.get(EPOCH, 0):
                 self._define_dotted(values)
                 self.inner.run.log(values)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,10 @@ RECORD_HEADER = struct.Struct("<IHB")  # checksum, length, kind
 FULL, FIRST, LAST = 1, 2, 4  # kinds of a record's parts
 
 
-def last_logged(folder: Path, pattern: str) -> dict[str, float]:
-    """Return the last step and epoch that files of a run hold, by key: those of the rows that have the key.
-
-    Args:
-        folder: W&B's folder in the run folder.
-        pattern: of the files in it, such as `*run-*-abc/*.wandb`.
-    """
+def last_logged(files: Iterable[Path]) -> dict[str, float]:
+    """Return the last step and epoch that .wandb files of a run hold, by key: those of the rows that have the key."""
     last: dict[str, float] = {}
-    for file in folder.glob(pattern):
+    for file in files:
         with suppress(Exception):  # as long as W&B's file has this format
             for values in history(file):
                 position = values.get("epoch", values.get("step", 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -49,3 +50,17 @@ class ModelEMA:
     @staticmethod
     def _floating(model: nn.Module) -> list[Tensor]:
         return [value.detach().float() for value in model.state_dict().values() if value.is_floating_point()]
+
+
+def ramp_of(share: float, updates: int) -> float:
+    """Return the ramp of a run of `updates` at whose end the average spans `share` of them: 1 / (1 - decay) updates.
+
+    It is at most `RAMP_UPDATES`, which share 0 stands for.
+    """
+    return min(updates / max(math.log(max(share * updates, 1)), 1), RAMP_UPDATES) if share else RAMP_UPDATES
+
+
+def ramp_messages(ramp: float, updates: int) -> list[str]:
+    """Return a message for a shorter ramp than usual. updates: optimizer steps of the run."""
+    shorter = f"EMA: a ramp of {ramp:.0f} steps instead of {RAMP_UPDATES}, for the run has only {updates:,}"
+    return [shorter] * (ramp < RAMP_UPDATES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -126,3 +126,11 @@ class Schedule:
 
 def _interpolate(start: float, end: float, share: float) -> float:
     return start + (end - start) * share
+
+
+def warmup_messages(schedule: Schedule) -> list[str]:
+    """Return a message for a shorter warm-up than usual."""
+    usual = replace(schedule, warmup_share=0.0).warmup
+    share = f"{schedule.warmup_share:.0%} of the run's {schedule.epochs * schedule.batches:,}"
+    shorter = f"warm-up: {schedule.warmup} batches instead of {usual}, for they are {share}"
+    return [shorter] * (schedule.warmup < usual)

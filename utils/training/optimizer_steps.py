@@ -22,10 +22,16 @@ from utils.config.select import select
 from utils.console import RemainingTime
 from utils.distributed.prepare import DistributedModel, SyncOptions, place_model, prepare
 from utils.errors import UserError
-from utils.training import short_runs
-from utils.training.ema import ModelEMA
+from utils.training.ema import ModelEMA, ramp_messages, ramp_of
 from utils.training.nonfinite_steps import DeviceValue, NonFiniteGuard, Window, explain_skipped_steps
-from utils.training.optimizer import Schedule, build_optimizer, numbered_parameters, start_momentum, step_if
+from utils.training.optimizer import (
+    Schedule,
+    build_optimizer,
+    numbered_parameters,
+    start_momentum,
+    step_if,
+    warmup_messages,
+)
 from utils.training.profiler import StepProfiler
 from utils.training.step_log import Point, StepLog
 
@@ -96,7 +102,7 @@ class OptimizerSteps:
         self.guard.add_batch(losses, paths)
         self.remaining.done += 1
 
-    def take(self) -> Tensor:
+    def step(self) -> Tensor:
         """Clip the gradients and take a step if they are finite; return whether it was taken, bool () on the device.
 
         The norm is that of the reduced gradients, so all processes skip the same steps.
@@ -111,7 +117,7 @@ class OptimizerSteps:
         taken = finite and not accelerator.optimizer_step_was_skipped
         return torch.full((), taken, device=accelerator.device)
 
-    def end(self, taken: Tensor, batches: int, epoch_batches: int) -> None:
+    def finish_step(self, taken: Tensor, batches: int, epoch_batches: int) -> None:
         """Update the EMA, or undo the changes of a skipped step, and log. batches: of the epoch so far."""
         progress = self.progress
         accumulated, progress.batch, progress.step = batches - progress.batch, batches, progress.step + 1
@@ -122,10 +128,10 @@ class OptimizerSteps:
         if self.step_log.is_due(progress.step, last=batches == epoch_batches):
             epoch = progress.epoch + batches / epoch_batches
             self.points.append(self.step_log.point(progress.step, epoch, self.optimizer, self.batch_size))
-        self.count(keep=self.behind)
+        self.flush_pending(keep=self.behind)
         self.profiler.after(progress.step)
 
-    def count(self, keep: int = 0) -> None:
+    def flush_pending(self, keep: int = 0) -> None:
         """Count taken and skipped steps, all but the last `keep`, and log their points.
 
         Raises `UserError` on every process after too many skipped steps in a row.
@@ -176,8 +182,8 @@ def prepare_training(
     schedule = select(Schedule, hyp, epochs=options.epochs, batches=len(loader), cosine=options.cos_lr)
     accumulation = accelerator.gradient_accumulation_steps
     updates = options.epochs * math.ceil(len(loader) / accumulation)
-    ema = ModelEMA(model, short_runs.ramp_of(hyp.ema_share, updates))
-    run.print(*short_runs.messages(schedule, ema.ramp, updates))
+    ema = ModelEMA(model, ramp_of(hyp.ema_share, updates))
+    run.print(*warmup_messages(schedule), *ramp_messages(ema.ramp, updates))
     if saved:
         load_weights(saved, model, ema)  # before `prepare`, where ZeRO-3 partitions them
     distributed, optimizer, loader = prepare(

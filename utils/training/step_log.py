@@ -63,7 +63,7 @@ class StepLog:
         return self.enabled and (last or step % self.interval == 0)
 
     def point(self, step: int, epoch: float, optimizer: Any, batch_size: int) -> Point:
-        """Return the point of this step. All processes must call it together. epoch: with a fraction."""
+        """Return the point of this step. All processes must call it together. epoch: fractional, such as 2.5."""
         seconds = max(time.monotonic() - self.since, 1e-9)
         rate = self.batches * batch_size / seconds
         host_values = {"step": step, "step/epoch": epoch}

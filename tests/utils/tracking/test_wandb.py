@@ -65,6 +65,20 @@ def test_epochs_that_a_killed_process_lost_are_logged(tmp_path: Path, monkeypatc
     assert [(row["epoch"], row["val/box_loss"]) for row in rows] == [(k + 1, k / 10) for k in range(6)]
 
 
+def test_a_process_that_was_killed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B has a folder of it with an empty file, so it has none of the epochs."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    part = tmp_path / "wandb" / "offline-run-20260101_000000-abc"
+    part.mkdir(parents=True)
+    (part / "run-abc.wandb").write_bytes(b":W&B\xfe\xe1\0")
+    (tmp_path / "results.csv").write_text("epoch,val/box_loss\n0,0.5\n")
+    tracker = WandbTracker(tmp_path, RUN, print)
+    tracker.store_init_configuration({})
+    tracker.finish()
+    (own,) = (file for file in runs(tmp_path) if file.parent != part)
+    assert [(row["epoch"], row["val/box_loss"]) for row in read(own).rows] == [(1, 0.5)]
+
+
 def test_lineage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The data set is an input of the run, the weights are its output and linked to a registry."""
     pytest.importorskip("wandb")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from utils.training.ema import ModelEMA
+from utils.training.ema import ModelEMA, ramp_messages, ramp_of
 
 
 def decay(update: int) -> float:
@@ -112,3 +112,35 @@ def test_the_copy_is_for_evaluation() -> None:
     ema = ModelEMA(network(1).train())
     assert not any(module.training for module in ema.model.modules())
     assert not any(p.requires_grad for p in ema.model.parameters())
+
+
+# Short runs
+
+
+@pytest.mark.parametrize(("share", "updates"), [(0.1, 260), (0.05, 1000), (0.1, 5000)])
+def test_the_average_spans_a_share_of_a_short_run(share: float, updates: int) -> None:
+    ramp = ramp_of(share, updates)
+    assert math.exp(updates / ramp) == pytest.approx(share * updates)
+    model = nn.Linear(2, 2)
+    ema = ModelEMA(model, ramp)  # type: ignore[arg-type]
+    nn.init.constant_(ema.model.weight, 0.0)  # type: ignore[arg-type]
+    nn.init.constant_(model.weight, 1.0)
+    ema.updates.fill_(updates - 1)
+    ema.update(model)
+    expected = torch.full((2, 2), 1 / (share * updates))
+    torch.testing.assert_close(ema.model.weight, expected, rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize(("share", "updates"), [(0, 100), (0.1, 1_000_000), (0.1, 20_000)])
+def test_long_runs_and_other_recipes_have_the_usual_ramp(share: float, updates: int) -> None:
+    assert ramp_of(share, updates) == 2000
+
+
+def test_the_ramp_is_no_longer_than_the_shortest_run() -> None:
+    assert ramp_of(0.1, 1) == 1
+
+
+def test_a_shorter_ramp_has_a_message() -> None:
+    assert ramp_messages(2000, 500) == []
+    (message,) = ramp_messages(ramp_of(0.1, 500), 500)
+    assert "128 steps instead of 2000" in message

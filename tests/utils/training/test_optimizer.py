@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from utils.training.optimizer import Schedule, build_optimizer, parameter_groups, start_momentum, step_if
+from utils.training.optimizer import (
+    Schedule,
+    build_optimizer,
+    parameter_groups,
+    start_momentum,
+    step_if,
+    warmup_messages,
+)
 
 # Groups
 
@@ -124,6 +131,9 @@ def test_warmup_has_at_least_100_batches_or_none(epochs: float, batches: int, wa
 def test_warmup_is_at_most_a_share_of_the_run(share: float, warmup: int) -> None:
     schedule = replace(LINEAR, warmup_share=share)
     assert schedule.warmup == warmup
+    assert [f"{warmup} batches instead of 150" in message for message in warmup_messages(schedule)] == [True] * (
+        warmup < 150
+    )
 
 
 def test_the_schedule_is_a_pure_function_of_the_batch() -> None:

@@ -78,12 +78,12 @@ def train(
             loss = (steps.model.prepared(batch) - 1).square().mean() * scale
             loss = loss * torch.nan if number in not_finite else loss
             accelerator.backward(loss)
-            taken = steps.take() if accelerator.sync_gradients else None
+            taken = steps.step() if accelerator.sync_gradients else None
             steps.optimizer.zero_grad()
         steps.add_batch(loss.detach()[None], [f"{number}.jpg"])
         losses.append(loss.item())
         if taken is not None:
-            steps.end(taken, number + 1, len(loader))
+            steps.finish_step(taken, number + 1, len(loader))
     return losses
 
 
