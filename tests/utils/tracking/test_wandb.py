@@ -39,6 +39,7 @@ def test_why_a_run_ended_is_an_alert(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tracker.log({"step": 1, "metrics/a.b": 0.5}, step=1)
     assert isinstance(tracker.tracker, wandb.Run)
     tracker.fail("20 steps were not finite")
+    wandb.teardown()  # its service may write the end of the file a moment later
     (file,) = runs(tmp_path)
     run = read(file)
     assert (run.code, run.notes) == (1, "why")
@@ -56,6 +57,7 @@ def test_epochs_that_a_killed_process_lost_are_logged(tmp_path: Path, monkeypatc
         for epoch in range(first, last):
             tracker.log({"epoch": epoch + 1, "val/box_loss": epoch / 10}, step=10 * epoch)
         tracker.finish()
+        wandb.teardown()
 
     logged(0, 2)
     (tmp_path / "results.csv").write_text("epoch,val/box_loss,extra\n" + "".join(f"{k},{k / 10},\n" for k in range(4)))
@@ -75,6 +77,7 @@ def test_a_process_that_was_killed_at_once(tmp_path: Path, monkeypatch: pytest.M
     tracker = WandbTracker(tmp_path, RUN, print)
     tracker.store_init_configuration({})
     tracker.finish()
+    wandb.teardown()
     (own,) = (file for file in runs(tmp_path) if file.parent != part)
     assert [(row["epoch"], row["val/box_loss"]) for row in read(own).rows] == [(1, 0.5)]
 
