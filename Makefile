@@ -117,11 +117,10 @@ bench-processes: setup
 	$(RUN) -m benchmarks.processes
 
 # YOLOV5: a checkout; PEER: the Python that its packages are installed for; ULTRALYTICS: one that ultralytics is installed
-# for; PHOTOS: a folder with images/ and labels/; WEIGHTS: the official yolov5n.pt, for the validation
+# for; PHOTOS: a folder with images/ and labels/
 bench-versus: setup
 	$(RUN) -m benchmarks.versus --data $(or $(PHOTOS),../datasets/coco128) $(if $(YOLOV5),--yolov5 $(YOLOV5)) \
-		$(if $(PEER),--python $(PEER)) $(if $(ULTRALYTICS),--ultralytics $(ULTRALYTICS)) \
-		$(if $(WEIGHTS),--weights $(WEIGHTS))
+		$(if $(PEER),--python $(PEER)) $(if $(ULTRALYTICS),--ultralytics $(ULTRALYTICS))
 
 # Needs 8 GPUs and COCO; DATA: another data YAML; COUNTS: other numbers of GPUs, such as "1 2"
 bench-gpus: setup

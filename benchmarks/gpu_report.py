@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -59,7 +58,7 @@ PAIR_PARTS = {
     "curves": Part("pair_curves", 300, "two processes against one"),
     "zero": Part("pair_zero", 300, "DeepSpeed ZeRO on two devices"),
     "scaling": Part("pair_scaling", 300, "images per second on one and two"),
-    "tests": Part("pair_tests", 300, "the tests marked gpu2"),
+    "tests": Part("tests", 300, "the tests marked gpu2"),
 }
 
 
@@ -82,6 +81,7 @@ def end(process: subprocess.Popen[str]) -> None:
 def run_part(part: Part, flags: Sequence[str], environment: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
     """Run a part; return its rows, and '' or what went wrong."""
     command = [sys.executable, "-u", "-m", f"benchmarks.gpu_parts.{part.module}", *flags]
+    problem = ""
     with tempfile.TemporaryDirectory() as scratch:
         started = subprocess.Popen(
             [*command, "--scratch", scratch],
@@ -93,30 +93,20 @@ def run_part(part: Part, flags: Sequence[str], environment: Mapping[str, str]) -
             errors="replace",
             start_new_session=True,
         )
-        stopped = threading.Event()
-
-        def stop() -> None:
-            stopped.set()
-            end(started)
-
-        timer = threading.Timer(part.seconds, stop)
-        timer.daemon = True
-        timer.start()
-        rows, others = [], []
-        assert started.stdout is not None
         try:
-            for line in started.stdout:
-                if line.startswith(ROW):
-                    rows.append(json.loads(line.removeprefix(ROW)))
-                else:
-                    others.append(line.rstrip())
-            code = started.wait()
-        finally:
-            timer.cancel()
+            printed = started.communicate(timeout=part.seconds)[0]
+        except subprocess.TimeoutExpired:
+            problem = f"stopped at its limit of {part.seconds} s"
             end(started)
-    if stopped.is_set():
-        return rows, f"stopped at its limit of {part.seconds} s"
-    return rows, f"failed: {' / '.join(others[-MAX_ERROR_LINES:])}" if code else ""
+            printed = started.communicate()[0]
+        finally:
+            end(started)
+    lines = printed.splitlines()
+    rows = [json.loads(line.removeprefix(ROW)) for line in lines if line.startswith(ROW)]
+    others = [line for line in lines if not line.startswith(ROW)]
+    if started.returncode and not problem:
+        problem = f"failed: {' / '.join(others[-MAX_ERROR_LINES:])}"
+    return rows, problem
 
 
 def section(name: str, part: Part, when: str, where: str, rows: Sequence[Mapping[str, Any]], problem: str) -> str:
@@ -166,7 +156,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny settings, to try the code")
     parser.add_argument("--carried", type=Path, default=ROOT / ".gpu", help="what make gpu-data has gathered")
     parser.add_argument("--page", type=Path, help="to append to; by default docs/gpu.md, for a trial .gpu/rehearsal.md")
-    parser.add_argument("--results", type=Path, help="JSON lines to append to; by default .gpu/results.jsonl")
     options = parser.parse_args()
     device = options.device or ("0,1" if options.pair else "0")
     rehearsal = options.quick or device == "cpu"
@@ -175,7 +164,7 @@ def main() -> None:
             f"--device {device}: torch sees {torch.cuda.device_count()} GPUs here; try --device cpu --quick"
         )
     page = options.page or (options.carried / "rehearsal.md" if rehearsal else ROOT / "docs" / "gpu.md")
-    results, carried = options.results or options.carried / "results.jsonl", options.carried.resolve()
+    carried = options.carried.resolve()
     carried.mkdir(exist_ok=True)
     where = hardware(device)
     environment = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
@@ -188,7 +177,7 @@ def main() -> None:
         rows, problem = run_part(part, flags, environment)
         text = section(name, part, when, where, rows, problem)
         append(page, text)
-        with results.open("a", encoding="utf-8") as raw:
+        with (carried / "results.jsonl").open("a", encoding="utf-8") as raw:
             about = {"part": name, "when": when, "where": where, "problem": problem}
             raw.writelines(json.dumps({**about, **row}) + "\n" for row in rows or [{}])
         print(f"{text}\n({time.monotonic() - begun:.0f} s; appended to {page})", flush=True)

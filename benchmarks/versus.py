@@ -1,7 +1,7 @@
-"""CPU and wall time of loader, scan, start, step and validation: this project, YOLOv5 and ultralytics in turn.
+"""CPU and wall time of loader, scan, start and step: this project, YOLOv5 and ultralytics in turn.
 
     python -m benchmarks.versus --data ../datasets/coco128 --yolov5 ../yolov5 [--python ../yolov5/.venv/bin/python]
-        [--ultralytics ../ultralytics/.venv/bin/python] [--weights yolov5n.pt]
+        [--ultralytics ../ultralytics/.venv/bin/python]
 
 `--data`: a folder with images/<split> and labels/<split> of photos, which are linked 16 times, or enlarged once.
 Programs that are not named are not measured. Each measurement is a separate process with one thread, or two that share
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import cv2
@@ -35,8 +35,8 @@ import json, os, sys, time
 import psutil
 import torch
 torch.set_num_threads(1)
-STEPS, WEIGHTS, MODEL, SIZE, WORKERS = (os.environ[name] for name in ("STEPS", "WEIGHTS", "MODEL", "SIZE", "WORKERS"))
-STEPS, FOLDER = int(STEPS), os.environ["FOLDER"]
+MODEL, SIZE, WORKERS, FOLDER = (os.environ[name] for name in ("MODEL", "SIZE", "WORKERS", "FOLDER"))
+STEPS, BATCH, device = int(os.environ["STEPS"]), 16, "cpu"
 RANK, PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 def now():
     children = psutil.Process().children(recursive=True)
@@ -67,7 +67,7 @@ def take_steps(loss, model, optimizer, ema):
             optimizer.step()
             optimizer.zero_grad()
             ema.update(model)
-    end(STEPS * 16)
+    end(STEPS * BATCH)
 def first(*given):
     end(1)
     os._exit(0)
@@ -84,14 +84,11 @@ if PROCESSES > 1:  # first: they share the memory for decoded images
     from utils.distributed.accelerator import start
     accelerator = start("cpu", "no", 60.0)[0]
 spec = read_spec(Path(FOLDER) / "data.yaml")
-def loader(cache="", partners="window"):
-    options = DataOptions(cache=cache, partners=partners, workers=int(WORKERS))
+def loader(partners="window"):
+    options = DataOptions(partners=partners, workers=int(WORKERS))
     data = DetectionData(spec, imgsz=640, stride=32, options=options)
     split = data.split("train")
     made = data.train_loader(split, batch_size=16, hyp=Hyperparameters(), seed=0)
-    if cache:
-        for index in range(len(split.images)):
-            made.dataset.images.read(index)
     return accelerator.prepare(made) if PROCESSES > 1 else made
 """
 THEIRS = """
@@ -100,11 +97,11 @@ import cv2
 from utils.dataloaders import create_dataloader
 cv2.setNumThreads(0)
 hyp = yaml.safe_load(open("data/hyps/hyp.scratch-low.yaml"))
-def loader(cache=None):
+def loader(side=640, shuffle=True):
     if PROCESSES > 1:
         torch.distributed.init_process_group("gloo")
-    made, _ = create_dataloader(FOLDER + "/images/train", 640, 16 // PROCESSES, 32, hyp=hyp, augment=True, cache=cache,
-                                rank=RANK if PROCESSES > 1 else -1, workers=int(WORKERS), shuffle=True)
+    made, _ = create_dataloader(FOLDER + "/images/train", side, BATCH // PROCESSES, 32, hyp=hyp, augment=True,
+                                rank=RANK if PROCESSES > 1 else -1, workers=int(WORKERS), shuffle=shuffle)
     return made
 """
 # Ours is a step of the loop itself; YOLOv5's cannot be called alone, so it is assembled here from the same parts.
@@ -128,14 +125,14 @@ import torch
 from models.yolo import Model
 from utils.loss import ComputeLoss
 from utils.torch_utils import ModelEMA, smart_optimizer
-made, _ = create_dataloader(FOLDER + "/images/train", int(SIZE), 16, 32, hyp=hyp, augment=True, workers=0)
-images, targets, *_ = next(iter(made))
-model = Model("models/" + MODEL + ".yaml", ch=3, nc=80)
+images, targets, *_ = next(iter(loader(int(SIZE), shuffle=False)))
+images, targets = images.to(device), targets.to(device)
+model = Model("models/" + MODEL + ".yaml", ch=3, nc=80).to(device)
 hyp["obj"] *= (int(SIZE) / 640) ** 2
 model.hyp = {**hyp, "label_smoothing": 0.0}
 optimizer = smart_optimizer(model, "SGD", hyp["lr0"], hyp["momentum"], hyp["weight_decay"])
 ema, loss = ModelEMA(model), ComputeLoss(model)
-take_steps(lambda: loss(model(images.float() / 255), targets)[0], model, optimizer, ema)
+take_steps(lambda: loss(model(images.float() / 255), targets)[0].sum(), model, optimizer, ema)
 """
 # From the command to the first batch's loss; torch and torchvision are imported before.
 OUR_START = """
@@ -169,69 +166,6 @@ from utils.dataloaders import LoadImagesAndLabels
 begin()
 end(len(LoadImagesAndLabels(FOLDER + "/images/train", 640, 16)))
 """
-# A validation from the head on: YOLOv5's head decodes all maps; ours are decoded later, only in confident cells.
-# The hook is called again when the head is timed, hence the copies of `features`.
-OUR_VALIDATION = """
-from models.tasks.contract import Thresholds
-from models.tasks.detection.task import DetectionTask
-from models.tasks.detection.views import RawView
-from models.weights.reader import read_weights
-from models.weights.transfer import transfer
-weights = read_weights(WEIGHTS)
-task = DetectionTask({k: str(k) for k in range(80)}, Hyperparameters())
-model = task.build_model(weights.model, 640)
-transfer(model, weights.state)
-postprocess, metrics = task.postprocess(model, Thresholds()), task.metrics()
-data = DetectionData(spec, imgsz=640, stride=32, options=DataOptions())
-split = data.split("train")
-chosen = data.evaluation_batches(split, batch_size=16, square=True)[::4]
-features = []
-model.eval().detect.register_forward_pre_hook(lambda head, given: features.append(list(given[0])))
-with torch.inference_mode():
-    batches = list(data.evaluation_loader(split, chosen))
-    for batch in batches:
-        model(task.inputs(batch))
-    begin()
-    done = [(model.detect(maps), batch) for maps, batch in zip(features[:], batches)]
-    views = [(RawView(maps, model.detect.anchors, model.detect.stride), batch) for maps, batch in done]
-    results = [(postprocess([view], batch), batch) for view, batch in views]
-    metrics.summarise([record for predictions, batch in results for record in metrics.update(predictions, batch)])
-    end(len(chosen) * 16)
-"""
-THEIR_VALIDATION = """
-import numpy as np
-from models.experimental import attempt_load
-from utils.dataloaders import create_dataloader
-from utils.general import non_max_suppression, scale_boxes, xywh2xyxy
-from utils.metrics import ap_per_class
-from val import process_batch
-model = attempt_load(WEIGHTS, device="cpu", fuse=False)
-made, _ = create_dataloader(FOLDER + "/images/train", 640, 16, 32, workers=0)
-levels = torch.linspace(0.5, 0.95, 10)
-features = []
-head = model.eval().model[-1]
-head.register_forward_pre_hook(lambda head, given: features.append(list(given[0])))
-with torch.inference_mode():
-    done = []
-    for number, (images, targets, _, shapes) in enumerate(made):
-        if number % 4 == 0:
-            model(images.float() / 255)
-            done.append((targets, shapes, images.shape[2:]))
-    begin()
-    stats = []
-    for maps, (targets, shapes, side) in zip(features[:], done):
-        predictions = head(maps)[0]
-        targets[:, 2:] *= torch.tensor((side[1], side[0]) * 2)
-        for k, detections in enumerate(non_max_suppression(predictions, 0.001, 0.6, multi_label=True, max_det=300)):
-            wanted = targets[targets[:, 0] == k, 1:]
-            boxes = xywh2xyxy(wanted[:, 1:5])
-            scale_boxes(side, detections[:, :4], shapes[k][0], shapes[k][1])
-            scale_boxes(side, boxes, shapes[k][0], shapes[k][1])
-            right = process_batch(detections, torch.cat((wanted[:, :1], boxes), 1), levels)
-            stats.append((right, detections[:, 4], detections[:, 5], wanted[:, 0]))
-    ap_per_class(*[torch.cat(parts, 0).numpy() for parts in zip(*stats)], names={k: str(k) for k in range(80)})
-    end(len(done) * 16)
-"""
 # ultralytics takes mosaic partners from the images that it has read last.
 ULTRALYTICS = """
 import cv2
@@ -240,21 +174,22 @@ from ultralytics.cfg import get_cfg
 from ultralytics.data.build import build_dataloader, build_yolo_dataset
 from ultralytics.data.utils import check_det_dataset
 from ultralytics.utils import DEFAULT_CFG
-def dataset(cache=False):
-    settings = get_cfg(DEFAULT_CFG, overrides={"imgsz": int(SIZE), "cache": cache, "task": "detect"})
+def dataset():
+    settings = get_cfg(DEFAULT_CFG, overrides={"imgsz": int(SIZE), "task": "detect"})
     data = check_det_dataset(FOLDER + "/data.yaml", autodownload=False)
-    return build_yolo_dataset(settings, FOLDER + "/images/train", 16 // PROCESSES, data, mode="train")
-def loader(cache=False):
+    return build_yolo_dataset(settings, FOLDER + "/images/train", BATCH // PROCESSES, data, mode="train")
+def loader():
     if PROCESSES > 1:
         torch.distributed.init_process_group("gloo")
     rank = RANK if PROCESSES > 1 else -1
-    return build_dataloader(dataset(cache), 16 // PROCESSES, workers=int(WORKERS), shuffle=True, rank=rank)
+    return build_dataloader(dataset(), BATCH // PROCESSES, workers=int(WORKERS), shuffle=True, rank=rank)
 """
 ULTRALYTICS_STEP = """
 from ultralytics.nn.tasks import DetectionModel
 from ultralytics.utils.torch_utils import ModelEMA
 batch = next(iter(loader()))
-model = DetectionModel(MODEL + ".yaml", nc=80, verbose=False)
+batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+model = DetectionModel(MODEL + ".yaml", nc=80, verbose=False).to(device)
 model.args = get_cfg(DEFAULT_CFG)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.937, nesterov=True, weight_decay=0.0005)
 ema = ModelEMA(model)
@@ -310,28 +245,26 @@ def step(model: str, size: int, precision: str = "no") -> Part:
     return Part(OUR_FLAGS + OUR_STEP, THEIRS + THEIR_STEP, ULTRALYTICS + ULTRALYTICS_STEP, variables)
 
 
-def loaded(ours: str, cache: str = "", workers: int = 0, processes: int = 1, **variables: str) -> Part:
-    """Loading one epoch, of 2048 items or 128 large ones. ours, cache: arguments of each `loader`."""
+def loaded(ours: str = "", workers: int = 0, processes: int = 1, **variables: str) -> Part:
+    """Loading one epoch, of 2048 items or 128 large ones. ours: arguments of our `loader`."""
     variables |= {"WORKERS": str(workers), "WORLD_SIZE": str(processes)}
-    drain = f"drain(loader({cache}))"
+    drain = "drain(loader())"
     return Part(OURS + f"drain(loader({ours}))", THEIRS + drain, ULTRALYTICS + drain, variables)
 
 
 PARTS = {
-    "loader": loaded(""),
-    "loader, 2 workers": loaded("", workers=2),
-    "loader, 2 processes of 1 worker": loaded("", workers=1, processes=2),
+    "loader": loaded(),
+    "loader, 2 workers": loaded(workers=2),
+    "loader, 2 processes of 1 worker": loaded(workers=1, processes=2),
     "loader, mosaic of any images": loaded("partners='any'"),
-    "loader, images in memory": loaded("'ram'", cache="'ram'"),
-    "loader, photos of 2048x1371": loaded("", PHOTOS="2048x1371"),
-    "loader, photos of 4000x3000": loaded("", PHOTOS="4000x3000"),
+    "loader, photos of 2048x1371": loaded(PHOTOS="2048x1371"),
+    "loader, photos of 4000x3000": loaded(PHOTOS="4000x3000"),
     "label scan, cold": Part(OUR_SCAN, THEIR_SCAN, ULTRALYTICS + "begin()\nend(len(dataset()))"),
     "start, to the first loss": Part(OUR_FLAGS + OUR_START, THEIR_START, variables={"WORKERS": "2"}),
     "step, yolov5n at 320": step("yolov5n", 320),
     "step, yolov5s at 640": step("yolov5s", 640),
     "step in bf16, yolov5n at 320": step("yolov5n", 320, "bf16"),
     "step in bf16, yolov5s at 640": step("yolov5s", 640, "bf16"),
-    "validation, from the head on": Part(OURS + OUR_VALIDATION, THEIR_VALIDATION),
     "segmentation: loader": Part(OUR_SEGMENTER + "drain(loader())", THEIR_SEGMENTER + "drain(loader())", outlined=True),
     "segmentation: step, yolov5n-seg at 320": Part(
         OUR_FLAGS + OUR_STEP,
@@ -352,7 +285,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--part", default="", help="only the part of this name, or those that contain it")
     parser.add_argument("--outlines", type=Path, help="such a folder whose labels are outlines, for segmentation")
-    parser.add_argument("--weights", type=Path, help="official yolov5n.pt, for the validation")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folders = {"": linked(options.data, Path(temporary) / "set")}
@@ -366,8 +298,7 @@ def main() -> None:
         named = [options.part] if options.part in PARTS else [name for name in PARTS if options.part in name]
         for name in named:
             part = PARTS[name]
-            if (options.weights or "WEIGHTS" not in part.ours) and (options.outlines or not part.outlined):
-                weights = {"WEIGHTS": str(options.weights and options.weights.resolve()), **part.variables}
+            if options.outlines or not part.outlined:
                 able = {side: how for side, how in sides.items() if getattr(part, side)}
                 photos = "outlines" if part.outlined else part.variables.get("PHOTOS", "")
                 if photos not in folders:
@@ -375,7 +306,7 @@ def main() -> None:
                     folders[photos] = (
                         linked(options.outlines, made) if part.outlined else enlarged(options.data, made, photos)
                     )
-                report(name, able, replace(part, variables=weights), folders[photos], options.rounds)
+                report(name, able, part, folders[photos], options.rounds)
 
 
 def report(name: str, sides: dict[str, tuple[str, Path]], part: Part, folder: Path, rounds: int) -> None:

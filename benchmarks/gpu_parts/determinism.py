@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.gpu_parts.measuring import Machine, machine, row, script
+from benchmarks.gpu_parts.measuring import Machine, machine, row, run_flags, script
 from benchmarks.same_results import fingerprint
 from utils.files import ROOT
 
@@ -17,18 +17,11 @@ KILL_AFTER_STATES = 3
 START_SECONDS = 120.0
 
 
-def flags(here: Machine, name: str, precision: str) -> list[str]:
-    """Return the flags of a run of two epochs."""
-    what = ["--data", str(here.photos()), "--weights", "", "--cfg", "yolov5n.yaml"]
-    size = ["--imgsz", "64" if here.quick else "320", "--batch-size", "8" if here.quick else "32", "--epochs", "2"]
-    how = ["--device", here.device, "--mixed-precision", precision, "--workers", "2", "--noplots", "--no-wandb"]
-    return [*what, *size, *how, "--noautoanchor", "--project", str(here.scratch / "runs"), "--name", name]
-
-
 def killed(here: Machine, name: str, precision: str) -> None:
     """Start a run that saves every step, kill it, and resume it."""
     folder = here.scratch / "runs" / name
-    command = [sys.executable, str(ROOT / "train.py"), *flags(here, name, precision), "--save-steps", "1"]
+    flags = run_flags(here, name, precision, 2, "--device", here.device, "--save-steps", "1")
+    command = [sys.executable, str(ROOT / "train.py"), *flags]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -54,7 +47,7 @@ def main() -> None:
     here = machine()
     for precision in ("no", "bf16", "fp16") if here.on_gpu else ("no",):
         for name in ("first", "second"):
-            script("train.py", *flags(here, f"{name}-{precision}", precision))
+            script("train.py", *run_flags(here, f"{name}-{precision}", precision, 2, "--device", here.device))
         runs = here.scratch / "runs"
         killed(here, f"killed-{precision}", precision)
         row(

@@ -7,15 +7,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_parts.measuring import Machine, machine, rounded, row, script
-
-
-def flags(here: Machine, name: str, precision: str) -> list[str]:
-    """Return the flags of a run of two epochs, without the devices."""
-    size = ["--imgsz", "64" if here.quick else "320", "--batch-size", "8" if here.quick else "32", "--epochs", "2"]
-    what = ["--data", str(here.photos()), "--weights", "", "--cfg", "yolov5n.yaml", *size, "--noautoanchor"]
-    how = ["--mixed-precision", precision, "--workers", "1", "--noplots", "--no-wandb", "--sync-bn"]
-    return [*what, *how, "--project", str(here.scratch / "runs"), "--name", name]
+from benchmarks.gpu_parts.measuring import Machine, machine, rounded, row, run_flags, script
 
 
 def devices(here: Machine, count: int) -> list[str]:
@@ -50,7 +42,8 @@ def main() -> None:
     here = machine()
     for precision in ("no", "bf16") if here.on_gpu else ("no",):
         for count in (1, 2):
-            script("train.py", *flags(here, f"{precision}{count}", precision), *devices(here, count))
+            flags = run_flags(here, f"{precision}{count}", precision, 1, "--sync-bn", *devices(here, count))
+            script("train.py", *flags)
         runs = here.scratch / "runs"
         differences = gap(runs / f"{precision}1", runs / f"{precision}2")
         row("Two processes against one, with --sync-bn: largest differences", precision=precision, **differences)

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.gpu_parts.measuring import Machine, machine, rounded, row, seconds_each
 from benchmarks.gpu_parts.steps import settings, stepper
-from benchmarks.versus import THEIRS, ULTRALYTICS
+from benchmarks.versus import THEIR_STEP, THEIRS, ULTRALYTICS, ULTRALYTICS_STEP
 from models.tasks.contract import Thresholds
 from models.tasks.detection.suppression import detect
 from models.tasks.detection.views import DecodedView
@@ -27,7 +27,7 @@ CANDIDATES = 25_200  # boxes of an image at 640 px
 CLOCK = """
 import json, os, statistics, sys, time
 import torch
-RANK, PROCESSES, WORKERS = 0, 1, 4
+RANK, PROCESSES, WORKERS = 0, 1, 0
 MODEL, SIZE, FOLDER, BATCH = os.environ["MODEL"], os.environ["SIZE"], os.environ["FOLDER"], int(os.environ["BATCH"])
 device = torch.device(os.environ["DEVICE"])
 on_gpu = device.type == "cuda"
@@ -43,7 +43,7 @@ def measure(call, warmup, rounds):
         wait()
         times.append(time.perf_counter() - begun)
     print("RESULT", json.dumps(statistics.median(times[warmup:])), flush=True)
-def steps(loss, model, optimizer, ema):
+def take_steps(loss, model, optimizer, ema):
     scaler = torch.amp.GradScaler(device.type, enabled=on_gpu)
     def step():
         with torch.autocast(device.type, torch.float16, enabled=on_gpu):
@@ -58,36 +58,11 @@ def steps(loss, model, optimizer, ema):
     measure(step, *((5, 10) if on_gpu else (1, 2)))
     os._exit(0)
 """
-YOLOV5_STEP = """
-from models.yolo import Model
-from utils.loss import ComputeLoss
-from utils.torch_utils import ModelEMA, smart_optimizer
-made, _ = create_dataloader(FOLDER + "/images/train", int(SIZE), BATCH, 32, hyp=hyp, augment=True, workers=0)
-images, targets, *_ = next(iter(made))
-model = Model("models/" + MODEL + ".yaml", ch=3, nc=80).to(device)
-hyp["obj"] *= (int(SIZE) / 640) ** 2
-model.hyp = {**hyp, "label_smoothing": 0.0}
-optimizer = smart_optimizer(model, "SGD", hyp["lr0"], hyp["momentum"], hyp["weight_decay"])
-ema, loss = ModelEMA(model), ComputeLoss(model)
-images, targets = images.to(device), targets.to(device)
-steps(lambda: loss(model(images.float() / 255), targets)[0].sum(), model, optimizer, ema)
-"""
 YOLOV5_SUPPRESSION = """
 from utils.general import non_max_suppression
 boxes = torch.load(os.environ["BOXES"], map_location=device)
 measure(lambda: non_max_suppression(boxes, 0.001, 0.6, multi_label=True, max_det=300), 2, 5)
 os._exit(0)
-"""
-ULTRALYTICS_STEP = """
-from ultralytics.nn.tasks import DetectionModel
-from ultralytics.utils.torch_utils import ModelEMA
-batch = next(iter(build_dataloader(dataset(), BATCH, workers=0, shuffle=True, rank=-1)))
-model = DetectionModel(MODEL + ".yaml", nc=80, verbose=False).to(device)
-model.args = get_cfg(DEFAULT_CFG)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.937, nesterov=True, weight_decay=0.0005)
-ema = ModelEMA(model)
-batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-steps(lambda: model({**batch, "img": batch["img"].float() / 255})[0].sum(), model, optimizer, ema)
 """
 
 
@@ -149,7 +124,7 @@ def compare_suppression(here: Machine, checkout: Path | None) -> None:
 def main() -> None:
     """Measure ours, and the peers that are carried."""
     here = machine()
-    known = {"yolov5": ("YOLOv5", THEIRS + YOLOV5_STEP), "ultralytics": ("ultralytics", ULTRALYTICS + ULTRALYTICS_STEP)}
+    known = {"yolov5": ("YOLOv5", THEIRS + THEIR_STEP), "ultralytics": ("ultralytics", ULTRALYTICS + ULTRALYTICS_STEP)}
     peers = {
         title: (here.carried / name, code) for name, (title, code) in known.items() if (here.carried / name).is_dir()
     }

@@ -1,4 +1,4 @@
-"""The tests that need a GPU: a row for each. Files without such tests are not imported."""
+"""The tests that need a GPU, or two with --device 0,1: a row for each. Files without such tests are not imported."""
 
 from __future__ import annotations
 
@@ -31,4 +31,5 @@ def run_marked(here: Machine, marker: str) -> None:
 
 
 if __name__ == "__main__":
-    run_marked(machine(), "gpu")
+    here = machine()
+    run_marked(here, "gpu2" if "," in here.device else "gpu")
