@@ -20,21 +20,19 @@ def main() -> None:
         flags = training_flags(here, "yolov5n", imgsz, 8, "--epochs", "1", "--noval", "--name", "own")
         script("train.py", *flags)
         weights = here.scratch / "runs" / "own" / "weights" / "last.pt"
-    batches = (4,) if here.quick else (1, 32)
-    for batch in batches:
+    precisions = {"no": {"mixed_precision": "no"}, **({"half": {"half": True}} if here.on_gpu else {})}
+    for batch in (4,) if here.quick else (1, 32):
         for confidence in (0.001, 0.25):
-            for precision in (
-                (["--half"], ["--mixed-precision", "no"]) if here.on_gpu else (["--mixed-precision", "no"],)
-            ):
-                given = ["--weights", str(weights), "--data", str(here.photos()), "--imgsz", str(imgsz), "--square"]
-                how = ["--batch-size", str(batch), "--conf-thres", str(confidence), "--device", here.device, "--quiet"]
-                where = ["--workers", "2", "--noplots", "--project", str(here.scratch / "val")]
+            for precision, how in precisions.items():
+                given = {"weights": (str(weights),), "data": str(here.photos()), "imgsz": imgsz, "square": True}
+                given |= {"batch_size": batch, "conf_thres": confidence, "device": here.device, "quiet": True, **how}
+                given |= {"workers": 2, "noplots": True, "project": str(here.scratch / "val")}
                 free_memory(here.torch_device)
-                validation = val.assemble([*given, *how, *where, *precision])
+                validation = val.assemble(given)
                 validation.evaluate.timer = StageTimer(torch.cuda.synchronize if here.on_gpu else lambda: None)
                 validation.evaluate(validation.models)
                 times = milliseconds_per_image(without_warmup(validation.evaluate.timer.batches))
-                about = {"batch": batch, "conf": confidence, "precision": " ".join(precision).removeprefix("--")}
+                about = {"batch": batch, "conf": confidence, "precision": precision}
                 stages = {stage: rounded(value) for stage, value in times.items()}
                 row(TITLE, **about, **stages, **{"peak GiB": peak_gib(here.torch_device)})
                 reset_accelerate()
