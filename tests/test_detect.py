@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from torchvision.ops import nms
+from torchvision.ops import box_iou
 
 from data.builtin.shapes import NAMES
 from data.images import read_image
@@ -39,18 +39,28 @@ from utils.plots.drawing import Style
 SIDE, CONFIDENCE, OVERLAP = 160, 0.1, 0.45
 
 
-@pytest.fixture(scope="module")
-def detector(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a yolov5n that detects objects of all confidences, on any machine: its last layers are random."""
+def write_detector(file: Path, deviation: float, statistics: torch.Tensor | None = None) -> Path:
+    """Write a yolov5n with random last layers of this standard deviation, and BatchNorm's statistics of these images."""
     torch.manual_seed(0)  # module fixtures are made before the seed of a test is set
     names = dict(enumerate(NAMES))
     model = build_model({**read_yaml(ROOT / "models" / "yolov5n.yaml"), "nc": len(names)})
     for level in model.detect.m:
-        nn.init.normal_(level.weight, std=1)
+        nn.init.normal_(level.weight, std=deviation)
         nn.init.normal_(level.bias)
-    file = tmp_path_factory.mktemp("weights") / "last.pt"
+    if statistics is not None:
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.momentum = 1
+        with torch.inference_mode():
+            model.train()(statistics)
     file.write_bytes(serialised(weights_content(model, {**model.yaml, "task": "detect"}, names, {"imgsz": 96})))
     return file
+
+
+@pytest.fixture(scope="module")
+def detector(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights that detect objects of all confidences, on any machine."""
+    return write_detector(tmp_path_factory.mktemp("weights") / "last.pt", deviation=1)
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +99,17 @@ def truncated(file: Path) -> Path:
 # Predictions
 
 
-def test_against_a_plain_computation(detector: Path, photo: Path, predictor: Predictor) -> None:
+def test_against_a_plain_computation(tmp_path: Path) -> None:
     """The forward pass, which tests/models/test_yolo.py compares with YOLOv5's, on an image that is padded by hand,
-    decoded by the formulas and suppressed by torchvision: only the most probable class of each box."""
+    decoded by the formulas: only the most probable class of each box. Which of two boxes suppresses the other may hang
+    on rounding, so what survives is held to the definition: no two of a class overlap, and nothing is missing without
+    a survivor of its class that overlaps it and is at least as sure."""
+    detector = write_detector(tmp_path / "last.pt", deviation=0.1, statistics=torch.rand(4, 3, SIDE, SIDE))
     content = read_weights(detector)
     assert content.model
     model = build_model(content.model)
     transfer(model, content.state)
+    photo = write_image(tmp_path / "noise.png", noise(SIDE, SIDE - 10))
     image = read_image(photo)
     height, width = image.shape[:2]
     around = [(side // 2, side - side // 2) for side in (-height % 32, -width % 32)]
@@ -111,14 +125,25 @@ def test_against_a_plain_computation(detector: Path, photo: Path, predictor: Pre
             rows.append(torch.cat((xy - wh / 2, xy + wh / 2, s[..., 4:]), -1).flatten(0, 2))
     boxes, scores = torch.cat(rows)[:, :4], torch.cat(rows)[:, 5:] * torch.cat(rows)[:, 4:5]
     confidence, label = scores.max(1)
-    sure = confidence > CONFIDENCE
-    boxes, confidence, label = boxes[sure], confidence[sure], label[sure]
-    survivors = nms(boxes + 7680 * label[:, None], confidence, OVERLAP)
     corners = boxes - torch.tensor([around[1][0], around[0][0]] * 2)
     corners = corners.clamp(min=torch.zeros(4), max=torch.tensor([width, height] * 2))
-    expected = torch.cat((corners, confidence[:, None], label[:, None]), 1)[survivors].numpy()
-    assert len(expected) >= 2
-    np.testing.assert_allclose(predictor(photo).array, expected, rtol=1e-4, atol=1e-2)
+    decoded = torch.cat((corners, confidence[:, None], label[:, None]), 1)
+    found = torch.from_numpy(Predictor(detector, imgsz=SIDE, conf_thres=CONFIDENCE, device="cpu")(photo).array)
+    assert len(found) > 100
+    assert bool((found[:, 4] > CONFIDENCE).all())
+    difference, origin = torch.cdist(found, decoded, p=torch.inf).min(1)
+    assert difference.max() < 3e-2
+    assert len(origin.unique()) == len(found)
+
+    overlap = box_iou(boxes, boxes[origin])
+    overlap[label[:, None] != label[origin]] = 0
+    others = overlap[origin] * ~torch.eye(len(found), dtype=torch.bool)
+    assert others.max() < OVERLAP + 1e-3
+    suppressed = (overlap > OVERLAP - 1e-3) & (confidence[origin] >= confidence[:, None] - 1e-5)
+    missing = confidence > CONFIDENCE + 1e-4
+    missing[origin] = False
+    assert missing.sum() > 10
+    assert bool(suppressed[missing].any(1).all())
 
 
 def test_every_form_of_an_image_gives_the_same(predictor: Predictor, photo: Path, tmp_path: Path) -> None:
