@@ -27,7 +27,9 @@ from data.dataset import DataOptions, DataSet, DataSource, data_source
 from models.initial_weights import ModelOptions, StartingPoint, load_and_freeze, recipe_of, starting_point
 from models.tasks.contract import Criterion, Model, Task
 from utils.batch import Batch, Split
-from utils.checkpoint.resume import read_saved_state, settle
+from utils.checkpoint.resume import read_saved_state, resolve_settings
+from utils.config.options import TrainOptions
+from utils.config.parser import given_flags
 from utils.config.settings import Settings
 from utils.distributed.accelerator import plan, seed_everything, start
 from utils.distributed.failure import run_main
@@ -252,7 +254,7 @@ def read_job(settings: Settings) -> Job:
     kind = start_from.entry.load()
     settings.refuse(kind.refused)
     source = data_source(settings.options.data, start_from.entry.data)
-    settings = settings.for_task(kind.recipe, kind.defaults, source.spec.defaults)
+    settings = settings.resolve(kind.recipe, kind.defaults, source.spec.defaults)
     if not settings.saved:
         start_from = start_from.with_weights(settings.options.weights)
     task = kind(source.names(settings.options.single_cls), settings.hyp, settings.options.label_smoothing)
@@ -283,18 +285,19 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     return Inputs(job._replace(settings=settings), model, data, train_split, val_split, messages)
 
 
-def assemble(argv: Sequence[str], settings: Settings | None = None) -> Training:
-    """Make the parts of a run from its flags or from the result of `settle`. Raises `UserError` before it writes."""
-    options = (settings := settings or settle(argv, recipe_of)).options
+def assemble(settings: Settings) -> Training:
+    """Make the parts of a run from the result of `resolve_settings`. Raises `UserError` before it writes."""
+    options = settings.options
     accelerator, precision = start(options.device, options.mixed_precision, options.dist_timeout, options.comm_hook)
     run = Run(accelerator, precision, options.quiet)
     inputs = read_inputs(run, settings)
-    (settings, _, _, task), model, data, train_split, val_split, messages = inputs
+    settings, task, model, data = inputs.job.settings, inputs.job.task, inputs.model, inputs.data
+    train_split, val_split = inputs.train_split, inputs.val_split
     options = settings.options  # with the defaults of task and data set
     accelerator.gradient_accumulation_steps = settings.accumulation
 
     run.open_folder(settings.select(FolderOptions))
-    run.print(*run.device_lines(options.verbose), *messages)
+    run.print(*run.device_lines(options.verbose), *inputs.messages)
     identity, saved = read_saved_state(run, settings, task.names, model.imgsz, train_split.identity())
     if saved:
         model.load_state_dict(saved["model"])  # `task.criterion` may read what `adapt` changed in it
@@ -336,12 +339,13 @@ def assemble(argv: Sequence[str], settings: Settings | None = None) -> Training:
 
 def write_inputs(run: Run, inputs: Inputs, settings: Settings, saved: Mapping[str, Any] | None) -> RunLog:
     """Write settings, problems and data documents into the run folder, and start the trackers; return their log."""
-    job, model, data, train_split, val_split, _ = inputs
+    job, model, data = inputs.job, inputs.model, inputs.data
+    train_split, val_split = inputs.train_split, inputs.val_split
     content, identity = settings.content(model.yaml, model.imgsz), data.identity(train_split, val_split)
     run.files.write_problems([*train_split.problems, *val_split.problems])
     run.files.write_settings(content)
     run.files.write_documents(data.documents(train_split, val_split))
-    tracking = settings.select(TrackingOptions, argv=settings.argv)
+    tracking = settings.select(TrackingOptions, given=settings.given)
     run_log = RunLog(run, tracking, val_split.images, list(job.task.names.values()))
     run_log.start(content, identity, saved)
     run_log.upload_dataset(job.source.spec.file, job.source.files, identity)
@@ -352,8 +356,8 @@ def write_inputs(run: Run, inputs: Inputs, settings: Settings, saved: Mapping[st
 
 def measure_batch_size(run: Run, inputs: Inputs, criterion: Criterion) -> int:
     """Return the batch size for --batch-size -1, measured by training steps on the first images."""
-    (settings, _, _, task), model, data, split, _, _ = inputs
-    uncached = data.uncached()
+    settings, task, model, split = inputs.job.settings, inputs.job.task, inputs.model, inputs.train_split
+    uncached = inputs.data.uncached()
 
     def train_step(size: int) -> None:
         loader: Any = uncached.train_loader(split, size, settings.hyp, seed=0)
@@ -373,27 +377,36 @@ def measure_batch_size(run: Run, inputs: Inputs, criterion: Criterion) -> int:
 
 def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, Sequence[Path]]]:
     """Return the settings of a job and its files by purpose. Raises `UserError` if it could not start."""
-    settings, source, start_from, task = read_job(settings)
-    task.build_model(start_from.yaml, settings.options.imgsz, start_from.source)
-    files: dict[str, Sequence[Path]] = {**source.files()}
-    if start_from.weights:
-        files["weights"] = [start_from.find(settings.options.weights)]
-    return {**vars(settings.hyp), "model": start_from.yaml, "class names": task.names}, files
+    job = read_job(settings)
+    options = job.settings.options
+    job.task.build_model(job.start.yaml, options.imgsz, job.start.source)
+    files: dict[str, Sequence[Path]] = {**job.source.files()}
+    if job.start.weights:
+        files["weights"] = [job.start.find(options.weights)]
+    return {**vars(job.settings.hyp), "model": job.start.yaml, "class names": job.task.names}, files
 
 
-def main(argv: Sequence[str] | None = None, settings: Settings | None = None) -> None:
-    """Train from the command line. settings: from the parent of this process, which has read the command line."""
-    argv = sys.argv[1:] if argv is None else argv
-    settings = settings or settle(argv, recipe_of)
-    if spawn_for_devices(partial(main, argv, settings), settings.options.device, settings.options.processes):
-        return
+def start_run(given: Mapping[str, Any]) -> None:
+    """Start, or with --resume continue, the run that flags describe, on as many processes as they say."""
+    settings = resolve_settings(given, recipe_of)
+    if not spawn_for_devices(partial(run_process, settings), settings.options.device, settings.options.processes):
+        run_process(settings)
+
+
+def run_process(settings: Settings) -> None:
+    """Train as one of the run's processes, or with --doctor examine the machines."""
     if settings.options.doctor:
         from utils.doctor.doctor import run_doctor  # only here: no training needs it
 
         memory.check_batch_size(settings.options.batch_size)
         run_doctor(settings.flags(), lambda: doctor_inputs(settings))
     else:
-        train(assemble(argv, settings))
+        train(assemble(settings))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train from the command line."""
+    start_run(given_flags(TrainOptions, sys.argv[1:] if argv is None else argv))
 
 
 def run(**flags: Any) -> dict[str, Any]:
@@ -402,7 +415,7 @@ def run(**flags: Any) -> dict[str, Any]:
     Returns the values of the best epoch by the names of results.csv, its `fitness`, and the run's `folder`. Raises
     `UserError` if the command would end with an error.
     """
-    return call(main, "train", flags)
+    return call(start_run, "train", flags)
 
 
 if __name__ == "__main__":

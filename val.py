@@ -324,13 +324,21 @@ def speed(times: Mapping[str, float], options: ValOptions) -> str:
     return f"{format_times(times)}; {rate:.1f} images/s in batches of {options.batch_size}, loading left out"
 
 
+def start_validation(given: Mapping[str, Any]) -> None:
+    """Validate with flags by name, on as many processes as they say."""
+    options = over_defaults(ValOptions, given)
+    if not spawn_for_devices(partial(run_process, given), options.device, options.processes):
+        run_process(given)
+
+
+def run_process(given: Mapping[str, Any]) -> None:
+    """Validate as one of the processes."""
+    validate(assemble(given))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Validate from the command line."""
-    argv = sys.argv[1:] if argv is None else argv
-    given = given_flags(ValOptions, argv)
-    options = over_defaults(ValOptions, given)
-    if not spawn_for_devices(partial(main, argv), options.device, options.processes):
-        validate(assemble(given))
+    start_validation(given_flags(ValOptions, sys.argv[1:] if argv is None else argv))
 
 
 def run(**flags: Any) -> dict[str, Any]:
@@ -340,7 +348,7 @@ def run(**flags: Any) -> dict[str, Any]:
     Returns the metrics and losses by the names of results.csv, `fitness`, and the run's `folder`. Raises `UserError`
     if the command would end with an error.
     """
-    return call(main, "val", flags)
+    return call(start_validation, "val", flags)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,10 @@ flags = [*FLAGS[1:], "--mixed-precision", os.environ["PRECISION"]]
 """
 OUR_STEP = """
 import train
-training = train.assemble(flags)
+from utils.checkpoint.resume import resolve_settings
+from utils.config.options import TrainOptions
+from utils.config.parser import given_flags
+training = train.assemble(resolve_settings(given_flags(TrainOptions, flags), train.recipe_of))
 batch = next(iter(training.loader))
 training.steps.model.prepared.train()
 for number in range(2 * STEPS):

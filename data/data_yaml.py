@@ -22,7 +22,7 @@ from data.images import IMAGE_SUFFIXES
 from data.shards import Pack, find_pack
 from data.voc import is_voc_list
 from utils.config.parser import check_suggested_defaults
-from utils.config.ranges import is_number
+from utils.config.values import is_number
 from utils.errors import UserError, nearest, plural, shortened, shown
 from utils.files import file_name, read_yaml
 

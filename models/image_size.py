@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from utils.config.ranges import IMGSZ
+from utils.config.values import IMGSZ
 from utils.errors import UserError
 
 

@@ -22,7 +22,7 @@ from models.layers import Conv, Detect, Head, skip_norms
 from models.tasks import TASKS, task_of
 from models.tasks.contract import Model
 from models.weights.content import MODEL_KEYS
-from utils.config.ranges import is_number
+from utils.config.values import is_number
 from utils.errors import UserError, first_line, nearest, shortened
 from utils.files import find_file, read_yaml
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from data.label_paths import label_name
 from utils.batch import Batch, ImageInfo, Placement
+from utils.config.parser import given_flags, over_defaults
 
 CLASS_NAMES = {0: "disc", 1: "traffic light", 2: "bar"}
 
@@ -95,6 +96,11 @@ def grey_batch(*infos: Any, targets: Tensor | None = None, side: int = 64, count
 
 
 # Models
+
+
+def options_of(kind: type[Any], argv: Sequence[str], job: Mapping[str, Any] | None = None) -> Any:
+    """Return the flags of a command line over their defaults, as a script does."""
+    return over_defaults(kind, given_flags(kind, argv), job)
 
 
 def tiny_detector() -> dict[str, Any]:

@@ -265,14 +265,14 @@ ERRORS = {
     "empty": Case(text("data.yaml", ""), "data.yaml has no `key: value` lines"),
     "UTF-16": Case(text("data.yaml", "train: x".encode("utf-16")), "data.yaml is not text in UTF-8"),
     # hyperparameters
-    "out of range": Case(hyp(mosaic=2), "hyp.yaml: mosaic is 2; give 0 to 1"),
+    "out of range": Case(hyp(mosaic=2), "hyp.yaml: mosaic must be a number, 0 to 1, not 2"),
     "below 0": Case(hyp(lr0=-1), "hyp.yaml: lr0 is -1; give more than 0"),
-    "wrong type": Case(hyp(box=[1]), "hyp.yaml: box must be a number, not [1]"),
+    "wrong type": Case(hyp(box=[1]), "hyp.yaml: box must be a number, 0 or more, not [1]"),
     "misspelt": Case(hyp(mosiac=1), "hyp.yaml: unknown key 'mosiac' (did you mean 'mosaic'?)"),
     "hyp is no YAML": Case(text("hyp.yaml", "lr0: 0.1: 2"), "hyp.yaml, line 1: "),
     "no hyp": Case(nothing, "hyperparameter file 'lowest' is not a file; give", "--hyp lowest"),
-    "override": Case(nothing, "--hyp.lr0 must be a number, not 'abc'", "--hyp.lr0 abc"),
-    "override out of range": Case(nothing, "--hyp.mosaic is 2.0; give 0 to 1", "--hyp.mosaic=2"),
+    "override": Case(nothing, "--hyp.lr0 must be a number, more than 0, not 'abc'", "--hyp.lr0 abc"),
+    "override out of range": Case(nothing, "--hyp.mosaic must be a number, 0 to 1, not 2.0", "--hyp.mosaic=2"),
     "override misspelt": Case(nothing, "unknown flag --hyp.mosiac (did you mean '--hyp.mosaic'?)", "--hyp.mosiac 1"),
     "override without a value": Case(nothing, "--hyp.lr0", "--hyp.lr0", code=2),
     # flags

@@ -40,7 +40,7 @@ SIDE, CONFIDENCE, OVERLAP = 160, 0.1, 0.45
 
 
 def write_detector(file: Path, deviation: float, statistics: torch.Tensor | None = None) -> Path:
-    """Write a yolov5n with random last layers of this standard deviation, and BatchNorm's statistics of these images."""
+    """Write a yolov5n with random last layers of this deviation, and BatchNorm's statistics of these images."""
     torch.manual_seed(0)  # module fixtures are made before the seed of a test is set
     names = dict(enumerate(NAMES))
     model = build_model({**read_yaml(ROOT / "models" / "yolov5n.yaml"), "nc": len(names)})

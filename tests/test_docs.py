@@ -14,8 +14,8 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
+from tests.making import options_of
 from utils.config.options import DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
-from utils.config.parser import parse_options
 from utils.files import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -111,7 +111,7 @@ def script_errors(words: list[str]) -> list[str]:
         errors = io.StringIO()
         try:
             with contextlib.redirect_stderr(errors):
-                parse_options(SCRIPTS[script], flags)
+                options_of(SCRIPTS[script], flags)
         except SystemExit:
             return [errors.getvalue().strip()]
         return []

@@ -31,10 +31,9 @@ from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import build_model
 from tests.conftest import RunScript, not_here
-from tests.making import noise, tiny_detector, write_image, write_yaml
+from tests.making import noise, options_of, tiny_detector, write_image, write_yaml
 from utils.checkpoint.weight_files import serialised, weights_content
 from utils.config.options import ExportOptions, ValOptions
-from utils.config.parser import parse_options
 from utils.config.yolov5_flags import REFUSED
 from utils.distributed.failure import run_main
 from utils.errors import UserError
@@ -194,7 +193,7 @@ def test_class_names_of_a_data_set(weights: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [key for key in REFUSED if key.startswith("include ")])
 def test_refused_formats(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        parse_options(ExportOptions, ["--include", "onnx", name.removeprefix("include ")])
+        options_of(ExportOptions, ["--include", "onnx", name.removeprefix("include ")])
     assert caught.value.code == 2
     assert capsys.readouterr().err == f"error: --{name} {REFUSED[name]}\n"
 
@@ -240,12 +239,12 @@ def test_exported_on_a_gpu(weights: Path, tmp_path: Path, run_script: RunScript)
 @pytest.mark.parametrize("opset", [11, 22])
 def test_other_opsets_are_refused(opset: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_options(ExportOptions, ["--opset", str(opset)])
+        options_of(ExportOptions, ["--opset", str(opset)])
     assert f"argument --opset: {opset} is out of range; give 12 to 21" in capsys.readouterr().err
 
 
 def test_flags_with_several_values() -> None:
-    options = parse_options(ExportOptions, ["--include", "onnx", "openvino", "--img", "320", "640", "--batch", "4"])
+    options = options_of(ExportOptions, ["--include", "onnx", "openvino", "--img", "320", "640", "--batch", "4"])
     assert (options.include, options.imgsz, options.batch_size) == (("onnx", "openvino"), (320, 640), 4)
 
 

@@ -11,8 +11,8 @@ import yaml
 
 from tests.conftest import RunScript
 from tests.curves import same_curve
+from tests.making import options_of
 from utils.config.options import DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
-from utils.config.parser import parse_options
 from utils.config.yolov5_flags import REFUSED
 from utils.files import ROOT
 
@@ -134,14 +134,14 @@ def test_a_flag_is_what_the_page_says(kind: type, name: str, fate: str, capsys: 
     for spelling in (name.replace("_", "-"), name.replace("-", "_")):
         if field is None:
             with pytest.raises(SystemExit) as caught:
-                parse_options(kind, [f"--{spelling}"])
+                options_of(kind, [f"--{spelling}"])
             assert (fate, caught.value.code) == ("refused", 2)
             assert capsys.readouterr().err == f"error: --{spelling} {REFUSED[name.replace('-', '_')]}\n"
         else:
             lowest = f"{max(1, field.metadata['within'].minimum):.0f}"
             value = {int: lowest, float: "0.5", tuple: "1"}.get(type(field.default), "text")
             words = [] if field.type == "bool" else [(field.metadata["choices"] or [value])[0]]
-            options = parse_options(kind, [f"--{spelling}", *words])
+            options = options_of(kind, [f"--{spelling}", *words])
             assert fate != "refused"
             assert getattr(options, field.name) != field.default or (words and words[0] in str(field.default))
 
@@ -151,7 +151,7 @@ def test_the_flags_of_classification_say_what_replaces_them(capsys: pytest.Captu
     assert named == CLASSIFY
     for name in named:
         with pytest.raises(SystemExit):
-            parse_options(TrainOptions, [f"--{name}", "1"])
+            options_of(TrainOptions, [f"--{name}", "1"])
         assert capsys.readouterr().err == f"error: --{name} {REFUSED[name]}\n"
 
 

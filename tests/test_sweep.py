@@ -15,10 +15,10 @@ import pytest
 from tests.conftest import RunScript
 from tests.curves import rows
 from tests.machines import CONFIGS
+from tests.making import options_of
 from utils.config.hyperparameters import OVERRIDE_PREFIX, Hyperparameters, parse_overrides
 from utils.config.options import TrainOptions
-from utils.config.parser import parse_options
-from utils.config.ranges import Range
+from utils.config.values import Range
 from utils.files import ROOT, read_yaml
 
 PREFIX = OVERRIDE_PREFIX.removeprefix("--")
@@ -114,7 +114,7 @@ def test_the_agent_starts_a_trial_under_accelerate(trial: Trial) -> None:
     launcher, words = trial.command[:at], trial.command[at + 1 :]
     assert launcher[:4] == ["/usr/bin/env", "python", "-m", "accelerate.commands.launch"]
     assert (ROOT / launcher[launcher.index("--config_file") + 1]).is_file()
-    options = parse_options(TrainOptions, words)
+    options = options_of(TrainOptions, words)
     assert (ROOT / options.data).is_file()
     assert parse_overrides(Hyperparameters, options.overrides) == {
         name.removeprefix(PREFIX): middle(parameter) for name, parameter in sweep()["parameters"].items()

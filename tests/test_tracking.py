@@ -431,9 +431,12 @@ PROGRAM = """
 import sys
 import numpy as np
 import train
+from utils.checkpoint.resume import resolve_settings
+from utils.config.options import TrainOptions
+from utils.config.parser import given_flags
 
 if __name__ == "__main__":
-    training = train.assemble(sys.argv[1:])
+    training = train.assemble(resolve_settings(given_flags(TrainOptions, sys.argv[1:]), train.recipe_of))
     run = training.run.accelerator.get_tracker("wandb", unwrap=True)
     if training.run.accelerator.is_main_process:
         import wandb

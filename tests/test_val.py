@@ -24,12 +24,12 @@ from models.tasks import TASKS
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
 from models.tasks.detection.task import DetectionTask
 from tests.conftest import RunScript
-from tests.making import tiny_detector, write_yaml
+from tests.making import options_of, tiny_detector, write_yaml
 from utils.batch import CocoImage
 from utils.checkpoint.weight_files import serialised, weights_content
 from utils.config.hyperparameters import Hyperparameters
 from utils.config.options import ValOptions
-from utils.config.parser import given_flags, parse_options
+from utils.config.parser import given_flags
 from utils.errors import UserError
 from utils.files import read_yaml
 from val import Validation, check_flags, messages, write_coco
@@ -302,7 +302,7 @@ def test_results_are_written_even_if_annotations_do_not_fit(tmp_path: Path) -> N
     data = write_yaml(tmp_path / "data.yaml", {"val": "images", "names": ["cat"]})
     source = data_source(str(data), "data.detection:DetectionData")
     for flags in ([], ["--annotations", str(wrong)]):
-        run, options = RecordingRun(tmp_path), parse_options(ValOptions, flags)
+        run, options = RecordingRun(tmp_path), options_of(ValOptions, flags)
         with pytest.raises(UserError, match="is not JSON") if flags else nullcontext():
             members, split = (
                 SimpleNamespace(files={"best.pt": Path("best.pt")}),

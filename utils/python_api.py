@@ -12,14 +12,14 @@ import re
 import signal
 import tempfile
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from utils.config.hyperparameters import OVERRIDE_PREFIX
 from utils.config.options import OPTIONS_OF_SCRIPT, flags_of
-from utils.config.ranges import FINITE, is_number
+from utils.config.values import accepts, expected
 from utils.distributed.accelerator import reset_accelerate
 from utils.distributed.failure import Stopped
 from utils.distributed.stop import STOP_SIGNALS
@@ -41,20 +41,20 @@ FLAG_AND_VALUE = re.compile(
 )
 
 
-def call(main: Callable[[Sequence[str]], object], script: str, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Call the `main` of a script, `train` or `val`, with flags by name; return the result of `write_result`.
+def call(start: Callable[[Mapping[str, Any]], object], script: str, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Call the function that starts a script, `train` or `val`, with flags by name; return what `write_result` wrote.
 
     Restores the signal handlers. Raises `UserError` if the command would end with an error.
     """
     kind = OPTIONS_OF_SCRIPT[script]
-    arguments = as_arguments(kind, flags, f"{script}.run")
+    given = checked(kind, flags, f"{script}.run")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         os.environ[RESULT] = str(file)
         try:
             with python_errors(kind):
-                main(arguments)
+                start(given)
         except Stopped as stopped:
             if stopped.code:
                 raise UserError(f"the run ended early with exit code {stopped.code}") from None
@@ -78,78 +78,57 @@ def write_result(summary: Summary, folder: Path) -> None:
         Path(file).write_text(json.dumps({**result, "fitness": summary.fitness, "folder": str(folder)}))
 
 
-def as_arguments(kind: type[DataclassInstance], flags: Mapping[str, Any], caller: str) -> list[str]:
-    """Convert flags to command-line arguments; True is the flag alone, None and False omit it, a list is many words.
-
-    Raises `UserError` for an unknown name or a wrong value: see `checked`.
-    """
-    overrides = {name: value for name, value in flags.items() if name.startswith(OVERRIDE_PREFIX.lstrip("-"))}
-    known = checked(kind, {name: value for name, value in flags.items() if name not in overrides}, caller)
-    words: list[str] = []
-    for name, value in [*known.items(), *overrides.items()]:
-        flag = f"--{name}" if name in overrides else f"--{name.replace('_', '-')}"
-        if value is True:
-            words.append(flag)
-        elif value is False:
-            continue
-        elif isinstance(value, tuple):
-            words += [flag, *map(str, value)]
-        else:
-            words.append(f"{flag}={value}")
-    return words
-
-
 def checked(
     kind: type[DataclassInstance], values: Mapping[str, Any], caller: str, names: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return arguments of a call by the names of their flags, without those that are None, or False but no switch.
+    """Return arguments of a call by the names of their flags, without those that are None or False: not given.
 
     kind: the options whose flags they are. caller: the call, for errors. names: of the flags that are allowed; all if
     empty. Raises `UserError` for an unknown name or a value of a wrong type or range.
     """
     fields = {field.name: field for field in flags_of(kind) if not names or field.name in names}
-    hints, given = typing.get_type_hints(kind), {}
+    hints = typing.get_type_hints(kind)
+    given: dict[str, Any] = {}
+    prefix = OVERRIDE_PREFIX.lstrip("-")
+    overrides = {name: str(value) for name, value in values.items() if name.startswith(prefix)}
+    if overrides and "overrides" in hints:
+        given["overrides"] = {name.removeprefix(prefix): value for name, value in overrides.items()}
+        values = {name: value for name, value in values.items() if name not in overrides}
     for alias, value in values.items():
         name = aliases(kind).get(alias, alias)
         if name not in fields:
             raise UserError(f"{caller}: unknown argument {alias}{nearest(alias, fields)}")
-        hint, metadata = hints[name], fields[name].metadata
-        is_tuple = typing.get_origin(hint) is tuple
-        item_type = typing.get_args(hint)[0] if is_tuple else hint
-        items = list(value) if is_tuple and isinstance(value, list | tuple) else [value]
-        if value is None or (value is False and hint is not bool):
+        if value is None or value is False:
             continue
-        if not all(_fits(item, item_type, fields[name]) for item in items):
-            expected = f"{_expected(item_type, metadata)}{', or a list of such' if is_tuple else ''}"
-            raise UserError(f"{caller}: {alias} must be {expected}, not {shortened(repr(value), 80)}")
-        given[name] = tuple(items) if is_tuple else value
+        hint, metadata = hints[name], fields[name].metadata
+        plain = as_plain(value, hint, fields[name])
+        if not accepts(hint, metadata, plain):
+            raise UserError(f"{caller}: {alias} must be {expected(hint, metadata)}, not {shortened(repr(value), 80)}")
+        given[name] = tuple(plain) if isinstance(plain, list) else hint(plain)
     return given
+
+
+def as_plain(value: object, hint: Any, field: dataclasses.Field[Any]) -> object:
+    """Return an argument of Python as a YAML would have it: paths as text, one or several values as a list."""
+    if typing.get_origin(hint) is tuple:
+        items = value if isinstance(value, list | tuple) else [value]
+        plain = [as_plain(item, typing.get_args(hint)[0], field) for item in items]
+        return [word for item in plain for word in separated(item)] if field.metadata["comma_separated"] else plain
+    if value is True and field.metadata["const"] is not None:
+        return field.metadata["const"]
+    if isinstance(value, PurePath) or (type(value) is int and field.name in NUMBERS_OR_TEXT):
+        return str(value)
+    return ",".join(separated(value)) if field.metadata["comma_separated"] and isinstance(value, str) else value
+
+
+def separated(value: object) -> list[Any]:
+    """Return the words of a comma-separated text; a list of any other value."""
+    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else [value]
 
 
 def aliases(kind: type[DataclassInstance]) -> dict[str, str]:
     """Return the names of flags by their other names, both with underscores."""
     return {alias.replace("-", "_"): field.name for field in flags_of(kind) for alias in field.metadata["aliases"]}
-
-
-def _fits(value: Any, kind: type, field: dataclasses.Field[Any]) -> bool:
-    """Return whether `value` is of the type of a flag, and within its range or choices."""
-    metadata = field.metadata
-    if isinstance(value, bool):
-        return kind is bool or metadata["const"] is not None
-    if kind is str:
-        is_text = isinstance(value, str | PurePath) or (isinstance(value, int) and field.name in NUMBERS_OR_TEXT)
-        return is_text and (not metadata["choices"] or value in metadata["choices"])
-    return kind is not bool and is_number(value) and kind(value) == value and value in metadata["within"]
-
-
-def _expected(kind: type, metadata: Mapping[str, Any]) -> str:
-    """Describe the values of a flag: `a whole number, 1 or more`."""
-    if metadata["choices"]:
-        return f"one of {', '.join(map(repr, metadata['choices']))}"
-    if kind in (str, bool):
-        return "a text or path" if kind is str else "True or False"
-    noun, within = "a whole number" if kind is int else "a number", metadata["within"]
-    return noun if within == FINITE else f"{noun}, {within}"
 
 
 @contextmanager

@@ -109,7 +109,7 @@ class RunFolder:
         return self.collectives.broadcast(self._states.read(self.warn) if self.is_main else None)
 
     @on_main
-    def rewind(self, state: Mapping[str, Any] | None) -> None:
+    def restore_to_state(self, state: Mapping[str, Any] | None) -> None:
         """Restore the rows of results.csv in `state`, and remove partly written files.
 
         None, for a new run, removes the states, the results and the events of an earlier run in the folder.

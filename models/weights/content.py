@@ -14,7 +14,7 @@ from torch import Tensor
 
 from models.image_size import sides_of
 from models.tasks.contract import Model
-from utils.config.ranges import IMGSZ, is_number
+from utils.config.values import IMGSZ, is_number
 from utils.errors import plural, shortened
 
 # The keys of a model YAML.

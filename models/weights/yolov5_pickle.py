@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from models.weights.content import MODEL_KEYS
-from utils.config.ranges import is_number
+from utils.config.values import is_number
 from utils.files import ROOT, read_yaml
 
 # Modules and classes whose objects a file may hold. None of them is imported: a stub replaces each.

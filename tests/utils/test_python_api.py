@@ -4,42 +4,60 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from utils.config.options import TrainOptions, ValOptions
-from utils.config.parser import parse_options
+from utils.config.parser import given_flags, words_of
 from utils.distributed.failure import Stopped
 from utils.errors import UserError
 from utils.files import lock_folder
-from utils.python_api import RESULT, as_arguments, call, in_python, write_result
+from utils.python_api import RESULT, call, checked, in_python, write_result
 from utils.summary import Summary
 
 SUMMARY = Summary({"mAP_0.5": 0.5}, 0.25, ["head", "all"], [], losses={"box_loss": 2.0})
 
 
-def test_flags_become_arguments() -> None:
-    flags = {"imgsz": 320, "weights": "", "rect": True, "cos_lr": False, "freeze": (0, 2), "name": None, "seed": 0}
-    words = as_arguments(TrainOptions, flags, "train.run")
-    assert words == ["--imgsz=320", "--weights=", "--rect", "--freeze", "0", "2", "--seed=0"]
-    options = parse_options(TrainOptions, words)
-    assert (options.imgsz, options.weights, options.rect, options.freeze) == (320, "", True, (0, 2))
+def given_by(**flags: Any) -> dict[str, Any]:
+    """Return the flags that a call of train.run gives."""
+    return checked(TrainOptions, flags, "train.run")
 
 
-def test_aliases_and_hyperparameters() -> None:
-    flags = {"img": 64, "patience": 0, "cache": True, "device": 0, "project": Path("a"), "resume": False}
-    words = as_arguments(TrainOptions, {**flags, "hyp.lr0": 0.1}, "train.run")
-    assert words == ["--imgsz=64", "--patience=0", "--cache", "--device=0", "--project=a", "--hyp.lr0=0.1"]
+def test_arguments_are_what_the_parser_makes_of_a_command_line() -> None:
+    words = [
+        "--imgsz",
+        "320",
+        "--weights=",
+        "--rect",
+        "--freeze",
+        "0",
+        "2",
+        "--seed",
+        "0",
+        "--device",
+        "0",
+        "--project",
+        "a",
+        "--cache",
+        "--wandb-tags",
+        "x",
+        "y",
+    ]
+    words += ["--label-smoothing", "0", "--hyp.lr0=0.1", "--hyp.mosaic", "0"]
+    given = given_by(
+        img=320, weights="", rect=True, cos_lr=False, freeze=(0, 2), name=None, seed=0, device=0, project=Path("a"),
+        cache=True, resume=False, wandb_tags="x,y", label_smoothing=0, **{"hyp.lr0": 0.1, "hyp.mosaic": 0},
+    )  # fmt: skip
+    assert given == given_flags(TrainOptions, words)
+    assert isinstance(given["label_smoothing"], float)
+    assert given_flags(TrainOptions, words_of(given)) == given
 
 
 def test_several_weights() -> None:
-    assert parse_options(ValOptions, as_arguments(ValOptions, {"weights": ["a.pt", "b.pt"]}, "")).weights == (
-        "a.pt",
-        "b.pt",
-    )
+    assert checked(ValOptions, {"weights": ["a.pt", Path("b.pt")]}, "val.run") == {"weights": ("a.pt", "b.pt")}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +79,7 @@ def test_several_weights() -> None:
 )
 def test_a_wrong_name_or_value_is_one_sentence(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
-        as_arguments(TrainOptions, flags, "train.run")
+        given_by(**flags)
     assert str(caught.value).startswith(f"train.run: {message}")
     assert len(str(caught.value)) < 150
 
@@ -89,22 +107,22 @@ def test_an_error_of_the_script_names_arguments_and_releases_the_run_folder(tmp_
     """Even if the run's objects still exist, as after an error."""
     locks = []
 
-    def main(argv: Sequence[str]) -> None:
+    def start(given: Mapping[str, Any]) -> None:
         locks.append(lock_folder(tmp_path))
         raise UserError("--data none.yaml: there is none")
 
     for _ in range(2):
         with pytest.raises(UserError, match=r"^data='none\.yaml': there is none$"):
-            call(main, "val", {})
+            call(start, "val", {})
     assert len(locks) == 2
 
 
 def test_the_result_is_returned(tmp_path: Path) -> None:
-    def main(argv: Sequence[str]) -> None:
-        assert argv == ["--epochs=1"]
+    def start(given: Mapping[str, Any]) -> None:
+        assert given == {"epochs": 1}
         write_result(SUMMARY, tmp_path)
 
-    result = call(main, "train", {"epochs": 1})
+    result = call(start, "train", {"epochs": 1})
     assert result == {"metrics/mAP_0.5": 0.5, "val/box_loss": 2.0, "fitness": 0.25, "folder": str(tmp_path)}
     assert RESULT not in os.environ
 
@@ -123,23 +141,23 @@ def test_no_result_is_written_without_a_call(tmp_path: Path) -> None:
     ],
 )
 def test_the_end_of_a_script_is_an_error_and_restores_signal_handlers(error: BaseException, message: str) -> None:
-    def main(argv: Sequence[str]) -> None:
+    def start(given: Mapping[str, Any]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise error
 
     before = signal.getsignal(signal.SIGINT)
     if message:
         with pytest.raises(UserError, match=message):
-            call(main, "train", {})
+            call(start, "train", {})
     else:
-        assert call(main, "train", {}) == {}
+        assert call(start, "train", {}) == {}
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_each_script_has_its_own_flags() -> None:
-    words: list[Sequence[str]] = []
-    call(words.append, "val", {"weights": ["a.pt", "b.pt"], "save_json": True})
-    assert words == [["--weights", "a.pt", "b.pt", "--save-json"]]
+    calls: list[Mapping[str, Any]] = []
+    call(calls.append, "val", {"weights": ["a.pt", "b.pt"], "save_json": True})
+    assert calls == [{"weights": ("a.pt", "b.pt"), "save_json": True}]
     with pytest.raises(UserError, match=r"^val\.run: unknown argument epochs"):
-        call(words.append, "val", {"epochs": 1})
-    assert len(words) == 1
+        call(calls.append, "val", {"epochs": 1})
+    assert len(calls) == 1

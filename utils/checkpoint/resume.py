@@ -1,13 +1,13 @@
 """--resume: the run folder that it names, the options of the resumed run, and the state that it continues from.
 
-train.py calls `settle` before anything else is read, and `read_saved_state` once the data set is known.
+train.py calls `resolve_settings` before anything else is read, and `read_saved_state` once the data set is known.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from utils.checkpoint.progress import Progress
 from utils.checkpoint.state_files import StateFiles
 from utils.checkpoint.training_state import Identity
-from utils.config.options import AUTO, NEWEST
+from utils.config.options import AUTO, BUILT_IN_JOB, NEWEST, TrainOptions
+from utils.config.parser import over_defaults
 from utils.config.resumed import RecipeOf, check_settings, resumed_options
-from utils.config.settings import Settings, parse_settings
+from utils.config.settings import Settings
 from utils.distributed.accelerator import connect
 from utils.distributed.collectives import broadcast_from_main
 from utils.distributed.failure import Stopped
@@ -32,13 +33,14 @@ SETTINGS, STATES = "settings.yaml", "checkpoint"  # in a run folder
 YOLOV5_SETTINGS = "opt.yaml"  # in a run folder of YOLOv5
 
 
-def settle(argv: Sequence[str], recipe_of: RecipeOf) -> Settings:
+def resolve_settings(given: Mapping[str, Any], recipe_of: RecipeOf) -> Settings:
     """Return the settings that a run starts or continues with; the main process decides for all.
 
-    recipe_of: returns the kind of hyperparameters for a model's YAML. Raises `Stopped` with exit code 0 if the run is
-    finished, and `UserError` if there is nothing to resume or a flag in `argv` must not change.
+    given: flags by name. If they name no data, model, weights or hyperparameters, the others are those of the built-in
+    job. recipe_of: returns the kind of hyperparameters for a model's YAML. Raises `Stopped` with exit code 0 if the run
+    is finished, and `UserError` if there is nothing to resume or a flag must not change.
     """
-    settings = parse_settings(argv)
+    settings = Settings(over_defaults(TrainOptions, given, BUILT_IN_JOB), given)
     options = settings.options
     if not options.resume:
         return settings
@@ -51,7 +53,7 @@ def settle(argv: Sequence[str], recipe_of: RecipeOf) -> Settings:
 def read_saved_state(
     run: Run, settings: Settings, names: Mapping[int, str], imgsz: int, images: Mapping[str, str]
 ) -> tuple[Identity, dict[str, Any] | None]:
-    """Return the identity of a run and its saved state, None for a new run; rewind the run folder to that state.
+    """Return the identity of a run and its saved state, None for a new run; restore the run folder to that state.
 
     names: of the classes. imgsz: pixels. images: counts and hashes of the training images and labels. Raises
     `UserError` if these differ from the saved state's, before anything in the folder changes.
@@ -63,7 +65,7 @@ def read_saved_state(
         run.print(f"resuming {run.path} {Progress.from_state(saved['progress'])}")
     elif settings.is_fixed:
         run.print(f"{run.path} ended before it saved anything: it starts anew, with its settings")
-    run.files.rewind(saved)
+    run.files.restore_to_state(saved)
     return identity, saved
 
 
@@ -82,11 +84,11 @@ def _settings_of_run(settings: Settings, recipe_of: RecipeOf) -> Settings:
     options = resumed_options(type(given), settings.given, run, saved, recipe_of, launched())
     if state is None:
         states.refuse_new_start(given.resume == AUTO, options.nosave)
-        return Settings(options, settings.argv, is_fixed=True, given=settings.given)
+        return Settings(options, settings.given, is_fixed=True)
     if reason := Progress.from_state(state["progress"]).nothing_to_do(saved["epochs"], options.epochs):
         print(f"{run} {reason}", flush=True)
         raise Stopped(0)
-    return Settings(options, settings.argv, saved, is_fixed=True, given=settings.given)
+    return Settings(options, settings.given, saved, is_fixed=True)
 
 
 def find_run(resume: str, project: Path, name: str, exist_ok: bool) -> Path | None:

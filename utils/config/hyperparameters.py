@@ -6,11 +6,12 @@ import dataclasses
 import os
 import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from utils.config.ranges import BELOW_ONE, FINITE, NOT_NEGATIVE, POSITIVE, SHARE, Range, is_number
+from utils.config.values import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, accepts, expected
 from utils.errors import UserError, nearest
 from utils.files import find_file, read_yaml
 
@@ -129,7 +130,7 @@ class Hyperparameters(Recipe):
     copy_paste: float = number(0.0, SHARE)
 
     def flags(self, epochs: int) -> dict[str, Any]:
-        """Return --close-mosaic as `mosaic_epochs` says."""
+        """Return --close-mosaic for `mosaic_epochs`: the number of final epochs that mix no images."""
         unmixed = round(epochs * (1 - self.mosaic_epochs))
         return {"close_mosaic": unmixed} if unmixed else {}
 
@@ -153,39 +154,29 @@ def find_hyperparameters(name: str) -> Path:
 
 def parse_overrides(kind: type[Recipe], overrides: Mapping[str, str]) -> dict[str, Any]:
     """Return the numbers of flags such as --hyp.lr0, by key. Raises `UserError` for a wrong flag."""
-    hints, ranges = _types_and_ranges(kind)
+    fields = {OVERRIDE_PREFIX + field.name: field for field in dataclasses.fields(kind)}
     for key in overrides:
-        if key not in hints:
+        if OVERRIDE_PREFIX + key not in fields:
             # All flags share the prefix, so that similarity starts higher than for other words.
-            hint = nearest(OVERRIDE_PREFIX + key, [OVERRIDE_PREFIX + name for name in hints], likeness=0.82)
+            hint = nearest(OVERRIDE_PREFIX + key, fields, likeness=0.82)
             raise UserError(f"unknown flag {OVERRIDE_PREFIX}{key}{hint}")
-    return {key: _number(text, hints[key], ranges[key], OVERRIDE_PREFIX + key) for key, text in overrides.items()}
+    return {key: value_of(kind, key, text, OVERRIDE_PREFIX + key) for key, text in overrides.items()}
 
 
 def from_mapping(kind: type[T], values: Mapping[str, Any], source: Path | str) -> T:
     """Return a `kind` with the values of a YAML. Raises `UserError` for an unknown key or a wrong value."""
-    hints, ranges = _types_and_ranges(kind)
     for key in values:
-        if key not in hints:
-            raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), hints)}")
-    return kind(**{key: _number(value, hints[key], ranges[key], f"{source}: {key}") for key, value in values.items()})
+        if key not in kind.__dataclass_fields__:
+            raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), kind.__dataclass_fields__)}")
+    return kind(**{key: value_of(kind, key, value, f"{source}: {key}") for key, value in values.items()})
 
 
-def _types_and_ranges(kind: type[DataclassInstance]) -> tuple[dict[str, Any], dict[str, Range]]:
-    """Return the types and the ranges of a dataclass's fields, by name."""
-    ranges = {field.name: field.metadata.get("within", FINITE) for field in dataclasses.fields(kind)}
-    return typing.get_type_hints(kind), ranges
-
-
-def _number(value: object, kind: type[float], allowed: Range, name: str) -> float:
-    """Return a value as int or float. name: of the value, for error messages."""
+def value_of(kind: type[DataclassInstance], key: str, value: object, name: str) -> Any:
+    """Return a number of a YAML or a flag, which may be text, as the type of a field. name: of it, for errors."""
+    hint, metadata = typing.get_type_hints(kind)[key], kind.__dataclass_fields__[key].metadata
     if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
-        try:
+        with suppress(ValueError):
             value = float(value)
-        except ValueError:
-            raise UserError(f"{name} must be a number, not '{value}'") from None
-    if not is_number(value) or (kind is int and value != int(value)):
-        raise UserError(f"{name} must be {'a whole number' if kind is int else 'a number'}, not {value!r}")
-    if value not in allowed:
-        raise UserError(f"{name} is {value}; give {allowed}")
-    return kind(value)
+    if not accepts(hint, metadata, value):
+        raise UserError(f"{name} must be {expected(hint, metadata)}, not {value!r}")
+    return hint(value)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from utils.config.ranges import BELOW_ONE, FINITE, IMGSZ, NOT_NEGATIVE, OPSETS, SHARE, Range
+from utils.config.values import BELOW_ONE, FINITE, IMGSZ, NOT_NEGATIVE, OPSETS, SHARE, Range
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, find_hyperparameters
 from utils.config.options import GROUPS, TrainOptions, flags_of
-from utils.config.ranges import Range, is_number
+from utils.config.values import Range, accepts, has_form
 from utils.config.yolov5_flags import REFUSED
 from utils.console import is_silent
 from utils.errors import UserError, nearest
@@ -32,22 +32,17 @@ SUGGESTED = ("weights", "hyp", "epochs", "batch_size", "imgsz", "optimizer", "co
 SUGGESTED_BY_HYP = ("epochs", "batch_size", "imgsz", "optimizer", "cos_lr", "label_smoothing", "close_mosaic")
 
 
-def parse_options(kind: type[T], argv: Sequence[str], job: Mapping[str, Any] | None = None) -> T:
-    """Return the flags in `argv` as a `kind`. A wrong flag ends the process with exit code 2.
+def over_defaults(kind: type[T], given: Mapping[str, Any], job: Mapping[str, Any] | None = None) -> T:
+    """Return given flags over their defaults as a `kind`.
 
     job: defaults if no flag names data, model, weights or hyperparameters.
     """
-    return over_defaults(kind, given_flags(kind, argv), job)
-
-
-def over_defaults(kind: type[T], given: Mapping[str, Any], job: Mapping[str, Any] | None = None) -> T:
-    """Return given flags over their defaults as a `kind`. job: see `parse_options`."""
     names_files = any(name in given for name in ("data", "cfg", "weights", "hyp"))
     return kind(**{**({} if names_files or job is None else job), **given})
 
 
 def given_flags(kind: type[DataclassInstance], argv: Sequence[str]) -> dict[str, Any]:
-    """Return the values of the flags that are in `argv`, by field name."""
+    """Return the values of the flags that are in `argv`, by field name. A wrong one ends the process, exit code 2."""
     parser, words = _build_parser(kind), _join_negative_overrides(argv)
     if "overrides" in kind.__dataclass_fields__:
         parser.epilog = (
@@ -58,6 +53,21 @@ def given_flags(kind: type[DataclassInstance], argv: Sequence[str]) -> dict[str,
             parser.add_argument(name, dest="overrides", action=_Override)
     given = vars(parser.parse_args(words))
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
+def words_of(given: Mapping[str, Any]) -> list[str]:
+    """Return flags as the words of a command line, the reverse of `given_flags`."""
+    words: list[str] = []
+    for name, value in given.items():
+        flag = f"--{name.replace('_', '-')}"
+        if name == "overrides":
+            words += [f"{OVERRIDE_PREFIX}{key}={text}" for key, text in value.items()]
+        elif value is True:
+            words.append(flag)
+        else:
+            texts = [str(item) for item in (value if isinstance(value, tuple) else [value])]
+            words += [f"{flag}={texts[0]}"] if len(texts) == 1 and texts[0].startswith("-") else [flag, *texts]
+    return words
 
 
 def refuse_flags(given: Mapping[str, Any], refused: Mapping[str, str]) -> None:
@@ -102,17 +112,6 @@ def check_suggested_defaults(values: object, source: Path, known: Sequence[str] 
             raise UserError(f"{source}: `{key}` under `defaults` is {value!r}, which --{key.replace('_', '-')} refuses")
         defaults[key] = hints[key](value)
     return defaults
-
-
-def accepts(hint: Any, metadata: Mapping[str, Any], value: object) -> bool:
-    """Return whether a value of a YAML is one of a flag. hint, metadata: of the flag's field."""
-    if typing.get_origin(hint) is tuple:
-        return isinstance(value, list) and all(accepts(typing.get_args(hint)[0], metadata, item) for item in value)
-    if hint in (int, float):
-        return is_number(value) and hint(value) == value and value in metadata["within"]
-    if not isinstance(value, hint) or not metadata["choices"]:
-        return isinstance(value, hint)
-    return all(word in metadata["choices"] for word in (value.split(",") if metadata["comma_separated"] else [value]))
 
 
 def _build_parser(kind: type[DataclassInstance]) -> argparse.ArgumentParser:
@@ -191,8 +190,7 @@ def _list_of(choices: Sequence[str]) -> Callable[[str], str]:
 
 def _of_form(form: str) -> Callable[[str], str]:
     def convert(text: str) -> str:
-        pattern = re.sub(r"\w+", lambda word: r"\d+" if word[0].isupper() else r"[\w.-]+", form)
-        if form and text and not re.fullmatch(pattern, text):
+        if not has_form(text, form):
             raise argparse.ArgumentTypeError(f"'{text}' is not of the form {form}")
         return text
 

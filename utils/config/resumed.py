@@ -23,7 +23,7 @@ from utils.config.hyperparameters import (
     read_hyperparameters,
 )
 from utils.config.options import flags_of
-from utils.config.parser import accepts
+from utils.config.values import accepts
 from utils.errors import UserError, nearest, plural, shortened
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ Made by utils/checkpoint/resume.py, completed by train.py when the task is known
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from utils.config.hyperparameters import Recipe, from_mapping, read_hyperparameters
-from utils.config.options import BUILT_IN_JOB, TrainOptions
-from utils.config.parser import defaults_of_hyp, given_flags, over_defaults, refuse_flags, with_defaults
+from utils.config.options import TrainOptions
+from utils.config.parser import defaults_of_hyp, refuse_flags
 from utils.config.resumed import changes
 from utils.config.select import select
 
@@ -27,19 +27,17 @@ class Settings:
     """The flags of train.py over their defaults, and the hyperparameters of the task.
 
     Args:
-        argv: the command line.
+        given: the flags of the command line, or the arguments of a call from Python, by name.
         saved: the settings.yaml of the resumed run, None for a new one.
         is_fixed: options come from a resumed run and already include the defaults of task and data set.
         hyp: hyperparameters of the task.
-        given: the flags in `argv`, by name.
     """
 
     options: TrainOptions
-    argv: Sequence[str] = ()
+    given: Mapping[str, Any] = field(default_factory=dict)
     saved: Mapping[str, Any] | None = None
     is_fixed: bool = False
     hyp: Recipe = field(default_factory=Recipe)
-    given: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def accumulation(self) -> int:
@@ -55,22 +53,24 @@ class Settings:
         """Raise `UserError` for a flag that does not apply to the task. refused: reasons by the flag's name."""
         refuse_flags(self.given, refused)
 
-    def for_task(self, recipe: type[Recipe], *defaults: Mapping[str, Any]) -> Settings:
-        """Return the settings with a task's hyperparameters and other defaults of flags; later ones take precedence.
+    def resolve(self, recipe: type[Recipe], *defaults: Mapping[str, Any]) -> Settings:
+        """Return the settings with the hyperparameters of a task, and with every flag that is not given resolved.
 
-        Those of the hyperparameter file come last. Raises `UserError` for a wrong hyperparameter file or flag.
+        Such a flag is what the hyperparameters ask for, else a default of their file, else the last of `defaults` that
+        has it, else its own default. Raises `UserError` for a wrong hyperparameter file or flag.
         """
         if self.saved:
             hyp = from_mapping(recipe, self.saved["hyperparameters"], f"settings.yaml of {self.options.resume}")
             return dataclasses.replace(self, hyp=hyp)
-        options = self.options
-        if not self.is_fixed:
-            options = with_defaults(options, self.given, *defaults)
-            options = with_defaults(options, self.given, defaults_of_hyp(options.hyp))
-        hyp = read_hyperparameters(options.hyp, recipe, options.overrides)
-        if not self.is_fixed:
-            options = with_defaults(options, self.given, hyp.flags(options.epochs))
-        return dataclasses.replace(self, options=options, hyp=hyp)
+        if self.is_fixed:
+            hyp = read_hyperparameters(self.options.hyp, recipe, self.options.overrides)
+            return dataclasses.replace(self, hyp=hyp)
+        layers = {key: value for mapping in defaults for key, value in mapping.items()}
+        name = {"hyp": self.options.hyp, **layers, **self.given}["hyp"]
+        hyp = read_hyperparameters(name, recipe, self.options.overrides)
+        layers |= defaults_of_hyp(name)
+        layers |= hyp.flags({"epochs": self.options.epochs, **layers, **self.given}["epochs"])
+        return dataclasses.replace(self, hyp=hyp, options=dataclasses.replace(self.options, **{**layers, **self.given}))
 
     def for_weights(self, known: float | None) -> tuple[Settings, list[str]]:
         """Return the settings with `Recipe.for_weights`, and its messages; a resumed run has them already."""
@@ -92,12 +92,3 @@ class Settings:
     def content(self, model_yaml: Mapping[str, Any], imgsz: int) -> dict[str, Any]:
         """Return the content of settings.yaml. imgsz: of the model, in whole strides."""
         return {**self.flags(), "imgsz": imgsz, "hyperparameters": vars(self.hyp), "model": model_yaml}
-
-
-def parse_settings(argv: Sequence[str]) -> Settings:
-    """Return the flags of train.py; if they name no model, data or hyperparameters, those of the built-in job.
-
-    A wrong flag ends the process with exit code 2.
-    """
-    given = given_flags(TrainOptions, argv)
-    return Settings(over_defaults(TrainOptions, given, BUILT_IN_JOB), tuple(argv), given=given)

@@ -13,10 +13,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from utils.config.parser import words_of
 from utils.files import ROOT
 from utils.summary import Example, Summary, evenly_spaced
 from utils.tracking.hub import UNKNOWN_LICENCE, login_problem, model_card, push_run
@@ -47,7 +48,7 @@ class TrackingOptions(TrackerOptions):
     upload_dataset: bool = False
     wandb_registry: str = ""
     push_to_hub: str = ""
-    argv: tuple[str, ...] = ()  # the command line
+    given: Mapping[str, Any] = field(default_factory=dict)  # the flags of the command, by name
 
 
 class LoggedRun(Protocol):
@@ -202,7 +203,7 @@ class RunLog:
             licence=OFFICIAL_LICENCE if is_official else UNKNOWN_LICENCE,
             values=best.metrics,
             names=self.class_names,
-            command=shlex.join(["python", "train.py", *self.options.argv]),
+            command=shlex.join(["python", "train.py", *words_of(self.options.given)]),
         )
         self.run.print(push_run(self.run.path, repository, card))
 

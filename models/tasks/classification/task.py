@@ -20,7 +20,7 @@ from models.tasks.contract import ExportModule, ExportSettings, Image, Model, Ta
 from models.yolo import build_model
 from utils.batch import Batch
 from utils.config.hyperparameters import Recipe, number
-from utils.config.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
+from utils.config.values import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
 from utils.errors import UserError
 from utils.memory_format import layout
 from utils.plots.drawing import draw_captioned

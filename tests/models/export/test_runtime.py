@@ -21,7 +21,7 @@ from models.weights.content import ExportMetadata
 from models.weights.reader import read_weights
 from models.yolo import build_model
 from tests.making import tiny_detector
-from utils.config.ranges import OPSETS
+from utils.config.values import OPSETS
 from utils.errors import UserError
 from utils.files import ROOT
 

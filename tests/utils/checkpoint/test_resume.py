@@ -13,13 +13,13 @@ from accelerate import Accelerator
 
 from tests.conftest import OnProcesses
 from utils.checkpoint.progress import Progress
-from utils.checkpoint.resume import find_run, read_saved_state, settle
+from utils.checkpoint.resume import find_run, read_saved_state, resolve_settings
 from utils.checkpoint.state_files import STATE_FORMAT, StateFiles
 from utils.checkpoint.weight_files import serialised
 from utils.config.hyperparameters import Hyperparameters, Recipe
-from utils.config.options import TrainOptions
-from utils.config.parser import parse_options
-from utils.config.settings import Settings, parse_settings
+from utils.config.options import BUILT_IN_JOB, TrainOptions
+from utils.config.parser import given_flags, over_defaults
+from utils.config.settings import Settings
 from utils.distributed.failure import Stopped
 from utils.distributed.precision import Precision
 from utils.distributed.ranks import SPAWNED, ranks
@@ -47,12 +47,13 @@ def begin(run: Path, progress: Progress | None = None, written: float = 0.0, **s
 
 def resumed(*flags: str) -> Settings:
     """Return the settings that train.py starts or continues with."""
-    return settle(flags, lambda yaml: Hyperparameters)
+    return resolve_settings(given_flags(TrainOptions, flags), lambda yaml: Hyperparameters)
 
 
 def new(*flags: str) -> Settings:
     """Return the settings of a run that resumes nothing."""
-    return parse_settings(flags)
+    given = given_flags(TrainOptions, flags)
+    return Settings(over_defaults(TrainOptions, given, BUILT_IN_JOB), given)
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def run(tmp_path: Path) -> Path:
 
 def named(*flags: str) -> Path | None:
     """Return the run folder that --resume names."""
-    options = parse_options(TrainOptions, flags)
+    options = over_defaults(TrainOptions, given_flags(TrainOptions, flags))
     return find_run(options.resume, Path(options.project), options.name, options.exist_ok)
 
 
@@ -191,7 +192,7 @@ def test_a_run_continues_with_its_settings(run: Path) -> None:
     settings = resumed("--resume", str(run))
     assert settings.saved == read_yaml(run / "settings.yaml")
     assert settings.is_fixed
-    assert settings.argv == ("--resume", str(run))
+    assert settings.given == {"resume": str(run)}
     assert settings.options == TrainOptions(
         **BEGUN,
         project=str(run.parent),
@@ -218,7 +219,7 @@ def test_hyperparameters_are_those_of_the_model_of_the_run(run: Path) -> None:
         return Hyperparameters
 
     flags = ("--resume", str(run), "--hyp", LOW)
-    assert settle(flags, recipe_of).saved is not None
+    assert resolve_settings(given_flags(TrainOptions, flags), recipe_of).saved is not None
     assert models == [{"task": "detect", "nc": 3}]
 
 

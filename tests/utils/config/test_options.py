@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from models.tasks.classification.task import ClassificationRecipe
+from tests.making import options_of
 from utils.config.hyperparameters import Hyperparameters
 from utils.config.options import BUILT_IN_JOB, TrainOptions, ValOptions, flags_of
-from utils.config.parser import parse_options
 from utils.files import ROOT
 
 KINDS = (TrainOptions, ValOptions)
@@ -72,7 +72,7 @@ YOLOV5_VAL = {  # beside --imgsz, whose default depends on the weights
 
 @pytest.mark.parametrize(("kind", "expected"), [(TrainOptions, YOLOV5_TRAIN), (ValOptions, YOLOV5_VAL)])
 def test_defaults_equal_those_of_yolov5(kind: type, expected: dict[str, Any]) -> None:
-    options = parse_options(kind, [])
+    options = options_of(kind, [])
     assert {name: getattr(options, name) for name in expected} == expected
     assert options == kind()
 

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.making import options_of
 from utils.config.options import BUILT_IN_JOB, DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
-from utils.config.parser import SUGGESTED, accepts, check_suggested_defaults, given_flags, parse_options, with_defaults
+from utils.config.parser import SUGGESTED, check_suggested_defaults, given_flags, with_defaults
+from utils.config.values import accepts
 from utils.errors import UserError
 
 KINDS = (TrainOptions, ValOptions)
@@ -23,7 +25,7 @@ EVERY_FIELD = [
 
 
 def train(*argv: str) -> TrainOptions:
-    return parse_options(TrainOptions, argv)
+    return options_of(TrainOptions, argv)
 
 
 # Flags
@@ -47,7 +49,7 @@ def test_every_field_is_a_flag(kind: type, field: dataclasses.Field[Any]) -> Non
         words = ["7", "8"]
         value = tuple(map(typing.get_args(hint)[0], words))
     for name in {field.name, field.name.replace("_", "-"), *field.metadata["aliases"]}:
-        options = parse_options(kind, [f"--{name}", *words])
+        options = options_of(kind, [f"--{name}", *words])
         assert getattr(options, field.name) == value
         assert type(getattr(options, field.name)) is (typing.get_origin(hint) or hint)
         assert dataclasses.replace(options, **{field.name: field.default}) == kind()  # and nothing else changed
@@ -56,7 +58,7 @@ def test_every_field_is_a_flag(kind: type, field: dataclasses.Field[Any]) -> Non
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_the_help_has_every_flag_and_default(kind: type, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        parse_options(kind, ["--help"])
+        options_of(kind, ["--help"])
     assert caught.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     for field in flags_of(kind):
@@ -78,7 +80,7 @@ def test_the_help_has_every_flag_and_default(kind: type, capsys: pytest.CaptureF
 )
 def test_the_help_is_grouped(kind: type, groups: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_options(kind, ["--help"])
+        options_of(kind, ["--help"])
     text = capsys.readouterr().out
     assert re.findall(r"(?m)^(\w+):$", text) == groups
     for field in flags_of(kind):
@@ -92,7 +94,7 @@ def test_a_silent_process_prints_nothing(
 ) -> None:
     monkeypatch.setattr("utils.config.parser.is_silent", lambda: True)
     with pytest.raises(SystemExit) as caught:
-        parse_options(TrainOptions, argv)
+        options_of(TrainOptions, argv)
     assert caught.value.code == (0 if argv == ["--help"] else 2)
     assert capsys.readouterr() == ("", "")
 
@@ -108,18 +110,18 @@ def test_a_silent_process_prints_nothing(
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_aliases_of_yolov5(kind: type, argv: list[str]) -> None:
-    options = parse_options(kind, argv)
+    options = options_of(kind, argv)
     assert (options.batch_size, options.imgsz) == (4, 320)
 
 
 @pytest.mark.parametrize("kind", [ValOptions, DetectOptions])
 def test_short_names_of_thresholds(kind: type) -> None:
-    assert parse_options(kind, ["--conf", "0.5", "--iou=0.3"]) == kind(conf_thres=0.5, iou_thres=0.3)
+    assert options_of(kind, ["--conf", "0.5", "--iou=0.3"]) == kind(conf_thres=0.5, iou_thres=0.3)
 
 
 def test_the_hint_for_an_abbreviation_is_the_flag_that_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_options(ExportOptions, ["--conf", "0.5"])
+        options_of(ExportOptions, ["--conf", "0.5"])
     assert "unknown flag --conf (did you mean '--conf-thres'?)" in capsys.readouterr().err
 
 
@@ -176,7 +178,7 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        parse_options(TrainOptions, argv)
+        options_of(TrainOptions, argv)
     assert caught.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -189,19 +191,17 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(
 
 
 def test_the_built_in_job_applies_if_no_file_is_named() -> None:
-    assert parse_options(TrainOptions, [], BUILT_IN_JOB) == TrainOptions(**BUILT_IN_JOB)
-    options = parse_options(TrainOptions, ["--epochs", "3", "--hyp.lr0", "0.01"], BUILT_IN_JOB)
+    assert options_of(TrainOptions, [], BUILT_IN_JOB) == TrainOptions(**BUILT_IN_JOB)
+    options = options_of(TrainOptions, ["--epochs", "3", "--hyp.lr0", "0.01"], BUILT_IN_JOB)
     assert options == TrainOptions(**{**BUILT_IN_JOB, "epochs": 3, "overrides": {"lr0": "0.01"}})
 
 
 @pytest.mark.parametrize("flag", ["data", "cfg", "weights", "hyp"])
 def test_the_defaults_of_yolov5_apply_if_a_file_is_named(flag: str) -> None:
-    assert parse_options(TrainOptions, [f"--{flag}", "x"], BUILT_IN_JOB) == TrainOptions(**{flag: "x"})
+    assert options_of(TrainOptions, [f"--{flag}", "x"], BUILT_IN_JOB) == TrainOptions(**{flag: "x"})
     default = getattr(TrainOptions(), flag)
-    assert (
-        parse_options(TrainOptions, [f"--{flag}", default], BUILT_IN_JOB) == TrainOptions()
-    )  # even if it is the default
-    assert parse_options(TrainOptions, [f"--{flag}="], BUILT_IN_JOB) == TrainOptions(**{flag: ""})
+    assert options_of(TrainOptions, [f"--{flag}", default], BUILT_IN_JOB) == TrainOptions()  # even if it is the default
+    assert options_of(TrainOptions, [f"--{flag}="], BUILT_IN_JOB) == TrainOptions(**{flag: ""})
 
 
 # Single hyperparameters
@@ -237,7 +237,7 @@ def test_overrides_are_text(argv: list[str], overrides: dict[str, str]) -> None:
 
 def test_overrides_are_flags_of_training_only(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_options(ValOptions, ["--hyp.lr0", "0.1"])
+        options_of(ValOptions, ["--hyp.lr0", "0.1"])
     assert capsys.readouterr().err.startswith("error: unknown flag --hyp.lr0")
 
 
@@ -320,7 +320,7 @@ def test_flags_take_precedence_over_other_defaults() -> None:
 )
 def test_lists_of_trackers(value: str, expected: str) -> None:
     for kind in (TrainOptions, ValOptions):
-        assert parse_options(kind, ["--log-with", value]).log_with == expected
+        assert options_of(kind, ["--log-with", value]).log_with == expected
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_lists_of_trackers(value: str, expected: str) -> None:
 )
 def test_wrong_lists_of_trackers(value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_options(TrainOptions, ["--log-with", value])
+        options_of(TrainOptions, ["--log-with", value])
     assert message in capsys.readouterr().err
 
 

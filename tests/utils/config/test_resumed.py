@@ -13,8 +13,8 @@ import yaml
 from utils.config.hyperparameters import Hyperparameters, Recipe, number, parse_overrides
 from utils.config.options import TrainOptions
 from utils.config.parser import given_flags
-from utils.config.ranges import Range
 from utils.config.resumed import CURVE_FLAGS, changes, check_settings, from_plain, resumed_options
+from utils.config.values import Range
 from utils.errors import UserError
 from utils.files import ROOT
 

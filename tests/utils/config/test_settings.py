@@ -11,9 +11,10 @@ import yaml
 
 from tests.making import write_yaml
 from utils.config.hyperparameters import Hyperparameters, Recipe, number
-from utils.config.options import BUILT_IN_JOB, TrainOptions
-from utils.config.ranges import Range
-from utils.config.settings import Settings, parse_settings
+from utils.config.options import TrainOptions
+from utils.config.parser import given_flags, over_defaults
+from utils.config.settings import Settings
+from utils.config.values import Range
 from utils.errors import UserError
 from utils.files import ROOT
 
@@ -33,24 +34,18 @@ def stripes(tmp_path: Path) -> str:
     return str(write_yaml(tmp_path / "stripes.yaml", {"lr0": 0.5, "nbs": 32, "stripes": 7}))
 
 
-# The command line
-
-
-def test_without_files_the_options_are_those_of_the_built_in_job() -> None:
-    flags = ("--epochs", "2", "--device", "cpu")
-    settings = parse_settings(flags)
-    assert settings == Settings(
-        TrainOptions(**{**BUILT_IN_JOB, "epochs": 2, "device": "cpu"}), flags, given={"epochs": 2, "device": "cpu"}
-    )  # type: ignore[arg-type]
-    assert (settings.saved, settings.is_fixed, settings.hyp) == (None, False, Recipe())
+def settings_of(*flags: str) -> Settings:
+    """Return the settings of a command line, without the defaults of task and files."""
+    given = given_flags(TrainOptions, flags)
+    return Settings(over_defaults(TrainOptions, given), given)
 
 
 # With the defaults and hyperparameters of a task
 
 
 def test_defaults_of_task_and_data_set(stripes: str) -> None:
-    settings = parse_settings(["--data", "mine.yaml", "--imgsz", "96", "--hyp", stripes])
-    complete = settings.for_task(
+    settings = settings_of("--data", "mine.yaml", "--imgsz", "96", "--hyp", stripes)
+    complete = settings.resolve(
         StripesRecipe, {"imgsz": 224, "epochs": 50, "optimizer": "Adam"}, {"imgsz": 64, "epochs": 20}
     )
     options = complete.options
@@ -59,11 +54,9 @@ def test_defaults_of_task_and_data_set(stripes: str) -> None:
 
 
 def test_a_default_may_name_the_hyperparameters(stripes: str) -> None:
-    assert parse_settings(["--data", "a"]).for_task(StripesRecipe, {"hyp": stripes}).hyp.lr0 == 0.5
+    assert settings_of("--data", "a").resolve(StripesRecipe, {"hyp": stripes}).hyp.lr0 == 0.5
     flags = ["--data", "a", "--hyp", stripes, "--hyp.stripes", "5", "--hyp.lr0=0.25"]
-    assert parse_settings(flags).for_task(StripesRecipe, {"hyp": NONE}).hyp == StripesRecipe(
-        lr0=0.25, nbs=32, stripes=5.0
-    )
+    assert settings_of(*flags).resolve(StripesRecipe, {"hyp": NONE}).hyp == StripesRecipe(lr0=0.25, nbs=32, stripes=5.0)
 
 
 @dataclass(frozen=True)
@@ -78,8 +71,8 @@ def test_defaults_of_the_hyperparameter_file(tmp_path: Path) -> None:
     """A flag comes before them, and they come before those of the data set and the task."""
     defaults = {"optimizer": "AdamW", "epochs": 40, "imgsz": 320}
     hyp = str(write_yaml(tmp_path / "hyp.yaml", {"lr0": 0.5, "defaults": defaults}))
-    settings = parse_settings(["--data", "a", "--imgsz", "96"])
-    complete = settings.for_task(Recipe, {"hyp": hyp, "epochs": 50, "batch_size": 8}, {"epochs": 20, "cos_lr": True})
+    settings = settings_of("--data", "a", "--imgsz", "96")
+    complete = settings.resolve(Recipe, {"hyp": hyp, "epochs": 50, "batch_size": 8}, {"epochs": 20, "cos_lr": True})
     expected = {"hyp": hyp, "imgsz": 96, "optimizer": "AdamW", "epochs": 40, "batch_size": 8, "cos_lr": True}
     assert complete.options == replace(settings.options, **expected)
     assert complete.hyp == Recipe(lr0=0.5)
@@ -97,15 +90,15 @@ def test_defaults_of_the_hyperparameter_file(tmp_path: Path) -> None:
 def test_wrong_defaults_of_the_hyperparameter_file(tmp_path: Path, defaults: object, message: str) -> None:
     hyp = str(write_yaml(tmp_path / "hyp.yaml", {"defaults": defaults}))
     with pytest.raises(UserError, match=rf"hyp\.yaml: {message}"):
-        parse_settings(["--hyp", hyp]).for_task(Recipe)
+        settings_of("--hyp", hyp).resolve(Recipe)
 
 
 def test_flags_that_follow_from_the_hyperparameters() -> None:
-    assert parse_settings(["--hyp", NONE, "--epochs", "9"]).for_task(HalvingRecipe).options.close_mosaic == 4
+    assert settings_of("--hyp", NONE, "--epochs", "9").resolve(HalvingRecipe).options.close_mosaic == 4
     given = ["--hyp", NONE, "--epochs", "9", "--close-mosaic", "1"]
-    assert parse_settings(given).for_task(HalvingRecipe).options.close_mosaic == 1
+    assert settings_of(*given).resolve(HalvingRecipe).options.close_mosaic == 1
     fixed = Settings(TrainOptions(hyp=NONE, epochs=9), is_fixed=True)
-    assert fixed.for_task(HalvingRecipe).options.close_mosaic == 0
+    assert fixed.resolve(HalvingRecipe).options.close_mosaic == 0
 
 
 def test_a_new_run_fits_its_hyperparameters_to_the_weights_and_a_resumed_one_has_them() -> None:
@@ -113,19 +106,19 @@ def test_a_new_run_fits_its_hyperparameters_to_the_weights_and_a_resumed_one_has
     settings, messages = Settings(TrainOptions(), hyp=hyp).for_weights(1.0)
     assert settings.hyp == replace(hyp, lr_factor=0.25)
     assert len(messages) == 1
-    resumed = Settings(TrainOptions(), (), {"model": {}}, hyp=settings.hyp)
+    resumed = Settings(TrainOptions(), {}, {"model": {}}, hyp=settings.hyp)
     assert resumed.for_weights(1.0) == (resumed, [])
 
 
 def test_hyperparameters_of_another_task_are_refused(stripes: str) -> None:
     with pytest.raises(UserError, match=r"stripes\.yaml: unknown key 'stripes'"):
-        parse_settings(["--hyp", stripes]).for_task(Recipe)
+        settings_of("--hyp", stripes).resolve(Recipe)
 
 
 def test_options_of_an_earlier_start_get_no_defaults(stripes: str) -> None:
     options = TrainOptions(hyp=stripes, epochs=30)
-    settings = Settings(options, ("--resume", "runs/train/exp"), is_fixed=True)
-    complete = settings.for_task(StripesRecipe, {"epochs": 50, "imgsz": 224})
+    settings = Settings(options, {"resume": "runs/train/exp"}, is_fixed=True)
+    complete = settings.resolve(StripesRecipe, {"epochs": 50, "imgsz": 224})
     assert complete.options == options
     assert complete.hyp.lr0 == 0.5
 
@@ -133,15 +126,15 @@ def test_options_of_an_earlier_start_get_no_defaults(stripes: str) -> None:
 @pytest.mark.parametrize(("key", "value"), [("lr0", "high"), ("lr0", -1), ("lr9", 1)])
 def test_edited_hyperparameters_of_a_resumed_run_are_checked(key: str, value: object) -> None:
     saved = {"hyperparameters": {**vars(StripesRecipe()), key: value}, "model": {}}
-    settings = Settings(TrainOptions(resume="runs/exp"), ("--resume",), saved, is_fixed=True)
+    settings = Settings(TrainOptions(resume="runs/exp"), {"resume": "runs/exp"}, saved, is_fixed=True)
     with pytest.raises(UserError, match=rf"^settings\.yaml of runs/exp: .*{key}"):
-        settings.for_task(StripesRecipe)
+        settings.resolve(StripesRecipe)
 
 
 def test_a_resumed_run_has_its_saved_hyperparameters() -> None:
     saved = {**vars(TrainOptions()), "hyperparameters": vars(StripesRecipe(lr0=0.125)), "model": {}}
-    settings = Settings(TrainOptions(hyp="gone.yaml"), (), saved, is_fixed=True)
-    complete = settings.for_task(StripesRecipe, {"epochs": 50})
+    settings = Settings(TrainOptions(hyp="gone.yaml"), {}, saved, is_fixed=True)
+    complete = settings.resolve(StripesRecipe, {"epochs": 50})
     assert complete.hyp == StripesRecipe(lr0=0.125)
     assert complete.options == settings.options
 
@@ -161,11 +154,11 @@ def test_changes_since_the_run_was_started() -> None:
     options = TrainOptions(workers=2)
     assert Settings(options).changes == []
     saved = yaml.safe_load(yaml.safe_dump(vars(TrainOptions())))  # with lists instead of tuples
-    assert Settings(options, (), saved).changes == ["--workers is 2 and was 8"]
+    assert Settings(options, {}, saved).changes == ["--workers is 2 and was 8"]
 
 
 def test_settings_with_other_options() -> None:
-    settings = Settings(TrainOptions(), ("--seed", "1"), hyp=Recipe(nbs=8), given={"seed": 1})
+    settings = Settings(TrainOptions(), {"seed": 1}, hyp=Recipe(nbs=8))
     changed = settings.with_options(batch_size=24)
     assert changed == replace(settings, options=TrainOptions(batch_size=24))
     assert settings.options == TrainOptions()

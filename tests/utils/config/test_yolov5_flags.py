@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.making import options_of
 from utils.config.options import TrainOptions, ValOptions, flags_of
-from utils.config.parser import parse_options
 from utils.config.yolov5_flags import REFUSED
 
 KINDS = (TrainOptions, ValOptions)
@@ -36,7 +36,7 @@ def test_a_refused_flag_is_one_line_and_exit_code_2(
     kind: type, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        parse_options(kind, argv)
+        options_of(kind, argv)
     assert caught.value.code == 2
     printed = capsys.readouterr().err
     assert printed.startswith(f"error: {message}")

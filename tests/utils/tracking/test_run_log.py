@@ -242,17 +242,20 @@ def test_results_for_the_hub(weights: str, licence: str, tmp_path: Path, monkeyp
     pushed: list[tuple[Path, str, str]] = []
     monkeypatch.setattr(run_log, "push_run", lambda *arguments: pushed.append(arguments) or "pushed")
     content = {"settings": {"weights": weights, "data": "sets/my set.yaml"}}
-    argv = ("--data", "sets/my set.yaml")
+    given = {"data": "sets/my set.yaml", "freeze": (0, 2), "rect": True, "overrides": {"lr0": "0.1"}}
     for repository in ("", "me/mine"):
         run = Run(tmp_path, ["cpu"])
-        log = RunLog(
-            run, TrackingOptions(project="runs/train", epochs=3, push_to_hub=repository, argv=argv), [], ["cat", "dog"]
-        )
+        options = TrackingOptions(project="runs/train", epochs=3, push_to_hub=repository, given=given)
+        log = RunLog(run, options, [], ["cat", "dog"])
         log.push(DetectionTask, SUMMARY, content)  # type: ignore[arg-type]  # class attributes are enough
         assert run.printed == ["pushed"] * bool(repository)
     ((folder, repository, card),) = pushed
     assert (folder, repository) == (tmp_path, "me/mine")
-    for line in (f"license: {licence}", "pipeline_tag: object-detection", "python train.py --data 'sets/my set.yaml'"):
+    for line in (
+        f"license: {licence}",
+        "pipeline_tag: object-detection",
+        "python train.py --data 'sets/my set.yaml' --freeze 0 2 --rect --hyp.lr0=0.1",
+    ):
         assert f"{line}\n" in card
     assert "on the data set `my set`, 2 classes: cat, dog." in card
     assert "| mAP_0.5 | 0.5 |" in card

@@ -20,7 +20,7 @@ from models.tasks.heatmap.prediction import HeatmapPostprocess
 from models.yolo import build_model
 from utils.batch import Batch
 from utils.config.hyperparameters import Recipe, number
-from utils.config.ranges import SHARE
+from utils.config.values import SHARE
 from utils.plots.drawing import draw_captioned
 
 STRIDE = 4  # of models/heatmap.yaml

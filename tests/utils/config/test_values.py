@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from utils.config.ranges import BELOW_ONE, FINITE, NOT_NEGATIVE, POSITIVE, SHARE, Range, is_number
+from utils.config.values import BELOW_ONE, FINITE, NOT_NEGATIVE, POSITIVE, SHARE, Range, is_number
 
 
 @pytest.mark.parametrize("value", [0, -3, 0.5, 1e300, 10**300])

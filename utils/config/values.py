@@ -1,0 +1,82 @@
+"""What values a flag, a hyperparameter or a key of a YAML may have. Imports nothing of the repository."""
+
+from __future__ import annotations
+
+import math
+import re
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether `value` is a finite int or float that fits into a float; bools are not numbers."""
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+@dataclass(frozen=True)
+class Range:
+    """The finite numbers from `minimum` to `maximum`, without exclusive bounds."""
+
+    minimum: float = -math.inf
+    maximum: float = math.inf
+    exclusive_minimum: bool = False
+    exclusive_maximum: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = self.minimum < value if self.exclusive_minimum else self.minimum <= value
+        below = value < self.maximum if self.exclusive_maximum else value <= self.maximum
+        return above and below and is_number(value)
+
+    def __str__(self) -> str:
+        minimum, maximum = f"{self.minimum:.10g}", f"{self.maximum:.10g}"
+        low = f"more than {minimum}" if self.exclusive_minimum else f"{minimum} or more"
+        if self.maximum == math.inf:
+            return low
+        return f"{low} and less than {maximum}" if self.exclusive_maximum else f"{minimum} to {maximum}"
+
+
+FINITE, NOT_NEGATIVE, POSITIVE = Range(), Range(0), Range(0, exclusive_minimum=True)
+SHARE, BELOW_ONE = Range(0, 1), Range(0, 1, exclusive_maximum=True)
+IMGSZ = Range(1, 2**14)  # the side of an image, in pixels
+OPSETS = Range(12, 21)  # of ONNX: those that torch's exporters write and ONNX Runtime 1.20 runs
+
+
+def accepts(hint: Any, metadata: Mapping[str, Any], value: object) -> bool:
+    """Return whether a value that is not text of a command line is one of a field.
+
+    hint: the field's type; a tuple takes a list of values. metadata: of the field, see `options.flag`.
+    """
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, list) and all(accepts(typing.get_args(hint)[0], metadata, item) for item in value)
+    if hint in (int, float):
+        return is_number(value) and hint(value) == value and value in metadata.get("within", FINITE)
+    if not isinstance(value, hint):
+        return False
+    if choices := metadata.get("choices"):
+        return all(word in choices for word in (value.split(",") if metadata["comma_separated"] else [value]))
+    return hint is bool or has_form(str(value), metadata.get("form", ""))
+
+
+def has_form(text: str, form: str) -> bool:
+    """Return whether text is empty or of a form such as owner/name, in which words in capitals are numbers."""
+    pattern = re.sub(r"\w+", lambda word: r"\d+" if word[0].isupper() else r"[\w.-]+", form)
+    return not form or not text or re.fullmatch(pattern, text) is not None
+
+
+def expected(hint: Any, metadata: Mapping[str, Any]) -> str:
+    """Describe the values that `accepts` takes: `a whole number, 1 or more`."""
+    if typing.get_origin(hint) is tuple:
+        return f"{expected(typing.get_args(hint)[0], metadata)}, or a list of such"
+    if choices := metadata.get("choices"):
+        return f"one of {', '.join(map(repr, choices))}"
+    if hint is bool:
+        return "True or False"
+    if hint is str:
+        return f"of the form {metadata['form']}" if metadata.get("form") else "a text or path"
+    noun, within = "a whole number" if hint is int else "a number", metadata.get("within", FINITE)
+    return noun if within == FINITE else f"{noun}, {within}"
