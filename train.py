@@ -286,7 +286,7 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
 
 
 def assemble(settings: Settings) -> Training:
-    """Make the parts of a run from the result of `resolve_settings`. Raises `UserError` before it writes."""
+    """Make the parts of a run from its settings, see `settings_of`. Raises `UserError` before it writes."""
     options = settings.options
     accelerator, precision = start(options.device, options.mixed_precision, options.dist_timeout, options.comm_hook)
     run = Run(accelerator, precision, options.quiet)
@@ -386,9 +386,13 @@ def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, S
     return {**vars(job.settings.hyp), "model": job.start.yaml, "class names": job.task.names}, files
 
 
-def start_run(given: Mapping[str, Any]) -> None:
-    """Start, or with --resume continue, the run that flags describe, on as many processes as they say."""
-    settings = resolve_settings(given, recipe_of)
+def settings_of(argv: Sequence[str]) -> Settings:
+    """Return the settings that a command line describes. A wrong flag ends the process with exit code 2."""
+    return resolve_settings(given_flags(TrainOptions, argv), recipe_of)
+
+
+def start_run(settings: Settings) -> None:
+    """Start a run, or continue one, on as many processes as the settings say."""
     if not spawn_for_devices(partial(run_process, settings), settings.options.device, settings.options.processes):
         run_process(settings)
 
@@ -406,7 +410,7 @@ def run_process(settings: Settings) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train from the command line."""
-    start_run(given_flags(TrainOptions, sys.argv[1:] if argv is None else argv))
+    start_run(settings_of(sys.argv[1:] if argv is None else argv))
 
 
 def run(**flags: Any) -> dict[str, Any]:
@@ -415,7 +419,7 @@ def run(**flags: Any) -> dict[str, Any]:
     Returns the values of the best epoch by the names of results.csv, its `fitness`, and the run's `folder`. Raises
     `UserError` if the command would end with an error.
     """
-    return call(start_run, "train", flags)
+    return call(lambda given: start_run(resolve_settings(given, recipe_of)), "train", flags)
 
 
 if __name__ == "__main__":

@@ -110,10 +110,7 @@ flags = [*FLAGS[1:], "--mixed-precision", os.environ["PRECISION"]]
 """
 OUR_STEP = """
 import train
-from utils.checkpoint.resume import resolve_settings
-from utils.config.options import TrainOptions
-from utils.config.parser import given_flags
-training = train.assemble(resolve_settings(given_flags(TrainOptions, flags), train.recipe_of))
+training = train.assemble(train.settings_of(flags))
 batch = next(iter(training.loader))
 training.steps.model.prepared.train()
 for number in range(2 * STEPS):

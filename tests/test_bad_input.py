@@ -266,7 +266,7 @@ ERRORS = {
     "UTF-16": Case(text("data.yaml", "train: x".encode("utf-16")), "data.yaml is not text in UTF-8"),
     # hyperparameters
     "out of range": Case(hyp(mosaic=2), "hyp.yaml: mosaic must be a number, 0 to 1, not 2"),
-    "below 0": Case(hyp(lr0=-1), "hyp.yaml: lr0 is -1; give more than 0"),
+    "below 0": Case(hyp(lr0=-1), "hyp.yaml: lr0 must be a number, more than 0, not -1"),
     "wrong type": Case(hyp(box=[1]), "hyp.yaml: box must be a number, 0 or more, not [1]"),
     "misspelt": Case(hyp(mosiac=1), "hyp.yaml: unknown key 'mosiac' (did you mean 'mosaic'?)"),
     "hyp is no YAML": Case(text("hyp.yaml", "lr0: 0.1: 2"), "hyp.yaml, line 1: "),

@@ -103,7 +103,7 @@ def epoch_in_float64(flags: Sequence[str]) -> dict[str, Tensor]:
     build_model, inputs = ClassificationTask.build_model, ClassificationTask.inputs
     ClassificationTask.build_model = lambda self, *described: build_model(self, *described).double()
     ClassificationTask.inputs = lambda self, batch: inputs(self, batch).double()
-    training = train_script.assemble(flags)
+    training = train_script.assemble(train_script.settings_of(flags))
     training.train_one_epoch()
     return dict(training.steps.model.bare.state_dict())
 

@@ -139,7 +139,7 @@ def epoch_in_float64(flags: Sequence[str]) -> dict[str, Tensor]:
     build_model = DetectionTask.build_model
     DetectionTask.build_model = lambda self, *described: build_model(self, *described).double()
     DetectionTask.inputs = lambda self, batch: batch.images.double() / 255
-    training = train.assemble(flags)
+    training = train.assemble(train.settings_of(flags))
     training.train_one_epoch()
     assert training.steps.ema.updates == 1
     return dict(training.steps.model.bare.state_dict())
@@ -169,7 +169,7 @@ WAITING = {"aten::item", "aten::nonzero", "aten::masked_select", "aten::equal", 
 def waits(flags: Sequence[str]) -> tuple[int, int]:
     """Return the number of such operations in the loop, and of optimizer steps, if steps are counted one step later."""
     OptimizerSteps.behind = 1
-    training = train.assemble(flags)
+    training = train.assemble(train.settings_of(flags))
     batches = list(training.loader)
     training.steps.step_log.enabled = True  # as with a tracker: its points are read later too
     training.steps.model.prepared.train()
@@ -190,7 +190,7 @@ def test_the_loop_waits_for_nothing_but_the_verdict_on_the_last_step(
 
 @pytest.mark.gpu
 def test_the_loop_does_not_synchronise_a_gpu(flags: list[str]) -> None:
-    training = train.assemble([*flags, "--device", "0"])
+    training = train.assemble(train.settings_of([*flags, "--device", "0"]))
     batches = list(training.loader)
     training.steps.step_log.enabled = True  # as with a tracker: its points are read later too
     training.steps.model.prepared.train()
@@ -205,7 +205,7 @@ def test_the_loop_does_not_synchronise_a_gpu(flags: list[str]) -> None:
 
 
 def settings(flags: Sequence[str]) -> dict[str, Any]:
-    training = train.assemble(flags)
+    training = train.assemble(train.settings_of(flags))
     steps, criterion = training.steps, training.criterion
     assert isinstance(criterion, DetectionCriterion)
     groups = [{key: value for key, value in g.items() if key != "params"} for g in steps.optimizer.param_groups]
@@ -222,7 +222,7 @@ def test_settings_do_not_depend_on_the_number_of_processes(on_processes: OnProce
 
 def reduced(flags: Sequence[str]) -> tuple[int, int, int, int]:
     """Return the gradient elements that DDP reduces in an epoch, the model's parameters, optimizer steps, batches."""
-    training = train.assemble(flags)
+    training = train.assemble(train.settings_of(flags))
     model, sent = training.steps.model.prepared, []
 
     def count(group, bucket):  # without types: torch reads them, and not as text
@@ -243,7 +243,7 @@ def test_gradients_travel_once_per_optimizer_step(on_processes: OnProcesses, fla
 
 def validated(flags: Sequence[str]) -> tuple[list[int], int, dict[str, float], dict[str, float]]:
     """Return the images that this process validated, how many it ran through the model, and the metrics and losses."""
-    training = train.assemble(flags)
+    training = train.assemble(train.settings_of(flags))
     model, evaluate = training.steps.ema.model, training.evaluate
     images: list[int] = []
     forwarded = []
@@ -284,7 +284,7 @@ def decided(flags: Sequence[str]) -> tuple[float, dict[str, float]]:
         return dataclasses.replace(summarise(self, records), fitness=float(ranks().rank))
 
     DetectionMetrics.summarise = differently
-    training = train.assemble(flags)
+    training = train.assemble(train.settings_of(flags))
     summary = training.evaluate([training.steps.ema.model])
     return summary.fitness, summary.metrics
 
@@ -305,7 +305,7 @@ def started_alike(flags: Sequence[str]) -> list[Tensor]:
         return build(self, *described)
 
     DetectionTask.build_model = differently
-    steps = train.assemble(flags).steps
+    steps = train.assemble(train.settings_of(flags)).steps
     return [*steps.model.bare.state_dict().values(), *steps.ema.model.state_dict().values()]
 
 

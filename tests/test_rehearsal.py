@@ -45,7 +45,7 @@ def with_a_scaler(flags: list[str]) -> train.Training:
         return accelerator, Precision("fp16", "the rehearsal")
 
     train.start = started
-    training = train.assemble(flags)
+    training = train.assemble(train.settings_of(flags))
     training.steps.model.prepared.train()
     return training
 

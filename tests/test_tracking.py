@@ -431,12 +431,9 @@ PROGRAM = """
 import sys
 import numpy as np
 import train
-from utils.checkpoint.resume import resolve_settings
-from utils.config.options import TrainOptions
-from utils.config.parser import given_flags
 
 if __name__ == "__main__":
-    training = train.assemble(resolve_settings(given_flags(TrainOptions, sys.argv[1:]), train.recipe_of))
+    training = train.assemble(train.settings_of(sys.argv[1:]))
     run = training.run.accelerator.get_tracker("wandb", unwrap=True)
     if training.run.accelerator.is_main_process:
         import wandb

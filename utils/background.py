@@ -78,8 +78,10 @@ def await_started_processes() -> None:
 def _is_starting_process() -> bool:
     """Return whether another thread is inside of `Popen`."""
     code = subprocess.Popen._execute_child.__code__  # type: ignore[attr-defined]
-    for thread, frame in sys._current_frames().items():
-        call: FrameType | None = frame if thread != threading.get_ident() else None
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]  # a frame that refers to itself would keep its callers' objects, such as a loader
+    for frame in frames.values():
+        call: FrameType | None = frame
         while call:
             if call.f_code is code:
                 return True

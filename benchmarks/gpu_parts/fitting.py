@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.gpu_parts.measuring import Machine, assembled, free_memory, machine, peak_gib, row, training_flags
+import train
+from benchmarks.gpu_parts.measuring import Machine, free_memory, machine, peak_gib, row, training_flags
 from benchmarks.gpu_parts.steps import stepper
 from utils.distributed.accelerator import reset_accelerate
 from utils.errors import UserError
@@ -15,7 +16,7 @@ SHARES = (1.0, 1.1, 1.2, 1.3, 1.5)  # of AutoBatch's choice, which leaves a fift
 def chosen(here: Machine, model: str, imgsz: int) -> int:
     """Return AutoBatch's batch size."""
     flags = training_flags(here, model, imgsz, -1, "--mixed-precision", "bf16")
-    training = assembled(["--data", str(here.photos(links=True)), *flags[2:]])
+    training = train.assemble(train.settings_of(["--data", str(here.photos(links=True)), *flags[2:]]))
     reset_accelerate()
     return training.options.batch_size
 

@@ -19,13 +19,9 @@ from typing import Any
 import torch
 import yaml
 
-import train
 from benchmarks.gpu_report import ROW
 from benchmarks.versus import linked
 from data.builtin import shapes
-from utils.checkpoint.resume import resolve_settings
-from utils.config.options import TrainOptions
-from utils.config.parser import given_flags
 from utils.files import ROOT
 
 COCO_CLASSES = 80
@@ -168,11 +164,6 @@ def run_flags(here: Machine, name: str, precision: str, workers: int, *more: str
     what = ["--data", str(here.photos()), "--weights", "", "--cfg", "yolov5n.yaml", *size, "--noautoanchor"]
     how = ["--mixed-precision", precision, "--workers", str(workers), "--noplots", "--no-wandb", *more]
     return [*what, *how, "--project", str(here.scratch / "runs"), "--name", name]
-
-
-def assembled(flags: Sequence[str]) -> train.Training:
-    """Return the training that flags describe."""
-    return train.assemble(resolve_settings(given_flags(TrainOptions, flags), train.recipe_of))
 
 
 def training_flags(here: Machine, model: str, imgsz: int, batch: int, *more: str) -> list[str]:

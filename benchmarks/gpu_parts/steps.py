@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+import train
 from benchmarks.gpu_parts.measuring import (
     Machine,
-    assembled,
     free_memory,
     machine,
     peak_gib,
@@ -88,7 +88,7 @@ def stepper(here: Machine, model: str, imgsz: int, batch: int, *flags: str) -> C
     """Return a function that takes a training step, on a batch that is on the device already."""
     hyp = write_yaml(here.scratch / f"every-{batch}.yaml", {"nbs": batch})  # every batch is an optimizer step
     more = ("--mixed-precision", "bf16", "--hyp", str(hyp), *flags)
-    training = assembled(training_flags(here, model, imgsz, batch, *more))
+    training = train.assemble(train.settings_of(training_flags(here, model, imgsz, batch, *more)))
     given = next(iter(training.loader))
     training.steps.model.prepared.train()
     number = iter(range(10**9))

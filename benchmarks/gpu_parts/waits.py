@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import train
-from benchmarks.gpu_parts.measuring import Machine, assembled, machine, row, write_yaml
+from benchmarks.gpu_parts.measuring import Machine, machine, row, write_yaml
 from data.builtin import shapes_cls, shapes_seg
 from utils.distributed.accelerator import reset_accelerate
 from utils.files import ROOT
@@ -26,7 +26,7 @@ TITLE = "Waits in six batches of the loop, every batch a step; stated: the verdi
 
 def batches(here: Machine, flags: list[str], precision: str) -> tuple[train.Training, list[Any]]:
     """Assemble a training with a tracker's step log, and load eight batches."""
-    training = assembled([*flags, "--mixed-precision", precision])
+    training = train.assemble(train.settings_of([*flags, "--mixed-precision", precision]))
     training.steps.step_log.enabled = True
     training.steps.model.prepared.train()
     return training, list(itertools.islice(itertools.cycle(list(training.loader)), 8))

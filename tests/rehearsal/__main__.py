@@ -59,7 +59,7 @@ def assemble(mode: Any, flags: Sequence[str]) -> train.Training:
             return prepare(*parts)
 
     with replaced(train, "prepare_training", on_the_device):
-        training = train.assemble(flags)
+        training = train.assemble(train.settings_of(flags))
     training.loader.device = None  # type: ignore[attr-defined]  # batches are moved below, to the fake device
     training.steps.step_log.enabled = True  # as with a tracker
     training.steps.model.prepared.train()

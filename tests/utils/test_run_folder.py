@@ -63,7 +63,7 @@ def test_files(folder: RunFolder, tmp_path: Path) -> None:
 def test_other_processes_write_nothing(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, Collectives(Accelerator(cpu=True)), False, print)
     fill(folder)
-    folder.rewind(None)
+    folder.restore_to_state(None)
     assert folder.read_state() is None
     assert list(tmp_path.iterdir()) == []
 
@@ -104,7 +104,7 @@ def test_rewind_restores_the_rows_of_the_state(folder: RunFolder, tmp_path: Path
         (tmp_path / name).touch()
     state = state_of(folder)
     assert state["rows"] == ["epoch", "0"]
-    folder.rewind(state)
+    folder.restore_to_state(state)
     assert (tmp_path / "results.csv").read_text() == "epoch\n0\n"
     assert not list(tmp_path.rglob("*.part"))
     folder.add_row({"epoch": 1})
@@ -115,7 +115,7 @@ def test_rewind_restores_the_rows_of_the_state(folder: RunFolder, tmp_path: Path
 def test_a_new_run_removes_what_an_earlier_one_has_left(folder: RunFolder, tmp_path: Path) -> None:
     fill(folder)
     (tmp_path / "notes.txt").touch()  # the user's
-    folder.rewind(None)
+    folder.restore_to_state(None)
     assert folder.read_state() is None
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert files - {".lock"} == {
@@ -132,7 +132,7 @@ def test_a_new_run_removes_what_an_earlier_one_has_left(folder: RunFolder, tmp_p
 def test_a_resumed_run_removes_nothing(folder: RunFolder, tmp_path: Path) -> None:
     fill(folder)
     before = sorted(path for path in tmp_path.rglob("*"))
-    folder.rewind({"rows": []})
+    folder.restore_to_state({"rows": []})
     assert sorted(path for path in tmp_path.rglob("*")) == before
 
 
