@@ -32,9 +32,9 @@ $(FULL): $(REQUIREMENTS)
 train: $(LEAN)
 	$(RUN) train.py
 
-# Two at a time, a file's tests one after another: they share what they have trained.
+# Two at a time, on one thread each; a file's tests one after another: they share what they have trained.
 test: setup
-	$(RUN) -m pytest -n 2 --dist loadfile -m "not long and not gpu and not gpu2"
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not gpu2"
 
 test-long: setup
 	$(RUN) -m pytest -m "long and not gpu and not gpu2"

@@ -256,6 +256,7 @@ def test_a_loss_that_is_not_finite(train: Train, tmp_path: Path) -> None:
 # A split of one folder, and the run folder
 
 
+@pytest.mark.long
 def test_one_folder(drawn_classes: Path, train: Train, run_script: RunScript, tmp_path: Path) -> None:
     """Images of several modes and a broken one; the split and the class numbers are written to files."""
     folder = tmp_path / "photos"

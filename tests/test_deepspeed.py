@@ -76,7 +76,10 @@ def test_it_ends_in_order_twenty_times(name: str, run_script: RunScript, drawn: 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [(("--comm-hook", "bf16"), "--comm-hook bf16 works with DDP"), (("--mixed-precision", "fp16"), "use bf16 or no")],
+    [
+        pytest.param(("--comm-hook", "bf16"), "--comm-hook bf16 works with DDP", marks=pytest.mark.long),
+        (("--mixed-precision", "fp16"), "use bf16 or no"),
+    ],
 )
 def test_what_it_cannot_do(
     flags: tuple[str, ...],

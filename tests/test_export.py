@@ -116,6 +116,7 @@ def rows(run: Path) -> dict[str, np.ndarray]:
     return {file.name: np.loadtxt(file, ndmin=2) for file in sorted((run / "labels").iterdir())}
 
 
+@pytest.mark.long
 def test_val_predicts_the_same_objects(
     weights: Path, exported: str, small_data: Path, tmp_path: Path, run_script: RunScript
 ) -> None:

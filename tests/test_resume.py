@@ -380,6 +380,7 @@ def test_slurm_jobs_in_sequence(submit: Submit, undisturbed: Path, tmp_path: Pat
 # What is resumed
 
 
+@pytest.mark.long
 def test_a_finished_run(
     call_main: CallMain, flags: tuple[str, ...], train: Train, undisturbed: Path, tmp_path: Path
 ) -> None:

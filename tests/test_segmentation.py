@@ -235,6 +235,7 @@ def outlined_photos(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder / "data.yaml"
 
 
+@pytest.mark.long
 def test_scores_of_yolov5(shared: Path, outlined_photos: Path, run_script: RunScript, tmp_path: Path) -> None:
     """Square batches: YOLOv5 has 0.6212, 0.3863 of boxes and 0.3964, 0.1825 of masks."""
     weights = shared / "weights" / "yolov5n-seg-coco128.pt"

@@ -321,6 +321,7 @@ def plain(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return project / "exp"
 
 
+@pytest.mark.long
 def test_noplots(plain: Path) -> None:
     assert not [file for file in plain.rglob("*") if file.suffix in (".jpg", ".png")]
 
@@ -468,6 +469,7 @@ def test_a_run_that_is_stopped_by_a_signal_is_logged(train: Train, tmp_path: Pat
     assert any("continue with --resume" in line for line in run.lines)
 
 
+@pytest.mark.long
 def test_a_quiet_run_with_tensorboard(train: Train, tmp_path: Path) -> None:
     printed = train(tmp_path, "--quiet", "--log-with", "tensorboard", "--epochs", "1", launcher=UNSET)
     lines = printed.splitlines()

@@ -104,6 +104,7 @@ def test_same_seed_same_bytes_for_any_workers(
     assert all(torch.equal(own[name], other[name]) for name in other)
 
 
+@pytest.mark.long
 def test_another_seed_another_curve(first: tuple[Path, str], run_script: RunScript, small_data: Path) -> None:
     printed = train(run_script, first[0].parent, small_data, "--seed", "1", "--epochs", "1", "--verbose")
     assert sum(line.split()[:1] == ["Class"] for line in printed.splitlines()) == 1  # one epoch, one table
@@ -118,6 +119,7 @@ def test_val_equals_training(first: tuple[Path, str], tmp_path: Path, run_script
     assert overall[3:] == [f"{float(rows(first[0])[-1][name]):.4f}" for name in COLUMNS[4:8]]
 
 
+@pytest.mark.long
 def test_fine_tuning_flags(first: tuple[Path, str], tmp_path: Path, run_script: RunScript, small_data: Path) -> None:
     """Weights of other classes, frozen layers, one class, rectangular batches, a cache, cosine, no validation."""
     weights = str(first[0] / "weights" / "last.pt")

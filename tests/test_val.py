@@ -214,6 +214,7 @@ def test_a_classifier_is_validated_at_the_size_of_its_training(
     assert "warning: " not in printed
 
 
+@pytest.mark.long
 def test_speed(two_models: tuple[str, str], small_data: Path, tmp_path: Path, run_script: RunScript) -> None:
     printed = run_script(
         "val.py", "--weights", two_models[0], "--data", str(small_data), "--imgsz", "64", "--task", "speed",
