@@ -19,6 +19,8 @@ from itertools import chain
 from pathlib import Path
 
 if __name__ == "__main__":
+    import utils.birth  # noqa: F401
+
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in these imports prints no traceback; `run_main` resets it
     gc.disable()  # these imports make 400,000 objects, hardly any garbage; `run_main` enables it
 
@@ -34,6 +36,7 @@ from utils.config.options import DetectOptions
 from utils.config.parser import given_flags, over_defaults
 from utils.console import Bar, show
 from utils.distributed.failure import Stopped, run_main
+from utils.errors import without_secrets
 from utils.files import csv_text, lock_folder, numbered_folder, replacing
 from utils.plots.drawing import Style, write_picture
 from utils.stage_times import (
@@ -84,7 +87,7 @@ def main() -> None:
 
 def batches(media: Media, predictor: Predictor, batch_size: int) -> Iterator[list[tuple[Frame, Item]]]:
     """Iterate over the frames of all media with their items, in batches, with a progress bar."""
-    frames = ((frame, predictor.item(frame.image, frame.item.name)) for frame in media)
+    frames = ((frame, predictor.item(frame.image, without_secrets(frame.item.name))) for frame in media)
     live = any(item.kind == "live" for item in media.items)
     bar = Bar("detecting", media.count(), shown=True)
     return bar.over(groups(frames if live else prefetched(frames), batch_size), len)

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":
+    import utils.birth  # noqa: F401
+
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in these imports prints no traceback; `run_main` resets it
     gc.disable()  # these imports make 400,000 objects, hardly any garbage; `run_main` enables it
 
@@ -250,7 +252,8 @@ class Inputs(NamedTuple):
 
 def read_job(settings: Settings) -> Job:
     """Read the files that the flags name; download what is missing. Raises `UserError`."""
-    start_from = starting_point(settings.select(ModelOptions), settings.saved and settings.saved["model"])
+    saved_yaml = settings.saved and settings.saved["model"]
+    start_from = starting_point(settings.select(ModelOptions), saved_yaml, "layers" in settings.given)
     kind = start_from.entry.load()
     settings.refuse(kind.refused)
     source = data_source(settings.options.data, start_from.entry.data)

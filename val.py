@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, cast
 
 if __name__ == "__main__":
+    import utils.birth  # noqa: F401
+
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in these imports prints no traceback; `run_main` resets it
     gc.disable()  # these imports make 400,000 objects, hardly any garbage; `run_main` enables it
 

@@ -52,7 +52,7 @@ class _Items(Items):
         return to_tensor(self.images.read(index)), int(self.labels[index])
 
     def info(self, index: int) -> ClassInfo:
-        return ClassInfo(index, str(self.images.files[index]), int(self.labels[index]))
+        return ClassInfo(index, remote.shown_path(self.images.files[index]), int(self.labels[index]))
 
 
 class TrainingItems(_Items):

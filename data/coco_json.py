@@ -21,10 +21,11 @@ import numpy as np
 
 from data import storage
 from data.outlines import decode_rle, joined, mask_outline
-from utils.errors import UserError, nearest, plural
+from utils.errors import UserError, nearest, plural, shortened
 from utils.files import cache_folder, file_name, one_at_a_time, replacing
 
 T = TypeVar("T")
+MAX_MASK_PIXELS = 2**28
 CONTENTS_VERSION = 1  # of the cached `Contents`
 CUT_KEY = "cut at the edge of their image"  # the tally's key of boxes that are cut, not left out
 
@@ -121,11 +122,23 @@ def _read(file: Path, objects: bool) -> Any:
 
 
 class Rows(NamedTuple):
-    """The rows of an image's label file. name: of the image's file, with / between folders."""
+    """The rows of an image's label file. name: of the image's file, with / between folders. size: width, height."""
 
     name: str
     rows: list[str]
     image_id: int | str
+    size: tuple[int, int] | None
+
+
+class AnnotatedRows(NamedTuple):
+    """The objects of the images of a file: by path, the text of a label file, and the width and height that it gives.
+
+    problems: sentences about what is left out.
+    """
+
+    texts: dict[str, str]
+    sizes: dict[str, tuple[int, int] | None]
+    problems: list[str]
 
 
 def coco_rows(
@@ -157,11 +170,19 @@ def coco_rows(
                 tally["boxes of categories that are not in `names`"] += label is None
             except (KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
                 raise UserError(f"{file}: annotation {item.id} is damaged ({error!r}); fix it") from None
-        yield Rows(_name(image), list(filter(None, rows)), image.id)
+        yield Rows(_name(image), list(filter(None, rows)), image.id, _size(image))
 
 
 def _name(image: Any) -> str:
     return file_name(image.file_name.replace("\\", "/"))
+
+
+def _size(image: Any) -> tuple[int, int] | None:
+    """Return the width and height that an annotation file gives for an image, None if it gives none."""
+    with suppress(TypeError, ValueError, OverflowError):
+        size = int(image.width), int(image.height)
+        return size if min(size) > 0 else None
+    return None
 
 
 def _class_numbers(categories: Sequence[Any], names: Sequence[str]) -> dict[Any, int | None]:
@@ -178,7 +199,7 @@ def _row(item: Any, label: int, image: Any, polygons: bool, tally: Tally) -> str
     row = box_row(label, (x, y, width, height), size, tally)
     if not polygons or not row:
         return row
-    outline = _outline(item.segmentation)
+    outline = _outline(item.segmentation, size, tally)
     if not len(outline):
         tally["outlines, replaced by the box"] += 1
         outline = np.array([(x, y), (x + width, y), (x + width, y + height), (x, y + height)])
@@ -186,15 +207,19 @@ def _row(item: Any, label: int, image: Any, polygons: bool, tally: Tally) -> str
     return f"{label}{' %.6g' * len(shares)}\n" % tuple(shares)
 
 
-def _outline(raw: Any) -> np.ndarray:
+def _outline(raw: Any, image: tuple[int, int], tally: Tally) -> np.ndarray:
     """Return one outline for a list of polygons or a mask in run-length encoding, (p, 2); it may be empty.
 
-    raw: JSON.
+    raw: JSON. image: width and height of the image.
     """
     from msgspec.json import decode  # faster than json.loads
 
     segmentation = decode(raw) if bytes(raw) else None
     if isinstance(segmentation, dict):
+        # A mask takes a byte per pixel, whatever the length of its JSON.
+        if list(segmentation["size"]) != [*reversed(image)] or image[0] * image[1] > MAX_MASK_PIXELS:
+            tally["masks of another size than their image"] += 1
+            return np.zeros((0, 2))
         return np.array(mask_outline(decode_rle(segmentation["counts"], segmentation["size"])))
     parts = [np.array(part, float).reshape(-1, 2) for part in segmentation or () if len(part) > 4]
     if len(parts) < 2:
@@ -257,6 +282,14 @@ def _parse_contents(content: Any, file: Path) -> Contents:
     return Contents(names, groups, list(map(_name, content.images)))
 
 
+def _leaves(name: str, parents: Sequence[str]) -> bool:
+    """Return whether a file_name of an annotation file leads out of all folders that it is looked for in."""
+    if not os.path.isabs(name) and ".." not in name.split("/"):
+        return False
+    paths = [os.path.normpath(os.path.join(parent, name)) for parent in parents]
+    return not any(path.startswith(os.path.join(os.path.normpath(parent), "")) for path in paths for parent in parents)
+
+
 @dataclass(frozen=True)
 class AnnotatedImages:
     """The images of a split that an annotation file describes. names: the classes; images: file names by path."""
@@ -270,13 +303,21 @@ class AnnotatedImages:
         size, changed = storage.stamp(self.file)
         return f"{self.file}\0{size}\0{changed}\0{self.names}\0".encode(errors="surrogateescape")
 
-    def rows(self, polygons: bool) -> tuple[dict[str, str], list[str]]:
-        """Return the label rows of each image by its path, as in a label file, and problems. Raises `UserError`."""
+    def rows(self, polygons: bool) -> AnnotatedRows:
+        """Return the objects of each image. Raises `UserError`."""
         tally = Tally()
-        text = {each.name: "".join(each.rows) for each in coco_rows(self.file, self.names, tally, polygons)}
+        text: dict[str, str] = {}
+        sizes = {}
+        for each in coco_rows(self.file, self.names, tally, polygons):
+            tally["images with the file_name of another, whose objects are joined"] += each.name in text
+            text[each.name] = text.get(each.name, "") + "".join(each.rows)
+            sizes[each.name] = each.size
         del tally["crowds"]  # as intended
         problems = [f"{self.file}: left out: {tally.omitted}"] if tally.omitted else []
-        return {path: text.get(name, "") for path, name in self.images.items()}, problems
+        texts = {path: text.get(name, "") for path, name in self.images.items()}
+        return AnnotatedRows(
+            texts, {path: sizes[name] for path, name in self.images.items() if name in sizes}, problems
+        )
 
 
 def find_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> tuple[AnnotatedImages, list[str]]:
@@ -286,6 +327,7 @@ def find_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> tu
     """
     contents = read_contents(file)
     known = set(contents.names)
+    repeated = [name for name, count in Counter(contents.names).items() if count > 1 and name in names]
     missing_names = [name for name in names if name.strip() not in known]
     if len(missing_names) == len(names):
         raise UserError(
@@ -293,16 +335,24 @@ def find_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> tu
             "`names`; correct `names:`, or leave it out to use the file's"
         )
     problems = [f"{file}: no category '{name}'{nearest(name, sorted(known))}" for name in missing_names]
+    problems += [f"{file}: several categories are named '{shortened(name)}'; they are one class" for name in repeated]
     parents = [os.path.join(folder, "") for folder in (file.parent, *folders)]
     searched_in = [(parent, storage.file_test(parent)) for parent in parents]
     images: dict[str, str] = {}
     missing: list[str] = []
+    outside: list[str] = []
     for name in contents.images:
+        if _leaves(name, parents):
+            outside.append(name)
+            continue
         path = next((path for parent, is_file in searched_in if is_file(path := os.path.join(parent, name))), None)
         if path is None:
             missing.append(name)
         else:
             images[os.path.normpath(path)] = name
+    if outside:
+        example = f"such as {shortened(outside[0])}"
+        problems.append(f"{file}: {len(outside)} of its images are outside of the data set, {example}; left out")
     if missing:
         searched = ", ".join(map(os.path.normpath, parents))
         example = f"such as {missing[0]}, looked for in {searched}"

@@ -25,7 +25,7 @@ from data.images import IMAGE_SUFFIXES
 from data.voc import LISTS, read_voc
 from utils.distributed.failure import run_main
 from utils.errors import UserError, nearest
-from utils.files import replacing
+from utils.files import read_regular, replacing
 
 VOC_SETS = ("train", "val", "test")  # in ImageSets/Main; trainval is the first two
 VISDRONE_CLASSES = 10  # categories 1 to 10; 0 is for regions to ignore, 11 for other objects
@@ -115,7 +115,7 @@ def _image_lists(year: Path) -> list[Path]:
 
 
 def _lines(file: Path) -> list[str]:
-    return file.read_text(encoding="utf-8-sig", errors="replace").splitlines()
+    return read_regular(file).decode("utf-8-sig", errors="replace").splitlines()
 
 
 def convert_voc(
@@ -203,7 +203,7 @@ def convert_coco(
     tally = Tally()
     written: set[str] = set()
     with label_folder(labels, exist_ok) as folder:
-        for image, rows, image_id in with_progress(coco_rows(file, (), tally, polygons, crowd), "writing"):
+        for image, rows, image_id, _ in with_progress(coco_rows(file, (), tally, polygons, crowd), "writing"):
             if rows:
                 name = _label_name(file, image, image_id, flat)
                 if name in written:

@@ -30,6 +30,7 @@ from data.data_yaml import DataSpec
 from data.dataset import DataOptions, DataSet, labels_text, problem_warnings, split_identity
 from data.images import read_image, resize_long_side, scaled_shape
 from data.labels import Content, Labels, check_classes, load_labels
+from data.remote import shown_path
 from data.sampler import SampleIndex, evaluation_batches, item_generator, training_batches
 from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement
 from utils.config.hyperparameters import Hyperparameters, Recipe
@@ -76,7 +77,7 @@ class _Items(Items):
 
     def info(self, index: int, placement: Placement) -> ImageInfo:
         width, height = (int(side) for side in self.labels.sizes[index])
-        return ImageInfo(index, str(self.images.files[index]), (width, height), placement, self.labels.of(index))
+        return ImageInfo(index, shown_path(self.images.files[index]), (width, height), placement, self.labels.of(index))
 
 
 class TrainingItems(_Items):

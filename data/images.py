@@ -20,7 +20,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 
 from data import storage
-from utils.errors import UserError
+from utils.errors import StorageError, UserError
 
 cv2.setNumThreads(0)  # loader processes are parallel already; their threads would compete for the cores
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)  # Pillow reads what it cannot, or raises
@@ -51,6 +51,8 @@ def read_image(path: Path, jpeg_divisor: int = 1) -> np.ndarray:
         flags = JPEG_FLAGS[jpeg_divisor if is_jpeg else 1]
         image = cv2.imdecode(np.frombuffer(data, np.uint8), flags) if data else None
         return image if image is not None else _read_with_pillow(data)
+    except StorageError:
+        raise
     except Exception as error:  # Pillow raises many kinds for a damaged file
         raise unreadable(path, error) from None
 
@@ -64,6 +66,8 @@ def read_whole_image(path: Path) -> np.ndarray:
         image_size(path)
     except Image.DecompressionBombError:
         pass  # OpenCV reads larger images than Pillow
+    except StorageError:
+        raise
     except Exception as error:
         raise unreadable(path, error) from None
     return read_image(path)

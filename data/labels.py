@@ -22,10 +22,10 @@ from data import storage
 from data.coco_json import AnnotatedImages
 from data.images import image_size
 from data.polygons import Polygons, offsets_of
-from utils.errors import UserError, plural, shortened
+from utils.errors import StorageError, UserError, plural, shortened
 from utils.files import cache_folder, one_at_a_time, replacing
 
-CACHE_VERSION = 4
+CACHE_VERSION = 5
 FILES_PER_CHUNK = 64  # that a scanning process takes at a time
 MIN_SECONDS_PER_PROCESS = 0.5  # of work, or starting another process takes longer than it saves
 MIN_IMAGE_SIDE_PIXELS = 10  # a smaller image is left out
@@ -37,7 +37,8 @@ MIN_OUTLINE_WIDTH = 1e-5  # share of a side: an outline that is narrower is a li
 # To scan: no label files; their boxes; their outlines too, if there are any; outlines that enclose an area.
 Content = Literal["images", "labels", "polygons", "outlines"]
 OUTLINED: tuple[Content, ...] = ("polygons", "outlines")
-Scanned = tuple[Path, "str | None"]  # an image, and its rows unless it has a label file
+# An image, its rows unless it has a label file, and the width and height that these are for.
+Scanned = tuple[Path, "str | None", "tuple[int, int] | None"]
 
 
 @dataclass(frozen=True)
@@ -189,12 +190,14 @@ def _scan(
     images: Sequence[Path], title: str, workers: int, content: Content, annotated: Sequence[AnnotatedImages]
 ) -> Labels:
     texts: dict[str, str] = {}
+    sizes: dict[str, tuple[int, int] | None] = {}
     problems: list[str] = []
     for each in annotated:
-        rows, omitted = each.rows(content in OUTLINED)
-        texts = {**rows, **texts}  # of an image that two files describe the first counts
-        problems += omitted
-    items = [(image, texts.get(os.fspath(image))) for image in images]
+        rows = each.rows(content in OUTLINED)
+        texts = {**rows.texts, **texts}  # of an image that two files describe the first counts
+        sizes = {**rows.sizes, **sizes}
+        problems += rows.problems
+    items = [(image, texts.get(name := os.fspath(image)), sizes.get(name)) for image in images]
     chunks = [items[start : start + FILES_PER_CHUNK] for start in range(0, len(items), FILES_PER_CHUNK)]
     parts: list[Labels] = []
     with tqdm(total=len(images), desc=f"checking {title}", unit="image", disable=None, leave=False) as bar:
@@ -227,10 +230,10 @@ def _map_chunks(
 
 
 def _scan_chunk(content: Content, images: Sequence[Scanned]) -> Labels:
-    unread = [(os.fspath(image), text) for image, text in images if storage.image_size(image) is None]
+    unread = [(os.fspath(image), text) for image, text, _ in images if storage.image_size(image) is None]
     labels = [storage.label_name(name) for name, text in unread if text is None and content != "images"]
     storage.prefetch([*(name for name, _ in unread), *labels])
-    scans = [scan_image(image, content, text) for image, text in images]
+    scans = [scan_image(image, content, text, described) for image, text, described in images]
     outlines = [outline for scan in scans for outline in scan.outlines]
     return Labels(
         np.concatenate([scan.rows for scan in scans]),
@@ -250,21 +253,28 @@ class Scan(NamedTuple):
     outlines: Sequence[np.ndarray] = ()
 
 
-def scan_image(image: Path, content: Content = "labels", text: str | None = None) -> Scan:
+def scan_image(
+    image: Path, content: Content = "labels", text: str | None = None, described: tuple[int, int] | None = None
+) -> Scan:
     """Check one image and its label file. A bad image or row is left out, and is a problem.
 
     So is an image if its label file cannot be read, or has rows but no good one. text: the rows of an image whose
-    objects are in an annotation file; it has no label file.
+    objects are in an annotation file; it has no label file. described: width and height in that file.
     """
     try:
         storage.require_regular_file(image)
         size = image_size(image)
+    except StorageError:
+        raise
     except Exception as error:  # Pillow raises many kinds for a damaged file
         return Scan(problems=[f"{image}: not readable as an image ({error}); left out"])
     if min(size) < MIN_IMAGE_SIDE_PIXELS:
         return Scan(problems=[f"{image}: {size[0]}x{size[1]} pixels, smaller than {MIN_IMAGE_SIDE_PIXELS}; left out"])
     if content == "images":
         return Scan(size)
+    if described and abs(size[0] * described[1] - size[1] * described[0]) > max(*size, *described):  # another shape
+        sizes = f"{size[0]}x{size[1]} pixels, but its annotation is for {described[0]}x{described[1]}"
+        return Scan(problems=[f"{image}: {sizes}; left out"])
     file = storage.label_name(os.fspath(image)) if text is None else f"annotations of {image}"
     try:
         if text is None:
@@ -278,7 +288,7 @@ def scan_image(image: Path, content: Content = "labels", text: str | None = None
     if problems and not rows:  # it may have objects, so it is no background
         return Scan(problems=[*problems, f"{file}: no row can be used; its image is left out"])
     outlines = list(map(_outline, rows.values())) if content in OUTLINED else ()
-    return Scan(size, np.array(list(rows), np.float32).reshape(-1, 5), problems, outlines)
+    return Scan(size, np.array([row[:5] for row in rows], np.float32).reshape(-1, 5), problems, outlines)
 
 
 def _outline(words: Sequence[str]) -> np.ndarray:
@@ -301,7 +311,8 @@ def parse_rows(
     """Return the rows of a label file, and problems with lines that are left out.
 
     A line is a box, `class x y w h`, or a polygon, `class x1 y1 x2 y2 x3 y3 ...`, normalised. Rows are the words of
-    each line by (class, x, y, w, h), in the order of the file. enclosing: a polygon that is a line is a problem too.
+    each line by (class, x, y, w, h), in the order of the file. enclosing: a polygon that is a line is a problem too,
+    and its points follow in the key, so that objects with the same box but other outlines are several rows.
     """
     rows: dict[tuple[float, ...], list[str]] = {}
     problems = []
@@ -314,8 +325,12 @@ def parse_rows(
             except ValueError as error:
                 problems.append(f"{file}, line {number}: {error}; row left out")
                 continue
+            if enclosing and len(words) > 5:
+                row += tuple(map(float, words[1:]))
             if row in rows:
-                problems.append(f"{file}, line {number}: the same box again; row left out")
+                problems.append(
+                    f"{file}, line {number}: the same {'outline' if row[5:] else 'box'} again; row left out"
+                )
             rows.setdefault(row, words)
     return rows, problems
 

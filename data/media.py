@@ -26,7 +26,7 @@ from torch import Tensor
 
 from data.images import IMAGE_SUFFIXES, read_whole_image, unreadable
 from utils.errors import UserError
-from utils.files import cache_folder
+from utils.files import cache_folder, read_regular
 
 T = TypeVar("T")
 VIDEO_SUFFIXES = frozenset(
@@ -108,7 +108,7 @@ def _read_list(file: Path, live: bool) -> list[MediaItem]:
     A line without an item becomes a picture.
     """
     try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
+        lines = [line.strip() for line in read_regular(file).decode("utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"the source {file} cannot be read as a list ({error}); write a path or an address per line"

@@ -71,10 +71,10 @@ def loose_images(spec: DataSpec, split: str, task: str) -> tuple[list[LooseImage
         listing = spec.listing(split)
         paths, messages = listing.images, listing.problems
         for annotated in listing.annotated:
-            rows, omitted = annotated.rows(polygons=False)
-            boxes = {**rows, **boxes}
-            outlines = {**annotated.rows(polygons=True)[0], **outlines}
-            messages += omitted
+            rows = annotated.rows(polygons=False)
+            boxes = {**rows.texts, **boxes}
+            outlines = {**annotated.rows(polygons=True).texts, **outlines}
+            messages += rows.problems
     if paths and shards.place_of(str(paths[0])):
         raise UserError(f"{spec.file} is packed already; name the data YAML of the loose files")
     images = []

@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from utils.download import RETRIED_STATUS_CODES
-from utils.errors import UserError
+from utils.errors import StorageError, UserError, without_secrets
 from utils.files import cache_folder, one_at_a_time, replacing
 
 T = TypeVar("T")
 REMOTE = re.compile(r"([a-z][a-z0-9+.-]+):/+(?=[^/])")
+# Of the file systems of fsspec: some of the others run code that an address or a file names.
+PROTOCOLS = ("http", "https", "s3", "s3a", "gs", "gcs", "hf", "file")
 MIN_FREE_SHARE = 0.1  # of the disk, which the caches do not use
 CACHE_RULE = f"as long as {MIN_FREE_SHARE:.0%} of its disk stay free"
 ATTEMPTS = 6  # to read an object
@@ -58,11 +60,7 @@ def address_of(path: str | os.PathLike[str]) -> str:
 
 def shown_path(path: str | os.PathLike[str]) -> str:
     """Return a path for a message; of a remote one the address, without what may be secret."""
-    return _public(address_of(path)) if is_remote(path) else os.fspath(path)
-
-
-def _public(text: str) -> str:
-    return re.sub(r"\?\S*", "", re.sub(r"://[^/@\s]*@", "://", text))
+    return without_secrets(address_of(path))
 
 
 def _path_of(address: str) -> str:
@@ -78,6 +76,11 @@ def _filesystem(path: str) -> tuple[Any, str]:
 
     address = address_of(path)
     protocol = address.partition("://")[0]
+    if protocol not in PROTOCOLS or "::" in address:
+        raise UserError(
+            f"{without_secrets(address)} is an address of a kind that is not read; give a path, or an address that "
+            f"begins with one of {', '.join(PROTOCOLS)}, without `::`"
+        )
     options: dict[str, Any] = {}
     if protocol in ("http", "https"):
         options = {"client_kwargs": {"timeout": _http_timeout()}}
@@ -89,9 +92,9 @@ def _filesystem(path: str) -> tuple[Any, str]:
     except ImportError as error:
         package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}.get(protocol)
         advice = f"pip install {package}" if package else f"install what fsspec names: {error}"
-        raise UserError(f"{_public(address)} cannot be read without another package: {advice}") from None
-    except ValueError as error:
-        raise UserError(f"{_public(address)} has a scheme that fsspec does not support ({error})") from None
+        raise UserError(f"{without_secrets(address)} cannot be read without another package: {advice}") from None
+    except Exception as error:  # each store has its own kinds
+        raise UserError(f"{without_secrets(address)} cannot be read ({_reason(error)}); correct the address") from None
     return filesystem, name
 
 
@@ -119,7 +122,7 @@ def _request(path: str, call: Callable[[Any, str], T]) -> T:
             if isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(errno.ENOENT, "no such object", shown_path(path)) from None
             if attempt == ATTEMPTS or _is_final(error):
-                raise UserError(
+                raise StorageError(
                     f"{shown_path(path)} cannot be read ({_reason(error)}); check the address, the credentials and "
                     "the server"
                 ) from None
@@ -150,7 +153,7 @@ def _is_final(error: Exception) -> bool:
 def _reason(error: Exception) -> str:
     if status := getattr(error, "status", 0):
         return f"HTTP status {status}"
-    return _public(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+    return without_secrets(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
 
 def version_of(path: str) -> Version | None:

@@ -14,7 +14,6 @@ import os
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ import numpy as np
 from data import remote
 from data.label_paths import label_name
 from utils.errors import UserError
+from utils.files import open_regular, read_regular
 
 INDEX_FILE = "index.json"
 INDEX_VERSION = 1
@@ -121,7 +121,7 @@ def list_of(shard: str) -> str:
 
 def _read_small(file: str) -> bytes:
     """Return the content of an index or a list. Raises OSError."""
-    return remote.read_object(file) if remote.is_remote(file) else Path(file).read_bytes()
+    return remote.read_object(file) if remote.is_remote(file) else read_regular(file)
 
 
 # Files in shards
@@ -183,7 +183,7 @@ class _Shard:
 
 def _open(path: str) -> int:
     try:
-        return os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        return open_regular(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; copy it again from where it was packed") from None
 

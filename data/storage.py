@@ -15,6 +15,7 @@ from typing import BinaryIO
 import numpy as np
 
 from data import label_paths, remote, shards
+from utils.files import read_regular
 
 
 def forget() -> None:
@@ -36,8 +37,7 @@ def read_bytes(path: str | Path) -> bytes:
         return shards.read_member(*place)
     if remote.is_remote(name):
         return remote.read_object(name)
-    with open(name, "rb") as file:
-        return file.read()
+    return read_regular(name)
 
 
 def read_label(path: str, outlined: bool) -> bytes:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data import storage
-from data.coco_json import AnnotatedImages, CocoBox, Tally, box_row, cached_json
+from data.coco_json import AnnotatedImages, AnnotatedRows, CocoBox, Tally, box_row, cached_json
 from data.images import IMAGE_SUFFIXES
 from utils.errors import UserError, nearest, plural
+from utils.files import read_regular
 
 LISTS = Path("ImageSets", "Main")
 # In the XML files of the challenge itself, whose coordinates start at 1.
@@ -38,7 +39,7 @@ def read_voc(file: Path, one_based: bool = False) -> tuple[tuple[int, int], list
     programs count from 0.
     """
     try:
-        root = ET.parse(file).getroot()
+        root = ET.fromstring(read_regular(file))
         size = int(float(_text(root, "size/width"))), int(float(_text(root, "size/height")))
         if min(size) < 1:
             raise ValueError("its <size> is not positive")
@@ -48,7 +49,7 @@ def read_voc(file: Path, one_based: bool = False) -> tuple[tuple[int, int], list
             left, top = left - one_based, top - one_based
             box = (left, top, right - left, bottom - top)
             objects.append(VocObject(_text(item, "name"), box, (item.findtext("difficult") or "0").strip() == "1"))
-    except (ET.ParseError, ValueError, OverflowError) as error:
+    except (ET.ParseError, ValueError, OverflowError, LookupError) as error:
         raise UserError(f"{file} is not a VOC annotation ({error}); fix it, or move it away") from None
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
@@ -71,15 +72,17 @@ class VocImages(AnnotatedImages):
         names = "\0".join(self.names).encode(errors="surrogateescape")
         return names + storage.stamps([str(self.file), *self.images.values()])
 
-    def rows(self, polygons: bool) -> tuple[dict[str, str], list[str]]:
-        """Return the label rows of each image by its path; difficult objects are left out, as by the converter."""
+    def rows(self, polygons: bool) -> AnnotatedRows:
+        """Return the objects of each image; difficult ones are left out, as by the converter."""
         tally, numbers, rows = Tally(), {name: number for number, name in enumerate(self.names)}, {}
+        sizes: dict[str, tuple[int, int] | None] = {}
         for path, file in self.images.items():
             size, objects = read_voc(Path(file), one_based=CHALLENGE_MARK in storage.read_bytes(file))
             known = [item for item in objects if item.name in numbers and not item.difficult]
             tally["boxes of classes that are not in `names`"] += sum(item.name not in numbers for item in objects)
             rows[path] = "".join(box_row(numbers[item.name], item.box, size, tally) for item in known)
-        return rows, [f"{self.file}: left out: {tally.omitted}"] if tally.omitted else []
+            sizes[path] = size
+        return AnnotatedRows(rows, sizes, [f"{self.file}: left out: {tally.omitted}"] if tally.omitted else [])
 
 
 def is_voc_list(location: Path) -> bool:
@@ -110,7 +113,7 @@ def find_images(file: Path, names: Sequence[str]) -> tuple[VocImages, list[str]]
             "other of the data set's `names`; correct `names:`, or leave it out to use VOC's"
         )
     try:
-        lines = file.read_text(encoding="utf-8-sig", errors="replace").splitlines()
+        lines = read_regular(file).decode("utf-8-sig", errors="replace").splitlines()
         folder = file.parents[2] / "JPEGImages"
         images = {path.stem: str(path) for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES}
     except OSError as error:

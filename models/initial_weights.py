@@ -65,13 +65,16 @@ class StartingPoint:
         return find_weights(weights, self.yaml, self.source if self.from_yaml else "the model YAML")
 
 
-def starting_point(options: ModelOptions, saved_yaml: Mapping[str, Any] | None = None) -> StartingPoint:
-    """Read the model that --cfg names, else the one in --weights. saved_yaml: of a run that is resumed.
+def starting_point(
+    options: ModelOptions, saved_yaml: Mapping[str, Any] | None = None, layers_named: bool = True
+) -> StartingPoint:
+    """Read the model that --cfg names, else the one in --weights.
 
-    If --cfg is given, `with_weights` reads the weights later. Raises `UserError`.
+    saved_yaml: of a run that is resumed. layers_named: whether --layers is on the command line, not only in the
+    settings of that run. If --cfg is given, `with_weights` reads the weights later. Raises `UserError`.
     """
     if options.layers:
-        add_layers(options.layers)
+        add_layers(options.layers, layers_named)
     source, content = options.cfg or options.weights, None
     if saved_yaml is not None:
         yaml = dict(saved_yaml)

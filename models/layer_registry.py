@@ -6,6 +6,7 @@ Called by models/yolo.py, and by the scripts for --layers. A new layer is a clas
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import inspect
 import itertools
@@ -24,7 +25,7 @@ from torch import nn
 
 from models import layers
 from utils.errors import UserError, first_line, nearest
-from utils.files import ROOT
+from utils.files import ROOT, cache_folder
 
 MAX_COUNT = 4096  # classes, channels, repetitions: a larger number is a typing error
 # Modules of torch.nn whose classes are no layers of a map.
@@ -187,8 +188,11 @@ def layer_maker(name: Any) -> LayerMaker:
     return TORCH_LAYERS_WITH_CHANNELS.get(word, plain(layer))
 
 
-def add_layers(file: str | Path) -> list[str]:
+def add_layers(file: str | Path, is_named: bool = True) -> list[str]:
     """Register the layers that a user's Python file defines, and return their names. The file is run once.
+
+    is_named: whether the user names it now; else it comes with the folder of a run that is resumed, perhaps somebody
+    else's, and is run only if this user has named the same file with the same content before.
 
     A layer is a class of the file that extends nn.Module. The names of its parameters decide how it is called:
     (c1, c2, *args[1:]), with c2 scaled, and with repeats after c2 if the third is `n` or `repeats`; (c1, *args);
@@ -202,6 +206,16 @@ def add_layers(file: str | Path) -> list[str]:
     name = f"layers of {path}"
     if name in sys.modules:
         return list(_layers_of(sys.modules[name]))
+    digest = hashlib.sha256(os.fsencode(path) + b"\0" + path.read_bytes()).hexdigest()
+    mark = cache_folder() / "layers" / digest
+    if not is_named and not mark.is_file():
+        raise UserError(
+            f"the run's settings.yaml names {path}, a Python file that would be run and is not one that you have run "
+            f"before; read it, and if you trust it add --layers {file}"
+        )
+    with suppress(OSError):  # then it must be named each time
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
     module = _load(path, name)
     classes = _layers_of(module)
     if not classes:

@@ -15,7 +15,7 @@ import numpy as np
 
 from utils.batch import CocoImage
 from utils.errors import UserError, first_line, nearest, plural
-from utils.files import ROOT, csv_text, read_yaml
+from utils.files import ROOT, csv_text, read_regular, read_yaml
 
 UNUSED_CATEGORY_IDS = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # of 1 to 90; COCO's 80 classes use the others
 # The metrics of faster-coco-eval, in its order: metric, IoU, area of the objects, most detections per image.
@@ -102,7 +102,7 @@ def read_annotations(file: Path, names: Mapping[int, str], paths: Sequence[Path]
     Raises `UserError` if the file has no annotations, or those of other images or classes.
     """
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(read_regular(file))
         categories = {str(one["name"]).strip(): int(one["id"]) for one in content["categories"]}
         images = {str(one["file_name"]): one["id"] for one in content["images"]}
         content["annotations"]

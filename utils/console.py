@@ -11,6 +11,8 @@ from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
+from utils.errors import printable
+
 T = TypeVar("T")
 REFRESH_SECONDS = 1.0  # between two updates of the values beside a bar; each synchronises the device
 BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:5}| "
@@ -38,7 +40,7 @@ def show(*lines: str) -> None:
     """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    for line in lines:
+    for line in map(printable, lines):
         line = line.encode(encoding, "backslashreplace").decode(encoding)
         tqdm.write(f"{YELLOW}{line}{PLAIN}" if coloured and line.startswith("warning: ") else line, file=sys.stdout)
     sys.stdout.flush()

@@ -22,11 +22,13 @@ from urllib.request import Request, urlopen
 
 from tqdm import tqdm
 
-from utils.errors import UserError
+from utils.errors import UserError, without_secrets
 from utils.files import PART_SUFFIX, one_at_a_time
 
 SCHEMES = ("http", "https", "file")
 SERVER_TIMEOUT_SECONDS = 20.0  # without data from the server
+SLOWEST_BYTES, SLOWEST_SECONDS = 2**16, 60.0  # that an attempt must receive in this time, or it has failed
+FREE_SHARE = 0.05  # of the disk, which a file of unknown length leaves free
 MAX_FAILURES = 6  # failed attempts in a row
 RETRY_SECONDS = 1.0  # before the second attempt; doubled before each further one
 MIN_PROGRESS_BYTES = 2**20  # an attempt that receives less has failed
@@ -152,7 +154,7 @@ class _Transfer:
         with urlopen(request, timeout=SERVER_TIMEOUT_SECONDS) as answer:
             if not self.answered:
                 licence = f" (licence: {self.licence})" if self.licence else ""
-                print(f"downloading {self.address}{licence}", file=sys.stderr, flush=True)
+                print(f"downloading {without_secrets(self.address)}{licence}", file=sys.stderr, flush=True)
             self.answered = True
             if answer.status == 206:
                 start = received
@@ -182,7 +184,7 @@ class _Transfer:
             if length and length - start > (free := shutil.disk_usage(folder).free):
                 raise OSError(None, f"it needs {gigabytes(length - start)}, and {gigabytes(free)} are free")
             file = self.part.open("r+b" if start else "wb")
-        done = start
+        done, slow_since, slow_from = start, time.monotonic(), start
         bar = tqdm(
             total=length,
             initial=start,
@@ -200,6 +202,12 @@ class _Transfer:
                     file.write(block)
                 done += len(block)
                 bar.update(len(block))
+                if done - slow_from >= SLOWEST_BYTES:
+                    slow_from, slow_since = done, time.monotonic()
+                elif time.monotonic() - slow_since > SLOWEST_SECONDS:
+                    raise OSError(f"{done - slow_from} bytes in {SLOWEST_SECONDS:g} s are too slow")
+                if length is None and shutil.disk_usage(folder).free < FREE_SHARE * shutil.disk_usage(folder).total:
+                    raise ValueError(f"{folder} is nearly full after {gigabytes(done)}, and the server names no length")
                 if done == length:
                     break
             with _writing(folder):

@@ -1,19 +1,45 @@
-"""`UserError`, which is printed as one sentence, and parts of messages. Imported everywhere."""
+"""`UserError`, which is printed as one sentence, and the text of messages. Imported everywhere."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+from typing import Any
 
 MAX_MESSAGE = 2000  # characters: a value that a message quotes may have a million
+# An address; as a Path it has one slash after the colon. A password may contain any of @ and :, a query is secret too.
+ADDRESS = re.compile(r"(?i)(?<![a-z0-9+.-])([a-z][a-z0-9+.-]+:/{1,2})(?:[^/\s]*@)?([^?\s]*)(?:\?(?=[\w%])\S*)?")
 
 
 class UserError(Exception):
     """An error that the user can fix. Its message: what is wrong, in which file, line or key, and what to do."""
 
     def __init__(self, message: str = "") -> None:
-        half = MAX_MESSAGE // 2
-        super().__init__(message if len(message) <= MAX_MESSAGE else f"{message[:half]} ... {message[-half:]}")
+        super().__init__(printable(message))
+
+
+class StorageError(UserError):
+    """An object store or a server fails: a file that is there cannot be read now."""
+
+
+def printable(message: str) -> str:
+    """Return a line for people: without user names, passwords and queries of addresses, at most `MAX_MESSAGE` long."""
+    half = MAX_MESSAGE // 2
+    message = without_secrets(message)
+    return message if len(message) <= MAX_MESSAGE else f"{message[:half]} ... {message[-half:]}"
+
+
+def without_secrets(text: str) -> str:
+    """Return `text` without the user names, passwords and queries of the addresses in it."""
+    return ADDRESS.sub(r"\1\2", text) if ":/" in text else text
+
+
+def public(value: Any) -> Any:
+    """Return a text, or a tuple of texts, `without_secrets`; other values as they are."""
+    if isinstance(value, tuple):
+        return tuple(map(public, value))
+    return without_secrets(value) if isinstance(value, str) else value
 
 
 def first_line(error: BaseException, length: int = 160) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -108,13 +110,30 @@ def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml
     )
 
 
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """Return a descriptor for reading a file. Raises OSError for a pipe, socket or device, which may have no end."""
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # a pipe without a writer waits
+    descriptor = os.open(path, flags)
+    if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        reason = os.strerror(errno.EISDIR) if stat.S_ISDIR(mode) else "it is not a regular file"
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, reason, os.fspath(path))
+    return descriptor
+
+
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a file. Raises OSError as `open_regular` does."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read()
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file. Raises `UserError` with file and line if there is none.
 
     A key that occurs twice is an error, and so are 1_0 and 1:30, which YAML 1.1 reads as the numbers 10 and 90.
     """
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_regular(path).decode("utf-8-sig")
         if len(text) > MAX_YAML_CHARACTERS:
             raise UserError(f"{path} has {len(text)} characters; at most {MAX_YAML_CHARACTERS} are read, so shorten it")
         loader = yaml.SafeLoader(text)

@@ -23,6 +23,7 @@ from utils.distributed.devices import device_name
 from utils.distributed.failure import Watchdog, on_failure
 from utils.distributed.precision import Precision
 from utils.distributed.stop import GracefulStop, StopRequested
+from utils.errors import printable, public
 from utils.files import numbered_folder
 from utils.plots.plotter import FINISH_TIMEOUT_SECONDS, Plotter
 from utils.run_folder import RunFolder
@@ -77,7 +78,7 @@ class Run:
         """Print lines on the main process; if the run is quiet, only warnings, and lines with `always`."""
         if not self._is_main:
             return
-        for line in lines:
+        for line in map(printable, lines):
             if always or not self.quiet or line.startswith("warning: "):
                 show(line)
             for tracker in self.trackers:
@@ -164,11 +165,14 @@ class Run:
         return self.collectives.broadcast(bool(self.trackers))
 
     def start_trackers(self, make: Callable[[], list[Tracker]], config: Mapping[str, Any], step: int) -> None:
-        """Start the trackers that `make` returns. config: all settings. step: optimizer steps before the start."""
+        """Start the trackers that `make` returns.
+
+        config: all settings, of which they get no secret. step: optimizer steps before the start.
+        """
         self.step = step
         if self._is_main:
             self.accelerator.log_with = make()
-            self.accelerator.init_trackers("", dict(config))
+            self.accelerator.init_trackers("", {name: public(value) for name, value in config.items()})
             on_failure(self._fail_trackers)
 
     def _fail_trackers(self, reason: str) -> None:

@@ -14,6 +14,7 @@ from utils.checkpoint.background_writer import BackgroundWriter
 from utils.checkpoint.state_files import StateFiles
 from utils.checkpoint.weight_files import serialised, weights_content
 from utils.distributed.collectives import Collectives
+from utils.errors import without_secrets
 from utils.files import PART_SUFFIX, lock_folder
 
 APPENDED = ("results.csv", "weights/epoch*.pt", "events.out.tfevents*", ".tensorboard.json")  # a new run adds to these
@@ -64,7 +65,7 @@ class RunFolder:
     def write_problems(self, problems: Sequence[str]) -> None:
         """Write problems.txt, what was left out of the data set; remove it if nothing was."""
         if problems:
-            self.write_documents({"problems.txt": "".join(f"{problem}\n" for problem in problems)})
+            self.write_documents({"problems.txt": "".join(f"{without_secrets(problem)}\n" for problem in problems)})
         else:
             (self.path / "problems.txt").unlink(missing_ok=True)
 

@@ -22,6 +22,7 @@ from models.weights.content import EXPORT_FORMAT, EXPORTED_SUFFIXES, ExportMetad
 from models.weights.reader import read_weights
 from utils.checkpoint.weight_files import SAFETENSORS_SUFFIX
 from utils.errors import UserError, first_line
+from utils.files import read_regular
 
 ONNX_METADATA_KEY = "lockstep"  # beside it are YOLOv5's `stride` and `names`
 TORCHSCRIPT_FILE, PROGRAM_FILE, FOLDER_FILE = "config.txt", "lockstep.json", "metadata.yaml"
@@ -133,7 +134,7 @@ def _torchscript(path: Path) -> tuple[str, Callable[[ExportMetadata], Runner]]:
     extra: dict[str, Any] = {TORCHSCRIPT_FILE: ""}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that torch.export is to be preferred
-        module = torch.jit.load(io.BytesIO(path.read_bytes()), map_location="cpu", _extra_files=extra)
+        module = torch.jit.load(io.BytesIO(read_regular(path)), map_location="cpu", _extra_files=extra)
     text = extra[TORCHSCRIPT_FILE]  # bytes if the file has it
 
     def start(metadata: ExportMetadata) -> Runner:
@@ -150,7 +151,7 @@ def _onnx(path: Path) -> tuple[str, Callable[[ExportMetadata], Runner]]:
     settings.log_severity_level = 3  # errors
     available = runtime.get_available_providers()
     providers = [name for name in ("CUDAExecutionProvider", "CPUExecutionProvider") if name in available]
-    session = runtime.InferenceSession(path.read_bytes(), settings, providers=providers)
+    session = runtime.InferenceSession(read_regular(path), settings, providers=providers)
     (source,) = session.get_inputs()
 
     def run(images: Tensor) -> list[Tensor]:

@@ -33,6 +33,7 @@ from models.weights.yolov5_pickle import (
 )
 from utils.checkpoint.weight_files import FORMAT, SAFETENSORS_SUFFIX, is_safetensors, read_safetensors
 from utils.errors import UserError, first_line
+from utils.files import read_regular
 
 CONTENT_KEYS = ("task", "model", "names", "state", "settings")  # of files of train.py, beside `format`
 
@@ -65,7 +66,7 @@ def read_weights(path: str | Path) -> Weights:
 def _read_bytes(path: Path) -> bytes:
     """Return the bytes of a file. Raises `UserError` if it is missing or empty."""
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except FileNotFoundError:
         raise UserError(f"weights {path} do not exist; check the path (nothing is downloaded)") from None
     except OSError as error:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from data.coco_json import find_images, read_contents
+from data.coco_json import Tally, coco_rows, find_images, read_contents
 from data.convert import convert_coco
 from data.data_yaml import read_spec
 from data.dataset import DataOptions
@@ -191,3 +192,58 @@ def test_coco128_is_the_same_from_annotations_and_from_label_files(
     if one.polygons and other.polygons:
         assert np.array_equal(one.polygons.points, other.polygons.points)
         assert np.array_equal(one.polygons.offsets, other.polygons.offsets)
+
+
+def masked(counts: str | list[int], size: list[int]) -> dict[str, Any]:
+    return {"segmentation": {"counts": counts, "size": size}}
+
+
+@pytest.mark.parametrize("size", [[40_000, 40_000], [0, 0], [20, 21], [10, 10]])
+def test_a_mask_of_another_size_than_its_image_takes_no_memory(tmp_path: Path, size: list[int]) -> None:
+    right = objects((1, 3, [0, 0, 10, 20]), **masked([0, 200, 200], [20, 20]))
+    wrong = objects((0, 1, [4, 4, 8, 8]), **masked([size[0] * size[1]], size))
+    file = export(tmp_path / "train", annotations=[*right, *wrong])
+    tally = Tally()
+    tracemalloc.start()
+    rows = [row for each in coco_rows(file, (), tally, polygons=True) for row in each.rows]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [row.split()[0] for row in rows] == ["1", "2"]
+    assert tally["masks of another size than their image"] == 1
+    assert peak < 2**24
+
+
+def test_objects_of_images_with_one_file_name_are_joined_and_counted(tmp_path: Path) -> None:
+    images = [{"id": k, "file_name": "0.png", "width": 20, "height": 20} for k in range(2)]
+    export(tmp_path / "train", images=images)
+    split = split_of(tmp_path)
+    assert split.labels.counts.tolist() == [3]
+    assert "left out: 1 images with the file_name of another, whose objects are joined" in split.problems[0]
+
+
+def test_an_image_of_another_shape_than_its_annotation_says_is_left_out(tmp_path: Path) -> None:
+    images = [{"id": k, "file_name": f"{k}.png", "width": (20, 40, 40)[k], "height": (20, 40, 20)[k]} for k in range(3)]
+    export(tmp_path / "train", images=images)
+    split = split_of(tmp_path)
+    assert [image.name for image in split.images] == ["0.png", "1.png"]  # 1.png is only smaller
+    assert split.problems[0].endswith("2.png: 20x20 pixels, but its annotation is for 40x20; left out")
+
+
+def test_categories_of_one_name_are_one_class_with_a_warning(tmp_path: Path) -> None:
+    categories = [{"id": 1, "name": "pawn"}, {"id": 2, "name": "queen"}, {"id": 3, "name": "pawn"}]
+    export(tmp_path / "train", categories=categories)
+    split = split_of(tmp_path, names=["pawn", "queen"])
+    assert set(split.labels.rows[:, 0]) == {0}
+    assert "several categories are named 'pawn'; they are one class" in split.problems[0]
+
+
+@pytest.mark.parametrize("name", ["../secret.png", "a/../../secret.png", "{}/secret.png", "/etc/passwd"])
+def test_images_outside_of_the_data_set_are_left_out(tmp_path: Path, name: str) -> None:
+    write_image(tmp_path / "secret.png")
+    name = name.format(tmp_path)
+    file = export(tmp_path / "data/train")
+    inside = {"id": 1, "file_name": str(tmp_path / "data/train/../train/1.png"), "width": 20, "height": 20}
+    export(tmp_path / "data/train", images=[{"id": 0, "file_name": name, "width": 20, "height": 20}, inside])
+    split = split_of(tmp_path / "data")
+    assert list(split.images) == [file.parent / "1.png"]
+    assert f"{file}: 1 of its images are outside of the data set, such as {name}; left out" in split.problems

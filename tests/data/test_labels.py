@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -293,11 +294,11 @@ def test_a_short_scan_starts_no_process(images: list[Path], monkeypatch: pytest.
 def test_one_of_many_processes_scans(images: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scan = labels.scan_image
 
-    def slow(image: Path, content: Content, text: str | None) -> labels.Scan:
+    def slow(image: Path, *more: Any) -> labels.Scan:
         time.sleep(0.1)
         with open(tmp_path / "scans", "a") as file:
             file.write(image.name[0])
-        return scan(image, content, text)
+        return scan(image, *more)
 
     monkeypatch.setattr(labels, "scan_image", slow)
     with multiprocessing.get_context("fork").Pool(3) as pool:
@@ -601,3 +602,16 @@ def test_polygons_are_loaded_if_requested(images: list[Path]) -> None:
     assert points_of(subset, 0) == points_of(loaded, 1)
     assert points_of(subset, 1) == []
     assert points_of(loaded.subset(np.array([True, False, False])), 0) == points_of(loaded, 0)
+
+
+def test_outlines_with_the_same_box_are_several_objects(images: list[Path]) -> None:
+    first, second = "0 .1 .1 .5 .1 .5 .5 .1 .5", "0 .1 .1 .5 .1 .3 .3 .5 .5 .1 .5"
+    text = "\n".join((first, second, first))
+    rows, problems = parse_rows(text, FILE, enclosing=True)
+    assert len({row[:5] for row in rows}) == 1
+    assert len(rows) == 2
+    assert problems == [f"{FILE}, line 3: the same outline again; row left out"]
+    assert len(parse_rows(text, FILE)[0]) == 1  # boxes alone
+    Path(label_file(images[0])).write_text(text)
+    scan = scan_image(images[0], "outlines")
+    assert (scan.rows.shape, len(scan.outlines)) == ((2, 5), 2)

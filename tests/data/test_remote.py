@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ from tests.hub_server import serve_hub
 from tests.making import noise, write_image, write_yaml
 from tests.object_server import ObjectServer, serving_objects
 from utils.config.hyperparameters import Hyperparameters
-from utils.errors import UserError
+from utils.errors import StorageError, UserError
 
 UTF8_NAME = "café 1.jpg"  # stores have no other names
 DETECT = "data.detection:DetectionData"
@@ -131,6 +132,40 @@ def test_a_failure_is_no_absence(tmp_path: Path, server: ObjectServer) -> None:
         storage.read_bytes(path_in(server, "images/train/0/0.png"))
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        *(
+            "nosuch://bucket/a",
+            "memory://a",
+            "ftp://127.0.0.1/a",
+            "sftp://127.0.0.1/a",
+            "github://a:b@c/d",
+            "data://a,b",
+        ),
+        *("http://127.0.0.1:9/a::b", "file:///etc/passwd::zip://a"),
+    ],
+)
+def test_other_kinds_of_addresses_are_refused(address: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is an address of a kind that is not read; give a path, or"):
+        storage.read_bytes(address)
+    with pytest.raises(UserError, match=r"is an address of a kind that is not read; give a path, or"):
+        data_source(str(yaml_of(tmp_path, address, names=["disc"])), DETECT).open(64, 32, DataOptions()).split("train")
+
+
+@pytest.mark.parametrize("entry", ["reference://::/{}", "reference:///{}", "filecache::file://{}"])
+def test_a_data_yaml_runs_no_code(entry: str, tmp_path: Path) -> None:
+    """Descriptions of fsspec's references are templates of Jinja, which may run commands."""
+    mark = tmp_path / "mark"
+    template = "{{ cycler.__init__.__globals__.os.system('touch MARK') }}".replace("MARK", str(mark))
+    description = {"version": 1, "templates": {"u": template}, "refs": {"a.jpg": ["{{u}}"]}, "gen": []}
+    (tmp_path / "x.json").write_text(json.dumps(description))
+    yaml = write_yaml(tmp_path / "my.yaml", {"train": entry.format(tmp_path / "x.json"), "val": "b", "names": ["a"]})
+    with pytest.raises(UserError):
+        data_source(str(yaml), DETECT).open(64, 32, DataOptions()).split("train")
+    assert not mark.exists()
+
+
 def test_no_server(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp", reason="aiohttp is not installed")
     yaml = yaml_of(tmp_path, "http://127.0.0.1:9/pack", "train", "val")
@@ -169,7 +204,6 @@ def test_a_full_disk_stops_the_cache_only(server: ObjectServer, monkeypatch: pyt
         ("s3://bucket/a", "s3fs", "pip install s3fs"),
         ("gs://bucket/a", "gcsfs", "pip install gcsfs"),
         ("https://127.0.0.1:9/a", "aiohttp", "pip install aiohttp"),
-        ("nosuch://bucket/a", "", "fsspec does not support"),
     ],
 )
 def test_a_missing_package(monkeypatch: pytest.MonkeyPatch, address: str, module: str, message: str) -> None:
@@ -319,3 +353,13 @@ def test_class_folders_in_s3(tmp_path: Path, s3: str) -> None:
     data = write_yaml(tmp_path / "loose/my.yaml", {"path": ".", "train": "train", "val": "val"})
     fsspec.filesystem("s3").put(str(tmp_path / "loose"), f"{s3}/classes", recursive=True)
     check_equal(data, yaml_of(tmp_path, f"{s3}/classes", "train", "val"), "classify", ClassificationRecipe())
+
+
+def test_a_broken_transfer_is_an_error_and_no_bad_image(tmp_path: Path, server: ObjectServer) -> None:
+    """A training must not go on without an image that is there."""
+    yaml = yaml_of(tmp_path, server.address, names=["disc", "bar"])
+    loose(server.folder, UTF8_NAME)
+    data = data_source(str(yaml), DETECT).open(64, 32, DataOptions())
+    server.cuts = 10_000
+    with pytest.raises(StorageError, match=rf"^{server.address}/images/train/\S+ cannot be read \(.+\); check the"):
+        data.split("train")

@@ -235,3 +235,29 @@ def test_scaling() -> None:
         _ = placement.c1
     with pytest.raises(ValueError, match="the number of output channels, is missing"):
         _ = placement.c2
+
+
+def test_a_file_that_only_the_settings_of_a_run_name_is_not_run(file: Path) -> None:
+    """A run folder may be somebody else's. A file that this user has named before is trusted while it is the same."""
+    mark = file.with_name("mark")
+    code = (
+        f"from pathlib import Path\nfrom torch import nn\n\nclass {{}}(nn.Identity):\n    Path({str(mark)!r}).touch()\n"
+    )
+    file.write_text(code.format("First"))
+    with pytest.raises(UserError, match=rf"names {file}, a Python file .* if you trust it add --layers {file}$"):
+        add_layers(file, is_named=False)
+    assert not mark.exists()
+    assert add_layers(file) == ["First"]
+    mark.unlink()
+
+    copy = file.with_name("copy.py")
+    copy.write_text(code.format("First"))
+    file.write_text(code.format("Second"))
+    for other in (file, copy):
+        sys.modules.pop(f"layers of {other}", None)
+        with pytest.raises(UserError, match="not one that you have run before"):
+            add_layers(other, is_named=False)
+    assert not mark.exists()
+    file.write_text(code.format("First"))
+    LAYERS.pop("First")
+    assert add_layers(file, is_named=False) == ["First"]

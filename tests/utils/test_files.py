@@ -13,7 +13,7 @@ import pytest
 
 from utils import files
 from utils.errors import UserError
-from utils.files import cache_folder, find_file, lock_folder, numbered_folder, read_yaml, replacing
+from utils.files import cache_folder, find_file, lock_folder, numbered_folder, read_regular, read_yaml, replacing
 
 # Writing
 
@@ -285,3 +285,21 @@ def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_folder() == tmp_path / "home" / ".cache" / "lockstep"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "link to a device"])
+def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
+    """Others may have no end, or wait forever."""
+    path = tmp_path / "file"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path = Path("/dev/zero")
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(OSError, match=r"not a regular file|Is a directory"):
+        read_regular(path)
+    with pytest.raises(UserError, match=r"cannot be read: (it is not a regular file|Is a directory)$"):
+        read_yaml(path)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
+import re
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -17,8 +19,9 @@ from typing import Any
 import torch
 
 from utils.errors import UserError, first_line
-from utils.files import replacing
+from utils.files import open_regular, read_regular, replacing
 
+STATE_NAME = re.compile(r"\d{8,}-[0-9a-f]+\.pt")  # other files in the folder are the user's
 STATE_FORMAT = "lockstep-state-1"
 CHECKSUM_DIGITS = 16  # hexadecimal, in the name of a file
 
@@ -32,7 +35,7 @@ class StateFiles:
 
     def files(self) -> list[Path]:
         """Return the files, newest first."""
-        return sorted(self.folder.glob("[0-9]*-*.pt"), reverse=True)
+        return sorted((file for file in self.folder.glob("*.pt") if STATE_NAME.fullmatch(file.name)), reverse=True)
 
     def write(self, content: memoryview) -> None:
         """Write a state, whole or not at all; then remove all others except the last one known to be intact."""
@@ -53,7 +56,7 @@ class StateFiles:
         files = self.files()
         for file in files:
             try:
-                content = file.read_bytes()
+                content = read_regular(file)
             except OSError as error:
                 raise UserError(f"{file} cannot be read: {error.strerror}") from None
             if file.stem.partition("-")[2] == _checksum(content):
@@ -96,6 +99,7 @@ class StateFiles:
         """
         for file in self.files():
             try:
+                os.close(open_regular(file))  # which refuses a pipe
                 return _load(file, file)
             except (UserError, OSError):
                 continue  # `read` reports it

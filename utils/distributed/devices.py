@@ -16,6 +16,7 @@ from utils.errors import UserError, plural
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 # Variables by which `accelerate launch` selects what is not supported.
+MOST_PROCESSES_PER_CORE = 4  # of --processes
 OTHER_LAUNCHES = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
 # Modules of torch, and what they drive; other packages add some of them to torch.
 OTHER_ACCELERATORS = {"xpu": "Intel GPU", "npu": "Ascend NPU", "hpu": "Gaudi", "mlu": "MLU", "musa": "MUSA GPU"}
@@ -58,6 +59,12 @@ def processes_to_start(device: str, processes: int) -> int:
         raise UserError(f"--processes {processes} --device {device}: name a device for each process, such as 0,1")
     if processes > 1 and device == "mps":
         raise UserError(f"--processes {processes} --device mps: an Apple GPU supports one process only")
+    most = MOST_PROCESSES_PER_CORE * (os.cpu_count() or 1)
+    if processes > most:
+        raise UserError(
+            f"--processes {processes} is more than {MOST_PROCESSES_PER_CORE} for each of the {os.cpu_count()} cores; "
+            f"give at most {most}, or start them with accelerate launch"
+        )
     launched = world_size()
     if processes and launched > 1 and processes != launched:
         raise UserError(

@@ -24,6 +24,7 @@ from typing import NamedTuple, NoReturn
 from torch import distributed
 
 from utils.background import Background
+from utils.birth import PARENT
 from utils.console import silence, surviving_output
 from utils.distributed.loader_processes import end_workers, remove_temporary_folder
 from utils.distributed.ranks import SPAWNED, check_launch, is_local_main, ranks, world_size
@@ -240,7 +241,7 @@ def _await_alarm() -> None:
 def exit_with_parent() -> None:
     """End this process with the launcher that started it, if any: a launcher may be killed without passing it on."""
     if "TORCHELASTIC_RUN_ID" in os.environ or "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
-        threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_follow, args=(PARENT,), daemon=True).start()
 
 
 def _follow(parent: int) -> None:

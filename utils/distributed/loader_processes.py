@@ -7,14 +7,16 @@ import multiprocessing
 import os
 import shutil
 import signal
+import tempfile
 import threading
 from contextlib import suppress
-from multiprocessing.util import get_temp_dir
+from multiprocessing.util import Finalize, get_temp_dir
 
 from utils.distributed.allocator import keep_freed_memory
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 KEPT_BYTES = 2**28  # of free memory in a loader process
+MAX_SOCKET_FOLDER_BYTES = 107 - len("/listener-12345678")  # a socket's path has at most 107
 PARENT_POLL_SECONDS = 1.0  # between two checks whether the training process has ended
 
 
@@ -22,9 +24,14 @@ def share_temporary_folder() -> None:
     """Make the folder of multiprocessing's sockets in this process, before it starts loader processes.
 
     They use it too. A folder of their own would stay on the disk, because they end without cleaning up. Without the
-    folder they could send nothing, and the training process would wait for ever.
+    folder they could send nothing, and the training process would wait for ever; also if its path is too long for a
+    socket's, so that one below /tmp takes its place then.
     """
-    os.makedirs(get_temp_dir(), mode=0o700, exist_ok=True)
+    os.makedirs(folder := get_temp_dir(), mode=0o700, exist_ok=True)
+    if len(os.fsencode(folder)) > MAX_SOCKET_FOLDER_BYTES:
+        short = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+        multiprocessing.process.current_process()._config["tempdir"] = short  # type: ignore[attr-defined]
+        Finalize(None, shutil.rmtree, args=(short, True), exitpriority=-100)
 
 
 def remove_temporary_folder() -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from utils.errors import UserError, shortened
 
 SPAWNED = "LOCKSTEP_SPAWNED"  # environment variable of the processes that `spawn` starts
+TOKEN = "LOCKSTEP_TOKEN"  # environment variable: a secret of the run's processes, see store.py
 
 
 class Ranks(NamedTuple):
@@ -87,5 +88,5 @@ def is_local_main() -> bool:
 def without_launcher(variables: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables without those by which launchers make a process one of several."""
     names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    prefixes = ("ACCELERATE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "MASTER_PORT", SPAWNED)
+    prefixes = ("ACCELERATE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "MASTER_PORT", SPAWNED, TOKEN)
     return {name: value for name, value in variables.items() if name not in names and not name.startswith(prefixes)}

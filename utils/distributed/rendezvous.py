@@ -5,6 +5,7 @@ Called by accelerator, devices and utils/doctor/.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -17,14 +18,15 @@ from typing import Any
 
 import psutil
 import torch
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from utils.distributed.failure import hard_exit
-from utils.distributed.ranks import launch_number, local_world_size, ranks, threads_per_process, world_size
+from utils.distributed.ranks import TOKEN, launch_number, local_world_size, ranks, threads_per_process, world_size
 from utils.distributed.store import store_key
 from utils.errors import UserError, first_line
 
+LOOPBACK = "127.0.0.1"
 RUN_RENDEZVOUS = "lockstep://"  # init_method of torch's process group: `_rendezvous`
 MAX_PORT = 2**16 - 1
 RENDEZVOUS_MARGIN_SECONDS = 30.0  # added to the time-out, after which a rendezvous that torch does not end is ended
@@ -33,13 +35,14 @@ RENDEZVOUS_MARGIN_SECONDS = 30.0  # added to the time-out, after which a rendezv
 def prepare_for_gloo() -> None:
     """Set the number of threads, and gloo's network interface to the one with a route to the main process.
 
-    By default gloo uses the interface of the host name, which on many machines is the loopback.
+    By default gloo uses the interface of the host name: on many machines the loopback, on others one that anybody on
+    the network can reach, even if all processes are on this machine.
     """
     if not os.environ.get("OMP_NUM_THREADS"):
         threads = threads_per_process(local_world_size())
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
-    if world_size() == local_world_size() or os.environ.get("GLOO_SOCKET_IFNAME"):
+    if world_size() == 1 or os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((main_address()[0], 9))  # selects the route, sends nothing
@@ -90,7 +93,7 @@ def rendezvous_errors(timeout: float) -> Iterator[None]:
     timer.start()
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise UserError(_explain(error, where, timeout)) from None
     finally:
         timer.cancel()
@@ -98,17 +101,43 @@ def rendezvous_errors(timeout: float) -> Iterator[None]:
 
 def _explain(error: BaseException, where: str, timeout: float) -> str:
     text = str(error)
-    if "EADDRINUSE" in text:
+    if "EADDRINUSE" in text or getattr(error, "errno", 0) == errno.EADDRINUSE:
         return f"{where} is in use on this machine; give all processes another one (--main_process_port, --master_port)"
+    token = f", or give all of them the same {TOKEN}" if os.environ.get(TOKEN) else ""
     if joined := re.search(r"(\d+)/(\d+) clients joined", text):
         return (
             f"only {joined[1]} of {joined[2]} processes connected to {where} within {timeout:g} s: start the others, "
-            "open the port, or raise --dist-timeout"
+            f"open the port, or raise --dist-timeout{token}"
         )
     return (
         f"the processes cannot reach each other within {timeout:g} s ({first_line(error, 1000)}); if a machine has "
-        "several networks, name the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+        f"several networks, name the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME{token}"
     )
+
+
+def loopback_store(port: int, timeout: timedelta, processes: int | None = None) -> TCPStore:
+    """Host a store that only this machine can reach, while torch's own listens on all interfaces.
+
+    port: 0 takes a free one. processes: number of processes that the call waits for.
+    """
+    listener = socket.create_server((LOOPBACK, port))
+    number = listener.getsockname()[1]
+    return TCPStore(
+        LOOPBACK,
+        number,
+        processes,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=processes is not None,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def hosts_on_loopback() -> bool:
+    """Return whether this process hosts the store, and all processes reach it by the loopback."""
+    here, address = ranks(), main_address()[0]
+    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # or by `spawn`
+    return here.rank == 0 and not by_launcher and address in ("localhost", LOOPBACK)
 
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
@@ -117,8 +146,12 @@ def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store,
     Its keys differ between attempts of the launcher: one that restarts the processes may reuse the store, with the
     addresses of the last attempt, and torch would wait for an answer from one of these.
     """
+    key = store_key("torch", os.environ.get(TOKEN, ""))
+    if hosts_on_loopback():
+        yield PrefixStore(key, loopback_store(main_address()[1], timeout, world_size())), 0, world_size()
+        return
     for store, rank, processes in rendezvous("env://", timeout=timeout):
-        yield PrefixStore(store_key("torch"), store), rank, processes
+        yield PrefixStore(key, store), rank, processes
 
 
 register_rendezvous_handler(RUN_RENDEZVOUS.partition(":")[0], _rendezvous)

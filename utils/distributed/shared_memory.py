@@ -22,6 +22,7 @@ from utils.distributed.ranks import ranks
 from utils.distributed.store import run_store
 
 CGROUP = Path("/sys/fs/cgroup")  # of a container, version 2
+MEMORY_NAME = "lockstep"  # of memory files, as /proc shows it
 in_use: WeakSet[SharedMemory] = WeakSet()  # of this process: pages count as free until they are written
 _calls = itertools.count()
 
@@ -41,7 +42,7 @@ class SharedMemory:
     def of_size(cls, size: int) -> SharedMemory:
         """Return `size` new bytes, at least one. Pages take memory once they are written."""
         if hasattr(os, "memfd_create"):
-            file = os.memfd_create("lockstep", 0)
+            file = os.memfd_create(MEMORY_NAME, 0)
         else:
             with tempfile.TemporaryFile() as temporary:
                 file = os.dup(temporary.fileno())
@@ -69,14 +70,31 @@ def shared_memory(size: Callable[[int], int]) -> SharedMemory:
         memory = SharedMemory.of_size(size(free // here.local_world_size))
     elif here.local_rank == 0:
         memory = SharedMemory.of_size(size(free))
-        store.write_once(name, f"/proc/{os.getpid()}/fd/{memory.file}")
+        store.write_once(name, [os.getpid(), memory.file])
     else:
         try:
-            memory = SharedMemory(os.open(store.wait_for_value(name), os.O_RDWR))
-        except OSError:  # another container with the same host name
+            memory = SharedMemory(_open_shared(store.wait_for_value(name)))
+        except (OSError, ValueError):  # another container with the same host name
             memory = SharedMemory.of_size(size(free // here.local_world_size))
     in_use.add(memory)
     return memory
+
+
+def _open_shared(handle: Any) -> int:
+    """Open the memory of another process for a handle from the run's store: its number, and that of a descriptor.
+
+    The store may be reached by anybody on the network, so it is opened only if it is memory that `of_size` has made in
+    a process of this user, never a file. Raises OSError, or ValueError for anything else.
+    """
+    process, descriptor = map(int, handle or ())
+    link = f"/proc/{process}/fd/{descriptor}"
+    if not os.readlink(link).startswith(f"/memfd:{MEMORY_NAME} ") or os.stat(f"/proc/{process}").st_uid != os.geteuid():
+        raise ValueError("not shared memory of this user's")
+    file = os.open(link, os.O_RDWR)
+    if os.readlink(f"/proc/self/fd/{file}").startswith(f"/memfd:{MEMORY_NAME} "):  # still the same
+        return file
+    os.close(file)
+    raise ValueError("not shared memory of this user's")
 
 
 def available_bytes() -> int:

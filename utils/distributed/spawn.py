@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import secrets
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from types import FrameType
 
-from torch import distributed
-
 from utils.distributed.devices import processes_to_start
 from utils.distributed.failure import run_main
-from utils.distributed.ranks import SPAWNED, threads_per_process, world_size
+from utils.distributed.ranks import SPAWNED, TOKEN, threads_per_process, world_size
+from utils.distributed.rendezvous import LOOPBACK, loopback_store
 from utils.distributed.stop import stop_signals
 from utils.distributed.store import RunStore
 from utils.errors import UserError
 
+STORE_TIMEOUT = timedelta(minutes=5)  # torch's default
 SHUTDOWN_SECONDS = 10.0  # after a process has failed, until the others are killed
 
 
@@ -35,11 +37,12 @@ def spawn(main: Callable[[], object], processes: int) -> bool:
     if processes == 1 or world_size() > 1 or "LOCAL_RANK" in os.environ:
         return False
     # The parent hosts the store: its port is taken from now on, and it outlives the processes.
-    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = loopback_store(0, STORE_TIMEOUT)
     environment = {
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(store.port),
         SPAWNED: "1",
+        TOKEN: secrets.token_hex(16),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # tells torch that the store is already hosted
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
@@ -53,7 +56,7 @@ def spawn(main: Callable[[], object], processes: int) -> bool:
     ]
     for process in started:
         process.start()
-    _wait(started, RunStore(store))
+    _wait(started, RunStore(store, token=environment[TOKEN]))
     return True
 
 

@@ -1,6 +1,8 @@
 """The run's store: everything that its processes exchange outside of collectives.
 
-Every key is lockstep/<restart of the launcher>/<topic>/<name>[/<rank>], every value is JSON, counters are numbers.
+Every key is lockstep/[<run>/]<restart of the launcher>/<topic>/<name>[/<rank>], every value is JSON, counters are
+numbers. Torch's stores ask nobody who they are. So if the environment has a secret token, as that of `spawn` does,
+<run> is derived from it, and values are signed with it: others are as if they had not been written.
 
 Over `run_store`:
     names, failed, alarm, present    names of all processes, number of failed ones, survivors (failure)
@@ -8,7 +10,7 @@ Over `run_store`:
     stop                             step and reason of a stop (stop)
     barrier/<number>/...             processes that have arrived, and heartbeats of the others (barrier)
     memory/<host>/<number>           handles of shared memory (shared_memory)
-Over a connection of the doctor's own, without a process group:
+Over a connection of the doctor's own, if there is no process group:
     doctor/...                       facts about each process (utils/doctor/doctor.py)
 
 Only this module reads and writes torch's stores; rendezvous and spawn make those of a run. Called by
@@ -17,6 +19,8 @@ utils/distributed/ and utils/doctor/.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import os
 import threading
@@ -26,50 +30,58 @@ from typing import Any, TypeVar
 
 from torch import distributed
 
-from utils.distributed.ranks import ranks
+from utils.distributed.ranks import TOKEN, ranks
 
 T = TypeVar("T")
+FORGED = object()  # a value that no process of the run has written
 ANSWER_SECONDS = 3.0  # that `query_store` waits; the store's process may have ended, or the network may be down
 
 
 class RunStore:
     """Values and counters of the processes of a run, in one of torch's stores.
 
-    topic: prefix of all names. Reading and writing raise torch's `DistError` if the store does not answer, which takes
-    many minutes if the network is down: see `query_store`.
+    topic: prefix of all names. token: the run's secret; by default that of the environment. Reading and writing raise
+    torch's `DistError` if the store does not answer, which takes many minutes if the network is down: see
+    `query_store`.
     """
 
-    def __init__(self, store: distributed.Store, topic: str = "") -> None:
+    def __init__(self, store: distributed.Store, topic: str = "", token: str = "") -> None:
         self._store, self._topic, self._ranks = store, topic, ranks()
+        self._token = token or os.environ.get(TOKEN, "")
 
     # A value of each rank
 
     def write(self, name: str, value: Any) -> None:
         """Write this process's value."""
-        self._store.set(self._key(f"{name}/{self._ranks.rank}"), json.dumps(value))
+        key = self._key(f"{name}/{self._ranks.rank}")
+        self._store.set(key, self._signed(key, value))
 
     def values(self, name: str) -> dict[int, Any]:
         """Return the values written so far, by rank."""
         keys = {rank: self._key(f"{name}/{rank}") for rank in range(self._ranks.world_size)}
-        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        written = {
+            rank: self._verified(key, self._store.get(key)) for rank, key in keys.items() if self._store.check([key])
+        }
+        return {rank: value for rank, value in written.items() if value is not FORGED}
 
     # One value for all
 
     def write_once(self, name: str, value: Any) -> None:
         """Write a value unless a process has already written one."""
-        self._store.compare_set(self._key(name), "", json.dumps(value))
+        self._store.compare_set(self._key(name), "", self._signed(self._key(name), value))
 
     def value(self, name: str) -> Any:
         """Return the value of `write_once`, None if there is none."""
-        return json.loads(self._store.get(self._key(name))) if self.is_written(name) else None
+        return self.wait_for_value(name) if self._store.check([self._key(name)]) else None
 
     def is_written(self, name: str) -> bool:
         """Return whether `write_once` was called."""
-        return self._store.check([self._key(name)])
+        return self.value(name) is not None
 
     def wait_for_value(self, name: str) -> Any:
-        """Wait for the value of `write_once`. Raises `DistError` after the store's time-out."""
-        return json.loads(self._store.get(self._key(name)))
+        """Wait for the value of `write_once`; a forged one is None. Raises `DistError` after the store's time-out."""
+        value = self._verified(self._key(name), self._store.get(self._key(name)))
+        return None if value is FORGED else value
 
     # Counters
 
@@ -78,7 +90,21 @@ class RunStore:
         return self._store.add(self._key(name), by)
 
     def _key(self, name: str) -> str:
-        return store_key(f"{self._topic}/{name}" if self._topic else name)
+        return store_key(f"{self._topic}/{name}" if self._topic else name, self._token)
+
+    def _signed(self, key: str, value: Any) -> str:
+        text = json.dumps(value)
+        return f"{text}\n{self._signature(key, text)}" if self._token else text
+
+    def _verified(self, key: str, data: bytes) -> Any:
+        """Return a value from the store, or `FORGED` if its signature is not that of the run."""
+        text, _, signature = data.decode(errors="replace").partition("\n")
+        if self._token and not hmac.compare_digest(signature.encode(), self._signature(key, text).encode()):
+            return FORGED
+        return json.loads(text)
+
+    def _signature(self, key: str, text: str) -> str:
+        return hmac.new(self._token.encode(), f"{key}\n{text}".encode(), hashlib.sha256).hexdigest()
 
 
 def restart_count() -> int:
@@ -86,12 +112,13 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
-def store_key(name: str) -> str:
+def store_key(name: str, token: str) -> str:
     """Return the key of a name in a store that may be reused when the launcher restarts the processes."""
-    return f"lockstep/{restart_count()}/{name}"
+    run = hashlib.sha256(token.encode()).hexdigest()[:16] if token else ""
+    return "/".join(filter(None, ("lockstep", run, str(restart_count()), name)))
 
 
-def run_store() -> RunStore | None:
+def run_store(topic: str = "") -> RunStore | None:
     """Return the store of the process group, None without one.
 
     It is the innermost of torch's stores, in which all processes see the same keys.
@@ -101,7 +128,7 @@ def run_store() -> RunStore | None:
     store = distributed.distributed_c10d._get_default_store()
     while isinstance(store, distributed.PrefixStore):
         store = store.underlying_store
-    return RunStore(store)
+    return RunStore(store, topic)
 
 
 _unanswered: list[RunStore] = []  # the run's store, after it has not answered in time

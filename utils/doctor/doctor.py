@@ -16,8 +16,14 @@ from torch.distributed import HashStore, TCPStore
 
 from utils.distributed.failure import hard_exit
 from utils.distributed.ranks import ranks, world_size
-from utils.distributed.rendezvous import main_address, rendezvous_errors, wait_for_main_address
-from utils.distributed.store import RunStore
+from utils.distributed.rendezvous import (
+    hosts_on_loopback,
+    loopback_store,
+    main_address,
+    rendezvous_errors,
+    wait_for_main_address,
+)
+from utils.distributed.store import RunStore, run_store
 from utils.doctor.comparison import Finding, compare, format_ranks, table
 from utils.doctor.process_facts import Inputs, ProcessFacts, examine_process
 from utils.errors import UserError, plural
@@ -110,6 +116,10 @@ def _open_store(timeout: float) -> RunStore:
     if world_size() == 1:
         return RunStore(HashStore(), "doctor")
     wait_for_main_address(timeout)
+    if connected := run_store("doctor"):  # with --resume
+        return connected
+    if hosts_on_loopback():
+        return RunStore(loopback_store(main_address()[1], timedelta(seconds=timeout)), "doctor")
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # or by `spawn`
     with rendezvous_errors(timeout):
         store = TCPStore(
@@ -117,6 +127,5 @@ def _open_store(timeout: float) -> RunStore:
             is_master=ranks().rank == 0 and not by_launcher,
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
-            multi_tenant=True,  # with --resume, torch may host one at this port already
         )
     return RunStore(store, "doctor")

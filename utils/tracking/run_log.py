@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from utils.config.parser import words_of
+from utils.errors import without_secrets
 from utils.files import ROOT
 from utils.summary import Example, Summary, evenly_spaced
 from utils.tracking.hub import UNKNOWN_LICENCE, login_problem, model_card, push_run
@@ -88,7 +89,7 @@ class RunLog:
         config = {
             **settings,
             "git_commit": git_commit(),
-            "command": shlex.join(sys.argv),
+            "command": without_secrets(shlex.join(sys.argv)),
             "world_size": len(self.run.devices),
             "devices": list(self.run.devices),
             "dataset": dict(dataset),
@@ -146,7 +147,7 @@ class RunLog:
         chosen = [candidates[k] for k in evenly_spaced(len(candidates), self.options.max_images)]
         content = [
             {
-                "file": str(self.images[example.image]),
+                "file": without_secrets(str(self.images[example.image])),
                 "name": example.name,
                 "labels": [box._asdict() for box in example.labels],
                 "predictions": [box._asdict() for box in example.predictions],
@@ -238,7 +239,7 @@ class ValidationLog:
     def __init__(self, run: LoggedRun, flags: Mapping[str, Any], training: Mapping[str, Any]) -> None:
         """Start the trackers that the flags name. training: settings of the weights' training."""
         self.run = run
-        config = {**flags, "git_commit": git_commit(), "command": shlex.join(sys.argv)}
+        config = {**flags, "git_commit": git_commit(), "command": without_secrets(shlex.join(sys.argv))}
         config["training_run"] = training.get("wandb_id", "")
 
         def make() -> list[Tracker]:

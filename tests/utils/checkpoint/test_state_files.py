@@ -124,3 +124,23 @@ def test_peek(states: StateFiles, tmp_path: Path) -> None:
     states.clear()
     assert states.peek() is None
     assert StateFiles(states.folder).read(print) is None
+
+
+@pytest.mark.parametrize("name", ["1abc-x.pt", "copy of 00000003-1.pt", "00000009-note.pt", "9999-ab.pt"])
+def test_files_of_the_users_are_left_alone(states: StateFiles, name: str) -> None:
+    mine = states.folder / name
+    mine.write_text("mine")
+    newest = read(states)
+    states.write(state(7))
+    assert mine.read_text() == "mine"
+    assert read(states) == (7, [])
+    assert newest[1] == []
+
+
+@pytest.mark.parametrize("source", ["pipe", "/dev/zero"])
+def test_a_state_that_has_no_end_is_an_error(states: StateFiles, source: str) -> None:
+    path = states.folder / f"{99:08d}-{'0' * 16}.pt"
+    os.mkfifo(path) if source == "pipe" else path.symlink_to(source)
+    assert states.peek() is not None  # an earlier one
+    with pytest.raises(UserError, match=r"cannot be read: it is not a regular file"):
+        states.read(print)

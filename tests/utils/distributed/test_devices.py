@@ -169,3 +169,11 @@ def test_a_tpu_needs_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="not supported: TPU; add --device cpu"):
         refuse_unsupported_launch("")
+
+
+@pytest.mark.parametrize("processes", [9, 1000, 10**20])
+def test_far_more_processes_than_cores_are_refused(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert processes_to_start("cpu", 8) == 8
+    with pytest.raises(UserError, match=rf"--processes {processes} is more than 4 .* 2 cores; give at most 8"):
+        processes_to_start("cpu", processes)

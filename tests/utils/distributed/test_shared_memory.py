@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from weakref import WeakSet
 
 import psutil
 import pytest
+from torch import distributed
 
+from tests.making import launched
 from utils.distributed import shared_memory as module
 from utils.distributed.shared_memory import SharedMemory, available_bytes, shared_memory
+from utils.distributed.store import RunStore
 
 
 def test_memory_is_reserved_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +67,41 @@ def test_it_can_be_sent_to_a_started_process(method: str) -> None:
     process.start()
     process.join(60)
     assert memory.bytes.tolist() == [0, 0, 7, 0]
+
+
+def test_a_handle_from_the_store_is_never_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody on the network may have written it."""
+    store = RunStore(distributed.HashStore())
+    monkeypatch.setattr(module, "run_store", lambda: store)
+    launched(monkeypatch, 2, 2)
+    precious = tmp_path / "precious"
+    precious.write_bytes(bytes(range(99)))
+    theirs = os.memfd_create("other", 0)
+    with precious.open("r+b") as file:
+        handles = [[os.getpid(), file.fileno()], [os.getpid(), theirs], str(precious), f"/proc/self/fd/{file.fileno()}",
+                   [os.getpid(), 10**9], [2**40, 3], {"a": 1}, None, ["x", "../.."]]  # fmt: skip
+        for number, handle in enumerate(handles):
+            monkeypatch.setattr(module, "_calls", iter([number]))
+            monkeypatch.setenv("LOCAL_RANK", "1")
+            store.write_once(f"memory/{socket.gethostname()}/{number}", handle)
+            memory = shared_memory(lambda free: 60)
+            memory.bytes[:] = 7
+            assert len(memory.bytes) == 60
+    assert precious.read_bytes() == bytes(range(99))
+    assert os.fstat(theirs).st_size == 0
+
+
+def test_processes_of_a_machine_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RunStore(distributed.HashStore())
+    monkeypatch.setattr(module, "run_store", lambda: store)
+    launched(monkeypatch, 2, 2)
+    memories = []
+    for rank in ("0", "1"):
+        monkeypatch.setattr(module, "_calls", iter([0]))
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        memories.append(shared_memory(lambda free: 5))
+    memories[0].bytes[3] = 9
+    assert memories[1].bytes.tolist() == [0, 0, 0, 9, 0]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from datetime import timedelta
 from typing import Any
@@ -29,6 +30,28 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> Any:
         return made
 
     return make
+
+
+def test_what_an_intruder_writes_is_as_if_it_had_not_been_written() -> None:
+    """Not even under the run's keys, which a store may list."""
+    shared = distributed.HashStore()
+    run, intruder, observer = (RunStore(shared, token=token) for token in ("secret", "guess", ""))
+    for other in (intruder, observer):
+        other.write("names", "me")
+        other.write_once("alarm", True)
+        assert other.is_written("alarm")
+        assert run.values("names") == {}
+        assert not run.is_written("alarm")
+    run.write("names", "process 0")
+    run.write_once("stop", [3, "SIGTERM"])
+    key = "lockstep/" + hashlib.sha256(b"secret").hexdigest()[:16] + "/0/{}"
+    stop = shared.get(key.format("stop"))
+    assert run.value("stop") == run.wait_for_value("stop") == [3, "SIGTERM"]
+    for forged in ("true", "true\n", b"\xff", "", stop):
+        shared.set(key.format("alarm"), forged)
+        shared.set(key.format("names/0"), forged)
+        assert (run.value("alarm"), run.wait_for_value("alarm"), run.is_written("alarm")) == (None, None, False)
+        assert run.values("names") == {}
 
 
 # Values of each rank
