@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from data.images import IMAGE_SUFFIXES, read_whole_image, unreadable
-from utils.errors import UserError
+from utils.errors import UserError, shortened
 from utils.files import cache_folder, read_regular
 
 T = TypeVar("T")
@@ -35,6 +35,7 @@ VIDEO_SUFFIXES = frozenset(
 STREAM_SCHEMES = ("rtsp", "rtmp", "rtp", "tcp", "udp")  # of live streams
 WEB_SCHEMES = ("http", "https")
 SCREEN_WORD = "screen"
+MAX_CAMERA = 9999
 STREAM_ATTEMPTS = 3  # to open a stream
 RECONNECT_SECONDS = 1.0  # between two attempts
 FRAME_TIMEOUT_SECONDS = 20.0  # for the next frame of a stream
@@ -62,24 +63,30 @@ class Frame(NamedTuple):
     frames: int = 0
 
 
-def find_media(source: str) -> list[MediaItem]:
+def find_media(source: str, lists: Sequence[Path] = ()) -> list[MediaItem]:
     """Return the items of a source, which may be a file, a folder, a glob, an address, a camera's number, a `.txt` list
     of any of these, a `.streams` list of streams, or `screen` (with a screen's number, or left, top, width and height).
 
-    Raises `UserError` if the source does not exist or has no picture or video. A file that cannot be read is an item
-    too, so that reading it reports the problem.
+    lists: the lists that led to the source. Raises `UserError` if it does not exist or has no picture or video. A file
+    that cannot be read is an item too, so that reading it reports the problem.
     """
     text = source.strip()
     if not text:
         raise UserError("no source is given; name a file, a folder, a glob, an address or a camera's number")
-    if text.isdigit() or text.split()[0] == SCREEN_WORD or urlparse(text).scheme in STREAM_SCHEMES:
+    try:
+        address = urlparse(text)
+    except ValueError as error:
+        raise UserError(f"the source {text} is no address ({error}); correct it") from None
+    if text.isdecimal() and (not text.isascii() or int(text) > MAX_CAMERA):
+        raise UserError(f"the source {shortened(text)} is no camera's number; give one from 0 to {MAX_CAMERA}")
+    if text.isdigit() or text.split()[0] == SCREEN_WORD or address.scheme in STREAM_SCHEMES:
         return [MediaItem("live", text)]
-    if urlparse(text).scheme in WEB_SCHEMES:
-        return [MediaItem(_kind(urlparse(text).path) or "live", text)]
+    if address.scheme in WEB_SCHEMES:
+        return [MediaItem(_kind(address.path) or "live", text)]
     if text.endswith((".streams", ".txt")):
-        return _read_list(Path(text), live=text.endswith(".streams"))
+        return _read_list(Path(text), text.endswith(".streams"), lists)
     if os.path.isdir(text):
-        paths = [entry.path for entry in os.scandir(text) if not entry.is_dir()]
+        paths = [entry.path for entry in os.scandir(text) if not os.path.isdir(entry.path)]
     elif os.path.exists(text):
         paths = [text]
     else:
@@ -102,11 +109,13 @@ def _kind(path: str) -> str:
     return "picture" if suffix in IMAGE_SUFFIXES else ""
 
 
-def _read_list(file: Path, live: bool) -> list[MediaItem]:
+def _read_list(file: Path, live: bool, lists: Sequence[Path]) -> list[MediaItem]:
     """Return the items on the lines of a text file, relative to the working folder or to the file's folder.
 
-    A line without an item becomes a picture.
+    A line without an item becomes a picture. lists: those that led to this one.
     """
+    if file.resolve() in lists:
+        raise UserError(f"the source {file} lists itself; remove that line")
     try:
         lines = [line.strip() for line in read_regular(file).decode("utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -120,7 +129,8 @@ def _read_list(file: Path, live: bool) -> list[MediaItem]:
             if live:
                 items.append(MediaItem("live", line))
             else:
-                items += find_media(line if os.path.exists(line) or not os.path.exists(beside) else beside)
+                path = line if os.path.exists(line) or not os.path.exists(beside) else beside
+                items += find_media(path, [*lists, file.resolve()])
         except UserError:
             items.append(MediaItem("picture", line))
     if not items:

@@ -14,13 +14,13 @@ import os
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from data import remote
 from data.label_paths import label_name
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 from utils.files import open_regular, read_regular
 
 INDEX_FILE = "index.json"
@@ -72,12 +72,14 @@ def find_pack(root: str) -> Pack | None:
         version = content["lockstep_pack"]
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
         return None  # another program's index.json
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}; copy it again from where it was packed") from None
     if version != INDEX_VERSION:
         raise UserError(f"{file} is of another version of data.pack ({version}); pack the data set again")
     try:
         names = {int(number): str(name) for number, name in content["names"].items()}
         shards = {split: [str(shard["name"]) for shard in each] for split, each in content["splits"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is damaged ({error!r}); pack the data set again") from None
     return Pack(root, names, shards)
 
@@ -86,11 +88,23 @@ def read_list(shard: str) -> list[PackedImage]:
     """Return the images of a shard. Raises `UserError` if its list is absent or damaged."""
     file = list_of(shard)
     try:
-        return [PackedImage(*row) for row in json.loads(_read_small(file))["images"]]
+        return [_packed_image(row) for row in json.loads(_read_small(file))["images"]]
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}; copy it again from where it was packed") from None
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{file} is damaged ({error!r}); copy it again from where it was packed") from None
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UserError(f"{file} is damaged ({first_line(error)}); copy it again from where it was packed") from None
+
+
+def _packed_image(row: Sequence[Any]) -> PackedImage:
+    """Return a row of a list. Raises ValueError or TypeError if it is no such row."""
+    image = PackedImage(*row)
+    numbers = (image.offset, image.size, image.checksum, image.width, image.height)
+    texts = (image.name, image.group, *(text for text in (image.label, image.outlines) if text is not None))
+    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise ValueError(f"the numbers {numbers} of '{image.name}'")
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"the texts of {image.name!r}")
+    return image
 
 
 class Summary(NamedTuple):

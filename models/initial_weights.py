@@ -157,7 +157,7 @@ def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
     if len(layers) > 1:
         chosen = list(layers)
     elif layers[0] >= 0:
-        chosen = list(range(layers[0]))
+        chosen = list(range(min(layers[0], count + 1)))
     else:
         chosen = list(range(count + layers[0])) if -layers[0] <= count else list(layers)
         for parameter in layered.parameters(recurse=False):  # in no layer, such as a transformer's class token

@@ -118,7 +118,7 @@ def read_exported(path: Path) -> Exported:
         )
     try:
         metadata = read_metadata(text)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path} has metadata of another program or version ({error}); export it again with export.py"
         ) from None

@@ -141,6 +141,12 @@ def _read_lockstep(content: dict[str, Any]) -> Weights:
     missing = [key for key in CONTENT_KEYS if key not in content]
     if missing:
         raise UnusableFile(f"lacks {', '.join(missing)} and is incomplete; give another file")
+    kinds: dict[str, Any] = {"state": dict, "model": dict, "names": (dict, list), "task": str, "settings": dict}
+    wrong = [key for key, kind in kinds.items() if not isinstance(content[key], kind)]
+    mappings = {key: content[key] for key in ("state", "model", "settings") if key not in wrong}
+    wrong += [key for key, mapping in mappings.items() if not all(isinstance(name, str) for name in mapping)]
+    if wrong or not all(isinstance(tensor, Tensor) for tensor in content["state"].values()):
+        raise UnusableFile(f"has something else as its {wrong[0] if wrong else 'state'}; copy or download it again")
     return Weights(
         content["state"],
         plain_values(content["model"]),
@@ -166,7 +172,8 @@ def _as_float32(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises `UnusableFile` if they are not finite.
     """
     for name, x in state.items():
-        if x.is_floating_point() and not (x < math.inf).all():  # masks may be -inf
+        # Masks may be -inf.
+        if x.is_floating_point() and not ((x < math.inf) if "mask" in name else x.isfinite()).all():
             raise UnusableFile(f"has values in {name} that are not finite, so it cannot be used; give older weights")
     return {name: (x.float() if x.is_floating_point() else x).detach() for name, x in state.items()}
 

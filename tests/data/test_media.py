@@ -101,10 +101,16 @@ def test_a_list_of_streams(tmp_path: Path) -> None:
         ("{folder}/notes.md", "has no picture or video"),
         ("{folder}/empty.txt", "is an empty list"),
         ("{folder}/nowhere.txt", "cannot be read as a list"),
+        ("{folder}/pipe.txt", "cannot be read as a list"),
+        ("rtsp://[", "is no address"),
+        ("http://[::1", "is no address"),
+        ("9" * 20, "is no camera's number; give one from 0 to"),
+        ("\u0663", "is no camera's number"),
     ],
 )
 def test_a_source_without_items_is_an_error(folder: Path, source: str, message: str) -> None:
     (folder / "empty.txt").write_text("\n")
+    os.mkfifo(folder / "pipe.txt")
     with pytest.raises(UserError, match=message):
         find_media(source.format(folder=folder))
 
@@ -253,3 +259,12 @@ def test_prefetching_raises_errors_and_can_be_stopped() -> None:
     next(frames)
     frames.close()  # type: ignore[attr-defined]
     assert threading.active_count() == before
+
+
+def test_links_and_lists_that_lead_to_themselves(folder: Path) -> None:
+    (folder / "loop").symlink_to(folder / "loop")
+    (folder / "inside").symlink_to(folder)
+    assert names(str(folder)) == ["a.JPG", "b.png", "v.avi"]
+    (folder / "one.txt").write_text("a.JPG\ntwo.txt\n")
+    (folder / "two.txt").write_text("one.txt\nb.png\n")
+    assert names(str(folder / "one.txt")) == ["a.JPG", "one.txt", "b.png"]  # which is reported as no picture

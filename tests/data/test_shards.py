@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,3 +104,29 @@ def test_damage_is_named(packed: Path, damage: Callable[[Path], object], message
 def test_another_programs_index_is_no_pack(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text('["train"]')
     assert shards.find_pack(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *(("name", 5), ("name", None), ("offset", -1), ("offset", 1.5), ("size", 10**30), ("checksum", "a")),
+        *(("width", None), ("height", True), ("label", 7), ("group", []), ("outlines", {})),
+    ],
+)
+def test_an_odd_field_of_a_list_is_damage(packed: Path, column: str, value: Any) -> None:
+    file = packed / "train-000000.json"
+    content = json.loads(file.read_text())
+    row = content["images"][0]
+    row += [None, "", None][len(row) - 6 :]
+    row[content["columns"].index(column)] = value
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"train-000000.json is damaged \(.+\); copy it again"):
+        read_all(packed)
+
+
+@pytest.mark.parametrize("name", ["index.json", "train-000000.json", "train-000000.tar"])
+def test_a_pipe_is_not_waited_for(packed: Path, name: str) -> None:
+    (packed / name).unlink()
+    os.mkfifo(packed / name)
+    with pytest.raises(UserError, match=r"not a regular file"):
+        read_all(packed)

@@ -101,3 +101,9 @@ def test_all_but_the_head_of_a_transformer() -> None:
     model = on_meta(vit_b_32)
     freeze(model, (-1,))
     assert trainable(model) == {"heads"}
+
+
+@pytest.mark.parametrize("number", [10**20, -(10**20), 5 * 10**9])
+def test_a_huge_number_is_no_layer(number: int) -> None:
+    with pytest.raises(UserError, match=rf"--freeze {number}: the model has layers 0 to 4, no"):
+        freeze(layered(), (number,))

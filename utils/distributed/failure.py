@@ -5,6 +5,7 @@ Called by the scripts and spawn (`run_main`), utils/run.py (`Watchdog`), acceler
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import gc
 import os
@@ -96,7 +97,7 @@ def run_main(main: Callable[[], object]) -> None:
     except Exception as error:
         if lost := lost_contact(error):
             _end_as_survivor(lost)
-        if reason := describe_worker_death(error):
+        if reason := describe_system_failure(error):
             _end(f"error: {reason}", 1)
         if world_size() == 1:
             notify_failure(f"{type(error).__name__}: {first_line(error, 1000)}")
@@ -131,9 +132,11 @@ def lost_contact(error: Exception) -> str:
     return f"the connection to the other processes broke ({first_line(error, 1000)}); see their output for the reason"
 
 
-def describe_worker_death(error: Exception) -> str:
-    """Describe the error of a loader process that was killed; return '' for any other error."""
+def describe_system_failure(error: Exception) -> str:
+    """Describe a killed loader process, or too few open files; return '' for any other error."""
     text = str(error)
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"too many files are open ({first_line(error)}); raise the limit with ulimit -n"
     if not isinstance(error, RuntimeError) or "DataLoader worker" not in text:
         return ""
     if "unable to allocate shared memory(shm)" in text or "killed by signal: Bus error" in text:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from utils.errors import UserError, shortened
 
 SPAWNED = "LOCKSTEP_SPAWNED"  # environment variable of the processes that `spawn` starts
+TRUE_VALUES = ("y", "yes", "t", "true", "on", "1")  # in Accelerate's environment variables
+TRUTH_VALUES = (*TRUE_VALUES, "n", "no", "f", "false", "off", "0", "")
 TOKEN = "LOCKSTEP_TOKEN"  # environment variable: a secret of the run's processes, see store.py
 
 
@@ -48,6 +50,14 @@ def launch_number(name: str, default: int = 0, maximum: int = 2**31 - 1) -> int:
 def check_launch() -> None:
     """Raise `UserError` if the ranks in the environment are wrong or incomplete."""
     here = ranks()
+    for name, value in os.environ.items():
+        if name.startswith("ACCELERATE_USE_") and value.lower() not in TRUTH_VALUES:
+            raise UserError(f"the environment variable {name} is '{shortened(value)}'; give true or false, or unset it")
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in TRUE_VALUES and not os.environ.get("RANK"):
+        raise UserError(
+            "the environment has ACCELERATE_USE_DEEPSPEED and no RANK; start with accelerate launch and a file "
+            "of accelerate_configs, or unset it"
+        )
     if here.world_size > 1 and not os.environ.get("RANK"):
         raise UserError(
             f"the environment has WORLD_SIZE {here.world_size} and no RANK; start the processes with accelerate launch "

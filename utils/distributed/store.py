@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 from torch import distributed
 
-from utils.distributed.ranks import TOKEN, ranks
+from utils.distributed.ranks import TOKEN, launch_number, ranks
 
 T = TypeVar("T")
 FORGED = object()  # a value that no process of the run has written
@@ -109,7 +109,7 @@ class RunStore:
 
 def restart_count() -> int:
     """Return how many times the launcher has restarted the processes (`--max_restarts`)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    return launch_number("TORCHELASTIC_RESTART_COUNT")
 
 
 def store_key(name: str, token: str) -> str:

@@ -312,3 +312,16 @@ def test_a_format_that_does_not_support_a_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^exported does not support this model \(.*\); choose another format$"):
         write(job, "exported", tmp_path / "best")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 50_000, '{"format": "' + "x" * 10**6])
+def test_metadata_that_nest_deeply(text: str, dynamic: dict[str, Path], tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    model = onnx.load(dynamic["onnx"])
+    for prop in model.metadata_props:
+        prop.value = text
+    file = tmp_path / "deep.onnx"
+    onnx.save(model, file)
+    with pytest.raises(UserError, match=r"deep.onnx has metadata of another program or version") as caught:
+        read_exported(file)
+    assert len(str(caught.value)) < 3000

@@ -123,7 +123,14 @@ def test_unusable_safetensors(data: bytes, message: str, file: Path) -> None:
         ({"epoch": 1, "optimizer": {}}, "contains no model"),
         ([1, 2], "contains no model"),
         (torch.rand(3), "contains no model; give weights that train.py or YOLOv5 wrote"),
-        (content(state=[1]), "is not a whole PyTorch weight file"),
+        (content(state=[1]), "has something else as its state; copy or download it again"),
+        (content(state={"w": 1}), "has something else as its state"),
+        (content(state={3: torch.rand(2)}), "has something else as its state"),
+        (content(settings="x"), "has something else as its settings"),
+        (content(settings={1: "x"}), "has something else as its settings"),
+        (content(model=[1]), "has something else as its model"),
+        (content(names=3), "has something else as its names"),
+        (content(task=None), "has something else as its task"),
         (content(format="lockstep-9"), "has the unknown format lockstep-9; update this program"),
         ({key: value for key, value in content().items() if key != "state"}, "lacks state and is incomplete"),
     ],
@@ -171,7 +178,7 @@ def test_a_changed_byte(file: Path) -> None:
         read_weights(file)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16])
 def test_values_that_are_not_finite(kind: torch.dtype, value: float, file: Path) -> None:
     bad = torch.tensor([1, value], dtype=kind)

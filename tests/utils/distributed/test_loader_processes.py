@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import multiprocessing
 import os
 import resource
@@ -20,7 +21,7 @@ import psutil
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from utils.distributed.failure import describe_worker_death, run_main
+from utils.distributed.failure import describe_system_failure, run_main
 from utils.distributed.loader_processes import end_workers, init_worker
 from utils.distributed.stop import STOP_SIGNALS, GracefulStop
 from utils.files import ROOT
@@ -49,10 +50,11 @@ SHM = (
         (RuntimeError("DataLoader timed out after 5 seconds"), ""),
         (RuntimeError("a bus was killed"), ""),
         (ValueError(BUS), ""),
+        (OSError(errno.EMFILE, "Too many open files", "a.jpg"), "raise the limit with ulimit -n"),
     ],
 )
 def test_loader_died(error: Exception, part: str) -> None:
-    message = describe_worker_death(error)
+    message = describe_system_failure(error)
     assert part in message
     assert bool(message) == bool(part)
 
@@ -207,3 +209,27 @@ def test_the_folder_of_sockets_goes_with_the_process_that_made_it(tmp_path: Path
     assert (ended.returncode, ended.stderr) == (1, "of the loader\nof the parent\n")
     assert ended.stdout.startswith("['pymp-")
     assert not list(tmp_path.iterdir())
+
+
+LOADS = """
+import torch
+from torch.utils.data import DataLoader
+from utils.distributed.loader_processes import init_worker, share_temporary_folder
+
+if __name__ == "__main__":
+    share_temporary_folder()
+    print(sum(int(batch) for batch in DataLoader(torch.arange(4), num_workers=1, worker_init_fn=init_worker)))
+"""
+
+
+def test_a_long_path_of_the_temporary_folder(tmp_path: Path) -> None:
+    """A socket's path has at most 107 bytes; without the socket the training would wait for ever."""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    short = set(Path("/tmp").glob("pymp-*"))
+    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", LOADS]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "6\n", "")
+    assert not list(folder.iterdir())
+    assert set(Path("/tmp").glob("pymp-*")) <= short

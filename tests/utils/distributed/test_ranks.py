@@ -58,6 +58,11 @@ def test_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"WORLD_SIZE": "2"}, "has WORLD_SIZE 2 and no RANK; start the processes with accelerate launch"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "has RANK 2 and WORLD_SIZE 2; ranks are less than the world size"),
         ({"RANK": "1"}, "has RANK 1 and WORLD_SIZE 1"),
+        ({"ACCELERATE_USE_CPU": "maybe"}, "variable ACCELERATE_USE_CPU is 'maybe'; give true or false, or unset it"),
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true"},
+            "has ACCELERATE_USE_DEEPSPEED and no RANK; start with",
+        ),
     ],
 )
 def test_an_incomplete_launch(variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
