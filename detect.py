@@ -102,9 +102,10 @@ def show_warnings(problems: Sequence[str], shown: int) -> int:
 
 def frame_name(frame: Frame) -> str:
     """Return the name of a frame for the console."""
+    name = without_secrets(frame.item.name)
     if frame.item.kind == "picture":
-        return frame.item.name
-    return f"{frame.item.name} ({frame.number + 1}{f'/{frame.frames}' if frame.frames else ''})"
+        return name
+    return f"{name} ({frame.number + 1}{f'/{frame.frames}' if frame.frames else ''})"
 
 
 def groups(frames: Iterable[tuple[Frame, Item]], most: int) -> Iterator[list[tuple[Frame, Item]]]:
@@ -247,7 +248,7 @@ class PredictionTable(Output):
         self.rows: list[tuple[str, str, str]] = []
 
     def __call__(self, frame: Frame, prediction: Prediction) -> None:
-        name = frame_name(frame) if frame.item.kind != "picture" else Path(frame.item.name).name
+        name = frame_name(frame) if frame.item.kind != "picture" else Path(without_secrets(frame.item.name)).name
         self.rows += [(name, label, f"{confidence:.4f}") for label, confidence in prediction.items]
 
     def __exit__(self, *_: object) -> None:

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from data import storage
+from data import remote, storage
 from data.coco_json import AnnotatedImages
 from data.images import image_size
 from data.polygons import Polygons, offsets_of
@@ -261,21 +261,22 @@ def scan_image(
     So is an image if its label file cannot be read, or has rows but no good one. text: the rows of an image whose
     objects are in an annotation file; it has no label file. described: width and height in that file.
     """
+    name = remote.shown_path(image)
     try:
         storage.require_regular_file(image)
         size = image_size(image)
     except StorageError:
         raise
     except Exception as error:  # Pillow raises many kinds for a damaged file
-        return Scan(problems=[f"{image}: not readable as an image ({error}); left out"])
+        return Scan(problems=[f"{name}: not readable as an image ({error}); left out"])
     if min(size) < MIN_IMAGE_SIDE_PIXELS:
-        return Scan(problems=[f"{image}: {size[0]}x{size[1]} pixels, smaller than {MIN_IMAGE_SIDE_PIXELS}; left out"])
+        return Scan(problems=[f"{name}: {size[0]}x{size[1]} pixels, smaller than {MIN_IMAGE_SIDE_PIXELS}; left out"])
     if content == "images":
         return Scan(size)
     if described and abs(size[0] * described[1] - size[1] * described[0]) > max(*size, *described):  # another shape
         sizes = f"{size[0]}x{size[1]} pixels, but its annotation is for {described[0]}x{described[1]}"
-        return Scan(problems=[f"{image}: {sizes}; left out"])
-    file = storage.label_name(os.fspath(image)) if text is None else f"annotations of {image}"
+        return Scan(problems=[f"{name}: {sizes}; left out"])
+    file = storage.label_name(os.fspath(image)) if text is None else f"annotations of {name}"
     try:
         if text is None:
             storage.require_regular_file(file)
@@ -283,7 +284,9 @@ def scan_image(
     except FileNotFoundError:
         return Scan(size)  # background
     except (OSError, UnicodeDecodeError) as error:
+        file = remote.shown_path(file)
         return Scan(problems=[f"{file}: cannot be read as text ({error}); its image is left out"])
+    file = remote.shown_path(file)
     rows, problems = parse_rows(text, file, enclosing=content == "outlines")
     if problems and not rows:  # it may have objects, so it is no background
         return Scan(problems=[*problems, f"{file}: no row can be used; its image is left out"])

@@ -5,6 +5,7 @@ Called by data/archives.py, data/media.py and models/weights/releases.py.
 
 from __future__ import annotations
 
+import base64
 import glob
 import hashlib
 import os
@@ -18,6 +19,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.error import HTTPError
+from urllib.parse import unquote
 from urllib.request import Request, urlopen
 
 from tqdm import tqdm
@@ -147,7 +149,7 @@ class _Transfer:
         received = self.received()
         if received and received == self.content.length:
             return
-        request = Request(self.address, headers={"User-Agent": "lockstep"})
+        request = _request(self.address)
         if received:
             request.add_header("Range", f"bytes={received}-")
             request.add_header("If-Range", self.content.tag)
@@ -215,6 +217,16 @@ class _Transfer:
                 os.fsync(file.fileno())
         if length is not None and done != length:
             raise OSError(f"the connection ended after {done} of {length} bytes")
+
+
+def _request(address: str) -> Request:
+    """Return the request for an address; a user name and password in it are sent to its server alone."""
+    login = re.fullmatch(r"(?i)(https?://)([^/?#]*)@(.*)", address)
+    request = Request(login[1] + login[3] if login else address, headers={"User-Agent": "lockstep"})
+    if login:
+        token = base64.b64encode(unquote(login[2]).encode()).decode()
+        request.add_unredirected_header("Authorization", f"Basic {token}")
+    return request
 
 
 def _continues(headers: Mapping[str, str], received: int, content: _Content) -> bool:
