@@ -26,6 +26,7 @@ from utils.errors import StorageError, UserError, plural, shortened
 from utils.files import cache_folder, one_at_a_time, replacing
 
 CACHE_VERSION = 5
+MAX_EDGES_AT_A_HEIGHT = 1000  # of an outline
 FILES_PER_CHUNK = 64  # that a scanning process takes at a time
 MIN_SECONDS_PER_PROCESS = 0.5  # of work, or starting another process takes longer than it saves
 MIN_IMAGE_SIDE_PIXELS = 10  # a smaller image is left out
@@ -300,6 +301,15 @@ def _outline(words: Sequence[str]) -> np.ndarray:
     return np.array(list(map(float, points)), np.float32).reshape(-1, 2)
 
 
+def _check_outline(points: np.ndarray) -> None:
+    """Raise ValueError for an outline (k, 2) without an area, or one that would take seconds to fill."""
+    if _is_line(points):
+        raise ValueError("the outline has no area")
+    # The edges at a height, on average; OpenCV's time to fill the outline grows with the square of it.
+    if np.abs(np.diff(points[:, 1], append=points[:1, 1])).sum() > MAX_EDGES_AT_A_HEIGHT:
+        raise ValueError(f"the outline goes up and down more than {MAX_EDGES_AT_A_HEIGHT // 2} times")
+
+
 def _is_line(points: np.ndarray) -> bool:
     """Return whether all points (k, 2) are on one line."""
     x, y = (points - points[0]).astype(np.float64).T
@@ -323,8 +333,8 @@ def parse_rows(
         if words := line.split():
             try:
                 row = _parse_row(words)
-                if enclosing and len(words) > 5 and _is_line(_outline(words)):
-                    raise ValueError("the outline has no area")
+                if enclosing and len(words) > 5:
+                    _check_outline(_outline(words))
             except ValueError as error:
                 problems.append(f"{file}, line {number}: {error}; row left out")
                 continue

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import cv2
 import numpy as np
 
+MAX_PARTS = 1000  # of a mask, with its holes: to join them takes a time that grows with the square
 COMPARED_PAIRS = 2**20  # of points at a time, which takes 8 MB
 EQUAL_DISTANCES = 1 + 1e-9  # squared distances in this ratio are compared again, exactly
 
@@ -44,12 +45,12 @@ def _near_pairs(outline: Points, part: Points) -> Iterator[tuple[int, int]]:
 def mask_outline(mask: np.ndarray, tolerance: float = 0.0) -> Points:
     """Return the outline of a mask, uint8 (h, w) of 0 and 1, along the edges of its pixels; [] if it is empty.
 
-    tolerance: the largest deviation, pixels. Parts are joined, and holes are too.
+    tolerance: the largest deviation, pixels. Parts are joined, and holes are too; [] if there are too many of them.
     """
     # Of a mask twice as large, the pixels at an edge k are 2 k on its right and lower side, 2 k - 1 on the others.
     large = cv2.resize(mask, None, fx=2, fy=2, interpolation=cv2.INTER_NEAREST)
     contours, levels = cv2.findContours(large, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_NONE)
-    if not contours:
+    if not 0 < len(contours) <= MAX_PARTS:
         return []
     # A hole follows its part, so that it is joined to that: columns of a level are next, previous, first hole, parent.
     parents = [parent if parent >= 0 else number for number, parent in enumerate(levels[0, :, 3].tolist())]

@@ -1,4 +1,4 @@
-"""Names and passwords of addresses, and their queries, are nowhere but in the files in which the user has written them."""
+"""Names, passwords and queries of addresses are nowhere but in the files in which the user has written them."""
 
 from __future__ import annotations
 

@@ -615,3 +615,14 @@ def test_outlines_with_the_same_box_are_several_objects(images: list[Path]) -> N
     Path(label_file(images[0])).write_text(text)
     scan = scan_image(images[0], "outlines")
     assert (scan.rows.shape, len(scan.outlines)) == ((2, 5), 2)
+
+
+def test_an_outline_that_would_take_seconds_to_fill_is_left_out() -> None:
+    rng = np.random.default_rng(0)
+    wild = "0 " + " ".join(f"{value:.5f}" for value in rng.random(20_000))
+    turns = np.linspace(0, 2 * np.pi, 10_000, endpoint=False)
+    round_one = np.stack((np.cos(turns), np.sin(turns)), 1) * rng.uniform(0.39, 0.4, (10_000, 1)) + 0.5
+    tame = "0 " + " ".join(f"{value:.5f}" for value in round_one.ravel())
+    rows, problems = parse_rows(f"{wild}\n{tame}", FILE, enclosing=True)
+    assert len(rows) == 1
+    assert problems == [f"{FILE}, line 1: the outline goes up and down more than 500 times; row left out"]

@@ -94,3 +94,9 @@ def test_run_lengths_as_text_are_differences_of_5_bits() -> None:
 def test_run_lengths_must_fill_the_image(counts: object) -> None:
     with pytest.raises(ValueError, match=r"runs of .* pixels in a mask of 4 x 4"):
         decode_rle(counts, [4, 4])
+
+
+def test_a_mask_in_thousands_of_parts_has_no_outline() -> None:
+    noise = np.random.default_rng(0).integers(0, 2, (200, 200), np.uint8)
+    assert mask_outline(noise) == []
+    assert mask_outline(np.kron(np.eye(30, dtype=np.uint8), np.ones((3, 3), np.uint8)))
