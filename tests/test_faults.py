@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -20,6 +21,7 @@ from tests.curves import refused, rows
 from tests.faults.fault_points import POINTS, planted
 from tests.machines import ACCELERATE, CONFIGS
 from utils.checkpoint.state_files import StateFiles
+from utils.files import ROOT
 
 HERE = ("--processes", "2")
 Train = Callable[..., str]
@@ -163,3 +165,30 @@ def test_little_shared_memory(train: Train, tmp_path: Path) -> None:
     launcher = ("unshare", "-m", "sh", "-c", little, "sh", sys.executable)
     printed = train(tmp_path, "--epochs", "1", launcher=launcher)
     assert "warning: /dev/shm has 0 MiB free, enough for the batches of 0 loader processes" in printed
+
+
+LAUNCHER = """
+import os, subprocess, sys, time
+started = subprocess.Popen([sys.executable, *sys.argv[1:]])
+print(started.pid, flush=True)
+time.sleep(0.5)  # it imports torch
+os._exit(1)
+"""
+
+
+def test_a_launcher_dies_while_its_process_is_importing(tmp_path: Path) -> None:
+    """The process would wait for the others until --dist-timeout. Its parent is another one when it first looks."""
+    launched = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a"}
+    environment = {**os.environ, **launched, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    command = [sys.executable, "-c", LAUNCHER, str(ROOT / "train.py"), "--device", "cpu", "--project", str(tmp_path)]
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        launcher = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=file, text=True)
+        number = int((launcher.communicate(timeout=60)[0] or "0").split()[0])
+    process = psutil.Process(number)
+    try:
+        process.wait(60)
+    finally:
+        if process.is_running():
+            process.kill()
+    assert "the launcher of process 1" in output.read_text()
