@@ -347,11 +347,14 @@ def test_a_port_in_use(run_script: RunScript, flags: list[str]) -> None:
 
 
 def test_two_machines(hosts: tuple[str, str], single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
-    """No interface is named, although the host's name resolves to the loopback here. One W&B run is made."""
+    """No interface is named, although the host's name resolves to the loopback here. One W&B run is made.
+
+    What the machines write into their store is signed.
+    """
 
     def machine(rank: int) -> str:
-        offline = {"WANDB_MODE": "offline"}
-        return fine_tune(tmp_path / str(rank), "--sync-bn", launcher=on_machine(hosts[rank], rank), **offline)
+        variables = {"WANDB_MODE": "offline", "LOCKSTEP_TOKEN": "secret"}
+        return fine_tune(tmp_path / str(rank), "--sync-bn", launcher=on_machine(hosts[rank], rank), **variables)
 
     with ThreadPoolExecutor() as pool:
         printed = list(pool.map(machine, (0, 1)))
