@@ -25,7 +25,7 @@ from data.batches import empty_pixels
 from data.data_yaml import DataSpec, read_spec
 from data.dataset import DataOptions
 from data.detection import DetectionData, DetectionSplit, collate, to_tensors
-from tests.making import label_file, plain, write_image, write_label, write_yaml
+from tests.making import label_file, noise, plain, write_image, write_label, write_yaml
 from utils.batch import Batch, ImageInfo, Placement
 from utils.config.hyperparameters import Hyperparameters
 from utils.distributed import shared_memory
@@ -530,3 +530,9 @@ def test_label_files_are_among_the_files_that_training_reads(folder: Path) -> No
     files = DetectionData.files(data_of(folder).spec)
     rows = [folder / f"labels/{number:02}.txt" for number in range(12)]  # the fourth does not exist
     assert (files["labels of train"], files["labels of val"]) == (rows, rows)
+
+
+def test_an_image_without_a_data_set_has_no_labels() -> None:
+    pixels, targets, info = DetectionData.item(noise(50, 80), "camera 0", (64, 64), 32)
+    assert (len(targets), info.rows.shape, info.size) == (0, (0, 5), (50, 80))
+    assert pixels.shape[1:] == (64, 64)

@@ -95,6 +95,15 @@ def test_the_cpu_is_used_without_a_gpu_or_on_request(monkeypatch: pytest.MonkeyP
     assert choose_devices("")
 
 
+@pytest.mark.parametrize(("gpus", "apple", "expected"), [(0, False, "cpu"), (0, True, "mps"), (2, False, "cuda")])
+def test_the_best_device_of_a_prediction(
+    gpus: int, apple: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_cuda_devices(monkeypatch, gpus)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: apple)
+    assert one_device("") == torch.device(expected)
+
+
 @pytest.mark.parametrize(
     ("device", "devices", "processes", "message"),
     [
