@@ -869,7 +869,11 @@ def test_a_mosaic_without_objects_has_outlines() -> None:
     after = warp_mosaic(positions, load, 80, np.eye(3), 1.0, (80, 80), masks=True)
     assert after.polygons.counts.tolist() == []
     outside = np.array([[1, 0, 500], [0, 1, 0], [0, 0, 1.0]])
-    assert warp_mosaic(positions, load, 80, outside, 1.0, (80, 80), masks=True).polygons.counts.tolist() == []
+    load.side_effect = [outlined()] * 4
+    nothing = warp_mosaic(positions, load, 80, outside, 1.0, (80, 80), masks=True)
+    assert nothing.polygons.counts.tolist() == []
+    for sample in (after, nothing):
+        assert (sample.boxes.shape, sample.classes.shape) == ((0, 4), (0,))
 
 
 @pytest.mark.parametrize("settings", [{"scale": 0.5, "translate": 0.2}, {"degrees": 30.0, "perspective": 0.0005}])

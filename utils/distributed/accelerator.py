@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -23,7 +27,7 @@ from utils.distributed.failure import start_failure_monitor
 from utils.distributed.precision import Precision, choose_precision
 from utils.distributed.ranks import world_size
 from utils.distributed.rendezvous import RUN_RENDEZVOUS, rendezvous_errors, wait_for_main_address
-from utils.errors import UserError, plural
+from utils.errors import UserError, first_line, plural
 
 # Added to torch's own time-out, so that the watchdog, which knows which process is late, ends the run first.
 COLLECTIVE_MARGIN_SECONDS = 10.0
@@ -45,7 +49,7 @@ def connect(device: str, timeout: float) -> str:
         wait_for_main_address(timeout)
     if by_zero:
         deepspeed.prepare_environment(on_cpu)
-    with rendezvous_errors(timeout), deepspeed.without_output():
+    with rendezvous_errors(timeout), environment_errors(), deepspeed.without_output():
         state = PartialState(
             cpu=on_cpu and not by_zero,  # with cpu=True Accelerate would silently not use DeepSpeed
             timeout=timedelta(seconds=timeout + COLLECTIVE_MARGIN_SECONDS),
@@ -61,6 +65,24 @@ def connect(device: str, timeout: float) -> str:
     return kind
 
 
+@contextmanager
+def environment_errors() -> Iterator[None]:
+    """Turn an error of Accelerate about a value in its environment variables into a `UserError`."""
+    try:
+        yield
+    except ValueError as error:
+        values = {name: value for name, value in sorted(os.environ.items()) if name.startswith("ACCELERATE_")}
+        quoted = [
+            name for name, value in values.items() if re.search(rf"\b{re.escape(value)}\b", str(error), re.I) and value
+        ]
+        if not quoted or not any("accelerate" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
+            raise
+        raise UserError(
+            f"Accelerate cannot use {' or '.join(f'{name}={os.environ[name]}' for name in quoted)} of the environment "
+            f"({first_line(error)}); correct or unset it"
+        ) from error
+
+
 def start(device: str, mixed_precision: str, timeout: float, comm_hook: str = "") -> tuple[Accelerator, Precision]:
     """Connect all processes as `connect` does, and make an Accelerator for global batches.
 
@@ -72,7 +94,7 @@ def start(device: str, mixed_precision: str, timeout: float, comm_hook: str = ""
     precision = broadcast_from_main(lambda: choose_precision(mixed_precision, kind, by_zero))
     if kind == "cpu":
         keep_freed_memory()  # activations are allocated anew in each step
-    with deepspeed.without_output():
+    with environment_errors(), deepspeed.without_output():
         accelerator = Accelerator(
             cpu=kind == "cpu" and not by_zero,
             mixed_precision="no" if by_zero else precision.name,

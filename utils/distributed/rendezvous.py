@@ -6,6 +6,7 @@ Called by accelerator, devices and utils/doctor/.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import socket
@@ -22,13 +23,22 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from utils.distributed.failure import hard_exit
-from utils.distributed.ranks import TOKEN, launch_number, local_world_size, ranks, threads_per_process, world_size
+from utils.distributed.ranks import (
+    TOKEN,
+    is_local_main,
+    launch_number,
+    local_world_size,
+    ranks,
+    threads_per_process,
+    world_size,
+)
 from utils.distributed.store import store_key
 from utils.errors import UserError, first_line
 
 LOOPBACK = "127.0.0.1"
 RUN_RENDEZVOUS = "lockstep://"  # init_method of torch's process group: `_rendezvous`
 MAX_PORT = 2**16 - 1
+NOTICE_SECONDS = 15.0  # until a process prints that it waits for the main process
 RENDEZVOUS_MARGIN_SECONDS = 30.0  # added to the time-out, after which a rendezvous that torch does not end is ended
 
 
@@ -66,12 +76,17 @@ def wait_for_main_address(timeout: float) -> None:
         return
     address, port = main_address()
     end, reason = time.monotonic() + timeout, "no answer"
+    notice = time.monotonic() + NOTICE_SECONDS if is_local_main() else math.inf
     while (remaining := end - time.monotonic()) > 0:
         try:
             socket.create_connection((address, port), timeout=remaining).close()
         except OSError as error:
             reason = error.strerror or str(error)
             time.sleep(0.2)
+            if time.monotonic() > notice:
+                notice = math.inf
+                waiting = f"waiting for the main process at {address} port {port} ({reason.lower()})"
+                print(f"{waiting}, at most {timeout:g} s (--dist-timeout)", flush=True)
         else:
             return
     raise UserError(

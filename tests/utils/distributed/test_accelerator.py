@@ -14,6 +14,7 @@ from torch import distributed
 from tests.conftest import OnProcesses
 from utils.distributed.accelerator import plan, reset_accelerate, start
 from utils.distributed.ranks import ranks
+from utils.errors import UserError
 
 
 def start_twice() -> int:
@@ -50,3 +51,20 @@ def test_a_process_on_the_cpu_keeps_freed_memory(monkeypatch: pytest.MonkeyPatch
     start("cpu", "no", 60.0)
     reset_accelerate()
     assert calls == ["kept"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ACCELERATE_DYNAMO_BACKEND", "fast"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "x"),
+        ("ACCELERATE_DEBUG_MODE", "maybe"),
+        ("ACCELERATE_CPU_AFFINITY", "maybe"),
+    ],
+)
+def test_a_wrong_environment_variable_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reset_accelerate()
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=rf"^Accelerate cannot use {name}={value} of the environment \(.+\); correct"):
+        start("cpu", "", 1)
+    reset_accelerate()

@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from tests.making import launched, without_launcher
+from utils.distributed import rendezvous
 from utils.distributed.rendezvous import (
     prepare_for_gloo,
     rendezvous_errors,
@@ -50,6 +51,19 @@ def test_an_unreachable_main_process_is_an_error(monkeypatch: pytest.MonkeyPatch
         f"the main process at 127.0.0.1 port {port} cannot be reached within 0.1 s (connection refused): start it, "
         "open the port, check the address, or raise --dist-timeout"
     )
+
+
+def test_a_process_that_waits_says_so_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    launched(monkeypatch, 2, 1)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
+    monkeypatch.setattr(rendezvous, "NOTICE_SECONDS", 0.0)
+    with pytest.raises(UserError, match=r"cannot be reached within 1 s"):
+        wait_for_main_address(1)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("waiting for the main process at no.such.host.invalid port ")
+    assert lines[0].endswith("), at most 1 s (--dist-timeout)")
 
 
 @pytest.mark.parametrize(
