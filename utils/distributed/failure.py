@@ -135,8 +135,8 @@ def lost_contact(error: Exception) -> str:
 def describe_system_failure(error: Exception) -> str:
     """Describe a killed loader process, or too few open files; return '' for any other error."""
     text = str(error)
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        return f"too many files are open ({first_line(error)}); raise the limit with ulimit -n"
+    if getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE) or text.startswith("Too many open files"):
+        return "too many files are open; raise the limit with ulimit -n, or lower --workers"
     if not isinstance(error, RuntimeError) or "DataLoader worker" not in text:
         return ""
     if "unable to allocate shared memory(shm)" in text or "killed by signal: Bus error" in text:

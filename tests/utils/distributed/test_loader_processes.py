@@ -51,6 +51,10 @@ SHM = (
         (RuntimeError("a bus was killed"), ""),
         (ValueError(BUS), ""),
         (OSError(errno.EMFILE, "Too many open files", "a.jpg"), "raise the limit with ulimit -n"),
+        (
+            RuntimeError("Too many open files. Communication with the workers is no longer"),
+            "raise the limit with ulimit",
+        ),
     ],
 )
 def test_loader_died(error: Exception, part: str) -> None:
