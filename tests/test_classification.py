@@ -194,6 +194,7 @@ def test_resume_looks_at_the_recipe(train: Train, run_script: RunScript, alone: 
 # The recipe's options
 
 
+@pytest.mark.long
 def test_fine_tuning_the_head_alone(train: Train, drawn_classes: Path, alone: Path, tmp_path: Path) -> None:
     """Weights of other classes: tensors that fit are loaded, the others are named, and only the head is trained."""
     names = [*reversed(NAMES), "weeds"]  # another order, and one more

@@ -214,6 +214,7 @@ def settings(flags: Sequence[str]) -> dict[str, Any]:
     return {"groups": groups, "schedule": schedule, "rates": rates, "loss": vars(criterion.settings)}
 
 
+@pytest.mark.long
 def test_settings_do_not_depend_on_the_number_of_processes(on_processes: OnProcesses, flags: list[str]) -> None:
     flags = [*flags, "--hyp", str(ROOT / "data" / "hyps" / "low.yaml")]  # the last one counts; with a warm-up
     (single,) = on_processes(1, settings, flags)

@@ -72,6 +72,7 @@ def test_two_processes(doctor: Callable[..., str]) -> None:
     assert printed.splitlines()[-1] == "the job can start"
 
 
+@pytest.mark.long
 def test_a_missing_process_is_an_error(doctor: Callable[..., str]) -> None:
     port = free_port()
     flags = ("--dist-timeout", "3")

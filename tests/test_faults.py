@@ -107,11 +107,13 @@ def test_too_many_steps_are_not_finite(processes: tuple[str, ...], train: Train,
 # Memory and disks
 
 
+@pytest.mark.long
 def test_out_of_memory(train: Train, tmp_path: Path) -> None:
     printed = train(tmp_path, *HERE, **planted("memory", "loss", rank=1), fails=True)
     refused(printed, "error: out of memory of a GPU with --batch-size 4 at 64 pixels; try --batch-size 2")
 
 
+@pytest.mark.long
 def test_auto_batch_on_the_cpu(train: Train, tmp_path: Path) -> None:
     printed = train(tmp_path, "--batch-size", "-1", "--epochs", "1")
     assert "--batch-size -1 is measured on GPUs only; taking 16" in printed

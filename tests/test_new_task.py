@@ -274,6 +274,7 @@ def exported(run: Callable[..., str], trained: Path, tmp_path_factory: pytest.Te
     return folder
 
 
+@pytest.mark.long
 def test_export(run: Callable[..., str], keypoints: Path, trained: Path, exported: Path, tmp_path: Path) -> None:
     what = ("--weights", str(exported / "best.torchscript"), "--data", str(keypoints), "--project", str(tmp_path))
     how = ("--batch-size", "1", "--device", "cpu", "--workers", "0", "--noplots")

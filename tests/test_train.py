@@ -137,6 +137,7 @@ def test_fine_tuning_flags(first: tuple[Path, str], tmp_path: Path, run_script: 
     assert not (folder / "train_batch0.jpg").exists()
 
 
+@pytest.mark.long
 def test_early_stop_and_nosave(tmp_path: Path, run_script: RunScript, small_data: Path) -> None:
     """With next to no learning rate no epoch beats the first: `--patience 1` stops after the second."""
     hyp = tmp_path / "still.yaml"
