@@ -27,7 +27,7 @@ from torch import distributed
 from utils.background import Background
 from utils.birth import PARENT
 from utils.console import silence, surviving_output
-from utils.distributed.loader_processes import end_workers, remove_temporary_folder
+from utils.distributed.loader_processes import end_workers, remove_temporary_folders
 from utils.distributed.ranks import SPAWNED, check_launch, is_local_main, ranks, world_size
 from utils.distributed.store import query_store, run_store
 from utils.errors import UserError, first_line
@@ -190,7 +190,7 @@ def hard_exit(message: str, code: int = 1) -> NoReturn:
     if message:
         print(message, file=sys.stderr, flush=True)
     end_workers()
-    remove_temporary_folder()
+    remove_temporary_folders()
     sys.stdout.flush()
     # Not sys.exit: destroying the process group may wait for processes that have ended.
     os._exit(code)

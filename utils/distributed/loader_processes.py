@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import shutil
@@ -34,13 +35,18 @@ def share_temporary_folder() -> None:
         Finalize(None, shutil.rmtree, args=(short, True), exitpriority=-100)
 
 
-def remove_temporary_folder() -> None:
-    """Remove the folder of multiprocessing's sockets, before an exit that cleans nothing up.
+def remove_temporary_folders() -> None:
+    """Remove multiprocessing's folder of sockets and all `TemporaryDirectory`s, before an exit that cleans nothing up.
 
-    A process that multiprocessing has started leaves it: it may be that of its parent.
+    W&B makes one for each table. A loader process leaves them, and a process that multiprocessing has started the
+    folder of sockets: they may be those of its parent.
     """
     if multiprocessing.parent_process() is None:
         shutil.rmtree(get_temp_dir(), ignore_errors=True)
+    if not multiprocessing.current_process().daemon:
+        for made in [each for each in gc.get_objects() if type(each) is tempfile.TemporaryDirectory]:
+            with suppress(Exception):  # of whichever package has made it
+                made.cleanup()
 
 
 def init_worker(number: int) -> None:

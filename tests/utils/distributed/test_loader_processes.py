@@ -6,6 +6,7 @@ import ctypes
 import errno
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -193,25 +194,27 @@ def test_end_workers(start: Callable[..., tuple[Any, int]]) -> None:
 
 
 GIVES_UP = """
-import multiprocessing, os, sys
+import multiprocessing, os, sys, tempfile
 from utils.distributed.failure import hard_exit
 from utils.distributed.loader_processes import share_temporary_folder
 share_temporary_folder()
-loader = multiprocessing.get_context("fork").Process(target=hard_exit, args=("of the loader",))
+made = tempfile.TemporaryDirectory(prefix="package-")
+made.itself = made
+loader = multiprocessing.get_context("fork").Process(target=hard_exit, args=("of the loader",), daemon=True)
 loader.start()
 loader.join()
-print(os.listdir(os.environ["TMPDIR"]), flush=True)
+print(sorted(os.listdir(os.environ["TMPDIR"])), flush=True)
 hard_exit("of the parent")
 """
 
 
-def test_the_folder_of_sockets_goes_with_the_process_that_made_it(tmp_path: Path) -> None:
-    """It would stay on the disk; and without it the other loader processes could send nothing."""
+def test_temporary_folders_go_with_the_process_that_made_them(tmp_path: Path) -> None:
+    """They would stay on the disk; and without that of sockets the other loader processes could send nothing."""
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", GIVES_UP]
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (1, "of the loader\nof the parent\n")
-    assert ended.stdout.startswith("['pymp-")
+    assert re.fullmatch(r"\['package-\w+', 'pymp-\w+'\]\n", ended.stdout)
     assert not list(tmp_path.iterdir())
 
 
