@@ -248,7 +248,7 @@ class PredictionTable(Output):
         self.rows: list[tuple[str, str, str]] = []
 
     def __call__(self, frame: Frame, prediction: Prediction) -> None:
-        name = frame_name(frame) if frame.item.kind != "picture" else Path(without_secrets(frame.item.name)).name
+        name = frame_name(frame) if frame.item.kind != "picture" else Path(frame_name(frame)).name
         self.rows += [(name, label, f"{confidence:.4f}") for label, confidence in prediction.items]
 
     def __exit__(self, *_: object) -> None:

@@ -217,7 +217,7 @@ def _outline(raw: Any, image: tuple[int, int], tally: Tally) -> np.ndarray:
     segmentation = decode(raw) if bytes(raw) else None
     if isinstance(segmentation, dict):
         # A mask takes a byte per pixel, whatever the length of its JSON.
-        if list(segmentation["size"]) != [*reversed(image)] or image[0] * image[1] > MAX_MASK_PIXELS:
+        if tuple(segmentation["size"]) != image[::-1] or image[0] * image[1] > MAX_MASK_PIXELS:
             tally["masks of another size than their image"] += 1
             return np.zeros((0, 2))
         return np.array(mask_outline(decode_rle(segmentation["counts"], segmentation["size"])))
@@ -308,16 +308,17 @@ class AnnotatedImages:
         tally = Tally()
         text: dict[str, str] = {}
         sizes = {}
+        repeated = 0
         for each in coco_rows(self.file, self.names, tally, polygons):
-            tally["images with the file_name of another, whose objects are joined"] += each.name in text
+            repeated += each.name in text
             text[each.name] = text.get(each.name, "") + "".join(each.rows)
             sizes[each.name] = each.size
         del tally["crowds"]  # as intended
         problems = [f"{self.file}: left out: {tally.omitted}"] if tally.omitted else []
+        if repeated:
+            problems.append(f"{self.file}: {plural(repeated, 'image')} with the file_name of another: objects joined")
         texts = {path: text.get(name, "") for path, name in self.images.items()}
-        return AnnotatedRows(
-            texts, {path: sizes[name] for path, name in self.images.items() if name in sizes}, problems
-        )
+        return AnnotatedRows(texts, {path: sizes.get(name) for path, name in self.images.items()}, problems)
 
 
 def find_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> tuple[AnnotatedImages, list[str]]:

@@ -25,7 +25,7 @@ from data.images import IMAGE_SUFFIXES
 from data.voc import LISTS, read_voc
 from utils.distributed.failure import run_main
 from utils.errors import UserError, nearest
-from utils.files import read_regular, replacing
+from utils.files import read_lines, replacing
 
 VOC_SETS = ("train", "val", "test")  # in ImageSets/Main; trainval is the first two
 VISDRONE_CLASSES = 10  # categories 1 to 10; 0 is for regions to ignore, 11 for other objects
@@ -92,7 +92,7 @@ def voc_sets(source: Path) -> list[VocSet]:
         return [
             VocSet(
                 f"{file.stem}{year.name.removeprefix('VOC')}" if len(years) > 1 or year != source else file.stem,
-                [year / "Annotations" / f"{line.split()[0]}.xml" for line in _lines(file) if line.strip()],
+                [year / "Annotations" / f"{line.split()[0]}.xml" for line in read_lines(file) if line.strip()],
                 year / "JPEGImages",
             )
             for year in years
@@ -112,10 +112,6 @@ def _image_lists(year: Path) -> list[Path]:
     lists = [folder / f"{name}.txt" for name in VOC_SETS if (folder / f"{name}.txt").is_file()]
     both = folder / "trainval.txt"
     return [both, *lists] if both.is_file() and not any(f.stem in ("train", "val") for f in lists) else lists
-
-
-def _lines(file: Path) -> list[str]:
-    return read_regular(file).decode("utf-8-sig", errors="replace").splitlines()
 
 
 def convert_voc(
@@ -258,7 +254,7 @@ def _visdrone_rows(file: Path, size: tuple[int, int], tally: Tally) -> list[str]
     Its columns are left, top, width, height, score, category, truncation, occlusion; boxes of score 0 are ignored.
     """
     rows = []
-    for number, line in enumerate(_lines(file), 1):
+    for number, line in enumerate(read_lines(file), 1):
         if not line.strip():
             continue
         try:

@@ -51,8 +51,6 @@ def read_image(path: Path, jpeg_divisor: int = 1) -> np.ndarray:
         flags = JPEG_FLAGS[jpeg_divisor if is_jpeg else 1]
         image = cv2.imdecode(np.frombuffer(data, np.uint8), flags) if data else None
         return image if image is not None else _read_with_pillow(data)
-    except StorageError:
-        raise
     except Exception as error:  # Pillow raises many kinds for a damaged file
         raise unreadable(path, error) from None
 
@@ -66,15 +64,15 @@ def read_whole_image(path: Path) -> np.ndarray:
         image_size(path)
     except Image.DecompressionBombError:
         pass  # OpenCV reads larger images than Pillow
-    except StorageError:
-        raise
     except Exception as error:
         raise unreadable(path, error) from None
     return read_image(path)
 
 
 def unreadable(name: object, error: Exception) -> UserError:
-    """Return the error for an image that OpenCV or Pillow cannot read."""
+    """Return the error for an image that OpenCV or Pillow cannot read; that of an object store as it is."""
+    if isinstance(error, StorageError):
+        return error
     reason = re.sub(r" ?<\S+ object at 0x\w+>", "", str(error))  # Pillow names the object that holds the bytes
     if isinstance(error, UnidentifiedImageError):
         reason = "its format is not known"

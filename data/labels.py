@@ -285,8 +285,7 @@ def scan_image(
     except FileNotFoundError:
         return Scan(size)  # background
     except (OSError, UnicodeDecodeError) as error:
-        file = remote.shown_path(file)
-        return Scan(problems=[f"{file}: cannot be read as text ({error}); its image is left out"])
+        return Scan(problems=[f"{remote.shown_path(file)}: cannot be read as text ({error}); its image is left out"])
     file = remote.shown_path(file)
     rows, problems = parse_rows(text, file, enclosing=content == "outlines")
     if problems and not rows:  # it may have objects, so it is no background
@@ -335,11 +334,10 @@ def parse_rows(
                 row = _parse_row(words)
                 if enclosing and len(words) > 5:
                     _check_outline(_outline(words))
+                    row += tuple(map(float, words[1:]))
             except ValueError as error:
                 problems.append(f"{file}, line {number}: {error}; row left out")
                 continue
-            if enclosing and len(words) > 5:
-                row += tuple(map(float, words[1:]))
             if row in rows:
                 problems.append(
                     f"{file}, line {number}: the same {'outline' if row[5:] else 'box'} again; row left out"

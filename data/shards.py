@@ -96,7 +96,7 @@ def read_list(shard: str) -> list[PackedImage]:
 
 
 def _packed_image(row: Sequence[Any]) -> PackedImage:
-    """Return a row of a list. Raises ValueError or TypeError if it is no such row."""
+    """Return a row of a list. Raises ValueError or TypeError if a field is wrong."""
     image = PackedImage(*row)
     numbers = (image.offset, image.size, image.checksum, image.width, image.height)
     texts = (image.name, image.group, *(text for text in (image.label, image.outlines) if text is not None))

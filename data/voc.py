@@ -17,7 +17,7 @@ from data import storage
 from data.coco_json import AnnotatedImages, AnnotatedRows, CocoBox, Tally, box_row, cached_json
 from data.images import IMAGE_SUFFIXES
 from utils.errors import UserError, nearest, plural
-from utils.files import read_regular
+from utils.files import read_lines, read_regular
 
 LISTS = Path("ImageSets", "Main")
 # In the XML files of the challenge itself, whose coordinates start at 1.
@@ -113,7 +113,7 @@ def find_images(file: Path, names: Sequence[str]) -> tuple[VocImages, list[str]]
             "other of the data set's `names`; correct `names:`, or leave it out to use VOC's"
         )
     try:
-        lines = read_regular(file).decode("utf-8-sig", errors="replace").splitlines()
+        lines = read_lines(file)
         folder = file.parents[2] / "JPEGImages"
         images = {path.stem: str(path) for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES}
     except OSError as error:

@@ -208,7 +208,7 @@ class _Transfer:
                     slow_from, slow_since = done, time.monotonic()
                 elif time.monotonic() - slow_since > SLOWEST_SECONDS:
                     raise OSError(f"{done - slow_from} bytes in {SLOWEST_SECONDS:g} s are too slow")
-                if length is None and shutil.disk_usage(folder).free < FREE_SHARE * shutil.disk_usage(folder).total:
+                if length is None and (disk := shutil.disk_usage(folder)).free < FREE_SHARE * disk.total:
                     raise ValueError(f"{folder} is nearly full after {gigabytes(done)}, and the server names no length")
                 if done == length:
                     break

@@ -127,6 +127,11 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
         return file.read()
 
 
+def read_lines(path: str | os.PathLike[str]) -> list[str]:
+    """Return the lines of a text file; what is not UTF-8 is replaced. Raises OSError as `open_regular` does."""
+    return read_regular(path).decode("utf-8-sig", errors="replace").splitlines()
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file. Raises `UserError` with file and line if there is none.
 

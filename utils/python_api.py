@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from utils.config.hyperparameters import OVERRIDE_PREFIX
 from utils.config.options import OPTIONS_OF_SCRIPT, flags_of
-from utils.config.values import accepts, expected
+from utils.config.values import accepts, expected, separated
 from utils.distributed.accelerator import reset_accelerate
 from utils.distributed.failure import Stopped
 from utils.distributed.stop import STOP_SIGNALS
@@ -81,7 +81,7 @@ def write_result(summary: Summary, folder: Path) -> None:
 def checked(
     kind: type[DataclassInstance], values: Mapping[str, Any], caller: str, names: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return arguments of a call by the names of their flags, without those that are None or False: not given.
+    """Return the arguments of a call by the names of their flags. None and False mean that a flag is not given.
 
     kind: the options whose flags they are. caller: the call, for errors. names: of the flags that are allowed; all if
     empty. Raises `UserError` for an unknown name or a value of a wrong type or range.
@@ -113,17 +113,14 @@ def as_plain(value: object, hint: Any, field: dataclasses.Field[Any]) -> object:
     if typing.get_origin(hint) is tuple:
         items = value if isinstance(value, list | tuple) else [value]
         plain = [as_plain(item, typing.get_args(hint)[0], field) for item in items]
-        return [word for item in plain for word in separated(item)] if field.metadata["comma_separated"] else plain
+        if not field.metadata["comma_separated"]:
+            return plain
+        return [word for item in plain for word in (separated(item) if isinstance(item, str) else [item])]
     if value is True and field.metadata["const"] is not None:
         return field.metadata["const"]
     if isinstance(value, PurePath) or (type(value) is int and field.name in NUMBERS_OR_TEXT):
         return str(value)
     return ",".join(separated(value)) if field.metadata["comma_separated"] and isinstance(value, str) else value
-
-
-def separated(value: object) -> list[Any]:
-    """Return the words of a comma-separated text; a list of any other value."""
-    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else [value]
 
 
 def aliases(kind: type[DataclassInstance]) -> dict[str, str]:

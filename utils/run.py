@@ -78,11 +78,11 @@ class Run:
         """Print lines on the main process; if the run is quiet, only warnings, and lines with `always`."""
         if not self._is_main:
             return
-        for line in map(printable, lines):
+        for line in lines:
             if always or not self.quiet or line.startswith("warning: "):
                 show(line)
             for tracker in self.trackers:
-                tracker.log_line(line)
+                tracker.log_line(printable(line))
 
     def bar(self, title: str, images: int, done: int = 0) -> Bar:
         """Return a progress bar, drawn by the main process only. done: images before its start."""

@@ -218,7 +218,7 @@ def test_objects_of_images_with_one_file_name_are_joined_and_counted(tmp_path: P
     export(tmp_path / "train", images=images)
     split = split_of(tmp_path)
     assert split.labels.counts.tolist() == [3]
-    assert "left out: 1 images with the file_name of another, whose objects are joined" in split.problems[0]
+    assert "1 image with the file_name of another: objects joined" in split.problems[0]
 
 
 def test_an_image_of_another_shape_than_its_annotation_says_is_left_out(tmp_path: Path) -> None:

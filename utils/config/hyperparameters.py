@@ -154,13 +154,14 @@ def find_hyperparameters(name: str) -> Path:
 
 def parse_overrides(kind: type[Recipe], overrides: Mapping[str, str]) -> dict[str, Any]:
     """Return the numbers of flags such as --hyp.lr0, by key. Raises `UserError` for a wrong flag."""
-    fields = {OVERRIDE_PREFIX + field.name: field for field in dataclasses.fields(kind)}
+    flags = [OVERRIDE_PREFIX + name for name in kind.__dataclass_fields__]
     for key in overrides:
-        if OVERRIDE_PREFIX + key not in fields:
+        if OVERRIDE_PREFIX + key not in flags:
             # All flags share the prefix, so that similarity starts higher than for other words.
-            hint = nearest(OVERRIDE_PREFIX + key, fields, likeness=0.82)
-            raise UserError(f"unknown flag {OVERRIDE_PREFIX}{key}{hint}")
-    return {key: value_of(kind, key, text, OVERRIDE_PREFIX + key) for key, text in overrides.items()}
+            raise UserError(
+                f"unknown flag {OVERRIDE_PREFIX}{key}{nearest(OVERRIDE_PREFIX + key, flags, likeness=0.82)}"
+            )
+    return _numbers(kind, overrides, OVERRIDE_PREFIX)
 
 
 def from_mapping(kind: type[T], values: Mapping[str, Any], source: Path | str) -> T:
@@ -168,15 +169,18 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], source: Path | str) -
     for key in values:
         if key not in kind.__dataclass_fields__:
             raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), kind.__dataclass_fields__)}")
-    return kind(**{key: value_of(kind, key, value, f"{source}: {key}") for key, value in values.items()})
+    return kind(**_numbers(kind, values, f"{source}: "))
 
 
-def value_of(kind: type[DataclassInstance], key: str, value: object, name: str) -> Any:
-    """Return a number of a YAML or a flag, which may be text, as the type of a field. name: of it, for errors."""
-    hint, metadata = typing.get_type_hints(kind)[key], kind.__dataclass_fields__[key].metadata
-    if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
-        with suppress(ValueError):
-            value = float(value)
-    if not accepts(hint, metadata, value):
-        raise UserError(f"{name} must be {expected(hint, metadata)}, not {value!r}")
-    return hint(value)
+def _numbers(kind: type[DataclassInstance], values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return numbers, or texts of numbers, as the types of the fields of `kind`. prefix: of their names in errors."""
+    hints, numbers = typing.get_type_hints(kind), {}
+    for key, value in values.items():
+        hint, metadata = hints[key], kind.__dataclass_fields__[key].metadata
+        if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
+            with suppress(ValueError):
+                value = float(value)
+        if not accepts(hint, metadata, value):
+            raise UserError(f"{prefix}{key} must be {expected(hint, metadata)}, not {value!r}")
+        numbers[key] = hint(value)
+    return numbers

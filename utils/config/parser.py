@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, find_hyperparameters
 from utils.config.options import GROUPS, TrainOptions, flags_of
-from utils.config.values import Range, accepts, has_form
+from utils.config.values import Range, accepts, has_form, separated
 from utils.config.yolov5_flags import REFUSED
 from utils.console import is_silent
 from utils.errors import UserError, nearest
@@ -176,7 +176,7 @@ def _list_of(choices: Sequence[str]) -> Callable[[str], str]:
     """Return a function that checks a comma-separated list; `none` and `all` must stand alone."""
 
     def convert(text: str) -> str:
-        words = [word.strip() for word in text.split(",") if word.strip()]
+        words = separated(text)
         for word in words:
             if word not in choices:
                 known = ", ".join(choices)
@@ -203,8 +203,7 @@ class _Words(argparse.Action):
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
-        words = (word.strip() for value in values for word in value.split(","))
-        setattr(namespace, self.dest, list(filter(None, words)))
+        setattr(namespace, self.dest, [word for value in values for word in separated(value)])
 
 
 class _Override(argparse.Action):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from utils.config.hyperparameters import Recipe, from_mapping, read_hyperparameters
 from utils.config.options import TrainOptions
-from utils.config.parser import defaults_of_hyp, refuse_flags
+from utils.config.parser import defaults_of_hyp, refuse_flags, with_defaults
 from utils.config.resumed import changes
 from utils.config.select import select
 
@@ -70,7 +70,7 @@ class Settings:
         hyp = read_hyperparameters(name, recipe, self.options.overrides)
         layers |= defaults_of_hyp(name)
         layers |= hyp.flags({"epochs": self.options.epochs, **layers, **self.given}["epochs"])
-        return dataclasses.replace(self, hyp=hyp, options=dataclasses.replace(self.options, **{**layers, **self.given}))
+        return dataclasses.replace(self, hyp=hyp, options=with_defaults(self.options, self.given, layers))
 
     def for_weights(self, known: float | None) -> tuple[Settings, list[str]]:
         """Return the settings with `Recipe.for_weights`, and its messages; a resumed run has them already."""

@@ -68,6 +68,11 @@ def has_form(text: str, form: str) -> bool:
     return not form or not text or re.fullmatch(pattern, text) is not None
 
 
+def separated(text: str) -> list[str]:
+    """Return the words of a comma-separated text."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
 def expected(hint: Any, metadata: Mapping[str, Any]) -> str:
     """Describe the values that `accepts` takes: `a whole number, 1 or more`."""
     if typing.get_origin(hint) is tuple:

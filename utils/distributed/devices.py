@@ -15,8 +15,8 @@ from utils.distributed.rendezvous import prepare_for_gloo
 from utils.errors import UserError, plural
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-# Variables by which `accelerate launch` selects what is not supported.
 MOST_PROCESSES_PER_CORE = 4  # of --processes
+# Variables by which `accelerate launch` selects what is not supported.
 OTHER_LAUNCHES = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
 # Modules of torch, and what they drive; other packages add some of them to torch.
 OTHER_ACCELERATORS = {"xpu": "Intel GPU", "npu": "Ascend NPU", "hpu": "Gaudi", "mlu": "MLU", "musa": "MUSA GPU"}

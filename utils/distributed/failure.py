@@ -28,7 +28,7 @@ from utils.background import Background
 from utils.birth import PARENT
 from utils.console import silence, surviving_output
 from utils.distributed.loader_processes import end_workers, remove_temporary_folders
-from utils.distributed.ranks import SPAWNED, check_launch, is_local_main, ranks, world_size
+from utils.distributed.ranks import SPAWNED, check_launch, is_local_main, ranks, store_is_hosted, world_size
 from utils.distributed.store import query_store, run_store
 from utils.errors import UserError, first_line
 
@@ -205,8 +205,7 @@ def is_first_to_fail() -> bool:
 def _main_is_gone() -> bool:
     """Return whether the main process of this machine hosted the store, and this process prints in its place."""
     here = ranks()
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return run_store() is not None and not hosted and here.rank == here.local_rank == 1
+    return run_store() is not None and not store_is_hosted() and here.rank == here.local_rank == 1
 
 
 def process_names(numbers: Iterable[int]) -> str:

@@ -90,6 +90,11 @@ def launched() -> bool:
     return world_size() > 1 and SPAWNED not in os.environ
 
 
+def store_is_hosted() -> bool:
+    """Return whether the launcher, or `spawn`, hosts the run's store; else the main process does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def is_local_main() -> bool:
     """Return whether this process prints for its machine if the processes cannot communicate."""
     return ranks().local_rank == 0

@@ -29,6 +29,7 @@ from utils.distributed.ranks import (
     launch_number,
     local_world_size,
     ranks,
+    store_is_hosted,
     threads_per_process,
     world_size,
 )
@@ -118,15 +119,15 @@ def _explain(error: BaseException, where: str, timeout: float) -> str:
     text = str(error)
     if "EADDRINUSE" in text or getattr(error, "errno", 0) == errno.EADDRINUSE:
         return f"{where} is in use on this machine; give all processes another one (--main_process_port, --master_port)"
-    token = f", or give all of them the same {TOKEN}" if os.environ.get(TOKEN) else ""
+    advice = f", or give all of them the same {TOKEN}" if os.environ.get(TOKEN) else ""
     if joined := re.search(r"(\d+)/(\d+) clients joined", text):
         return (
             f"only {joined[1]} of {joined[2]} processes connected to {where} within {timeout:g} s: start the others, "
-            f"open the port, or raise --dist-timeout{token}"
+            f"open the port, or raise --dist-timeout{advice}"
         )
     return (
         f"the processes cannot reach each other within {timeout:g} s ({first_line(error, 1000)}); if a machine has "
-        f"several networks, name the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME{token}"
+        f"several networks, name the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME{advice}"
     )
 
 
@@ -151,8 +152,7 @@ def loopback_store(port: int, timeout: timedelta, processes: int | None = None) 
 def hosts_on_loopback() -> bool:
     """Return whether this process hosts the store, and all processes reach it by the loopback."""
     here, address = ranks(), main_address()[0]
-    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # or by `spawn`
-    return here.rank == 0 and not by_launcher and address in ("localhost", LOOPBACK)
+    return here.rank == 0 and not store_is_hosted() and address in ("localhost", LOOPBACK)
 
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:

@@ -88,13 +88,16 @@ def _open_shared(handle: Any) -> int:
     """
     process, descriptor = map(int, handle or ())
     link = f"/proc/{process}/fd/{descriptor}"
-    if not os.readlink(link).startswith(f"/memfd:{MEMORY_NAME} ") or os.stat(f"/proc/{process}").st_uid != os.geteuid():
-        raise ValueError("not shared memory of this user's")
-    file = os.open(link, os.O_RDWR)
-    if os.readlink(f"/proc/self/fd/{file}").startswith(f"/memfd:{MEMORY_NAME} "):  # still the same
-        return file
-    os.close(file)
-    raise ValueError("not shared memory of this user's")
+    if _is_memory(link) and os.stat(f"/proc/{process}").st_uid == os.geteuid():
+        file = os.open(link, os.O_RDWR)
+        if _is_memory(f"/proc/self/fd/{file}"):  # still the same
+            return file
+        os.close(file)
+    raise ValueError("not shared memory of this user")
+
+
+def _is_memory(link: str) -> bool:
+    return os.readlink(link).startswith(f"/memfd:{MEMORY_NAME} ")
 
 
 def available_bytes() -> int:

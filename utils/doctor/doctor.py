@@ -6,7 +6,6 @@ The processes exchange their facts through a store of the doctor's own, which ne
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -15,7 +14,7 @@ from typing import Any
 from torch.distributed import HashStore, TCPStore
 
 from utils.distributed.failure import hard_exit
-from utils.distributed.ranks import ranks, world_size
+from utils.distributed.ranks import ranks, store_is_hosted, world_size
 from utils.distributed.rendezvous import (
     hosts_on_loopback,
     loopback_store,
@@ -118,14 +117,9 @@ def _open_store(timeout: float) -> RunStore:
     wait_for_main_address(timeout)
     if connected := run_store("doctor"):  # with --resume
         return connected
-    if hosts_on_loopback():
-        return RunStore(loopback_store(main_address()[1], timedelta(seconds=timeout)), "doctor")
-    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # or by `spawn`
+    limit = timedelta(seconds=timeout)
     with rendezvous_errors(timeout):
-        store = TCPStore(
-            *main_address(),
-            is_master=ranks().rank == 0 and not by_launcher,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,
-        )
-    return RunStore(store, "doctor")
+        if hosts_on_loopback():
+            return RunStore(loopback_store(main_address()[1], limit), "doctor")
+        hosts = ranks().rank == 0 and not store_is_hosted()
+        return RunStore(TCPStore(*main_address(), is_master=hosts, timeout=limit, wait_for_workers=False), "doctor")

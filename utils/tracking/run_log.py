@@ -89,7 +89,7 @@ class RunLog:
         config = {
             **settings,
             "git_commit": git_commit(),
-            "command": without_secrets(shlex.join(sys.argv)),
+            "command": shlex.join(sys.argv),
             "world_size": len(self.run.devices),
             "devices": list(self.run.devices),
             "dataset": dict(dataset),
@@ -239,7 +239,7 @@ class ValidationLog:
     def __init__(self, run: LoggedRun, flags: Mapping[str, Any], training: Mapping[str, Any]) -> None:
         """Start the trackers that the flags name. training: settings of the weights' training."""
         self.run = run
-        config = {**flags, "git_commit": git_commit(), "command": without_secrets(shlex.join(sys.argv))}
+        config = {**flags, "git_commit": git_commit(), "command": shlex.join(sys.argv)}
         config["training_run"] = training.get("wandb_id", "")
 
         def make() -> list[Tracker]:
