@@ -23,11 +23,12 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from data.dataset import DataOptions, DataSet, DataSource, data_source
 from models.initial_weights import ModelOptions, StartingPoint, load_and_freeze, recipe_of, starting_point
-from models.tasks.contract import Criterion, Model, Task
+from models.tasks.contract import Criterion, LossTerms, Model, Task
 from utils.batch import Batch, Split
 from utils.checkpoint.resume import read_saved_state, resolve_settings
 from utils.config.options import TrainOptions
@@ -35,6 +36,7 @@ from utils.config.parser import given_flags
 from utils.config.settings import Settings
 from utils.distributed.accelerator import plan, seed_everything, start
 from utils.distributed.failure import run_main
+from utils.distributed.logical_processes import LogicalProcesses, SyncOptions
 from utils.distributed.spawn import spawn_for_devices
 from utils.distributed.stop import StopRequested
 from utils.python_api import call, write_result
@@ -97,40 +99,48 @@ class Training:
         bar = run.bar(f"epoch {progress.epoch + 1}/{self.options.epochs}", batches * size, progress.batch * size)
         steps.step_log.start_epoch(bar)
         remaining = self.loader if progress.batch < batches else ()  # nothing if only the validation is missing
-        for number, batch in enumerate(bar.over(remaining, lambda _: size), progress.batch):
+        for number, shares in enumerate(bar.over(remaining, lambda _: size), progress.batch):
             run.beat()
-            self.train_on(batch, number)
-            if bar.due():
-                share = state.loss_sums * run.accelerator.num_processes / (number + 1)  # estimated from this process
+            self.train_on(shares, number)
+            if bar.due():  # estimated from this process
+                share = state.loss_sums.sum(0) * run.accelerator.num_processes / (number + 1)
                 losses = dict(zip(self.task.loss_names, share.tolist(), strict=True))
                 bar.show(report.bar_values(losses, progress.summary, bar, steps.remaining, run.accelerator.device))
             if progress.epoch == 0 and number < DRAWN_BATCHES:
-                run.plot(partial(self.draw_batch, batch, number))
+                run.plot(partial(self.draw_batch, shares[0], number))
         steps.flush_pending()
-        steps.model.average_statistics(state.ema.model)
-        means = run.accelerator.reduce(state.loss_sums, "sum") / progress.taken
+        steps.model.average_statistics(state.ema.replicas)
+        means = steps.model.sum(list(state.loss_sums)) / progress.taken
         return dict(zip(self.task.loss_names, means.tolist(), strict=True)), bar
 
     def draw_batch(self, batch: Batch, number: int) -> dict[str, np.ndarray]:
         """Draw a training batch as the model sees it; return the picture by its file name."""
         return {f"train_batch{number}.jpg": self.task.draw_batch(batch)}
 
-    def train_on(self, batch: Batch, number: int) -> None:
-        """Run forward and backward, and the optimizer step if the batch is the last of the accumulated ones."""
+    def loss_terms(self, module: nn.Module, batch: Batch) -> LossTerms:
+        """Run the forward pass and the criterion on a batch."""
+        outputs = module(self.task.inputs(batch), *self.criterion.hints(batch))
+        return self.criterion(outputs, batch)
+
+    def train_on(self, shares: Sequence[Batch], number: int) -> None:
+        """Run forward and backward, and the optimizer step if the batch is the last of the accumulated ones.
+
+        shares: the part of the batch of each of this process's logical processes; usually it is one.
+        """
         accelerator, criterion, steps = self.run.accelerator, self.criterion, self.steps
         images = self.options.batch_size * accelerator.gradient_accumulation_steps  # of an optimizer step
         batches_so_far = steps.progress.epoch * len(self.loader) + number
-        torch.manual_seed(self.options.seed + batches_so_far)  # dropout depends on the batch alone
         with accelerator.accumulate(steps.model.prepared):
             steps.schedule.apply(steps.optimizer, batches_so_far)
-            outputs = steps.model.prepared(self.task.inputs(batch), *criterion.hints(batch))
-            terms = criterion(outputs, batch)
-            losses = terms.means(accelerator.reduce(terms.counts, "sum"))
-            # DDP takes the mean over processes, Accelerate over accumulated batches; `images` accounts for the latter.
-            accelerator.backward(criterion.objective(losses, images) * accelerator.num_processes)
+            # With the same seed everywhere, dropout depends on the batch alone.
+            terms = steps.model.map(self.loss_terms, shares, self.options.seed + batches_so_far)
+            counts = steps.model.sum([each.counts for each in terms])
+            losses = [each.means(counts) for each in terms]
+            # Accelerate takes the mean over accumulated batches, which `images` accounts for.
+            steps.model.backward([criterion.objective(each, images) for each in losses])
             taken = steps.step() if accelerator.sync_gradients else None
             steps.optimizer.zero_grad()
-        steps.add_batch(losses.detach(), (info.path for info in batch.infos))
+        steps.add_batch(torch.stack(losses).detach(), ([info.path for info in batch.infos] for batch in shares))
         if taken is None:
             return
         steps.finish_step(taken, number + 1, len(self.loader))
@@ -188,7 +198,7 @@ class Training:
         self.save_state()
         run.files.finish_writing()
         if request.by_time_limit:
-            steps.model.average_statistics(steps.ema.model)
+            steps.model.average_statistics(steps.ema.replicas)
             run.print(*self.evaluate([steps.ema.model]).table())
             self.save_weights(["last.pt"])
             run.files.finish_writing()
@@ -271,7 +281,7 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
         job = read_job(settings)
     settings, source, start_from, task = job
     options, data_options = settings.options, settings.select(DataOptions)
-    memory.check_batch_size(options.batch_size)
+    memory.check_batch_size(options.batch_size, options.logical_processes)
     if options.multi_scale:  # a model of one size only raises here
         task.build_model(start_from.yaml, data_options.largest(options.imgsz), start_from.source)
     seed_everything(options.seed)
@@ -293,6 +303,8 @@ def assemble(settings: Settings) -> Training:
     options = settings.options
     accelerator, precision = start(options.device, options.mixed_precision, options.dist_timeout, options.comm_hook)
     run = Run(accelerator, precision, options.quiet)
+    logical, sync = LogicalProcesses.of(settings.select(SyncOptions), accelerator), settings.select(SyncOptions)
+    logical.fix_threads(accelerator.device)
     inputs = read_inputs(run, settings)
     settings, task, model, data = inputs.job.settings, inputs.job.task, inputs.model, inputs.data
     train_split, val_split = inputs.train_split, inputs.val_split
@@ -300,7 +312,7 @@ def assemble(settings: Settings) -> Training:
     accelerator.gradient_accumulation_steps = settings.accumulation
 
     run.open_folder(settings.select(FolderOptions))
-    run.print(*run.device_lines(options.verbose), *inputs.messages)
+    run.print(*run.device_lines(options.verbose), *logical.messages(sync, accelerator.device), *inputs.messages)
     identity, saved = read_saved_state(run, settings, task.names, model.imgsz, train_split.identity())
     if saved:
         model.load_state_dict(saved["model"])  # `task.criterion` may read what `adapt` changed in it
@@ -405,7 +417,7 @@ def run_process(settings: Settings) -> None:
     if settings.options.doctor:
         from utils.doctor.doctor import run_doctor  # only here: no training needs it
 
-        memory.check_batch_size(settings.options.batch_size)
+        memory.check_batch_size(settings.options.batch_size, settings.options.logical_processes)
         run_doctor(settings.flags(), lambda: doctor_inputs(settings))
     else:
         train(assemble(settings))

@@ -79,7 +79,7 @@ def steps(training: train.Training, mode: Any, reads: list[str]) -> int:
     for number, batch in enumerate(batches):
         with mode, replaced(DeviceValue, "read", read):
             mode.strict = number > 0
-            training.train_on(batch.to(training.run.accelerator.device, non_blocking=True), number)
+            training.train_on([share.to(training.run.accelerator.device, non_blocking=True) for share in batch], number)
     mode.strict = False
     return training.steps.progress.taken
 
@@ -132,7 +132,7 @@ MISTAKES: tuple[Callable[[train.Training, Any], dict[str, Any]], ...] = (
 
 def mistakes(training: train.Training, mode: Any) -> dict[str, str]:
     """Take a step with each mistake; return the errors, '' if it was not noticed."""
-    errors, host_batch = {}, next(iter(training.loader))
+    errors, (host_batch,) = {}, next(iter(training.loader))
     for plant in MISTAKES:
         with mode:
             changed = plant(training, host_batch)
@@ -140,7 +140,7 @@ def mistakes(training: train.Training, mode: Any) -> dict[str, str]:
             mode.strict = True
             try:
                 with replaced(training.task, "inputs", changed.get("inputs", training.task.inputs)):
-                    training.train_on(batch, 0)
+                    training.train_on([batch], 0)
                 errors[plant.__name__] = ""
             except Exception as error:
                 errors[plant.__name__] = f"{type(error).__name__}: {error}"

@@ -71,12 +71,12 @@ class TrainingState:
 
     identity: Identity
     progress: Progress
-    model: nn.Module  # without the wrapper that `Accelerator.prepare` returned
+    replicas: Sequence[nn.Module]  # the model of each local logical process, without the wrappers of Accelerate
     parameters: Sequence[nn.Parameter]  # of the model, in the order of the optimizer's groups
     ema: ModelEMA
     optimizer: Any  # prepared
     scaler: Any  # Accelerate's gradient scaler, or None
-    loss_sums: Tensor  # (terms,), over this epoch's batches of this process
+    loss_sums: Tensor  # (local logical processes, terms), over this epoch's batches
     collectives: Collectives
     wandb_id: str
     _saved_progress: dict[str, Any] | None = field(default=None, init=False)
@@ -87,7 +87,7 @@ class TrainingState:
         if progress == self._saved_progress:
             return
         self._saved_progress = progress
-        with gathered_parameters(self.model):
+        with gathered_parameters(self.replicas[0]):
             files.save_state(self.state())
 
     def state(self) -> dict[str, Any]:
@@ -96,12 +96,12 @@ class TrainingState:
             "format": STATE_FORMAT,
             **self.identity.state(),
             "progress": self.progress.state(),
-            "model": self.model.state_dict(),
+            "model": self.replicas[0].state_dict(),
             **self.ema.state(),
             "optimizer": optimizer_state(self.optimizer, self.parameters),
             "rates": [group["lr"] for group in self.optimizer.param_groups],
             "scaler": self.scaler and self.scaler.state_dict(),
-            "shares": self.collectives.gather([self._share()]),
+            "shares": self.collectives.gather([self._share(number) for number in range(len(self.replicas))]),
             "wandb_id": self.wandb_id,
         }
 
@@ -120,27 +120,29 @@ class TrainingState:
         if self.scaler is not None and saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
 
-    def _share(self) -> dict[str, Any]:
-        """Return this process's part: loss sums, and BatchNorm's statistics of the model and of its EMA."""
+    def _share(self, number: int) -> dict[str, Any]:
+        """Return a logical process's part: loss sums, and BatchNorm's statistics of the model and of its EMA."""
         statistics = {
             name: {key: buffer.cpu() for key, buffer in floating_buffers(model).items()}
-            for name, model in self._models().items()
+            for name, model in self._models(number).items()
         }
-        return {"totals": self.loss_sums.cpu(), **statistics}
+        return {"totals": self.loss_sums[number].cpu(), **statistics}
 
     def _load_shares(self, shares: Sequence[Mapping[str, Any]]) -> None:
-        """Load this process's share.
+        """Load the shares of this process's logical processes.
 
-        If another number of processes has saved them, each gets an equal part of the sums, and the mean statistics.
+        If another number of them has been saved, each gets an equal part of the sums, and the mean statistics.
         """
-        share = self.collectives.local_share(shares) or _mean_share(shares, world_size())
-        self.loss_sums.copy_(share["totals"])
-        for name, model in self._models().items():
-            for key, buffer in floating_buffers(model).items():
-                buffer.copy_(share[name][key])
+        local = len(self.replicas)
+        own = self.collectives.local_part(shares, local) or [_mean_share(shares, world_size() * local)] * local
+        for number, share in enumerate(own):
+            self.loss_sums[number].copy_(share["totals"])
+            for name, model in self._models(number).items():
+                for key, buffer in floating_buffers(model).items():
+                    buffer.copy_(share[name][key])
 
-    def _models(self) -> dict[str, nn.Module]:
-        return {"model": self.model, "ema": self.ema.model}
+    def _models(self, number: int) -> dict[str, nn.Module]:
+        return {"model": self.replicas[number], "ema": self.ema.replicas[number]}
 
 
 def floating_buffers(model: nn.Module) -> dict[str, Tensor]:

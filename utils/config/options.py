@@ -133,6 +133,13 @@ class TrainOptions:
     processes: int = flag(
         0, "number of processes to start on this machine if there is no launcher", "processes", Range(1)
     )
+    logical_processes: int = flag(
+        0,
+        "compute what this many processes compute, a power of two, with the same bytes on any number of processes that "
+        "divides it; 0: on as many as there are",
+        "processes",
+        Range(1, 1024),
+    )
     dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", "processes", Range(1, 1e6))
     sync_bn: bool = flag(
         False, "BatchNorm over the batch of all processes, so that the curve is that of one process", "processes"

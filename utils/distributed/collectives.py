@@ -58,9 +58,10 @@ class Collectives:
         """Return every `world_size`-th item, from this process's rank on."""
         return list(items[self._rank :: self._world_size])
 
-    def local_share(self, shares: Sequence[T]) -> T | None:
-        """Return this process's item of `shares`, a list by rank; None if it is of another number of processes."""
-        return shares[self._rank] if len(shares) == self._world_size else None
+    def local_part(self, items: Sequence[T], count: int) -> Sequence[T]:
+        """Return this process's `count` of the `items` of all, by rank; () if they are more or fewer."""
+        start = self._rank * count
+        return items[start : start + count] if len(items) == self._world_size * count else ()
 
     def broadcast_model(self, model: nn.Module) -> None:
         """Copy the main process's parameters and buffers of `model` to every process."""

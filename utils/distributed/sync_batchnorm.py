@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -28,20 +29,26 @@ def synchronise_batchnorm(model: M, over_processes: bool) -> M:
 
 
 @torch.no_grad()
-def average_statistics(model: nn.Module) -> None:
-    """Set the running statistics of all BatchNorm layers to their mean over processes.
+def average_statistics(
+    models: Sequence[nn.Module], total: Callable[[Sequence[Tensor]], Tensor], processes: int
+) -> None:
+    """Set the running statistics of all BatchNorm layers to their mean over logical processes.
 
-    Computed in float64, so that equal statistics do not change by a bit.
+    Computed in float64, so that equal statistics do not change by a bit. models: of the logical processes of this
+    process. total: returns the sum over all `processes` of a tensor for each of `models`.
     """
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    buffers = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
-    if not _processes() > 1 or not buffers:
+    statistics = [_running_statistics(model) for model in models]
+    if processes == 1 or not statistics[0]:
         return
-    means = torch.cat([buffer.double() for buffer in buffers])
-    distributed.all_reduce(means)
-    means /= _processes()
-    for buffer, mean in zip(buffers, means.split([len(buffer) for buffer in buffers]), strict=True):
-        buffer.copy_(mean)
+    means = total([torch.cat([buffer.double() for buffer in buffers]) for buffers in statistics]) / processes
+    for buffers in statistics:
+        for buffer, mean in zip(buffers, means.split([len(buffer) for buffer in buffers]), strict=True):
+            buffer.copy_(mean)
+
+
+def _running_statistics(model: nn.Module) -> list[Tensor]:
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
 
 
 class ExactBatchNorm(_BatchNorm):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,15 +25,20 @@ class ModelEMA:
     def __init__(self, model: Model, ramp: float = RAMP_UPDATES) -> None:
         self.ramp = ramp  # updates
         self.model = copy.deepcopy(model).float().eval().requires_grad_(False)
+        self.replicas: Sequence[nn.Module] = [self.model]
         self.updates = torch.zeros((), device=next(model.parameters()).device)
 
     @torch.no_grad()
-    def update(self, model: nn.Module, taken: Tensor | bool = True) -> None:
-        """Update the average after an optimizer step. taken: bool (), on the model's device; False changes nothing."""
+    def update(self, *models: nn.Module, taken: Tensor | bool = True) -> None:
+        """Update the average after an optimizer step.
+
+        models: of this process's logical processes, in the order of `replicas`; their parameters are the same. taken:
+        bool (), on the model's device; False changes nothing.
+        """
         self.updates += taken
         # 1 - decay, written so that it is exact for a small one
         share = ((1 - DECAY) + DECAY * (-self.updates / self.ramp).exp()) * taken
-        averages, live = self._floating(self.model), self._floating(model)
+        averages, live = self._floating(self.replicas), self._floating(models)
         differences = torch._foreach_sub(live, averages)
         torch._foreach_mul_(differences, share)
         torch._foreach_add_(averages, differences)
@@ -48,8 +53,10 @@ class ModelEMA:
         self.updates.fill_(saved["updates"])
 
     @staticmethod
-    def _floating(model: nn.Module) -> list[Tensor]:
-        return [value.detach().float() for value in model.state_dict().values() if value.is_floating_point()]
+    def _floating(models: Sequence[nn.Module]) -> list[Tensor]:
+        """Return the state of the first model, and the buffers of the others."""
+        tensors = [*models[0].state_dict().values(), *(value for model in models[1:] for value in model.buffers())]
+        return [value.detach().float() for value in tensors if value.is_floating_point()]
 
 
 def ramp_of(share: float, updates: int) -> float:

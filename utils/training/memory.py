@@ -31,17 +31,20 @@ GPU_FULL = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 BYTES_PER_MIB = 2**20
 
 
-def check_batch_size(batch_size: int) -> None:
-    """Raise `UserError` with the two nearest sizes if the processes cannot share a batch evenly."""
-    processes = world_size()
+def check_batch_size(batch_size: int, logical_processes: int) -> None:
+    """Raise `UserError` with the two nearest sizes if the processes cannot share a batch evenly.
+
+    logical_processes: 0 if each process is one.
+    """
+    processes = logical_processes or world_size()
+    name = f"{processes} logical processes" if logical_processes else f"{processes} processes"
     if not batch_size:
         raise UserError("--batch-size 0 is too small; give 1 or more, or -1 for what the GPU holds")
     if batch_size % processes and batch_size > 0:
         lower = batch_size // processes * processes
         sizes = f"{lower} or {lower + processes}" if lower else f"{processes}"
         raise UserError(
-            f"--batch-size {batch_size} is the batch of all {processes} processes and cannot be shared evenly; "
-            f"take {sizes}"
+            f"--batch-size {batch_size} is the batch of all {name} and cannot be shared evenly; take {sizes}"
         )
 
 

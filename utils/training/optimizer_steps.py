@@ -20,7 +20,9 @@ from utils.checkpoint.training_state import Identity, TrainingState, floating_bu
 from utils.config.hyperparameters import Recipe
 from utils.config.select import select
 from utils.console import RemainingTime
-from utils.distributed.prepare import DistributedModel, SyncOptions, place_model, prepare
+from utils.distributed.distributed_model import DistributedModel
+from utils.distributed.logical_processes import LogicalProcesses, SyncOptions
+from utils.distributed.prepare import place_model, prepare
 from utils.errors import UserError
 from utils.training.ema import ModelEMA, ramp_messages, ramp_of
 from utils.training.nonfinite_steps import DeviceValue, NonFiniteGuard, Window, explain_skipped_steps
@@ -81,7 +83,8 @@ class OptimizerSteps:
         self.step_log, self.batch_size = step_log, options.batch_size
         self.optimizer, self.ema, self.progress = state.optimizer, state.ema, state.progress
         # The state must be loaded before: the guard copies the tensors.
-        self.guard = NonFiniteGuard([state.loss_sums, *floating_buffers(model.bare).values()], options.max_skips)
+        buffers = [buffer for replica in model.replicas for buffer in floating_buffers(replica).values()]
+        self.guard = NonFiniteGuard([state.loss_sums, *buffers], options.max_skips)
         trained = self.progress.epoch * schedule.batches + self.progress.batch
         self.remaining = RemainingTime(options.epochs * schedule.batches - trained)
         self.ended: deque[EndedStep] = deque()
@@ -95,11 +98,12 @@ class OptimizerSteps:
         """Number of steps that may be counted later: one on a GPU, so that the next is queued before the host waits."""
         return int(self.state.loss_sums.is_cuda)
 
-    def add_batch(self, losses: Tensor, paths: Iterable[str]) -> None:
-        """Record a batch: its loss terms (k,), this process's share, and the files of its images."""
+    def add_batch(self, losses: Tensor, paths: Iterable[Iterable[str]]) -> None:
+        """Record a batch. losses: the share of each local logical process in its terms, (n, k). paths: their images."""
         self.state.loss_sums += losses
         self.step_log.add_batch(losses)
-        self.guard.add_batch(losses, paths)
+        for share, images in zip(losses, paths, strict=True):
+            self.guard.add_batch(share, images)
         self.remaining.done += 1
 
     def step(self) -> Tensor:
@@ -123,7 +127,7 @@ class OptimizerSteps:
         accumulated, progress.batch, progress.step = batches - progress.batch, batches, progress.step + 1
         window = self.guard.end_window(taken)
         with self.model.gathered():
-            self.ema.update(self.model.bare, taken)
+            self.ema.update(*self.model.replicas, taken=taken)
         self.ended.append(EndedStep(DeviceValue(taken), accumulated, progress.step, window))
         if self.step_log.is_due(progress.step, last=batches == epoch_batches):
             epoch = progress.epoch + batches / epoch_batches
@@ -176,7 +180,8 @@ def prepare_training(
     """
     accelerator = run.accelerator
     place_model(accelerator, model)
-    factor = hyp.lr_factor * (accelerator.num_processes if options.scale_lr else 1)
+    logical = LogicalProcesses.of(options, accelerator)
+    factor = hyp.lr_factor * (logical.count if options.scale_lr else 1)
     hyp = replace(hyp, lr0=hyp.lr0 * factor, warmup_bias_lr=hyp.warmup_bias_lr * hyp.lr_factor)
     optimizer: Any = build_optimizer(model, options.optimizer, hyp.lr0, hyp.momentum, hyp.decay(options.batch_size))
     schedule = select(Schedule, hyp, epochs=options.epochs, batches=len(loader), cosine=options.cos_lr)
@@ -196,21 +201,23 @@ def prepare_training(
         clip_norm=CLIP_NORM,
         keep_norms=bool(hyp.keep_norms),
     )
+    ema.replicas = logical.replicate(ema.model)
     start_momentum(optimizer)
     state = TrainingState(
         identity=identity,
         progress=Progress(),
-        model=distributed.bare,
+        replicas=distributed.replicas,
         parameters=numbered_parameters(distributed.bare),
         ema=ema,
         optimizer=optimizer,
         scaler=accelerator.scaler,
-        loss_sums=torch.zeros(len(loss_names), device=accelerator.device),
+        loss_sums=torch.zeros(logical.local, len(loss_names), device=accelerator.device),
         collectives=run.collectives,
         wandb_id=options.wandb_id,
     )
     if saved:
         state.load_state(saved)
     epoch_steps = math.ceil(len(loader) / accumulation)
-    step_log = StepLog(loss_names, accelerator, options.log_interval, epoch_steps, enabled=run.is_tracked)
+    interval, shares = options.log_interval, logical.local
+    step_log = StepLog(loss_names, accelerator, interval, epoch_steps, enabled=run.is_tracked, shares=shares)
     return OptimizerSteps(run, distributed, state, schedule, step_log, options), loader

@@ -32,15 +32,22 @@ class StepLog:
     """Accumulates losses on the device between two points; nothing here waits for the device.
 
     terms: names of the losses. interval: optimizer steps between two points; 0 is a twentieth of an epoch of `steps`
-    optimizer steps. enabled: False if no tracker takes the points.
+    optimizer steps. enabled: False if no tracker takes the points. shares: logical processes of this process.
     """
 
     def __init__(
-        self, terms: Sequence[str], accelerator: Accelerator, interval: int, steps: int, *, enabled: bool
+        self,
+        terms: Sequence[str],
+        accelerator: Accelerator,
+        interval: int,
+        steps: int,
+        *,
+        enabled: bool,
+        shares: int = 1,
     ) -> None:
         self.terms, self.accelerator, self.enabled = terms, accelerator, enabled
         self.interval = interval or min(max(round(steps / POINTS_PER_EPOCH), 1), MAX_POINT_STEPS)
-        self.sums = torch.zeros(len(terms), device=accelerator.device)
+        self.sums = torch.zeros(shares, len(terms), device=accelerator.device)
         self.norm: Any = None  # of the last step's gradient, set by the caller
         self.start_epoch(Bar("", 0, False))
 
@@ -54,7 +61,7 @@ class StepLog:
         self.sums = torch.zeros_like(self.sums)
 
     def add_batch(self, losses: Tensor) -> None:
-        """Add the loss terms (k,) of a batch, this process's share."""
+        """Add the share of each local logical process in the loss terms of a batch, (shares, k)."""
         self.sums += losses
         self.batches += 1
 
@@ -87,8 +94,9 @@ class StepLog:
         on_host = torch.tensor([waiting, peak_memory(device)])
         if device.type == "cuda":
             on_host = on_host.pin_memory()
-        share = (self.sums / self.batches, norm.detach().to(device).view(1), on_host.to(device, non_blocking=True))
-        gathered = self.accelerator.gather(torch.cat(share)[None])
+        equal = torch.cat((norm.detach().to(device).view(1), on_host.to(device, non_blocking=True)))
+        shares = torch.cat((self.sums / self.batches, equal.expand(len(self.sums), -1)), 1)
+        gathered = self.accelerator.gather(shares)
         losses, norms, waits, memory = gathered.split([len(self.terms), 1, 1, 1], 1)
         return torch.cat((losses.sum(0), norms[0], waits.mean(0), memory.amax(0)))
 

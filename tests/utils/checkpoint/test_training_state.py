@@ -62,12 +62,12 @@ def made(seed: int, saved: dict[str, Any] | None = None, optimizer: str = "SGD")
     state = TrainingState(
         identity=IDENTITY,
         progress=Progress(),
-        model=model,
+        replicas=[model],
         parameters=numbered_parameters(model),
         ema=ema,
         optimizer=accelerator.prepare(built),
         scaler=Scaler(2.0**seed),
-        loss_sums=torch.zeros(2),
+        loss_sums=torch.zeros(1, 2),
         collectives=Collectives(accelerator),
         wandb_id="abc",
     )
@@ -78,11 +78,11 @@ def made(seed: int, saved: dict[str, Any] | None = None, optimizer: str = "SGD")
 
 def train(state: TrainingState, seed: int = 0) -> None:
     torch.manual_seed(seed)
-    loss = state.model(torch.rand(8, 3)).square().sum()
+    loss = state.replicas[0](torch.rand(8, 3)).square().sum()
     loss.backward()
     state.optimizer.step()
     state.optimizer.zero_grad()
-    state.ema.update(state.model)
+    state.ema.update(state.replicas[0])
     state.loss_sums += loss.detach()
     state.progress.step += 1
 
@@ -166,7 +166,7 @@ def state_and_shares() -> tuple[dict[str, Any], list[Any]]:
     run = made(1)
     rank = run.collectives.shard([0, 1])[0]
     run.loss_sums += torch.tensor([1.0, 10.0]) * (rank + 1)
-    run.model.get_buffer("1.running_mean").fill_(1.0 + rank)
+    run.replicas[0].get_buffer("1.running_mean").fill_(1.0 + rank)
     run.ema.model.get_buffer("1.running_mean").fill_(3.0 + rank)
     state = saved(run)
     return state, share(state)
@@ -175,8 +175,8 @@ def state_and_shares() -> tuple[dict[str, Any], list[Any]]:
 def share(state: dict[str, Any]) -> list[Any]:
     """Return what a process loads of the shares in a state."""
     run = made(2, state)
-    mean, average = (float(model.get_buffer("1.running_mean")[0]) for model in (run.model, run.ema.model))
-    return [run.loss_sums.tolist(), mean, average]
+    mean, average = (float(model.get_buffer("1.running_mean")[0]) for model in (run.replicas[0], run.ema.model))
+    return [run.loss_sums[0].tolist(), mean, average]
 
 
 def test_each_process_loads_its_share(on_processes: OnProcesses) -> None:

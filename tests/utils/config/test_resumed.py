@@ -167,6 +167,7 @@ FIXED = {
     "rect": (True, False),
     "noautoanchor": (True, False),
     "scale_lr": (True, False),
+    "logical_processes": (4, 0),
     "multi_scale": (True, False),
     "image_weights": (True, False),
     "repeat_factor": (0.001, 0.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import pytest
@@ -14,7 +15,7 @@ from utils.distributed.failure import Stopped
 from utils.distributed.ranks import ranks
 from utils.errors import UserError
 
-ALIKE = {"broadcast": {"rank": 0}, "share of three": None, "weight": 1.0}
+ALIKE = {"broadcast": {"rank": 0}, "part of five": (), "weight": 1.0}
 
 
 def exchange() -> dict[str, object]:
@@ -26,25 +27,25 @@ def exchange() -> dict[str, object]:
         "broadcast": collectives.broadcast({"rank": rank}),
         "gather": collectives.gather([f"{rank}a", f"{rank}b"]),
         "shard": collectives.shard([1, 2, 3, 4, 5]),
-        "share of two": collectives.local_share(["x", "y"]),
-        "share of three": collectives.local_share(["x", "y", "z"]),
+        "part of four": collectives.local_part(["w", "x", "y", "z"], 2),
+        "part of five": collectives.local_part(["v", "w", "x", "y", "z"], 2),
         "weight": float(model.weight.detach()),
     }
 
 
 @pytest.mark.parametrize(
-    ("gathered", "shards", "shares"),
+    ("gathered", "shards", "parts"),
     [
-        (["0a", "0b"], [[1, 2, 3, 4, 5]], [None]),
-        (["0a", "0b", "1a", "1b"], [[1, 3, 5], [2, 4]], ["x", "y"]),
+        (["0a", "0b"], [[1, 2, 3, 4, 5]], [()]),
+        (["0a", "0b", "1a", "1b"], [[1, 3, 5], [2, 4]], [["w", "x"], ["y", "z"]]),
     ],
 )
 def test_collectives(
-    gathered: list[str], shards: list[list[int]], shares: list[str | None], on_processes: OnProcesses
+    gathered: list[str], shards: list[list[int]], parts: list[Sequence[str]], on_processes: OnProcesses
 ) -> None:
     assert on_processes(len(shards), exchange) == [
-        {**ALIKE, "gather": gathered, "shard": shard, "share of two": share}
-        for shard, share in zip(shards, shares, strict=True)
+        {**ALIKE, "gather": gathered, "shard": shard, "part of four": part}
+        for shard, part in zip(shards, parts, strict=True)
     ]
 
 

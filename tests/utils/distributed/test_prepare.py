@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.conftest import OnProcesses
 from utils.distributed.accelerator import start
-from utils.distributed.prepare import DistributedModel, SyncOptions, place_model, prepare
+from utils.distributed.distributed_model import DistributedModel
+from utils.distributed.logical_processes import SyncOptions
+from utils.distributed.prepare import place_model, prepare
 from utils.distributed.ranks import ranks
 from utils.distributed.sync_batchnorm import ExactBatchNorm
 from utils.distributed.sync_dropout import GlobalDropout
@@ -41,7 +43,7 @@ def prepared(accelerator: Any, model: nn.Module, sync_bn: bool = False) -> tuple
     place_model(accelerator, model)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(images()), batch_size=BATCH)
-    options = SyncOptions(BATCH, sync_bn)
+    options = SyncOptions(BATCH, sync_bn, logical_processes=0, comm_hook="")
     return prepare(accelerator, model, optimizer, loader, options, precision="no", clip_norm=10.0)  # type: ignore[arg-type]
 
 
@@ -59,7 +61,7 @@ def test_one_process() -> None:
     assert isinstance(distributed.bare[1], ExactBatchNorm)  # type: ignore[index]
     assert isinstance(distributed.bare[2], GlobalDropout)  # type: ignore[index]
     assert distributed.bare[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index]
-    assert [len(batch) for (batch,) in loader] == [BATCH, BATCH]
+    assert [len(batch) for ((batch,),) in loader] == [BATCH, BATCH]
     weight = next(distributed.bare.parameters())
     weight.sum().backward()
     optimizer.step()
@@ -72,7 +74,7 @@ def test_training_may_keep_the_statistics_of_batchnorm(keep_norms: bool) -> None
     nn.init.uniform_(model[1].running_mean)  # type: ignore[arg-type]
     optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(images()))
     how: Any = {"precision": "no", "clip_norm": 10.0, "keep_norms": keep_norms}
-    options = SyncOptions(BATCH, sync_bn=False)
+    options = SyncOptions(BATCH, sync_bn=False, logical_processes=0, comm_hook="")
     distributed, *_ = prepare(accelerator, model, optimizer, loader, options, **how)  # type: ignore[arg-type]
     before = copy.deepcopy(distributed.bare.state_dict())
     distributed.train()
@@ -89,7 +91,7 @@ def test_one_process_gathers_and_averages_nothing() -> None:
     ema = copy.deepcopy(distributed.bare)
     before = copy.deepcopy([distributed.bare.state_dict(), ema.state_dict()])
     with distributed.gathered():
-        distributed.average_statistics(ema)
+        distributed.average_statistics([ema])
     for state, saved in zip((distributed.bare.state_dict(), ema.state_dict()), before, strict=True):
         assert all(torch.equal(state[name], value) for name, value in saved.items())
 
@@ -102,13 +104,13 @@ def trained(sync_bn: bool, comm_hook: str) -> dict[str, Any]:
     accelerator, _ = start("cpu", "no", 60.0, comm_hook)
     distributed, _, loader = prepared(accelerator, network(), sync_bn)
     distributed.prepared.train()
-    (batch,) = next(iter(loader))
+    ((batch,),) = next(iter(loader))
     torch.manual_seed(2)  # of the dropout
     distributed.prepared(batch).square().sum().backward()
     statistics = distributed.bare.get_buffer("1.running_mean").clone()
     ema = copy.deepcopy(distributed.bare)
     ema.get_buffer("1.running_mean").fill_(1.0 + ranks().rank)
-    distributed.average_statistics(ema)
+    distributed.average_statistics([ema])
     return {
         "wrapped": isinstance(distributed.prepared, DistributedDataParallel),
         "broadcast": distributed.prepared.broadcast_buffers,
@@ -155,7 +157,7 @@ def check_plain(first: dict[str, Any], second: dict[str, Any]) -> None:
 def check_sync_bn(first: dict[str, Any], second: dict[str, Any]) -> None:
     """Statistics and gradients are those of one process with the whole batch."""
     alone, _, loader = prepared(Accelerator(cpu=True), network())
-    (batch,) = next(iter(loader))
+    ((batch,),) = next(iter(loader))
     torch.manual_seed(2)
     alone.bare.train()(batch).square().sum().backward()
     for process in (first, second):

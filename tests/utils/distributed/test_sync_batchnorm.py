@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -90,13 +91,18 @@ def names_and_evaluation() -> tuple[list[str], bool, bool]:
     return list(model.state_dict()), torch.equal(before, after), model[1][0].weight is weight
 
 
+def total(addends: Sequence[Tensor]) -> Tensor:
+    distributed.all_reduce(addends[0])
+    return addends[0]
+
+
 def averaged() -> list[Tensor]:
     model = nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(1))
     rank = ranks().rank
     model[0].running_mean.copy_(torch.tensor([1.0, -2.0]) * rank)
     model[0].running_var.fill_(1 / 3)
     model[1].running_var.fill_(rank + 1.0)
-    average_statistics(model)
+    average_statistics([model], total, distributed.get_world_size())
     return [model[0].running_mean, model[0].running_var, model[1].running_mean, model[1].running_var]
 
 
@@ -145,7 +151,7 @@ def test_one_process_averages_nothing() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     before = copy.deepcopy(model)
     assert synchronise_batchnorm(model, True) is model
-    average_statistics(model)
+    average_statistics([model], total, 1)
     assert all(torch.equal(value, before.state_dict()[name]) for name, value in model.state_dict().items())
 
 

@@ -53,10 +53,10 @@ def test_a_skipped_step_changes_nothing() -> None:
     ema.update(model)
     before = copy.deepcopy(ema.model.state_dict())
     fill(model, -5)
-    ema.update(model, torch.tensor(False))
+    ema.update(model, taken=torch.tensor(False))
     assert ema.updates == 1
     assert all(torch.equal(value, before[name]) for name, value in ema.model.state_dict().items())
-    ema.update(model, torch.tensor(True))
+    ema.update(model, taken=torch.tensor(True))
     assert ema.updates == 2
     expected = decay(2) * (3 - 2 * decay(1)) - (1 - decay(2)) * 5
     torch.testing.assert_close(ema.model.get_parameter("0.weight"), torch.full((2, 2), expected))

@@ -30,19 +30,19 @@ from utils.training.memory import (
 def test_a_batch_that_cannot_be_shared(
     size: int, processes: int, proposed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_batch_size(size)
+    check_batch_size(size, 0)
     launched(monkeypatch, processes, processes)
     with pytest.raises(UserError, match=f"--batch-size {size} .*{proposed}"):
-        check_batch_size(size)
-    check_batch_size(size * processes)
+        check_batch_size(size, 0)
+    check_batch_size(size * processes, 0)
 
 
 @pytest.mark.parametrize("processes", [1, 4])
 def test_a_batch_size_of_zero_and_one_that_is_measured(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, processes, processes)
-    check_batch_size(-1)
+    check_batch_size(-1, 0)
     with pytest.raises(UserError, match="--batch-size 0 is too small; give 1 or more, or -1"):
-        check_batch_size(0)
+        check_batch_size(0, 0)
 
 
 # Shared memory

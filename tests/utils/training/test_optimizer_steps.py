@@ -26,7 +26,14 @@ from utils.training.optimizer_steps import CLIP_NORM, OptimizerOptions, Optimize
 BATCH, BATCHES = 4, 5  # of all processes; of an epoch
 OPTIONS: dict[str, Any] = {
     **{"batch_size": BATCH, "sync_bn": False, "epochs": 2, "optimizer": "SGD", "cos_lr": False},
-    **{"scale_lr": False, "log_interval": 2, "max_skips": 3, "wandb_id": "abc"},
+    **{
+        "scale_lr": False,
+        "log_interval": 2,
+        "max_skips": 3,
+        "wandb_id": "abc",
+        "logical_processes": 0,
+        "comm_hook": "",
+    },
 }
 HYP = Recipe(lr0=0.1, momentum=0.5, weight_decay=0.0, warmup_epochs=0.0, nbs=0)
 
@@ -71,7 +78,7 @@ def train(
 ) -> list[float]:
     """Train batches of an epoch as train.py does; return the losses. Batch k has one image, k.jpg."""
     accelerator, losses = steps.run.accelerator, []
-    for number, (batch,) in enumerate(loader):
+    for number, ((batch,),) in enumerate(loader):
         if not start <= number < stop:
             continue
         with accelerator.accumulate(steps.model.prepared):
@@ -80,7 +87,7 @@ def train(
             accelerator.backward(loss)
             taken = steps.step() if accelerator.sync_gradients else None
             steps.optimizer.zero_grad()
-        steps.add_batch(loss.detach()[None], [f"{number}.jpg"])
+        steps.add_batch(loss.detach()[None, None], [[f"{number}.jpg"]])
         losses.append(loss.item())
         if taken is not None:
             steps.finish_step(taken, number + 1, len(loader))
@@ -110,7 +117,7 @@ def test_an_epoch_of_steps(tmp_path: Path) -> None:
     assert (steps.remaining.batches, steps.remaining.done) == (2 * BATCHES, BATCHES)
     assert int(steps.ema.updates) == BATCHES
     assert not any(torch.equal(one, other) for one, other in zip(values(steps), before, strict=True))
-    assert steps.state.loss_sums.tolist() == pytest.approx([sum(losses)])
+    assert steps.state.loss_sums.flatten().tolist() == pytest.approx([sum(losses)])
 
 
 @pytest.mark.parametrize(("scale", "is_clipped"), [(1.0, False), (1e6, True)])
@@ -132,7 +139,7 @@ def test_skipped_steps_are_counted_and_not_averaged(tmp_path: Path) -> None:
     progress = steps.progress
     assert (progress.step, progress.batch, progress.taken, progress.skipped) == (BATCHES, BATCHES, 3, 2)
     assert int(steps.ema.updates) == 3
-    assert steps.state.loss_sums.tolist() == pytest.approx([sum(losses)])
+    assert steps.state.loss_sums.flatten().tolist() == pytest.approx([sum(losses)])
 
 
 def test_a_skipped_step_changes_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""--logical-processes: whole runs on one, two and four processes that are equal to the byte, killed and resumed too."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import RECIPE, RunScript
+from tests.curves import identical, refused
+from tests.faults.fault_points import planted
+from tests.machines import on_machine
+from tests.making import write_yaml
+
+FOUR = ("--logical-processes", "4")
+Train = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def train(run_script: RunScript, small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Two epochs of four batches of eight images, two batches per optimizer step, of several sizes, a layer frozen."""
+    hyp = write_yaml(tmp_path_factory.mktemp("hyp") / "often.yaml", {**RECIPE, "nbs": 16})
+    what = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", str(hyp), "--multi-scale")
+    how = ("--imgsz", "64", "--epochs", "2", "--batch-size", "8", "--workers", "1", "--device", "cpu", "--freeze", "1")
+
+    def run(project: Path, *more: str, **variables: Any) -> str:
+        return run_script(
+            "train.py", *what, *how, *FOUR, "--noautoanchor", "--project", str(project), *more, **variables
+        )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an undisturbed run of one process."""
+    printed = train(project := tmp_path_factory.mktemp("alone"))
+    assert "logical processes: 4, 4 on each process; the same bytes on 1, 2 or 4 processes with this type of" in printed
+    return project / "exp"
+
+
+def test_four_processes(train: Train, alone: Path, tmp_path: Path) -> None:
+    train(tmp_path, "--processes", "4")
+    identical(tmp_path / "exp", alone)
+
+
+def test_two_machines(train: Train, alone: Path, tmp_path: Path, hosts: tuple[str, str]) -> None:
+    def machine(rank: int) -> str:
+        return train(tmp_path / str(rank), launcher=on_machine(hosts[rank], rank))
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(machine, (0, 1)))
+    identical(tmp_path / "0" / "exp", alone)
+
+
+def test_killed_and_resumed_on_other_processes(
+    train: Train, run_script: RunScript, alone: Path, tmp_path: Path
+) -> None:
+    """One, two, one and four processes: in an epoch, in a validation, in the next epoch."""
+    train(tmp_path, "--save-steps", "1", **planted("SIGKILL", "optimizer step", 2), code=-signal.SIGKILL)
+    resume = ("train.py", "--resume", "--project", str(tmp_path), "--processes")
+    run_script(*resume, "2", **planted("SIGKILL", "validation batch", 1, rank=0), code=1)
+    run_script(*resume, "1", **planted("SIGKILL", "optimizer step", 2), code=-signal.SIGKILL)
+    printed = run_script(*resume, "4")
+    assert "resuming " in printed
+    assert "warning" not in printed
+    identical(tmp_path / "exp", alone)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "job",
+    [
+        ("learned", "--hyp", "finetune", "--optimizer", "AdamW", "--mixed-precision", "bf16"),
+        ("learned", "--hyp", "low"),
+        ("drawn_outlines", "--weights", "", "--cfg", "yolov5n-seg.yaml", "--hyp", "low", "--optimizer", "Adam"),
+        ("drawn_classes", "--weights", "", "--cfg", "resnet18.yaml", "--mixed-precision", "bf16"),
+        ("drawn_classes", "--weights", "", "--cfg", "DROPOUT"),  # and stochastic depth: nothing runs in parallel
+    ],
+    ids=lambda job: f"{job[0]} {job[-1]}",
+)
+def test_other_jobs(
+    job: tuple[str, ...], run_script: RunScript, drawn: Path, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    name, *flags = job
+    path = str(request.getfixturevalue(name))
+    dropout = {"task": "classify", "architecture": "efficientnet_b0", "nc": 6, "args": {"dropout": 0.4}}
+    file = write_yaml(tmp_path / "dropout.yaml", dropout)
+    flags = [str(file) if flag == "DROPOUT" else flag for flag in flags]
+    given = ("--data", str(drawn), "--weights", path) if name == "learned" else ("--data", path)
+    how = ("--imgsz", "64", "--epochs", "2", "--batch-size", "16", "--workers", "0", "--device", "cpu", *FOUR)
+    for processes in ("1", "2", "4"):
+        where = ("--project", str(tmp_path), "--name", processes, "--processes", processes)
+        run_script("train.py", *given, *flags, *how, *where)
+    identical(tmp_path / "2", tmp_path / "1")
+    identical(tmp_path / "4", tmp_path / "1")
+
+
+def test_a_batch_that_cannot_be_shared(train: Train, tmp_path: Path) -> None:
+    printed = train(tmp_path, "--batch-size", "6", fails=True)
+    refused(printed, "the batch of all 4 logical processes and cannot be shared evenly; take 4 or 8")
+    assert not list(tmp_path.iterdir())

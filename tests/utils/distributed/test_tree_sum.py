@@ -1,0 +1,74 @@
+"""Sums by the tree, against sums by hand, with numbers whose sum depends on the order in which they are added."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, distributed
+
+from tests.conftest import OnProcesses
+from utils.distributed.ranks import ranks
+from utils.distributed.tree_sum import PartialSums, tree_sum, tree_sum_in_place, tree_sum_of_processes
+
+LENGTH = 7  # which no number of processes divides
+
+
+def addends(count: int, length: int = LENGTH) -> list[Tensor]:
+    """Return vectors of very different sizes."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(length, generator=generator) * 10.0 ** (number % 5) for number in range(count)]
+
+
+def by_hand(values: list[Tensor]) -> Tensor:
+    (a, b, c, d), (e, f, g, h) = values[:4], values[4:]
+    return ((a + b) + (c + d)) + ((e + f) + (g + h))
+
+
+def test_neighbours_are_added_first() -> None:
+    big, one = torch.tensor(2.0**24), torch.tensor(1.0)
+    assert tree_sum([big, one, one, one]) == 2**24 + 2
+    assert tree_sum([one, one, one, big]) == 2**24 + 2
+    assert sum([big, one, one, one]) == 2**24  # one after another each is lost
+    values = addends(8)
+    assert torch.equal(tree_sum(values), by_hand(values))
+    assert torch.equal(tree_sum(values[:1]), values[0])
+
+
+def test_the_order_matters_for_these_numbers() -> None:
+    sums = [tree_sum(list(order)).tolist() for order in itertools.islice(itertools.permutations(addends(8)), 50)]
+    assert len({tuple(one) for one in sums}) > 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_partial_sums_from_the_last_to_the_second(count: int) -> None:
+    """Two parameters: the sums of each are those of the tree."""
+    values, partial = addends(count), PartialSums()
+    for value in reversed(values[1:]):
+        partial.add([value.clone(), -value])
+    first = [-values[0], values[0].clone()]
+    partial.add_to(first, [1, 0])
+    assert torch.equal(first[1], tree_sum(values))
+    assert torch.equal(first[0], tree_sum([-value for value in values]))
+    partial.clear()
+    partial.add_to(first, [1, 0])
+    assert torch.equal(first[1], tree_sum(values))
+
+
+def of_processes(processes: int) -> tuple[Tensor, list[Tensor]]:
+    distributed.init_process_group("gloo")
+    small = tree_sum_of_processes(addends(processes)[ranks().rank])
+    large = []
+    for length in (1, LENGTH, 1000):
+        large.append(addends(processes, length)[ranks().rank])
+        tree_sum_in_place(large[-1])
+    return small, large
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_several_processes_add_by_the_same_tree(processes: int, on_processes: OnProcesses) -> None:
+    for small, large in on_processes(processes, of_processes, processes):
+        assert torch.equal(small, tree_sum(addends(processes)))
+        for values in large:
+            assert torch.equal(values, tree_sum(addends(processes, len(values))))

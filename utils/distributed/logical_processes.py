@@ -1,0 +1,119 @@
+"""Logical processes: a run computes what V processes compute, whatever the number of real ones that share the work.
+
+Called by train.py and utils/training/optimizer_steps.py, which give the flags, and by prepare. A logical process has a
+fixed share of each batch, BatchNorm statistics, parts of dropout's masks and loss sums of its own, and the sums over
+all of them are added by one tree (tree_sum.py): so all results are the same bytes on 1, 2, 4 ... processes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from utils.distributed.sync_dropout import draw_masks_of
+from utils.errors import UserError
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class SyncOptions:
+    """The flags of the batch and of the communication between processes."""
+
+    batch_size: int  # of all processes
+    sync_bn: bool
+    logical_processes: int
+    comm_hook: str
+
+
+@dataclass(frozen=True)
+class LogicalProcesses:
+    """The logical processes of a run, and those of them that this process computes.
+
+    Without --logical-processes each process is one, and sums are those of an all-reduce, rounded in an order that
+    depends on the number of processes.
+    """
+
+    count: int  # of the run
+    local: int  # of this process: first, first + 1 ...
+    first: int
+    exact: bool = False  # whether sums are added by the tree
+
+    @classmethod
+    def of(cls, options: SyncOptions, accelerator: Accelerator) -> LogicalProcesses:
+        """Return the logical processes that the flags ask for. Raises `UserError` for flags that exclude each other."""
+        processes, count = accelerator.num_processes, options.logical_processes
+        if not count:
+            return cls(processes, 1, accelerator.process_index)
+        given = f"--logical-processes {count}"
+        if count & (count - 1):
+            below = 1 << (count.bit_length() - 1)
+            raise UserError(f"{given}: it must be a power of two; give {below} or {2 * below}")
+        if processes > count:
+            raise UserError(f"{given}: there are {processes} processes; start {count}, or fewer that divide it evenly")
+        if count % processes:
+            fewer = 1 << (processes.bit_length() - 1)
+            raise UserError(f"{given} cannot be shared evenly by {processes} processes; start {fewer} or {2 * fewer}")
+        if accelerator.state.deepspeed_plugin is not None:
+            raise UserError(f"{given} cannot be used with DeepSpeed, which adds gradients in an order of its own")
+        if options.comm_hook:
+            raise UserError(f"{given} cannot be used with --comm-hook, which rounds the gradients of real processes")
+        if options.batch_size == -1:
+            raise UserError(f"{given}: --batch-size -1 depends on the memory of this machine; give a number")
+        if options.sync_bn:
+            return cls(processes, 1, accelerator.process_index)
+        local = count // processes
+        return cls(count, local, local * accelerator.process_index, exact=True)
+
+    def fix_threads(self, device: torch.device) -> None:
+        """Set one thread per process on the CPU, where the sums of a kernel depend on the number of threads."""
+        if self.exact and self.count > 1 and device.type == "cpu":
+            torch.set_num_threads(1)
+
+    def messages(self, options: SyncOptions, device: torch.device) -> list[str]:
+        """Return a line for the console about what --logical-processes promises."""
+        if not options.logical_processes:
+            return []
+        if not self.exact:
+            return [
+                "warning: --logical-processes with --sync-bn: results are equal on other numbers of processes up to "
+                "rounding only, which grows"
+            ]
+        counts = [str(1 << power) for power in range(self.count.bit_length())]
+        numbers = f"{', '.join(counts[:-1])} or {counts[-1]}" if counts[1:] else counts[0]
+        kind = "CPU, one thread each" if device.type == "cpu" else "GPU"
+        return [
+            f"logical processes: {self.count}, {self.local} on each process; the same bytes on {numbers} processes "
+            f"with this type of {kind} and these versions of torch and its libraries"
+        ]
+
+    def replicate(self, model: M) -> list[M]:
+        """Return a module for each logical process of this process: `model`, and copies with the same parameters.
+
+        They have buffers of their own.
+        """
+        shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+        models = [model, *(copy.deepcopy(model, dict(shared)) for _ in range(1, self.local))]
+        for number, module in enumerate(models, self.first):
+            draw_masks_of(module, number, self.count)
+        return models
+
+
+class Shares:
+    """Collates the items of this process's batch as a list: the batch of each of its logical processes.
+
+    collate: joins the items of one batch.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], shares: int) -> None:
+        self.collate, self.shares = collate, shares
+
+    def __call__(self, items: list[Any]) -> list[Any]:
+        size = len(items) // self.shares
+        return [self.collate(items[start : start + size]) for start in range(0, len(items), size)]

@@ -1,0 +1,69 @@
+"""Sums in one fixed order, a binary tree: the same bytes, however the addends are spread over processes.
+
+Floating-point addition is commutative but not associative. Neighbours are added, then neighbouring sums, and so on; the
+addends of each process are a whole subtree, so every process count that is a power of two adds alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, distributed
+
+
+def tree_sum(addends: Sequence[Tensor]) -> Tensor:
+    """Return the sum of tensors of one shape, as many as a power of two."""
+    while len(addends) > 1:
+        addends = [left + right for left, right in zip(addends[::2], addends[1::2], strict=True)]
+    return addends[0]
+
+
+def tree_sum_of_processes(addend: Tensor) -> Tensor:
+    """Return the sum of all processes' tensors, which is meant for small ones: each is sent to all processes.
+
+    All processes must call it together.
+    """
+    gathered = [torch.empty_like(addend) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(gathered, addend.contiguous())
+    return tree_sum(gathered)
+
+
+def tree_sum_in_place(flat: Tensor) -> None:
+    """Replace a vector by the sum of all processes' vectors; each sends and receives as much as in a ring.
+
+    All processes must call it together: each adds the chunk of its rank, then the sums are exchanged.
+    """
+    processes = distributed.get_world_size()
+    padded = torch.nn.functional.pad(flat, (0, -len(flat) % processes))
+    received = torch.empty_like(padded)
+    distributed.all_to_all_single(received, padded)
+    distributed.all_gather_into_tensor(padded, tree_sum(received.chunk(processes)).contiguous())
+    flat.copy_(padded[: len(flat)])
+
+
+class PartialSums:
+    """Adds the gradients of logical processes as they come, from the last one to the second, by the tree.
+
+    The first one's are in the parameters' `grad`, and are added at last. At most one sum of each size is stored.
+    """
+
+    def __init__(self) -> None:
+        self._sums: list[tuple[int, list[Tensor]]] = []  # number of addends, falling
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """Add the gradients of the next logical process, which may be changed."""
+        count, sums = 1, list(gradients)
+        while self._sums and self._sums[-1][0] == count:
+            torch._foreach_add_(sums, self._sums.pop()[1])
+            count *= 2
+        self._sums.append((count, sums))
+
+    def add_to(self, first: Sequence[Tensor], numbers: Sequence[int]) -> None:
+        """Add all to gradients of the first logical process, in place. numbers: their places among the parameters."""
+        for _, sums in reversed(self._sums):
+            torch._foreach_add_(list(first), [sums[number] for number in numbers])
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._sums.clear()
