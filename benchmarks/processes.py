@@ -1,11 +1,12 @@
-"""Agreement and speed of the same fine-tuning on 1, 2 and 4 processes, with and without --sync-bn.
+"""How far the same fine-tuning drifts apart on 1, 2 and 4 processes, with --sync-bn and with --logical-processes 4.
 
-    python -m benchmarks.processes [--folder ../shared/data/coco128] [--weights ../shared/weights/yolov5n.pt]
-        [--device cpu] [--counts 1 2 4]
+    python -m benchmarks.processes [--data my.yaml] [--weights ../shared/weights/yolov5n.pt] [--imgsz 160]
+        [--device cpu] [--counts 1 2 4] [--hyps low finetune] [--keep FOLDER]
 
-Per launch, compared with the first one: the largest relative difference of any loss, the difference of mAP50, the
-relative norm of the weights' difference, and images per second in the last epoch. N processes run on CUDA devices 0 to
-N - 1.
+Without --data: the blood cells of ../shared/data/bccd. For each recipe, way and number of processes it prints, after
+epochs 1, 2, 5, 10 and 20, the largest relative difference of a training and of a validation loss from one process, and
+mAP50-95; then images per second of the last epoch. N processes run on CUDA devices 0 to N - 1, or on one CPU thread
+each. --keep: a folder for the runs; finished ones there are reused.
 """
 
 from __future__ import annotations
@@ -18,76 +19,74 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import yaml
-from torch import Tensor
 
-from tests.curves import floats, rows
+from tests.curves import rows
 from utils.files import ROOT
 
 SHARED = ROOT.parent / "shared"
+CELLS = {"path": str(SHARED / "data" / "bccd"), "train": "images/train", "val": "images/val"}
+EPOCHS = (1, 2, 5, 10, 20)
+WAYS = {"sync-bn": ["--sync-bn"], "logical": ["--logical-processes", "4"]}
+SCORE = "metrics/mAP_0.5:0.95"
 
 
-class Outcome(NamedTuple):
-    """The results of one launch."""
-
-    rows: list[dict[str, float]]
-    weights: Tensor
-    rate: float  # images per second
-
-
-def photos(folder: Path, project: Path) -> Path:
-    """Write a data YAML that trains and validates on all photos of `folder`, labelled with COCO's classes."""
-    names = yaml.safe_load((ROOT / "data" / "coco128.yaml").read_text(encoding="utf-8"))["names"]
-    file = project / "photos.yaml"
-    file.write_text(yaml.safe_dump({"path": str(folder), "train": "images", "val": "images", "names": names}))
-    return file
+def launch(folder: Path, flags: Sequence[str]) -> None:
+    """Train into `folder`, unless a finished run is there."""
+    output = folder.with_suffix(".txt")
+    if output.exists() and "results in" in output.read_text():
+        return
+    command = [sys.executable, str(ROOT / "train.py"), *flags, "--project", str(folder.parent), "--name", folder.name]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    with output.open("w") as file:
+        subprocess.run([*command, "--exist-ok"], check=True, cwd=ROOT, env=environment, stdout=file)
 
 
-def launch(name: str, flags: Sequence[str], threads: int, project: Path) -> Outcome:
-    """Train with `threads` threads per process."""
-    command = [sys.executable, str(ROOT / "train.py"), *flags, "--project", str(project), "--name", name]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    printed = subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True).stdout
-    rate = float(re.findall(r"(\d+) img/s", printed)[-1])
-    return Outcome(rows(project / name), floats(project / name), rate)
+def gap(run: Path, single: Path, kind: str, epoch: int) -> float:
+    """Return the largest relative difference of a loss. kind: train or val."""
+    pairs = zip(rows(run)[epoch - 1].items(), rows(single)[epoch - 1].values(), strict=True)
+    return max(abs(value / other - 1) for (name, value), other in pairs if re.fullmatch(f"{kind}/.*loss", name))
 
 
-def line(title: str, outcome: Outcome, first: Outcome) -> str:
+def line(title: str, run: Path, single: Path) -> str:
     """Format a row of the table."""
-    pairs = list(zip(outcome.rows, first.rows, strict=True))
-    losses = [abs(row[key] / other[key] - 1) for row, other in pairs for key in row if "loss" in key]
-    score = abs(outcome.rows[-1]["metrics/mAP_0.5"] - first.rows[-1]["metrics/mAP_0.5"])
-    weights = (outcome.weights - first.weights).norm() / first.weights.norm()
-    return f"{title:<32} {max(losses):9.1e} {score:9.1e} {weights:9.1e} {outcome.rate:9.0f}"
+    epochs = [epoch for epoch in EPOCHS if epoch <= len(rows(run))]
+    cells = [
+        f"{gap(run, single, 'train', epoch):.0e} {gap(run, single, 'val', epoch):.0e} {rows(run)[epoch - 1][SCORE]:.4f}"
+        for epoch in epochs
+    ]
+    same = "same bytes" if (run / "results.csv").read_bytes() == (single / "results.csv").read_bytes() else ""
+    rate = re.findall(r"(\d+) img/s", run.with_suffix(".txt").read_text())[-1]
+    return " | ".join((title, *cells, rate, same))
 
 
 def main() -> None:
     """Run all launches, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=SHARED / "data" / "coco128")
+    parser.add_argument("--data", type=Path)
     parser.add_argument("--weights", type=Path, default=SHARED / "weights" / "yolov5n.pt")
+    parser.add_argument("--imgsz", default="160")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--hyps", nargs="+", default=["low", "finetune"])
+    parser.add_argument("--keep", type=Path)
     options, extra = parser.parse_known_args()
-    job = ["--weights", str(options.weights.resolve()), "--imgsz", "320", "--batch-size", "16", "--epochs", "2"]
-    job += ["--noautoanchor", "--noplots", "--no-wandb", "--workers", "1", "--mixed-precision", "no", *extra]
-    print(f"{'':<32} {'losses':>9} {'mAP50':>9} {'weights':>9} {'images/s':>9}")
-    first = None
-    with tempfile.TemporaryDirectory() as project:
-        job += ["--data", str(photos(options.folder.resolve(), Path(project)))]
-        for count in options.counts:
-            for flag in [[]] if count == 1 else [["--sync-bn"], []]:
-                devices = ",".join(map(str, range(count))) if options.device == "cuda" else "cpu"
-                placement = ["--device", devices, "--processes", str(count)]
-                name = f"{count}{''.join(flag)}"
-                outcome = launch(name, [*job, *placement, *flag], 1, Path(project))
-                first = first or outcome
-                print(line(f"{count} of 1 thread {''.join(flag)}", outcome, first), flush=True)
-        cores = os.cpu_count() or 1
-        alone = launch("threads", [*job, "--device", "0" if options.device == "cuda" else "cpu"], cores, Path(project))
-        print(line(f"1 of {cores} threads", alone, first or alone))
+    with tempfile.TemporaryDirectory() as temporary:
+        project = (options.keep or Path(temporary)).resolve()
+        project.mkdir(parents=True, exist_ok=True)
+        cells = project / "cells.yaml"
+        cells.write_text(yaml.safe_dump({**CELLS, "names": ["WBC", "RBC", "Platelets"]}))
+        job = ["--data", str((options.data or cells).resolve()), "--weights", str(options.weights.resolve())]
+        job += ["--imgsz", options.imgsz, "--batch-size", "16", "--epochs", str(EPOCHS[-1]), "--workers", "1"]
+        job += ["--noplots", "--log-with", "none", "--mixed-precision", "no", *extra]
+        for hyp in options.hyps:
+            for way, flags in WAYS.items():
+                for count in options.counts:
+                    devices = ",".join(map(str, range(count))) if options.device == "cuda" else "cpu"
+                    place, run = ["--device", devices, "--processes", str(count)], project / f"{hyp}-{way}-{count}"
+                    launch(run, [*job, "--hyp", hyp, *flags, *place])
+                    print(line(f"{hyp}, {way}, {count}", run, project / f"{hyp}-{way}-1"), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import psutil
 from utils.files import ROOT
 
 ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 CONFIGS = ROOT / "accelerate_configs"
 
 

@@ -24,12 +24,11 @@ from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.task import DetectionTask
 from tests.conftest import ROOT, VAL, OnProcesses, RunScript, free_port
 from tests.curves import LOSSES, SCORES, floats, refused, rows, same_curve
-from tests.machines import ACCELERATE, CONFIGS, by_hand, ip, on_machine
+from tests.machines import ACCELERATE, CONFIGS, TORCHRUN, by_hand, ip, on_machine
 from tests.wandb_files import one_run
 from utils.distributed.ranks import ranks
 from utils.training.optimizer_steps import OptimizerSteps
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 SHARP = {"nbs": 16, "warmup_epochs": 0.0, "weight_decay": 0.01}
 
 

@@ -132,7 +132,7 @@ class Soak:
                 rank %= len(start.machines) * self.cluster.per_machine
                 attempt = Attempt(self.cluster, self.run, start, (point, times, rank))
                 stack.callback(attempt.kill)
-                self.exact = self.exact and len(start.machines) == 2
+                self.exact = self.exact and (self.cluster.same_bytes or len(start.machines) == 2)
                 self.log_gaps = self.log_gaps or fault.disk
                 self.strike(attempt, fault, outcome)
             except NotHere as reason:

@@ -16,7 +16,7 @@ import psutil
 
 from data.builtin import shapes, shapes_cls, shapes_seg
 from tests.faults.fault_points import planted
-from tests.machines import ACCELERATE, CONFIGS, ip, left_behind, living, machines
+from tests.machines import ACCELERATE, CONFIGS, TORCHRUN, ip, left_behind, living, machines
 from tests.making import write_yaml
 from utils.checkpoint.state_files import StateFiles
 from utils.files import ROOT
@@ -40,25 +40,28 @@ class Start:
     """How the training is started. machines: the numbers of those that take part, the main one first.
 
     address: of the main machine. wrap: by machine, a command that runs the launch command. variables: of the
-    environment.
+    environment. elastic: by torch's launcher, with the machines that are there; else by Accelerate's.
     """
 
     machines: tuple[int, ...] = (0, 1)
     address: str = ADDRESSES[0]
     wrap: Mapping[int, Sequence[str]] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
+    elastic: bool = False
 
 
 class Cluster:
     """Two machines, their disk in `folder`/disk, and the command of a training. per_machine: processes.
 
-    Other folders: data, home, cache and tmp of the training, logs of the attempts.
+    Other folders: data, home, cache and tmp of the training, logs of the attempts. same_bytes: whether results do not
+    depend on the number of machines by a bit.
     """
 
     def __init__(self, folder: Path, task: str, zero: int, per_machine: int, epochs: int) -> None:
         self.folder, self.disk, self.per_machine, self.attempts = folder, folder / "disk", per_machine, 0
         self.config = CONFIGS / (f"deepspeed_zero{zero}.yaml" if zero else "2node.yaml")
         self.more_launch = ("--deepspeed_multinode_launcher", "standard") if zero else ()
+        self.same_bytes = not zero
         for name in ("disk", "home", "cache", "tmp", "logs"):
             (folder / name).mkdir(parents=True)
         images = DRAW[task](folder / "data" / "images", train=28, val=8)
@@ -71,7 +74,8 @@ class Cluster:
         recipe = write_yaml(folder / "data" / "hyp.yaml", RECIPE)
         what = ("--data", str(data), "--weights", "", "--cfg", MODELS[task], "--hyp", str(recipe))
         how = ("--imgsz", "64", "--epochs", str(epochs), "--batch-size", "4")
-        rest = ("--workers", "1", "--device", "cpu", "--sync-bn", "--noplots", "--save-steps", "1")
+        equal = ("--sync-bn",) if zero else ("--logical-processes", str(2 * per_machine))
+        rest = ("--workers", "1", "--device", "cpu", *equal, "--noplots", "--save-steps", "1")
         self.flags = (*what, *how, *rest, "--dist-timeout", str(DIST_TIMEOUT_SECONDS), "--exist-ok", "--resume", "auto")
 
     def environment(self) -> dict[str, str]:
@@ -88,12 +92,18 @@ class Cluster:
 
     def command(self, number: int, start: Start, run: str) -> list[str]:
         """Return the launch command of a machine."""
+        script = (str(ROOT / "train.py"), *self.flags, "--project", str(self.disk), "--name", run)
+        if start.elastic:
+            size = ("--nnodes", "1:2", "--nproc_per_node", str(self.per_machine), "--max-restarts", "3")
+            rendezvous = ("--rdzv_backend", "c10d", "--rdzv_id", run, "--rdzv_endpoint", f"{start.address}:{PORT}")
+            main = number == start.machines[0]
+            here = ("--local-addr", ADDRESSES[number], "--rdzv_conf", f"last_call_timeout=3,is_host={main:d}")
+            return ["ip", "netns", "exec", HOSTS[number], *TORCHRUN, *size, *rendezvous, *here, *script]
         count, rank = len(start.machines), start.machines.index(number)
         size = ("--num_machines", str(count), "--num_processes", str(count * self.per_machine), *self.more_launch)
         rendezvous = ("--main_process_ip", start.address, "--main_process_port", PORT, "--machine_rank", str(rank))
         patience = ("--rdzv_conf", f"timeout={MEETING_SECONDS}")
         launch = (*ACCELERATE, "--config_file", str(self.config), *size, *rendezvous, *patience)
-        script = (str(ROOT / "train.py"), *self.flags, "--project", str(self.disk), "--name", run)
         # The wrapper is outside: inside, /sys is another one, without control groups.
         return [*start.wrap.get(number, ()), "ip", "netns", "exec", HOSTS[number], *launch, *script]
 
@@ -125,19 +135,23 @@ class Attempt:
         self.folder.mkdir()
         self.rank = fault[2] if fault else 0  # of the process that pauses
         plan = planted(f"pause {self.folder}", *fault) if fault else {}
-        environment = {**cluster.environment(), **plan, **start.variables, MARK: self.number}
+        self.environment = {**cluster.environment(), **plan, **start.variables, MARK: self.number}
         self.launchers: dict[int, subprocess.Popen[bytes]] = {}
         self.began = time.monotonic()
         for number in start.machines:
-            with self.log(number).open("wb") as log:
-                self.launchers[number] = subprocess.Popen(
-                    cluster.command(number, start, run),
-                    env={**environment, MACHINE: str(number)},
-                    cwd=ROOT,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
+            self.launch(number)
+
+    def launch(self, number: int) -> None:
+        """Start the launcher of a machine."""
+        with self.log(number).open("wb") as log:
+            self.launchers[number] = subprocess.Popen(
+                self.cluster.command(number, self.start, self.run),
+                env={**self.environment, MACHINE: str(number)},
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
 
     def log(self, number: int) -> Path:
         """Return the file with the output of a machine."""
@@ -192,8 +206,9 @@ class Attempt:
         return [child for child in parent.children() if child.cmdline() == parent.cmdline()]
 
     def launcher(self, machine: int) -> psutil.Process:
-        """Return the launcher of a machine: the first of its processes that runs Accelerate's command."""
-        return next(p for p in self.processes(machine) if ACCELERATE[-1] in p.cmdline() and p.name() != "ip")
+        """Return the launcher of a machine: the first of its processes that runs a launcher's command."""
+        command = (TORCHRUN if self.start.elastic else ACCELERATE)[-1]
+        return next(p for p in self.processes(machine) if command in p.cmdline() and p.name() != "ip")
 
     def machine_of(self, rank: int) -> int:
         """Return the machine of a rank."""

@@ -136,6 +136,26 @@ def one_machine_only(cluster: Cluster, run: str, random: Random) -> Iterator[Sta
     yield Start(machines=(random.randrange(2),))
 
 
+@contextmanager
+def elastic(cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
+    """torch's launcher goes on with the machines that are there."""
+    if not cluster.same_bytes:
+        raise NotHere("Accelerate starts DeepSpeed")
+    yield Start(elastic=True, variables={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+
+
+@contextmanager
+def gone(attempt: Attempt) -> Iterator[None]:
+    """The second machine is killed, and comes back at the end."""
+    for process in attempt.processes(1):
+        process.kill()
+    try:
+        yield
+    finally:
+        attempt.launchers[1].wait()
+        attempt.launch(1)
+
+
 # The disk
 
 
@@ -321,6 +341,7 @@ def catalogue() -> list[Fault]:
         Fault("the main machine has another address", False, before=another_address),
         Fault("another machine is the main one", False, before=other_main_machine),
         Fault("a machine does not come back", False, before=one_machine_only),
+        Fault("a machine leaves and comes back", False, gone, before=elastic),
         Fault("the disk is full for 3 s", False, full_disk, SHORT_SECONDS, disk=True),
         Fault("the disk is full", False, full_disk, disk=True),
         Fault("the disk is read-only for 3 s", False, read_only_disk, SHORT_SECONDS, disk=True),

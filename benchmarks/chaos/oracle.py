@@ -69,7 +69,7 @@ class Oracle:
         problems += wrong_rows(actual, expected, exact)
         for steps, epochs in logged(run):
             problems += [f"W&B has twice: {twice}" for twice in (repeated(steps), repeated(epochs)) if twice]
-        problems += self._temporary_files(ends)
+        problems += self._temporary_files(ends or attempt.start.elastic)
         now = dict(self._surroundings())
         for name, before in self.surroundings.items():
             if changed := sorted(now[name] ^ before):

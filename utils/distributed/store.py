@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 from torch import distributed
 
-from utils.distributed.ranks import TOKEN, launch_number, ranks
+from utils.distributed.ranks import TOKEN, launch_number, ranks, store_is_hosted
 
 T = TypeVar("T")
 FORGED = object()  # a value that no process of the run has written
@@ -108,8 +108,11 @@ class RunStore:
 
 
 def restart_count() -> int:
-    """Return how many times the launcher has restarted the processes (`--max_restarts`)."""
-    return launch_number("TORCHELASTIC_RESTART_COUNT")
+    """Return how many times the launcher that hosts the store has restarted the processes (`--max_restarts`).
+
+    0 if the main process hosts it, anew after each restart; a machine that comes back counts from 0 itself.
+    """
+    return launch_number("TORCHELASTIC_RESTART_COUNT") if store_is_hosted() else 0
 
 
 def store_key(name: str, token: str) -> str:

@@ -21,6 +21,7 @@ REMEDIES = {
     "inputs": "use the same value on all machines",
     "versions": "install the same version on all machines",
     "devices": "use --device cpu, or a GPU for every process",
+    "device types": "--logical-processes gives the same bytes on devices of one type only",
 }
 
 
@@ -67,7 +68,11 @@ def _differences(group: str, facts: Sequence[ProcessFacts]) -> list[Finding]:
             f"{format_hosts(processes)} {'has' if len(processes) == 1 else 'have'} {value}"
             for value, processes in holders.items()
         )
-        harmless = group == "machine files" or name == "Python" or (name == "deepspeed" and not is_requested())
+        harmless = (
+            group in ("machine files", "device types")
+            or name == "Python"
+            or (name == "deepspeed" and not is_requested())
+        )
         findings.append(Finding(not harmless, f"{name} differs: {listed}; {REMEDIES[group]}"))
     return findings
 

@@ -96,6 +96,7 @@ def examine_process(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> Pro
             "inputs": {name: short_value(value) for name, value in inputs.items()},
             "versions": _versions(),
             "devices": {"the kind of device": kind} if kind else {},
+            "device types": {"the type of device": _device_type(kind)} if kind else {},
         },
         errors=tuple(errors),
     )
@@ -108,6 +109,11 @@ def _device(kind: str) -> tuple[str, tuple[int, int]]:
         return f"cuda:{number} {torch.cuda.get_device_name(number)}", torch.cuda.mem_get_info(number)
     memory = psutil.virtual_memory()
     return kind or "-", (memory.available, memory.total)
+
+
+def _device_type(kind: str) -> str:
+    """Return what decides which kernels run: the GPU, or the instructions of the CPU."""
+    return torch.cuda.get_device_name(ranks().local_rank) if kind == "cuda" else torch.backends.cpu.get_cpu_capability()
 
 
 def _versions() -> dict[str, str]:

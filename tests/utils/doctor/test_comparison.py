@@ -26,6 +26,7 @@ A = ProcessFacts(
         "inputs": {"lr0": "0.01"},
         "versions": {"Python": "3.11.7", "torch": "2.9", "accelerate": "1.2", "deepspeed": "-"},
         "devices": {"the kind of device": "cpu"},
+        "device types": {"the type of device": "AVX512"},
     },
 )
 B = dataclasses.replace(A, host="b", rank=1)
@@ -53,6 +54,7 @@ def test_equal_processes_have_no_findings() -> None:
         ("versions", "torch", "2.8", True, "torch differs"),
         ("versions", "deepspeed", "0.19", False, "deepspeed differs"),
         ("devices", "the kind of device", "cuda", True, "kind of device differs"),
+        ("device types", "the type of device", "AVX2", False, "type of device differs"),
     ],
 )
 def test_a_difference_is_a_finding(group: str, name: str, value: str, serious: bool, part: str) -> None:
