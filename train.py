@@ -44,6 +44,7 @@ from utils.run import FolderOptions, Run
 from utils.tracking.run_log import RunLog, TrackingOptions, wandb_run_id
 from utils.training import memory, report
 from utils.training.optimizer_steps import OptimizerOptions, OptimizerSteps, prepare_training
+from utils.training.profiler import parsed_window
 from val import Evaluator, evaluator
 
 DRAWN_BATCHES = 3  # training batches that are drawn into the run folder
@@ -282,6 +283,7 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     settings, source, start_from, task = job
     options, data_options = settings.options, settings.select(DataOptions)
     memory.check_batch_size(options.batch_size, options.logical_processes)
+    parsed_window(options.profile)
     if options.multi_scale:  # a model of one size only raises here
         task.build_model(start_from.yaml, data_options.largest(options.imgsz), start_from.source)
     seed_everything(options.seed)

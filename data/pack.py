@@ -32,7 +32,7 @@ from data.label_paths import label_name
 from data.shards import INDEX_FILE, LIST_SUFFIX, SHARD_SUFFIX, PackedImage, Summary
 from utils.distributed.failure import run_main
 from utils.errors import UserError, plural
-from utils.files import cache_folder, replacing
+from utils.files import PART_SUFFIX, cache_folder, replacing
 
 PACKED_TASKS = ("detect", "segment", "classify")  # the first two are packed alike
 YAML_FILE = "data.yaml"
@@ -144,6 +144,12 @@ class Packer:
         """Write a small file."""
         with self._writing(name) as file:
             file.write(text.encode())
+
+    def remove_leftovers(self) -> None:
+        """Remove the temporary files of attempts that were killed, from a finished pack on a disk."""
+        if not remote.is_remote(self.out):
+            for part in Path(self.out).glob(f".*{PART_SUFFIX}"):
+                part.unlink(missing_ok=True)
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[IO[bytes]]:
@@ -273,6 +279,7 @@ def pack(data: str, out: str, shard_size: str = "512M", task: str = "detect") ->
             ]
     packer.write(YAML_FILE, yaml)
     packer.write(INDEX_FILE, shards.index_text(names, task, summaries))
+    packer.remove_leftovers()
     counts = [
         f"{split}: {plural(sum(each.images for each in parts), 'image')} in {plural(len(parts), 'shard')}, "
         f"{sum(each.bytes for each in parts) / 2**20:.1f} MiB"

@@ -171,7 +171,8 @@ def call_main(
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
     def load_all(training: train.Training) -> None:
-        assert sum(len(batch.infos) for batch in (*training.loader, *training.evaluate.loader)) > 0
+        trained = [batch for shares in training.loader for batch in shares]
+        assert sum(len(batch.infos) for batch in (*trained, *training.evaluate.loader)) > 0
         raise Stopped(0)
 
     def call(script: str, *flags: str) -> tuple[int, str]:

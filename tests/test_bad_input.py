@@ -282,7 +282,10 @@ ERRORS = {
     "batch larger than the memory": Case(
         nothing, "GiB memory of this machine; give a smaller --batch-size or --imgsz", "--batch-size 1000000000"
     ),
-    "no name": Case(nothing, "--name '' is no name for a run folder; give one, such as --name exp", "--name="),
+    "no name": Case(
+        nothing, "--name '' is no name for a run folder; give one without a slash, such as --name exp", "--name="
+    ),
+    "profile": Case(nothing, "--profile 3:2: give the first and the last optimizer step", "--profile 3:2"),
     "epochs 0": Case(nothing, "argument --epochs: 0 is out of range; give 1 or more", "--epochs 0", code=2),
     "no number": Case(nothing, "argument --epochs: invalid int value: 'ten'", "--epochs ten", code=2),
     "optimizer": Case(nothing, "argument --optimizer: invalid choice: 'Lion'", "--optimizer Lion", code=2),

@@ -216,8 +216,10 @@ def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:
     exist_ok: use `project/name` even if it exists; else two runs that start together get different folders. Raises
     `UserError`.
     """
-    if not Path(name).name or name == "..":
-        raise UserError(f"--name {name!r} is no name for a run folder; give one, such as --name exp")
+    if name in ("", "..") or Path(name).name != name:
+        raise UserError(
+            f"--name {shortened(repr(name))} is no name for a run folder; give one without a slash, such as --name exp"
+        )
     number = 1
     while True:
         folder = project / (f"{name}{number}" if number > 1 else name)

@@ -147,6 +147,7 @@ def test_goes_on_where_it_ended(tmp_path: Path) -> None:
         (out / name).unlink()
     (out / "train-000002.tar").write_bytes(b"half")
     before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    (out / ".train-000002.tar-k1l2m3.part").write_bytes(b"half")  # of an attempt that was killed
     with pytest.raises(UserError, match=r"`train: train` does not exist"):
         read_spec(write_yaml(tmp_path / "early.yaml", {"path": str(out), "train": "train"})).images("train")
     pack(str(data), str(out), "8K")

@@ -89,7 +89,7 @@ def test_numbered_folders(tmp_path: Path) -> None:
     assert numbered_folder(project, "other", False).name == "other"
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "/"])
+@pytest.mark.parametrize("name", ["", ".", "..", "/", "a/b", "a/"])
 def test_a_folder_without_a_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^--name '{name}' is no name for a run folder; give one"):
         numbered_folder(tmp_path / "runs", name, True)

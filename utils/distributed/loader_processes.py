@@ -12,12 +12,16 @@ import tempfile
 import threading
 from contextlib import suppress
 from multiprocessing.util import Finalize, get_temp_dir
+from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from utils.distributed.allocator import keep_freed_memory
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 KEPT_BYTES = 2**28  # of free memory in a loader process
 MAX_SOCKET_FOLDER_BYTES = 107 - len("/listener-12345678")  # a socket's path has at most 107
+IN_USE = "in-use"  # in such a folder: a file that the process which has made it keeps locked
 PARENT_POLL_SECONDS = 1.0  # between two checks whether the training process has ended
 
 
@@ -26,13 +30,30 @@ def share_temporary_folder() -> None:
 
     They use it too. A folder of their own would stay on the disk, because they end without cleaning up. Without the
     folder they could send nothing, and the training process would wait for ever; also if its path is too long for a
-    socket's, so that one below /tmp takes its place then.
+    socket's, so that one below /tmp takes its place then. Folders of processes that were killed are removed.
     """
     os.makedirs(folder := get_temp_dir(), mode=0o700, exist_ok=True)
     if len(os.fsencode(folder)) > MAX_SOCKET_FOLDER_BYTES:
         short = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
         multiprocessing.process.current_process()._config["tempdir"] = short  # type: ignore[attr-defined]
         Finalize(None, shutil.rmtree, args=(short, True), exitpriority=-100)
+    with suppress(OSError, NotImplementedError):  # a disk without locks
+        _keep_locked(Path(get_temp_dir()))
+
+
+_locks: list[FileLock] = []  # until this process ends
+
+
+def _keep_locked(folder: Path) -> None:
+    """Lock the folder of sockets of this process, and remove those beside it whose process has ended."""
+    if _locks:
+        return
+    _locks.append(FileLock(folder / f"{IN_USE}.new", timeout=0))
+    _locks[0].acquire()
+    (folder / f"{IN_USE}.new").rename(folder / IN_USE)  # nobody finds it before it is locked
+    for mark in folder.parent.glob(f"pymp-*/{IN_USE}"):
+        with suppress(OSError, Timeout), FileLock(mark, timeout=0):
+            shutil.rmtree(mark.parent)
 
 
 def remove_temporary_folders() -> None:

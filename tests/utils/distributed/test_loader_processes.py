@@ -218,6 +218,40 @@ def test_temporary_folders_go_with_the_process_that_made_them(tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
+WAITS = """
+import sys
+from utils.distributed.loader_processes import share_temporary_folder
+share_temporary_folder()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    def started() -> subprocess.Popen[str]:
+        command, pipes = [sys.executable, "-c", WAITS], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        environment = {**os.environ, "TMPDIR": str(tmp_path)}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    (tmp_path / "pymp-other").mkdir()  # of another program
+    killed = started()
+    of_killed = set(tmp_path.iterdir())
+    living = started()
+    of_living = set(tmp_path.iterdir()) - of_killed
+    assert (len(of_killed), len(of_living)) == (2, 1)
+    killed.kill()
+    killed.wait()
+    last = started()
+    assert {tmp_path / "pymp-other", *of_living} < set(tmp_path.iterdir())
+    assert len(set(tmp_path.iterdir())) == 3
+    for process in (living, last):
+        process.communicate()
+    assert list(tmp_path.iterdir()) == [tmp_path / "pymp-other"]
+
+
 LOADS = """
 import torch
 from torch.utils.data import DataLoader
