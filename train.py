@@ -305,8 +305,9 @@ def assemble(settings: Settings) -> Training:
     options = settings.options
     accelerator, precision = start(options.device, options.mixed_precision, options.dist_timeout, options.comm_hook)
     run = Run(accelerator, precision, options.quiet)
-    logical, sync = LogicalProcesses.of(settings.select(SyncOptions), accelerator), settings.select(SyncOptions)
-    logical.fix_threads(accelerator.device)
+    sync = settings.select(SyncOptions)
+    logical = LogicalProcesses.of(sync, accelerator)
+    logical.fix_kernels(accelerator.device)
     inputs = read_inputs(run, settings)
     settings, task, model, data = inputs.job.settings, inputs.job.task, inputs.model, inputs.data
     train_split, val_split = inputs.train_split, inputs.val_split

@@ -239,6 +239,7 @@ def test_asked_to_end_in_validation_on_two(
     identical(tmp_path / "exp", undisturbed_on_two)
 
 
+@pytest.mark.long  # tests/test_same_bytes.py does it with --logical-processes each time
 def test_on_other_processes(train: Train, undisturbed: Path, tmp_path: Path) -> None:
     """Two processes stop in mid-epoch and one resumes: the curve is that of one process."""
     printed = train(tmp_path, *HERE, "--sync-bn", **planted("SIGTERM", "loss", 9, rank=1), code=143)

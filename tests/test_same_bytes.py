@@ -43,6 +43,7 @@ def alone(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return project / "exp"
 
 
+@pytest.mark.long  # the killed run below ends on four
 def test_four_processes(train: Train, alone: Path, tmp_path: Path) -> None:
     train(tmp_path, "--processes", "4")
     identical(tmp_path / "exp", alone)

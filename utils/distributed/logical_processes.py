@@ -71,9 +71,12 @@ class LogicalProcesses:
         local = count // processes
         return cls(count, local, local * accelerator.process_index, exact=True)
 
-    def fix_threads(self, device: torch.device) -> None:
-        """Set one thread per process on the CPU, where the sums of a kernel depend on the number of threads."""
-        if self.exact and self.count > 1 and device.type == "cpu":
+    def fix_kernels(self, device: torch.device) -> None:
+        """Let no kernel be chosen by its time, nor add in an order that depends on the number of threads."""
+        if not self.exact:
+            return
+        torch.backends.cudnn.benchmark = False
+        if self.count > 1 and device.type == "cpu":
             torch.set_num_threads(1)
 
     def messages(self, options: SyncOptions, device: torch.device) -> list[str]:
