@@ -138,10 +138,9 @@ class DistributedModel:
         scaled = objective / self.accelerator.gradient_accumulation_steps  # as Accelerate's `backward` does
         if self.accelerator.scaler is not None:
             scaled = self.accelerator.scaler.scale(scaled)
-        gradients = list(torch.autograd.grad(scaled, self._trained, materialize_grads=True))
-        if before := self._accumulated.pop(number, None):
-            torch._foreach_add_(gradients, before)
-        return gradients
+        gradients = torch.autograd.grad(scaled, self._trained, materialize_grads=True)
+        before = self._accumulated.pop(number, None)
+        return list(torch._foreach_add(gradients, before) if before else gradients)
 
     def _add_others(self) -> None:
         """Wait for the gradients of the other logical processes of this process, and add them in the last batch."""

@@ -52,10 +52,10 @@ class PartialSums:
         self._sums: list[tuple[int, list[Tensor]]] = []  # number of addends, falling
 
     def add(self, gradients: Sequence[Tensor]) -> None:
-        """Add the gradients of the next logical process, which may be changed."""
+        """Add the gradients of the next logical process. They are not changed: two may be one tensor."""
         count, sums = 1, list(gradients)
         while self._sums and self._sums[-1][0] == count:
-            torch._foreach_add_(sums, self._sums.pop()[1])
+            sums = list(torch._foreach_add(sums, self._sums.pop()[1]))
             count *= 2
         self._sums.append((count, sums))
 

@@ -23,7 +23,8 @@ SPOILED = 3  # the batch whose gradient is not finite in one logical process
 
 
 class Network(nn.Module):
-    """Convolutions whose weights are in channels_last, a frozen one, and layers that depend on the batch."""
+    """Convolutions whose weights are in channels_last, a frozen one, layers that depend on the batch, and two
+    parameters whose gradients are one tensor."""
 
     imgsz = 8
 
@@ -31,9 +32,10 @@ class Network(nn.Module):
         super().__init__()
         self.first, self.frozen = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3).requires_grad_(False)
         self.norm, self.drop, self.last = nn.BatchNorm2d(8), nn.Dropout(dropout), nn.Linear(8, 1)
+        self.one, self.two = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.ones(8))
 
     def forward(self, images: Tensor) -> Tensor:
-        maps = self.norm(self.frozen(self.first(images))).relu().mean((2, 3))
+        maps = self.norm(self.frozen(self.first(images))).relu().mean((2, 3)) + (self.one + self.two)
         return self.last(self.drop(maps))  # type: ignore[no-any-return]
 
 

@@ -46,7 +46,7 @@ def test_partial_sums_from_the_last_to_the_second(count: int) -> None:
     """Two parameters: the sums of each are those of the tree."""
     values, partial = addends(count), PartialSums()
     for value in reversed(values[1:]):
-        partial.add([value.clone(), -value])
+        partial.add([value, -value])
     first = [-values[0], values[0].clone()]
     partial.add_to(first, [1, 0])
     assert torch.equal(first[1], tree_sum(values))
