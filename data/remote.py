@@ -33,6 +33,8 @@ CACHE_RULE = f"as long as {MIN_FREE_SHARE:.0%} of its disk stay free"
 ATTEMPTS = 6  # to read an object
 FIRST_WAIT_SECONDS = 0.5  # before the second attempt; doubled before each further one
 SILENT_SECONDS = 20  # without an answer from a server
+LISTING_SECONDS = 60.0  # in which a web server must have sent the list of a folder, which has no length
+LISTED_DEPTH = 32  # folders within folders that are listed of a web server
 REQUESTS_AT_ONCE = 16  # of a process
 # Keys of fsspec's descriptions of files that change with the content.
 VERSION_KEYS = ("ETag", "etag", "LastModified", "last_modified", "Last-Modified", "mtime", "updated", "blob_id")
@@ -70,8 +72,15 @@ def _path_of(address: str) -> str:
 # Requests
 
 
-def _filesystem(path: str) -> tuple[Any, str]:
-    """Return fsspec's file system for a path, and its own name of the file. Raises `UserError`."""
+def _is_web(path: str) -> bool:
+    return address_of(path).partition("://")[0] in ("http", "https")
+
+
+def _filesystem(path: str, lists: bool = False) -> tuple[Any, str]:
+    """Return fsspec's file system for a path, and its own name of the file. Raises `UserError`.
+
+    lists: whether it is to list folders.
+    """
     from fsspec.core import url_to_fs
 
     address = address_of(path)
@@ -82,8 +91,10 @@ def _filesystem(path: str) -> tuple[Any, str]:
             f"begins with one of {', '.join(PROTOCOLS)}, without `::`"
         )
     options: dict[str, Any] = {}
-    if protocol in ("http", "https"):
+    if _is_web(path):
         options = {"client_kwargs": {"timeout": _http_timeout()}}
+        if lists:
+            options["timeout"] = _http_timeout(LISTING_SECONDS)  # of each request
     elif protocol in ("s3", "s3a"):
         timeouts = {"connect_timeout": SILENT_SECONDS, "read_timeout": SILENT_SECONDS}
         options = {"config_kwargs": {**timeouts, "retries": {"total_max_attempts": 1}}}  # `_request` tries again
@@ -98,20 +109,20 @@ def _filesystem(path: str) -> tuple[Any, str]:
     return filesystem, name
 
 
-def _http_timeout() -> Any:
+def _http_timeout(total: float | None = None) -> Any:
     try:
         from aiohttp import ClientTimeout
     except ImportError:
         raise UserError("addresses of web servers need another package: pip install aiohttp") from None
-    return ClientTimeout(total=None, sock_connect=SILENT_SECONDS, sock_read=SILENT_SECONDS)
+    return ClientTimeout(total=total, sock_connect=SILENT_SECONDS, sock_read=SILENT_SECONDS)
 
 
-def _request(path: str, call: Callable[[Any, str], T]) -> T:
+def _request(path: str, call: Callable[[Any, str], T], lists: bool = False) -> T:
     """Return `call` of the file system and its name of the file, with further attempts after errors.
 
-    Raises FileNotFoundError, or a `UserError` that names the object.
+    lists: as in `_filesystem`. Raises FileNotFoundError, or a `UserError` that names the object.
     """
-    filesystem, name = _filesystem(path)
+    filesystem, name = _filesystem(path, lists)
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return call(filesystem, name)
@@ -121,6 +132,8 @@ def _request(path: str, call: Callable[[Any, str], T]) -> T:
             error = _cause(raised)
             if isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(errno.ENOENT, "no such object", shown_path(path)) from None
+            if lists and isinstance(error, TimeoutError):
+                raise StorageError(f"{shown_path(path)} cannot be listed within {LISTING_SECONDS:g} s") from None
             if attempt == ATTEMPTS or _is_final(error):
                 raise StorageError(
                     f"{shown_path(path)} cannot be read ({_reason(error)}); check the address, the credentials and "
@@ -195,7 +208,7 @@ def refresh_versions(paths: Sequence[str]) -> None:
 def _list_versions(folder: str) -> bool:
     """Note the versions of all objects of a folder; return whether the store's listing has them."""
     try:
-        entries = _request(folder, lambda filesystem, name: filesystem.ls(name, detail=True, refresh=True))
+        entries = _request(folder, lambda filesystem, name: filesystem.ls(name, detail=True, refresh=True), lists=True)
     except (FileNotFoundError, UserError):
         return False  # each object is asked for, with an error that names it
     files = [entry for entry in entries if entry["type"] == "file"]
@@ -220,13 +233,14 @@ def exists(path: str) -> bool:
 
 def is_folder(path: str) -> bool:
     """Return whether a path is a folder with objects. Raises `UserError`."""
-    return bool(_request(path, lambda filesystem, name: filesystem.isdir(name)))
+    return bool(_request(path, lambda filesystem, name: filesystem.isdir(name), lists=True))
 
 
 def files_below(folder: str) -> list[str]:
     """Return the paths of all objects below a folder. Raises `UserError`."""
     try:
-        names = _request(folder, lambda filesystem, name: filesystem.find(name, refresh=True))
+        limits = {"maxdepth": LISTED_DEPTH, "on_error": "raise"} if _is_web(folder) else {}
+        names = _request(folder, lambda filesystem, name: filesystem.find(name, refresh=True, **limits), lists=True)
     except FileNotFoundError:
         return []
     filesystem, _ = _filesystem(folder)

@@ -8,7 +8,10 @@ import multiprocessing
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +19,14 @@ from typing import Any
 import pytest
 
 from data import remote, storage
+from data.data_yaml import read_spec
 from data.dataset import DataOptions, DataSet, data_source
 from data.pack import pack
 from tests.data.test_pack import check_equal, loose
 from tests.hub_server import serve_hub
 from tests.making import noise, write_image, write_yaml
 from tests.object_server import ObjectServer, serving_objects
+from tests.web import serving
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import StorageError, UserError
 
@@ -171,6 +176,26 @@ def test_no_server(tmp_path: Path) -> None:
     yaml = yaml_of(tmp_path, "http://127.0.0.1:9/pack", "train", "val")
     with pytest.raises(UserError, match=r"http://127.0.0.1:9/pack/\S+ cannot be read \(ClientConnector"):
         data_source(str(yaml), DETECT).spec.images("train")
+
+
+def endless(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Type", "text/html")
+    handler.end_headers()
+    with suppress(OSError):
+        while handler.command == "GET":
+            handler.wfile.write(b'<a href="1.png">1</a>' * 100)
+            time.sleep(0.01)
+
+
+def test_a_listing_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+    monkeypatch.setattr(remote, "LISTING_SECONDS", 0.5)
+    with serving() as server:
+        server.answers = {f"/set/{name}": endless for name in ("", "train", "train/")}
+        yaml = write_yaml(tmp_path / "my.yaml", {"path": f"{server.address}/set", "train": "train", "names": ["a"]})
+        with pytest.raises(UserError, match=r"/set/train cannot be listed within 0.5 s"):
+            read_spec(yaml).images("train")
 
 
 def test_an_absent_object(server: ObjectServer) -> None:
