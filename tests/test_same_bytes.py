@@ -72,6 +72,13 @@ def test_killed_and_resumed_on_other_processes(
     identical(tmp_path / "exp", alone)
 
 
+@pytest.mark.gpu2
+def test_two_gpus(train: Train, tmp_path: Path) -> None:
+    for devices in ("0", "0,1"):
+        train(tmp_path, "--device", devices, "--name", devices)
+    identical(tmp_path / "0,1", tmp_path / "0")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "job",
