@@ -36,7 +36,7 @@ from utils.config.parser import given_flags
 from utils.config.settings import Settings
 from utils.distributed.accelerator import plan, seed_everything, start
 from utils.distributed.failure import run_main
-from utils.distributed.logical_processes import LogicalProcesses, SyncOptions
+from utils.distributed.logical_processes import LogicalProcesses, SyncOptions, check_logical_processes
 from utils.distributed.spawn import spawn_for_devices
 from utils.distributed.stop import StopRequested
 from utils.python_api import call, write_result
@@ -421,6 +421,7 @@ def run_process(settings: Settings) -> None:
         from utils.doctor.doctor import run_doctor  # only here: no training needs it
 
         memory.check_batch_size(settings.options.batch_size, settings.options.logical_processes)
+        check_logical_processes(settings.select(SyncOptions))
         run_doctor(settings.flags(), lambda: doctor_inputs(settings))
     else:
         train(assemble(settings))

@@ -16,6 +16,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from utils.distributed.deepspeed import is_requested
+from utils.distributed.ranks import world_size
 from utils.distributed.sync_dropout import draw_masks_of
 from utils.errors import UserError
 
@@ -49,24 +51,8 @@ class LogicalProcesses:
     def of(cls, options: SyncOptions, accelerator: Accelerator) -> LogicalProcesses:
         """Return the logical processes that the flags ask for. Raises `UserError` for flags that exclude each other."""
         processes, count = accelerator.num_processes, options.logical_processes
-        if not count:
-            return cls(processes, 1, accelerator.process_index)
-        given = f"--logical-processes {count}"
-        if count & (count - 1):
-            below = 1 << (count.bit_length() - 1)
-            raise UserError(f"{given}: it must be a power of two; give {below} or {2 * below}")
-        if processes > count:
-            raise UserError(f"{given}: there are {processes} processes; start {count}, or fewer that divide it evenly")
-        if count % processes:
-            fewer = 1 << (processes.bit_length() - 1)
-            raise UserError(f"{given} cannot be shared evenly by {processes} processes; start {fewer} or {2 * fewer}")
-        if accelerator.state.deepspeed_plugin is not None:
-            raise UserError(f"{given} cannot be used with DeepSpeed, which adds gradients in an order of its own")
-        if options.comm_hook:
-            raise UserError(f"{given} cannot be used with --comm-hook, which rounds the gradients of real processes")
-        if options.batch_size == -1:
-            raise UserError(f"{given}: --batch-size -1 depends on the memory of this machine; give a number")
-        if options.sync_bn:
+        check_logical_processes(options, processes)
+        if not count or options.sync_bn:
             return cls(processes, 1, accelerator.process_index)
         local = count // processes
         return cls(count, local, local * accelerator.process_index, exact=True)
@@ -81,7 +67,7 @@ class LogicalProcesses:
 
     def messages(self, options: SyncOptions, device: torch.device) -> list[str]:
         """Return a line for the console about what --logical-processes promises."""
-        if not options.logical_processes:
+        if options.logical_processes < 2:
             return []
         if not self.exact:
             return [
@@ -89,8 +75,8 @@ class LogicalProcesses:
                 "rounding only, which grows"
             ]
         counts = [str(1 << power) for power in range(self.count.bit_length())]
-        numbers = f"{', '.join(counts[:-1])} or {counts[-1]}" if counts[1:] else counts[0]
-        kind = "CPU, one thread each" if device.type == "cpu" else "GPU"
+        numbers = f"{', '.join(counts[:-1])} or {counts[-1]}"
+        kind = "CPU, one thread each," if device.type == "cpu" else "GPU"
         return [
             f"logical processes: {self.count}, {self.local} on each process; the same bytes on {numbers} processes "
             f"with this type of {kind} and these versions of torch and its libraries"
@@ -106,6 +92,31 @@ class LogicalProcesses:
         for number, module in enumerate(models, self.first):
             draw_masks_of(module, number, self.count)
         return models
+
+
+def check_logical_processes(options: SyncOptions, processes: int = 0) -> None:
+    """Raise `UserError` for flags that --logical-processes excludes, and for numbers that do not fit each other.
+
+    processes: of the run; 0 takes those of the launch.
+    """
+    count, processes = options.logical_processes, processes or world_size()
+    if not count:
+        return
+    given = f"--logical-processes {count}"
+    if count & (count - 1):
+        below = 1 << (count.bit_length() - 1)
+        raise UserError(f"{given}: it must be a power of two; give {below} or {2 * below}")
+    if processes > count:
+        raise UserError(f"{given}: there are {processes} processes; start {count}, or fewer that divide it evenly")
+    if count % processes:
+        fewer = 1 << (processes.bit_length() - 1)
+        raise UserError(f"{given} cannot be shared evenly by {processes} processes; start {fewer} or {2 * fewer}")
+    if is_requested():
+        raise UserError(f"{given} cannot be used with DeepSpeed, which adds gradients in an order of its own")
+    if options.comm_hook:
+        raise UserError(f"{given} cannot be used with --comm-hook, which rounds the gradients of real processes")
+    if options.batch_size == -1:
+        raise UserError(f"{given}: --batch-size -1 depends on the memory of this machine; give a number")
 
 
 class Shares:

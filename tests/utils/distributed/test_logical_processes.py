@@ -10,16 +10,15 @@ import torch
 from torch import nn
 
 from tests.curves import refused
-from utils.distributed.logical_processes import LogicalProcesses, Shares, SyncOptions
+from utils.distributed.logical_processes import LogicalProcesses, Shares, SyncOptions, check_logical_processes
 from utils.distributed.sync_dropout import GlobalDropout, synchronise_dropout
 from utils.errors import UserError
 
 CPU = torch.device("cpu")
 
 
-def accelerator(processes: int, rank: int = 0, by_zero: bool = False) -> Any:
-    state = SimpleNamespace(deepspeed_plugin=object() if by_zero else None)
-    return SimpleNamespace(num_processes=processes, process_index=rank, state=state)
+def accelerator(processes: int, rank: int = 0) -> Any:
+    return SimpleNamespace(num_processes=processes, process_index=rank)
 
 
 def flags(count: int, **other: Any) -> SyncOptions:
@@ -67,9 +66,17 @@ def test_what_cannot_be(count: int, processes: int, other: dict[str, Any], messa
     refused(f"error: {caught.value}", message)
 
 
-def test_zero_is_refused() -> None:
+def test_zero_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(UserError, match="cannot be used with DeepSpeed"):
-        LogicalProcesses.of(flags(4), accelerator(2, by_zero=True))
+        LogicalProcesses.of(flags(4), accelerator(2))
+
+
+def test_the_doctor_checks_the_processes_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    check_logical_processes(flags(0))
+    with pytest.raises(UserError, match="cannot be shared evenly by 3 processes"):
+        check_logical_processes(flags(4))
 
 
 def test_replicas_share_the_parameters_only() -> None:
