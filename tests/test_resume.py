@@ -104,7 +104,7 @@ def test_killed_in_an_epoch_and_later(
 @pytest.mark.parametrize(
     "points",
     [
-        pytest.param((("optimizer step", 6, 1),), id="in an epoch"),
+        pytest.param((("optimizer step", 6, 1),), id="in an epoch", marks=pytest.mark.long),
         pytest.param(
             (("optimizer step", 3, 1), ("validation batch", 1, 0), ("file replacement", 1, 0), ("flush to disk", 3, 0)),
             id="four times",
