@@ -24,6 +24,7 @@ from tests.machines import ip
 from tests.web import running
 
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+BACK_SECONDS = 60.0  # in which a machine must be back, or the training is finished
 SHORT_SECONDS = 3.0  # of a fault that passes: less than --dist-timeout
 OTHER_ADDRESS = "10.77.0.77"  # of the main machine
 IGNORED = {("loader process", "SIGTERM"), ("loader process", "SIGUSR1")}  # a job's signals are for training processes
@@ -154,6 +155,7 @@ def gone(attempt: Attempt) -> Iterator[None]:
     finally:
         attempt.launchers[1].wait()
         attempt.launch(1)
+        attempt.until(lambda: len(attempt.training()) == len(HOSTS) * attempt.cluster.per_machine, BACK_SECONDS)
 
 
 # The disk

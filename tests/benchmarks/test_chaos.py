@@ -17,9 +17,9 @@ ROWS = "epoch,train/box_loss,metrics/mAP_0.5\n0,0.125,0.5\n1,0.0625,0.75\n"
 
 @pytest.mark.long
 def test_four_rounds(tmp_path: Path) -> None:
-    """One after another: a machine is away, one is killed, the newest state is damaged, the cable is cut."""
-    faults = ("a machine leaves and comes back", "SIGKILL to a whole machine")
-    faults = (*faults, "a byte of the newest state is flipped", "the cable is cut")
+    """One after another: a machine is killed, the newest state is damaged, the cable is cut, a machine is away."""
+    faults = ("SIGKILL to a whole machine", "a byte of the newest state is flipped")
+    faults = (*faults, "the cable is cut", "a machine leaves and comes back")
     command = ["-m", "benchmarks.chaos", "--rounds", "4", "--epochs", "3", "--folder", str(tmp_path / "soak"), "--only"]
     soak = subprocess.run([sys.executable, *command, *faults], cwd=ROOT, capture_output=True, text=True, timeout=600)
     if "cannot be mounted" in soak.stderr or "network namespaces" in soak.stderr:
