@@ -133,7 +133,7 @@ def run_script(tmp_path_factory: pytest.TempPathFactory) -> RunScript:
         quick = [] if plots or script not in ("train.py", "val.py") else ["--noplots"]
         mark = f"LOCKSTEP_TEST={uuid4()}"  # launchers start sessions and groups of their own, but keep the environment
         started = subprocess.Popen(
-            ["env", mark, *launcher, str(ROOT / script), *flags, *quick],
+            ["env", "--default-signal=HUP", mark, *launcher, str(ROOT / script), *flags, *quick],
             env={**os.environ, **cache, **variables},
             cwd=ROOT,
             stdout=subprocess.PIPE,

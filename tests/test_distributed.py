@@ -260,7 +260,7 @@ def test_compressed_gradients(run_script: RunScript, flags: list[str], tmp_path:
         run_script("train.py", *flags, "--processes", "2", "--name", name, *more, OMP_NUM_THREADS="1")
     for row, exact in zip(rows(tmp_path / "bf16"), rows(tmp_path / "exact"), strict=True):
         for loss in LOSSES:
-            assert row[loss] == pytest.approx(exact[loss], rel=0.01)
+            assert row[loss] == pytest.approx(exact[loss], rel=0.05)
     assert rows(tmp_path / "bf16") != rows(tmp_path / "exact")
 
 

@@ -85,9 +85,11 @@ def test_two_gpus(train: Train, tmp_path: Path) -> None:
     [
         ("learned", "--hyp", "finetune", "--optimizer", "AdamW", "--mixed-precision", "bf16"),
         ("learned", "--hyp", "low"),
+        ("learned", "--hyp", "low", "--sync-bn", "--mixed-precision", "bf16"),
         ("drawn_outlines", "--weights", "", "--cfg", "yolov5n-seg.yaml", "--hyp", "low", "--optimizer", "Adam"),
         ("drawn_classes", "--weights", "", "--cfg", "resnet18.yaml", "--mixed-precision", "bf16"),
-        ("drawn_classes", "--weights", "", "--cfg", "DROPOUT"),  # and stochastic depth: nothing runs in parallel
+        ("drawn_classes", "--weights", "", "--cfg", "DROPOUT"),  # and stochastic depth
+        ("drawn_classes", "--weights", "", "--cfg", "DROPOUT", "--sync-bn"),
     ],
     ids=lambda job: f"{job[0]} {job[-1]}",
 )

@@ -142,7 +142,7 @@ class TrainOptions:
     )
     dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", "processes", Range(1, 1e6))
     sync_bn: bool = flag(
-        False, "BatchNorm over the batch of all processes, so that the curve is that of one process", "processes"
+        False, "BatchNorm over the batch of all processes: the curve of one process, up to rounding", "processes"
     )
     scale_lr: bool = flag(False, "multiply the learning rate by the number of processes", "training")
     comm_hook: str = flag("", "compress the gradients that processes exchange", "processes", choices=("fp16", "bf16"))

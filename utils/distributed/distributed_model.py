@@ -5,31 +5,32 @@ Made by prepare; called by train.py and utils/training/optimizer_steps.py.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed import GradBucket
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 
 from utils.distributed.deepspeed import gathered_parameters
+from utils.distributed.local_threads import LocalThreads, Meeting
 from utils.distributed.logical_processes import LogicalProcesses
 from utils.distributed.ranks import local_world_size, threads_per_process
-from utils.distributed.sync_batchnorm import average_statistics
+from utils.distributed.sync_batchnorm import add_statistics_by, average_statistics
+from utils.distributed.sync_dropout import draw_masks_of
 from utils.distributed.tree_sum import PartialSums, tree_sum, tree_sum_in_place, tree_sum_of_processes
+from utils.errors import UserError
 
 if TYPE_CHECKING:
     from models.tasks.contract import Model
 
 B = TypeVar("B")
 T = TypeVar("T")
+
+BUCKET = 1 << 22  # numbers that processes add at once
 
 
 class DistributedModel:
@@ -51,19 +52,26 @@ class DistributedModel:
         self.accelerator, self.logical, self.keeps_norms = accelerator, logical, keeps_norms
         self.replicas, self.modules = replicas, modules
         self.bare, self.prepared = replicas[0], modules[0]
+        self._threads: LocalThreads | None = None
+        if logical.exact:
+            self._prepare_replicas()
+
+    def _prepare_replicas(self) -> None:
+        logical, device = self.logical, self.accelerator.device
         self._trained = [parameter for parameter in self.bare.parameters() if parameter.requires_grad]
-        self._numbers = {id(parameter): number for number, parameter in enumerate(self._trained)}
-        self._partial = PartialSums()
-        self._accumulated: dict[int, list[Tensor]] = {}  # by logical process, over the batches of a step
-        self._others: deque[tuple[int, Future[list[Tensor]]]] = deque()  # the same of this batch, not yet added
-        self._pool: ThreadPoolExecutor | None = None  # on a CPU, once it is known that nothing draws random numbers
-        self._threads = min(logical.local, threads_per_process(local_world_size()))
-        if accelerator.device.type != "cpu":
-            self._threads = 1  # kernels are queued one after another anyway
-        wrapper: Any = getattr(self.prepared, "_orig_mod", self.prepared)  # torch.compile wraps DDP
-        self._by_buckets = logical.exact and isinstance(wrapper, DistributedDataParallel)
-        if self._by_buckets:
-            wrapper.register_comm_hook(None, lambda _, bucket: self._sum_bucket(bucket))
+        self._flat, self._gradients = flat_like(self._trained)
+        self._accumulated: dict[int, list[Tensor]] = {}  # gradients by logical process, over the batches of a step
+        self._generators = [torch.Generator(device) for _ in self.replicas]
+        meeting = Meeting(logical.local, self.sum)
+        for number, (replica, generator) in enumerate(zip(self.replicas, self._generators, strict=True)):
+            draw_masks_of(replica, logical.first + number, logical.count, generator)
+            if logical.sync_bn:
+                add_statistics_by(replica, partial(meeting.sum, number))
+        self._usable_threads = 1  # on a GPU kernels are queued one after another anyway
+        if device.type == "cpu":
+            self._usable_threads = min(logical.local, threads_per_process(local_world_size()))
+            if logical.sync_bn and logical.local > 1:
+                self._threads = LocalThreads(logical.local, meeting)
 
     def train(self) -> None:
         """Set the modules to training; with `keeps_norms` BatchNorm normalises as in evaluation."""
@@ -90,19 +98,29 @@ class DistributedModel:
     def map(self, work: Callable[[nn.Module, B], T], batches: Sequence[B], seed: int) -> list[T]:
         """Return the results of `work` for each local logical process, from its module and its batch.
 
-        torch is seeded for each. On a CPU they run in parallel, unless they draw random numbers.
+        torch is seeded for each. On a CPU they run in parallel, unless the first batch draws random numbers.
         """
-        if self._pool:
-            return list(self._pool.map(work, self.modules, batches))
+        if not self.logical.exact:
+            torch.manual_seed(seed)
+            return [work(self.modules[0], batches[0])]
+        for generator in self._generators:
+            generator.manual_seed(seed)
+        torch.manual_seed(seed)
+        if self._threads:
+            results = list(self._threads.map(work, self.modules, batches))
+            if has_drawn(seed):
+                raise UserError(
+                    "the model draws random numbers in training by other layers than dropout, which cannot be repeated "
+                    f"here; start {self.logical.count} processes, as many as --logical-processes"
+                )
+            return results
         results = []
         for module, batch in zip(self.modules, batches, strict=True):
             torch.manual_seed(seed)
             results.append(work(module, batch))
-        if self._threads > 1:
-            drawn, after_seed = torch.get_rng_state(), torch.Generator().manual_seed(seed).get_state()
-            if torch.equal(drawn, after_seed):
-                self._pool = ThreadPoolExecutor(self._threads, initializer=partial(torch.set_num_threads, 1))
-            self._threads = 1
+        if self._usable_threads > 1 and not has_drawn(seed):
+            self._threads = LocalThreads(self._usable_threads)
+        self._usable_threads = 1
         return results
 
     def backward(self, objectives: Sequence[Tensor]) -> None:
@@ -114,57 +132,34 @@ class DistributedModel:
         if not self.logical.exact:
             accelerator.backward(objectives[0] * accelerator.num_processes)  # DDP takes the mean over processes
             return
-        for number in reversed(range(1, len(objectives))):
-            self._others.append((number, self._submit(self._gradients, number, objectives[number])))
-            if not self._pool:
-                self._add_others()
-        self._submit(accelerator.backward, objectives[0]).result()  # in DDP's buckets `_sum_bucket` adds the others
-        self._add_others()
-        if accelerator.sync_gradients:
-            if not self._by_buckets:
-                gradients: Any = [parameter.grad for parameter in self._trained]
-                self._partial.add_to(gradients, range(len(gradients)))
-            self._partial.clear()
-
-    def _submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
-        if self._pool:
-            return self._pool.submit(work, *arguments)
-        done: Future[T] = Future()
-        done.set_result(work(*arguments))
-        return done
-
-    def _gradients(self, number: int, objective: Tensor) -> list[Tensor]:
-        """Return the gradients of a logical process other than the first, over the batches of a step so far."""
-        scaled = objective / self.accelerator.gradient_accumulation_steps  # as Accelerate's `backward` does
-        if self.accelerator.scaler is not None:
-            scaled = self.accelerator.scaler.scale(scaled)
-        gradients = torch.autograd.grad(scaled, self._trained, materialize_grads=True)
-        before = self._accumulated.pop(number, None)
-        return list(torch._foreach_add(gradients, before) if before else gradients)
-
-    def _add_others(self) -> None:
-        """Wait for the gradients of the other logical processes of this process, and add them in the last batch."""
-        while self._others:
-            number, gradients = self._others.popleft()
-            if self.accelerator.sync_gradients:
-                self._partial.add(gradients.result())
+        partial_sums = PartialSums()
+        numbers = list(reversed(range(len(objectives))))
+        for number, gradients in zip(numbers, self._differentiated([objectives[n] for n in numbers]), strict=True):
+            if before := self._accumulated.pop(number, None):
+                gradients = torch._foreach_add(list(gradients), before)
+            if accelerator.sync_gradients:
+                partial_sums.add(gradients)
             else:
-                self._accumulated[number] = gradients.result()
+                self._accumulated[number] = list(gradients)
+        if accelerator.sync_gradients:
+            self._set_gradients(partial_sums.take())
 
-    def _sum_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Sum a bucket of DDP's gradients over all logical processes: DDP's communication hook."""
-        self._add_others()
-        parameters = bucket.parameters()
-        # DDP stores each gradient in the memory format of its parameter, and returns it as if it were contiguous.
-        gradients = [
-            flat.as_strided(each.shape, each.stride())
-            for flat, each in zip(bucket.gradients(), parameters, strict=True)
-        ]
-        self._partial.add_to(gradients, [self._numbers[id(each)] for each in parameters])
-        tree_sum_in_place(bucket.buffer())
-        summed: torch.futures.Future[Tensor] = torch.futures.Future()
-        summed.set_result(bucket.buffer())
-        return summed
+    def _differentiated(self, objectives: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+        """Yield the gradients of each objective."""
+        factor = self.accelerator.gradient_accumulation_steps  # as in Accelerate's `backward`
+        scaler = self.accelerator.scaler
+        scaled = [scaler.scale(each / factor) if scaler else each / factor for each in objectives]
+        differentiate = partial(torch.autograd.grad, inputs=self._trained, materialize_grads=True)
+        yield from self._threads.map(differentiate, scaled) if self._threads else map(differentiate, scaled)
+
+    def _set_gradients(self, sums: Sequence[Tensor]) -> None:
+        """Set the parameters' gradients to the sum over all processes of `sums`, those of this process."""
+        torch._foreach_copy_(self._gradients, list(sums))
+        if self.accelerator.num_processes > 1:
+            for bucket in self._flat.split(BUCKET):
+                tree_sum_in_place(bucket)
+        for parameter, gradient in zip(self._trained, self._gradients, strict=True):
+            parameter.grad = gradient
 
     def average_statistics(self, averages: Sequence[nn.Module]) -> None:
         """Average BatchNorm's statistics over logical processes; with --sync-bn they are equal already.
@@ -173,3 +168,15 @@ class DistributedModel:
         """
         for models in (self.replicas, averages):
             average_statistics(models, self.sum, self.logical.count)
+
+
+def has_drawn(seed: int) -> bool:
+    """Return whether torch has drawn random numbers on the CPU since it was seeded."""
+    return not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(seed).get_state())
+
+
+def flat_like(parameters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return a vector, and views of it with the shapes and memory formats of `parameters`, one after another."""
+    vector = torch.empty(sum(each.numel() for each in parameters), device=parameters[0].device)
+    parts = vector.split([each.numel() for each in parameters])
+    return vector, [part.as_strided(each.shape, each.stride()) for part, each in zip(parts, parameters, strict=True)]

@@ -18,7 +18,6 @@ from torch import nn
 
 from utils.distributed.deepspeed import is_requested
 from utils.distributed.ranks import world_size
-from utils.distributed.sync_dropout import draw_masks_of
 from utils.errors import UserError
 
 M = TypeVar("M", bound=nn.Module)
@@ -45,6 +44,7 @@ class LogicalProcesses:
     count: int  # of the run
     local: int  # of this process: first, first + 1 ...
     first: int
+    sync_bn: bool = False  # whether BatchNorm's statistics are those of all
     exact: bool = False  # whether sums are added by the tree
 
     @classmethod
@@ -52,10 +52,10 @@ class LogicalProcesses:
         """Return the logical processes that the flags ask for. Raises `UserError` for flags that exclude each other."""
         processes, count = accelerator.num_processes, options.logical_processes
         check_logical_processes(options, processes)
-        if not count or options.sync_bn:
-            return cls(processes, 1, accelerator.process_index)
+        if not count or (options.sync_bn and accelerator.device.type != "cpu"):
+            return cls(processes, 1, accelerator.process_index, options.sync_bn and processes > 1)
         local = count // processes
-        return cls(count, local, local * accelerator.process_index, exact=True)
+        return cls(count, local, local * accelerator.process_index, options.sync_bn and count > 1, exact=True)
 
     def fix_kernels(self, device: torch.device) -> None:
         """Let no kernel be chosen by its time, nor add in an order that depends on the number of threads."""
@@ -71,8 +71,8 @@ class LogicalProcesses:
             return []
         if not self.exact:
             return [
-                "warning: --logical-processes with --sync-bn: results are equal on other numbers of processes up to "
-                "rounding only, which grows"
+                "warning: --logical-processes with --sync-bn on a GPU: results are equal on other numbers of processes "
+                "up to rounding only, which grows"
             ]
         counts = [str(1 << power) for power in range(self.count.bit_length())]
         numbers = f"{', '.join(counts[:-1])} or {counts[-1]}"
@@ -88,10 +88,7 @@ class LogicalProcesses:
         They have buffers of their own.
         """
         shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
-        models = [model, *(copy.deepcopy(model, dict(shared)) for _ in range(1, self.local))]
-        for number, module in enumerate(models, self.first):
-            draw_masks_of(module, number, self.count)
-        return models
+        return [model, *(copy.deepcopy(model, dict(shared)) for _ in range(1, self.local))]
 
 
 def check_logical_processes(options: SyncOptions, processes: int = 0) -> None:

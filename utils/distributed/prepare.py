@@ -54,21 +54,22 @@ def prepare(
     """
     plugin = accelerator.state.deepspeed_plugin
     logical = LogicalProcesses.of(options, accelerator)
-    bare = synchronise_batchnorm(model, options.sync_bn)
+    bare = synchronise_batchnorm(model, logical.sync_bn)
     replicas = logical.replicate(bare)
     loader.collate_fn = Shares(loader.collate_fn, logical.local)
     if plugin:
         local_batch = options.batch_size // accelerator.num_processes
         configure(plugin, local_batch, accelerator.gradient_accumulation_steps, clip_norm)
+    if logical.exact:  # no DDP: `DistributedModel` adds the gradients
+        modules = [accelerator.prepare_model(replica, evaluation_mode=True) for replica in replicas]
+        optimizer, loader = accelerator.prepare(optimizer, loader)
+        return DistributedModel(accelerator, logical, replicas, modules, keep_norms), optimizer, loader
     prepared, optimizer, loader = accelerator.prepare(bare, optimizer, loader)
-    others = [accelerator.prepare_model(replica, evaluation_mode=True) for replica in replicas[1:]]
     if plugin:
         check_autocast(prepared, precision)
     wrapper = getattr(prepared, "_orig_mod", prepared)  # torch.compile wraps DDP
     if isinstance(wrapper, DistributedDataParallel):
         wrapper.broadcast_buffers = False  # --sync-bn or `average_statistics` makes the statistics equal
-        # The sum of two numbers does not depend on their order, and the tree's not on their place in a bucket.
-        if accelerator.num_processes > 2 and not logical.exact:
+        if accelerator.num_processes > 2:  # the sum of two numbers does not depend on their order
             order_buckets(wrapper, bare.imgsz)
-    model_here = DistributedModel(accelerator, logical, replicas, [prepared, *others], keep_norms)
-    return model_here, optimizer, loader
+    return DistributedModel(accelerator, logical, [bare], [prepared], keep_norms), optimizer, loader

@@ -10,6 +10,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 M = TypeVar("M", bound=nn.Module)
+Total = Callable[[Tensor], Tensor]  # returns the sum over the shares of the global batch
 
 
 def synchronise_batchnorm(model: M, over_processes: bool) -> M:
@@ -18,14 +19,28 @@ def synchronise_batchnorm(model: M, over_processes: bool) -> M:
     over_processes: whether the statistics are those of the global batch. On the CPU the layers are `ExactBatchNorm`, on
     other devices torch's SyncBatchNorm if `over_processes`, else unchanged.
     """
-    over_processes = over_processes and _processes() > 1
     if next(iter(model.state_dict().values())).device.type != "cpu":
         return nn.SyncBatchNorm.convert_sync_batchnorm(model) if over_processes else model
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, _BatchNorm) and not isinstance(child, ExactBatchNorm):
-                module.register_module(name, ExactBatchNorm.of(child, over_processes))
+                module.register_module(name, ExactBatchNorm.of(child))
+    if over_processes:
+        add_statistics_by(model, all_reduced)
     return model
+
+
+def add_statistics_by(model: nn.Module, total: Total) -> None:
+    """Let the `ExactBatchNorm` layers of `model` add the sums of the global batch by `total`."""
+    for module in model.modules():
+        if isinstance(module, ExactBatchNorm):
+            module.total = total
+
+
+def all_reduced(sums: Tensor) -> Tensor:
+    """Return the sum over all processes, which must call it together."""
+    distributed.all_reduce(sums)
+    return sums
 
 
 @torch.no_grad()
@@ -54,21 +69,20 @@ def _running_statistics(model: nn.Module) -> list[Tensor]:
 class ExactBatchNorm(_BatchNorm):
     """BatchNorm with exact statistics in any memory layout.
 
-    Input and output (b, channels, ...). over_processes: the statistics are those of the global batch; all processes
-    must call the layer together: one all-reduce forward, one backward.
+    Input and output (b, channels, ...). total: if given, the statistics are those of the global batch; it is called
+    once forward and once backward, and all processes must call the layer together.
 
     torch's CPU kernel for channels_last accumulates each channel in one float32: on a map of 160 x 160 the relative
     error of the variance is 7e-5, and depends on the number of threads.
     """
 
-    over_processes = False
+    total: Total | None = None
 
     @classmethod
-    def of(cls, layer: _BatchNorm, over_processes: bool) -> ExactBatchNorm:
+    def of(cls, layer: _BatchNorm) -> ExactBatchNorm:
         """Return an `ExactBatchNorm` with the same parameters and buffers as `layer`."""
         layer_copy = cls(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
         layer_copy._parameters, layer_copy._buffers = layer._parameters, layer._buffers
-        layer_copy.over_processes = over_processes
         return layer_copy.train(layer.training)
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -80,14 +94,14 @@ class ExactBatchNorm(_BatchNorm):
         local_count = input.numel() / input.shape[1]
         count: float | Tensor = local_count
         mean, variance = _moments(input.detach())
-        if self.over_processes:
-            count, mean, variance = _global_moments(local_count, mean, variance)
+        if self.total:
+            count, mean, variance = _global_moments(local_count, mean, variance, self.total)
         elif local_count == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
         self._update_running_statistics(count, mean, variance)
         precise = torch.promote_types(input.dtype, torch.float32)
         return _Normalise.apply(
-            input, self.weight, self.bias, mean.to(precise), variance.to(precise), self.eps, count, self.over_processes
+            input, self.weight, self.bias, mean.to(precise), variance.to(precise), self.eps, count, self.total
         )
 
     @torch.no_grad()
@@ -98,10 +112,6 @@ class ExactBatchNorm(_BatchNorm):
         share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean), share)
         self.running_var.lerp_((variance * (count / (count - 1))).to(self.running_var), share)
-
-
-def _processes() -> int:
-    return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
 def _widened(values: Tensor) -> Tensor:
@@ -126,16 +136,15 @@ def _moments(input: Tensor) -> tuple[Tensor, Tensor]:
     return mean, variances.mean(0).add_(between)
 
 
-def _global_moments(count: float, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the values per channel (), mean and biased variance per channel over all processes, in float64.
+def _global_moments(count: float, mean: Tensor, variance: Tensor, total: Total) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the values per channel (), mean and biased variance per channel of the global batch, in float64.
 
-    The sums of squares in float64 add a negligible error to each process's moments.
+    The sums of squares in float64 add a negligible error to each share's moments.
     """
     mean, variance = mean.double(), variance.double()
-    sums = torch.cat((mean.new_full((1,), count), count * mean, count * (variance + mean**2)))
-    distributed.all_reduce(sums)
-    total, mean, square = sums[0], *(sums[1:] / sums[0]).chunk(2)
-    return total, mean, (square - mean**2).clamp(min=0)
+    sums = total(torch.cat((mean.new_full((1,), count), count * mean, count * (variance + mean**2))))
+    mean, square = (sums[1:] / sums[0]).chunk(2)
+    return sums[0], mean, (square - mean**2).clamp(min=0)
 
 
 class _Normalise(torch.autograd.Function):
@@ -155,10 +164,10 @@ class _Normalise(torch.autograd.Function):
         variance: Tensor,
         eps: float,
         count: float | Tensor,
-        over_processes: bool,
+        total: Total | None,
     ) -> Tensor:
         ctx.save_for_backward(input, weight, mean, variance)
-        ctx.eps, ctx.count, ctx.over_processes = eps, count, over_processes
+        ctx.eps, ctx.count, ctx.total = eps, count, total
         return nn.functional.batch_norm(input, mean, variance, weight, bias, False, 0.0, eps)
 
     @staticmethod
@@ -168,7 +177,7 @@ class _Normalise(torch.autograd.Function):
         # In channels_last torch's sums over the gradient are not exact: relative errors of 1e-5 in the gradients of
         # weight and bias on the largest maps, and of less than 1e-6 in that of the input.
         backward = torch.ops.aten.native_batch_norm_backward.default
-        if not ctx.over_processes:
+        if not ctx.total:
             mask = [True, weight is not None, weight is not None]
             statistics = (None, None, mean, deviation)
             gradients = backward(grad, input, weight, *statistics, train=True, eps=ctx.eps, output_mask=mask)
@@ -177,8 +186,7 @@ class _Normalise(torch.autograd.Function):
         _, for_weight, for_bias = backward(
             grad, input, gains, mean, variance, None, None, train=False, eps=ctx.eps, output_mask=[False, True, True]
         )
-        sums = torch.cat((for_weight, for_bias)).double()
-        distributed.all_reduce(sums)
+        sums = ctx.total(torch.cat((for_weight, for_bias)).double())
         slope, shift = (part.to(mean) for part in (sums / ctx.count).chunk(2))
         scale = deviation * gains
         # -scale (x slope + shift), x the normalised input, is a normalisation too; addcmul_ adds scale g.

@@ -26,18 +26,21 @@ def synchronise_dropout(model: nn.Module) -> None:
                 module.register_module(name, GlobalDropout(child.p, rows=True).train(child.training))
 
 
-def draw_masks_of(model: nn.Module, number: int, processes: int) -> None:
-    """Let the dropout layers of `model` draw the masks of a logical process, `number` of `processes`."""
+def draw_masks_of(model: nn.Module, number: int, processes: int, generator: torch.Generator) -> None:
+    """Let the dropout layers of `model` draw, by `generator`, the masks of logical process `number` of `processes`."""
     for module in model.modules():
         if isinstance(module, GlobalDropout):
-            module.number, module.processes = number, processes
+            module.number, module.processes, module.generator = number, processes, generator
 
 
 class GlobalDropout(nn.Module):
     """Dropout with probability `p` of values, of whole images (`rows`), or of channels of an image (`maps`).
 
-    Input and output (b, ...): the slice of a process, `number` of `processes`, of the global batch.
+    Input and output (b, ...): the slice of a process, `number` of `processes`, of the global batch. generator: draws
+    the masks; None takes torch's own.
     """
+
+    generator: torch.Generator | None = None
 
     def __init__(self, p: float, rows: bool, maps: bool = False) -> None:
         super().__init__()
@@ -50,6 +53,6 @@ class GlobalDropout(nn.Module):
         images = len(input)
         drawn_dims = 1 if self.rows else 2 if self.maps else input.dim()  # the mask is constant over the others
         shape = [images * self.processes, *input.shape[1:drawn_dims], *[1] * (input.dim() - drawn_dims)]
-        mask = torch.empty(shape, device=input.device).bernoulli_(1 - self.p)
+        mask = torch.empty(shape, device=input.device).bernoulli_(1 - self.p, generator=self.generator)
         mask = mask[images * self.number : images * (self.number + 1)]
         return input * (mask / max(1 - self.p, 1e-12)).to(input.dtype)

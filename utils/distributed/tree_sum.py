@@ -43,9 +43,9 @@ def tree_sum_in_place(flat: Tensor) -> None:
 
 
 class PartialSums:
-    """Adds the gradients of logical processes as they come, from the last one to the second, by the tree.
+    """Adds the gradients of a process's logical processes as they come, from the last one to the first, by the tree.
 
-    The first one's are in the parameters' `grad`, and are added at last. At most one sum of each size is stored.
+    At most one sum of each size is stored.
     """
 
     def __init__(self) -> None:
@@ -59,11 +59,8 @@ class PartialSums:
             count *= 2
         self._sums.append((count, sums))
 
-    def add_to(self, first: Sequence[Tensor], numbers: Sequence[int]) -> None:
-        """Add all to gradients of the first logical process, in place. numbers: their places among the parameters."""
-        for _, sums in reversed(self._sums):
-            torch._foreach_add_(list(first), [sums[number] for number in numbers])
-
-    def clear(self) -> None:
-        """Forget all."""
+    def take(self) -> list[Tensor]:
+        """Return the sums of all gradients, as many as a power of two, and forget them."""
+        ((_, sums),) = self._sums
         self._sums.clear()
+        return sums

@@ -39,7 +39,9 @@ class Network(nn.Module):
         return self.last(self.drop(maps))  # type: ignore[no-any-return]
 
 
-def take_steps(folder: str, optimizer: str, precision: str, dropout: float, accumulated: int) -> dict[str, Any]:
+def take_steps(
+    folder: str, optimizer: str, precision: str, dropout: float, accumulated: int, sync_bn: bool
+) -> dict[str, Any]:
     """Train an epoch as train.py does; return the state of the run and its means."""
     accelerator, chosen = start("cpu", precision, 60.0)
     accelerator.gradient_accumulation_steps = accumulated
@@ -52,7 +54,7 @@ def take_steps(folder: str, optimizer: str, precision: str, dropout: float, accu
     loader: Any = DataLoader(TensorDataset(images, numbers), batch_size=BATCH)
     options = OptimizerOptions(
         batch_size=BATCH,
-        sync_bn=False,
+        sync_bn=sync_bn,
         logical_processes=COUNT,
         comm_hook="",
         epochs=1,
@@ -106,11 +108,12 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "precision", "dropout", "accumulated", "counts"),
+    ("optimizer", "precision", "dropout", "accumulated", "sync_bn", "counts"),
     [
-        ("SGD", "no", 0.0, 3, (2, 4)),
-        ("AdamW", "bf16", 0.5, 1, (2,)),
-        pytest.param("Adam", "no", 0.5, 2, (2, 4), marks=pytest.mark.long),
+        ("SGD", "no", 0.0, 3, False, (2, 4)),
+        ("AdamW", "bf16", 0.5, 1, True, (2,)),
+        pytest.param("Adam", "no", 0.5, 2, False, (2, 4), marks=pytest.mark.long),
+        pytest.param("SGD", "no", 0.5, 2, True, (2, 4), marks=pytest.mark.long),
     ],
 )
 def test_the_same_bits_on_any_number_of_processes(
@@ -118,12 +121,13 @@ def test_the_same_bits_on_any_number_of_processes(
     precision: str,
     dropout: float,
     accumulated: int,
+    sync_bn: bool,
     counts: tuple[int, ...],
     on_processes: OnProcesses,
     tmp_path: Path,
 ) -> None:
-    """With a step that is skipped, for an image of the third logical process. With dropout nothing runs in parallel."""
-    job = (str(tmp_path), optimizer, precision, dropout, accumulated)
+    """With a step that is skipped, for an image of the third logical process."""
+    job = (str(tmp_path), optimizer, precision, dropout, accumulated, sync_bn)
     (alone,) = on_processes(1, take_steps, *job)
     assert alone["skipped"] == 1
     assert len(alone["state"]["shares"]) == COUNT

@@ -11,14 +11,13 @@ from torch import nn
 
 from tests.curves import refused
 from utils.distributed.logical_processes import LogicalProcesses, Shares, SyncOptions, check_logical_processes
-from utils.distributed.sync_dropout import GlobalDropout, synchronise_dropout
 from utils.errors import UserError
 
 CPU = torch.device("cpu")
 
 
-def accelerator(processes: int, rank: int = 0) -> Any:
-    return SimpleNamespace(num_processes=processes, process_index=rank)
+def accelerator(processes: int, rank: int = 0, device: str = "cpu") -> Any:
+    return SimpleNamespace(num_processes=processes, process_index=rank, device=torch.device(device))
 
 
 def flags(count: int, **other: Any) -> SyncOptions:
@@ -41,10 +40,18 @@ def test_each_process_has_neighbours(processes: int, rank: int, first: int, loca
     assert line.startswith(f"logical processes: 4, {local} on each process; the same bytes on 1, 2 or 4 processes ")
 
 
-def test_with_sync_bn_they_are_the_processes_and_a_warning_says_so() -> None:
-    logical = LogicalProcesses.of(flags(4, sync_bn=True), accelerator(2, 1))
+@pytest.mark.parametrize(("count", "processes", "shared"), [(0, 1, False), (0, 2, True), (1, 1, False), (4, 1, True)])
+def test_statistics_are_shared_by_several_only(count: int, processes: int, shared: bool) -> None:
+    assert not LogicalProcesses.of(flags(count), accelerator(processes)).sync_bn
+    assert LogicalProcesses.of(flags(count, sync_bn=True), accelerator(processes)).sync_bn == shared
+
+
+def test_with_sync_bn_on_gpus_they_are_the_processes_and_a_warning_says_so() -> None:
+    options = flags(4, sync_bn=True)
+    assert LogicalProcesses.of(options, accelerator(2, 1)).exact
+    logical = LogicalProcesses.of(options, accelerator(2, 1, "cuda"))
     assert (logical.count, logical.local, logical.first, logical.exact) == (2, 1, 1, False)
-    (line,) = logical.messages(flags(4, sync_bn=True), CPU)
+    (line,) = logical.messages(options, torch.device("cuda"))
     assert line.startswith("warning: ")
     assert "up to rounding only" in line
 
@@ -80,16 +87,13 @@ def test_the_doctor_checks_the_processes_of_the_launch(monkeypatch: pytest.Monke
 
 
 def test_replicas_share_the_parameters_only() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Dropout(0.5))
-    synchronise_dropout(model)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     replicas = LogicalProcesses(count=8, local=3, first=2, exact=True).replicate(model)
     assert replicas[0] is model
     numbers = [[id(parameter) for parameter in replica.parameters()] for replica in replicas]
     assert numbers == numbers[:1] * 3
     replicas[1].get_buffer("1.running_mean").fill_(7.0)
     assert [float(replica.get_buffer("1.running_mean")[0]) for replica in replicas] == [0.0, 7.0, 0.0]
-    layers = [layer for replica in replicas for layer in replica.modules() if isinstance(layer, GlobalDropout)]
-    assert [(layer.number, layer.processes) for layer in layers] == [(2, 8), (3, 8), (4, 8)]
 
 
 def test_a_batch_is_collated_in_equal_parts() -> None:

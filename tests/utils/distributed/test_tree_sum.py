@@ -42,18 +42,16 @@ def test_the_order_matters_for_these_numbers() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
-def test_partial_sums_from_the_last_to_the_second(count: int) -> None:
-    """Two parameters: the sums of each are those of the tree."""
+def test_partial_sums_from_the_last_to_the_first(count: int) -> None:
+    """Two parameters, twice: the sums of each are those of the tree."""
     values, partial = addends(count), PartialSums()
-    for value in reversed(values[1:]):
-        partial.add([value, -value])
-    first = [-values[0], values[0].clone()]
-    partial.add_to(first, [1, 0])
-    assert torch.equal(first[1], tree_sum(values))
-    assert torch.equal(first[0], tree_sum([-value for value in values]))
-    partial.clear()
-    partial.add_to(first, [1, 0])
-    assert torch.equal(first[1], tree_sum(values))
+    for _ in range(2):
+        for value in reversed(values):
+            partial.add([value, -value])
+        sums = partial.take()
+        assert torch.equal(sums[0], tree_sum(values))
+        assert torch.equal(sums[1], -tree_sum(values))
+    assert torch.equal(values[0], addends(count)[0])
 
 
 def of_processes(processes: int) -> tuple[Tensor, list[Tensor]]:

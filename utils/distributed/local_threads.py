@@ -1,0 +1,68 @@
+"""Threads for the logical processes of this process, which may meet to add. Called by distributed_model.
+
+On a CPU each has one torch thread, and autograd runs in the thread that calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Barrier, BrokenBarrierError
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """A sum that threads add together, again and again: each gives its addend and waits for the others.
+
+    total: returns the sum of all addends; called by one of the threads.
+    """
+
+    def __init__(self, threads: int, total: Callable[[Sequence[Tensor]], Tensor]) -> None:
+        self._addends = [torch.empty(0)] * threads
+        self._total = total
+        self._barrier = Barrier(threads, self._add)
+
+    def sum(self, number: int, addend: Tensor) -> Tensor:
+        """Return the sum, one tensor for all threads. number: of the thread, from 0."""
+        self._addends[number] = addend
+        self._barrier.wait()
+        return self._sum  # the next one is not added before this thread comes again
+
+    def _add(self) -> None:
+        self._sum = self._total(self._addends)
+
+    def cancel(self) -> None:
+        """Raise `BrokenBarrierError` in all threads that wait here, or will."""
+        self._barrier.abort()
+
+
+class LocalThreads:
+    """Calls a function in several threads at once. meeting: where they may wait for each other."""
+
+    def __init__(self, threads: int, meeting: Meeting | None = None) -> None:
+        self._meeting = meeting
+        self._pool = ThreadPoolExecutor(threads, initializer=partial(torch.set_num_threads, 1))
+
+    def map(self, work: Callable[..., T], *arguments: Iterable[Any]) -> Iterator[T]:
+        """Yield the results of `work` in the order of its arguments. Raises what one of the calls has raised."""
+        calls = [self._pool.submit(self._call, work, *each) for each in zip(*arguments, strict=True)]
+        try:
+            while calls:
+                yield calls.pop(0).result()
+        except BrokenBarrierError as broken:
+            errors = [call.exception() for call in calls]
+            raise next((error for error in errors if error and type(error) is not BrokenBarrierError), broken) from None
+
+    def _call(self, work: Callable[..., T], *arguments: Any) -> T:
+        try:
+            return work(*arguments)
+        except BaseException:
+            if self._meeting:
+                self._meeting.cancel()
+            raise
