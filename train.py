@@ -64,6 +64,7 @@ class LoopOptions:
     noval: bool
     save_period: int
     save_steps: int
+    keep_state: bool
     time_limit: float
     dist_timeout: float
     verbose: bool
@@ -187,7 +188,7 @@ class Training:
     def save_state(self) -> None:
         """Save everything that --resume needs to continue from here. All processes must call it together."""
         self.steps.flush_pending()
-        self.steps.state.save(self.run.files)
+        self.steps.state.save(self.run.files, self.options.keep_state)
 
     def save_weights(self, names: Sequence[str], then: Callable[[], object] = lambda: None) -> None:
         """Save the EMA in weights/ under these names. then: called once they are written."""
@@ -339,7 +340,8 @@ def assemble(settings: Settings) -> Training:
     with memory.explain_out_of_memory(loop.batch_size, model.imgsz):
         identity = replace(identity, settings=settings.content(model.yaml, model.imgsz))
         steps, loader = prepare_training(run, model, loader, settings.hyp, optimizer, task.loss_names, identity, saved)
-    content = {"yaml": model.yaml, "names": task.names, "settings": {**settings.flags(), "imgsz": model.imgsz}}
+    half = {"fp32": False, "fp16": True}.get(options.weights_precision, accelerator.mixed_precision != "no")
+    flags = {**settings.flags(), "imgsz": model.imgsz}
     return Training(
         options=loop,
         run=run,
@@ -351,7 +353,7 @@ def assemble(settings: Settings) -> Training:
         evaluate=evaluate,
         val_split=val_split,
         run_log=run_log,
-        weights_content=content,
+        weights_content={"yaml": model.yaml, "names": task.names, "settings": flags, "half": half},
     )
 
 

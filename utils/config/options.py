@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 NEWEST = "newest"  # --resume without a value: the newest run of --project
 AUTO = "auto"  # --resume auto: the newest run of --name if there is one, else a new run
 PRECISIONS = ("no", "fp16", "bf16")
+WEIGHT_PRECISIONS = ("auto", "fp32", "fp16")
 # Of --log-with, named like the packages to install; all that Accelerate knows.
 TRACKERS = ("wandb", "tensorboard", "mlflow", "comet_ml", "clearml", "aim", "dvclive", "swanlab", "trackio")
 LOG_WITH = ("none", "all", *TRACKERS)
@@ -165,6 +166,17 @@ class TrainOptions:
     save_period: int = flag(-1, "epochs between two additional files weights/epochN.pt; -1 writes none", "saving")
     save_steps: int = flag(
         0, "optimizer steps between two saves for --resume; 0 saves only after each epoch", "saving", NOT_NEGATIVE
+    )
+    keep_state: bool = flag(
+        False,
+        "keep the whole state of a finished run, so that --resume with more --epochs can continue it",
+        "saving",
+    )
+    weights_precision: str = flag(
+        "auto",
+        "precision of the numbers in weight files; auto is fp16 after training in bf16 or fp16, else fp32",
+        "saving",
+        choices=WEIGHT_PRECISIONS,
     )
     time_limit: float = flag(
         0.0,
