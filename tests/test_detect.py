@@ -20,6 +20,7 @@ from PIL import Image
 from torch import nn
 from torchvision.ops import box_iou
 
+import detect
 from data.builtin.shapes import NAMES
 from data.images import read_image
 from data.media import Frame, MediaItem, as_pixels, find_pictures
@@ -440,6 +441,48 @@ def test_a_classifiers_weights(classifier: str, run_script: RunScript, tmp_path:
     assert sorted(text[1::2]) == ["cat", "cow", "dog"]
     assert sum(map(float, text[::2])) == pytest.approx(1, abs=1e-4)
     assert f"{text[1]} {float(text[0]):.2f}" in printed
+
+
+def test_from_python(detector: Path, photo: Path, predictor: Predictor, tmp_path: Path) -> None:
+    """detect.run writes the files of the command, and returns where they are."""
+    shutil.copy(photo, tmp_path / "photo.png")
+    cut = truncated(tmp_path / "cut.jpg")
+    project = tmp_path / "runs"
+    how = {"imgsz": SIDE, "conf": CONFIDENCE, "device": "cpu", "project": project, "quiet": True}
+    result = detect.run(weights=detector, source=tmp_path, save_txt=True, **how)
+    assert (result["folder"], result["images"]) == (str(project / "exp"), 1)
+    (problem,) = result["problems"]
+    assert problem.startswith(f"{cut} cannot be read as an image (")
+    rows = (project / "exp" / "labels" / "photo.txt").read_text().splitlines()
+    assert rows == predictor(photo).label_rows(with_confidence=False)
+    assert (project / "exp" / "photo.png").is_file()
+    with pytest.raises(UserError, match=r"^detect\.run: unknown argument sauce \(did you mean 'source'\?\)$"):
+        detect.run(sauce=tmp_path)
+
+
+def test_a_run_that_writes_nothing_leaves_no_folder(
+    detector: Path, photo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], run_script: RunScript
+) -> None:
+    """Neither does the name of one stay taken, nor a file that was there go away."""
+    cut = truncated(tmp_path / "cut.jpg")
+    project = tmp_path / "runs"
+    how = {"weights": detector, "imgsz": SIDE, "device": "cpu", "project": project}
+    with pytest.raises(UserError, match=rf"^{cut} cannot be read as an image \(image file is truncated"):
+        detect.run(source=cut, save_txt=True, save_csv=True, save_crop=True, **how)
+    assert not list(project.iterdir())
+    capsys.readouterr()
+    assert detect.run(source=photo, nosave=True, **how) == {"folder": None, "images": 1, "problems": []}
+    assert "results in" not in capsys.readouterr().out
+    flags = ("--weights", str(detector), "--imgsz", str(SIDE), "--device", "cpu", "--project", str(project))
+    printed = run_script("detect.py", *flags, "--source", str(cut), "--save-txt", fails=True)
+    assert printed.splitlines()[-1].startswith(f"error: {cut} cannot be read as an image (")
+    assert not list(project.iterdir())
+    older = project / "exp" / "mine.txt"
+    older.parent.mkdir()
+    older.touch()
+    with pytest.raises(UserError, match="cannot be read"):
+        detect.run(source=cut, exist_ok=True, **how)
+    assert older.is_file()
 
 
 def test_bad_input(run_script: RunScript) -> None:

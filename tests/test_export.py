@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+import export
 from data.builtin.shapes import NAMES as SHAPES
 from detect import Predictor
 from export import main, prepare
@@ -217,6 +218,22 @@ def test_an_engine_is_its_onnx_file_and_a_command(
     sizes = [f"--{name}Shapes=images:{count}x3x64x64" for name, count in (("min", 1), ("opt", 2), ("max", 2))]
     stem = best.with_suffix("")
     assert command == ["trtexec", f"--onnx={stem}.onnx", f"--saveEngine={stem}.engine", *sizes]
+
+
+def test_export_from_python(weights: Path, tmp_path: Path) -> None:
+    """export.run returns the files."""
+    best = Path(shutil.copy(weights, tmp_path / "best.pt"))
+    files = export.run(weights=best, include=["safetensors", "torchscript"], img=64)
+    assert files == [str(tmp_path / "best.safetensors"), str(tmp_path / "best.torchscript")]
+    assert read_exported(Path(files[1])).metadata.imgsz == (64, 64)
+    for formats, message in {
+        "engine": r"^the run ended early with exit code 1; see the messages above$",
+        "tflite": r"^export\.run: include 'tflite' is made from ONNX: include='onnx', then onnx2tf -i best\.onnx",
+        "onxn": r"^export\.run: include must be one of 'torchscript', 'onnx', .* not 'onxn'$",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            export.run(weights=best, imgsz=64, include=formats)
+    assert (tmp_path / "best.onnx").is_file()
 
 
 def test_apple_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import re
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -88,6 +89,12 @@ def release_locks() -> None:
     """Release the locks of all run folders: a run that Python called has ended, though its objects may still exist."""
     while _locks:
         _locks.pop().release()
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Remove a run folder in which there are only folders, and its own lock, released."""
+    if all(path.name == LOCK_FILE or (path.is_dir() and not path.is_symlink()) for path in folder.rglob("*")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml") -> Path:

@@ -1,4 +1,5 @@
-"""Call the scripts from Python: train.run and val.run use `call`; their `main` ends with `write_result`.
+"""Call the scripts from Python: their `run` uses `call`. train.py and val.py, whose main process may be another one,
+end with `write_result`.
 
 `Predictor` of detect.py checks its arguments by `checked`. Errors name arguments, not flags.
 """
@@ -11,6 +12,7 @@ import os
 import re
 import signal
 import tempfile
+import threading
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from utils.config.hyperparameters import OVERRIDE_PREFIX
 from utils.config.options import OPTIONS_OF_SCRIPT, flags_of
 from utils.config.values import accepts, expected, separated
+from utils.config.yolov5_flags import REFUSED
 from utils.distributed.accelerator import reset_accelerate
 from utils.distributed.failure import Stopped
 from utils.distributed.stop import STOP_SIGNALS
@@ -41,8 +44,11 @@ FLAG_AND_VALUE = re.compile(
 )
 
 
-def call(start: Callable[[Mapping[str, Any]], object], script: str, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Call the function that starts a script, `train` or `val`, with flags by name; return what `write_result` wrote.
+def call(
+    start: Callable[[Mapping[str, Any]], dict[str, Any] | None], script: str, flags: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Call the function that starts a script, such as `train`, with flags by name; return what `write_result` wrote, or
+    what the function returns, {} for None.
 
     Restores the signal handlers. Raises `UserError` if the command would end with an error.
     """
@@ -50,24 +56,31 @@ def call(start: Callable[[Mapping[str, Any]], object], script: str, flags: Mappi
     given = checked(kind, flags, f"{script}.run")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
-        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS} if _in_main_thread() else {}
+        returned = None
         os.environ[RESULT] = str(file)
         try:
             with python_errors(kind):
-                start(given)
+                returned = start(given)
         except Stopped as stopped:
             if stopped.code:
-                raise UserError(f"the run ended early with exit code {stopped.code}") from None
+                raise UserError(f"the run ended early with exit code {stopped.code}; see the messages above") from None
         except SystemExit as error:  # the parser or the spawned processes have printed the reason
             raise UserError(f"the run failed with exit code {error.code}; see the messages above") from None
         finally:
             del os.environ[RESULT]
             reset_accelerate()
             release_locks()
-            signal.set_wakeup_fd(-1)
+            if handlers:
+                signal.set_wakeup_fd(-1)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        return json.loads(file.read_text()) if file.is_file() else {}
+        return json.loads(file.read_text()) if file.is_file() else returned or {}
+
+
+def _in_main_thread() -> bool:
+    """Return whether this thread may set signal handlers."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def write_result(summary: Summary, folder: Path) -> None:
@@ -96,12 +109,17 @@ def checked(
         values = {name: value for name, value in values.items() if name not in overrides}
     for alias, value in values.items():
         name = aliases(kind).get(alias, alias)
+        if name not in fields and (instead := REFUSED.get(name)):
+            raise UserError(f"{caller}: {alias} {in_python(instead, kind)}")
         if name not in fields:
             raise UserError(f"{caller}: unknown argument {alias}{nearest(alias, fields)}")
         if value is None or value is False:
             continue
         hint, metadata = hints[name], fields[name].metadata
         plain = as_plain(value, hint, fields[name])
+        for word in plain if isinstance(plain, list) else [plain]:
+            if instead := REFUSED.get(f"{name} {word}"):
+                raise UserError(f"{caller}: {alias} {word!r} {in_python(instead, kind)}")
         if not accepts(hint, metadata, plain):
             raise UserError(f"{caller}: {alias} must be {expected(hint, metadata)}, not {shortened(repr(value), 80)}")
         given[name] = tuple(plain) if isinstance(plain, list) else hint(plain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,8 @@ def test_several_weights() -> None:
         ({"data": 42}, "data must be a text or path, not 42"),
         ({"data": {"path": "x" * 99}}, "data must be a text or path, not {'path': 'xxx"),
         ({"optimizer": "Lion"}, "optimizer must be one of 'SGD', 'Adam', 'AdamW', not 'Lion'"),
+        ({"evolve": 300}, "evolve is not built in: W&B sweeps tune hyperparameters"),
+        ({"comm_hook": "powersgd"}, "comm_hook 'powersgd' is no longer built in: use comm_hook='bf16'"),
         ({"freeze": [0, "x"]}, "freeze must be a whole number, or a list of such, not [0, 'x']"),
     ],
 )
@@ -81,7 +84,7 @@ def test_a_wrong_name_or_value_is_one_sentence(flags: dict[str, Any], message: s
     with pytest.raises(UserError) as caught:
         given_by(**flags)
     assert str(caught.value).startswith(f"train.run: {message}")
-    assert len(str(caught.value)) < 150
+    assert len(str(caught.value)) < 170
 
 
 @pytest.mark.parametrize(
@@ -125,6 +128,15 @@ def test_the_result_is_returned(tmp_path: Path) -> None:
     result = call(start, "train", {"epochs": 1})
     assert result == {"metrics/mAP_0.5": 0.5, "val/box_loss": 2.0, "fitness": 0.25, "folder": str(tmp_path)}
     assert RESULT not in os.environ
+
+
+def test_what_a_script_of_one_process_returns_is_returned_in_any_thread() -> None:
+    """Only the main thread may set signal handlers."""
+    results: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: results.append(call(dict, "detect", {"source": "a"})))
+    thread.start()
+    thread.join()
+    assert results == [call(dict, "detect", {"source": "a"})] == [{"source": ("a",)}]
 
 
 def test_no_result_is_written_without_a_call(tmp_path: Path) -> None:

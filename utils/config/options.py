@@ -444,7 +444,7 @@ class ExportOptions:
     verbose: bool = flag(False, "show the messages of the exporters", "logging")
 
 
-OPTIONS_OF_SCRIPT = {"train": TrainOptions, "val": ValOptions}  # of the scripts that can be called from Python
+OPTIONS_OF_SCRIPT = {"train": TrainOptions, "val": ValOptions, "detect": DetectOptions, "export": ExportOptions}
 # The defaults of `python train.py` if none of --data, --cfg, --weights and --hyp is given.
 BUILT_IN_JOB: Mapping[str, Any] = {
     "weights": "",
