@@ -39,6 +39,7 @@ from utils.config.yolov5_flags import REFUSED
 from utils.distributed.failure import run_main
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
+from utils.python_api import checked
 from val import with_size
 
 NAMES = dict(enumerate(SHAPES))
@@ -198,6 +199,12 @@ def test_refused_formats(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         options_of(ExportOptions, ["--include", "onnx", name.removeprefix("include ")])
     assert caught.value.code == 2
     assert capsys.readouterr().err == f"error: --{name} {REFUSED[name]}\n"
+
+
+def test_other_names_of_formats() -> None:
+    options = options_of(ExportOptions, ["--include", "tensorrt", "TRT", "pt2", "onnx"])
+    assert options.include == ("engine", "engine", "exported", "onnx")
+    assert checked(ExportOptions, {"include": ["TensorRT", "onnx"]}, "export.run") == {"include": ("engine", "onnx")}
 
 
 def test_an_engine_is_its_onnx_file_and_a_command(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from utils.config.hyperparameters import OVERRIDE_PREFIX
 from utils.config.options import OPTIONS_OF_SCRIPT, flags_of
-from utils.config.values import accepts, expected, separated
+from utils.config.values import accepts, chosen, expected, separated
 from utils.config.yolov5_flags import REFUSED
 from utils.distributed.accelerator import reset_accelerate
 from utils.distributed.failure import Stopped
@@ -138,7 +138,9 @@ def as_plain(value: object, hint: Any, field: dataclasses.Field[Any]) -> object:
         return field.metadata["const"]
     if isinstance(value, PurePath) or (type(value) is int and field.name in NUMBERS_OR_TEXT):
         return str(value)
-    return ",".join(separated(value)) if field.metadata["comma_separated"] and isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return ",".join(separated(value)) if field.metadata["comma_separated"] else chosen(value, field.metadata)
 
 
 def aliases(kind: type[DataclassInstance]) -> dict[str, str]:
