@@ -31,7 +31,7 @@ from models.weights.transfer import transfer
 from models.yolo import build_model
 from predictor import class_numbers
 from tests.conftest import RunScript
-from tests.making import noise, write_image
+from tests.making import noise, tiny_detector, write_image, write_yaml
 from utils.checkpoint.weight_files import serialised, weights_content
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
@@ -531,7 +531,7 @@ from utils.errors import UserError
 
 if __name__ == "__main__":
     common = dict(data={data!r}, imgsz=64, device="cpu", workers=0, project={project!r}, noplots=True)
-    trained = train.run(weights="", cfg={cfg!r}, epochs=1, batch=4, processes=2, **common)
+    trained = train.run(weights="", cfg={cfg!r}, epochs=1, batch=4, processes=2, lr0=0.02, **common)
     checked = val.run(weights=trained["folder"] + "/weights/best.pt", **common)
     assert trained["metrics/mAP_0.5"] == checked["metrics/mAP_0.5"], (trained, checked)
     assert trained["fitness"] == checked["fitness"]
@@ -556,3 +556,39 @@ def test_train_and_validate_from_python(small_data: Path, run_script: RunScript,
     assert "refused: weights nowhere.pt are not a file; check the path\n" in printed
     assert "refused: train.run: unknown argument epoch (did you mean 'epochs'?)\n" in printed
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["exp", "exp2"]
+    assert read_yaml(tmp_path / "runs" / "exp" / "settings.yaml")["hyperparameters"]["lr0"] == 0.02
+
+
+INTERRUPTED = """
+import os, pathlib, signal, threading, time, train
+
+def interrupt(saved):
+    while not list(saved.glob("*")):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+if __name__ == "__main__":
+    folder = pathlib.Path({project!r}) / "exp"
+    threading.Thread(target=interrupt, args=(folder / "checkpoint",), daemon=True).start()
+    try:
+        train.run(data={data!r}, weights="", cfg={cfg!r}, epochs=2, batch=2, imgsz=64, device="cpu", workers=0,
+                  project={project!r}, noplots=True, save_steps=1, processes={processes})
+    except KeyboardInterrupt:
+        print("interrupted")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    print("fitness", train.run(resume=folder)["fitness"])
+"""
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_ctrl_c_from_python(processes: int, small_data: Path, run_script: RunScript, tmp_path: Path) -> None:
+    """It is raised once everything is saved, and the same program can resume the run."""
+    program = tmp_path / "program.py"
+    cfg = write_yaml(tmp_path / "tiny.yaml", tiny_detector())
+    names = {"data": str(small_data), "project": str(tmp_path / "runs"), "cfg": str(cfg), "processes": processes}
+    program.write_text(INTERRUPTED.format(**names))
+    printed = run_script(str(program), PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    stopped, resumed = printed.split("interrupted\n")
+    assert "stopped by SIGINT in epoch 1, after batch " in stopped
+    assert "everything is saved: continue with --resume" in stopped
+    assert "\nfitness 0." in resumed

@@ -234,7 +234,7 @@ def test_export_from_python(weights: Path, tmp_path: Path) -> None:
     assert files == [str(tmp_path / "best.safetensors"), str(tmp_path / "best.torchscript")]
     assert read_exported(Path(files[1])).metadata.imgsz == (64, 64)
     for formats, message in {
-        "engine": r"^the run ended early with exit code 1; see the messages above$",
+        "engine": r"^the run ended with exit code 1; see the messages above$",
         "tflite": r"^export\.run: include 'tflite' is made from ONNX: include='onnx', then onnx2tf -i best\.onnx",
         "onxn": r"^export\.run: include must be one of 'torchscript', 'onnx', .* not 'onxn'$",
     }.items():

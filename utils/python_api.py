@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 # Environment variable, also of spawned processes: the file into which the main process writes its result.
 RESULT = "LOCKSTEP_RESULT"
+INTERRUPTED = 128 + signal.SIGINT  # exit code of a run that Ctrl-C has stopped
+HYPERPARAMETER = OVERRIDE_PREFIX.lstrip("-")  # may precede the name of a hyperparameter
 NUMBERS_OR_TEXT = ("classes", "device", "name")  # flags of text that numbers are written for
 # A flag in a message, and its value: numbers, quoted text, or a word at the end of a clause.
 FLAG_AND_VALUE = re.compile(
@@ -45,15 +47,19 @@ FLAG_AND_VALUE = re.compile(
 
 
 def call(
-    start: Callable[[Mapping[str, Any]], dict[str, Any] | None], script: str, flags: Mapping[str, Any]
+    start: Callable[[Mapping[str, Any]], dict[str, Any] | None],
+    script: str,
+    flags: Mapping[str, Any],
+    hyperparameters: Callable[[], Collection[str]] = tuple,
 ) -> dict[str, Any]:
     """Call the function that starts a script, such as `train`, with flags by name; return what `write_result` wrote, or
     what the function returns, {} for None.
 
-    Restores the signal handlers. Raises `UserError` if the command would end with an error.
+    Restores the signal handlers. hyperparameters: see `checked`. Raises `UserError` if the command would end with an
+    error, and KeyboardInterrupt if Ctrl-C has stopped it.
     """
     kind = OPTIONS_OF_SCRIPT[script]
-    given = checked(kind, flags, f"{script}.run")
+    given = checked(kind, flags, f"{script}.run", hyperparameters=hyperparameters)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS} if _in_main_thread() else {}
@@ -62,11 +68,11 @@ def call(
         try:
             with python_errors(kind):
                 returned = start(given)
-        except Stopped as stopped:
-            if stopped.code:
-                raise UserError(f"the run ended early with exit code {stopped.code}; see the messages above") from None
-        except SystemExit as error:  # the parser or the spawned processes have printed the reason
-            raise UserError(f"the run failed with exit code {error.code}; see the messages above") from None
+        except (Stopped, SystemExit) as end:  # this process, or those that it has spawned, have printed the reason
+            if end.code == INTERRUPTED:
+                raise KeyboardInterrupt from None
+            if end.code:
+                raise UserError(f"the run ended with exit code {end.code}; see the messages above") from None
         finally:
             del os.environ[RESULT]
             reset_accelerate()
@@ -92,27 +98,32 @@ def write_result(summary: Summary, folder: Path) -> None:
 
 
 def checked(
-    kind: type[DataclassInstance], values: Mapping[str, Any], caller: str, names: Collection[str] = ()
+    kind: type[DataclassInstance],
+    values: Mapping[str, Any],
+    caller: str,
+    names: Collection[str] = (),
+    hyperparameters: Callable[[], Collection[str]] = tuple,
 ) -> dict[str, Any]:
     """Return the arguments of a call by the names of their flags. None and False mean that a flag is not given.
 
     kind: the options whose flags they are. caller: the call, for errors. names: of the flags that are allowed; all if
-    empty. Raises `UserError` for an unknown name or a value of a wrong type or range.
+    empty. hyperparameters: returns names that stand for flags such as --hyp.lr0; called only if a name is not a flag.
+    Raises `UserError` for an unknown name or a value of a wrong type or range.
     """
     fields = {field.name: field for field in flags_of(kind) if not names or field.name in names}
     hints = typing.get_type_hints(kind)
     given: dict[str, Any] = {}
-    prefix = OVERRIDE_PREFIX.lstrip("-")
-    overrides = {name: str(value) for name, value in values.items() if name.startswith(prefix)}
-    if overrides and "overrides" in hints:
-        given["overrides"] = {name.removeprefix(prefix): value for name, value in overrides.items()}
-        values = {name: value for name, value in values.items() if name not in overrides}
+    overrides: dict[str, str] = {}
     for alias, value in values.items():
         name = aliases(kind).get(alias, alias)
-        if name not in fields and (instead := REFUSED.get(name)):
-            raise UserError(f"{caller}: {alias} {in_python(instead, kind)}")
         if name not in fields:
-            raise UserError(f"{caller}: unknown argument {alias}{nearest(alias, fields)}")
+            known = hyperparameters()
+            if alias in known or ("overrides" in hints and alias.startswith(HYPERPARAMETER)):
+                overrides |= {} if value is None else {alias.removeprefix(HYPERPARAMETER): str(value)}
+                continue
+            if instead := REFUSED.get(name):
+                raise UserError(f"{caller}: {alias} {in_python(instead, kind)}")
+            raise UserError(f"{caller}: unknown argument {alias}{nearest(alias, [*fields, *known])}")
         if value is None or value is False:
             continue
         hint, metadata = hints[name], fields[name].metadata
@@ -123,7 +134,7 @@ def checked(
         if not accepts(hint, metadata, plain):
             raise UserError(f"{caller}: {alias} must be {expected(hint, metadata)}, not {shortened(repr(value), 80)}")
         given[name] = tuple(plain) if isinstance(plain, list) else hint(plain)
-    return given
+    return {**given, "overrides": overrides} if overrides else given
 
 
 def as_plain(value: object, hint: Any, field: dataclasses.Field[Any]) -> object:
@@ -178,4 +189,6 @@ def in_python(text: str, kind: type[DataclassInstance]) -> str:
             return f"{name}={numbers[0] if numbers else match['quoted']}"
         return f"{name}={match['word']!r}" if match["word"] else name
 
+    if "overrides" in hints:
+        text = text.replace(OVERRIDE_PREFIX, "")
     return FLAG_AND_VALUE.sub(argument, text)

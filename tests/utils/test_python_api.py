@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import train
 from utils.config.options import TrainOptions, ValOptions
 from utils.config.parser import given_flags, words_of
 from utils.distributed.failure import Stopped
@@ -87,6 +88,27 @@ def test_a_wrong_name_or_value_is_one_sentence(flags: dict[str, Any], message: s
     assert len(str(caught.value)) < 170
 
 
+def test_hyperparameters_by_their_names() -> None:
+    """As by --hyp.lr0; a name that is neither a flag nor a hyperparameter is an error that names the nearest."""
+
+    def given(**flags: Any) -> dict[str, Any]:
+        return checked(TrainOptions, flags, "train.run", hyperparameters=train.hyperparameters)
+
+    expected = {"epochs": 3, "overrides": {"lr0": "0.1", "mosaic": "0", "cutmix": "0.5"}}
+    assert given(lr0=0.1, epochs=3, mosaic=0, cutmix=0.5, momentum=None) == expected
+    assert given(epochs=3, **{"hyp.lr0": 0.1, "hyp.mosaic": 0, "cutmix": 0.5}) == expected
+    for name, message in {
+        "mosiac": "unknown argument mosiac (did you mean 'mosaic'?)",
+        "epoch": "unknown argument epoch (did you mean 'epochs'?)",
+        "zzz": "unknown argument zzz",
+    }.items():
+        with pytest.raises(UserError) as caught:
+            given(**{name: 1})
+        assert str(caught.value) == f"train.run: {message}"
+    with pytest.raises(UserError, match=r"^val\.run: lr0 is a hyperparameter: give --hyp\.lr0$"):
+        checked(ValOptions, {"lr0": 0.1}, "val.run")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -99,6 +121,7 @@ def test_a_wrong_name_or_value_is_one_sentence(flags: dict[str, Any], message: s
         ("--rect needs it, --rect, --img 5", "rect=True needs it, rect=True, imgsz=5"),
         ("export it with --dynamic; or trtexec --int8", "export it with --dynamic; or trtexec --int8"),
         ("a folder/--cfg.yaml", "a folder/--cfg.yaml"),
+        ("--hyp.lr0 must be a number, --hyp none.yaml", "lr0 must be a number, hyp='none.yaml'"),
     ],
 )
 def test_messages_name_arguments(text: str, expected: str) -> None:
@@ -148,8 +171,8 @@ def test_no_result_is_written_without_a_call(tmp_path: Path) -> None:
     ("error", "message"),
     [
         (Stopped(0), ""),
-        (Stopped(130), "the run ended early with exit code 130"),
-        (SystemExit(3), "the run failed with exit code 3; see the messages above"),
+        (Stopped(143), "the run ended with exit code 143; see the messages above"),
+        (SystemExit(3), "the run ended with exit code 3; see the messages above"),
     ],
 )
 def test_the_end_of_a_script_is_an_error_and_restores_signal_handlers(error: BaseException, message: str) -> None:
@@ -164,6 +187,17 @@ def test_the_end_of_a_script_is_an_error_and_restores_signal_handlers(error: Bas
     else:
         assert call(start, "train", {}) == {}
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("end", [Stopped(130), SystemExit(130)])
+def test_ctrl_c_is_a_keyboard_interrupt(end: BaseException) -> None:
+    """In this process, or in those that it has spawned."""
+
+    def start(given: Mapping[str, Any]) -> None:
+        raise end
+
+    with pytest.raises(KeyboardInterrupt):
+        call(start, "train", {})
 
 
 def test_each_script_has_its_own_flags() -> None:
