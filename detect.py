@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from data.batches import Item
-from data.media import Frame, Media, MediaItem, find_media, prefetched
+from data.media import Frame, Media, MediaItem, find_media, frame_name, prefetched
 from models.tasks.contract import Prediction
 from predictor import Predictor
 from utils.config.options import DetectOptions
@@ -66,7 +66,7 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
     with run_folder(options) as folder, ExitStack() as opened:
         outputs = [opened.enter_context(output) for output in requested_outputs(options, folder, file_names)]
         for group in batches(media, predictor, options.batch_size):
-            predictions = predictor.predict(predictor.data.collate([item for _, item in group]), timer)
+            predictions = predictor.predict_batch(predictor.data.collate([item for _, item in group]), timer)
             seconds = sum(timer.batches[-1].seconds[stage] for stage in (PREPARING, INFERENCE, POSTPROCESSING))
             for (frame, _), prediction in zip(group, predictions, strict=True):
                 for output in outputs:
@@ -128,14 +128,6 @@ def show_warnings(problems: Sequence[str], shown: int) -> int:
     for problem in problems[shown:]:
         show(f"warning: {problem}")
     return len(problems)
-
-
-def frame_name(frame: Frame) -> str:
-    """Return the name of a frame for the console."""
-    name = without_secrets(frame.item.name)
-    if frame.item.kind == "picture":
-        return name
-    return f"{name} ({frame.number + 1}{f'/{frame.frames}' if frame.frames else ''})"
 
 
 def groups(frames: Iterable[tuple[Frame, Item]], most: int) -> Iterator[list[tuple[Frame, Item]]]:

@@ -23,7 +23,7 @@ from torchvision.ops import box_iou
 import detect
 from data.builtin.shapes import NAMES
 from data.images import read_image
-from data.media import Frame, MediaItem, as_pixels, find_pictures
+from data.media import Frame, MediaItem, as_pixels
 from detect import FileNames, Predictor, groups
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
 from models.weights.reader import read_weights
@@ -257,6 +257,76 @@ def test_other_attributes_are_refused(name: str, value: object, message: str, pr
         _ = predictor.conf_tres
 
 
+def test_settings_of_one_call(detector: Path, photo: Path, predictor: Predictor, classifier: str) -> None:
+    """Thresholds, size and the order of channels; the predictor keeps its own."""
+    every, before = predictor(photo).array, predictor.thresholds
+    count = int(np.argmax(every[:-1, 4] - every[1:, 4])) + 1  # those above the widest gap between confidences
+    threshold = float(every[count - 1 : count + 1, 4].mean())
+    for how in ({"conf": threshold}, {"conf_thres": threshold}):
+        np.testing.assert_array_equal(predictor(photo, **how).array, every[:count])
+    assert len(predictor(photo, iou=0.05).array) < len(every)
+    label = predictor.names[int(every[0, 5])]
+    np.testing.assert_array_equal(predictor([photo], classes=label, max_det=1)[0].array, every[:1])
+    np.testing.assert_array_equal(predictor(read_image(photo), bgr=True).array, every)
+    other = Predictor(detector, imgsz=(96, 128), conf_thres=CONFIDENCE, device="cpu")(photo).array
+    for size in ({"size": (90, 128)}, {"imgsz": (96, 128)}, {"img_size": [96, 128]}):
+        np.testing.assert_array_equal(predictor(photo, **size).array, other)
+    np.testing.assert_array_equal(predictor.predict(str(photo), 128).array, predictor(photo, size=128).array)
+    np.testing.assert_array_equal(predictor(photo, size=None, conf=None, iou=None).array, every)
+    assert (predictor.thresholds, predictor.bgr) == (before, False)
+    image, classify = noise(90, 70), Predictor(classifier, device="cpu")
+    expected = Predictor(classifier, imgsz=96, device="cpu")(image).probs
+    np.testing.assert_array_equal(classify(image, size=96).probs, expected)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"conf": 2}, "Predictor: conf must be a number, 0 to 1, not 2"),
+        ({"size": "big"}, "Predictor: imgsz must be a whole number, 1 to 16384, or a list of such, not 'big'"),
+        ({"size": (1, 2, 3)}, "imgsz=(1, 2, 3): give one number of pixels, or height and width"),
+        ({"augment": True}, "Predictor: augment cannot be changed; make another Predictor with augment=True"),
+        ({"stream": True}, "Predictor: unknown argument stream"),
+    ],
+)
+def test_wrong_settings_of_one_call(how: dict[str, Any], message: str, photo: Path, predictor: Predictor) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(message)}"):
+        predictor(photo, **how)
+
+
+def test_a_folder_with_videos(
+    photo: Path, predictor: Predictor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An animated GIF and a video among pictures: a prediction for each frame, which draws that frame."""
+    image = Image.open(photo)
+    frames = [image.rotate(angle) for angle in (0, 90, 180)]
+    frames[0].save(tmp_path / "b.gif", save_all=True, append_images=frames[1:], duration=100)
+    image.save(tmp_path / "a.png")
+    video = cv2.VideoWriter(str(tmp_path / "c.mp4"), cv2.VideoWriter.fourcc(*"mp4v"), 10.0, image.size)
+    for value in (0, 80, 160, 240):
+        video.write(np.full((image.height, image.width, 3), value, np.uint8))
+    video.release()
+    results = predictor(tmp_path)
+    gif, clip = [[f"{tmp_path / name} ({k}/{n})" for k in range(1, n + 1)] for name, n in (("b.gif", 3), ("c.mp4", 4))]
+    assert [result.path for result in results] == [str(tmp_path / "a.png"), *gif, *clip]
+    np.testing.assert_array_equal(results[0].array, predictor(photo).array)
+    assert [round(result.pixels().mean(), -1) for result in results[4:]] == [0, 80, 160, 240]
+    turned = np.asarray(frames[1].convert("RGB"))
+    assert np.abs(results[2].pixels()[..., ::-1].astype(int) - turned).mean() < 12  # a GIF has 256 colours
+    assert [len(each) for each in (predictor(tmp_path / "b.gif"), predictor([photo, tmp_path / "c.mp4"]))] == [3, 5]
+    assert capsys.readouterr().out == ""
+    (tmp_path / "d.mp4").write_bytes(b"no video")
+    with pytest.raises(UserError, match=r"d\.mp4 cannot be read as a video; fix or remove it"):
+        predictor(tmp_path)
+    (tmp_path / "c.mp4").unlink()
+    with pytest.raises(UserError, match=r"c\.mp4"):
+        results[-1].plot()
+    content = (tmp_path / "b.gif").read_bytes()
+    (tmp_path / "b.gif").write_bytes(content[: len(content) * 2 // 3])
+    assert 0 < len(predictor(tmp_path / "b.gif")) < 3
+    assert f"warning: {tmp_path / 'b.gif'} ends after " in capsys.readouterr().out
+
+
 def test_the_size_of_a_detectors_training_is_printed(
     detector: Path, classifier: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -304,7 +374,7 @@ def test_a_classifiers_probabilities(classifier: str) -> None:
         (torch.full((3, 4, 4), torch.nan), "values in 0 to 1, not nan to nan"),
         (torch.zeros(3, 4, 4, dtype=torch.int64), r"not int64 \(4, 4, 3\)"),
         ("nowhere.jpg", "^the source nowhere.jpg does not exist"),
-        ("0", "^0 is a video or stream; run detect.py on it, or pass its frames as arrays"),
+        ("0", "^0 is a camera, screen or stream; run detect.py on it, or pass frames as arrays"),
     ],
 )
 def test_invalid_images(image: object, message: str, predictor: Predictor) -> None:
@@ -324,11 +394,11 @@ def test_a_model_of_torch_hub(name: str, detector: Path, photo: Path, predictor:
             load(pretrained=True)
 
 
-def test_a_truncated_image_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_truncated_image_is_refused_by_name(predictor: Predictor, tmp_path: Path) -> None:
     file = truncated(tmp_path / "cut.jpg")
     for image in (file, str(file), Image.open(file)):
         with pytest.raises(UserError, match=r"cut\.jpg cannot be read as an image \(image file is truncated"):
-            find_pictures(image, bgr=False)[0].read()
+            predictor(image)
 
 
 def test_grey_images_and_rotated_pictures() -> None:
