@@ -17,7 +17,6 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ import numpy as np
 import torch
 
 from data.batches import Item
-from data.media import Frame, Media, MediaItem, find_media, frame_name, prefetched
+from data.media import Frame, Media, MediaItem, find_media, prefetched
 from models.tasks.contract import Prediction
 from predictor import Predictor
 from utils.config.options import DetectOptions
@@ -40,7 +39,7 @@ from utils.config.parser import given_flags, over_defaults
 from utils.console import Bar, show
 from utils.distributed.failure import Stopped, run_main
 from utils.errors import UserError, plural, without_secrets
-from utils.files import csv_text, lock_folder, numbered_folder, remove_if_empty, replacing
+from utils.files import csv_text, lock_folder, numbered_folder, remove_if_empty, replacing, unique_stems
 from utils.plots.drawing import Style, write_picture
 from utils.python_api import call
 from utils.stage_times import (
@@ -112,7 +111,7 @@ def run(**flags: Any) -> dict[str, Any]:
     Returns the run's `folder`, None if nothing was written, the number of `images`, and `problems`: a message for each
     source that could not be read, or not to the end. Raises `UserError` if the command would end with another error.
     """
-    return call(detect, "detect", flags)
+    return call(detect, Path(__file__).stem, flags)
 
 
 def batches(media: Media, predictor: Predictor, batch_size: int) -> Iterator[list[tuple[Frame, Item]]]:
@@ -128,6 +127,14 @@ def show_warnings(problems: Sequence[str], shown: int) -> int:
     for problem in problems[shown:]:
         show(f"warning: {problem}")
     return len(problems)
+
+
+def frame_name(frame: Frame) -> str:
+    """Return the name of a frame for the console."""
+    name = without_secrets(frame.item.name)
+    if frame.item.kind == "picture":
+        return name
+    return f"{name} ({frame.number + 1}{f'/{frame.frames}' if frame.frames else ''})"
 
 
 def groups(frames: Iterable[tuple[Frame, Item]], most: int) -> Iterator[list[tuple[Frame, Item]]]:
@@ -152,15 +159,7 @@ class FileNames:
     """File stems of the items: each item's own name, with a number if an earlier item has the same."""
 
     def __init__(self, items: Sequence[MediaItem]) -> None:
-        self.stems: dict[MediaItem, str] = {}
-        taken: set[str] = set()
-        for item in items:
-            stem = Path(item.name.split("?")[0]).stem
-            stem = "".join(c if c.isalnum() or c in "-_. ()" else "_" for c in stem) or "_"
-            numbered = (f"{stem}-{number}" for number in range(2, len(items) + 2))
-            free = next(name for name in chain([stem], numbered) if name not in taken)
-            taken.add(free)
-            self.stems.setdefault(item, free)
+        self.stems = dict(zip(items, unique_stems([item.name for item in items]), strict=True))
 
     def of(self, frame: Frame) -> str:
         """Return the stem of a frame's files; for videos it ends with the frame number."""

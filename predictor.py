@@ -20,13 +20,14 @@ from data.media import MediaItem, Picture, as_pixels, find_files, read_pictures
 from models.ensemble import Inference, for_inference, read_members
 from models.image_size import ImageSize, sides_of
 from models.tasks.contract import Model, Prediction, Task, Thresholds
+from models.tasks.result import Results
 from utils.batch import Batch
 from utils.config.options import DetectOptions
 from utils.config.resumed import from_plain
 from utils.config.select import select
 from utils.console import show
 from utils.distributed.devices import one_device
-from utils.errors import UserError, nearest
+from utils.errors import UserError, nearest, plural
 from utils.python_api import aliases, checked, in_python, python_errors
 from utils.stage_times import POSTPROCESSING, StageTimer
 
@@ -137,14 +138,18 @@ class Predictor:
             return getattr(self.thresholds, name)
         raise AttributeError(f"Predictor has no attribute {name}{nearest(name, THRESHOLDS)}")
 
+    def __repr__(self) -> str:
+        height, width = self.size.sides
+        return f"<Predictor of {plural(len(self.task.names), 'class')}, images of {height}x{width}, on {self.device}>"
+
     @property
     def names(self) -> dict[int, str]:
         """Class names by class number."""
         return dict(self.task.names)
 
     def __call__(self, images: Any, size: int | Sequence[int] | None = None, **settings: Any) -> Any:
-        """Return the `Prediction` for an image, or the list of them for a list of images, a folder, a glob, a `.txt`
-        list, a video (one for each frame) or a tensor (b, 3, h, w).
+        """Return the `Prediction` for an image, or `Results`, a list of them, for a list of images, a folder, a glob,
+        a `.txt` list, a video (one for each frame) or a tensor (b, 3, h, w).
 
         An image: a path or address, a PIL image, an array (h, w, 3) or (h, w) of uint8, or a tensor (3, h, w) of uint8,
         or of floats in 0 to 1. Boxes are in pixels of the image. For this call only: size, in pixels, one number or
@@ -154,14 +159,14 @@ class Predictor:
             return self._changed({"imgsz": size, **settings})(images)
         if isinstance(images, (list, tuple)) or (isinstance(images, Tensor) and images.ndim == 4):
             results = [self(image) for image in images]
-            return [one for result in results for one in (result if isinstance(result, list) else [result])]
+            return Results(one for result in results for one in (result if isinstance(result, list) else [result]))
         if not isinstance(images, str | Path):
             pixels = as_pixels(images, self.bgr)
             return self._predict_picture(
                 Picture(str(getattr(images, "filename", "") or "image"), pixels, lambda: pixels)
             )
         items = find_files(str(images))
-        predictions = [self._predict_picture(picture) for picture in read_pictures(items)]
+        predictions = Results(self._predict_picture(picture) for picture in read_pictures(items))
         return predictions[0] if items == [MediaItem("picture", str(images))] else predictions
 
     def predict(self, images: Any, size: int | Sequence[int] | None = None, **settings: Any) -> Any:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from data.images import IMAGE_SUFFIXES, read_whole_image, unreadable
 from utils.console import show
-from utils.errors import UserError, shortened, without_secrets
+from utils.errors import UserError, shortened
 from utils.files import cache_folder, read_regular
 
 T = TypeVar("T")
@@ -257,15 +257,16 @@ def find_files(source: str) -> list[MediaItem]:
 
 
 def read_pictures(items: Iterable[MediaItem]) -> Iterator[Picture]:
-    """Read pictures, and every frame of videos. Raises `UserError` for one that cannot be read; prints a warning for a
-    video that ends early."""
+    """Read pictures, and every frame of videos, whose names get its number. Raises `UserError` for one that cannot be
+    read; prints a warning for a video that ends early."""
     for item in items:
         if item.kind == "picture":
             yield Picture(item.name, read_picture(item), partial(read_picture, item))
             continue
         media, count = Media([item]), 0
         for frame in media:
-            yield Picture(frame_name(frame), frame.image, partial(_read_frame, item, frame.number))
+            name = f"{item.name} ({frame.number + 1})"
+            yield Picture(name, frame.image, partial(_read_frame, item, frame.number))
             count += 1
         if media.problems and not count:
             raise UserError(media.problems[0])
@@ -278,14 +279,6 @@ def _read_frame(item: MediaItem, number: int) -> np.ndarray:
         if frame.number == number:
             return frame.image
     raise UserError(f"{item.name} has no frame {number + 1} any more; pass the frame as an array")
-
-
-def frame_name(frame: Frame) -> str:
-    """Return the name of a picture, or of a frame of a video or stream with its number, for people."""
-    name = without_secrets(frame.item.name)
-    if frame.item.kind == "picture":
-        return name
-    return f"{name} ({frame.number + 1}{f'/{frame.frames}' if frame.frames else ''})"
 
 
 def as_pixels(image: Any, bgr: bool = False) -> np.ndarray:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import functools
+import json
 import os
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageShow
 from torch import nn
 from torchvision.ops import box_iou
 
@@ -25,7 +27,10 @@ from data.builtin.shapes import NAMES
 from data.images import read_image
 from data.media import Frame, MediaItem, as_pixels
 from detect import FileNames, Predictor, groups
+from models.tasks.classification.prediction import ClassificationPrediction
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
+from models.tasks.detection.prediction import DetectionPrediction
+from models.tasks.segmentation.prediction import SegmentationPrediction
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import build_model
@@ -174,13 +179,14 @@ def test_a_prediction(predictor: Predictor, photo: Path, tmp_path: Path, monkeyp
     np.testing.assert_array_equal(result.scores, array[:, 4])
     assert result.classes.tolist() == array[:, 5].astype(int).tolist()
     assert result.names == predictor.names
-    assert str(result) == repr(result) == f"{photo}: {result.describe()}"
+    assert str(result) == f"{photo}: {result.describe()}"
+    assert repr(result) == f"<DetectionPrediction of {result}>"
     image = read_image(photo)
     drawn = result.draw(image, Style(2, names=False))
     assert (drawn != image).any()
     np.testing.assert_array_equal(result.plot(line_thickness=2, hide_labels=True), drawn[..., ::-1])
     np.testing.assert_array_equal(result.plot(line_thickness=2, hide_labels=True, bgr=True), drawn)
-    result.save(tmp_path / "drawn.png", line_thickness=2, hide_labels=True)
+    assert result.save(tmp_path / "drawn.png", line_thickness=2, hide_labels=True) == tmp_path / "drawn.png"
     np.testing.assert_array_equal(cv2.imread(str(tmp_path / "drawn.png")), drawn)
     frame = image[..., ::-1].copy()
     of_array = predictor(frame)
@@ -195,6 +201,136 @@ def test_a_prediction(predictor: Predictor, photo: Path, tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(UserError, match=r"to_df\(\) needs pandas"):
         result.to_df()
+
+
+def test_a_prediction_is_a_sequence_of_objects(predictor: Predictor, photo: Path) -> None:
+    result, array = predictor(photo), predictor(photo).array
+    assert len(result) == len(array) > 0
+    objects = list(result)
+    assert [list(each) for each in objects] == [
+        ["xmin", "ymin", "xmax", "ymax", "confidence", "class", "name"] for _ in array
+    ]
+    assert [list(each.values())[:6] for each in objects] == array.tolist()
+    assert objects[0]["name"] == predictor.names[int(array[0, 5])]
+    assert json.loads(result.to_json()) == objects
+    nothing = predictor(photo, conf=1.0)
+    assert (len(nothing), list(nothing), nothing.to_json(), str(nothing)) == (0, [], "[]", f"{photo}: nothing")
+
+
+def test_boxes_in_the_forms_of_yolov5(predictor: Predictor, photo: Path) -> None:
+    """Rows of box, confidence and class, in pixels or as shares of width and height."""
+    result, array = predictor(photo), predictor(photo).array
+    height, width = read_image(photo).shape[:2]
+    left, top, right, bottom = array[:, :4].T
+    centred = np.stack(((left + right) / 2, (top + bottom) / 2, right - left, bottom - top), 1)
+    shares = np.array([width, height, width, height])
+    forms = {"xyxy": array[:, :4], "xywh": centred, "xyxyn": array[:, :4] / shares, "xywhn": centred / shares}
+    for name, boxes in forms.items():
+        found = getattr(result, name)
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found[:, :4], boxes, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(found[:, 4:], array[:, 4:])
+
+
+def test_files_of_results(predictor: Predictor, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a name, into a folder, or into the next run folder as in YOLOv5."""
+    monkeypatch.chdir(tmp_path)
+    result, frame = predictor(photo), read_image(photo)
+    assert result.save() == Path("runs/detect/exp/photo.jpg")
+    assert result.save("drawn") == Path("drawn/photo.jpg")
+    (tmp_path / "a.b").mkdir()
+    assert result.save("a.b") == Path("a.b/photo.jpg")
+    results = predictor([photo, frame, str(photo)])
+    assert results.save() == Path("runs/detect/exp2")
+    assert sorted(file.name for file in Path("runs/detect/exp2").iterdir()) == ["image.jpg", "photo-2.jpg", "photo.jpg"]
+    assert results.save("several", hide_labels=True) == Path("several")
+    expected = cv2.imencode(".jpg", result.plot(hide_labels=True, bgr=True), (cv2.IMWRITE_JPEG_QUALITY, 95))[1]
+    assert Path("several/photo.jpg").read_bytes() == expected.tobytes()
+
+
+def test_results_of_several_images(predictor: Predictor, photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list, with the attributes of its members as lists, as `results.xyxy[0]` in YOLOv5."""
+    one = predictor(photo)
+    results = predictor([photo, np.zeros((50, 80, 3), np.uint8)], conf=float(one.scores[0]) - 1e-4)
+    assert isinstance(results, list)
+    assert len(results) == len(results.xyxy) == len(results.boxes) == 2
+    np.testing.assert_array_equal(results.xyxy[0], results[0].array)
+    assert str(results) == "\n".join(map(str, results))
+    assert repr(results).startswith(f"[<DetectionPrediction of {photo}: ")
+    assert [each["image"] for each in json.loads(results.to_json())] == results.path == [str(photo), "image"]
+    assert json.loads(results.to_json())[0]["objects"] == list(results[0])
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=lambda data, columns: (data, columns)))
+    rows, columns = results.to_df()
+    assert columns == ["image", "xmin", "ymin", "xmax", "ymax", "confidence", "class", "name"]
+    assert rows == [(result.path, *each.values()) for result in results for each in result]
+    assert [row[1:7] for row in rows] == [tuple(row) for result in results for row in result.array.tolist()]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UserError, match=r"to_df\(\) needs pandas, which is not installed; pip install pandas"):
+        results.to_df()
+
+
+def test_results_are_shown(predictor: Predictor, photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the system's viewer, or in a notebook, which also draws a result that ends a cell."""
+    results, shown = predictor([photo, photo]), []
+
+    class Viewer(ImageShow.Viewer):
+        def show_image(self, image: Image.Image, **options: Any) -> int:
+            shown.append(image)
+            return 1
+
+    monkeypatch.setattr(ImageShow, "_viewers", [Viewer()])
+    results.show(line_thickness=1)
+    assert len(shown) == 2
+    np.testing.assert_array_equal(np.asarray(shown[1]), results[0].plot(line_thickness=1))
+    monkeypatch.setattr(ImageShow, "_viewers", [])
+    with pytest.raises(UserError, match=r"^show\(\): this machine has no program that shows pictures; write a file"):
+        results[0].show()
+    shell = SimpleNamespace(kernel=None)
+    notebook = SimpleNamespace(get_ipython=lambda: shell, display=SimpleNamespace(display=shown.append))
+    monkeypatch.setitem(sys.modules, "IPython", notebook)
+    results[0].show()
+    png = results[0]._repr_png_()
+    np.testing.assert_array_equal(np.asarray(shown[2]), results[0].plot())
+    np.testing.assert_array_equal(
+        cv2.imdecode(np.frombuffer(png, np.uint8), cv2.IMREAD_COLOR), results[0].plot(bgr=True)
+    )
+    assert replace(results[0], pixels=None)._repr_png_() is None
+
+
+def test_an_unknown_attribute_says_what_there_is(predictor: Predictor, photo: Path, classifier: str) -> None:
+    result, probable = predictor(photo), Predictor(classifier, device="cpu")(photo)
+    of_all = "path, names, scores, classes, array"
+    of_boxes, methods = "boxes, xyxy, xywh, xyxyn, xywhn", "plot(), show(), save(), to_df(), to_json()"
+    for owner, name, message in (
+        (
+            result,
+            "pandas",
+            f"DetectionPrediction has no attribute pandas (here: to_df()); it has {of_all}, {of_boxes}, ",
+        ),
+        (result, "boxs", f"DetectionPrediction has no attribute boxs (did you mean 'boxes'?); it has {of_all}, "),
+        (
+            probable,
+            "boxes",
+            f"ClassificationPrediction has no attribute boxes; it has {of_all}, probs, top5, {methods}",
+        ),
+        (
+            predictor([photo]),
+            "render",
+            f"Results has no attribute render (here: plot()); it has {of_all}, {of_boxes}, ",
+        ),
+    ):
+        assert not hasattr(owner, name)
+        with pytest.raises(AttributeError, match=f"^{re.escape(message)}"):
+            getattr(owner, name)
+
+
+def test_the_table_of_the_page_names_what_there_is() -> None:
+    page = (ROOT / "docs" / "detect.md").read_text(encoding="utf-8")
+    table = page.split("| of a `Prediction` |")[1].split("\n\n")[0]
+    cells = [row.split("|")[1] for row in table.splitlines()[2:]]
+    named = {re.sub(r"\(.*", "()", name) for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    kinds = (DetectionPrediction, SegmentationPrediction, ClassificationPrediction)
+    assert named == {name for kind in kinds for name in (*kind.VALUES, *kind.METHODS)} | {"len()"}
 
 
 def test_some_classes_only(detector: Path, photo: Path, predictor: Predictor) -> None:
@@ -307,7 +443,7 @@ def test_a_folder_with_videos(
         video.write(np.full((image.height, image.width, 3), value, np.uint8))
     video.release()
     results = predictor(tmp_path)
-    gif, clip = [[f"{tmp_path / name} ({k}/{n})" for k in range(1, n + 1)] for name, n in (("b.gif", 3), ("c.mp4", 4))]
+    gif, clip = [[f"{tmp_path / name} ({k})" for k in range(1, n + 1)] for name, n in (("b.gif", 3), ("c.mp4", 4))]
     assert [result.path for result in results] == [str(tmp_path / "a.png"), *gif, *clip]
     np.testing.assert_array_equal(results[0].array, predictor(photo).array)
     assert [round(result.pixels().mean(), -1) for result in results[4:]] == [0, 80, 160, 240]

@@ -10,6 +10,7 @@ import re
 import shutil
 import stat
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -240,6 +241,20 @@ def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:
                 message = f"the run folder {folder} cannot be made: {error.strerror}; choose another --project"
                 raise UserError(message) from None
         number += 1
+
+
+def unique_stems(names: Iterable[str]) -> list[str]:
+    """Return a file stem for each path or address: its own, with a number if an earlier name has the same."""
+    stems: dict[str, None] = {}
+    numbers: Counter[str] = Counter()
+    for name in names:
+        stem = Path(name.split("?")[0]).stem
+        free = stem = "".join(c if c.isalnum() or c in "-_. ()" else "_" for c in stem) or "_"
+        while free in stems:
+            numbers[stem] += 1
+            free = f"{stem}-{numbers[stem] + 1}"
+        stems[free] = None
+    return list(stems)
 
 
 def cache_folder() -> Path:
