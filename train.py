@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from data.dataset import DataOptions, DataSet, DataSource, data_source
 from models.initial_weights import ModelOptions, StartingPoint, load_and_freeze, recipe_of, starting_point
+from models.tasks import TASKS
 from models.tasks.contract import Criterion, LossTerms, Model, Task
 from utils.batch import Batch, Split
 from utils.checkpoint.resume import read_saved_state, resolve_settings
@@ -435,12 +436,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(**flags: Any) -> dict[str, Any]:
-    """Train from Python, with the command's flags: `train.run(data="my.yaml", batch_size=32)`.
+    """Train from Python, with the command's flags and hyperparameters: `train.run(data="my.yaml", lr0=0.02)`.
 
     Returns the values of the best epoch by the names of results.csv, its `fitness`, and the run's `folder`. Raises
-    `UserError` if the command would end with an error.
+    `UserError` if the command would end with an error, and KeyboardInterrupt if Ctrl-C has stopped it; then everything
+    is saved, and `train.run(resume=folder)` continues.
     """
-    return call(lambda given: start_run(resolve_settings(given, recipe_of)), "train", flags)
+    return call(lambda given: start_run(resolve_settings(given, recipe_of)), "train", flags, hyperparameters)
+
+
+def hyperparameters() -> list[str]:
+    """Return the names of the hyperparameters of all tasks."""
+    return sorted({field.name for entry in TASKS.values() for field in fields(entry.load().recipe)})
 
 
 if __name__ == "__main__":

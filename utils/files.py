@@ -7,8 +7,10 @@ import errno
 import io
 import os
 import re
+import shutil
 import stat
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -88,6 +90,12 @@ def release_locks() -> None:
     """Release the locks of all run folders: a run that Python called has ended, though its objects may still exist."""
     while _locks:
         _locks.pop().release()
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Remove a run folder in which there are only folders, and its own lock, released."""
+    if all(path.name == LOCK_FILE or (path.is_dir() and not path.is_symlink()) for path in folder.rglob("*")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml") -> Path:
@@ -233,6 +241,20 @@ def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:
                 message = f"the run folder {folder} cannot be made: {error.strerror}; choose another --project"
                 raise UserError(message) from None
         number += 1
+
+
+def unique_stems(names: Iterable[str]) -> list[str]:
+    """Return a file stem for each path or address: its own, with a number if an earlier name has the same."""
+    stems: dict[str, None] = {}
+    numbers: Counter[str] = Counter()
+    for name in names:
+        stem = Path(name.split("?")[0]).stem
+        free = stem = "".join(c if c.isalnum() or c in "-_. ()" else "_" for c in stem) or "_"
+        while free in stems:
+            numbers[stem] += 1
+            free = f"{stem}-{numbers[stem] + 1}"
+        stems[free] = None
+    return list(stems)
 
 
 def cache_folder() -> Path:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 NEWEST = "newest"  # --resume without a value: the newest run of --project
 AUTO = "auto"  # --resume auto: the newest run of --name if there is one, else a new run
+NO_SYNONYMS: Mapping[str, str] = {}
 PRECISIONS = ("no", "fp16", "bf16")
 WEIGHT_PRECISIONS = ("auto", "fp32", "fp16")
 # Of --log-with, named like the packages to install; all that Accelerate knows.
@@ -38,18 +39,20 @@ def flag(
     *,
     aliases: tuple[str, ...] = (),
     choices: tuple[str, ...] = (),
+    synonyms: Mapping[str, str] = NO_SYNONYMS,
     const: str | None = None,
     comma_separated: bool = False,
     form: str = "",
 ) -> Any:
     """Return a dataclass field that is a flag of the command line.
 
-    text: its help. group: one of `GROUPS`. within: the range of a number. const: its value if it has no argument.
+    text: its help. group: one of `GROUPS`. within: the range of a number. synonyms: other words for some of `choices`.
+    const: its value if it has no argument.
     comma_separated: commas separate the words of a tuple, as spaces do, or the choices of a text. form: of a text, such
     as owner/name; words in capitals are numbers.
     """
     metadata = {"help": text, "group": group, "within": within, "aliases": aliases, "choices": choices}
-    metadata |= {"const": const, "comma_separated": comma_separated, "form": form}
+    metadata |= {"synonyms": synonyms, "const": const, "comma_separated": comma_separated, "form": form}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -437,6 +440,7 @@ class ExportOptions:
         "writes the ONNX, and prints TensorRT's command for it",
         "format",
         choices=("torchscript", "onnx", "openvino", "exported", "safetensors", "engine"),
+        synonyms={"tensorrt": "engine", "trt": "engine", "pt2": "exported"},
     )
     dynamic: bool = flag(
         False, "ONNX, OpenVINO, .pt2: any number of images, of any height and width in whole strides", "format"
@@ -456,7 +460,7 @@ class ExportOptions:
     verbose: bool = flag(False, "show the messages of the exporters", "logging")
 
 
-OPTIONS_OF_SCRIPT = {"train": TrainOptions, "val": ValOptions}  # of the scripts that can be called from Python
+OPTIONS_OF_SCRIPT = {"train": TrainOptions, "val": ValOptions, "detect": DetectOptions, "export": ExportOptions}
 # The defaults of `python train.py` if none of --data, --cfg, --weights and --hyp is given.
 BUILT_IN_JOB: Mapping[str, Any] = {
     "weights": "",

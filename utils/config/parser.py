@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, find_hyperparameters
 from utils.config.options import GROUPS, TrainOptions, flags_of
-from utils.config.values import Range, accepts, has_form, separated
+from utils.config.values import Range, accepts, chosen, has_form, separated
 from utils.config.yolov5_flags import REFUSED
 from utils.console import is_silent
 from utils.errors import UserError, nearest
@@ -153,7 +153,7 @@ def _argument(hint: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
     if metadata["choices"] and metadata["comma_separated"]:
         argument["type"] = _list_of(metadata["choices"])
     elif metadata["choices"]:
-        argument["choices"] = metadata["choices"]
+        argument |= {"choices": metadata["choices"], "type": lambda word: chosen(word, metadata)}
     if is_tuple:
         return {**argument, "nargs": "+", "action": _Words if metadata["comma_separated"] else "store"}
     if metadata["const"] is not None:
