@@ -26,6 +26,7 @@ from models.image_size import ImageSize
 from models.layer_registry import add_layers
 from models.tasks import TASKS
 from models.weights.content import ExportMetadata, Weights
+from models.weights.licence import Origin
 from models.weights.reader import read_weights
 from utils.config.options import ExportOptions
 from utils.config.parser import given_flags, over_defaults, refuse_flags
@@ -114,6 +115,7 @@ def prepare(name: str, content: Weights, options: ExportOptions, size: ImageSize
         device=device.type,
         suppression=suppression,
         settings=dict(content.settings),
+        **content.origin.content(),
     )
     return ExportJob(module, metadata, options.opset, options.verbose, content.state)
 
@@ -128,7 +130,7 @@ def messages(options: ExportOptions, job: ExportJob) -> list[str]:
     count = "any number" if metadata.dynamic else metadata.batch
     sizes = ", or other whole strides" if metadata.dynamic else ""
     summary = f"{metadata.task}, {len(metadata.names)} classes; images of {height}x{width}{sizes}, {count} at a time"
-    return [*lines, summary]
+    return [*lines, summary, f"licence: {Origin(metadata.licence, metadata.origin)}"]
 
 
 def megabytes(path: Path) -> float:

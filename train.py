@@ -30,6 +30,7 @@ from data.dataset import DataOptions, DataSet, DataSource, data_source
 from models.initial_weights import ModelOptions, StartingPoint, load_and_freeze, recipe_of, starting_point
 from models.tasks import TASKS
 from models.tasks.contract import Criterion, LossTerms, Model, Task
+from models.weights.licence import Origin
 from utils.batch import Batch, Split
 from utils.checkpoint.resume import read_saved_state, resolve_settings
 from utils.config.options import TrainOptions
@@ -273,6 +274,9 @@ def read_job(settings: Settings) -> Job:
     settings = settings.resolve(kind.recipe, kind.defaults, source.spec.defaults)
     if not settings.saved:
         start_from = start_from.with_weights(settings.options.weights)
+    origin = Origin.recorded(settings.saved) if settings.saved else start_from.origin
+    origin.require(settings.options.allow_licence)
+    settings = replace(settings, origin=origin.content())
     task = kind(source.names(settings.options.single_cls), settings.hyp, settings.options.label_smoothing)
     yaml = start_from.yaml if settings.saved else task.model_yaml(start_from.yaml)
     return Job(settings, source, replace(start_from, yaml=yaml), task)
@@ -354,7 +358,7 @@ def assemble(settings: Settings) -> Training:
         evaluate=evaluate,
         val_split=val_split,
         run_log=run_log,
-        weights_content={"yaml": model.yaml, "names": task.names, "settings": flags, "half": half},
+        weights_content={"yaml": model.yaml, "names": task.names, "settings": flags, "half": half, **settings.origin},
     )
 
 

@@ -18,6 +18,7 @@ from models.layers import skip_norms
 from models.tasks import TASKS, TaskEntry, task_of
 from models.tasks.contract import Model, Task
 from models.weights.content import Weights
+from models.weights.licence import YOURS, Origin
 from models.weights.reader import read_weights
 from models.weights.releases import find_weights
 from models.weights.transfer import known_share, transfer
@@ -55,6 +56,11 @@ class StartingPoint:
         if not self.from_yaml or not name:
             return self
         return replace(self, weights=read_weights(self.find(name)), weights_name=name)
+
+    @property
+    def origin(self) -> Origin:
+        """The licence of the initial weights, and the files that they began from."""
+        return self.weights.origin if self.weights else Origin(YOURS)
 
     def known_share(self, model: Model, task: Task) -> float | None:
         """Return the share of the task's classes that the weights have; None without weights of such a model."""
@@ -101,7 +107,7 @@ def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: Mod
     messages = [f"{start.source}: {layers} layers, {parameters:,} parameters{size}"]
     messages += rounding([options.imgsz], [model.imgsz], model.stride)
     if start.weights:
-        messages += _load(model, start, start.weights, task)
+        messages += [*_load(model, start, start.weights, task), f"licence of these weights: {start.origin}"]
     if numbers := freeze(model, options.freeze):
         messages.append(f"layers {', '.join(map(str, numbers))} are frozen")
     return messages

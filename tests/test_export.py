@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shlex
@@ -27,6 +28,7 @@ from models.image_size import ImageSize
 from models.tasks.detection.export_module import DecodedDetector
 from models.weights import releases
 from models.weights.content import Weights
+from models.weights.licence import Origin
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import build_model
@@ -84,14 +86,19 @@ def test_files_and_messages(weights: Path, exported: str) -> None:
         "--simplify changes nothing: ONNX files are always simplified",
         f"detect, {len(NAMES)} classes; images of 64x64, or other whole strides, any number at a time",
     ]
-    assert re.fullmatch(rf"onnx: {re.escape(str(weights.parent))}/best.onnx, 0.\d MB, [\d.]+ s", lines[3])
-    assert len(lines) == 8
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    assert lines[3] == f"licence: unknown (began as best.pt, SHA-256 {digest[:8]}...)"
+    assert re.fullmatch(rf"onnx: {re.escape(str(weights.parent))}/best.onnx, 0.\d MB, [\d.]+ s", lines[4])
+    assert len(lines) == 9
+    origin = read_model(weights.with_suffix(".onnx")).origin
+    assert origin == Origin("unknown", [{"file": "best.pt", "sha256": digest}])
 
 
 def test_safetensors_are_the_weights(weights: Path, exported: str) -> None:
     expected, read = read_weights(weights), read_weights(weights.with_suffix(".safetensors"))
     torch.testing.assert_close(read.state, expected.state, rtol=0, atol=0)
-    assert {**vars(read), "state": {}} == {**vars(expected), "state": {}}
+    assert {**vars(read), "state": {}, "origin": None} == {**vars(expected), "state": {}, "origin": None}
+    assert [each["file"] for each in read.origin.files] == ["best.pt", "best.safetensors"]
     assert read_model(weights.with_suffix(".safetensors")).class_names == NAMES
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from models.tasks import TASKS
+from models.weights.licence import CHECKSUM_IN_NAME
 from utils.download import download
 from utils.errors import UserError
 from utils.files import ROOT, cache_folder, one_at_a_time
@@ -25,7 +26,6 @@ from utils.tracking.wandb import download_artifact
 TORCHVISION_DEFAULT = "DEFAULT"  # the weights that torchvision recommends for an architecture
 WANDB_PREFIX = "wandb:"
 OPENVINO_SUFFIX = "_openvino_model"  # of an exported folder
-CHECKSUM_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.pth$")  # of torchvision's files: the first digits of the SHA-256
 RELEASE_ADDRESS = "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
 RELEASE_LICENCE = "AGPL-3.0, published by Ultralytics"
 RELEASE_SHA256 = {"yolov5n.pt": "4f180cf23ba0717ada0badd6c685026d73d48f184d00fc159c2641284b2ac0a3"}  # of release files

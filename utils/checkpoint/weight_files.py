@@ -63,11 +63,13 @@ def weights_content(
     names: Mapping[int, str],
     settings: Mapping[str, Any],
     half: bool = False,
+    **origin: Any,
 ) -> dict[str, Any]:
     """Return the content of a weight file: the weights of `model` and all that is needed to use them.
 
     yaml: of the model, with its task. names: of the classes. settings: of the run, for information. half: store
-    floating-point tensors as float16, except those with values beyond its range.
+    floating-point tensors as float16, except those with values beyond its range. origin: `licence` and `origin`, see
+    models/weights/licence.py.
     """
     return {
         "format": FORMAT,
@@ -76,6 +78,7 @@ def weights_content(
         "names": dict(names),
         "state": {key: _stored(value.detach().cpu(), half) for key, value in model.state_dict().items()},
         "settings": dict(settings),
+        **origin,
     }
 
 

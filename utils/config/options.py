@@ -69,6 +69,9 @@ class TrainOptions:
         "yolov5s.pt", "weights to start from: a .pt, a .safetensors or hf:owner/name; '' trains from scratch", "model"
     )
     cfg: str = flag("", "model YAML; '' takes the one inside --weights", "model")
+    allow_licence: tuple[str, ...] = flag(
+        (), "licences that --weights may have, such as mit,apache-2.0,bsd-3-clause", "model", comma_separated=True
+    )
     layers: str = flag(
         "", "Python file with your own layers, which the model YAML may name; the file is executed", "model"
     )
