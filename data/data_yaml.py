@@ -350,12 +350,7 @@ def _annotated_names(
     if pack := _pack_of(file):
         return pack.names, ()
     contents = read_contents(file)
-    messages = (
-        f"{file}: the category '{name}' has no objects and is the supercategory of others, so it is no class; list it "
-        "under `names:` of the data YAML if it should be one"
-        for name in contents.groups
-    )
-    return dict(enumerate(contents.classes)), tuple(messages)
+    return dict(enumerate(contents.classes)), tuple(contents.group_messages(file))
 
 
 def _is_annotations(location: Path) -> bool:

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from data import remote, shards, storage
 from data.classification import classes_of_split
+from data.coco_json import AnnotatedRows
 from data.data_yaml import SPLITS, DataSpec, names_text
 from data.dataset import data_source
 from data.images import image_size
@@ -72,8 +73,8 @@ def loose_images(spec: DataSpec, split: str, task: str) -> tuple[list[LooseImage
         paths, messages = listing.images, listing.problems
         for annotated in listing.annotated:
             rows = annotated.rows(polygons=False)
-            boxes = {**rows.texts, **boxes}
-            outlines = {**annotated.rows(polygons=True).texts, **outlines}
+            boxes = {**_texts(rows), **boxes}
+            outlines = {**_texts(annotated.rows(polygons=True)), **outlines}
             messages += rows.problems
     if paths and shards.place_of(str(paths[0])):
         raise UserError(f"{spec.file} is packed already; name the data YAML of the loose files")
@@ -88,6 +89,10 @@ def loose_images(spec: DataSpec, split: str, task: str) -> tuple[list[LooseImage
     if not images:
         raise UserError(f"{spec.file}: `{split}:` has no image that can be read")
     return images, messages
+
+
+def _texts(rows: AnnotatedRows) -> dict[str, str]:
+    return {path: each.text for path, each in rows.images.items()}
 
 
 def planned_shards(images: Sequence[LooseImage], shard_bytes: int) -> list[list[LooseImage]]:

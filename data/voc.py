@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data import storage
-from data.coco_json import AnnotatedImages, AnnotatedRows, CocoBox, Tally, box_row, cached_json
+from data.coco_json import AnnotatedImages, AnnotatedRows, CocoBox, ImageRows, Tally, box_row, cached_json
 from data.images import IMAGE_SUFFIXES
 from utils.errors import UserError, nearest, plural
 from utils.files import read_lines, read_regular
@@ -74,15 +74,18 @@ class VocImages(AnnotatedImages):
 
     def rows(self, polygons: bool) -> AnnotatedRows:
         """Return the objects of each image; difficult ones are left out, as by the converter."""
-        tally, numbers, rows = Tally(), {name: number for number, name in enumerate(self.names)}, {}
-        sizes: dict[str, tuple[int, int] | None] = {}
+        tally, numbers, images = Tally(), {name: number for number, name in enumerate(self.names)}, {}
         for path, file in self.images.items():
             size, objects = read_voc(Path(file), one_based=CHALLENGE_MARK in storage.read_bytes(file))
-            known = [item for item in objects if item.name in numbers and not item.difficult]
             tally["boxes of classes that are not in `names`"] += sum(item.name not in numbers for item in objects)
-            rows[path] = "".join(box_row(numbers[item.name], item.box, size, tally) for item in known)
-            sizes[path] = size
-        return AnnotatedRows(rows, sizes, [f"{self.file}: left out: {tally.omitted}"] if tally.omitted else [])
+            rows = {
+                number: row
+                for number, item in enumerate(objects, 1)
+                if item.name in numbers and not item.difficult
+                if (row := box_row(numbers[item.name], item.box, size, tally))
+            }
+            images[path] = ImageRows("".join(rows.values()), size, f"{file}: object", list(rows))
+        return AnnotatedRows(images, [f"{self.file}: left out: {tally.omitted}"] if tally.omitted else [])
 
 
 def is_voc_list(location: Path) -> bool:

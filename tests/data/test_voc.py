@@ -96,6 +96,13 @@ def test_absent_images_and_annotations_are_left_out(tmp_path: Path) -> None:
     assert "1 name without an annotation, such as train0; left out" in split.problems[1]
 
 
+def test_a_problem_names_the_object(tmp_path: Path) -> None:
+    folder = voc(tmp_path)
+    file = folder / "Annotations/train1.xml"
+    file.write_text(voc_xml(("dog", (5, 5, 9, 9), 1), ("cat", (1, 1, 20, 20)), ("cat", (1, 1, 20, 20))))
+    assert split_of(folder).problems == (f"{file}: object 3: the same box again; row left out",)
+
+
 def test_a_changed_annotation_is_read_again(tmp_path: Path) -> None:
     folder = voc(tmp_path)
     assert split_of(folder).labels.counts.sum() == 3
