@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 from data import remote, storage, voc
 from data.archives import archive_sources, fetch_dataset, has_content
 from data.coco_json import AnnotatedImages, find_images, read_contents
+from data.hold_out import held_out
 from data.images import IMAGE_SUFFIXES
 from data.shards import Pack, find_pack
 from data.voc import is_voc_list
@@ -34,11 +35,17 @@ DRAWING_MODULES = {
     "shapes-seg": "data.builtin.shapes_seg",
 }
 MAX_CLASSES = 4096  # of a model
+PRINTED_KEYS = 5  # unknown ones, at most
 # Of images that are not read. Those that are: `IMAGE_SUFFIXES`.
 OTHER_IMAGE_SUFFIXES = frozenset([".avif", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jxl"])
 CONVERTED_FORMATS = ("voc", "visdrone")  # of `convert:`
 ANNOTATIONS_SUFFIX = ".json"  # of a COCO annotation file
 DATA_KEYS = ("path", *SPLITS, "images", "split", "split_seed", "names", "nc", "draw", "download", "convert", "defaults")
+# Keys of YAMLs that YOLOv5's users, Roboflow and ultralytics write, without a meaning here.
+OTHER_KEYS = frozenset(
+    ["roboflow", "license", "description", "version", "date", "author", "url", "yaml_file", "channels"]
+    + ["kpt_shape", "kpt_names", "flip_idx"]
+)
 
 
 class Listing(NamedTuple):
@@ -79,7 +86,7 @@ class DataSpec:
     image_folders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of annotation files, by split
     warnings: tuple[str, ...] = ()  # lines for the console
     defaults: Mapping[str, Any] = field(default_factory=dict)  # for flags of train.py
-    split: float = 0.0  # the share of each class to hold out for validation, chosen by `split_seed`
+    split: float = 0.0  # the share of the training images to hold out for validation, chosen by `split_seed`
     split_seed: int = 0
     has_path: bool = False  # whether the YAML has `path:`
     download: Any = None  # as in the YAML; never executed
@@ -93,12 +100,33 @@ class DataSpec:
         """Whether `path:` is an address."""
         return any(map(remote.is_remote, self.roots))
 
+    @property
+    def holds_out(self) -> bool:
+        """Whether a share of the training images serves for validation: `split:` without `val:`."""
+        return self.split > 0 and "val" not in self.entries
+
     def images(self, split: str) -> list[Path]:
         """Return the image files of a split, sorted, each once. Raises `UserError` if it is absent or empty."""
         return self.listing(split).images
 
     def listing(self, split: str) -> Listing:
         """Return the image files of a split as `images` does, and messages about omitted lines and files."""
+        if split == "test" or not self.holds_out:
+            return self._whole_listing(split)
+        if "listing" not in self.walked:
+            self.walked["listing"] = self._whole_listing("train")
+        whole: Listing = self.walked["listing"]
+        chosen = held_out(whole.images, self.split, self.split_seed)
+        if not chosen:
+            raise UserError(
+                f"{self.file}: `train:` has one image, so `split: {self.split:g}` leaves none to hold out; add images"
+            )
+        if split == "val":
+            return whole._replace(images=[image for image in whole.images if image in chosen], problems=[])
+        return whole._replace(images=[image for image in whole.images if image not in chosen])
+
+    def _whole_listing(self, split: str) -> Listing:
+        """Return the image files that `split` names in the YAML."""
         locations = self.locations(split)
         problems: list[str] = []
         listed: list[str] = []  # text: many Paths are slow
@@ -135,7 +163,8 @@ class DataSpec:
         return Listing(list(map(Path, images)), problems, tuple(described for described, _ in annotated))
 
     def annotation_file(self, split: str) -> Path | None:
-        """Return the annotation file that a split names, if it names only that."""
+        """Return the annotation file that a split names, if it names only that, or is held out of."""
+        split = "train" if split == "val" and self.holds_out else split
         locations = self.locations(split)
         return locations[0] if len(locations) == 1 and _is_annotations(locations[0]) else None
 
@@ -167,8 +196,9 @@ class DataSpec:
         Raises `UserError` if the YAML has none, or if one is absent and cannot be downloaded.
         """
         if split not in self.entries:
+            share = ", or `split: 0.2` to hold out a share of `train:`" if split == "val" else ""
             raise UserError(
-                f"{self.file} has no `{split}:`; add a folder of images, a .txt list of them, or a COCO .json"
+                f"{self.file} has no `{split}:`; add a folder of images, a .txt list of them, or a COCO .json{share}"
             )
         missing = any(_find(entry, self.roots) is None for entry in self.entries[split])
         reason = self._fetch() if missing else ""
@@ -245,10 +275,14 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
 
     file: the YAML, or the folder for which `content` was made. messages: lines for the console.
     """
-    for key in content:
-        # Keys that are not similar may belong to other programs.
-        if key not in DATA_KEYS and (hint := nearest(str(key), DATA_KEYS, 0.7)):
-            raise UserError(f"{file}: unknown key '{shortened(str(key))}'{hint}")
+    unknown = [str(key) for key in content if key not in DATA_KEYS and key not in OTHER_KEYS]
+    for key in unknown:
+        if hint := nearest(key, DATA_KEYS, 0.7):
+            raise UserError(f"{file}: unknown key '{shortened(key)}'{hint}")
+    if unknown:
+        quoted = ", ".join(f"'{shortened(key, 40)}'" for key in unknown[:PRINTED_KEYS])
+        more = f" and {len(unknown) - PRINTED_KEYS} more" if len(unknown) > PRINTED_KEYS else ""
+        messages = (*messages, f"warning: {file}: {quoted}{more}: unknown, and not used")
     roots = _roots(file, content.get("path"))
     if "draw" in content:
         _draw(file, content["draw"], roots[0])
@@ -265,6 +299,8 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
     share, seed = content.get("split", 0.0), content.get("split_seed", 0)
     if not (is_number(share) and 0 <= share < 1):
         raise UserError(f"{file}: `split` must be the share to hold out for validation, 0 to 1, not {shown(share)}")
+    if share and "val" in entries:
+        messages = (*messages, f"warning: {file}: `split: {share:g}` is not used, because there is a `val:`")
     if not _is_seed(seed):
         raise UserError(f"{file}: `split_seed` must be a whole number from 0, not {shown(seed)}")
     defaults = check_suggested_defaults(content.get("defaults") or {}, file)

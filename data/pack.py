@@ -260,7 +260,7 @@ def pack(data: str, out: str, shard_size: str = "512M", task: str = "detect") ->
     """Pack the data set that `data` names, and return lines for the console. Raises `UserError`."""
     shard_bytes = size_in_bytes(shard_size)
     spec = data_source(data, "data.classification:ClassificationData").spec
-    held_out = ["train", "val"] if task == "classify" and spec.split else []
+    held_out = ["train", "val"] if spec.split else []
     splits = [split for split in SPLITS if split in spec.entries or split in held_out]
     listed = {split: loose_images(spec, split, task) for split in splits}
     names = spec.names

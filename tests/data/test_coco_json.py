@@ -173,6 +173,17 @@ def test_outlines_are_the_masks_of_a_segmenter(tmp_path: Path) -> None:
     assert (split.labels.polygons.points * 20).tolist() == np.array(SQUARE, np.float32).reshape(-1, 2).tolist()
 
 
+@pytest.mark.parametrize("kind", [DetectionData, SegmentationData])
+def test_a_share_of_its_images_is_held_out(tmp_path: Path, kind: type[DetectionData]) -> None:
+    items = objects(*((image, 1, [4, 4, 8, 8]) for image in range(3)), segmentation=[SQUARE])
+    file = export(tmp_path / "train", annotations=items)
+    spec = read_spec(write_yaml(tmp_path / "my.yaml", {"train": "train/_annotations.coco.json", "split": 0.4}))
+    train, val = (kind(spec, 32, 32, DataOptions()).split(name) for name in ("train", "val"))
+    assert sorted(path.name for path in [*train.images, *val.images]) == ["0.png", "1.png", "2.png"]
+    assert (train.labels.counts.tolist(), val.labels.counts.tolist()) == ([1, 1], [1])
+    assert spec.annotation_file("val") == file
+
+
 def test_a_file_is_parsed_once(tmp_path: Path) -> None:
     file = export(tmp_path / "train")
     first = split_of(tmp_path)
