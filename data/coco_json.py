@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from data import storage
+from data import remote, storage
 from data.outlines import decode_rle, joined, mask_outline
 from utils.errors import UserError, nearest, plural, shortened
 from utils.files import cache_folder, file_name, one_at_a_time, replacing
@@ -314,6 +314,10 @@ class AnnotatedImages:
     names: tuple[str, ...]
     images: Mapping[str, str]
 
+    def files(self) -> list[Path]:
+        """Return the files that the objects are read from."""
+        return [self.file]
+
     def stamp(self) -> bytes:
         """Return what the rows depend on, for the key of a cache."""
         size, changed = storage.stamp(self.file)
@@ -336,6 +340,23 @@ class AnnotatedImages:
         if repeated:
             problems.append(f"{self.file}: {plural(repeated, 'image')} with the file_name of another: objects joined")
         return AnnotatedRows({path: by_name.get(name, nothing) for path, name in self.images.items()}, problems)
+
+
+def _may_exist(folder: str) -> bool:
+    return remote.is_remote(folder) or os.path.isdir(folder)
+
+
+def usual_image_folders(file: Path, split: str) -> list[Path]:
+    """Return the folders that may have the images of an annotation file on a disk, if they are not beside it.
+
+    They are those of the split and `images`, beside the file and beside its folder `annotations`.
+    """
+    if remote.is_remote(file):
+        return []
+    part = file.stem.removeprefix("instances_")  # such as train2017
+    bases = [file.parent, *([file.parent.parent] if file.parent.name.lower().startswith("annotation") else [])]
+    names = (part, f"images/{part}", f"images/{split}", split, "images", "")
+    return [base / name for base in bases for name in names if (base / name).is_dir()]
 
 
 def find_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> tuple[AnnotatedImages, list[str]]:
@@ -372,7 +393,12 @@ def find_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> tu
         example = f"such as {shortened(outside[0])}"
         problems.append(f"{file}: {len(outside)} of its images are outside of the data set, {example}; left out")
     if missing:
-        searched = ", ".join(map(os.path.normpath, parents))
-        example = f"such as {missing[0]}, looked for in {searched}"
+        searched = ", ".join(dict.fromkeys(map(remote.shown_path, map(os.path.normpath, filter(_may_exist, parents)))))
+        example = f"such as {shortened(missing[0])}, looked for in {searched}"
+        if len(missing) == len(contents.images):
+            raise UserError(
+                f"{file}: none of its {plural(len(missing), 'image')} exists, {example}; give their folder as "
+                "`images:` of a data YAML"
+            )
         problems.append(f"{file}: {len(missing)} of its images do not exist, {example}; left out")
     return AnnotatedImages(file, tuple(names), images), problems

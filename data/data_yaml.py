@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from data import remote, storage, voc
 from data.archives import archive_sources, fetch_dataset, has_content
-from data.coco_json import AnnotatedImages, find_images, read_contents
+from data.coco_json import AnnotatedImages, find_images, read_contents, usual_image_folders
 from data.hold_out import held_out
 from data.images import IMAGE_SUFFIXES
 from data.shards import Pack, find_pack
-from data.voc import is_voc_list
+from data.voc import has_annotations, is_voc_list
 from utils.config.parser import check_suggested_defaults
 from utils.config.values import is_number
 from utils.errors import UserError, nearest, plural, shortened, shown
@@ -42,9 +42,19 @@ CONVERTED_FORMATS = ("voc", "visdrone")  # of `convert:`
 ANNOTATIONS_SUFFIX = ".json"  # of a COCO annotation file
 DATA_KEYS = ("path", *SPLITS, "images", "split", "split_seed", "names", "nc", "draw", "download", "convert", "defaults")
 # Keys of YAMLs that YOLOv5's users, Roboflow and ultralytics write, without a meaning here.
-OTHER_KEYS = frozenset(
-    ["roboflow", "license", "description", "version", "date", "author", "url", "yaml_file", "channels"]
-    + ["kpt_shape", "kpt_names", "flip_idx"]
+OTHER_KEYS = (
+    "roboflow",
+    "license",
+    "description",
+    "version",
+    "date",
+    "author",
+    "url",
+    "yaml_file",
+    "channels",
+    "kpt_shape",
+    "kpt_names",
+    "flip_idx",
 )
 
 
@@ -62,7 +72,7 @@ class Listing(NamedTuple):
         """Return the files that the labels are read from; label files may not exist."""
         described = {path for each in self.annotated for path in each.images}
         label_files = (Path(storage.label_name(str(image))) for image in self.images if str(image) not in described)
-        return [*(each.file for each in self.annotated), *label_files]
+        return [*(file for each in self.annotated for file in each.files()), *label_files]
 
     def expected_labels(self) -> str:
         """Describe, for an error, where labels should be."""
@@ -134,12 +144,14 @@ class DataSpec:
         packed: list[str] = []
         annotated: list[tuple[AnnotatedImages, list[str]]] = []
         for location in locations:
+            folders = [root / folder for root in self.roots for folder in self.image_folders.get(split, ())]
             if pack := _pack_of(location):
                 packed += pack.images(location.name)
-            elif is_voc_list(location):
-                annotated.append(voc.find_images(location, list(self.names.values())))
-            elif _is_annotations(location):
-                folders = [root / folder for root in self.roots for folder in self._image_folders(split)]
+            elif _is_voc(location):
+                annotated.append(voc.find_images(location, folders, list(self.names.values())))
+            elif is_annotation_file(location):
+                folders += [root / f"images/{split}2017" for root in self.roots]
+                folders += usual_image_folders(location, split)
                 annotated.append(find_images(location, folders, list(self.names.values())))
             else:
                 is_list = storage.is_file(location)
@@ -166,11 +178,7 @@ class DataSpec:
         """Return the annotation file that a split names, if it names only that, or is held out of."""
         split = "train" if split == "val" and self.holds_out else split
         locations = self.locations(split)
-        return locations[0] if len(locations) == 1 and _is_annotations(locations[0]) else None
-
-    def _image_folders(self, split: str) -> tuple[str, ...]:
-        """Return the folders, below `path:`, that have the images of annotation files."""
-        return (*self.image_folders.get(split, ()), f"images/{split}2017")
+        return locations[0] if len(locations) == 1 and is_annotation_file(locations[0]) else None
 
     def unread_images(self, split: str) -> list[str]:
         """Return a message about the images in formats that are not read, if the search for a split met any."""
@@ -287,6 +295,12 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
     if "draw" in content:
         _draw(file, content["draw"], roots[0])
     entries = {split: _entries(file, split, content[split]) for split in SPLITS if content.get(split)}
+    if _is_absent(content, roots) and _are_in(file.resolve().parent, entries.get("train", ())):
+        roots = (file.resolve().parent,)
+        messages = (
+            *messages,
+            f"{file}: `path: {content['path']}` does not exist, so its own folder is taken, {roots[0]}",
+        )
     names = _names(file, content)
     if not names:
         names, omitted = _annotated_names(entries, roots)
@@ -349,6 +363,18 @@ def _roots(file: Path, path: Any) -> tuple[Path, ...]:
     return tuple(base / os.path.expanduser(file_name(path)) for base in bases)
 
 
+def _is_absent(content: Mapping[str, Any], roots: Sequence[Path]) -> bool:
+    """Return whether the folder that `path:` names does not exist and is not to be downloaded."""
+    if content.get("path") is None or remote.is_remote(roots[0]) or archive_sources(content.get("download")):
+        return False
+    return not any(map(os.path.isdir, roots))
+
+
+def _are_in(folder: Path, entries: Sequence[str]) -> bool:
+    """Return whether the files and folders that a split names, of which there are some, are below a folder."""
+    return bool(entries) and all(not os.path.isabs(entry) and _find(entry, [folder]) for entry in entries)
+
+
 def _entries(file: Path, split: str, value: Any) -> tuple[str, ...]:
     entries = tuple(value) if isinstance(value, list) else (value,)
     for entry in entries:
@@ -377,21 +403,26 @@ def _annotated_names(
 ) -> tuple[dict[int, str], tuple[str, ...]]:
     """Return the classes of the first pack or annotation file that a split names, and messages."""
     files = (_find(entry, roots) for split in SPLITS for entry in entries.get(split, ()))
-    named = [file for file in files if file and (_pack_of(file) or _is_annotations(file) or is_voc_list(file))]
+    named = [file for file in files if file and (_pack_of(file) or is_annotation_file(file) or _is_voc(file))]
     if not named:
         return {}, ()
     file = named[0]
-    if is_voc_list(file):
-        return dict(enumerate(sorted({name for each in named for name in voc.class_names(each)}))), ()
+    if _is_voc(file):
+        return dict(enumerate(sorted({name for each in named if _is_voc(each) for name in voc.class_names(each)}))), ()
     if pack := _pack_of(file):
         return pack.names, ()
     contents = read_contents(file)
     return dict(enumerate(contents.classes)), tuple(contents.group_messages(file))
 
 
-def _is_annotations(location: Path) -> bool:
-    """Return whether a split's entry is a COCO annotation file."""
+def is_annotation_file(location: Path) -> bool:
+    """Return whether a path is that of a COCO annotation file."""
     return location.suffix.lower() == ANNOTATIONS_SUFFIX and storage.is_file(location)
+
+
+def _is_voc(location: Path) -> bool:
+    """Return whether a split's entry is a list of VOC's layout, or a folder of XML files."""
+    return is_voc_list(location) or has_annotations(location)
 
 
 def _pack_of(location: Path) -> Pack | None:

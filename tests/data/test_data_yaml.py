@@ -165,6 +165,17 @@ def test_a_spec_is_a_plain_value(yaml_file: Path) -> None:
     assert spec == DataSpec(yaml_file, {0: "thing"}, (yaml_file.parent, Path.cwd()), {"train": ("images/train",)})
 
 
+@pytest.mark.parametrize("path", ["C:/Users/me/set", "C:\\Users\\me\\set", "/home/me/set", "../elsewhere"])
+def test_the_folder_of_another_machine(yaml_file: Path, path: str) -> None:
+    spec = read_spec(write_spec(yaml_file, path=path, train="images/train", split=0.5))
+    assert [len(spec.images(name)) for name in ("train", "val")] == [1, 1]
+    folder = yaml_file.parent
+    assert spec.warnings == (f"{yaml_file}: `path: {path}` does not exist, so its own folder is taken, {folder}",)
+    spec = read_spec(write_spec(yaml_file, path=path, train="photos"))
+    with pytest.raises(UserError, match=r"`train: photos` does not exist; looked for "):
+        spec.images("train")
+
+
 # Built-in data sets
 
 Calls = list[tuple[str, Path, int]]
