@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from data import remote, storage
 from data.coco_json import AnnotatedImages, ImageRows
-from data.images import image_size
+from data.images import examine_image
 from data.polygons import Polygons, offsets_of
 from utils.errors import StorageError, UserError, plural, shortened
 from utils.files import cache_folder, one_at_a_time, replacing
@@ -260,19 +260,20 @@ def scan_image(image: Path, content: Content = "labels", described: ImageRows | 
     name = remote.shown_path(image)
     try:
         storage.require_regular_file(image)
-        size = image_size(image)
+        size, missing = examine_image(image)
     except StorageError:
         raise
     except Exception as error:  # Pillow raises many kinds for a damaged file
         return Scan(problems=[f"{name}: not readable as an image ({error}); left out"])
     if min(size) < MIN_IMAGE_SIDE_PIXELS:
         return Scan(problems=[f"{name}: {size[0]}x{size[1]} pixels, smaller than {MIN_IMAGE_SIDE_PIXELS}; left out"])
+    truncated = (f"{name}: truncated, {missing:.2%} of its pixels are missing and grey; used",) if missing else ()
     if content == "images":
-        return Scan(size)
+        return Scan(size, problems=truncated)
     try:
         labels = described or _read_label_file(image, content)
     except FileNotFoundError:
-        return Scan(size)  # background
+        return Scan(size, problems=truncated)  # background
     except (OSError, UnicodeDecodeError) as error:
         file = remote.shown_path(storage.label_name(os.fspath(image)))
         return Scan(problems=[f"{file}: cannot be read as text ({error}); its image is left out"])
@@ -280,6 +281,7 @@ def scan_image(image: Path, content: Content = "labels", described: ImageRows | 
         sizes = f"{size[0]}x{size[1]} pixels, but its annotation is for {labels.size[0]}x{labels.size[1]}"
         return Scan(problems=[f"{name}: {sizes}; left out"])
     rows, problems = parse_rows(labels.text, labels.origin, content == "outlines", labels.ids)
+    problems = [*truncated, *problems]
     if problems and not rows:  # it may have objects, so it is no background
         file = f"annotations of {name}" if described else labels.origin
         return Scan(problems=[*problems, f"{file}: no row can be used; its image is left out"])
