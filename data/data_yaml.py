@@ -40,7 +40,20 @@ PRINTED_KEYS = 5  # unknown ones, at most
 OTHER_IMAGE_SUFFIXES = frozenset([".avif", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jxl"])
 CONVERTED_FORMATS = ("voc", "visdrone")  # of `convert:`
 ANNOTATIONS_SUFFIX = ".json"  # of a COCO annotation file
-DATA_KEYS = ("path", *SPLITS, "images", "split", "split_seed", "names", "nc", "draw", "download", "convert", "defaults")
+DATA_KEYS = (
+    "path",
+    *SPLITS,
+    "images",
+    "lists",
+    "split",
+    "split_seed",
+    "names",
+    "nc",
+    "draw",
+    "download",
+    "convert",
+    "defaults",
+)
 # Keys of YAMLs that YOLOv5's users, Roboflow and ultralytics write, without a meaning here.
 OTHER_KEYS = (
     "roboflow",
@@ -94,6 +107,9 @@ class DataSpec:
     roots: tuple[Path, ...]  # folders that entries may be relative to, by precedence
     entries: dict[str, tuple[str, ...]]  # folders, list and annotation files of each split, as the YAML names them
     image_folders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of annotation files, by split
+    lists: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # text files, by split; its other images are not in it
     warnings: tuple[str, ...] = ()  # lines for the console
     defaults: Mapping[str, Any] = field(default_factory=dict)  # for flags of train.py
     split: float = 0.0  # the share of the training images to hold out for validation, chosen by `split_seed`
@@ -172,7 +188,25 @@ class DataSpec:
                 f"{self.file}: `{split}:` lists {plural(len(listed) - len(images), 'image')} again, such as "
                 f"{repeated}; each is used once"
             )
+        if split in self.lists:
+            images = self._only_listed(split, images, problems)
         return Listing(list(map(Path, images)), problems, tuple(described for described, _ in annotated))
+
+    def _only_listed(self, split: str, images: list[str], problems: list[str]) -> list[str]:
+        """Return the images that the text file in `lists:` names. Raises `UserError` if there is none."""
+        names = self.lists[split]
+        found = [_find(name, self.roots) for name in names]
+        if None in found:
+            raise UserError(f"{self.file}: `lists: {split}: {names[found.index(None)]}` does not exist; fix the path")
+        wanted = {image for file in found if file for image in _read_list(file, problems)}
+        chosen = [image for image in images if image in wanted]
+        if not chosen:
+            raise UserError(f"{self.file}: `{split}:` has none of the {len(wanted)} images of `lists:`; fix the paths")
+        if missing := wanted - set(chosen):
+            problems.append(
+                f"{self.file}: `{split}:` lacks {plural(len(missing), 'image')} of `lists:`, such as {min(missing)}"
+            )
+        return chosen
 
     def annotation_file(self, split: str) -> Path | None:
         """Return the annotation file that a split names, if it names only that, or is held out of."""
@@ -188,6 +222,10 @@ class DataSpec:
         suffixes = ", ".join(sorted({os.path.splitext(file)[1].lower() for file in files}))
         count = f"`{split}:` has {plural(len(files), 'image')} in formats that are not read ({suffixes})"
         return [f"{self.file}: {count}, such as {min(files)}: convert them to .jpg or .png; left out"]
+
+    def find(self, entry: str) -> Path | None:
+        """Return the path that an entry means; None if it does not exist."""
+        return _find(entry, self.roots)
 
     def root(self) -> Path:
         """Return the folder that `path:` names. Raises `UserError` if it is absent and cannot be downloaded."""
@@ -326,7 +364,8 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
         names,
         roots,
         entries,
-        image_folders=_image_folders(file, content.get("images")),
+        image_folders=_by_split(file, "images", content.get("images"), "a folder"),
+        lists=_by_split(file, "lists", content.get("lists"), "a text file"),
         warnings=(*messages, *repeated),
         defaults=defaults,
         split=share,
@@ -387,15 +426,16 @@ def _is_path(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and not set(value) & set("\0\r\n")
 
 
-def _image_folders(file: Path, value: Any) -> dict[str, tuple[str, ...]]:
-    """Return the folders that `images:` of a YAML gives for each split: one for all, or a mapping."""
+def _by_split(file: Path, key: str, value: Any, what: str) -> dict[str, tuple[str, ...]]:
+    """Return the paths that a key of a YAML gives for each split: one or a list, for all, or in a mapping."""
     by_split = value if isinstance(value, dict) else {split: value for split in SPLITS if value is not None}
-    for split, folder in by_split.items():
-        if split not in SPLITS or not _is_path(folder):
+    paths = {split: tuple(given) if isinstance(given, list) else (given,) for split, given in by_split.items()}
+    for split, given in paths.items():
+        if split not in SPLITS or not all(map(_is_path, given)):
             raise UserError(
-                f"{file}: `images` must be a folder, or a folder for each of {', '.join(SPLITS)}, not {shown(value)}"
+                f"{file}: `{key}` must be {what}, or {what} for each of {', '.join(SPLITS)}, not {shown(value)}"
             )
-    return {split: (file_name(folder),) for split, folder in by_split.items()}
+    return {split: tuple(map(file_name, given)) for split, given in paths.items()}
 
 
 def _annotated_names(

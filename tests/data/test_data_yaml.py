@@ -176,6 +176,30 @@ def test_the_folder_of_another_machine(yaml_file: Path, path: str) -> None:
         spec.images("train")
 
 
+def test_lists_select_images_of_the_entries(yaml_file: Path) -> None:
+    folder = yaml_file.parent
+    images = touch(folder / "images/train", "a.jpg", "b.png", "c.jpg")
+    (folder / "train.txt").write_text("images/train/a.jpg\n./images/train/c.jpg\n")
+    (folder / "val.txt").write_text(f"{images[1]}\n{folder}/images/train/d.jpg\n")
+    lists = {"train": "train.txt", "val": "val.txt"}
+    spec = read_spec(write_spec(yaml_file, train="images/train", val="images/train", lists=lists))
+    assert spec.listing("train") == ([images[0], images[2]], [], ())
+    assert spec.images("val") == [images[1]]
+    assert spec.listing("val").problems == [
+        f"{yaml_file}: `val:` lacks 1 image of `lists:`, such as {folder}/images/train/d.jpg"
+    ]
+    (folder / "val.txt").write_text("d.jpg")
+    with pytest.raises(UserError, match="`val:` has none of the 1 images of `lists:`; fix the paths"):
+        spec.images("val")
+    (folder / "val.txt").unlink()
+    with pytest.raises(UserError, match=r"`lists: val: val\.txt` does not exist; fix the path"):
+        spec.images("val")
+    with pytest.raises(
+        UserError, match="`lists` must be a text file, or a text file for each of train, val, test, not"
+    ):
+        read_spec(write_spec(yaml_file, lists=3))
+
+
 # Built-in data sets
 
 Calls = list[tuple[str, Path, int]]
