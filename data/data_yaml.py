@@ -11,7 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
@@ -41,33 +41,13 @@ OTHER_IMAGE_SUFFIXES = frozenset([".avif", ".gif", ".heic", ".heif", ".jfif", ".
 CONVERTED_FORMATS = ("voc", "visdrone")  # of `convert:`
 ANNOTATIONS_SUFFIX = ".json"  # of a COCO annotation file
 DATA_KEYS = (
-    "path",
-    *SPLITS,
-    "images",
-    "lists",
-    "split",
-    "split_seed",
-    "names",
-    "nc",
-    "draw",
-    "download",
-    "convert",
-    "defaults",
+    *("path", *SPLITS, "images", "lists", "split", "split_seed", "names", "nc"),
+    *("draw", "download", "convert", "defaults"),
 )
 # Keys of YAMLs that YOLOv5's users, Roboflow and ultralytics write, without a meaning here.
 OTHER_KEYS = (
-    "roboflow",
-    "license",
-    "description",
-    "version",
-    "date",
-    "author",
-    "url",
-    "yaml_file",
-    "channels",
-    "kpt_shape",
-    "kpt_names",
-    "flip_idx",
+    *("roboflow", "license", "description", "version", "date", "author", "url", "yaml_file", "channels"),
+    *("kpt_shape", "kpt_names", "flip_idx"),
 )
 
 
@@ -80,6 +60,15 @@ class Listing(NamedTuple):
     images: list[Path]
     problems: list[str]
     annotated: tuple[AnnotatedImages, ...] = ()
+
+    def only(self, images: list[Path]) -> Listing:
+        """Return the listing of some of the images."""
+        names = set(map(str, images))
+        annotated = [
+            replace(each, images={path: name for path, name in each.images.items() if path in names})
+            for each in self.annotated
+        ]
+        return Listing(images, self.problems, tuple(annotated))
 
     def label_files(self) -> list[Path]:
         """Return the files that the labels are read from; label files may not exist."""
@@ -107,9 +96,7 @@ class DataSpec:
     roots: tuple[Path, ...]  # folders that entries may be relative to, by precedence
     entries: dict[str, tuple[str, ...]]  # folders, list and annotation files of each split, as the YAML names them
     image_folders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of annotation files, by split
-    lists: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # text files, by split; its other images are not in it
+    lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # text files with a split's images, out of all
     warnings: tuple[str, ...] = ()  # lines for the console
     defaults: Mapping[str, Any] = field(default_factory=dict)  # for flags of train.py
     split: float = 0.0  # the share of the training images to hold out for validation, chosen by `split_seed`
@@ -147,9 +134,8 @@ class DataSpec:
             raise UserError(
                 f"{self.file}: `train:` has one image, so `split: {self.split:g}` leaves none to hold out; add images"
             )
-        if split == "val":
-            return whole._replace(images=[image for image in whole.images if image in chosen], problems=[])
-        return whole._replace(images=[image for image in whole.images if image not in chosen])
+        part = whole.only([image for image in whole.images if (image in chosen) == (split == "val")])
+        return part._replace(problems=[]) if split == "val" else part  # the problems are those of `train:`
 
     def _whole_listing(self, split: str) -> Listing:
         """Return the image files that `split` names in the YAML."""
@@ -188,12 +174,11 @@ class DataSpec:
                 f"{self.file}: `{split}:` lists {plural(len(listed) - len(images), 'image')} again, such as "
                 f"{repeated}; each is used once"
             )
-        if split in self.lists:
-            images = self._only_listed(split, images, problems)
-        return Listing(list(map(Path, images)), problems, tuple(described for described, _ in annotated))
+        listing = Listing(list(map(Path, images)), problems, tuple(described for described, _ in annotated))
+        return listing.only(self._listed(split, images, problems)) if split in self.lists else listing
 
-    def _only_listed(self, split: str, images: list[str], problems: list[str]) -> list[str]:
-        """Return the images that the text file in `lists:` names. Raises `UserError` if there is none."""
+    def _listed(self, split: str, images: Sequence[str], problems: list[str]) -> list[Path]:
+        """Return the images that the text files in `lists:` name. Raises `UserError` if there are none."""
         names = self.lists[split]
         found = [_find(name, self.roots) for name in names]
         if None in found:
@@ -206,7 +191,7 @@ class DataSpec:
             problems.append(
                 f"{self.file}: `{split}:` lacks {plural(len(missing), 'image')} of `lists:`, such as {min(missing)}"
             )
-        return chosen
+        return list(map(Path, chosen))
 
     def annotation_file(self, split: str) -> Path | None:
         """Return the annotation file that a split names, if it names only that, or is held out of."""

@@ -138,7 +138,7 @@ def find_images(location: Path, folders: Sequence[Path], names: Sequence[str]) -
     cannot be read, if none of the classes occurs, or if there are no images.
     """
     annotated, known = _annotations(location), class_names(location)
-    if not set(names) & set(known):
+    if known and not set(names) & set(known):
         raise UserError(
             f"{annotated} has no objects of the class '{names[0]}'{nearest(names[0], known)}, nor of any "
             "other of the data set's `names`; correct `names:`, or leave it out to use VOC's"
@@ -160,15 +160,16 @@ def find_images(location: Path, folders: Sequence[Path], names: Sequence[str]) -
             if stems
             else f"{location} names no image; list one in each line, without a suffix"
         )
-    absent = {"an image": images, "an annotation": annotations}
+    absent = {("name" if is_list else "annotation", "an image"): images}
+    absent["name" if is_list else "image", "an annotation"] = annotations
     for folder, each in zip(searched, beside, strict=True):
         alone = annotated.name == folder.name or annotated.name.lower() in ANNOTATION_FOLDERS  # no other split's
         if not is_list and alone and each.keys() & annotations.keys():
             stems += each  # an image without an annotation may have objects, so it is no background
             break
     problems = [
-        f"{location}: {plural(len(missing), 'name')} without {what}, such as {missing[0]}; left out"
-        for what, files in absent.items()
+        f"{location}: {plural(len(missing), noun)} without {what}, such as {missing[0]}; left out"
+        for (noun, what), files in absent.items()
         if (missing := [stem for stem in stems if stem not in files])
     ]
     return VocImages(location, tuple(names), found), problems

@@ -159,14 +159,33 @@ def test_images_and_xml_files_without_each_other(tmp_path: Path) -> None:
     (folder / "images/train_2.png").unlink()
     listing = read_spec(write_yaml(tmp_path / "my.yaml", {"train": "annotations"})).listing("train")
     assert [problem.partition(": ")[2] for problem in listing.problems] == [
-        "1 name without an image, such as train_2; left out",
-        "1 name without an annotation, such as train_1; left out",
+        "1 annotation without an image, such as train_2; left out",
+        "1 image without an annotation, such as train_1; left out",
     ]
     (folder / "images").rename(folder / "photos")
     with pytest.raises(
         UserError, match=r"none of 19 annotations has an image of its name, .* give their folder as `imag"
     ):
         read_folder(folder).images("train")
+
+
+def test_a_split_without_objects(tmp_path: Path) -> None:
+    folder = roboflow_voc(tmp_path)
+    for file in (folder / "valid").glob("*.xml"):
+        file.write_text(voc_xml(size=(64, 48)))
+    split = split_of(folder, "val")
+    assert split.labels.counts.tolist() == [0] * len(split.images)
+    assert "no image of `val:` has a label" in split.problems[0]
+
+
+def test_problems_are_those_of_the_images_that_are_held_out(tmp_path: Path) -> None:
+    folder = kaggle(tmp_path)
+    for file in (folder / "annotations").glob("*.xml"):
+        file.write_text(voc_xml(("cat", (1, 1, 20, 20)), ("cat", (5, 5, 5, 9)), size=(64, 48)))
+    for name, count in (("train", 16), ("val", 4)):
+        split = split_of(folder, name)
+        assert (len(split.images), split.labels.counts.tolist()) == (count, [1] * count)
+        assert split.problems == (f"{folder}/annotations: left out: {count} boxes without an area",)
 
 
 def test_label_files_count_more_than_xml_files(tmp_path: Path) -> None:
