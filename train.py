@@ -400,15 +400,20 @@ def measure_batch_size(run: Run, inputs: Inputs, criterion: Criterion) -> int:
     return size
 
 
-def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, Sequence[Path]]]:
-    """Return the settings of a job and its files by purpose. Raises `UserError` if it could not start."""
+def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, Sequence[Path]], Sequence[str]]:
+    """Return the settings of a job, its files by purpose, and what a start says about the data.
+
+    Raises `UserError` if it could not start.
+    """
     job = read_job(settings)
     options = job.settings.options
-    job.task.build_model(job.start.yaml, options.imgsz, job.start.source)
+    model = job.task.build_model(job.start.yaml, options.imgsz, job.start.source)
+    data = job.source.open(model.imgsz, model.stride, settings.select(DataOptions))
+    messages = data.messages(data.split("train", job.settings.hyp), data.split("val"))
     files: dict[str, Sequence[Path]] = {**job.source.files()}
     if job.start.weights:
         files["weights"] = [job.start.find(options.weights)]
-    return {**vars(job.settings.hyp), "model": job.start.yaml, "class names": job.task.names}, files
+    return {**vars(job.settings.hyp), "model": job.start.yaml, "class names": job.task.names}, files, messages
 
 
 def settings_of(argv: Sequence[str]) -> Settings:

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from data import storage
 from data.batches import Item, Items
-from data.data_yaml import DataSpec, overlap, read_spec
-from data.detect_layout import read_folder
+from data.data_yaml import DataSpec, is_annotation_file, overlap, read_spec
+from data.detect_layout import read_annotation_file, read_folder
 from data.sampler import SampleIndex, Sampling
 from utils.batch import Batch, Split
 from utils.config.hyperparameters import Recipe
@@ -176,9 +176,17 @@ class DataSource:
 
 
 def data_source(data: str, kind: str) -> DataSource:
-    """Read the YAML or the folder that --data names. kind: `module:class` of the data set. Raises `UserError`."""
+    """Read the YAML, the folder or the COCO annotation file that --data names. Raises `UserError`.
+
+    kind: `module:class` of the data set.
+    """
     storage.forget()
-    spec = read_folder(Path(data)) if os.path.isdir(data) else read_spec(find_file(data, "data set", ["data"]))
+    if os.path.isdir(data):
+        spec = read_folder(Path(data))
+    elif is_annotation_file(Path(data)):
+        spec = read_annotation_file(Path(data))
+    else:
+        spec = read_spec(find_file(data, "data set", ["data"]))
     return DataSource(spec, dataset_class(kind))
 
 

@@ -460,7 +460,7 @@ FINE = {
     "an outline that crosses itself": outline("0.1 0.1 0.9 0.9 0.9 0.1 0.1 0.9"),
     "loop of links": loop,
     "Roboflow's layout": roboflow,
-    "unknown key": data(colour="blue"),
+    "a key of another program": data(kpt_shape=[17, 3]),
     "plain state dict": lambda inputs: torch.save(build_model(inputs.model).state_dict(), inputs.folder / "weights.pt"),
 }
 
