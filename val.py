@@ -178,7 +178,7 @@ def assemble(given: Mapping[str, Any]) -> Validation:
         split = data.split(split_name)
     run.open_folder(select(FolderOptions, options))
     run.quiet = options.quiet
-    lines = [*run.device_lines(verbose=False)[:1], *source.spec.warnings, *split.report(split_name)]
+    lines = [*run.description, *source.spec.warnings, *split.report(split_name)]
     about_files = members.class_warnings(names) + members.overridden({**given, "half": half})
     run.print(*lines, *size.rounded(stride).messages, *messages(options, half, members), *about_files)
     run.files.write_problems(split.problems)
