@@ -22,10 +22,8 @@ from models.weights.reader import read_weights
 from models.weights.releases import find_weights
 from models.weights.transfer import known_share, transfer
 from utils.config.hyperparameters import Recipe
-from utils.errors import UserError
+from utils.errors import UserError, plural
 from utils.files import find_file, read_yaml
-
-MAX_NAMED_TENSORS = 5  # in a message
 
 
 @dataclass(frozen=True)
@@ -115,18 +113,20 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> l
             f"no tensor of {name} fits the model; leave out --cfg to train the model in that file, or give "
             "--weights '' to start from scratch"
         )
+    head = task.keep_head(model, weights.state, weights.names)
     messages = []
     if weights.task and TASKS.get(weights.task) is not start.entry:
         messages.append(f"warning: {name} is a model for another task, '{weights.task}'")
     warning = "" if loaded > total / 2 else "warning: these are weights of another model: only "
-    messages.append(f"{warning}{loaded} of {total} tensors taken from {name}")
-    messages += weights.class_warnings(task.names, name)
-    if misfits:
-        shapes = [(tensor, *("x".join(map(str, shape)) for shape in pair)) for tensor, *pair in misfits]
-        dropped = [f"{tensor} ({of_file}, here {of_model})" for tensor, of_file, of_model in shapes[:MAX_NAMED_TENSORS]]
-        more = f" and {len(misfits) - MAX_NAMED_TENSORS} more" if len(misfits) > MAX_NAMED_TENSORS else ""
-        messages.append(f"dropped for their shapes: {', '.join(dropped)}{more}")
-    return messages + task.keep_head(model, weights.state, weights.names)
+    if misfits and not head:
+        if weights.names and len(weights.names) != len(task.names) and not warning:
+            head = f"not its head: it is for {plural(len(weights.names), 'class')}"
+        else:
+            tensor, *shapes = misfits[0]
+            of_file, of_model = ("x".join(map(str, shape)) for shape in shapes)
+            head = f"not {len(misfits)} of other shapes, such as {tensor} ({of_file}, here {of_model})"
+    messages.append(f"{warning}{loaded} of {total} tensors taken from {name}{', ' * bool(head)}{head}")
+    return messages + weights.class_warnings(task.names, name)
 
 
 def gflops(model: nn.Module, imgsz: int) -> float:

@@ -86,10 +86,17 @@ def joined(parts: Sequence[str]) -> list[str]:
     return lines
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return names separated by commas; of more than `MAX_NAMES` the first, and how many more there are."""
-    more = len(names) - MAX_NAMES
-    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+def listed(names: Sequence[str], width: int) -> str:
+    """Return the first of some names, separated by commas, and how many more there are.
+
+    They are as many as `width` characters hold, at most `MAX_NAMES`; a first name that is too long loses its middle.
+    """
+    for count in range(min(len(names), MAX_NAMES), 0, -1):
+        more = f" and {len(names) - count} more" if count < len(names) else ""
+        text = ", ".join(names[:count]) + more
+        if len(text) <= width:
+            return text
+    return short_name(names[0], max(width - len(more), SHORTEST_NAME)) + more if names else ""
 
 
 def short_name(name: str, width: int) -> str:

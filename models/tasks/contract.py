@@ -245,9 +245,12 @@ class Task(ABC):
         """Return parts of the names of tensors not to load from a weight file. from_yaml: whether --cfg is given."""
         return ()
 
-    def keep_head(self, model: Model, state: Mapping[str, Tensor], names: Mapping[int, str]) -> list[str]:
-        """Load parts of a weight file's last layer that is for other classes; return messages. names: of the file."""
-        return []
+    def keep_head(self, model: Model, state: Mapping[str, Tensor], names: Mapping[int, str]) -> str:
+        """Load parts of a weight file's last layer that is for other classes; return what they are, in words.
+
+        Returns '' if the task does not try to. names: of the file.
+        """
+        return ""
 
     def adapt(self, model: Model, split: Any) -> list[str]:
         """Fit `model` to the training split before the first step, for example by AutoAnchor; return messages."""
