@@ -36,7 +36,7 @@ from utils.config.options import DetectOptions
 from utils.config.parser import given_flags, over_defaults
 from utils.console import Bar, show
 from utils.distributed.failure import Stopped, run_main
-from utils.errors import without_secrets
+from utils.errors import plural, without_secrets
 from utils.files import csv_text, lock_folder, numbered_folder, replacing
 from utils.plots.drawing import Style, write_picture
 from utils.stage_times import (
@@ -46,7 +46,6 @@ from utils.stage_times import (
     StageTimer,
     format_times,
     milliseconds_per_image,
-    without_warmup,
 )
 
 
@@ -65,7 +64,10 @@ def main() -> None:
     with ExitStack() as opened:
         outputs = [opened.enter_context(output) for output in requested_outputs(options, folder, file_names)]
         for group in batches(media, predictor, options.batch_size):
-            predictions = predictor.predict(predictor.data.collate([item for _, item in group]), timer)
+            batch = predictor.data.collate([item for _, item in group])
+            if not timer.batches:
+                predictor.predict(batch)  # a warm-up: the first pass allocates memory and selects kernels
+            predictions = predictor.predict(batch, timer)
             seconds = sum(timer.batches[-1].seconds[stage] for stage in (PREPARING, INFERENCE, POSTPROCESSING))
             for (frame, _), prediction in zip(group, predictions, strict=True):
                 for output in outputs:
@@ -74,11 +76,10 @@ def main() -> None:
                     show(f"{frame_name(frame)}: {prediction.describe()}, {1000 * seconds / len(group):.1f} ms")
             frames_done += len(group)
             warnings_shown = show_warnings(media.problems, warnings_shown)
-        times = milliseconds_per_image(without_warmup(timer.batches))
+        times = milliseconds_per_image(timer.batches)
     show_warnings(media.problems, warnings_shown)
     lock.release()
-    images = f"{frames_done} image{'s' * (frames_done != 1)}"
-    show(f"{images}{f'; {format_times(times)}' if frames_done else ''}; results in {folder}")
+    show(*(format_times(times) if frames_done else ()), f"{plural(frames_done, 'image')}; results in {folder}")
     if media.problems:
         bad, count = len(media.problems), len(media.items)
         show(f"warning: {bad} of the {count} sources could not be read, or not to the end; see above")
