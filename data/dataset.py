@@ -183,7 +183,10 @@ class DataSource:
 def data_source(data: str, kind: str) -> DataSource:
     """Read the YAML or the folder that --data names. kind: `module:class` of the data set. Raises `UserError`."""
     storage.forget()
-    spec = read_folder(Path(data)) if os.path.isdir(data) else read_spec(find_file(data, "data set", ["data"]))
+    if os.path.isdir(data):
+        spec = read_folder(Path(data))
+    else:
+        spec = read_spec(find_file(data, "data set", ["data"], kind="a file or a folder"))
     return DataSource(spec, dataset_class(kind))
 
 

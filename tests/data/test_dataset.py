@@ -82,7 +82,7 @@ def test_lines_about_many_classes_fit() -> None:
 
 
 def test_a_yaml_that_does_not_exist_is_named() -> None:
-    with pytest.raises(UserError, match=r"nothing\.yaml"):
+    with pytest.raises(UserError, match=r"data set 'nothing\.yaml' is not a file or a folder; give"):
         data_source("nothing.yaml", "data.detection:DetectionData")
 
 
