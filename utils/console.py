@@ -66,7 +66,7 @@ def duration(seconds: float) -> str:
 
 def broken(line: str) -> str:
     """Return a line broken between words to fit the terminal; continuations are indented. Paths stay whole."""
-    if len(line) <= columns() or "\n" in line:  # such as a profiler's table
+    if len(line) <= columns() or "  " in line.strip():  # the row of a table, such as the profiler's
         return line
     indent = line[: len(line) - len(line.lstrip())]
     return textwrap.fill(
