@@ -19,11 +19,13 @@ from models.tasks import TASKS, TaskEntry, task_of
 from models.tasks.contract import Model, Task
 from models.weights.content import Weights
 from models.weights.reader import read_weights
-from models.weights.releases import find_weights
+from models.weights.releases import TORCHVISION_DEFAULT, find_weights, torchvision_weights
 from models.weights.transfer import known_share, transfer
 from utils.config.hyperparameters import Recipe
 from utils.errors import UserError, plural
 from utils.files import find_file, read_yaml
+
+ANSWER_SECONDS = 4.0  # for the server of weights that a run can do without
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,28 @@ class StartingPoint:
     from_yaml: bool  # named by --cfg, not read from a weight file
     weights: Weights | None = None
     weights_name: str = ""
+    message: str = ""  # about weights that no flag names
 
     def with_weights(self, name: str) -> StartingPoint:
         """Read the weight file that --weights names if --cfg names the model; '' is none. Raises `UserError`."""
         if not self.from_yaml or not name:
             return self
         return replace(self, weights=read_weights(self.find(name)), weights_name=name)
+
+    def with_default_weights(self) -> StartingPoint:
+        """Read the weights that torchvision recommends for the model, unless they cannot be had within seconds."""
+        if "architecture" not in self.yaml:
+            return self.from_scratch("no --weights are given")
+        try:
+            weights = read_weights(torchvision_weights(self.yaml, self.source, ANSWER_SECONDS))
+        except UserError:
+            return self.from_scratch("torchvision's weights cannot be downloaded")
+        message = "starting from torchvision's weights; --weights '' trains from scratch"
+        return replace(self, weights=weights, weights_name=TORCHVISION_DEFAULT, message=message)
+
+    def from_scratch(self, reason: str) -> StartingPoint:
+        """Return the starting point without weights, and with a message that says so."""
+        return replace(self, weights=None, weights_name="", message=f"training from scratch: {reason}")
 
     def known_share(self, model: Model, task: Task) -> float | None:
         """Return the share of the task's classes that the weights have; None without weights of such a model."""
@@ -98,6 +116,7 @@ def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: Mod
     size = f", {work:.3g} GFLOPs at {model.imgsz} px" if work else ""
     messages = [f"{start.source}: {layers} layers, {parameters:,} parameters{size}"]
     messages += rounding([options.imgsz], [model.imgsz], model.stride)
+    messages += [start.message] * bool(start.message)
     if start.weights:
         messages += _load(model, start, start.weights, task)
     if numbers := freeze(model, options.freeze):
@@ -119,12 +138,13 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> l
         messages.append(f"warning: {name} is a model for another task, '{weights.task}'")
     warning = "" if loaded > total / 2 else "warning: these are weights of another model: only "
     if misfits and not head:
-        if weights.names and len(weights.names) != len(task.names) and not warning:
-            head = f"not its head: it is for {plural(len(weights.names), 'class')}"
+        tensor, of_file, of_model = misfits[0]
+        classes = len(weights.names) or (of_file[0] if of_model[:1] == (len(task.names),) else len(task.names))
+        if classes != len(task.names) and not warning:
+            head = f"not its head: it is for {plural(classes, 'class')}"
         else:
-            tensor, *shapes = misfits[0]
-            of_file, of_model = ("x".join(map(str, shape)) for shape in shapes)
-            head = f"not {len(misfits)} of other shapes, such as {tensor} ({of_file}, here {of_model})"
+            shapes = ("x".join(map(str, shape)) for shape in (of_file, of_model))
+            head = f"not {len(misfits)} of other shapes, such as {tensor} ({', here '.join(shapes)})"
     messages.append(f"{warning}{loaded} of {total} tensors taken from {name}{', ' * bool(head)}{head}")
     return messages + weights.class_warnings(task.names, name)
 

@@ -196,6 +196,8 @@ class Task(ABC):
     # Whether val.py, detect.py and export.py take the image size of the training if there is no --imgsz. Otherwise they
     # take that of `defaults`, or 640, and print that of the training.
     default_is_training_size: ClassVar[bool] = True
+    # Whether a run without --weights starts from those that torchvision recommends for the model, if they can be had.
+    prefers_trained: ClassVar[bool] = False
     official_weights: ClassVar[str] = r"(?!)"  # regular expression: names of YOLOv5's release files
     hub_tag: ClassVar[str] = "other"  # its name on the Hugging Face Hub, such as object-detection
 
