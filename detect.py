@@ -49,7 +49,6 @@ from utils.stage_times import (
     StageTimer,
     format_times,
     milliseconds_per_image,
-    without_warmup,
 )
 
 
@@ -65,7 +64,10 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
     with run_folder(options) as folder, ExitStack() as opened:
         outputs = [opened.enter_context(output) for output in requested_outputs(options, folder, file_names)]
         for group in batches(media, predictor, options.batch_size):
-            predictions = predictor.predict_batch(predictor.data.collate([item for _, item in group]), timer)
+            batch = predictor.data.collate([item for _, item in group])
+            if not timer.batches:
+                predictor.predict_batch(batch)  # a warm-up: the first pass allocates memory and selects kernels
+            predictions = predictor.predict_batch(batch, timer)
             seconds = sum(timer.batches[-1].seconds[stage] for stage in (PREPARING, INFERENCE, POSTPROCESSING))
             for (frame, _), prediction in zip(group, predictions, strict=True):
                 for output in outputs:
@@ -74,12 +76,12 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
                     show(f"{frame_name(frame)}: {prediction.describe()}, {1000 * seconds / len(group):.1f} ms")
             frames_done += len(group)
             warnings_shown = show_warnings(media.problems, warnings_shown)
-        times = milliseconds_per_image(without_warmup(timer.batches))
+        times = milliseconds_per_image(timer.batches)
     if not frames_done:
         raise UserError("; ".join(media.problems))
     show_warnings(media.problems, warnings_shown)
     results = f"; results in {folder}" if folder.is_dir() else ""
-    show(f"{plural(frames_done, 'image')}; {format_times(times)}{results}")
+    show(*format_times(times), f"{plural(frames_done, 'image')}{results}")
     if media.problems:
         bad, count = len(media.problems), len(media.items)
         show(f"warning: {bad} of the {count} sources could not be read, or not to the end; see above")

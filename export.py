@@ -33,7 +33,7 @@ from utils.config.parser import given_flags, over_defaults, refuse_flags
 from utils.console import show
 from utils.distributed.devices import device_kind
 from utils.distributed.failure import Stopped, run_main
-from utils.errors import UserError
+from utils.errors import UserError, plural
 from utils.python_api import call
 
 NEEDLESS_FLAGS = {
@@ -129,7 +129,8 @@ def messages(options: ExportOptions, job: ExportJob) -> list[str]:
     lines += [f"--{flag} changes nothing: {why}" for flag, why in NEEDLESS_FLAGS.items() if getattr(options, flag)]
     count = "any number" if metadata.dynamic else metadata.batch
     sizes = ", or other whole strides" if metadata.dynamic else ""
-    summary = f"{metadata.task}, {len(metadata.names)} classes; images of {height}x{width}{sizes}, {count} at a time"
+    classes = plural(len(metadata.names), "class")
+    summary = f"{metadata.task}, {classes}; images of {height}x{width}{sizes}, {count} at a time"
     return [*lines, summary, f"licence: {Origin(metadata.licence, metadata.origin)}"]
 
 

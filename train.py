@@ -274,6 +274,9 @@ def read_job(settings: Settings) -> Job:
     settings = settings.resolve(kind.recipe, kind.defaults, source.spec.defaults)
     if not settings.saved:
         start_from = start_from.with_weights(settings.options.weights)
+    if kind.prefers_trained and not settings.names("weights", source.spec.defaults):
+        start_from = start_from.with_default_weights()
+        settings = settings.with_options(weights=start_from.weights_name)
     origin = Origin.recorded(settings.saved) if settings.saved else start_from.origin
     origin.require(settings.options.allow_licence)
     settings = replace(settings, origin=origin.content())
@@ -286,6 +289,9 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     """Read and check everything that a run needs, and build its model; nothing is written. Raises `UserError`."""
     with run.untimed_barrier():  # one machine may have more to download than another
         job = read_job(settings)
+    if job.start.message and not all(run.collectives.gather([job.start.weights_name])):
+        start_from = job.start if not job.start.weights else job.start.from_scratch("not every machine has the weights")
+        job = job._replace(settings=job.settings.with_options(weights=""), start=start_from)
     settings, source, start_from, task = job
     options, data_options = settings.options, settings.select(DataOptions)
     memory.check_batch_size(options.batch_size, options.logical_processes)

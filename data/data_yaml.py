@@ -493,7 +493,7 @@ def _names(file: Path, content: Mapping[str, Any]) -> dict[int, str]:
     if sorted(names, key=str) != sorted(range(len(names)), key=str):
         raise UserError(f"{file}: the numbers under `names` must be 0 to {len(names) - 1}, each once")
     if count is not None and count != len(names):
-        raise UserError(f"{file}: `nc` is {shown(count)} but `names` has {len(names)} classes; fix either")
+        raise UserError(f"{file}: `nc` is {shown(count)} but `names` has {plural(len(names), 'class')}; fix either")
     for number, name in names.items():
         if name is None or isinstance(name, (list, dict)) or not str(name).strip():
             raise UserError(f"{file}: class {number} under `names` is {shown(name)}; give its name")

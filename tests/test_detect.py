@@ -37,10 +37,12 @@ from models.yolo import build_model
 from predictor import class_numbers
 from tests.conftest import RunScript
 from tests.making import noise, tiny_detector, write_image, write_yaml
+from utils.batch import Batch
 from utils.checkpoint.weight_files import serialised, weights_content
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 from utils.plots.drawing import Style
+from utils.stage_times import StageTimer
 
 SIDE, CONFIDENCE, OVERLAP = 160, 0.1, 0.45
 
@@ -559,6 +561,31 @@ def test_the_example_of_the_page(
     assert any(f"{name} 0." in printed for name in predictor.names.values())
 
 
+@pytest.mark.parametrize("images", [1, 2])
+def test_the_times_are_those_of_a_warm_model(
+    images: int, detector: Path, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The first image is predicted once before its time is taken, also if it is the only one."""
+    timers: list[object] = []
+    predict = Predictor.predict
+
+    def recorded(self: Predictor, batch: Batch, timer: StageTimer | None = None) -> Any:
+        timers.append(timer)
+        return predict(self, batch, timer)
+
+    monkeypatch.setattr(Predictor, "predict", recorded)
+    sources = [str(shutil.copy(photo, tmp_path / f"{number}.png")) for number in range(images)]
+    flags = ["--weights", str(detector), "--imgsz", str(SIDE), "--device", "cpu", "--project", str(tmp_path / "runs")]
+    monkeypatch.setattr(sys, "argv", ["detect.py", *flags, "--source", *sources])
+    detect.main()
+    assert timers[0] is None
+    assert len(timers) == images + 1
+    assert isinstance(timers[1], StageTimer)
+    assert len(timers[1].batches) == images
+    assert f"{images} image{'s' * (images > 1)}; results in {tmp_path / 'runs' / 'exp'}\n" in capsys.readouterr().out
+
+
 # Batches and names
 
 
@@ -618,7 +645,10 @@ def test_a_folder_with_everything(
     assert "warning: 10 of the 12 sources could not be read, or not to the end; see above" in printed
     for raw in ("Corrupt JPEG data", "moov atom", "[mov", "BytesIO"):
         assert raw not in printed
-    assert "4 images; per image: " in printed
+    times, without, images = printed[printed.index("per image: ") :].splitlines()[:3]
+    assert times.endswith(" ms post-processing,")
+    assert without == "  without loading and the warm-up"
+    assert images.startswith("4 images; results in ")
     line = next(line for line in printed.splitlines() if line.startswith(str(folder / "photo.png")))
     names = [predictor.names[int(row[5])] for row in expected]
     assert f"{names.count(names[0])} {names[0]}" in line

@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any
 from weakref import WeakSet
@@ -26,6 +27,7 @@ from utils.errors import UserError, first_line, shortened
 LOCK_FILE = ".lock"  # in a run folder that a run writes to
 LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a little longer
 PART_SUFFIX = ".part"  # of a file that is being written
+SUGGESTED_LIKENESS = 0.85  # from 0 to 1, of the name of a shipped file that an error suggests
 MAX_YAML_CHARACTERS = 2**20  # of a YAML file, and of its values with aliases replaced by what they repeat
 _locks: WeakSet[FileLock] = WeakSet()  # of run folders, in this process
 ROOT = Path(__file__).resolve().parents[1]  # the repository
@@ -98,11 +100,12 @@ def remove_if_empty(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml") -> Path:
+def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml", kind: str = "a file") -> Path:
     """Return the file that a flag names: a path, absolute or relative to here or the repository, or a shipped file.
 
     name: with or without `suffix`; an existing path is never replaced by a shipped file. what: kind of file, for the
-    error. folders: of shipped files, relative to the repository. Raises `UserError` with a list of the shipped files.
+    error. folders: of shipped files, relative to the repository. kind: what `name` may be, for the error, which lists
+    the shipped files. Raises `UserError`.
     """
     stem = name if name.endswith(suffix) else name + suffix
     candidates = [Path(name), ROOT / name, *(ROOT / folder / Path(stem).name for folder in folders)]
@@ -110,11 +113,14 @@ def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml
         if os.path.isfile(candidate):  # Path.is_file raises an error for a name that is too long
             return candidate
         if name and os.path.exists(candidate):
-            kind = "a folder" if os.path.isdir(candidate) else "no regular file"
-            raise UserError(f"{what} '{name}' is {kind}; give the path of a {suffix} file")
+            wrong = "a folder" if os.path.isdir(candidate) else "no regular file"
+            raise UserError(f"{what} '{name}' is {wrong}; give the path of a {suffix} file")
     shipped = sorted(p.name for folder in folders for p in (ROOT / folder).glob("*" + suffix))
+    near = get_close_matches(Path(stem).stem, [Path(file).stem for file in shipped], n=1, cutoff=SUGGESTED_LIKENESS)
+    hint = f" (did you mean {near[0]}{suffix}?)" if near else ""
     raise UserError(
-        f"{what} '{name}' is not a file; give the path of a file, or one of the repository's: {', '.join(shipped)}"
+        f"{what} '{name}' is not {kind}{hint}; give the path of {kind}, or one of the repository's: "
+        f"{', '.join(shipped)}"
     )
 
 

@@ -5,6 +5,7 @@ Called by models/initial_weights.py and models/ensemble.py.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import zipfile
@@ -17,7 +18,7 @@ import torch
 
 from models.tasks import TASKS
 from models.weights.licence import CHECKSUM_IN_NAME
-from utils.download import download
+from utils.download import answers, download
 from utils.errors import UserError
 from utils.files import ROOT, cache_folder, one_at_a_time
 from utils.tracking.hub import HUB_PREFIX, fetch
@@ -75,8 +76,11 @@ def official_weights(name: str, file: str, alternative: str) -> Path:
     )
 
 
-def torchvision_weights(yaml: Mapping[str, Any], source: str) -> Path:
-    """Download the recommended weights for a YAML's `architecture` into torch's cache. Raises `UserError`."""
+def torchvision_weights(yaml: Mapping[str, Any], source: str, patience: float = math.inf) -> Path:
+    """Return the recommended weights for a YAML's `architecture`, downloaded into torch's cache if necessary.
+
+    patience: seconds in which their server must answer. Raises `UserError`.
+    """
     from models.tasks.classification import torchvision_models
 
     if "architecture" not in yaml:
@@ -84,7 +88,10 @@ def torchvision_weights(yaml: Mapping[str, Any], source: str) -> Path:
     address = torchvision_models.default_weights(torchvision_models.architecture(yaml, source))
     file = Path(address).name
     digits = CHECKSUM_IN_NAME.search(file)
-    return download(address, Path(torch.hub.get_dir()) / "checkpoints" / file, sha256=digits[1] if digits else "")
+    cached = Path(torch.hub.get_dir()) / "checkpoints" / file
+    if patience < math.inf and not cached.is_file() and not answers(address, patience):
+        raise UserError(f"{address} cannot be downloaded: the server does not answer")
+    return download(address, cached, sha256=digits[1] if digits else "")
 
 
 def is_whole(path: Path) -> bool:

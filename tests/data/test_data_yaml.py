@@ -85,7 +85,7 @@ def test_names_may_be_a_mapping_a_list_or_a_count(yaml_file: Path, content: dict
         ({"path": ["a"]}, "`path` must be a folder's name, not ['a']"),
         ({"defaults": {"epoch": 3}}, "unknown key 'epoch' under `defaults` (did you mean 'epochs'?)"),
         ({"defaults": {"imgsz": 0}}, "`imgsz` under `defaults` is 0, which --imgsz refuses"),
-        ({"names": ["a"], "nc": "1"}, "`nc` is '1' but `names` has 1 classes"),
+        ({"names": ["a"], "nc": "1"}, "`nc` is '1' but `names` has 1 class;"),
         ({"nc": True, "names": None}, "`names` must list the classes"),
         ({"names": ["a"] * 5000}, "`names` lists 5000 classes; a model has at most 4096, so"),
         ({"train": [["a" * 9999]]}, f"`train` must be a path or a list of paths, not ['{'a' * 155}..."),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from utils.config.values import BELOW_ONE, FINITE, IMGSZ, NOT_NEGATIVE, OPSETS, SHARE, Range
 
@@ -24,10 +24,10 @@ WEIGHT_PRECISIONS = ("auto", "fp32", "fp16")
 # Of --log-with, named like the packages to install; all that Accelerate knows.
 TRACKERS = ("wandb", "tensorboard", "mlflow", "comet_ml", "clearml", "aim", "dvclive", "swanlab", "trackio")
 LOG_WITH = ("none", "all", *TRACKERS)
-# Headings of --help, in this order; a script shows those of its flags.
+# Headings of --help, in this order, the trackers' last; a script shows those of its flags.
 GROUPS = (
     *("model", "data", "images", "training", "format", "predictions", "NMS", "drawing"),
-    *("processes", "saving", "logging"),
+    *("processes", "saving", "console", "logging"),
 )
 
 
@@ -65,6 +65,11 @@ def flags_of(kind: type[DataclassInstance]) -> list[dataclasses.Field[Any]]:
 class TrainOptions:
     """The flags of train.py."""
 
+    examples: ClassVar[tuple[str, ...]] = (
+        "python train.py               # the built-in job, in minutes without a GPU",
+        "python train.py --data my.yaml --weights yolov5n.pt --hyp finetune",
+        "python train.py --resume      # continues the newest run",
+    )
     weights: str = flag(
         "yolov5s.pt", "weights to start from: a .pt, a .safetensors or hf:owner/name; '' trains from scratch", "model"
     )
@@ -255,13 +260,13 @@ class TrainOptions:
     profile: str = flag(
         "",
         "profile the optimizer steps START:STOP, both included, such as 10:15: traces and the ten largest operators",
-        "logging",
+        "training",
         form="START:STOP",
     )
     verbose: bool = flag(
-        False, "also print the device of every process, and all classes after every validation", "logging"
+        False, "also print the device of every process, and all classes after every validation", "console"
     )
-    quiet: bool = flag(False, "print only warnings and the final table", "logging")
+    quiet: bool = flag(False, "print only warnings and the final table", "console")
     doctor: bool = flag(
         False, "do not train: check all processes and hosts, and report what would go wrong", "processes"
     )
@@ -273,6 +278,11 @@ class TrainOptions:
 class ValOptions:
     """The flags of val.py."""
 
+    examples: ClassVar[tuple[str, ...]] = (
+        "python val.py --weights runs/train/exp/weights/best.pt --data my.yaml",
+        "python val.py --weights best.pt --data my.yaml --task test --save-json",
+        "python val.py --weights best.pt --data my.yaml --task speed --batch-size 1",
+    )
     data: str = flag("data/coco128.yaml", "data set YAML", "data")
     weights: tuple[str, ...] = flag(
         ("yolov5s.pt",), "weights to validate: a file, or hf:owner/name; several are an ensemble", "model"
@@ -323,8 +333,8 @@ class ValOptions:
         choices=LOG_WITH,
         comma_separated=True,
     )
-    verbose: bool = flag(False, "one row per class and per object size, even if there are many classes", "logging")
-    quiet: bool = flag(False, "print only warnings and the row of all classes", "logging")
+    verbose: bool = flag(False, "one row per class and per object size, even if there are many classes", "console")
+    quiet: bool = flag(False, "print only warnings and the row of all classes", "console")
     noplots: bool = flag(False, "write no pictures into the run folder", "saving")
     save_txt: bool = flag(False, "write detections as labels/*.txt into the run folder", "saving")
     save_conf: bool = flag(False, "with --save-txt: add each detection's confidence", "saving")
@@ -353,6 +363,11 @@ class ValOptions:
 class DetectOptions:
     """The flags of detect.py."""
 
+    examples: ClassVar[tuple[str, ...]] = (
+        "python detect.py --weights best.pt --source photos",
+        "python detect.py --weights best.pt --source film.mp4 --conf-thres 0.5",
+        "python detect.py --weights best.pt --source 0 --view-img     # a camera",
+    )
     weights: tuple[str, ...] = flag(
         ("yolov5s.pt",), "weights: a .pt, an exported file, or hf:owner/name; several are an ensemble", "model"
     )
@@ -413,13 +428,18 @@ class DetectOptions:
     hide_conf: bool = flag(False, "draw names without confidences", "drawing")
     half: bool = flag(False, "weights and images in half precision on CUDA; other devices use full precision", "model")
     vid_stride: int = flag(1, "use every n-th frame of a video or stream", "images", Range(1))
-    quiet: bool = flag(False, "print only warnings and the last line", "logging")
+    quiet: bool = flag(False, "print only warnings and the last line", "console")
 
 
 @dataclass(frozen=True)
 class ExportOptions:
     """The flags of export.py."""
 
+    examples: ClassVar[tuple[str, ...]] = (
+        "python export.py --weights best.pt --include onnx",
+        "python export.py --weights best.pt --include onnx openvino --dynamic",
+        "python export.py --weights best.pt --include torchscript --nms --imgsz 640",
+    )
     weights: tuple[str, ...] = flag(
         ("yolov5s.pt",), "weights to export: a .pt, a .safetensors or hf:owner/name", "model"
     )
@@ -460,7 +480,7 @@ class ExportOptions:
     conf_thres: float = flag(0.25, "with --nms: lowest confidence of a detection", "NMS", SHARE)
     simplify: bool = flag(False, "has no effect: ONNX files are always simplified", "format")
     inplace: bool = flag(False, "has no effect: boxes are never decoded in place", "format")
-    verbose: bool = flag(False, "show the messages of the exporters", "logging")
+    verbose: bool = flag(False, "show the messages of the exporters", "console")
 
 
 OPTIONS_OF_SCRIPT = {"train": TrainOptions, "val": ValOptions, "detect": DetectOptions, "export": ExportOptions}

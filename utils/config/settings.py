@@ -74,6 +74,10 @@ class Settings:
         layers |= hyp.flags({"epochs": self.options.epochs, **layers, **self.given}["epochs"])
         return dataclasses.replace(self, hyp=hyp, options=with_defaults(self.options, self.given, layers))
 
+    def names(self, flag: str, defaults: Mapping[str, Any]) -> bool:
+        """Return whether the command line, `defaults` or the settings of a resumed run give a flag's value."""
+        return self.is_fixed or flag in self.given or flag in defaults
+
     def for_weights(self, known: float | None) -> tuple[Settings, list[str]]:
         """Return the settings with `Recipe.for_weights`, and its messages; a resumed run has them already."""
         hyp, messages = (self.hyp, []) if self.saved else self.hyp.for_weights(known)

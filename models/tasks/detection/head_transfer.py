@@ -14,12 +14,11 @@ from utils.errors import plural
 
 BOX_ROWS = 5  # of an anchor's rows, the first ones: box and objectness
 ANCHOR_TOLERANCE = 0.01  # relative; official files hold half precision
-MAX_NAMED_CLASSES = 5  # in a message
 
 
 @torch.no_grad()
 def keep_head(model: YoloModel, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]) -> str:
-    """Copy rows of a file's head into the model's, and return a message: what was taken, or why nothing was.
+    """Copy rows of a file's head into the model's, and return in words what was taken, or why nothing was.
 
     The rows of box and objectness are those of the same anchor; those of a class are those of the class of the same
     name, whatever its number; other classes stay as they are. Masks of a segmenter are kept if the file has them.
@@ -29,7 +28,7 @@ def keep_head(model: YoloModel, state: Mapping[str, Tensor], names: Mapping[int,
     prefix = next(name for name, module in model.named_modules() if module is head)
     anchors = state.get(f"{prefix}.anchors")
     if anchors is None or anchors.shape != head.anchors.shape or not _close(anchors, head.anchors):
-        return "the head is new: its anchors are not those of the weights"
+        return "not its head: it has other anchors"
     same = same_names(names, new)
     taken = 0
     for number, convolve in enumerate(head.m):
@@ -45,11 +44,8 @@ def keep_head(model: YoloModel, state: Mapping[str, Tensor], names: Mapping[int,
         for part, source in fitting.items():
             _copy_rows(_by_anchor(convolve.get_parameter(part), head.na), source, head.nc, len(names), same)
     if not taken:
-        return "the head is new: its layers are not those of the weights"
-    listed = ", ".join(new[number] for number in list(same)[:MAX_NAMED_CLASSES])
-    more = f" and {len(same) - MAX_NAMED_CLASSES} more" if len(same) > MAX_NAMED_CLASSES else ""
-    classes = f"{plural(len(same), 'class')} of the same name ({listed}{more})" if same else "no class by its name"
-    return f"head taken over from the weights, because its anchors are the same: boxes, objectness, {classes}"
+        return "not its head: its layers differ"
+    return f"of its head the boxes and {len(same) or 'none'} of {plural(len(new), 'class')}"
 
 
 def _close(first: Tensor, second: Tensor) -> bool:

@@ -105,11 +105,11 @@ class DetectionTask(Task):
         """Draw a grid of the batch's images with their targets."""
         return draw_targets(batch.images.cpu().numpy(), batch.targets.cpu().numpy(), self.names)
 
-    def keep_head(self, model: Model, state: Mapping[str, Tensor], names: Mapping[int, str]) -> list[str]:
+    def keep_head(self, model: Model, state: Mapping[str, Tensor], names: Mapping[int, str]) -> str:
         """Copy boxes, objectness, and classes of equal names from a weight file, if the hyperparameters say so."""
         assert isinstance(model, YoloModel)
         is_other = self.keeps_head and dict(names) != self.names
-        return [keep_head(model, state, names, self.names)] if is_other else []
+        return keep_head(model, state, names, self.names) if is_other else ""
 
     def adapt(self, model: Model, split: BoxSplit) -> list[str]:
         """Run AutoAnchor; return a message."""
