@@ -290,14 +290,17 @@ def check_flags(members: Members, given: Mapping[str, Any], annotations: str) ->
 
 
 def with_size(options: ValOptions, sides: tuple[int, int], is_fixed: bool) -> ValOptions:
-    """Return the flags for images of a height and width; is_fixed: exactly. Raises `UserError` if they differ."""
+    """Return the flags for images of a height and width.
+
+    is_fixed: exactly; then `UserError` is raised if they differ. Otherwise the longer one is the side of a square.
+    """
     height, width = sides
-    if height != width:
+    if is_fixed and height != width:
         raise UserError(
             f"--weights takes images of {height}x{width} alone, and val.py makes square ones; "
             "export it with --dynamic, or with one number for --imgsz"
         )
-    return replace(options, imgsz=height, square=options.square or is_fixed)
+    return replace(options, imgsz=max(sides), square=options.square or is_fixed)
 
 
 def messages(options: ValOptions, half: bool, members: Members) -> list[str]:

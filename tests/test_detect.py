@@ -256,15 +256,14 @@ def test_other_attributes_are_refused(name: str, value: object, message: str, pr
         _ = predictor.conf_tres
 
 
-def test_the_size_of_a_detectors_training_is_printed(
+def test_the_default_size_is_that_of_the_training(
     detector: Path, classifier: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    predictor = Predictor(detector, device="cpu")
-    assert predictor.size.sides == (640, 640)
-    line = "was trained at 96 px; the default size is 640, and imgsz=96 gives that of the training"
-    assert capsys.readouterr().out == f"{detector} {line}\n"
-    for silent in ({"quiet": True}, {"imgsz": 96}, {"weights": classifier}):
-        Predictor(**{"weights": detector, "device": "cpu", **silent})
+    for weights, side in ((detector, 96), (classifier, 64)):
+        assert Predictor(weights, device="cpu").size.sides == (side, side)
+        assert capsys.readouterr().out == f"images of {side} px, the size in the weights\n"
+    for silent, side in (({"quiet": True}, 96), ({"imgsz": 128}, 128)):
+        assert Predictor(detector, device="cpu", **silent).size.sides == (side, side)
         assert capsys.readouterr().out == ""
 
 

@@ -138,7 +138,7 @@ def test_flags_that_a_file_with_suppression_overrides_are_named(
     """In val.py, which warns of its mAP too, in detect.py and in `Predictor`."""
     best, formats = shutil.copy(weights, tmp_path / "best.pt"), ("torchscript", "onnx")
     what = ("--imgsz", "64", "--nms", "--iou-thres", "0.5", "--include", *formats)
-    assert "was trained at" not in run_script("export.py", "--weights", best, *what)
+    run_script("export.py", "--weights", best, *what)
     file, device = str(tmp_path / "best.onnx"), ("--device", "cpu", "--project", str(tmp_path))
     flags = ("--weights", file, "--imgsz", "96", "--conf-thres", "0.1", "--iou-thres", "0.6")
     sides = "--imgsz 64 (not 96)"
@@ -159,14 +159,17 @@ def test_flags_that_a_file_with_suppression_overrides_are_named(
 
 
 @pytest.mark.long
-def test_the_default_size_is_that_of_a_classifiers_training(tmp_path: Path, run_script: RunScript) -> None:
+@pytest.mark.parametrize(("task", "default"), [("classify", 224), ("detect", 640)])
+def test_the_default_size_is_that_of_the_training(
+    task: str, default: int, tmp_path: Path, run_script: RunScript
+) -> None:
     rows = {"backbone": [[-1, 1, "Conv", [8, 3, 2]]], "head": [[-1, 1, "Classify", [3]]]}
-    model = build_model({"task": "classify", "nc": 3, **rows})
+    model = build_model({"task": task, **(rows if task == "classify" else tiny_detector())}, nc=3)
     names = {0: "a", 1: "b", 2: "c"}
-    for settings, size in (({"imgsz": 40}, 40), ({}, 224)):
+    for settings, size in (({"imgsz": 40}, 40), ({}, default)):
         (tmp_path / "best.pt").write_bytes(serialised(weights_content(model, model.yaml, names, settings)))
         printed = run_script("export.py", "--weights", str(tmp_path / "best.pt"))
-        assert f"classify, 3 classes; images of {size}x{size}, 1 at a time" in printed
+        assert f"{task}, 3 classes; images of {size}x{size}, 1 at a time" in printed
         assert read_exported(tmp_path / "best.torchscript").metadata.imgsz == (size, size)
 
 
@@ -174,6 +177,7 @@ def test_an_exported_file_sets_the_image_size_of_val() -> None:
     options = with_size(ValOptions(imgsz=320), (64, 64), is_fixed=True)
     assert (options.imgsz, options.square) == (64, True)
     assert with_size(ValOptions(), (320, 320), is_fixed=False) == ValOptions(imgsz=320)
+    assert with_size(ValOptions(), (32, 64), is_fixed=False) == ValOptions(imgsz=64)
     with pytest.raises(UserError, match=r"takes images of 32x64 alone, and val.py makes square ones"):
         with_size(ValOptions(), (32, 64), is_fixed=True)
 

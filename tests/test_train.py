@@ -54,7 +54,7 @@ def test_run_folder(first: tuple[Path, str]) -> None:
     for name in ("last.pt", "best.pt"):
         weights = read_weights(folder / "weights" / name)
         assert weights.source == "lockstep"
-        assert (weights.names[0], weights.training_size) == ("disc", 64)
+        assert (weights.names[0], weights.image_sides) == ("disc", (64, 64))
         assert all(torch.isfinite(tensor).all() for tensor in weights.state.values())
 
 

@@ -22,6 +22,7 @@ from data.dataset import data_source
 from models.ensemble import Members
 from models.tasks import TASKS
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
+from models.tasks.contract import Task
 from models.tasks.detection.task import DetectionTask
 from tests.conftest import RunScript
 from tests.making import options_of, tiny_detector, write_yaml
@@ -199,18 +200,24 @@ def test_a_high_confidence_threshold_is_a_warning(
         assert printed.count("warning: ") == warned
 
 
-def test_a_classifier_is_validated_at_the_size_of_its_training(
-    drawn_classes: Path, tmp_path: Path, run_script: RunScript
+@pytest.mark.parametrize("kind", ["classifier", "detector"])
+def test_a_model_is_validated_at_the_size_of_its_training(
+    kind: str, drawn_classes: Path, small_data: Path, tmp_path: Path, run_script: RunScript
 ) -> None:
-    """Not at that of the data YAML, nor at the task's default; no threshold makes its metrics incomparable."""
-    names = dict(enumerate(sorted(NAMES)))
-    yaml = {"task": "classify", "architecture": "resnet18", "nc": len(names)}
-    model = ClassificationTask(names, ClassificationRecipe()).build_model(yaml, 40)
+    """Not at that of the data YAML, nor at the task's default; a classifier's metrics depend on no threshold."""
+    names = dict(enumerate(sorted(NAMES) if kind == "classifier" else NAMES))
+    task: Task = DetectionTask(names, Hyperparameters())
+    yaml, data, flags = tiny_detector(), small_data, ()
+    if kind == "classifier":
+        task, data, flags = ClassificationTask(names, ClassificationRecipe()), drawn_classes, ("--conf-thres", "0.25")
+        yaml = {"task": "classify", "architecture": "resnet18", "nc": len(names)}
+    model = task.build_model(yaml, 40)
     (tmp_path / "best.pt").write_bytes(serialised(weights_content(model, model.yaml, names, {"imgsz": 40})))
-    data = write_yaml(tmp_path / "data.yaml", {**read_yaml(drawn_classes), "defaults": {"imgsz": 48}})
-    how = ("--workers", "0", "--device", "cpu", "--project", str(tmp_path), "--conf-thres", "0.25")
-    printed = run_script("val.py", "--weights", str(tmp_path / "best.pt"), "--data", str(data), *how)
+    data = write_yaml(tmp_path / "data.yaml", {**read_yaml(data), "defaults": {"imgsz": 48}})
+    how = ("--workers", "0", "--device", "cpu", "--project", str(tmp_path))
+    printed = run_script("val.py", "--weights", str(tmp_path / "best.pt"), "--data", str(data), *how, *flags)
     assert read_yaml(tmp_path / "exp" / "settings.yaml")["imgsz"] == 40
+    assert "images of 40 px, the size in the weights" in printed
     assert "warning: " not in printed
 
 

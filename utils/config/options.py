@@ -263,8 +263,8 @@ class ValOptions:
     batch_size: int = flag(32, "images per batch", "data", Range(1), aliases=("batch",))
     imgsz: int = flag(
         0,
-        "side of the square that images are fitted into, in pixels; 0: the size of an exported file, of a classifier's "
-        "training, of the data YAML's `defaults`, or 640",
+        "side of the square that images are fitted into, in pixels; 0: that of the training or export, "
+        "if the weights say it, of the data YAML's `defaults`, or 640",
         "data",
         Range(0, IMGSZ.maximum),
         aliases=("img", "img-size"),
@@ -346,8 +346,8 @@ class DetectOptions:
     data: str = flag("", "data set YAML with the class names; '' takes those inside --weights", "model")
     imgsz: tuple[int, ...] = flag(
         (),
-        "size that images are fitted into, in pixels: one number, or height and width; none: that of an exported file, "
-        "of a classifier's training, or 640",
+        "size that images are fitted into, in pixels: one number, or height and width; none: that of the "
+        "training or export, if the weights say it, or 640",
         "images",
         IMGSZ,
         aliases=("img", "img-size"),
@@ -409,8 +409,8 @@ class ExportOptions:
     layers: str = flag("", "Python file with your own layers, which the model contains; the file is executed", "model")
     imgsz: tuple[int, ...] = flag(
         (),
-        "size of the images, in pixels: one number, or height and width; none: the size of a classifier's training, or "
-        "640",
+        "size of the images, in pixels: one number, or height and width; none: that of the training, "
+        "if the weights say it, or 640",
         "format",
         IMGSZ,
         aliases=("img", "img-size"),
