@@ -25,7 +25,7 @@ from models.tasks.classification.task import ClassificationRecipe, Classificatio
 from models.tasks.contract import Task
 from models.tasks.detection.task import DetectionTask
 from tests.conftest import RunScript
-from tests.making import options_of, tiny_detector, write_yaml
+from tests.making import noise, options_of, tiny_detector, write_image, write_yaml
 from utils.batch import CocoImage
 from utils.checkpoint.weight_files import serialised, weights_content
 from utils.config.hyperparameters import Hyperparameters
@@ -187,6 +187,36 @@ def test_all_at_once_on_two_processes(
         written = files[file.name].decode().splitlines()
         assert all(line.endswith(" 1") for line in written[: len(truth)])
         assert [line.split()[0] for line in written[: len(truth)]] == [line.split()[0] for line in truth]
+
+
+def best_boxes(run: Path) -> np.ndarray:
+    """Return the most confident row of each label file, (images, 6)."""
+    rows = [np.loadtxt(file, ndmin=2) for file in sorted((run / "labels").iterdir())]
+    return np.stack([each[each[:, 5].argmax()] for each in rows])
+
+
+def test_with_image_padding_the_batch_size_does_not_matter(
+    two_models: tuple[str, str], tmp_path: Path, run_script: RunScript
+) -> None:
+    """Images of 13 aspects: without it the boxes depend on the batch, with it they are those of single images."""
+    images = tmp_path / "images" / "val"
+    for k in range(13):
+        width, height = (60 - 3 * k, 60) if k < 8 else (60, 84 - 3 * k)
+        write_image(images / f"{k:02}.png", noise(width, height, k), "0 0.5 0.5 0.3 0.3")
+    content = {"path": str(tmp_path), "train": "images/val", "val": "images/val", "names": dict(enumerate(NAMES))}
+    data = write_yaml(tmp_path / "data.yaml", content)
+    how = ("--weights", two_models[1], "--data", str(data), "--imgsz", "64", "--workers", "0", "--device", "cpu")
+    save = ("--save-txt", "--save-conf", "--project", str(tmp_path))
+    boxes = {}
+    for name, *flags in (
+        ("alone", "--batch-size", "1"),
+        ("own", "--batch-size", "4", "--image-padding", "--processes", "2"),
+        ("shared", "--batch-size", "4"),
+    ):
+        run_script("val.py", *how, *save, "--name", name, *flags, OMP_NUM_THREADS="1")
+        boxes[name] = best_boxes(tmp_path / name)
+    np.testing.assert_allclose(boxes["own"], boxes["alone"], atol=1e-4)
+    assert np.abs(boxes["shared"] - boxes["alone"]).max() > 1e-2
 
 
 @pytest.mark.long

@@ -82,6 +82,12 @@ class TrainOptions:
         640, "side of the square that images are fitted into, in pixels", "data", IMGSZ, aliases=("img", "img-size")
     )
     rect: bool = flag(False, "batches of similar aspect ratio with little padding; no shuffling, no mosaic", "data")
+    image_padding: bool = flag(
+        False,
+        "validation: pad each image by its own shape, not its batch's as YOLOv5 does; mAP is then the same at any "
+        "batch size",
+        "data",
+    )
     multi_scale: bool = flag(
         False, "a random image size for each batch, 0.5 to 1.5 times --imgsz, the same on every process", "training"
     )
@@ -296,6 +302,11 @@ class ValOptions:
     single_cls: bool = flag(False, "treat all classes as one", "data")
     square: bool = flag(
         False, "square batches, instead of rectangular ones of similar aspect ratio with less padding", "data"
+    )
+    image_padding: bool = flag(
+        False,
+        "pad each image by its own shape, not its batch's as YOLOv5 does; mAP is then the same at any --batch-size",
+        "data",
     )
     strict: bool = flag(False, "problems in single images and label rows are errors instead of warnings", "data")
     log_with: str = flag(
