@@ -39,6 +39,7 @@ from utils.distributed.failure import run_main
 from utils.distributed.logical_processes import LogicalProcesses, SyncOptions, check_logical_processes
 from utils.distributed.spawn import spawn_for_devices
 from utils.distributed.stop import StopRequested
+from utils.files import located
 from utils.python_api import call, write_result
 from utils.run import FolderOptions, Run
 from utils.tracking.run_log import RunLog, TrackingOptions, wandb_run_id
@@ -288,7 +289,9 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
         task.build_model(start_from.yaml, data_options.largest(options.imgsz), start_from.source)
     seed_everything(options.seed)
     model = task.build_model(start_from.yaml, options.imgsz, start_from.source)
-    messages = load_and_freeze(model, start_from, task, settings.select(ModelOptions))
+    weights = {"weights": [start_from.weights_file]} if start_from.weights_file else {}
+    messages = [located({**weights, "data": [source.spec.file]})]
+    messages += load_and_freeze(model, start_from, task, settings.select(ModelOptions))
     settings, rules = settings.for_weights(start_from.known_share(model, task))
     images = max(options.batch_size // run.accelerator.num_processes, VALIDATION_BATCH)  # of this process's batch
     batch_bytes = images * 3 * data_options.largest(model.imgsz) ** 2
@@ -399,8 +402,8 @@ def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, S
     options = job.settings.options
     job.task.build_model(job.start.yaml, options.imgsz, job.start.source)
     files: dict[str, Sequence[Path]] = {**job.source.files()}
-    if job.start.weights:
-        files["weights"] = [job.start.find(options.weights)]
+    if job.start.weights_file:
+        files["weights"] = [job.start.weights_file]
     return {**vars(job.settings.hyp), "model": job.start.yaml, "class names": job.task.names}, files
 
 

@@ -37,6 +37,7 @@ from utils.distributed.devices import loader_workers
 from utils.distributed.failure import run_main
 from utils.distributed.spawn import spawn_for_devices
 from utils.errors import UserError
+from utils.files import located
 from utils.python_api import call, write_result
 from utils.run import FolderOptions, Run
 from utils.stage_times import POSTPROCESSING, StageTimer, format_times, milliseconds_per_image, without_warmup
@@ -178,7 +179,8 @@ def assemble(given: Mapping[str, Any]) -> Validation:
         split = data.split(split_name)
     run.open_folder(select(FolderOptions, options))
     run.quiet = options.quiet
-    lines = [*run.device_lines(verbose=False)[:1], *source.spec.warnings, *split.report(split_name)]
+    files = located({"weights": members.files.values(), "data": [source.spec.file]})
+    lines = [*run.device_lines(verbose=False)[:1], files, *source.spec.warnings, *split.report(split_name)]
     about_files = members.class_warnings(names) + members.overridden({**given, "half": half})
     run.print(*lines, *size.rounded(stride).messages, *messages(options, half, members), *about_files)
     run.files.write_problems(split.problems)

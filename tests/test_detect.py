@@ -410,6 +410,7 @@ def test_a_folder_with_everything(
     assert "warning: 10 of the 12 sources could not be read, or not to the end; see above" in printed
     for raw in ("Corrupt JPEG data", "moov atom", "[mov", "BytesIO"):
         assert raw not in printed
+    assert f"weights: {detector}\n" in printed
     assert "4 images; per image: " in printed
     line = next(line for line in printed.splitlines() if line.startswith(str(folder / "photo.png")))
     names = [predictor.names[int(row[5])] for row in expected]
@@ -509,6 +510,7 @@ def test_train_and_validate_from_python(small_data: Path, run_script: RunScript,
     names = {"data": str(small_data), "project": str(tmp_path / "runs"), "cfg": "yolov5n.yaml"}
     program.write_text(PROGRAM.format(**names))
     printed = run_script(str(program), PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    assert "refused: weights nowhere.pt are not a file; check the path\n" in printed
+    looked_for = f"(looked for {ROOT / 'nowhere.pt'})"
+    assert f"refused: weights nowhere.pt are not a file; check the path {looked_for}\n" in printed
     assert "refused: train.run: unknown argument epoch (did you mean 'epochs'?)\n" in printed
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["exp", "exp2"]

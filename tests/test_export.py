@@ -78,13 +78,14 @@ def exported(weights: Path, run_script: RunScript) -> str:
 def test_files_and_messages(weights: Path, exported: str) -> None:
     assert sorted(path.name for path in weights.parent.iterdir()) == sorted(["best.pt", "best.safetensors", *FILES])
     lines = exported.splitlines()
-    assert lines[:3] == [
+    assert lines[0] == f"weights: {weights}"
+    assert lines[1:4] == [
         "--imgsz 60 is rounded up to 64, whole strides of 8 pixels",
         "--simplify changes nothing: ONNX files are always simplified",
         f"detect, {len(NAMES)} classes; images of 64x64, or other whole strides, any number at a time",
     ]
-    assert re.fullmatch(rf"onnx: {re.escape(str(weights.parent))}/best.onnx, 0.\d MB, [\d.]+ s", lines[3])
-    assert len(lines) == 8
+    assert re.fullmatch(rf"onnx: {re.escape(str(weights.parent))}/best.onnx, 0.\d MB, [\d.]+ s", lines[4])
+    assert len(lines) == 9
 
 
 def test_safetensors_are_the_weights(weights: Path, exported: str) -> None:
@@ -182,11 +183,10 @@ def test_an_exported_file_sets_the_image_size_of_val() -> None:
         with_size(ValOptions(), (32, 64), is_fixed=True)
 
 
-def test_class_names_of_a_data_set(weights: Path, tmp_path: Path) -> None:
+def test_class_names_of_a_data_set(weights: Path) -> None:
     def job_for(names: list[str]) -> ExportJob:
-        file = write_yaml(tmp_path / "d.yaml", {"path": ".", "train": "a", "val": "a", "names": names})
-        options, size = ExportOptions(data=str(file)), ImageSize((60, 96))
-        return prepare("best.pt", read_weights(weights), options, size, torch.device("cpu"))
+        options, size = ExportOptions(data="d.yaml"), ImageSize((60, 96))
+        return prepare("best.pt", read_weights(weights), options, size, torch.device("cpu"), dict(enumerate(names)))
 
     names = [f"thing {k}" for k in NAMES]
     metadata = job_for(names).metadata
@@ -257,7 +257,7 @@ def test_an_exported_classifier_returns_logits(tmp_path: Path) -> None:
     rows = {"backbone": [[-1, 1, "Conv", [8, 3, 2]]], "head": [[-1, 1, "Classify", [3]]]}
     model = build_model({"task": "classify", "nc": 3, **rows}).eval()
     content = Weights(model.state_dict(), model.yaml, {0: "a", 1: "b", 2: "c"}, "classify", {}, "lockstep")
-    job = prepare("best.pt", content, ExportOptions(), ImageSize((32, 32)), torch.device("cpu"))
+    job = prepare("best.pt", content, ExportOptions(), ImageSize((32, 32)), torch.device("cpu"), content.names)
     program = read_exported(write(job, "torchscript", tmp_path / "best"))
     images = torch.randn(3, 3, 32, 32)
     torch.testing.assert_close(program(images), model(images), rtol=1e-5, atol=1e-6)

@@ -242,10 +242,13 @@ def test_a_model_is_validated_at_the_size_of_its_training(
         task, data, flags = ClassificationTask(names, ClassificationRecipe()), drawn_classes, ("--conf-thres", "0.25")
         yaml = {"task": "classify", "architecture": "resnet18", "nc": len(names)}
     model = task.build_model(yaml, 40)
-    (tmp_path / "best.pt").write_bytes(serialised(weights_content(model, model.yaml, names, {"imgsz": 40})))
+    best = tmp_path / "run" / "weights" / "best.pt"
+    best.parent.mkdir(parents=True)
+    best.write_bytes(serialised(weights_content(model, model.yaml, names, {"imgsz": 40})))
     data = write_yaml(tmp_path / "data.yaml", {**read_yaml(data), "defaults": {"imgsz": 48}})
     how = ("--workers", "0", "--device", "cpu", "--project", str(tmp_path))
-    printed = run_script("val.py", "--weights", str(tmp_path / "best.pt"), "--data", str(data), *how, *flags)
+    printed = run_script("val.py", "--weights", str(tmp_path / "run"), "--data", str(data), *how, *flags)
+    assert f"weights: {best}; data: {data}\n" in printed
     assert read_yaml(tmp_path / "exp" / "settings.yaml")["imgsz"] == 40
     assert "images of 40 px, the size in the weights" in printed
     assert "warning: " not in printed

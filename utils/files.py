@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +25,7 @@ LOCK_FILE = ".lock"  # in a run folder that a run writes to
 LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a little longer
 PART_SUFFIX = ".part"  # of a file that is being written
 MAX_YAML_CHARACTERS = 2**20  # of a YAML file, and of its values with aliases replaced by what they repeat
+MAX_SHOWN_PATH = 240  # characters, in an error
 _locks: WeakSet[FileLock] = WeakSet()  # of run folders, in this process
 ROOT = Path(__file__).resolve().parents[1]  # the repository
 
@@ -91,23 +92,43 @@ def release_locks() -> None:
 
 
 def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml") -> Path:
-    """Return the file that a flag names: a path, absolute or relative to here or the repository, or a shipped file.
+    """Return the file that a flag names: a path, absolute or relative to the working folder, or a shipped file.
 
-    name: with or without `suffix`; an existing path is never replaced by a shipped file. what: kind of file, for the
-    error. folders: of shipped files, relative to the repository. Raises `UserError` with a list of the shipped files.
+    name: with or without `suffix`; of a shipped file its name, or its path in the repository. An existing path is never
+    replaced by a shipped file. what: kind of file, for the error. folders: of shipped files, relative to the
+    repository. Raises `UserError` with a list of the shipped files.
     """
-    stem = name if name.endswith(suffix) else name + suffix
-    candidates = [Path(name), ROOT / name, *(ROOT / folder / Path(stem).name for folder in folders)]
+    with_suffix = name if name.endswith(suffix) else name + suffix
+    shipped_folders = [ROOT / folder for folder in folders]
+    shipped = [base / with_suffix for base in (ROOT, *shipped_folders)]
+    candidates = [Path(name), *(path for path in shipped if path.parent in shipped_folders)]
     for candidate in candidates:
         if os.path.isfile(candidate):  # Path.is_file raises an error for a name that is too long
             return candidate
         if name and os.path.exists(candidate):
             kind = "a folder" if os.path.isdir(candidate) else "no regular file"
             raise UserError(f"{what} '{name}' is {kind}; give the path of a {suffix} file")
-    shipped = sorted(p.name for folder in folders for p in (ROOT / folder).glob("*" + suffix))
+    names = sorted(path.name for folder in shipped_folders for path in folder.glob("*" + suffix))
     raise UserError(
-        f"{what} '{name}' is not a file; give the path of a file, or one of the repository's: {', '.join(shipped)}"
+        f"{what} '{name}' is not a file; give the path of a file, or one of the repository's: {', '.join(names)}"
+        f"{looked_for(*candidates)}"
     )
+
+
+def looked_for(*paths: Path) -> str:
+    """Return the end of an error about a file that does not exist: where it was looked for."""
+    tried = dict.fromkeys(shortened(os.path.abspath(path), MAX_SHOWN_PATH) for path in paths)
+    return f" (looked for {' and '.join(tried)})"
+
+
+def located(files: Mapping[str, Iterable[Path]]) -> str:
+    """Return a line with the paths of files by kind, for the console: below the working folder relative to it."""
+    return "; ".join(f"{kind}: {', '.join(map(_from_here, paths))}" for kind, paths in files.items())
+
+
+def _from_here(path: Path) -> str:
+    absolute = os.path.abspath(path)
+    return os.path.relpath(absolute) if Path(absolute).is_relative_to(Path.cwd()) else absolute
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:

@@ -263,7 +263,9 @@ class ValOptions:
 
     data: str = flag("data/coco128.yaml", "data set YAML", "data")
     weights: tuple[str, ...] = flag(
-        ("yolov5s.pt",), "weights to validate: a file, or hf:owner/name; several are an ensemble", "model"
+        ("yolov5s.pt",),
+        "weights to validate: a file, a run folder (its best.pt) or hf:owner/name; several are an ensemble",
+        "model",
     )
     layers: str = flag("", "Python file with your own layers, which the model contains; the file is executed", "model")
     batch_size: int = flag(32, "images per batch", "data", Range(1), aliases=("batch",))
@@ -347,7 +349,9 @@ class DetectOptions:
     """The flags of detect.py."""
 
     weights: tuple[str, ...] = flag(
-        ("yolov5s.pt",), "weights: a .pt, an exported file, or hf:owner/name; several are an ensemble", "model"
+        ("yolov5s.pt",),
+        "weights: a .pt, a run folder (its best.pt), an exported file or hf:owner/name; several are an ensemble",
+        "model",
     )
     source: tuple[str, ...] = flag(
         (),
@@ -414,7 +418,9 @@ class ExportOptions:
     """The flags of export.py."""
 
     weights: tuple[str, ...] = flag(
-        ("yolov5s.pt",), "weights to export: a .pt, a .safetensors or hf:owner/name", "model"
+        ("yolov5s.pt",),
+        "weights to export: a .pt, a run folder (its best.pt), a .safetensors or hf:owner/name",
+        "model",
     )
     data: str = flag("", "data set YAML with the class names; '' takes those inside --weights", "model")
     layers: str = flag("", "Python file with your own layers, which the model contains; the file is executed", "model")
