@@ -34,6 +34,7 @@ from utils.console import show
 from utils.distributed.devices import device_kind
 from utils.distributed.failure import Stopped, run_main
 from utils.errors import UserError, plural
+from utils.files import located
 from utils.python_api import call
 
 NEEDLESS_FLAGS = {
@@ -54,13 +55,16 @@ def export(given: Mapping[str, Any]) -> list[str]:
     if options.layers:
         add_layers(options.layers)
     files: list[Path] = []
-    for name, file in weight_files(options.weights).items():
-        content = read_weights(file)
-        file = export_base(name, file)
-        kind = TASKS[common_task({name: content})].load()
+    for name, path in weight_files(options.weights).items():
+        content = read_weights(path)
+        file = export_base(name, path)
+        entry = TASKS[common_task({name: content})]
+        kind = entry.load()
         refuse_flags(given, kind.refused)
+        source = data_source(options.data, entry.data) if options.data else None
+        show(located({"weights": [path], **({"data": [source.spec.file]} if source else {})}))
         size = choose_size({name: content}, kind, options.imgsz)
-        job = prepare(name, content, options, size, device)
+        job = prepare(name, content, options, size, device, source.names() if source else content.class_names)
         show(*size.rounded(job.metadata.stride).messages, *messages(options, job))
         files += write_all(options, job, file)
         if "engine" in options.include:
@@ -90,14 +94,13 @@ def trtexec(job: ExportJob, stem: Path) -> str:
     return shlex.join(command)
 
 
-def prepare(name: str, content: Weights, options: ExportOptions, size: ImageSize, device: torch.device) -> ExportJob:
-    """Build the model of a weight file for its export. Raises `UserError`."""
+def prepare(
+    name: str, content: Weights, options: ExportOptions, size: ImageSize, device: torch.device, names: dict[int, str]
+) -> ExportJob:
+    """Build the model of a weight file for its export. names: of the classes. Raises `UserError`."""
     task_name = common_task({name: content})
     assert content.model is not None
-    entry, names = TASKS[task_name], content.class_names
-    if options.data:
-        names = data_source(options.data, entry.data).names()
-    kind = entry.load()
+    kind = TASKS[task_name].load()
     task = kind(names, kind.recipe())
     model = load_model(task, content, max(size.sides), name, options.data or "its list of names")
     module, suppression = task.export_module(model, export_settings(options))

@@ -28,6 +28,7 @@ from utils.config.select import select
 from utils.console import show
 from utils.distributed.devices import one_device
 from utils.errors import UserError, nearest, plural
+from utils.files import located
 from utils.python_api import aliases, checked, in_python, python_errors
 from utils.stage_times import POSTPROCESSING, StageTimer
 
@@ -59,6 +60,7 @@ class Predictor:
     stride: int
     size: ImageSize
     settings: dict[str, Any]  # of the training of the weights
+    files: dict[str, list[Path]]  # that were read, by kind
 
     def __init__(
         self, weights: str | Path | Sequence[str | Path] = "yolov5s.pt", *, bgr: bool = False, **arguments: Any
@@ -74,7 +76,8 @@ class Predictor:
     def from_flags(cls, given: Mapping[str, Any]) -> Predictor:
         """Make a predictor from flags of detect.py, by name; errors and printed lines name flags."""
         predictor = cls.__new__(cls)
-        show(*predictor._build({name: value for name, value in given.items() if name in ARGUMENTS}))
+        lines = predictor._build({name: value for name, value in given.items() if name in ARGUMENTS})
+        show(*([] if given.get("quiet") else [located(predictor.files)]), *lines)
         predictor.bgr = False
         return predictor
 
@@ -107,6 +110,7 @@ class Predictor:
             stride=stride,
             size=size,
             settings=members.settings,
+            files={"weights": [*members.files.values()], **({"data": [source.spec.file]} if source else {})},
         )
         lines = [*size.messages, *members.overridden({**given, "half": half})]
         if options.half and not half:

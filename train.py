@@ -41,6 +41,7 @@ from utils.distributed.failure import run_main
 from utils.distributed.logical_processes import LogicalProcesses, SyncOptions, check_logical_processes
 from utils.distributed.spawn import spawn_for_devices
 from utils.distributed.stop import StopRequested
+from utils.files import located
 from utils.python_api import call, write_result
 from utils.run import FolderOptions, Run
 from utils.tracking.run_log import RunLog, TrackingOptions, wandb_run_id
@@ -291,7 +292,8 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
         job = read_job(settings)
     if job.start.message and not all(run.collectives.gather([job.start.weights_name])):
         start_from = job.start if not job.start.weights else job.start.from_scratch("not every machine has the weights")
-        job = job._replace(settings=job.settings.with_options(weights=""), start=start_from)
+        settings = replace(job.settings.with_options(weights=""), origin=start_from.origin.content())
+        job = job._replace(settings=settings, start=start_from)
     settings, source, start_from, task = job
     options, data_options = settings.options, settings.select(DataOptions)
     memory.check_batch_size(options.batch_size, options.logical_processes)
@@ -300,7 +302,9 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
         task.build_model(start_from.yaml, data_options.largest(options.imgsz), start_from.source)
     seed_everything(options.seed)
     model = task.build_model(start_from.yaml, options.imgsz, start_from.source)
-    messages = load_and_freeze(model, start_from, task, settings.select(ModelOptions))
+    weights = {"weights": [start_from.weights_file]} if start_from.weights_file else {}
+    messages = [located({**weights, "data": [source.spec.file]})]
+    messages += load_and_freeze(model, start_from, task, settings.select(ModelOptions))
     settings, rules = settings.for_weights(start_from.known_share(model, task))
     images = max(options.batch_size // run.accelerator.num_processes, VALIDATION_BATCH)  # of this process's batch
     batch_bytes = images * 3 * data_options.largest(model.imgsz) ** 2
@@ -417,8 +421,8 @@ def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, S
     data = job.source.open(model.imgsz, model.stride, settings.select(DataOptions))
     messages = data.messages(data.split("train", job.settings.hyp), data.split("val"))
     files: dict[str, Sequence[Path]] = {**job.source.files()}
-    if job.start.weights:
-        files["weights"] = [job.start.find(options.weights)]
+    if job.start.weights_file:
+        files["weights"] = [job.start.weights_file]
     return {**vars(job.settings.hyp), "model": job.start.yaml, "class names": job.task.names}, files, messages
 
 

@@ -38,6 +38,7 @@ from utils.distributed.devices import loader_workers
 from utils.distributed.failure import run_main
 from utils.distributed.spawn import spawn_for_devices
 from utils.errors import UserError
+from utils.files import located
 from utils.python_api import call, write_result
 from utils.run import FolderOptions, Run
 from utils.stage_times import POSTPROCESSING, StageTimer, format_times, milliseconds_per_image, without_warmup
@@ -186,7 +187,8 @@ def assemble(given: Mapping[str, Any]) -> Validation:
         split = data.split(split_name)
     run.open_folder(select(FolderOptions, options))
     run.quiet = options.quiet
-    lines = [*run.description, *source.spec.warnings, *split.report(split_name)]
+    files = located({"weights": members.files.values(), "data": [source.spec.file]})
+    lines = [*run.description, files, *source.spec.warnings, *split.report(split_name)]
     about_files = members.class_warnings(names) + members.overridden({**given, "half": half})
     run.print(*lines, *size.rounded(stride).messages, *messages(options, half, members), *about_files)
     run.files.write_problems(split.problems)
@@ -300,14 +302,17 @@ def check_flags(members: Members, given: Mapping[str, Any], annotations: str) ->
 
 
 def with_size(options: ValOptions, sides: tuple[int, int], is_fixed: bool) -> ValOptions:
-    """Return the flags for images of a height and width; is_fixed: exactly. Raises `UserError` if they differ."""
+    """Return the flags for images of a height and width.
+
+    is_fixed: exactly; then `UserError` is raised if they differ. Otherwise the longer one is the side of a square.
+    """
     height, width = sides
-    if height != width:
+    if is_fixed and height != width:
         raise UserError(
             f"--weights takes images of {height}x{width} alone, and val.py makes square ones; "
             "export it with --dynamic, or with one number for --imgsz"
         )
-    return replace(options, imgsz=height, square=options.square or is_fixed)
+    return replace(options, imgsz=max(sides), square=options.square or is_fixed)
 
 
 def messages(options: ValOptions, half: bool, members: Members) -> list[str]:

@@ -41,6 +41,7 @@ class DataOptions(Sampling):
     single_cls: bool = False  # all labels are of one class
     workers: int = 0  # loader processes; 0: the training process loads
     cache: str = ""  # of decoded images: "ram", "disk", "val" (in memory, validation only), or "" for none
+    image_padding: bool = False  # each image of an evaluation has a shape of its own, not that of its batch
     strict: bool = False  # what would be left out is an error
     mask_ratio: int = 4  # pixels of the image per pixel of the training masks, along a side (segmentation)
     no_overlap: bool = False  # each training mask has all its pixels, those of a smaller object on top too
@@ -102,7 +103,8 @@ class DataSet(ABC, Generic[S]):
     def evaluation_batches(self, split: S, batch_size: int, square: bool) -> list[list[SampleIndex]]:
         """Return all batches of an evaluation, the same for any number of processes: see `evaluation_batches`.
 
-        square: all images have sides of `imgsz`; otherwise each batch has a shape of its own, with less padding.
+        square: all images have sides of `imgsz`; otherwise each batch, or with `image_padding` each image, has a
+        shape of its own, with less padding.
         """
 
     @abstractmethod

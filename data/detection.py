@@ -302,7 +302,8 @@ class DetectionData(DataSet[DetectionSplit]):
 
     def evaluation_batches(self, split: DetectionSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:
         """Return the batches of an evaluation: see `DataSet`."""
-        return evaluation_batches(split.labels.sizes, batch_size, self.imgsz, self.stride, square)
+        sizes, image_padding = split.labels.sizes, self.options.image_padding
+        return evaluation_batches(sizes, batch_size, self.imgsz, self.stride, square, image_padding)
 
     def evaluation_loader(self, split: DetectionSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
         """Return a loader of letterboxed items."""

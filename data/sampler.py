@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -327,20 +328,24 @@ def training_batches(
 
 
 def evaluation_batches(
-    sizes: np.ndarray, batch_size: int, imgsz: int, stride: int, square: bool
+    sizes: np.ndarray, batch_size: int, imgsz: int, stride: int, square: bool, image_padding: bool = False
 ) -> list[list[SampleIndex]]:
     """Return every image once, in batches that do not depend on the number of processes: a process gets whole ones.
 
-    sizes: (n, 2), width and height.
+    sizes: (n, 2), width and height. square: every image has sides of `imgsz`. Otherwise a batch has the smallest shape
+    that holds its images; image_padding: every image has the smallest shape that holds it, whatever the others are, and
+    a batch has images of one shape.
     """
+    count = len(sizes)
     if square:
-        order, shapes = np.arange(len(sizes)), [(imgsz, imgsz)] * math.ceil(len(sizes) / batch_size)
+        order, shapes = np.arange(count), [(imgsz, imgsz)] * count
     else:
-        order, shapes = by_aspect(sizes, batch_size, imgsz, stride, EVALUATION_PAD_STRIDES)
-    return [
-        [SampleIndex(0, start + k, int(index), shape) for k, index in enumerate(order[start : start + batch_size])]
-        for start, shape in zip(range(0, len(sizes), batch_size), shapes, strict=True)
-    ]
+        measured = 1 if image_padding else batch_size  # images that share a shape
+        order, shared = by_aspect(sizes, measured, imgsz, stride, EVALUATION_PAD_STRIDES)
+        shapes = [shared[k // measured] for k in range(count)]
+    samples = [SampleIndex(0, k, int(order[k]), shapes[k]) for k in range(count)]
+    groups = (list(group) for _, group in groupby(samples, key=lambda sample: sample.shape))
+    return [group[start : start + batch_size] for group in groups for start in range(0, len(group), batch_size)]
 
 
 def by_aspect(

@@ -90,8 +90,8 @@ def choose_size(
 ) -> ImageSize:
     """Return the image size of a model or an ensemble, not rounded.
 
-    The first of these decides: the size that an exported file requires; `requested`; the size of the training, if that
-    is the task's default (`Task.default_is_training_size`); `suggested`; the task's `defaults`.
+    The first of these decides: the size that an exported file requires; `requested`; the size in the weights, see
+    `Weights.image_sides`; `suggested`; the task's `defaults`.
 
     weights: by the names on the command line. requested: --imgsz, 0 or empty if it is not given. suggested: by the data
     set YAML, 0 for none. Raises `UserError` for a wrong --imgsz, and if the files of an ensemble disagree.
@@ -101,19 +101,14 @@ def choose_size(
         return ImageSize(fixed, True, (f"exported for images of {fixed[0]}x{fixed[1]} alone",))
     if sides:
         return ImageSize((sides[0], sides[-1]))
-    trained = {name: size for name, content in weights.items() if (size := content.training_size)}
+    sizes = {name: own for name, content in weights.items() if (own := content.image_sides)}
+    if len(set(sizes.values())) > 1:
+        each = ", ".join(f"{name} at {in_words(own)} px" for name, own in sizes.items())
+        raise UserError(f"these models were trained at different image sizes ({each}); give one with --imgsz")
+    for own in sizes.values():
+        return ImageSize(own, messages=(f"images of {in_words(own)} px, the size in the weights",))
     default = suggested or int(task.defaults.get("imgsz", DEFAULT_SIDE_PIXELS))
-    if trained and task.default_is_training_size:
-        if len(set(trained.values())) > 1:
-            each = ", ".join(f"{name} at {size} px" for name, size in trained.items())
-            raise UserError(f"these models were trained at different image sizes ({each}); give one with --imgsz")
-        default = next(iter(trained.values()))
-    messages = (
-        f"{name} was trained at {size} px; the default size is {default}, and --imgsz {size} gives that of the training"
-        for name, size in trained.items()
-        if size != default
-    )
-    return ImageSize((default, default), messages=tuple(messages))
+    return ImageSize((default, default))
 
 
 def fixed_size(weights: Mapping[str, Weights]) -> tuple[int, int] | None:

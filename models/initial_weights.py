@@ -51,12 +51,14 @@ class StartingPoint:
     weights: Weights | None = None
     weights_name: str = ""
     message: str = ""  # about weights that no flag names
+    weights_file: Path | None = None
 
     def with_weights(self, name: str) -> StartingPoint:
         """Read the weight file that --weights names if --cfg names the model; '' is none. Raises `UserError`."""
         if not self.from_yaml or not name:
             return self
-        return replace(self, weights=read_weights(self.find(name)), weights_name=name)
+        file = find_weights(name, self.yaml, self.source)
+        return replace(self, weights=read_weights(file), weights_name=name, weights_file=file)
 
     @property
     def origin(self) -> Origin:
@@ -68,23 +70,22 @@ class StartingPoint:
         if "architecture" not in self.yaml:
             return self.from_scratch("no --weights are given")
         try:
-            weights = read_weights(torchvision_weights(self.yaml, self.source, ANSWER_SECONDS))
+            file = torchvision_weights(self.yaml, self.source, ANSWER_SECONDS)
+            weights = read_weights(file)
         except UserError:
             return self.from_scratch("torchvision's weights cannot be downloaded")
         message = "starting from torchvision's weights; --weights '' trains from scratch"
-        return replace(self, weights=weights, weights_name=TORCHVISION_DEFAULT, message=message)
+        return replace(self, weights=weights, weights_name=TORCHVISION_DEFAULT, weights_file=file, message=message)
 
     def from_scratch(self, reason: str) -> StartingPoint:
         """Return the starting point without weights, and with a message that says so."""
-        return replace(self, weights=None, weights_name="", message=f"training from scratch: {reason}")
+        return replace(
+            self, weights=None, weights_name="", weights_file=None, message=f"training from scratch: {reason}"
+        )
 
     def known_share(self, model: Model, task: Task) -> float | None:
         """Return the share of the task's classes that the weights have; None without weights of such a model."""
         return known_share(model, self.weights, task.names) if self.weights else None
-
-    def find(self, weights: str) -> Path:
-        """Return the weight file that --weights names for this model, downloaded if necessary."""
-        return find_weights(weights, self.yaml, self.source if self.from_yaml else "the model YAML")
 
 
 def starting_point(
@@ -97,18 +98,20 @@ def starting_point(
     """
     if options.layers:
         add_layers(options.layers, layers_named)
-    source, content = options.cfg or options.weights, None
+    source, content, file = options.cfg or options.weights, None, None
     if saved_yaml is not None:
         yaml = dict(saved_yaml)
     elif options.cfg:
         yaml = read_yaml(find_file(options.cfg, "model", ["models", "models/hub"]))
     else:
-        content = read_weights(find_weights(options.weights)) if options.weights else None
+        file = find_weights(options.weights) if options.weights else None
+        content = read_weights(file) if file else None
         if content is None or content.model is None:
             raise UserError("no model is given; name one with --cfg, such as --cfg yolov5n.yaml")
         yaml = {"task": content.task, **content.model}
     entry = TASKS[task_of(yaml, source)]
-    return StartingPoint(entry, yaml, source, bool(options.cfg), content, options.weights if content else "")
+    name = options.weights if content else ""
+    return StartingPoint(entry, yaml, source, bool(options.cfg), content, name, weights_file=file)
 
 
 def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: ModelOptions) -> list[str]:

@@ -25,7 +25,7 @@ from torch import nn
 
 from models import layers
 from utils.errors import UserError, first_line, nearest
-from utils.files import ROOT, cache_folder
+from utils.files import cache_folder, looked_for
 
 MAX_COUNT = 4096  # classes, channels, repetitions: a larger number is a typing error
 # Modules of torch.nn whose classes are no layers of a map.
@@ -199,10 +199,10 @@ def add_layers(file: str | Path, is_named: bool = True) -> list[str]:
     (channels, *args) or (*args, channels=...), of all input maps; else (*args).
     Raises `UserError` if the file does not load, defines no layer, or one whose name is taken.
     """
-    path = next((path for path in (Path(file), ROOT / file) if os.path.isfile(path)), None)
-    if path is None:
-        raise UserError(f"--layers {file} is not a file; give the path of a Python file that defines layers")
-    path = path.resolve()
+    if not os.path.isfile(file):
+        where = looked_for(Path(file))
+        raise UserError(f"--layers {file} is not a file; give the path of a Python file that defines layers{where}")
+    path = Path(file).resolve()
     name = f"layers of {path}"
     if name in sys.modules:
         return list(_layers_of(sys.modules[name]))

@@ -465,15 +465,14 @@ def test_a_folder_with_videos(
     assert f"warning: {tmp_path / 'b.gif'} ends after " in capsys.readouterr().out
 
 
-def test_the_size_of_a_detectors_training_is_printed(
+def test_the_default_size_is_that_of_the_training(
     detector: Path, classifier: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    predictor = Predictor(detector, device="cpu")
-    assert predictor.size.sides == (640, 640)
-    line = "was trained at 96 px; the default size is 640, and imgsz=96 gives that of the training"
-    assert capsys.readouterr().out == f"{detector} {line}\n"
-    for silent in ({"quiet": True}, {"imgsz": 96}, {"weights": classifier}):
-        Predictor(**{"weights": detector, "device": "cpu", **silent})
+    for weights, side in ((detector, 96), (classifier, 64)):
+        assert Predictor(weights, device="cpu").size.sides == (side, side)
+        assert capsys.readouterr().out == f"images of {side} px, the size in the weights\n"
+    for silent, side in (({"quiet": True}, 96), ({"imgsz": 128}, 128)):
+        assert Predictor(detector, device="cpu", **silent).size.sides == (side, side)
         assert capsys.readouterr().out == ""
 
 
@@ -645,6 +644,7 @@ def test_a_folder_with_everything(
     assert "warning: 10 of the 12 sources could not be read, or not to the end; see above" in printed
     for raw in ("Corrupt JPEG data", "moov atom", "[mov", "BytesIO"):
         assert raw not in printed
+    assert f"weights: {detector}\n" in printed
     times, without, images = printed[printed.index("per image: ") :].splitlines()[:3]
     assert times.endswith(" ms post-processing,")
     assert without == "  without loading and the warm-up"
@@ -789,7 +789,8 @@ def test_train_and_validate_from_python(small_data: Path, run_script: RunScript,
     names = {"data": str(small_data), "project": str(tmp_path / "runs"), "cfg": "yolov5n.yaml"}
     program.write_text(PROGRAM.format(**names))
     printed = run_script(str(program), PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    assert "refused: weights nowhere.pt are not a file; check the path\n" in printed
+    looked_for = f"(looked for {ROOT / 'nowhere.pt'})"
+    assert f"refused: weights nowhere.pt are not a file; check the path {looked_for}\n" in printed
     assert "refused: train.run: unknown argument epoch (did you mean 'epochs'?)\n" in printed
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["exp", "exp2"]
     assert read_yaml(tmp_path / "runs" / "exp" / "settings.yaml")["hyperparameters"]["lr0"] == 0.02

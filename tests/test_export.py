@@ -81,15 +81,16 @@ def exported(weights: Path, run_script: RunScript) -> str:
 def test_files_and_messages(weights: Path, exported: str) -> None:
     assert sorted(path.name for path in weights.parent.iterdir()) == sorted(["best.pt", "best.safetensors", *FILES])
     lines = exported.splitlines()
-    assert lines[:3] == [
+    assert lines[0] == f"weights: {weights}"
+    assert lines[1:4] == [
         "--imgsz 60 is rounded up to 64, whole strides of 8 pixels",
         "--simplify changes nothing: ONNX files are always simplified",
         f"detect, {len(NAMES)} classes; images of 64x64, or other whole strides, any number at a time",
     ]
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()
-    assert lines[3] == f"licence: unknown (began as best.pt, SHA-256 {digest[:8]}...)"
-    assert re.fullmatch(rf"onnx: {re.escape(str(weights.parent))}/best.onnx, 0.\d MB, [\d.]+ s", lines[4])
-    assert len(lines) == 9
+    assert lines[4] == f"licence: unknown (began as best.pt, SHA-256 {digest[:8]}...)"
+    assert re.fullmatch(rf"onnx: {re.escape(str(weights.parent))}/best.onnx, 0.\d MB, [\d.]+ s", lines[5])
+    assert len(lines) == 10
     origin = read_model(weights.with_suffix(".onnx")).origin
     assert origin == Origin("unknown", [{"file": "best.pt", "sha256": digest}])
 
@@ -146,7 +147,7 @@ def test_flags_that_a_file_with_suppression_overrides_are_named(
     """In val.py, which warns of its mAP too, in detect.py and in `Predictor`."""
     best, formats = shutil.copy(weights, tmp_path / "best.pt"), ("torchscript", "onnx")
     what = ("--imgsz", "64", "--nms", "--iou-thres", "0.5", "--include", *formats)
-    assert "was trained at" not in run_script("export.py", "--weights", best, *what)
+    run_script("export.py", "--weights", best, *what)
     file, device = str(tmp_path / "best.onnx"), ("--device", "cpu", "--project", str(tmp_path))
     flags = ("--weights", file, "--imgsz", "96", "--conf-thres", "0.1", "--iou-thres", "0.6")
     sides = "--imgsz 64 (not 96)"
@@ -167,14 +168,17 @@ def test_flags_that_a_file_with_suppression_overrides_are_named(
 
 
 @pytest.mark.long
-def test_the_default_size_is_that_of_a_classifiers_training(tmp_path: Path, run_script: RunScript) -> None:
+@pytest.mark.parametrize(("task", "default"), [("classify", 224), ("detect", 640)])
+def test_the_default_size_is_that_of_the_training(
+    task: str, default: int, tmp_path: Path, run_script: RunScript
+) -> None:
     rows = {"backbone": [[-1, 1, "Conv", [8, 3, 2]]], "head": [[-1, 1, "Classify", [3]]]}
-    model = build_model({"task": "classify", "nc": 3, **rows})
+    model = build_model({"task": task, **(rows if task == "classify" else tiny_detector())}, nc=3)
     names = {0: "a", 1: "b", 2: "c"}
-    for settings, size in (({"imgsz": 40}, 40), ({}, 224)):
+    for settings, size in (({"imgsz": 40}, 40), ({}, default)):
         (tmp_path / "best.pt").write_bytes(serialised(weights_content(model, model.yaml, names, settings)))
         printed = run_script("export.py", "--weights", str(tmp_path / "best.pt"))
-        assert f"classify, 3 classes; images of {size}x{size}, 1 at a time" in printed
+        assert f"{task}, 3 classes; images of {size}x{size}, 1 at a time" in printed
         assert read_exported(tmp_path / "best.torchscript").metadata.imgsz == (size, size)
 
 
@@ -182,15 +186,15 @@ def test_an_exported_file_sets_the_image_size_of_val() -> None:
     options = with_size(ValOptions(imgsz=320), (64, 64), is_fixed=True)
     assert (options.imgsz, options.square) == (64, True)
     assert with_size(ValOptions(), (320, 320), is_fixed=False) == ValOptions(imgsz=320)
+    assert with_size(ValOptions(), (32, 64), is_fixed=False) == ValOptions(imgsz=64)
     with pytest.raises(UserError, match=r"takes images of 32x64 alone, and val.py makes square ones"):
         with_size(ValOptions(), (32, 64), is_fixed=True)
 
 
-def test_class_names_of_a_data_set(weights: Path, tmp_path: Path) -> None:
+def test_class_names_of_a_data_set(weights: Path) -> None:
     def job_for(names: list[str]) -> ExportJob:
-        file = write_yaml(tmp_path / "d.yaml", {"path": ".", "train": "a", "val": "a", "names": names})
-        options, size = ExportOptions(data=str(file)), ImageSize((60, 96))
-        return prepare("best.pt", read_weights(weights), options, size, torch.device("cpu"))
+        options, size = ExportOptions(data="d.yaml"), ImageSize((60, 96))
+        return prepare("best.pt", read_weights(weights), options, size, torch.device("cpu"), dict(enumerate(names)))
 
     names = [f"thing {k}" for k in NAMES]
     metadata = job_for(names).metadata
@@ -283,7 +287,7 @@ def test_an_exported_classifier_returns_logits(tmp_path: Path) -> None:
     rows = {"backbone": [[-1, 1, "Conv", [8, 3, 2]]], "head": [[-1, 1, "Classify", [3]]]}
     model = build_model({"task": "classify", "nc": 3, **rows}).eval()
     content = Weights(model.state_dict(), model.yaml, {0: "a", 1: "b", 2: "c"}, "classify", {}, "lockstep")
-    job = prepare("best.pt", content, ExportOptions(), ImageSize((32, 32)), torch.device("cpu"))
+    job = prepare("best.pt", content, ExportOptions(), ImageSize((32, 32)), torch.device("cpu"), content.names)
     program = read_exported(write(job, "torchscript", tmp_path / "best"))
     images = torch.randn(3, 3, 32, 32)
     torch.testing.assert_close(program(images), model(images), rtol=1e-5, atol=1e-6)

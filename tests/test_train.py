@@ -42,8 +42,9 @@ def first(tmp_path_factory: pytest.TempPathFactory, run_script: RunScript, small
     return project / "exp", train(run_script, project, small_data, "--imgsz", "60", plots=True)
 
 
-def test_run_folder(first: tuple[Path, str]) -> None:
-    folder, _ = first
+def test_run_folder(first: tuple[Path, str], small_data: Path) -> None:
+    folder, printed = first
+    assert f"\ndata: {small_data}\n" in printed
     settings = yaml.safe_load((folder / "settings.yaml").read_text())
     assert settings["batch_size"] == 8
     assert settings["hyperparameters"]["mosaic"] == 0
@@ -54,7 +55,7 @@ def test_run_folder(first: tuple[Path, str]) -> None:
     for name in ("last.pt", "best.pt"):
         weights = read_weights(folder / "weights" / name)
         assert weights.source == "lockstep"
-        assert (weights.names[0], weights.training_size) == ("disc", 64)
+        assert (weights.names[0], weights.image_sides) == ("disc", (64, 64))
         assert all(torch.isfinite(tensor).all() for tensor in weights.state.values())
 
 

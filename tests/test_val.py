@@ -22,10 +22,10 @@ from data.dataset import data_source
 from models.ensemble import Inference, Members
 from models.tasks import TASKS
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
-from models.tasks.contract import Model
+from models.tasks.contract import Model, Task
 from models.tasks.detection.task import DetectionTask
 from tests.conftest import RunScript
-from tests.making import options_of, tiny_detector, write_yaml
+from tests.making import noise, options_of, tiny_detector, write_image, write_yaml
 from utils.batch import Batch, CocoImage
 from utils.checkpoint.weight_files import serialised, weights_content
 from utils.config.hyperparameters import Hyperparameters
@@ -190,6 +190,36 @@ def test_all_at_once_on_two_processes(
         assert [line.split()[0] for line in written[: len(truth)]] == [line.split()[0] for line in truth]
 
 
+def best_boxes(run: Path) -> np.ndarray:
+    """Return the most confident row of each label file, (images, 6)."""
+    rows = [np.loadtxt(file, ndmin=2) for file in sorted((run / "labels").iterdir())]
+    return np.stack([each[each[:, 5].argmax()] for each in rows])
+
+
+def test_with_image_padding_the_batch_size_does_not_matter(
+    two_models: tuple[str, str], tmp_path: Path, run_script: RunScript
+) -> None:
+    """Images of 13 aspects: without it the boxes depend on the batch, with it they are those of single images."""
+    images = tmp_path / "images" / "val"
+    for k in range(13):
+        width, height = (60 - 3 * k, 60) if k < 8 else (60, 84 - 3 * k)
+        write_image(images / f"{k:02}.png", noise(width, height, k), "0 0.5 0.5 0.3 0.3")
+    content = {"path": str(tmp_path), "train": "images/val", "val": "images/val", "names": dict(enumerate(NAMES))}
+    data = write_yaml(tmp_path / "data.yaml", content)
+    how = ("--weights", two_models[1], "--data", str(data), "--imgsz", "64", "--workers", "0", "--device", "cpu")
+    save = ("--save-txt", "--save-conf", "--project", str(tmp_path))
+    boxes = {}
+    for name, *flags in (
+        ("alone", "--batch-size", "1"),
+        ("own", "--batch-size", "4", "--image-padding", "--processes", "2"),
+        ("shared", "--batch-size", "4"),
+    ):
+        run_script("val.py", *how, *save, "--name", name, *flags, OMP_NUM_THREADS="1")
+        boxes[name] = best_boxes(tmp_path / name)
+    np.testing.assert_allclose(boxes["own"], boxes["alone"], atol=1e-4)
+    assert np.abs(boxes["shared"] - boxes["alone"]).max() > 1e-2
+
+
 @pytest.mark.long
 def test_a_high_confidence_threshold_is_a_warning(
     two_models: tuple[str, str], small_data: Path, tmp_path: Path, run_script: RunScript
@@ -201,18 +231,27 @@ def test_a_high_confidence_threshold_is_a_warning(
         assert printed.count("warning: ") == warned
 
 
-def test_a_classifier_is_validated_at_the_size_of_its_training(
-    drawn_classes: Path, tmp_path: Path, run_script: RunScript
+@pytest.mark.parametrize("kind", ["classifier", "detector"])
+def test_a_model_is_validated_at_the_size_of_its_training(
+    kind: str, drawn_classes: Path, small_data: Path, tmp_path: Path, run_script: RunScript
 ) -> None:
-    """Not at that of the data YAML, nor at the task's default; no threshold makes its metrics incomparable."""
-    names = dict(enumerate(sorted(NAMES)))
-    yaml = {"task": "classify", "architecture": "resnet18", "nc": len(names)}
-    model = ClassificationTask(names, ClassificationRecipe()).build_model(yaml, 40)
-    (tmp_path / "best.pt").write_bytes(serialised(weights_content(model, model.yaml, names, {"imgsz": 40})))
-    data = write_yaml(tmp_path / "data.yaml", {**read_yaml(drawn_classes), "defaults": {"imgsz": 48}})
-    how = ("--workers", "0", "--device", "cpu", "--project", str(tmp_path), "--conf-thres", "0.25")
-    printed = run_script("val.py", "--weights", str(tmp_path / "best.pt"), "--data", str(data), *how)
+    """Not at that of the data YAML, nor at the task's default; a classifier's metrics depend on no threshold."""
+    names = dict(enumerate(sorted(NAMES) if kind == "classifier" else NAMES))
+    task: Task = DetectionTask(names, Hyperparameters())
+    yaml, data, flags = tiny_detector(), small_data, ()
+    if kind == "classifier":
+        task, data, flags = ClassificationTask(names, ClassificationRecipe()), drawn_classes, ("--conf-thres", "0.25")
+        yaml = {"task": "classify", "architecture": "resnet18", "nc": len(names)}
+    model = task.build_model(yaml, 40)
+    best = tmp_path / "run" / "weights" / "best.pt"
+    best.parent.mkdir(parents=True)
+    best.write_bytes(serialised(weights_content(model, model.yaml, names, {"imgsz": 40})))
+    data = write_yaml(tmp_path / "data.yaml", {**read_yaml(data), "defaults": {"imgsz": 48}})
+    how = ("--workers", "0", "--device", "cpu", "--project", str(tmp_path))
+    printed = run_script("val.py", "--weights", str(tmp_path / "run"), "--data", str(data), *how, *flags)
+    assert f"weights: {best}; data: {data}\n" in printed
     assert read_yaml(tmp_path / "exp" / "settings.yaml")["imgsz"] == 40
+    assert "images of 40 px, the size in the weights" in printed
     assert "warning: " not in printed
 
 

@@ -11,7 +11,7 @@ import shutil
 import stat
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -29,6 +29,7 @@ LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a l
 PART_SUFFIX = ".part"  # of a file that is being written
 SUGGESTED_LIKENESS = 0.85  # from 0 to 1, of the name of a shipped file that an error suggests
 MAX_YAML_CHARACTERS = 2**20  # of a YAML file, and of its values with aliases replaced by what they repeat
+MAX_SHOWN_PATH = 240  # characters, in an error
 _locks: WeakSet[FileLock] = WeakSet()  # of run folders, in this process
 ROOT = Path(__file__).resolve().parents[1]  # the repository
 
@@ -101,27 +102,46 @@ def remove_if_empty(folder: Path) -> None:
 
 
 def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml", kind: str = "a file") -> Path:
-    """Return the file that a flag names: a path, absolute or relative to here or the repository, or a shipped file.
+    """Return the file that a flag names: a path, absolute or relative to the working folder, or a shipped file.
 
-    name: with or without `suffix`; an existing path is never replaced by a shipped file. what: kind of file, for the
-    error. folders: of shipped files, relative to the repository. kind: what `name` may be, for the error, which lists
-    the shipped files. Raises `UserError`.
+    name: with or without `suffix`; of a shipped file its name, or its path in the repository. An existing path is never
+    replaced by a shipped file. what: kind of file, for the error. folders: of shipped files, relative to the
+    repository. kind: what `name` may be, for the error, which lists the shipped files. Raises `UserError`.
     """
-    stem = name if name.endswith(suffix) else name + suffix
-    candidates = [Path(name), ROOT / name, *(ROOT / folder / Path(stem).name for folder in folders)]
+    with_suffix = name if name.endswith(suffix) else name + suffix
+    shipped_folders = [ROOT / folder for folder in folders]
+    shipped = [base / with_suffix for base in (ROOT, *shipped_folders)]
+    candidates = [Path(name), *(path for path in shipped if path.parent in shipped_folders)]
     for candidate in candidates:
         if os.path.isfile(candidate):  # Path.is_file raises an error for a name that is too long
             return candidate
         if name and os.path.exists(candidate):
             wrong = "a folder" if os.path.isdir(candidate) else "no regular file"
             raise UserError(f"{what} '{name}' is {wrong}; give the path of a {suffix} file")
-    shipped = sorted(p.name for folder in folders for p in (ROOT / folder).glob("*" + suffix))
-    near = get_close_matches(Path(stem).stem, [Path(file).stem for file in shipped], n=1, cutoff=SUGGESTED_LIKENESS)
+    names = sorted(path.name for folder in shipped_folders for path in folder.glob("*" + suffix))
+    stems = [Path(file).stem for file in names]
+    near = get_close_matches(Path(with_suffix).stem, stems, n=1, cutoff=SUGGESTED_LIKENESS)
     hint = f" (did you mean {near[0]}{suffix}?)" if near else ""
     raise UserError(
-        f"{what} '{name}' is not {kind}{hint}; give the path of {kind}, or one of the repository's: "
-        f"{', '.join(shipped)}"
+        f"{what} '{name}' is not {kind}{hint}; give the path of {kind}, or one of the repository's: {', '.join(names)}"
+        f"{looked_for(*candidates)}"
     )
+
+
+def looked_for(*paths: Path) -> str:
+    """Return the end of an error about a file that does not exist: where it was looked for."""
+    tried = dict.fromkeys(shortened(os.path.abspath(path), MAX_SHOWN_PATH) for path in paths)
+    return f" (looked for {' and '.join(tried)})"
+
+
+def located(files: Mapping[str, Iterable[Path]]) -> str:
+    """Return a line with the paths of files by kind, for the console: below the working folder relative to it."""
+    return "; ".join(f"{kind}: {', '.join(map(_from_here, paths))}" for kind, paths in files.items())
+
+
+def _from_here(path: Path) -> str:
+    absolute = os.path.abspath(path)
+    return os.path.relpath(absolute) if Path(absolute).is_relative_to(Path.cwd()) else absolute
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:

@@ -193,9 +193,6 @@ class Task(ABC):
     recipe: ClassVar[type[Recipe]]  # the keys of its hyperparameter YAML
     defaults: ClassVar[Mapping[str, Any]] = {}  # for flags that are not on the command line
     refused: ClassVar[Mapping[str, str]] = {}  # flags that do not apply, each with the reason
-    # Whether val.py, detect.py and export.py take the image size of the training if there is no --imgsz. Otherwise they
-    # take that of `defaults`, or 640, and print that of the training.
-    default_is_training_size: ClassVar[bool] = True
     # Whether a run without --weights starts from those that torchvision recommends for the model, if they can be had.
     prefers_trained: ClassVar[bool] = False
     official_weights: ClassVar[str] = r"(?!)"  # regular expression: names of YOLOv5's release files

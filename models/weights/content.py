@@ -92,10 +92,13 @@ class Weights:
     origin: Origin = field(default_factory=Origin)  # of what is made from this file, which is the last of its files
 
     @property
-    def training_size(self) -> int:
-        """The image size of the training in pixels; 0 if the file does not contain it."""
+    def image_sides(self) -> tuple[int, int] | None:
+        """The height and width in pixels of the images of the training, or of the export; None if the file does not
+        contain them."""
+        if self.metadata:
+            return self.metadata.imgsz
         size = self.settings.get("imgsz")
-        return int(size) if is_number(size) and size in IMGSZ else 0
+        return (int(size), int(size)) if is_number(size) and size in IMGSZ else None
 
     @property
     def class_names(self) -> dict[int, str]:

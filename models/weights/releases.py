@@ -20,7 +20,7 @@ from models.tasks import TASKS
 from models.weights.licence import CHECKSUM_IN_NAME
 from utils.download import answers, download
 from utils.errors import UserError
-from utils.files import ROOT, cache_folder, one_at_a_time
+from utils.files import cache_folder, looked_for, one_at_a_time
 from utils.tracking.hub import HUB_PREFIX, fetch
 from utils.tracking.wandb import download_artifact
 
@@ -35,8 +35,8 @@ RELEASE_SHA256 = {"yolov5n.pt": "4f180cf23ba0717ada0badd6c685026d73d48f184d00fc1
 def find_weights(
     name: str, yaml: Mapping[str, Any] | None = None, source: str = "the model YAML", training: bool = True
 ) -> Path:
-    """Return the path of a weight file: as given, or below the repository, else an official YOLOv5 file in the cache,
-    downloaded if necessary.
+    """Return the path of a weight file: as given, or in a run folder best.pt, else last.pt, or an official YOLOv5 file
+    in the cache, downloaded if necessary.
 
     DEFAULT means torchvision's recommendation for the architecture in `yaml`, which errors call `source`, and
     wandb:entity/project/name:alias an artifact, hf:owner/name a repository of the Hugging Face Hub. training: for
@@ -48,14 +48,25 @@ def find_weights(
         return artifact_weights(name.removeprefix(WANDB_PREFIX))
     if name.startswith(HUB_PREFIX):
         return fetch(name.removeprefix(HUB_PREFIX))
-    for candidate in (Path(name), ROOT / name):
-        if os.path.isfile(candidate) or (candidate.name.endswith(OPENVINO_SUFFIX) and os.path.isdir(candidate)):
-            return candidate
-    file = Path(name).name
+    path, file = Path(name), Path(name).name
+    if os.path.isfile(path) or (file.endswith(OPENVINO_SUFFIX) and os.path.isdir(path)):
+        return path
+    if os.path.isdir(path):
+        return weights_of_run(path)
     if any(re.fullmatch(entry.load().official_weights, file) for entry in TASKS.values()):
         return official_weights(name, file, ", or start from scratch with --weights '' and --cfg" * training)
     alternative = ", or start from scratch with --weights ''" * training
-    raise UserError(f"weights {name} are not a file; check the path{alternative}")
+    raise UserError(f"weights {name} are not a file; check the path{alternative}{looked_for(path)}")
+
+
+def weights_of_run(folder: Path) -> Path:
+    """Return best.pt of a run folder, or last.pt if there is none. Raises `UserError` if there is neither."""
+    files = [folder / "weights" / name for name in ("best.pt", "last.pt")]
+    for file in files:
+        if file.is_file():
+            return file
+    tried = looked_for(*files)
+    raise UserError(f"--weights {folder} is a folder without weights; give a weight file or the folder of a run{tried}")
 
 
 def official_weights(name: str, file: str, alternative: str) -> Path:

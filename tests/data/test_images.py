@@ -277,7 +277,9 @@ def test_a_jpeg_may_lack_a_hundredth_of_its_pixels(
     assert capfd.readouterr() == ("", "")  # libjpeg would print a line for each reading
 
 
-@pytest.mark.parametrize("options", [{}, {"subsampling": 0}, {"progressive": True}, {"exif": oriented(6)}], ids=" ".join)
+@pytest.mark.parametrize(
+    "options", [{}, {"subsampling": 0}, {"progressive": True}, {"exif": oriented(6)}], ids=" ".join
+)
 def test_a_jpeg_that_lacks_more_is_broken(tmp_path: Path, options: dict[str, Any]) -> None:
     file = tmp_path / "a.jpg"
     cut(file, 0.02, **options)

@@ -209,6 +209,19 @@ def test_the_last_rectangular_batch_has_the_shape_of_its_own_images() -> None:
     assert batches[2][0].shape == (160, 96)
 
 
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
+def test_with_image_padding_no_other_image_decides_about_a_shape(batch_size: int) -> None:
+    batches = evaluation_batches(SIZES, batch_size, 128, 32, square=False, image_padding=True)
+    assert images(batches) == ORDER
+    assert [sample.position for batch in batches for sample in batch] == list(range(8))
+    shapes = {sample.image: sample.shape for batch in batches for sample in batch}
+    flat, wide, tall = (96, 160), (128, 160), (160, 128)
+    assert shapes == {0: flat, 1: (160, 96), 2: (160, 96), 3: flat, 4: tall, 5: (64, 160), 6: tall, 7: wide}
+    lengths = {1: [1] * 8, 2: [1, 2, 1, 2, 2]}
+    assert [len(batch) for batch in batches] == lengths.get(batch_size, lengths[2])
+    assert all(len({sample.shape for sample in batch}) == 1 for batch in batches)
+
+
 def test_equal_aspects_are_ordered_by_falling_index() -> None:
     batches = evaluation_batches(np.full((40, 2), 50), 8, 64, 32, square=False)
     assert images(batches) == list(range(39, -1, -1))

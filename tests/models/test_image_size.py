@@ -77,17 +77,17 @@ def test_other_values_of_imgsz_are_refused(imgsz: Any) -> None:
         (ClassificationTask, trained(), 0, 224),
         (ClassificationTask, trained("64"), 0, 224),
         (ClassificationTask, trained(-1), 0, 224),
-        (ClassificationTask, exported(32, 32, dynamic=True), 0, 64),
         (ClassificationTask, exported(32, 32), 48, 32),
-        (DetectionTask, trained(64), 0, 640),
-        (DetectionTask, trained(64), 320, 320),
+        (DetectionTask, trained(64), 0, 64),
+        (DetectionTask, trained(64), 320, 64),
+        (DetectionTask, trained(), 320, 320),
         (DetectionTask, trained(), 0, 640),
-        (DetectionTask, exported(32, 32, dynamic=True), 0, 640),
+        (DetectionTask, exported(32, 64, dynamic=True), 320, (32, 64)),
         (DetectionTask, exported(32, 64), 0, (32, 64)),
     ],
 )
 def test_the_default_size(task: type[Task], weights: Weights, suggested: int, expected: int | tuple[int, int]) -> None:
-    """A classifier's is that of its training, a detector's 640, unless the file was exported for one size."""
+    """That of the training or the export, if the weights contain it."""
     sides = (expected, expected) if isinstance(expected, int) else expected
     assert choose_size({"a.pt": weights}, task, 0, suggested).sides == sides
 
@@ -99,21 +99,26 @@ def test_a_size_on_the_command_line_comes_before_all_but_an_exported_files() -> 
         assert size == ImageSize((32, 64), True, ("exported for images of 32x64 alone",))
 
 
-def test_a_detectors_training_size_is_printed_if_it_differs() -> None:
-    assert choose_size({"a.pt": trained(640)}, DetectionTask, 0).messages == ()
-    assert choose_size({"a.pt": trained(64), "b.pt": trained(640), "c.pt": trained()}, DetectionTask, 0).messages == (
-        "a.pt was trained at 64 px; the default size is 640, and --imgsz 64 gives that of the training",
+@pytest.mark.parametrize("task", [ClassificationTask, DetectionTask])
+def test_a_size_from_the_weights_is_printed(task: type[Task]) -> None:
+    size = choose_size({"a.pt": trained(64)}, task, 0)
+    assert size.messages == ("images of 64 px, the size in the weights",)
+    assert choose_size({"a.onnx": exported(32, 64, dynamic=True)}, task, 0).messages == (
+        "images of 32 64 px, the size in the weights",
     )
-    assert choose_size({"a.pt": trained(64)}, ClassificationTask, 0).messages == ()
+    assert choose_size({"a.pt": trained(64)}, task, 64).messages == ()
+    assert choose_size({"a.pt": trained()}, task, 0).messages == ()
 
 
-def test_an_ensemble_of_classifiers_has_one_training_size() -> None:
-    weights = {"a.pt": trained(64), "b.pt": trained(), "c.pt": trained(64)}
-    assert choose_size(weights, ClassificationTask, 0).sides == (64, 64)
+@pytest.mark.parametrize("task", [ClassificationTask, DetectionTask])
+def test_an_ensemble_has_one_size(task: type[Task]) -> None:
+    """Files without a size go along with the others."""
+    weights = {"a.pt": trained(), "b.pt": trained(64), "c.onnx": exported(64, 64, dynamic=True)}
+    assert choose_size(weights, task, 0).sides == (64, 64)
     weights["d.pt"] = trained(224)
-    with pytest.raises(UserError, match=r"image sizes \(a\.pt at 64 px, c\.pt at 64 px, d\.pt at 224 px\)"):
-        choose_size(weights, ClassificationTask, 0)
-    assert choose_size(weights, ClassificationTask, 96).sides == (96, 96)
+    with pytest.raises(UserError, match=r"image sizes \(b\.pt at 64 px, c\.onnx at 64 px, d\.pt at 224 px\); give one"):
+        choose_size(weights, task, 0)
+    assert choose_size(weights, task, 96).sides == (96, 96)
 
 
 def test_the_size_that_exported_files_require() -> None:

@@ -207,9 +207,13 @@ def test_files_that_define_no_layers(content: str, message: str, file: Path) -> 
     assert (set(sys.modules), sys.path, LAYERS) == (modules, path, layers)
 
 
-def test_paths_of_no_python_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--layers \S*mine.py is not a file; give the path of a Python file"):
-        add_layers(tmp_path / "mine.py")
+def test_paths_of_no_python_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path is one below the working folder, not below the repository."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.py", "models/layers.py"):
+        message = rf"--layers {name} is not a file; give the path of a Python file .* \(looked for {tmp_path}/{name}\)$"
+        with pytest.raises(UserError, match=message):
+            add_layers(name)
     (tmp_path / "mine.txt").write_text("x = 1\n")
     with pytest.raises(UserError, match=r"mine.txt is no Python file; --layers takes one whose name ends with .py"):
         add_layers(tmp_path / "mine.txt")

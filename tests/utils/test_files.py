@@ -13,7 +13,16 @@ import pytest
 
 from utils import files
 from utils.errors import UserError
-from utils.files import cache_folder, find_file, lock_folder, numbered_folder, read_regular, read_yaml, replacing
+from utils.files import (
+    cache_folder,
+    find_file,
+    located,
+    lock_folder,
+    numbered_folder,
+    read_regular,
+    read_yaml,
+    replacing,
+)
 
 # Writing
 
@@ -183,7 +192,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-@pytest.mark.parametrize("name", ["low", "low.yaml", "data/hyps/low.yaml", "elsewhere/low.yaml"])
+@pytest.mark.parametrize("name", ["low", "low.yaml", "data/hyps/low.yaml", "data/hyps/low"])
 def test_shipped_files_are_found(repository: Path, name: str) -> None:
     assert find_file(name, "recipe", ["data/hyps"]) == repository / "data" / "hyps" / "low.yaml"
 
@@ -210,12 +219,37 @@ def test_a_pipe_is_not_waited_for(repository: Path) -> None:
         find_file("pipe.yaml", "recipe", ["data/hyps"])
 
 
-@pytest.mark.parametrize("name", ["lo.yaml", ""])
-def test_a_missing_file_is_an_error(repository: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "shipped"),
+    [
+        ("lo.yaml", "data/hyps/lo.yaml"),
+        ("", "data/hyps/.yaml"),
+        ("elsewhere/low.yaml", ""),
+        ("README.yaml", "data/hyps/README.yaml"),
+        ("runs/mine.yaml", ""),
+        ("../repository/data/hyps/mine.yaml", ""),
+        ("/elsewhere/low.yaml", ""),
+    ],
+)
+def test_a_missing_file_is_an_error(repository: Path, name: str, shipped: str) -> None:
+    """Of the repository only shipped files are found, by their names there; the error says where it looked."""
+    for path in (repository / "README.yaml", repository / "runs" / "mine.yaml"):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
     with pytest.raises(UserError) as caught:
         find_file(name, "recipe", ["data/hyps"])
+    tried = os.path.abspath(name) + (f" and {repository / shipped}" if shipped else "")
     assert str(caught.value) == (
-        f"recipe '{name}' is not a file; give the path of a file, or one of the repository's: high.yaml, low.yaml"
+        f"recipe '{name}' is not a file; give the path of a file, or one of the repository's: high.yaml, low.yaml "
+        f"(looked for {tried})"
+    )
+
+
+def test_the_paths_of_files_are_relative_below_the_working_folder(repository: Path) -> None:
+    here = Path.cwd()
+    paths = [Path("a.pt"), here / "runs" / "b.pt", repository / "c.pt", Path("../d.pt")]
+    assert located({"weights": paths, "data": [here / "x" / ".." / "e.yaml"]}) == (
+        f"weights: a.pt, runs/b.pt, {repository}/c.pt, {here.parent}/d.pt; data: e.yaml"
     )
 
 

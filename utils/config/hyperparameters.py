@@ -25,7 +25,8 @@ OVERRIDE_PREFIX = "--hyp."  # of the flag of a single hyperparameter
 DEFAULTS = "defaults"  # key of a hyperparameter YAML, and of a data YAML: defaults of flags
 NO_OVERRIDES: Mapping[str, str] = {}
 DERIVED = ("lr_factor", "keep_norms")  # hyperparameters that `Recipe.for_weights` changes
-# The files of data/hyps by YOLOv5's names.
+HYPS_FOLDER = "data/hyps"
+# Its files by YOLOv5's names.
 YOLOV5_HYPS = {
     "hyp.scratch-low.yaml": "low.yaml",
     "hyp.scratch-med.yaml": "med.yaml",
@@ -148,8 +149,9 @@ def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] 
 
 def find_hyperparameters(name: str) -> Path:
     """Return the file that --hyp names. Raises `UserError`."""
-    alias = name if os.path.isfile(name) else YOLOV5_HYPS.get(Path(name).name, name)
-    return find_file(alias, "hyperparameter file", ["data/hyps"])
+    folder, file = os.path.split(name)
+    is_alias = file in YOLOV5_HYPS and folder in ("", HYPS_FOLDER) and not os.path.isfile(name)
+    return find_file(YOLOV5_HYPS[file] if is_alias else name, "hyperparameter file", [HYPS_FOLDER])
 
 
 def parse_overrides(kind: type[Recipe], overrides: Mapping[str, str]) -> dict[str, Any]:

@@ -94,6 +94,12 @@ class TrainOptions:
         640, "side of the square that images are fitted into, in pixels", "data", IMGSZ, aliases=("img", "img-size")
     )
     rect: bool = flag(False, "batches of similar aspect ratio with little padding; no shuffling, no mosaic", "data")
+    image_padding: bool = flag(
+        False,
+        "validation: pad each image by its own shape, not its batch's as YOLOv5 does; mAP is then the same at any "
+        "batch size",
+        "data",
+    )
     multi_scale: bool = flag(
         False, "a random image size for each batch, 0.5 to 1.5 times --imgsz, the same on every process", "training"
     )
@@ -285,14 +291,16 @@ class ValOptions:
     )
     data: str = flag("data/coco128.yaml", "data set YAML", "data")
     weights: tuple[str, ...] = flag(
-        ("yolov5s.pt",), "weights to validate: a file, or hf:owner/name; several are an ensemble", "model"
+        ("yolov5s.pt",),
+        "weights to validate: a file, a run folder (its best.pt) or hf:owner/name; several are an ensemble",
+        "model",
     )
     layers: str = flag("", "Python file with your own layers, which the model contains; the file is executed", "model")
     batch_size: int = flag(32, "images per batch", "data", Range(1), aliases=("batch",))
     imgsz: int = flag(
         0,
-        "side of the square that images are fitted into, in pixels; 0: the size of an exported file, of a classifier's "
-        "training, of the data YAML's `defaults`, or 640",
+        "side of the square that images are fitted into, in pixels; 0: that of the training or export, "
+        "if the weights say it, of the data YAML's `defaults`, or 640",
         "data",
         Range(0, IMGSZ.maximum),
         aliases=("img", "img-size"),
@@ -324,6 +332,11 @@ class ValOptions:
     single_cls: bool = flag(False, "treat all classes as one", "data")
     square: bool = flag(
         False, "square batches, instead of rectangular ones of similar aspect ratio with less padding", "data"
+    )
+    image_padding: bool = flag(
+        False,
+        "pad each image by its own shape, not its batch's as YOLOv5 does; mAP is then the same at any --batch-size",
+        "data",
     )
     strict: bool = flag(False, "problems in single images and label rows are errors instead of warnings", "data")
     log_with: str = flag(
@@ -369,7 +382,9 @@ class DetectOptions:
         "python detect.py --weights best.pt --source 0 --view-img     # a camera",
     )
     weights: tuple[str, ...] = flag(
-        ("yolov5s.pt",), "weights: a .pt, an exported file, or hf:owner/name; several are an ensemble", "model"
+        ("yolov5s.pt",),
+        "weights: a .pt, a run folder (its best.pt), an exported file or hf:owner/name; several are an ensemble",
+        "model",
     )
     source: tuple[str, ...] = flag(
         (),
@@ -379,8 +394,8 @@ class DetectOptions:
     data: str = flag("", "data set YAML with the class names; '' takes those inside --weights", "model")
     imgsz: tuple[int, ...] = flag(
         (),
-        "size that images are fitted into, in pixels: one number, or height and width; none: that of an exported file, "
-        "of a classifier's training, or 640",
+        "size that images are fitted into, in pixels: one number, or height and width; none: that of the "
+        "training or export, if the weights say it, or 640",
         "images",
         IMGSZ,
         aliases=("img", "img-size"),
@@ -441,14 +456,16 @@ class ExportOptions:
         "python export.py --weights best.pt --include torchscript --nms --imgsz 640",
     )
     weights: tuple[str, ...] = flag(
-        ("yolov5s.pt",), "weights to export: a .pt, a .safetensors or hf:owner/name", "model"
+        ("yolov5s.pt",),
+        "weights to export: a .pt, a run folder (its best.pt), a .safetensors or hf:owner/name",
+        "model",
     )
     data: str = flag("", "data set YAML with the class names; '' takes those inside --weights", "model")
     layers: str = flag("", "Python file with your own layers, which the model contains; the file is executed", "model")
     imgsz: tuple[int, ...] = flag(
         (),
-        "size of the images, in pixels: one number, or height and width; none: the size of a classifier's training, or "
-        "640",
+        "size of the images, in pixels: one number, or height and width; none: that of the training, "
+        "if the weights say it, or 640",
         "format",
         IMGSZ,
         aliases=("img", "img-size"),

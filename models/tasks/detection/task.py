@@ -41,7 +41,6 @@ class DetectionTask(Task):
     recipe = Hyperparameters
     official_weights = r"yolov5[nsmlx]6?\.pt"
     hub_tag = "object-detection"
-    default_is_training_size = False  # 640, as in YOLOv5
     head: ClassVar[type[Detect]] = Detect  # of the models
     # Of exported files, without and with suppression.
     export_modules: ClassVar[tuple[type[DecodedDetector], type[SuppressedDetector]]] = (

@@ -73,7 +73,7 @@ def test_a_safetensors_file(file: Path) -> None:
     torch.testing.assert_close(weights.state, expected.state, rtol=0, atol=0)
     assert {key: value.dtype for key, value in weights.state.items()}["n"] == torch.int64
     assert {**vars(weights), "state": {}, "origin": None} == {**vars(expected), "state": {}, "origin": None}
-    assert weights.training_size == 64
+    assert weights.image_sides == (64, 64)
 
 
 def test_safetensors_of_other_programs(file: Path) -> None:

@@ -22,7 +22,6 @@ from models.weights.releases import (
 )
 from tests.web import Server, sending, serving
 from utils.errors import UserError
-from utils.files import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -52,11 +51,25 @@ def weights() -> bytes:
     return file.getvalue()
 
 
-def test_the_working_folder_comes_before_the_repository(folder: Path) -> None:
-    assert find_weights("LICENSE") == ROOT / "LICENSE"
-    (folder / "work" / "LICENSE").touch()
-    for name in ("LICENSE", str(folder / "work" / "LICENSE")):
-        assert find_weights(name).absolute() == folder / "work" / "LICENSE"
+def test_weights_are_not_looked_for_in_the_repository(folder: Path) -> None:
+    file = folder / "work" / "LICENSE"  # the repository has such a file
+    with pytest.raises(UserError, match=rf"^weights LICENSE are not a file; .* \(looked for {file}\)$"):
+        find_weights("LICENSE")
+    file.touch()
+    for name in ("LICENSE", str(file)):
+        assert find_weights(name).absolute() == file
+
+
+def test_a_run_folder_gives_its_best_weights_or_its_last(folder: Path) -> None:
+    run = folder / "work" / "runs" / "exp"
+    (run / "weights").mkdir(parents=True)
+    tried = rf"looked for {run}/weights/best.pt and {run}/weights/last.pt"
+    with pytest.raises(UserError, match=rf"^--weights runs/exp is a folder without weights; .* \({tried}\)$"):
+        find_weights("runs/exp")
+    for name in ("last.pt", "best.pt"):
+        (run / "weights" / name).touch()
+        for training in (True, False):
+            assert find_weights("runs/exp", training=training) == Path("runs/exp/weights") / name
 
 
 @pytest.mark.parametrize(
@@ -114,7 +127,7 @@ def test_the_checksum_of_yolov5n(shared: Path, server: Server) -> None:
     assert find_weights("yolov5n.pt").read_bytes() == content
 
 
-@pytest.mark.parametrize("name", ["mine.pt", "yolov5q.pt", "yolov5n-pose.pt", "yolov5n.pt.old", "xyolov5n.pt", ".."])
+@pytest.mark.parametrize("name", ["mine.pt", "yolov5q.pt", "yolov5n-pose.pt", "yolov5n.pt.old", "xyolov5n.pt"])
 def test_other_names_are_not_downloaded(name: str) -> None:
     with pytest.raises(UserError, match=f"^weights {name} are not a file; check the path, or start from scratch with"):
         find_weights(name)

@@ -268,14 +268,14 @@ def test_a_classifier_is_known_by_its_first_convolution(name: str, file: Path) -
     [
         ({"imgsz": 128, "weights": pathlib.PosixPath("x")}, 128),
         (argparse.Namespace(imgsz=128), 128),
-        ({"imgsz": "128"}, 0),
-        ({"lr0": 0.1}, 0),
-        (None, 0),
+        ({"imgsz": "128"}, None),
+        ({"lr0": 0.1}, None),
+        (None, None),
     ],
 )
-def test_the_image_size_of_the_training(flags: Any, size: int, file: Path) -> None:
+def test_the_image_size_of_the_training(flags: Any, size: int | None, file: Path) -> None:
     save_as_yolov5({"model": Pickled(1.0), "opt": flags}, file, legacy=False)
-    assert read_weights(file).training_size == size
+    assert read_weights(file).image_sides == (size and (size, size))
 
 
 def test_other_values_in_a_file(file: Path) -> None:

@@ -168,6 +168,7 @@ FIXED = {
     "noautoanchor": (True, False),
     "scale_lr": (True, False),
     "logical_processes": (4, 0),
+    "image_padding": (True, False),
     "multi_scale": (True, False),
     "image_weights": (True, False),
     "repeat_factor": (0.001, 0.0),
