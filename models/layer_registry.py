@@ -24,6 +24,7 @@ from typing import Any
 from torch import nn
 
 from models import layers
+from models.heads.anchors.head import Detect, Segment
 from utils.errors import UserError, first_line, nearest
 from utils.files import ROOT, cache_folder
 
@@ -130,7 +131,7 @@ def _chain(parts: list[nn.Module]) -> nn.Module:
 def _segment(placement: LayerPlacement) -> nn.Module:
     """Build `Segment`, with the channels of its prototypes scaled."""
     nc, anchors, masks, prototypes = placement.args
-    return layers.Segment(nc, anchors, masks, placement.scaling.channels(prototypes), placement.channels)
+    return Segment(nc, anchors, masks, placement.scaling.channels(prototypes), placement.channels)
 
 
 LAYERS: dict[str, LayerMaker] = {
@@ -155,8 +156,8 @@ LAYERS: dict[str, LayerMaker] = {
     "Expand": plain(layers.Expand),
     "Concat": plain(layers.Concat),
     "Proto": narrowing(layers.Proto),
-    "Detect": detecting(layers.Detect),
-    "Segment": LayerMaker(layers.Segment, _segment),
+    "Detect": detecting(Detect),
+    "Segment": LayerMaker(Segment, _segment),
     "Classify": narrowing(layers.Classify),
 }
 # Layers of torch.nn are called with the arguments of the row, except for those that need the input channels.

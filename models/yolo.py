@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.heads.contract import DetectionHead
 from models.image_size import whole_strides
 from models.layer_registry import MAX_COUNT, LayerPlacement, Scaling, is_count, layer_maker
-from models.layers import Conv, Detect, Head, skip_norms
+from models.layers import Conv, Head, skip_norms
 from models.tasks import TASKS, task_of
 from models.tasks.contract import Model
 from models.weights.content import MODEL_KEYS
@@ -68,12 +69,9 @@ class YoloModel(Model):
         self._later_inputs = {j for row in rows for j in row.sources if j != row.index - 1}
 
     @property
-    def detect(self) -> Detect:
-        """The detection head; `detect.stride` holds the stride of each level in pixels."""
-        head = self.model[-1]
-        if not isinstance(head, Detect):  # AttributeError, for torch.jit.trace calls `hasattr` on every attribute
-            raise AttributeError("the model has no detection head")
-        return head
+    def head(self) -> nn.Module:
+        """The last layer, whose class decides the task."""
+        return self.model[-1]
 
     def forward(self, images: Tensor, *hints: Tensor) -> Any:
         """Run the rows on RGB images (b, 3, h, w) in [0, 1]; `hints` are further arguments of the last layer.
@@ -98,14 +96,14 @@ def build_model(
     nc: int | None = None,
     channels: int = 3,
     source: str = "the model YAML",
-    head: type[Head] | None = None,
+    head: type[Head] | Sequence[type[Head]] = (),
     imgsz: int = 640,
 ) -> YoloModel:
     """Build the network that a YAML describes, in train mode, with random weights, on torch's default device.
 
     yaml: a path, the name of a shipped file, or the content, which errors call `source`. nc: overrides the number of
-    classes in the YAML. channels: of the images, unless the YAML has `ch`. head: the required class of the last layer.
-    imgsz: rounded up to whole strides, at least 2.
+    classes in the YAML. channels: of the images, unless the YAML has `ch`. head: the required class of the last layer,
+    or several of which it must have one; the first is the usual one. imgsz: rounded up to whole strides, at least 2.
     Raises `UserError` if the YAML describes no such network.
     """
     if isinstance(yaml, dict):
@@ -113,22 +111,23 @@ def build_model(
     else:
         path = find_file(str(yaml), "model YAML", ["models", "models/hub"])
         source, description = str(path), read_yaml(path)
-    description, with_anchors = _resolve(source, description, nc, channels, head)
+    heads = (head,) if isinstance(head, type) else head
+    description, with_anchors = _resolve(source, description, nc, channels, heads)
     values = {"nc": description["nc"], "anchors": description.get("anchors"), **PYTHON_WORDS}
     contents = [*description["backbone"], *description["head"]]
     rows = [_parse_row(source, index, row, values) for index, row in enumerate(contents)]
     layers, strides = _build_layers(source, rows, description, with_anchors)
-    _check_head(source, layers, head)
+    _check_head(source, layers, heads)
     stride = int(max(strides, default=1))
     model = YoloModel(layers, rows, description, stride, whole_strides(imgsz, stride))
-    if isinstance(last := layers[-1], Detect):
+    if isinstance(last := layers[-1], DetectionHead):
         last.set_strides(strides)
         last.initialise_biases()
     return model
 
 
 def _resolve(
-    source: str, yaml: dict[str, Any], nc: int | None, channels: int, head: type[Head] | None
+    source: str, yaml: dict[str, Any], nc: int | None, channels: int, heads: Sequence[type[Head]]
 ) -> tuple[dict[str, Any], bool]:
     """Return the YAML with all keys that `build_model` needs, checked, and whether its head takes anchors."""
     for key in yaml:
@@ -146,7 +145,10 @@ def _resolve(
     for key in ("backbone", "head"):
         _require(source, yaml, key, "a list of rows [from, number, module, args]", isinstance(yaml.get(key), list))
     _require(source, yaml, "task", f"one of {', '.join(TASKS)}", isinstance(yaml["task"], str))
-    with_anchors = issubclass(head, Detect) if head else _ends_with_detect(yaml["head"])
+    last = head_class(yaml)
+    if heads and not (last and issubclass(last, tuple(heads))):
+        last = heads[0]  # `_check_head` reports another head
+    with_anchors = last is not None and issubclass(last, DetectionHead) and last.takes_anchors
     if with_anchors:
         anchors = "a list of width, height pairs per level, or their number per level"
         _require(source, yaml, "anchors", anchors, _are_anchors(yaml.get("anchors")))
@@ -160,13 +162,15 @@ def _require(source: str, yaml: dict[str, Any], key: str, what: str, holds: bool
         raise UserError(f"{source}: `{key}` {shortened(problem)}; give {what}")
 
 
-def _ends_with_detect(rows: list[Any]) -> bool:
-    """Return whether the last row names `Detect` or a subclass of it."""
-    last = rows[-1] if rows else None
+def head_class(yaml: Mapping[str, Any]) -> type[nn.Module] | None:
+    """Return the class of the layer that the last row of `head` names; None if it names none."""
+    rows = yaml.get("head")
+    last = rows[-1] if isinstance(rows, list) and rows else None
     try:
-        return isinstance(last, list) and len(last) == 4 and layer_maker(last[2]).makes(Detect)
+        layer = layer_maker(last[2]).layer if isinstance(last, list) and len(last) == 4 else None
     except ValueError:  # `_parse_row` reports it
-        return False
+        return None
+    return layer if isinstance(layer, type) else None
 
 
 def _are_anchors(value: Any) -> bool:
@@ -236,14 +240,17 @@ def _build_layers(
                 f"{source}, row {row.index}: {row.module} with the arguments {shortened(str(list(row.args)))} "
                 f"on rows {list(row.sources)} does not work ({first_line(error)}); fix that row"
             ) from error
-    return layers, [PROBE_PIXELS / x.shape[2] for x in inputs] if layers and isinstance(layers[-1], Detect) else []
+    is_detector = bool(layers) and isinstance(layers[-1], DetectionHead)
+    return layers, [PROBE_PIXELS / x.shape[2] for x in inputs] if is_detector else []
 
 
-def _check_head(source: str, layers: list[nn.Module], head: type[Head] | None) -> None:
-    """Raise `UserError` if the last layer is no `head`; a subclass with its own `description` is another head."""
-    if head and not (layers and isinstance(layers[-1], head) and layers[-1].description == head.description):
+def _check_head(source: str, layers: list[nn.Module], heads: Sequence[type[Head]]) -> None:
+    """Raise `UserError` if the last layer is none of `heads`; a subclass with its own `description` is another head."""
+    last = layers[-1] if layers else None
+    if heads and not any(isinstance(last, head) and last.description == head.description for head in heads):
         raise UserError(
-            f"{source}: the last row of `head` is no {head.description}; end it with one, such as {head.example}"
+            f"{source}: the last row of `head` is no {heads[0].description}; end it with one, such as "
+            f"{heads[0].example}"
         )
     if not layers:
         raise UserError(f"{source}: `backbone` and `head` have no rows; write rows [from, number, module, args]")

@@ -44,7 +44,7 @@ def write_detector(file: Path, deviation: float, statistics: torch.Tensor | None
     torch.manual_seed(0)  # module fixtures are made before the seed of a test is set
     names = dict(enumerate(NAMES))
     model = build_model({**read_yaml(ROOT / "models" / "yolov5n.yaml"), "nc": len(names)})
-    for level in model.detect.m:
+    for level in model.head.m:
         nn.init.normal_(level.weight, std=deviation)
         nn.init.normal_(level.bias)
     if statistics is not None:
@@ -117,7 +117,7 @@ def test_against_a_plain_computation(tmp_path: Path) -> None:
     inputs = torch.from_numpy(padded[..., ::-1].transpose(2, 0, 1).copy())[None] / 255
     rows = []
     with torch.inference_mode():
-        for raw, anchors, stride in zip(model.eval()(inputs), model.detect.anchors, model.detect.stride, strict=True):
+        for raw, anchors, stride in zip(model.eval()(inputs), model.head.anchors, model.head.stride, strict=True):
             s, (h, w) = raw[0].sigmoid(), raw.shape[2:4]
             cells = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1)
             xy = (s[..., :2] * 2 - 0.5 + cells) * stride

@@ -32,6 +32,11 @@ class Model(nn.Module):
     stride: int  # height and width of the images must be multiples of it, pixels
     imgsz: int  # image size in pixels, rounded up to whole strides
 
+    @property
+    def head(self) -> nn.Module | None:
+        """The last layer, if its class decides what the outputs mean; None for an exported file."""
+        return None
+
 
 @dataclass(frozen=True)
 class LossTerms:
@@ -209,6 +214,10 @@ class Task(ABC):
 
         source: name of the YAML in errors. Raises `UserError` if it describes no model of this task.
         """
+
+    def loss_names_of(self, model: Model) -> tuple[str, ...]:
+        """Return the names of the terms of `model`'s loss; `loss_names`, unless they depend on the model."""
+        return self.loss_names
 
     @abstractmethod
     def criterion(self, model: Model) -> Criterion:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from models.heads.anchors.head import Detect, Segment
+from models.heads.anchors.target_assignment import read_level
 from models.layers import (
     C3,
     C3SPP,
@@ -23,7 +25,6 @@ from models.layers import (
     Contract,
     Conv,
     CrossConv,
-    Detect,
     DWConv,
     DWConvTranspose2d,
     Expand,
@@ -32,11 +33,9 @@ from models.layers import (
     GhostConv,
     MixConv2d,
     Proto,
-    Segment,
     Transformer,
     skip_norms,
 )
-from models.tasks.detection.target_assignment import read_level
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from models.heads.anchors.head import Detect
 from models.layer_registry import LAYERS
-from models.layers import Classify, Conv, Detect
+from models.layers import Classify, Conv
 from models.tasks import task_of
 from models.tasks.detection.task import DetectionTask
 from models.weights.reader import read_weights
@@ -142,10 +143,10 @@ def narrow(name: str) -> dict[str, Any]:
 @torch.no_grad()
 def test_strides_anchors_and_maps(name: str, strides: list[int]) -> None:
     model = build_model(narrow(name)).eval()
-    assert model.detect.stride.tolist() == strides
+    assert model.head.stride.tolist() == strides
     anchors = narrow(name)["anchors"]
     if isinstance(anchors, list):
-        pixels = model.detect.anchors * model.detect.stride.view(-1, 1, 1)
+        pixels = model.head.anchors * model.head.stride.view(-1, 1, 1)
         torch.testing.assert_close(pixels.flatten(1), torch.tensor(anchors).float())
     maps = model(torch.rand(1, 3, 128, 256))
     assert [m.shape for m in maps] == [(1, 3, 128 // s, 256 // s, 85) for s in strides]
@@ -197,7 +198,7 @@ def test_official_weights_predict_as_in_yolov5(shared: Path) -> None:
     model = build_model(official.model).eval()
     assert shapes(model.state_dict()) == shapes(official.state) == shapes(on_meta("yolov5n.yaml").state_dict())
     transfer(model, official.state)
-    predictions = decode(model(reference["image"]), model.detect.anchors, model.detect.stride)
+    predictions = decode(model(reference["image"]), model.head.anchors, model.head.stride)
     torch.testing.assert_close(predictions, reference["predictions"], rtol=0, atol=1e-3)
 
 
@@ -244,7 +245,7 @@ def test_repetitions_and_widths_are_scaled() -> None:
 
 def test_anchors_by_number() -> None:
     model = build_model({**tiny_detector(), "anchors": 2})
-    assert (model.detect.anchors * model.detect.stride.view(-1, 1, 1)).tolist() == [[[1, 2], [3, 4]]] * 2
+    assert (model.head.anchors * model.head.stride.view(-1, 1, 1)).tolist() == [[[1, 2], [3, 4]]] * 2
     build_model({**small_classifier(), "anchors": 5.5})  # a classifier ignores them
 
 

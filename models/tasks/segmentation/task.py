@@ -7,9 +7,10 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from models.layers import Segment
+from models.heads.anchors.head import Segment
+from models.heads.anchors.loss import loss_settings
+from models.heads.contract import UnavailableCriterion, head_of
 from models.tasks.contract import Criterion, Image, Model, Thresholds
-from models.tasks.detection.loss import UnavailableCriterion
 from models.tasks.detection.task import DetectionTask
 from models.tasks.segmentation.export_module import DecodedSegmenter, SuppressedSegmenter
 from models.tasks.segmentation.loss import LOSS_NAMES, SegmentationCriterion
@@ -29,13 +30,13 @@ class SegmentationTask(DetectionTask):
     official_weights = r"yolov5[nsmlx]-seg\.pt"
     hub_tag = "image-segmentation"
     refused: ClassVar[Mapping[str, str]] = {"augment": NO_AUGMENT}
-    head = Segment
+    heads = (Segment,)
     export_modules = (DecodedSegmenter, SuppressedSegmenter)
 
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> YoloModel:
         """Build the model of a YAML. Raises `UserError` unless the prototypes are a quarter of the images."""
         model = super().build_model(yaml, imgsz, source)
-        stride = int(model.detect.stride[0]) // 2  # `Proto` doubles height and width
+        stride = int(head_of(model).stride[0]) // 2  # `Proto` doubles height and width
         if stride != MASK_STRIDE:
             raise UserError(
                 f"{source}: the first map of Segment has stride {2 * stride}, and masks need {2 * MASK_STRIDE}; "
@@ -43,13 +44,16 @@ class SegmentationTask(DetectionTask):
             )
         return model
 
+    def loss_names_of(self, model: Model) -> tuple[str, ...]:
+        """Return the names of the terms."""
+        return LOSS_NAMES
+
     def criterion(self, model: Model) -> Criterion:
         """Return the loss of `model`, with gains scaled to it; for an exported file every term is NaN."""
-        if not isinstance(model, YoloModel):
+        if not isinstance(head := model.head, Segment):
             return UnavailableCriterion(len(LOSS_NAMES))
-        head = model.detect
-        assert isinstance(head, Segment)
-        return SegmentationCriterion(self.loss_settings.scaled(head.nl, head.nc, model.imgsz), head)
+        settings = loss_settings(self.hyp, self.label_smoothing)
+        return SegmentationCriterion(settings.scaled(head.nl, head.nc, model.imgsz), head)
 
     def postprocess(  # type: ignore[override]
         self, model: Model, thresholds: Thresholds
