@@ -140,7 +140,8 @@ def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -
         program.resize(imgsz)
         program.names = dict(task.names)
         return program
-    model = task.build_model(weights.model, imgsz, name)
+    used = {key: rows for key, rows in weights.model.items() if key != "auxiliary"}  # a branch that only trains
+    model = task.build_model(used, imgsz, name)
     transferred = transfer(model, weights.state)
     if transferred.loaded < transferred.total:
         raise UserError(

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 # A kernel, stride or padding: one number, or (height, width).
 Size = int | Sequence[int]
@@ -434,6 +435,172 @@ class SPPF(nn.Module):
         for _ in range(3):
             maps.append(self.m(maps[-1]))
         return self.cv2(torch.cat(maps, 1))
+
+
+class RepConv(nn.Module):
+    """A convolution and a 1x1 one side by side, without activation, then their sum's SiLU (RepVGG, arXiv 2101.03697).
+
+    (b, c1, h, w) to (b, c2, h / stride, w / stride), for an odd kernel. models/fuse.py makes one convolution of both.
+    """
+
+    conv2: Conv | None
+
+    def __init__(self, c1: int, c2: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> None:
+        super().__init__()
+        self.conv1: nn.Module = Conv(c1, c2, kernel, stride, groups=groups, activate=False)
+        self.conv2 = Conv(c1, c2, 1, stride, groups=groups, activate=False)
+        self.act: nn.Module = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv1(x)
+        return self.act(y if self.conv2 is None else y + self.conv2(x))
+
+    def set_activation(self, make: Callable[[], nn.Module]) -> None:
+        """Replace the activation by a new one from `make`."""
+        self.act = make()
+
+
+class RepBottleneck(nn.Module):
+    """A `RepConv` and a 3x3 convolution, and the input added: (b, channels, h, w) to the same."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = RepConv(channels, channels)
+        self.conv2 = Conv(channels, channels, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv2(self.conv1(x))
+
+
+class RepNCSP(nn.Module):
+    """`C3` around `repeats` `RepBottleneck`s, with its names in the MIT implementation of YOLOv9.
+
+    (b, c1, h, w) to (b, c2, h, w), for an even c2.
+    """
+
+    def __init__(self, c1: int, c2: int, repeats: int = 1) -> None:
+        super().__init__()
+        hidden = c2 // 2
+        self.conv1 = Conv(c1, hidden)
+        self.conv2 = Conv(c1, hidden)
+        self.conv3 = Conv(2 * hidden, c2)
+        self.bottleneck = nn.Sequential(*(RepBottleneck(hidden) for _ in range(repeats)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv3(torch.cat((self.bottleneck(self.conv1(x)), self.conv2(x)), 1))
+
+
+class ELAN(nn.Module):
+    """Efficient layer aggregation (arXiv 2211.04800): (b, c1, h, w) to (b, c2, h, w).
+
+    A 1x1 convolution to `part` channels, two chained blocks on their second half to `process` channels each, and a 1x1
+    convolution of all four. Subclasses override `block`.
+    """
+
+    def __init__(self, c1: int, c2: int, part: int, process: int | None = None, repeats: int = 1) -> None:
+        super().__init__()
+        if part % 2:
+            raise ValueError(f"it halves its {part} inner channels; give an even number")
+        process = part // 2 if process is None else process
+        self.conv1 = Conv(c1, part)
+        self.conv2 = self.block(part // 2, process, repeats)
+        self.conv3 = self.block(process, process, repeats)
+        self.conv4 = Conv(part + 2 * process, c2)
+
+    def block(self, c1: int, c2: int, repeats: int) -> nn.Module:
+        """Return one of the two chained blocks: a 3x3 convolution, whatever `repeats`."""
+        return Conv(c1, c2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bypass, first = self.conv1(x).chunk(2, 1)
+        second = self.conv2(first)
+        return self.conv4(torch.cat((bypass, first, second, self.conv3(second)), 1))
+
+
+class RepNCSPELAN(ELAN):
+    """`ELAN` whose blocks are a `RepNCSP` of `repeats` bottlenecks and a 3x3 convolution (YOLOv9, arXiv 2402.13616)."""
+
+    def block(self, c1: int, c2: int, repeats: int) -> nn.Module:
+        """Return one of the two chained blocks."""
+        return nn.Sequential(RepNCSP(c1, c2, repeats), Conv(c2, c2, 3))
+
+
+class AConv(nn.Module):
+    """Mean of 2x2 pixels at stride 1, then a 3x3 convolution at stride 2: (b, c1, h, w) to (b, c2, h / 2, w / 2)."""
+
+    def __init__(self, c1: int, c2: int) -> None:
+        super().__init__()
+        self.conv = Conv(c1, c2, 3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(functional.avg_pool2d(x, 2, 1))
+
+
+class ADown(nn.Module):
+    """`AConv` for half of the channels; max pool and 1x1 convolution for the others.
+
+    (b, c1, h, w) to (b, c2, h / 2, w / 2), for even c1 and c2.
+    """
+
+    def __init__(self, c1: int, c2: int) -> None:
+        super().__init__()
+        self.conv1 = Conv(c1 // 2, c2 // 2, 3, 2)
+        self.conv2 = Conv(c1 // 2, c2 // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = functional.avg_pool2d(x, 2, 1).chunk(2, 1)
+        return torch.cat((self.conv1(first), self.conv2(functional.max_pool2d(second, 3, 2, 1))), 1)
+
+
+class SPPELAN(nn.Module):
+    """`SPPF` with its names in the MIT implementation of YOLOv9: (b, c1, h, w) to (b, c2, h, w).
+
+    neck: channels of the pools; c2 / 2 if None.
+    """
+
+    def __init__(self, c1: int, c2: int, neck: int | None = None) -> None:
+        super().__init__()
+        neck = c2 // 2 if neck is None else neck
+        self.conv1 = Conv(c1, neck)
+        self.conv5 = Conv(4 * neck, c2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = [self.conv1(x)]
+        for _ in range(3):
+            maps.append(functional.max_pool2d(maps[-1], 5, 1, 2))
+        return self.conv5(torch.cat(maps, 1))
+
+
+class CBLinear(nn.Module):
+    """A 1x1 convolution with bias, split into maps of `widths` channels: (b, c1, h, w) to a tuple of (b, width, h, w).
+
+    CBNet (arXiv 1909.03625). `CBFuse` adds one of the maps to those of another backbone.
+    """
+
+    def __init__(self, c1: int, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.widths = list(widths)
+        self.conv = nn.Conv2d(c1, sum(widths), 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.conv(x).split(self.widths, 1)
+
+
+class CBFuse(nn.Module):
+    """The sum of the last input and one map of each `CBLinear` before it, scaled to its size by nearest neighbours.
+
+    index: of the map that each `CBLinear` gives. Maps (b, c, h, w), in all of one c, to the last one's shape.
+    """
+
+    def __init__(self, index: Sequence[int]) -> None:
+        super().__init__()
+        self.index = list(index)
+
+    def forward(self, inputs: Sequence[Any]) -> Tensor:
+        *sources, last = inputs
+        for number, maps in zip(self.index, sources, strict=True):
+            last = last + functional.interpolate(maps[number], size=last.shape[2:], mode="nearest")
+        return last
 
 
 class Concat(nn.Module):

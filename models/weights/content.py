@@ -20,7 +20,7 @@ from utils.errors import plural, shortened
 # The keys of a model YAML.
 MODEL_KEYS = (
     *("task", "nc", "ch", "depth_multiple", "width_multiple", "channel_multiple", "anchors"),
-    *("activation", "inplace", "backbone", "head"),
+    *("activation", "inplace", "backbone", "head", "auxiliary"),
 )
 EXPORT_FORMAT = "lockstep-export-1"
 EXPORTED_SUFFIXES = (".onnx", ".torchscript", ".pt2", "_openvino_model")  # of files of export.py

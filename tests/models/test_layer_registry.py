@@ -13,8 +13,8 @@ import torch
 import yaml
 from torch import nn
 
-from models.heads.anchors.head import Detect, Segment
-from models.layer_registry import LAYERS, LayerPlacement, Scaling, add_layers, layer_maker
+from models.heads.anchors.head import Detect
+from models.layer_registry import LAYERS, LayerPlacement, Scaling, add_layers
 from models.yolo import build_model
 from tests.making import tiny_detector
 from utils.errors import UserError
@@ -217,14 +217,6 @@ def test_paths_of_no_python_file(tmp_path: Path) -> None:
 
 
 # The inputs of a constructor
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "expected"),
-    [("Detect", Detect, True), ("Segment", Detect, True), ("Segment", Segment, True), ("Conv", Detect, False)],
-)
-def test_class_of_a_layer(name: str, kind: type[nn.Module], expected: bool) -> None:
-    assert layer_maker(name).makes(kind) == expected
 
 
 def test_scaling() -> None:

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
+from models.heads.transferred import classes_in_words
 from models.weights.transfer import same_names
-from utils.errors import plural
 
 if TYPE_CHECKING:
     from models.heads.anchors.head import Detect
 
 BOX_ROWS = 5  # of an anchor's rows, the first ones: box and objectness
 ANCHOR_TOLERANCE = 0.01  # relative; official files hold half precision
-MAX_NAMED_CLASSES = 5  # in a message
 
 
 @torch.no_grad()
@@ -48,9 +47,7 @@ def keep_head(
             _copy_rows(_by_anchor(convolve.get_parameter(part), head.na), source, head.nc, len(names), same)
     if not taken:
         return "the head is new: its layers are not those of the weights"
-    listed = ", ".join(new[number] for number in list(same)[:MAX_NAMED_CLASSES])
-    more = f" and {len(same) - MAX_NAMED_CLASSES} more" if len(same) > MAX_NAMED_CLASSES else ""
-    classes = f"{plural(len(same), 'class')} of the same name ({listed}{more})" if same else "no class by its name"
+    classes = classes_in_words(same, new)
     return f"head taken over from the weights, because its anchors are the same: boxes, objectness, {classes}"
 
 

@@ -17,13 +17,14 @@ from models.heads.anchors.target_assignment import (
     NEIGHBOURS,
     Cells,
     Level,
-    device_constant,
     map_sizes,
     match,
     near_cells,
     read_level,
 )
 from models.heads.boxes import complete_iou
+from models.heads.device_constant import device_constant
+from models.heads.logits import at_least_float32
 from models.tasks.contract import Criterion, LossTerms
 from utils.batch import Batch
 from utils.config.hyperparameters import Hyperparameters
@@ -165,11 +166,6 @@ class DetectionCriterion(Criterion):
         probability = logits.sigmoid()
         error = target * (1 - probability) + (1 - target) * probability
         return loss * (target * FOCAL_ALPHA + (1 - target) * (1 - FOCAL_ALPHA)) * error**gamma
-
-
-def at_least_float32(values: Tensor) -> Tensor:
-    """Return half-precision values as float32, others unchanged."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _overlap_map(shape: torch.Size, index: Tensor, matched: Tensor, overlaps: Tensor) -> Tensor:

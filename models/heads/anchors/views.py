@@ -5,8 +5,7 @@ Made by `Detect.view`; exported modules decode with `decode`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -14,9 +13,7 @@ import torch
 from torch import Tensor
 
 from models.heads.contract import Candidates
-
-VECTOR_NUMBERS = 64  # at least the width of any CPU's vectors
-SPAN_NUMBERS = 2**14  # a multiple of it, below torch's threshold for several threads
+from models.heads.logits import least_logit, row_sigmoids
 
 
 class RawView(NamedTuple):
@@ -101,26 +98,3 @@ def decode_xywh(scores: Tensor, cells: Tensor) -> Tensor:
     """
     centre = (scores[..., :2] * 2 - 0.5 + cells[:, :2]) * cells[:, 2:4]
     return torch.cat((centre, (scores[..., 2:4] * 2) ** 2 * cells[:, 4:]), -1)
-
-
-def least_logit(probability: float) -> float:
-    """Return a lower bound, nearly exact, of the logits whose sigmoid in fp32 exceeds `probability`.
-
-    It applies to objectness, which no confidence exceeds.
-    """
-    least = min(probability, 1.0) * (1 - 1e-5)
-    return math.log(least / (1 - least)) if least > 0 else -math.inf
-
-
-def row_sigmoids(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sigmoids of parts (k, 5 + classes), concatenated, in fp32.
-
-    A CPU computes slightly different sigmoids for the last numbers of a thread's share, which do not fill a vector. To
-    make a sigmoid independent of its position, spans are computed by one thread, with spare rows.
-    """
-    size = parts[0].shape[1]
-    spare = parts[0].new_zeros(math.ceil(VECTOR_NUMBERS / size), size)
-    rows = torch.cat((*parts, spare)).float()
-    for span in torch.split(rows.view(-1), SPAN_NUMBERS if rows.device.type == "cpu" else rows.numel()):
-        span.sigmoid_()
-    return rows[: -len(spare)]

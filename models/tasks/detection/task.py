@@ -11,6 +11,7 @@ from models.fuse import fuse
 from models.heads.anchors.head import Detect
 from models.heads.anchors.loss import LOSS_NAMES
 from models.heads.contract import DetectionHead, UnavailableCriterion, head_of
+from models.heads.dfl.head import DetectDFL
 from models.layers import Head
 from models.tasks.contract import (
     Criterion,
@@ -41,7 +42,7 @@ class DetectionTask(Task):
     official_weights = r"yolov5[nsmlx]6?\.pt"
     hub_tag = "object-detection"
     default_is_training_size = False  # 640, as in YOLOv5
-    heads: ClassVar[tuple[type[Head], ...]] = (Detect,)  # of the models; the usual one first
+    heads: ClassVar[tuple[type[Head], ...]] = (Detect, DetectDFL)  # of the models; the usual one first
     # Of exported files, without and with suppression.
     export_modules: ClassVar[tuple[type[DecodedDetector], type[SuppressedDetector]]] = (
         DecodedDetector,

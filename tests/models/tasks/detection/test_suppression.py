@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.heads.anchors.views import RawView, cell_geometry, decode, decode_xywh, least_logit, row_sigmoids
+from models.heads.anchors.views import RawView, cell_geometry, decode, decode_xywh
 from models.heads.boxes import xywh_to_xyxy
+from models.heads.logits import least_logit, row_sigmoids
 from models.tasks.contract import Thresholds
 from models.tasks.detection import suppression
 from models.tasks.detection.suppression import detect, filter_detections, suppress
