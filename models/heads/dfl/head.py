@@ -29,15 +29,6 @@ class DFLLevel(NamedTuple):
     scores: Tensor  # (b, classes, h, w): logits
 
 
-class Distances(nn.Module):
-    """The distances of the bins in strides, under the name that the MIT implementation of YOLOv9 saves them by."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.anc2vec = nn.Module()
-        self.anc2vec.register_buffer("weight", torch.arange(float(BINS)).view(1, BINS, 1, 1, 1))
-
-
 class DFLBranches(nn.Module):
     """The convolutions of one level: c1 channels to a `DFLLevel`. first: channels of the head's first map."""
 
@@ -49,7 +40,6 @@ class DFLBranches(nn.Module):
             Conv(c1, box, 3), Conv(box, box, 3, groups=SIDES), nn.Conv2d(box, SIDES * BINS, 1, groups=SIDES)
         )
         self.class_conv = nn.Sequential(Conv(c1, score, 3), Conv(score, score, 3), nn.Conv2d(score, nc, 1))
-        self.anc2vec = Distances()
 
     def forward(self, x: Tensor) -> DFLLevel:
         return DFLLevel(self.anchor_conv(x), self.class_conv(x))
