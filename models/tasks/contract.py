@@ -201,7 +201,7 @@ class Task(ABC):
     # Whether val.py, detect.py and export.py take the image size of the training if there is no --imgsz. Otherwise they
     # take that of `defaults`, or 640, and print that of the training.
     default_is_training_size: ClassVar[bool] = True
-    official_weights: ClassVar[str] = r"(?!)"  # regular expression: names of YOLOv5's release files
+    official_weights: ClassVar[str] = r"(?!)"  # regular expression: names of release files
     hub_tag: ClassVar[str] = "other"  # its name on the Hugging Face Hub, such as object-detection
 
     def __init__(self, names: Mapping[int, str], hyp: Recipe, label_smoothing: float = 0.0) -> None:

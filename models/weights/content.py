@@ -83,7 +83,7 @@ class Weights:
     names: dict[int, str]
     task: str  # '' if unknown
     settings: dict[str, Any]
-    source: Literal["lockstep", "yolov5", "tensors", "exported"]
+    source: Literal["lockstep", "yolov5", "yolov9", "tensors", "exported"]
     program: Model | None = None  # runs an exported file, which has no tensors
     metadata: ExportMetadata | None = None  # of an exported file
 

@@ -27,14 +27,18 @@ def keep_head(
     """
     same, taken = same_names(names, new), 0
     for number, branches in enumerate(head.heads):
-        for part in ("weight", "bias"):
-            target = branches.get_parameter(f"class_conv.2.{part}")
-            source = state.get(f"{prefix}.heads.{number}.class_conv.2.{part}")
-            if source is None or source.shape[1:] != target.shape[1:] or len(source) < len(names):
-                continue
+        targets = [branches.get_parameter(f"class_conv.2.{part}") for part in ("weight", "bias")]
+        sources = [state.get(f"{prefix}.heads.{number}.class_conv.2.{part}") for part in ("weight", "bias")]
+        pairs = [
+            (target, source)
+            for target, source in zip(targets, sources, strict=True)
+            if source is not None and source.shape[1:] == target.shape[1:] and len(source) >= len(names)
+        ]
+        if len(pairs) == len(targets):
             taken += 1
-            for row, of_file in same.items():
-                target[row] = source[of_file]
+            for target, source in pairs:
+                for row, of_file in same.items():
+                    target[row] = source[of_file]
     if not taken:
         return "the class scores of the head are new: the layers before them are not those of the weights"
     return f"head taken over from the weights: boxes, {classes_in_words(same, new)}"

@@ -39,7 +39,7 @@ class DetectionTask(Task):
     loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
     metric_names: ClassVar[tuple[str, ...]] = DETECTION_METRICS
     recipe = Hyperparameters
-    official_weights = r"yolov5[nsmlx]6?\.pt"
+    official_weights = r"yolov5[nsmlx]6?\.pt|v9-[tsmc]\.pt"
     hub_tag = "object-detection"
     default_is_training_size = False  # 640, as in YOLOv5
     heads: ClassVar[tuple[type[Head], ...]] = (Detect, DetectDFL)  # of the models; the usual one first

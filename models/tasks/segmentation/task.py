@@ -10,13 +10,14 @@ import numpy as np
 from models.heads.anchors.head import Segment
 from models.heads.anchors.loss import loss_settings
 from models.heads.contract import UnavailableCriterion, head_of
+from models.heads.dfl.head import DetectDFL
 from models.tasks.contract import Criterion, Image, Model, Thresholds
 from models.tasks.detection.task import DetectionTask
 from models.tasks.segmentation.export_module import DecodedSegmenter, SuppressedSegmenter
 from models.tasks.segmentation.loss import LOSS_NAMES, SegmentationCriterion
 from models.tasks.segmentation.metrics import SEGMENTATION_METRICS, SegmentationMetrics
 from models.tasks.segmentation.postprocess import NO_AUGMENT, SegmentationPostprocess
-from models.yolo import YoloModel
+from models.yolo import YoloModel, head_class
 from utils.batch import MASK_STRIDE, Batch, SegmentationBatch
 from utils.errors import UserError
 from utils.plots.drawing import MAX_GRID_IMAGES, draw_targets, tint
@@ -35,6 +36,10 @@ class SegmentationTask(DetectionTask):
 
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> YoloModel:
         """Build the model of a YAML. Raises `UserError` unless the prototypes are a quarter of the images."""
+        if head_class(yaml) is DetectDFL:
+            raise UserError(
+                f"{source}: a DetectDFL head has no masks; take a model with Segment, such as yolov5n-seg.yaml"
+            )
         model = super().build_model(yaml, imgsz, source)
         stride = int(head_of(model).stride[0]) // 2  # `Proto` doubles height and width
         if stride != MASK_STRIDE:
