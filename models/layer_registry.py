@@ -172,7 +172,7 @@ LAYERS: dict[str, LayerMaker] = {
     "Concat": plain(layers.Concat),
     "Proto": narrowing(layers.Proto),
     "Detect": detecting(Detect),
-    "DetectDFL": detecting(DetectDFL),
+    "DetectDFL": LayerMaker(DetectDFL, lambda p: DetectDFL(p.args[0], p.channels, *p.args[1:])),
     "Segment": LayerMaker(Segment, _segment),
     "Classify": narrowing(layers.Classify),
 }

@@ -42,10 +42,20 @@ def yolov9_weights(state: Mapping[str, Tensor]) -> Weights | None:
 
 
 def _model(tensors: Mapping[str, Tensor], nc: int) -> dict[str, Any] | None:
-    """Return the YAML of the shipped model with these layers; None if there is none."""
+    """Return the YAML of the shipped model with these layers; None if there is none.
+
+    The channels of its class branches are written out, so that a model for other classes has as many.
+    """
     first = tensors.get("0.conv.weight")
     size = SIZES.get((len(first), "2.conv2.conv.weight" in tensors)) if first is not None else None
     if size is None:
         return None
     yaml = read_yaml(ROOT / "models" / f"yolov9{size}.yaml")
+    last = len(yaml["backbone"]) - 1
+    for rows in (yaml["head"], yaml["auxiliary"]):
+        last += len(rows)
+        first = tensors.get(f"{last}.heads.0.class_conv.0.conv.weight")
+        if first is not None:
+            *others, args = rows[-1]
+            rows[-1] = [*others, [*args, len(first)]]
     return {"task": "detect", **yaml, "nc": nc}

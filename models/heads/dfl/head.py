@@ -17,7 +17,7 @@ from models.layers import Conv
 from models.tasks.contract import Criterion
 from utils.config.hyperparameters import Hyperparameters
 
-CLASS_CHANNELS = 128  # of the class branch, if the first map has fewer and the classes are many
+MAX_SCORE_CHANNELS = 128  # inside of the class branches, by the number of classes
 BOX_BIAS = 1.0
 EXPECTED_OBJECTS = 5  # of an image of 640 px, on each level: the class scores of an untrained head
 
@@ -30,12 +30,10 @@ class DFLLevel(NamedTuple):
 
 
 class DFLBranches(nn.Module):
-    """The convolutions of one level: c1 channels to a `DFLLevel`. first: channels of the head's first map."""
+    """The convolutions of one level: c1 channels to a `DFLLevel`. box, score: channels inside of the two branches."""
 
-    def __init__(self, c1: int, first: int, nc: int) -> None:
+    def __init__(self, c1: int, box: int, score: int, nc: int) -> None:
         super().__init__()
-        box = max(math.ceil(first // 4 / SIDES) * SIDES, SIDES * BINS)
-        score = max(first, min(2 * nc, CLASS_CHANNELS))
         self.anchor_conv = nn.Sequential(
             Conv(c1, box, 3), Conv(box, box, 3, groups=SIDES), nn.Conv2d(box, SIDES * BINS, 1, groups=SIDES)
         )
@@ -49,7 +47,8 @@ class DetectDFL(DetectionHead):
     """An anchor-free head: per cell the distribution of the distances to the box's sides, and class scores.
 
     Generalized focal loss (arXiv 2006.04388), task-aligned assignment (arXiv 2108.07755), as in YOLOv9 (arXiv
-    2402.13616). nc: classes. channels: of the input maps.
+    2402.13616). nc: classes. channels: of the input maps. score_channels: inside of the class branches; None: as many
+    as the first map has, or twice the classes if that is more, but then at most 128.
     """
 
     description = "detection head"
@@ -57,11 +56,13 @@ class DetectDFL(DetectionHead):
     loss_names = LOSS_NAMES
     takes_anchors = False
 
-    def __init__(self, nc: int, channels: Sequence[int]) -> None:
+    def __init__(self, nc: int, channels: Sequence[int], score_channels: int | None = None) -> None:
         super().__init__()
         self.nc = nc
+        box = max(math.ceil(channels[0] // 4 / SIDES) * SIDES, SIDES * BINS)
+        score = score_channels or max(channels[0], min(2 * nc, MAX_SCORE_CHANNELS))
         self.register_buffer("stride", torch.ones(len(channels)), persistent=False)
-        self.heads = nn.ModuleList(DFLBranches(c1, channels[0], nc) for c1 in channels)
+        self.heads = nn.ModuleList(DFLBranches(c1, box, score, nc) for c1 in channels)
 
     def forward(self, maps: Sequence[Tensor]) -> list[DFLLevel]:
         """Map (b, channels, h, w) of each level to its `DFLLevel`."""

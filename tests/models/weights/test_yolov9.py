@@ -40,7 +40,10 @@ def test_a_state_dict(size: str, file: Path) -> None:
     torch.save(content := file_content(size), file)
     weights = read_weights(file)
     assert (weights.source, weights.task) == ("yolov9", "detect")
-    assert weights.model == {"task": "detect", **read_yaml(ROOT / "models" / f"yolov9{size}.yaml")}
+    shipped, width = read_yaml(ROOT / "models" / f"yolov9{size}.yaml"), {"t": 128, "s": 128, "m": 240, "c": 256}[size]
+    shipped["head"][-1][3] = ["nc", width]
+    shipped["auxiliary"][-1][3] = ["nc", 512 if size == "c" else width]
+    assert weights.model == {"task": "detect", **shipped}
     assert (len(weights.names), weights.names[0], weights.names[79]) == (80, "person", "toothbrush")
     with torch.device("meta"):
         model = build_model(weights.model)
@@ -57,6 +60,16 @@ def test_a_file_without_its_auxiliary_branch_and_with_other_classes(file: Path) 
     assert set(weights.class_names) == set(range(5))
     used = {key: rows for key, rows in weights.model.items() if key != "auxiliary"}
     assert transfer(model := build_model(used), weights.state)[:2] == (len(model.state_dict()),) * 2
+
+
+def test_a_model_for_other_classes_takes_all_but_the_class_rows(file: Path) -> None:
+    torch.save(file_content("t"), file)
+    weights = read_weights(file)
+    assert weights.model is not None
+    model = build_model(weights.model, nc=2)
+    misfits = transfer(model, weights.state).misfits
+    rows = [f"model.{row}.heads.{level}.class_conv.2" for row in (22, 30) for level in range(3)]
+    assert {name for name, *_ in misfits} == {f"{row}.{part}" for row in rows for part in ("weight", "bias")}
 
 
 def checkpoint(size: str, **more: Any) -> dict[str, Any]:
