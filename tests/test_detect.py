@@ -311,15 +311,15 @@ def test_invalid_images(image: object, message: str, predictor: Predictor) -> No
         predictor(image)
 
 
-@pytest.mark.parametrize("name", ["custom", "yolov5n", "yolov5x6", "yolov5s-seg", "yolov5m-cls"])
+@pytest.mark.parametrize("name", ["custom", "yolov5n", "yolov5x6", "yolov5s-seg", "yolov5m-cls", "yolov9t"])
 def test_a_model_of_torch_hub(name: str, detector: Path, photo: Path, predictor: Predictor) -> None:
-    """Others than `custom` are YOLOv5's files: what is asked for is seen in the error."""
+    """Others than `custom` are release files: what is asked for is seen in the error."""
     load = functools.partial(torch.hub.load, str(ROOT), name, source="local", _verbose=False, conf=CONFIDENCE)
     if name == "custom":
         model = load(path=str(detector), imgsz=SIDE, device=torch.device("cpu"))
         np.testing.assert_array_equal(model(photo).array, predictor(photo).array)
     else:
-        with pytest.raises(UserError, match=rf"/{name}\.pt cannot be downloaded"):
+        with pytest.raises(UserError, match=rf"/{name.replace('yolov9', 'v9-')}\.pt cannot be downloaded"):
             load(pretrained=True)
 
 
