@@ -7,7 +7,7 @@ FULL := $(VENV)/.installed
 REQUIREMENTS := requirements.txt requirements-dev.txt requirements-deepspeed.txt requirements-export.txt
 
 .PHONY: setup train test test-long test-gpu test-gpu2 test-floors test-trackers lint constraints \
-	soak gpu gpu2 gpu-data bench bench-processes bench-versus bench-gpus
+	soak gpu gpu2 gpu-data readme bench bench-processes bench-versus bench-gpus
 
 # Everything: for DeepSpeed, exports, tests and linters too.
 setup: $(FULL)
@@ -109,6 +109,10 @@ lint: setup
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-logo
 	@test ! -x $(VENV)/bin/hadolint || $(VENV)/bin/hadolint Dockerfile
+
+# The built-in job, and the picture, caption and row of the README from it
+readme: $(LEAN)
+	$(RUN) -m benchmarks.readme
 
 bench: setup
 	$(RUN) -m benchmarks.accuracy

@@ -5,6 +5,8 @@ From Python:
     from detect import Predictor
     predictor = Predictor("best.pt")
     print(predictor("photo.jpg"))    # a Prediction; of a folder or a list of images, a list
+
+or `detect.run(weights="best.pt", source="photos")`, which writes the files of the command.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ import gc
 import signal
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     import utils.birth  # noqa: F401
@@ -36,9 +38,10 @@ from utils.config.options import DetectOptions
 from utils.config.parser import given_flags, over_defaults
 from utils.console import Bar, show
 from utils.distributed.failure import Stopped, run_main
-from utils.errors import without_secrets
-from utils.files import csv_text, lock_folder, numbered_folder, replacing
+from utils.errors import UserError, plural, without_secrets
+from utils.files import csv_text, lock_folder, numbered_folder, remove_if_empty, replacing, unique_stems
 from utils.plots.drawing import Style, write_picture
+from utils.python_api import call
 from utils.stage_times import (
     INFERENCE,
     POSTPROCESSING,
@@ -46,26 +49,25 @@ from utils.stage_times import (
     StageTimer,
     format_times,
     milliseconds_per_image,
-    without_warmup,
 )
 
 
-def main() -> None:
-    """Detect from the command line."""
-    given = given_flags(DetectOptions, sys.argv[1:])
+def detect(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Detect with flags by name; return what `run` does. Raises `UserError` if nothing could be read."""
     options = over_defaults(DetectOptions, given)
     items = dict.fromkeys(item for source in options.source or ("",) for item in find_media(source))
     media = Media(list(items), options.vid_stride)
     predictor = Predictor.from_flags(given)
-    folder = numbered_folder(Path(options.project), options.name, options.exist_ok)
-    lock = lock_folder(folder)
     synchronise = torch.accelerator.synchronize if predictor.device.type != "cpu" else lambda: None
     timer, file_names = StageTimer(synchronise), FileNames(media.items)
     frames_done = warnings_shown = 0
-    with ExitStack() as opened:
+    with run_folder(options) as folder, ExitStack() as opened:
         outputs = [opened.enter_context(output) for output in requested_outputs(options, folder, file_names)]
         for group in batches(media, predictor, options.batch_size):
-            predictions = predictor.predict(predictor.data.collate([item for _, item in group]), timer)
+            batch = predictor.data.collate([item for _, item in group])
+            if not timer.batches:
+                predictor.predict_batch(batch)  # a warm-up: the first pass allocates memory and selects kernels
+            predictions = predictor.predict_batch(batch, timer)
             seconds = sum(timer.batches[-1].seconds[stage] for stage in (PREPARING, INFERENCE, POSTPROCESSING))
             for (frame, _), prediction in zip(group, predictions, strict=True):
                 for output in outputs:
@@ -74,15 +76,44 @@ def main() -> None:
                     show(f"{frame_name(frame)}: {prediction.describe()}, {1000 * seconds / len(group):.1f} ms")
             frames_done += len(group)
             warnings_shown = show_warnings(media.problems, warnings_shown)
-        times = milliseconds_per_image(without_warmup(timer.batches))
+        times = milliseconds_per_image(timer.batches)
+    if not frames_done:
+        raise UserError("; ".join(media.problems))
     show_warnings(media.problems, warnings_shown)
-    lock.release()
-    images = f"{frames_done} image{'s' * (frames_done != 1)}"
-    show(f"{images}{f'; {format_times(times)}' if frames_done else ''}; results in {folder}")
+    results = f"; results in {folder}" if folder.is_dir() else ""
+    show(*format_times(times), f"{plural(frames_done, 'image')}{results}")
     if media.problems:
         bad, count = len(media.problems), len(media.items)
         show(f"warning: {bad} of the {count} sources could not be read, or not to the end; see above")
+    return {"folder": str(folder) if results else None, "images": frames_done, "problems": media.problems}
+
+
+@contextmanager
+def run_folder(options: DetectOptions) -> Iterator[Path]:
+    """Make and lock the run folder. It is removed if nothing is written into it."""
+    folder = numbered_folder(Path(options.project), options.name, options.exist_ok)
+    lock = lock_folder(folder)
+    try:
+        yield folder
+    finally:
+        lock.release()
+        remove_if_empty(folder)
+
+
+def main() -> None:
+    """Detect from the command line."""
+    if detect(given_flags(DetectOptions, sys.argv[1:]))["problems"]:
         raise Stopped(1)
+
+
+def run(**flags: Any) -> dict[str, Any]:
+    """Detect from Python: `detect.run(weights="best.pt", source="photos")`. The flags are those of the command, by
+    their names with underscores.
+
+    Returns the run's `folder`, None if nothing was written, the number of `images`, and `problems`: a message for each
+    source that could not be read, or not to the end. Raises `UserError` if the command would end with another error.
+    """
+    return call(detect, Path(__file__).stem, flags)
 
 
 def batches(media: Media, predictor: Predictor, batch_size: int) -> Iterator[list[tuple[Frame, Item]]]:
@@ -130,15 +161,7 @@ class FileNames:
     """File stems of the items: each item's own name, with a number if an earlier item has the same."""
 
     def __init__(self, items: Sequence[MediaItem]) -> None:
-        self.stems: dict[MediaItem, str] = {}
-        taken: set[str] = set()
-        for item in items:
-            stem = Path(item.name.split("?")[0]).stem
-            stem = "".join(c if c.isalnum() or c in "-_. ()" else "_" for c in stem) or "_"
-            numbered = (f"{stem}-{number}" for number in range(2, len(items) + 2))
-            free = next(name for name in chain([stem], numbered) if name not in taken)
-            taken.add(free)
-            self.stems.setdefault(item, free)
+        self.stems = dict(zip(items, unique_stems([item.name for item in items]), strict=True))
 
     def of(self, frame: Frame) -> str:
         """Return the stem of a frame's files; for videos it ends with the frame number."""
@@ -241,17 +264,21 @@ class LabelFiles(Output):
 
 
 class PredictionTable(Output):
-    """predictions.csv: a row for every prediction."""
+    """predictions.csv: a row for every prediction; no file without a frame."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows: list[tuple[str, str, str]] = []
+        self.frames = 0
 
     def __call__(self, frame: Frame, prediction: Prediction) -> None:
+        self.frames += 1
         name = frame_name(frame) if frame.item.kind != "picture" else Path(frame_name(frame)).name
         self.rows += [(name, label, f"{confidence:.4f}") for label, confidence in prediction.items]
 
     def __exit__(self, *_: object) -> None:
+        if not self.frames:
+            return
         with replacing(self.path) as file:
             file.write(csv_text(("Image Name", "Prediction", "Confidence"), self.rows).encode(errors="surrogateescape"))
 

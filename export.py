@@ -7,7 +7,9 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     import utils.birth  # noqa: F401
@@ -24,13 +26,15 @@ from models.image_size import ImageSize
 from models.layer_registry import add_layers
 from models.tasks import TASKS
 from models.weights.content import ExportMetadata, Weights
+from models.weights.licence import Origin
 from models.weights.reader import read_weights
 from utils.config.options import ExportOptions
 from utils.config.parser import given_flags, over_defaults, refuse_flags
 from utils.console import show
 from utils.distributed.devices import device_kind
 from utils.distributed.failure import Stopped, run_main
-from utils.errors import UserError
+from utils.errors import UserError, plural
+from utils.python_api import call
 
 NEEDLESS_FLAGS = {
     "simplify": "ONNX files are always simplified",
@@ -38,15 +42,18 @@ NEEDLESS_FLAGS = {
 }
 
 
-def main() -> None:
-    """Export the weight files to all formats that the flags name."""
-    given = given_flags(ExportOptions, sys.argv[1:])
+def export(given: Mapping[str, Any]) -> list[str]:
+    """Export the weight files to all formats that the flags name, by their names; return the files' paths.
+
+    Raises `Stopped` with exit code 1 if a format was asked for that only another program can write.
+    """
     options = over_defaults(ExportOptions, given)
     if options.device == "mps":
         raise UserError("--device mps: models are not exported on Apple GPUs; give cpu")
     device = torch.device(device_kind(options.device))
     if options.layers:
         add_layers(options.layers)
+    files: list[Path] = []
     for name, file in weight_files(options.weights).items():
         content = read_weights(file)
         file = export_base(name, file)
@@ -55,19 +62,21 @@ def main() -> None:
         size = choose_size({name: content}, kind, options.imgsz)
         job = prepare(name, content, options, size, device)
         show(*size.rounded(job.metadata.stride).messages, *messages(options, job))
-        write_all(options, job, file)
+        files += write_all(options, job, file)
         if "engine" in options.include:
             show(f"warning: engine: not written; on the target machine, run {trtexec(job, file.with_suffix(''))}")
     if "engine" in options.include:
         raise Stopped(1)
+    return list(map(str, files))
 
 
-def write_all(options: ExportOptions, job: ExportJob, file: Path) -> None:
-    """Write all formats that the flags name beside a weight file."""
+def write_all(options: ExportOptions, job: ExportJob, file: Path) -> Iterator[Path]:
+    """Write all formats that the flags name beside a weight file; yield each path."""
     for format_name in dict.fromkeys("onnx" if name == "engine" else name for name in options.include):
         began = time.perf_counter()
         path = write(job, format_name, file.with_suffix(""))
         show(f"{format_name}: {path}, {megabytes(path):.1f} MB, {time.perf_counter() - began:.1f} s")
+        yield path
 
 
 def trtexec(job: ExportJob, stem: Path) -> str:
@@ -106,6 +115,7 @@ def prepare(name: str, content: Weights, options: ExportOptions, size: ImageSize
         device=device.type,
         suppression=suppression,
         settings=dict(content.settings),
+        **content.origin.content(),
     )
     return ExportJob(module, metadata, options.opset, options.verbose, content.state)
 
@@ -119,14 +129,31 @@ def messages(options: ExportOptions, job: ExportJob) -> list[str]:
     lines += [f"--{flag} changes nothing: {why}" for flag, why in NEEDLESS_FLAGS.items() if getattr(options, flag)]
     count = "any number" if metadata.dynamic else metadata.batch
     sizes = ", or other whole strides" if metadata.dynamic else ""
-    summary = f"{metadata.task}, {len(metadata.names)} classes; images of {height}x{width}{sizes}, {count} at a time"
-    return [*lines, summary]
+    classes = plural(len(metadata.names), "class")
+    summary = f"{metadata.task}, {classes}; images of {height}x{width}{sizes}, {count} at a time"
+    return [*lines, summary, f"licence: {Origin(metadata.licence, metadata.origin)}"]
 
 
 def megabytes(path: Path) -> float:
     """Return the size of a file, or of the files in a folder."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file()) / 1e6
+
+
+def main() -> None:
+    """Export from the command line."""
+    export(given_flags(ExportOptions, sys.argv[1:]))
+
+
+def run(**flags: Any) -> list[str]:
+    """Export from Python: `export.run(weights="best.pt", include=["onnx"])`. The flags are those of the command, by
+    their names with underscores.
+
+    Returns the paths of the files, in the order of the weights and of `include`. Raises `UserError` if the command
+    would end with an error.
+    """
+    files: list[str] = call(lambda given: {"files": export(given)}, "export", flags)["files"]
+    return files
 
 
 if __name__ == "__main__":

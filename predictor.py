@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,17 +16,18 @@ from torch import Tensor
 
 from data.batches import Item
 from data.dataset import DataSet, data_source, dataset_class
-from data.media import Picture, find_pictures
+from data.media import MediaItem, Picture, as_pixels, find_files, read_pictures
 from models.ensemble import Inference, for_inference, read_members
 from models.image_size import ImageSize, sides_of
 from models.tasks.contract import Model, Prediction, Task, Thresholds
+from models.tasks.result import Results
 from utils.batch import Batch
 from utils.config.options import DetectOptions
 from utils.config.resumed import from_plain
 from utils.config.select import select
 from utils.console import show
 from utils.distributed.devices import one_device
-from utils.errors import UserError, nearest
+from utils.errors import UserError, nearest, plural
 from utils.python_api import aliases, checked, in_python, python_errors
 from utils.stage_times import POSTPROCESSING, StageTimer
 
@@ -136,29 +138,69 @@ class Predictor:
             return getattr(self.thresholds, name)
         raise AttributeError(f"Predictor has no attribute {name}{nearest(name, THRESHOLDS)}")
 
+    def __repr__(self) -> str:
+        height, width = self.size.sides
+        return f"<Predictor of {plural(len(self.task.names), 'class')}, images of {height}x{width}, on {self.device}>"
+
     @property
     def names(self) -> dict[int, str]:
         """Class names by class number."""
         return dict(self.task.names)
 
-    def __call__(self, images: Any) -> Any:
-        """Return the `Prediction` for an image, or the list of them for a list of images, a folder, a glob, a `.txt`
-        list or a tensor (b, 3, h, w).
+    def __call__(self, images: Any, size: int | Sequence[int] | None = None, **settings: Any) -> Any:
+        """Return the `Prediction` for an image, or `Results`, a list of them, for a list of images, a folder, a glob,
+        a `.txt` list, a video (one for each frame) or a tensor (b, 3, h, w).
 
         An image: a path or address, a PIL image, an array (h, w, 3) or (h, w) of uint8, or a tensor (3, h, w) of uint8,
-        or of floats in 0 to 1. Boxes are in pixels of the image. Raises `UserError`.
+        or of floats in 0 to 1. Boxes are in pixels of the image. For this call only: size, in pixels, one number or
+        (height, width), is rounded up to whole strides; settings are `THRESHOLDS` and `bgr`. Raises `UserError`.
         """
+        if settings or size is not None:
+            return self._changed({"imgsz": size, **settings})(images)
         if isinstance(images, (list, tuple)) or (isinstance(images, Tensor) and images.ndim == 4):
             results = [self(image) for image in images]
-            return [one for result in results for one in (result if isinstance(result, list) else [result])]
-        pictures = find_pictures(images, self.bgr)
-        predictions = [self._predict_picture(picture) for picture in pictures]
-        is_one = not isinstance(images, str | Path) or [picture.name for picture in pictures] == [str(images)]
-        return predictions[0] if is_one else predictions
+            return Results(one for result in results for one in (result if isinstance(result, list) else [result]))
+        if not isinstance(images, str | Path):
+            pixels = as_pixels(images, self.bgr)
+            return self._predict_picture(
+                Picture(str(getattr(images, "filename", "") or "image"), pixels, lambda: pixels)
+            )
+        items = find_files(str(images))
+        predictions = Results(self._predict_picture(picture) for picture in read_pictures(items))
+        return predictions[0] if items == [MediaItem("picture", str(images))] else predictions
+
+    def predict(self, images: Any, size: int | Sequence[int] | None = None, **settings: Any) -> Any:
+        """Return what a call of the predictor itself returns."""
+        return self(images, size, **settings)
+
+    def _changed(self, settings: Mapping[str, Any]) -> Predictor:
+        """Return a predictor of the same models with other settings; None changes nothing. Raises `UserError`."""
+        other = copy(self)
+        for name, value in settings.items():
+            if value is None:
+                continue
+            if aliases(DetectOptions).get(name, name) == "imgsz":
+                vars(other)["size"] = self._sized(value)
+            else:
+                setattr(other, name, value)
+        return other
+
+    def _sized(self, imgsz: Any) -> ImageSize:
+        """Return an image size in whole strides. Raises `UserError` if it is wrong, or not that of an exported file."""
+        given = checked(DetectOptions, {"imgsz": imgsz}, "Predictor", ("imgsz",))
+        with python_errors(DetectOptions):
+            sides = sides_of(given["imgsz"]) or self.size.sides
+        size = ImageSize((sides[0], sides[-1])).rounded(self.stride)
+        if self.size.is_fixed and size.sides != self.size.sides:
+            height, width = self.size.sides
+            raise UserError(
+                f"size={imgsz}: the model was exported for images of {height}x{width} alone; leave size out"
+            )
+        return size
 
     def _predict_picture(self, picture: Picture) -> Prediction:
-        item = self.item(picture.read(), picture.name)
-        (prediction,) = self.predict(self.data.collate([item]))
+        item = self.item(picture.pixels, picture.name)
+        (prediction,) = self.predict_batch(self.data.collate([item]))
         return replace(prediction, pixels=picture.read)
 
     def item(self, image: np.ndarray, name: str) -> Item:
@@ -166,7 +208,7 @@ class Predictor:
         return self.data.item(image, name, self.size.sides, self.stride, self.size.is_fixed)
 
     @torch.inference_mode()
-    def predict(self, batch: Batch, timer: StageTimer | None = None) -> Sequence[Prediction]:
+    def predict_batch(self, batch: Batch, timer: StageTimer | None = None) -> Sequence[Prediction]:
         """Return the prediction for each image of a batch."""
         timer = timer or StageTimer()
         batch, views = self.inference.views(self.models, batch, timer)

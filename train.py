@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,9 @@ from torch.utils.data import DataLoader
 
 from data.dataset import DataOptions, DataSet, DataSource, data_source
 from models.initial_weights import ModelOptions, StartingPoint, load_and_freeze, recipe_of, starting_point
+from models.tasks import TASKS
 from models.tasks.contract import Criterion, LossTerms, Model, Task
+from models.weights.licence import Origin
 from utils.batch import Batch, Split
 from utils.checkpoint.resume import read_saved_state, resolve_settings
 from utils.config.options import TrainOptions
@@ -64,6 +66,7 @@ class LoopOptions:
     noval: bool
     save_period: int
     save_steps: int
+    keep_state: bool
     time_limit: float
     dist_timeout: float
     verbose: bool
@@ -187,7 +190,7 @@ class Training:
     def save_state(self) -> None:
         """Save everything that --resume needs to continue from here. All processes must call it together."""
         self.steps.flush_pending()
-        self.steps.state.save(self.run.files)
+        self.steps.state.save(self.run.files, self.options.keep_state)
 
     def save_weights(self, names: Sequence[str], then: Callable[[], object] = lambda: None) -> None:
         """Save the EMA in weights/ under these names. then: called once they are written."""
@@ -271,6 +274,12 @@ def read_job(settings: Settings) -> Job:
     settings = settings.resolve(kind.recipe, kind.defaults, source.spec.defaults)
     if not settings.saved:
         start_from = start_from.with_weights(settings.options.weights)
+    if kind.prefers_trained and not settings.names("weights", source.spec.defaults):
+        start_from = start_from.with_default_weights()
+        settings = settings.with_options(weights=start_from.weights_name)
+    origin = Origin.recorded(settings.saved) if settings.saved else start_from.origin
+    origin.require(settings.options.allow_licence)
+    settings = replace(settings, origin=origin.content())
     task = kind(source.names(settings.options.single_cls), settings.hyp, settings.options.label_smoothing)
     yaml = start_from.yaml if settings.saved else task.model_yaml(start_from.yaml)
     return Job(settings, source, replace(start_from, yaml=yaml), task)
@@ -280,6 +289,9 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     """Read and check everything that a run needs, and build its model; nothing is written. Raises `UserError`."""
     with run.untimed_barrier():  # one machine may have more to download than another
         job = read_job(settings)
+    if job.start.message and not all(run.collectives.gather([job.start.weights_name])):
+        start_from = job.start if not job.start.weights else job.start.from_scratch("not every machine has the weights")
+        job = job._replace(settings=job.settings.with_options(weights=""), start=start_from)
     settings, source, start_from, task = job
     options, data_options = settings.options, settings.select(DataOptions)
     memory.check_batch_size(options.batch_size, options.logical_processes)
@@ -338,9 +350,11 @@ def assemble(settings: Settings) -> Training:
     optimizer = settings.select(OptimizerOptions)
     with memory.explain_out_of_memory(loop.batch_size, model.imgsz):
         identity = replace(identity, settings=settings.content(model.yaml, model.imgsz))
-        names = evaluate.loss_names
-        steps, loader = prepare_training(run, model, loader, settings.hyp, optimizer, names, identity, saved)
-    content = {"yaml": model.yaml, "names": task.names, "settings": {**settings.flags(), "imgsz": model.imgsz}}
+        steps, loader = prepare_training(
+            run, model, loader, settings.hyp, optimizer, evaluate.loss_names, identity, saved
+        )
+    half = {"fp32": False, "fp16": True}.get(options.weights_precision, accelerator.mixed_precision != "no")
+    flags = {**settings.flags(), "imgsz": model.imgsz}
     return Training(
         options=loop,
         run=run,
@@ -352,7 +366,7 @@ def assemble(settings: Settings) -> Training:
         evaluate=evaluate,
         val_split=val_split,
         run_log=run_log,
-        weights_content=content,
+        weights_content={"yaml": model.yaml, "names": task.names, "settings": flags, "half": half, **settings.origin},
     )
 
 
@@ -394,15 +408,20 @@ def measure_batch_size(run: Run, inputs: Inputs, criterion: Criterion) -> int:
     return size
 
 
-def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, Sequence[Path]]]:
-    """Return the settings of a job and its files by purpose. Raises `UserError` if it could not start."""
+def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, Sequence[Path]], Sequence[str]]:
+    """Return the settings of a job, its files by purpose, and what a start says about the data.
+
+    Raises `UserError` if it could not start.
+    """
     job = read_job(settings)
     options = job.settings.options
-    job.task.build_model(job.start.yaml, options.imgsz, job.start.source)
+    model = job.task.build_model(job.start.yaml, options.imgsz, job.start.source)
+    data = job.source.open(model.imgsz, model.stride, settings.select(DataOptions))
+    messages = data.messages(data.split("train", job.settings.hyp), data.split("val"))
     files: dict[str, Sequence[Path]] = {**job.source.files()}
     if job.start.weights:
         files["weights"] = [job.start.find(options.weights)]
-    return {**vars(job.settings.hyp), "model": job.start.yaml, "class names": job.task.names}, files
+    return {**vars(job.settings.hyp), "model": job.start.yaml, "class names": job.task.names}, files, messages
 
 
 def settings_of(argv: Sequence[str]) -> Settings:
@@ -434,12 +453,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(**flags: Any) -> dict[str, Any]:
-    """Train from Python, with the command's flags: `train.run(data="my.yaml", batch_size=32)`.
+    """Train from Python, with the command's flags and hyperparameters: `train.run(data="my.yaml", lr0=0.02)`.
 
     Returns the values of the best epoch by the names of results.csv, its `fitness`, and the run's `folder`. Raises
-    `UserError` if the command would end with an error.
+    `UserError` if the command would end with an error, and KeyboardInterrupt if Ctrl-C has stopped it; then everything
+    is saved, and `train.run(resume=folder)` continues.
     """
-    return call(lambda given: start_run(resolve_settings(given, recipe_of)), "train", flags)
+    return call(lambda given: start_run(resolve_settings(given, recipe_of)), "train", flags, hyperparameters)
+
+
+def hyperparameters() -> list[str]:
+    """Return the names of the hyperparameters of all tasks."""
+    return sorted({field.name for entry in TASKS.values() for field in fields(entry.load().recipe)})
 
 
 if __name__ == "__main__":

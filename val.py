@@ -21,6 +21,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in these imports prints no traceback; `run_main` resets it
     gc.disable()  # these imports make 400,000 objects, hardly any garbage; `run_main` enables it
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -96,6 +97,13 @@ class Evaluator:
         summary = self.metrics.summarise(run.collectives.gather(records))
         means = self._mean_losses(run.collectives.gather(losses))
         return run.collectives.broadcast(replace(summary, losses=means, rate=bar.rate))
+
+    @torch.inference_mode()
+    def warm_up(self, models: Sequence[Model], batch: Batch) -> None:
+        """Run the models on a batch before the timed ones: the first pass allocates memory and selects kernels."""
+        with self.run.accelerator.autocast():
+            batch, views = self.inference.views(models, batch, StageTimer())
+        self.inference.postprocess(views, batch)
 
     def _mean_losses(self, losses: Sequence[tuple[int, float, list[float]]]) -> dict[str, float]:
         """Return the mean of each loss term, weighted by the criterion; nan without losses.
@@ -180,7 +188,7 @@ def assemble(given: Mapping[str, Any]) -> Validation:
         split = data.split(split_name)
     run.open_folder(select(FolderOptions, options))
     run.quiet = options.quiet
-    lines = [*run.device_lines(verbose=False)[:1], *source.spec.warnings, *split.report(split_name)]
+    lines = [*run.description, *source.spec.warnings, *split.report(split_name)]
     about_files = members.class_warnings(names) + members.overridden({**given, "half": half})
     run.print(*lines, *size.rounded(stride).messages, *messages(options, half, members), *about_files)
     run.files.write_problems(split.problems)
@@ -243,6 +251,8 @@ def validate(validation: Validation) -> None:
     """Run a validation, write its results and print them."""
     options, run, evaluate, split = validation.options, validation.run, validation.evaluate, validation.split
     with run.watchdog(options.dist_timeout):
+        if validation.times_stages:
+            evaluate.warm_up(validation.models, grey_batch(validation))
         summary = evaluate(validation.models)
     documents = evaluate.metrics.documents(summary)
     run.files.write_documents(documents)
@@ -255,7 +265,7 @@ def validate(validation: Validation) -> None:
     run.print(*summary.table(brief), f"{summary.rate:.1f} images/s; results in {run.path}", always=True)
     batches = run.collectives.gather(without_warmup(evaluate.timer.batches))
     if validation.times_stages:
-        run.print(speed(milliseconds_per_image(batches), options), always=options.task == "speed")
+        run.print(*speed(milliseconds_per_image(batches), options), always=options.task == "speed")
     run.on_main(lambda: write_result(summary, run.path))
     run.finish()
     if options.save_json:
@@ -320,12 +330,20 @@ def metric_warnings(suppression: str, metrics: Metrics, thresholds: Thresholds) 
     return metrics.threshold_warnings(thresholds)
 
 
-def speed(times: Mapping[str, float], options: ValOptions) -> str:
+def grey_batch(validation: Validation) -> Batch:
+    """Return a batch of one grey image of the size of the validation."""
+    kind, model = validation.source.kind, validation.models[0]
+    grey = np.full((model.imgsz, model.imgsz, 3), 128, np.uint8)
+    return kind.collate([kind.item(grey, "", (model.imgsz, model.imgsz), model.stride, full=True)])
+
+
+def speed(times: Mapping[str, float], options: ValOptions) -> list[str]:
     """Format per-image stage times, in milliseconds, for the console; with --task speed the rate too."""
-    if options.task != "speed":
-        return format_times(times)
-    rate = 1000 / max(sum(times.values()), 1e-9)
-    return f"{format_times(times)}; {rate:.1f} images/s in batches of {options.batch_size}, loading left out"
+    lines = format_times(times)
+    if options.task == "speed":
+        rate = 1000 / max(sum(times.values()), 1e-9)
+        lines[-1] += f": {rate:.1f} images/s in batches of {options.batch_size}"
+    return lines
 
 
 def start_validation(given: Mapping[str, Any]) -> None:

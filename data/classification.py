@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from data.batches import Item, Items, loader, stack_in_place
 from data.cache import Images, open_images
 from data.data_yaml import DataSpec, images_below, packed_groups
 from data.dataset import DataSet, labels_text, problem_warnings, split_identity
+from data.hold_out import held_out
 from data.images import read_image
 from data.labels import load_labels
 from data.sampler import SampleIndex, Sampling, evaluation_batches, item_generator, training_batches
@@ -254,7 +254,7 @@ def classes_of_split(spec: DataSpec, name: str) -> Classes:
             f"{spec.file} has no `val:`; add a folder with a folder of images per class, or `split: 0.2` to hold out "
             "a share of each class"
         )
-    if not spec.split or name == "test" or (name == "val" and "val" in spec.entries):
+    if name == "test" or not spec.holds_out:
         return _by_class(spec, name)
     classes = _by_class(spec, "train")
     if all(len(paths) < 2 for paths in classes.values()):
@@ -311,17 +311,3 @@ def _folders(parent: Path) -> list[Path]:
         return []
     except OSError as error:
         raise UserError(f"the folder {parent} cannot be read: {error.strerror}; fix its permissions") from None
-
-
-def held_out(images: Sequence[Path], share: float, seed: int) -> set[Path]:
-    """Return the images of a class that are held out for validation: at least one, but never all.
-
-    They are chosen by a hash of folder name, file name and seed: new images hardly change the choice, moving the folder
-    does not.
-    """
-
-    def order(path: Path) -> tuple[bytes, Path]:
-        return hashlib.sha256(os.fsencode(f"{seed}/{path.parent.name}/{path.name}")).digest(), path
-
-    count = min(max(round(len(images) * share), 1), len(images) - 1)
-    return set(sorted(images, key=order)[:count])

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from data import storage
+from data import remote, storage
 from data.outlines import decode_rle, joined, mask_outline
 from utils.errors import UserError, nearest, plural, shortened
 from utils.files import cache_folder, file_name, one_at_a_time, replacing
@@ -122,22 +122,34 @@ def _read(file: Path, objects: bool) -> Any:
 
 
 class Rows(NamedTuple):
-    """The rows of an image's label file. name: of the image's file, with / between folders. size: width, height."""
+    """The rows of an image's label file. name: of the image's file, with / between folders. size: width, height.
+
+    ids: of the rows' annotations.
+    """
 
     name: str
     rows: list[str]
     image_id: int | str
     size: tuple[int, int] | None
+    ids: list[Any]
+
+
+class ImageRows(NamedTuple):
+    """The objects of an image that has no label file: the rows of one as text, and the size that its annotation gives.
+
+    size: width and height. A message about row k begins with `origin` and `ids[k]`.
+    """
+
+    text: str
+    size: tuple[int, int] | None
+    origin: str
+    ids: Sequence[Any]
 
 
 class AnnotatedRows(NamedTuple):
-    """The objects of the images of a file: by path, the text of a label file, and the width and height that it gives.
+    """The objects of each image of a file, by path. problems: sentences about what is left out."""
 
-    problems: sentences about what is left out.
-    """
-
-    texts: dict[str, str]
-    sizes: dict[str, tuple[int, int] | None]
+    images: dict[str, ImageRows]
     problems: list[str]
 
 
@@ -146,8 +158,8 @@ def coco_rows(
 ) -> Iterator[Rows]:
     """Yield the rows of every image of an annotation file. Raises `UserError`.
 
-    names: classes by number; () for all categories, by rising id. polygons: rows `class x1 y1 x2 y2 ...`. crowd:
-    include regions of many objects (iscrowd 1). tally: counts what is left out.
+    names: classes by number. polygons: rows `class x1 y1 x2 y2 ...`. crowd: include regions of many objects (iscrowd
+    1). tally: counts what is left out.
     """
     content = _read(file, objects=True)
     by_image: dict[Any, list[Any]] = {image.id: [] for image in content.images}
@@ -157,20 +169,24 @@ def coco_rows(
         else:
             tally["boxes of images that the file lacks"] += 1
     del content.annotations  # the objects of an image are not needed once its rows are
-    numbers = _class_numbers(content.categories, names)
+    known = {name.strip(): number for number, name in enumerate(names)}
+    numbers = {category.id: known.get(str(category.name).strip()) for category in content.categories}
     for image in content.images:
-        rows = []
+        rows, ids = [], []
         for item in by_image.pop(image.id, ()):  # of two images with one id the first has the objects
             if item.iscrowd and not crowd:
                 tally["crowds"] += 1
                 continue
             try:
                 label = numbers[item.category_id]
-                rows.append(_row(item, label, image, polygons, tally) if label is not None else "")
+                row = _row(item, label, image, polygons, tally) if label is not None else ""
                 tally["boxes of categories that are not in `names`"] += label is None
             except (KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
                 raise UserError(f"{file}: annotation {item.id} is damaged ({error!r}); fix it") from None
-        yield Rows(_name(image), list(filter(None, rows)), image.id, _size(image))
+            if row:
+                rows.append(row)
+                ids.append(item.id)
+        yield Rows(_name(image), rows, image.id, _size(image), ids)
 
 
 def _name(image: Any) -> str:
@@ -183,14 +199,6 @@ def _size(image: Any) -> tuple[int, int] | None:
         size = int(image.width), int(image.height)
         return size if min(size) > 0 else None
     return None
-
-
-def _class_numbers(categories: Sequence[Any], names: Sequence[str]) -> dict[Any, int | None]:
-    """Return the class of each category id, None for one that `names` lacks. names: () for all, by rising id."""
-    if not names:
-        return {category.id: number for number, category in enumerate(sorted(categories, key=lambda one: one.id))}
-    known = {name.strip(): number for number, name in enumerate(names)}
-    return {category.id: known.get(str(category.name).strip()) for category in categories}
 
 
 def _row(item: Any, label: int, image: Any, polygons: bool, tally: Tally) -> str:
@@ -245,6 +253,14 @@ class Contents(NamedTuple):
         """The names of a data set that does not give any."""
         return [name for name in self.names if name not in self.groups]
 
+    def group_messages(self, file: Path) -> list[str]:
+        """Return a line for the console about each category that is no class. file: of these contents."""
+        return [
+            f"{file}: the category '{name}' has no objects and is the supercategory of others, so it is no class; name "
+            "the classes (`names:` of a data YAML, --names of data.convert) if it should be one"
+            for name in self.groups
+        ]
+
 
 def read_contents(file: Path) -> Contents:
     """Return classes and images of an annotation file, from the cache if it has not changed. Raises `UserError`."""
@@ -298,6 +314,10 @@ class AnnotatedImages:
     names: tuple[str, ...]
     images: Mapping[str, str]
 
+    def files(self) -> list[Path]:
+        """Return the files that the objects are read from."""
+        return [self.file]
+
     def stamp(self) -> bytes:
         """Return what the rows depend on, for the key of a cache."""
         size, changed = storage.stamp(self.file)
@@ -306,19 +326,37 @@ class AnnotatedImages:
     def rows(self, polygons: bool) -> AnnotatedRows:
         """Return the objects of each image. Raises `UserError`."""
         tally = Tally()
-        text: dict[str, str] = {}
-        sizes = {}
+        by_name: dict[str, ImageRows] = {}
+        origin = f"{self.file}: annotation"
+        nothing = ImageRows("", None, origin, ())
         repeated = 0
         for each in coco_rows(self.file, self.names, tally, polygons):
-            repeated += each.name in text
-            text[each.name] = text.get(each.name, "") + "".join(each.rows)
-            sizes[each.name] = each.size
+            repeated += each.name in by_name
+            before = by_name.get(each.name, nothing)
+            text, ids = before.text + "".join(each.rows), [*before.ids, *each.ids]
+            by_name[each.name] = ImageRows(text, each.size, origin, ids)
         del tally["crowds"]  # as intended
         problems = [f"{self.file}: left out: {tally.omitted}"] if tally.omitted else []
         if repeated:
             problems.append(f"{self.file}: {plural(repeated, 'image')} with the file_name of another: objects joined")
-        texts = {path: text.get(name, "") for path, name in self.images.items()}
-        return AnnotatedRows(texts, {path: sizes.get(name) for path, name in self.images.items()}, problems)
+        return AnnotatedRows({path: by_name.get(name, nothing) for path, name in self.images.items()}, problems)
+
+
+def _may_exist(folder: str) -> bool:
+    return remote.is_remote(folder) or os.path.isdir(folder)
+
+
+def usual_image_folders(file: Path, split: str) -> list[Path]:
+    """Return the folders that may have the images of an annotation file on a disk, if they are not beside it.
+
+    They are those of the split and `images`, beside the file and beside its folder `annotations`.
+    """
+    if remote.is_remote(file):
+        return []
+    part = file.stem.removeprefix("instances_")  # such as train2017
+    bases = [file.parent, *([file.parent.parent] if file.parent.name.lower().startswith("annotation") else [])]
+    names = (part, f"images/{part}", f"images/{split}", split, "images", "")
+    return [base / name for base in bases for name in names if (base / name).is_dir()]
 
 
 def find_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> tuple[AnnotatedImages, list[str]]:
@@ -355,7 +393,12 @@ def find_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> tu
         example = f"such as {shortened(outside[0])}"
         problems.append(f"{file}: {len(outside)} of its images are outside of the data set, {example}; left out")
     if missing:
-        searched = ", ".join(map(os.path.normpath, parents))
-        example = f"such as {missing[0]}, looked for in {searched}"
+        searched = ", ".join(dict.fromkeys(map(remote.shown_path, map(os.path.normpath, filter(_may_exist, parents)))))
+        example = f"such as {shortened(missing[0])}, looked for in {searched}"
+        if len(missing) == len(contents.images):
+            raise UserError(
+                f"{file}: none of its {plural(len(missing), 'image')} exists, {example}; give their folder as "
+                "`images:` of a data YAML"
+            )
         problems.append(f"{file}: {len(missing)} of its images do not exist, {example}; left out")
     return AnnotatedImages(file, tuple(names), images), problems

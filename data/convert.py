@@ -187,26 +187,32 @@ def _link(folder: Path, stem: str, into: Path, tally: Tally) -> None:
 
 
 def convert_coco(
-    file: Path, labels: Path, polygons: bool = False, crowd: bool = False, flat: bool = False, exist_ok: bool = False
+    file: Path,
+    labels: Path,
+    names: Sequence[str] = (),
+    polygons: bool = False,
+    crowd: bool = False,
+    flat: bool = False,
+    exist_ok: bool = False,
 ) -> tuple[Tally, list[str]]:
     """Write a label file for each image with objects in a COCO annotation file; return counts and class names.
 
-    Classes are numbered by the categories' ids in ascending order: COCO's 80, whose ids are 1 to 90, become 0 to 79.
-
-    polygons: write rows `class x1 y1 x2 y2 ...`. crowd: include regions with many objects (iscrowd 1). flat: drop the
-    folders in the images' file names. Raises `UserError`.
+    names: the classes in order; by default those of a data set that names the file and no classes, by the categories'
+    ids in ascending order: COCO's 80, whose ids are 1 to 90, become 0 to 79. polygons: write rows `class x1 y1 x2 y2
+    ...`. crowd: include regions with many objects (iscrowd 1). flat: drop the folders in the images' file names. Raises
+    `UserError`.
     """
-    tally = Tally()
+    tally, names = Tally(), list(names) or read_contents(file).classes
     written: set[str] = set()
     with label_folder(labels, exist_ok) as folder:
-        for image, rows, image_id, _ in with_progress(coco_rows(file, (), tally, polygons, crowd), "writing"):
-            if rows:
-                name = _label_name(file, image, image_id, flat)
+        for image in with_progress(coco_rows(file, names, tally, polygons, crowd), "writing"):
+            if image.rows:
+                name = _label_name(file, image.name, image.image_id, flat)
                 if name in written:
                     raise UserError(f"{file}: two images would have the label file {name}; leave --flat out")
                 written.add(name)
-                _write_rows(folder / name, rows, tally)
-    return tally, read_contents(file).names
+                _write_rows(folder / name, image.rows, tally)
+    return tally, names
 
 
 def _label_name(file: Path, image: str, image_id: int | str, flat: bool) -> str:
@@ -306,6 +312,7 @@ def _parser() -> argparse.ArgumentParser:
     coco = formats.add_parser("coco", help="COCO's JSON", description="Convert a COCO annotation file.")
     coco.add_argument("source", type=Path, help="such as annotations/instances_val2017.json")
     coco.add_argument("--labels", type=Path, required=True, help="folder for label files")
+    coco.add_argument("--names", default="", help="classes in order: a,b,c or a data YAML; default: by category id")
     coco.add_argument("--polygons", action="store_true", help="write outlines instead of boxes")
     coco.add_argument("--crowd", action="store_true", help="include regions of many objects (iscrowd)")
     coco.add_argument("--flat", action="store_true", help="drop the folders in the images' file names")
@@ -336,7 +343,17 @@ def main() -> None:
     elif given.format == "coco":
         if given.names_to and given.names_to.exists() and not given.exist_ok:
             raise UserError(f"--names-to {given.names_to} exists already; add --exist-ok to replace it")
-        tally, names = convert_coco(given.source, given.labels, given.polygons, given.crowd, given.flat, given.exist_ok)
+        tally, names = convert_coco(
+            given.source,
+            given.labels,
+            class_names(given.names),
+            polygons=given.polygons,
+            crowd=given.crowd,
+            flat=given.flat,
+            exist_ok=given.exist_ok,
+        )
+        for message in () if given.names else read_contents(given.source).group_messages(given.source):
+            print(message)
         if given.names_to:
             with replacing(given.names_to) as file:
                 file.write(names_text(names).encode())

@@ -11,16 +11,17 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from data import remote, storage, voc
 from data.archives import archive_sources, fetch_dataset, has_content
-from data.coco_json import AnnotatedImages, find_images, read_contents
+from data.coco_json import AnnotatedImages, find_images, read_contents, usual_image_folders
+from data.hold_out import held_out
 from data.images import IMAGE_SUFFIXES
 from data.shards import Pack, find_pack
-from data.voc import is_voc_list
+from data.voc import has_annotations, is_voc_list
 from utils.config.parser import check_suggested_defaults
 from utils.config.values import is_number
 from utils.errors import UserError, nearest, plural, shortened, shown
@@ -34,11 +35,20 @@ DRAWING_MODULES = {
     "shapes-seg": "data.builtin.shapes_seg",
 }
 MAX_CLASSES = 4096  # of a model
+PRINTED_KEYS = 5  # unknown ones, at most
 # Of images that are not read. Those that are: `IMAGE_SUFFIXES`.
 OTHER_IMAGE_SUFFIXES = frozenset([".avif", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jxl"])
 CONVERTED_FORMATS = ("voc", "visdrone")  # of `convert:`
 ANNOTATIONS_SUFFIX = ".json"  # of a COCO annotation file
-DATA_KEYS = ("path", *SPLITS, "images", "split", "split_seed", "names", "nc", "draw", "download", "convert", "defaults")
+DATA_KEYS = (
+    *("path", *SPLITS, "images", "lists", "split", "split_seed", "names", "nc"),
+    *("draw", "download", "convert", "defaults"),
+)
+# Keys of YAMLs that YOLOv5's users, Roboflow and ultralytics write, without a meaning here.
+OTHER_KEYS = (
+    *("roboflow", "license", "description", "version", "date", "author", "url", "yaml_file", "channels"),
+    *("kpt_shape", "kpt_names", "flip_idx"),
+)
 
 
 class Listing(NamedTuple):
@@ -51,11 +61,20 @@ class Listing(NamedTuple):
     problems: list[str]
     annotated: tuple[AnnotatedImages, ...] = ()
 
+    def only(self, images: list[Path]) -> Listing:
+        """Return the listing of some of the images."""
+        names = set(map(str, images))
+        annotated = [
+            replace(each, images={path: name for path, name in each.images.items() if path in names})
+            for each in self.annotated
+        ]
+        return Listing(images, self.problems, tuple(annotated))
+
     def label_files(self) -> list[Path]:
         """Return the files that the labels are read from; label files may not exist."""
         described = {path for each in self.annotated for path in each.images}
         label_files = (Path(storage.label_name(str(image))) for image in self.images if str(image) not in described)
-        return [*(each.file for each in self.annotated), *label_files]
+        return [*(file for each in self.annotated for file in each.files()), *label_files]
 
     def expected_labels(self) -> str:
         """Describe, for an error, where labels should be."""
@@ -77,9 +96,10 @@ class DataSpec:
     roots: tuple[Path, ...]  # folders that entries may be relative to, by precedence
     entries: dict[str, tuple[str, ...]]  # folders, list and annotation files of each split, as the YAML names them
     image_folders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of annotation files, by split
+    lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # text files with a split's images, out of all
     warnings: tuple[str, ...] = ()  # lines for the console
     defaults: Mapping[str, Any] = field(default_factory=dict)  # for flags of train.py
-    split: float = 0.0  # the share of each class to hold out for validation, chosen by `split_seed`
+    split: float = 0.0  # the share of the training images to hold out for validation, chosen by `split_seed`
     split_seed: int = 0
     has_path: bool = False  # whether the YAML has `path:`
     download: Any = None  # as in the YAML; never executed
@@ -93,12 +113,32 @@ class DataSpec:
         """Whether `path:` is an address."""
         return any(map(remote.is_remote, self.roots))
 
+    @property
+    def holds_out(self) -> bool:
+        """Whether a share of the training images serves for validation: `split:` without `val:`."""
+        return self.split > 0 and "val" not in self.entries
+
     def images(self, split: str) -> list[Path]:
         """Return the image files of a split, sorted, each once. Raises `UserError` if it is absent or empty."""
         return self.listing(split).images
 
     def listing(self, split: str) -> Listing:
         """Return the image files of a split as `images` does, and messages about omitted lines and files."""
+        if split == "test" or not self.holds_out:
+            return self._whole_listing(split)
+        if "listing" not in self.walked:
+            self.walked["listing"] = self._whole_listing("train")
+        whole: Listing = self.walked["listing"]
+        chosen = held_out(whole.images, self.split, self.split_seed)
+        if not chosen:
+            raise UserError(
+                f"{self.file}: `train:` has one image, so `split: {self.split:g}` leaves none to hold out; add images"
+            )
+        part = whole.only([image for image in whole.images if (image in chosen) == (split == "val")])
+        return part._replace(problems=[]) if split == "val" else part  # the problems are those of `train:`
+
+    def _whole_listing(self, split: str) -> Listing:
+        """Return the image files that `split` names in the YAML."""
         locations = self.locations(split)
         problems: list[str] = []
         listed: list[str] = []  # text: many Paths are slow
@@ -106,12 +146,14 @@ class DataSpec:
         packed: list[str] = []
         annotated: list[tuple[AnnotatedImages, list[str]]] = []
         for location in locations:
+            folders = [root / folder for root in self.roots for folder in self.image_folders.get(split, ())]
             if pack := _pack_of(location):
                 packed += pack.images(location.name)
-            elif is_voc_list(location):
-                annotated.append(voc.find_images(location, list(self.names.values())))
-            elif _is_annotations(location):
-                folders = [root / folder for root in self.roots for folder in self._image_folders(split)]
+            elif _is_voc(location):
+                annotated.append(voc.find_images(location, folders, list(self.names.values())))
+            elif is_annotation_file(location):
+                folders += [root / f"images/{split}2017" for root in self.roots]
+                folders += usual_image_folders(location, split)
                 annotated.append(find_images(location, folders, list(self.names.values())))
             else:
                 is_list = storage.is_file(location)
@@ -132,16 +174,30 @@ class DataSpec:
                 f"{self.file}: `{split}:` lists {plural(len(listed) - len(images), 'image')} again, such as "
                 f"{repeated}; each is used once"
             )
-        return Listing(list(map(Path, images)), problems, tuple(described for described, _ in annotated))
+        listing = Listing(list(map(Path, images)), problems, tuple(described for described, _ in annotated))
+        return listing.only(self._listed(split, images, problems)) if split in self.lists else listing
+
+    def _listed(self, split: str, images: Sequence[str], problems: list[str]) -> list[Path]:
+        """Return the images that the text files in `lists:` name. Raises `UserError` if there are none."""
+        names = self.lists[split]
+        found = [_find(name, self.roots) for name in names]
+        if None in found:
+            raise UserError(f"{self.file}: `lists: {split}: {names[found.index(None)]}` does not exist; fix the path")
+        wanted = {image for file in found if file for image in _read_list(file, problems)}
+        chosen = [image for image in images if image in wanted]
+        if not chosen:
+            raise UserError(f"{self.file}: `{split}:` has none of the {len(wanted)} images of `lists:`; fix the paths")
+        if missing := wanted - set(chosen):
+            problems.append(
+                f"{self.file}: `{split}:` lacks {plural(len(missing), 'image')} of `lists:`, such as {min(missing)}"
+            )
+        return list(map(Path, chosen))
 
     def annotation_file(self, split: str) -> Path | None:
-        """Return the annotation file that a split names, if it names only that."""
+        """Return the annotation file that a split names, if it names only that, or is held out of."""
+        split = "train" if split == "val" and self.holds_out else split
         locations = self.locations(split)
-        return locations[0] if len(locations) == 1 and _is_annotations(locations[0]) else None
-
-    def _image_folders(self, split: str) -> tuple[str, ...]:
-        """Return the folders, below `path:`, that have the images of annotation files."""
-        return (*self.image_folders.get(split, ()), f"images/{split}2017")
+        return locations[0] if len(locations) == 1 and is_annotation_file(locations[0]) else None
 
     def unread_images(self, split: str) -> list[str]:
         """Return a message about the images in formats that are not read, if the search for a split met any."""
@@ -151,6 +207,10 @@ class DataSpec:
         suffixes = ", ".join(sorted({os.path.splitext(file)[1].lower() for file in files}))
         count = f"`{split}:` has {plural(len(files), 'image')} in formats that are not read ({suffixes})"
         return [f"{self.file}: {count}, such as {min(files)}: convert them to .jpg or .png; left out"]
+
+    def find(self, entry: str) -> Path | None:
+        """Return the path that an entry means; None if it does not exist."""
+        return _find(entry, self.roots)
 
     def root(self) -> Path:
         """Return the folder that `path:` names. Raises `UserError` if it is absent and cannot be downloaded."""
@@ -167,8 +227,9 @@ class DataSpec:
         Raises `UserError` if the YAML has none, or if one is absent and cannot be downloaded.
         """
         if split not in self.entries:
+            share = ", or `split: 0.2` to hold out a share of `train:`" if split == "val" else ""
             raise UserError(
-                f"{self.file} has no `{split}:`; add a folder of images, a .txt list of them, or a COCO .json"
+                f"{self.file} has no `{split}:`; add a folder of images, a .txt list of them, or a COCO .json{share}"
             )
         missing = any(_find(entry, self.roots) is None for entry in self.entries[split])
         reason = self._fetch() if missing else ""
@@ -245,14 +306,24 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
 
     file: the YAML, or the folder for which `content` was made. messages: lines for the console.
     """
-    for key in content:
-        # Keys that are not similar may belong to other programs.
-        if key not in DATA_KEYS and (hint := nearest(str(key), DATA_KEYS, 0.7)):
-            raise UserError(f"{file}: unknown key '{shortened(str(key))}'{hint}")
+    unknown = [str(key) for key in content if key not in DATA_KEYS and key not in OTHER_KEYS]
+    for key in unknown:
+        if hint := nearest(key, DATA_KEYS, 0.7):
+            raise UserError(f"{file}: unknown key '{shortened(key)}'{hint}")
+    if unknown:
+        quoted = ", ".join(f"'{shortened(key, 40)}'" for key in unknown[:PRINTED_KEYS])
+        more = f" and {len(unknown) - PRINTED_KEYS} more" if len(unknown) > PRINTED_KEYS else ""
+        messages = (*messages, f"warning: {file}: {quoted}{more}: unknown, and not used")
     roots = _roots(file, content.get("path"))
     if "draw" in content:
         _draw(file, content["draw"], roots[0])
     entries = {split: _entries(file, split, content[split]) for split in SPLITS if content.get(split)}
+    if _is_absent(content, roots) and _are_in(file.resolve().parent, entries.get("train", ())):
+        roots = (file.resolve().parent,)
+        messages = (
+            *messages,
+            f"{file}: `path: {content['path']}` does not exist, so its own folder is taken, {roots[0]}",
+        )
     names = _names(file, content)
     if not names:
         names, omitted = _annotated_names(entries, roots)
@@ -265,6 +336,8 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
     share, seed = content.get("split", 0.0), content.get("split_seed", 0)
     if not (is_number(share) and 0 <= share < 1):
         raise UserError(f"{file}: `split` must be the share to hold out for validation, 0 to 1, not {shown(share)}")
+    if share and "val" in entries:
+        messages = (*messages, f"warning: {file}: `split: {share:g}` is not used, because there is a `val:`")
     if not _is_seed(seed):
         raise UserError(f"{file}: `split_seed` must be a whole number from 0, not {shown(seed)}")
     defaults = check_suggested_defaults(content.get("defaults") or {}, file)
@@ -276,7 +349,8 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
         names,
         roots,
         entries,
-        image_folders=_image_folders(file, content.get("images")),
+        image_folders=_by_split(file, "images", content.get("images"), "a folder"),
+        lists=_by_split(file, "lists", content.get("lists"), "a text file"),
         warnings=(*messages, *repeated),
         defaults=defaults,
         split=share,
@@ -313,6 +387,18 @@ def _roots(file: Path, path: Any) -> tuple[Path, ...]:
     return tuple(base / os.path.expanduser(file_name(path)) for base in bases)
 
 
+def _is_absent(content: Mapping[str, Any], roots: Sequence[Path]) -> bool:
+    """Return whether the folder that `path:` names does not exist and is not to be downloaded."""
+    if content.get("path") is None or remote.is_remote(roots[0]) or archive_sources(content.get("download")):
+        return False
+    return not any(map(os.path.isdir, roots))
+
+
+def _are_in(folder: Path, entries: Sequence[str]) -> bool:
+    """Return whether the files and folders that a split names, of which there are some, are below a folder."""
+    return bool(entries) and all(not os.path.isabs(entry) and _find(entry, [folder]) for entry in entries)
+
+
 def _entries(file: Path, split: str, value: Any) -> tuple[str, ...]:
     entries = tuple(value) if isinstance(value, list) else (value,)
     for entry in entries:
@@ -325,15 +411,16 @@ def _is_path(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and not set(value) & set("\0\r\n")
 
 
-def _image_folders(file: Path, value: Any) -> dict[str, tuple[str, ...]]:
-    """Return the folders that `images:` of a YAML gives for each split: one for all, or a mapping."""
+def _by_split(file: Path, key: str, value: Any, what: str) -> dict[str, tuple[str, ...]]:
+    """Return the paths that a key of a YAML gives for each split: one or a list, for all, or in a mapping."""
     by_split = value if isinstance(value, dict) else {split: value for split in SPLITS if value is not None}
-    for split, folder in by_split.items():
-        if split not in SPLITS or not _is_path(folder):
+    paths = {split: tuple(given) if isinstance(given, list) else (given,) for split, given in by_split.items()}
+    for split, given in paths.items():
+        if split not in SPLITS or not all(map(_is_path, given)):
             raise UserError(
-                f"{file}: `images` must be a folder, or a folder for each of {', '.join(SPLITS)}, not {shown(value)}"
+                f"{file}: `{key}` must be {what}, or {what} for each of {', '.join(SPLITS)}, not {shown(value)}"
             )
-    return {split: (file_name(folder),) for split, folder in by_split.items()}
+    return {split: tuple(map(file_name, given)) for split, given in paths.items()}
 
 
 def _annotated_names(
@@ -341,26 +428,26 @@ def _annotated_names(
 ) -> tuple[dict[int, str], tuple[str, ...]]:
     """Return the classes of the first pack or annotation file that a split names, and messages."""
     files = (_find(entry, roots) for split in SPLITS for entry in entries.get(split, ()))
-    named = [file for file in files if file and (_pack_of(file) or _is_annotations(file) or is_voc_list(file))]
+    named = [file for file in files if file and (_pack_of(file) or is_annotation_file(file) or _is_voc(file))]
     if not named:
         return {}, ()
     file = named[0]
-    if is_voc_list(file):
-        return dict(enumerate(sorted({name for each in named for name in voc.class_names(each)}))), ()
+    if _is_voc(file):
+        return dict(enumerate(sorted({name for each in named if _is_voc(each) for name in voc.class_names(each)}))), ()
     if pack := _pack_of(file):
         return pack.names, ()
     contents = read_contents(file)
-    messages = (
-        f"{file}: the category '{name}' has no objects and is the supercategory of others, so it is no class; list it "
-        "under `names:` of the data YAML if it should be one"
-        for name in contents.groups
-    )
-    return dict(enumerate(contents.classes)), tuple(messages)
+    return dict(enumerate(contents.classes)), tuple(contents.group_messages(file))
 
 
-def _is_annotations(location: Path) -> bool:
-    """Return whether a split's entry is a COCO annotation file."""
+def is_annotation_file(location: Path) -> bool:
+    """Return whether a path is that of a COCO annotation file."""
     return location.suffix.lower() == ANNOTATIONS_SUFFIX and storage.is_file(location)
+
+
+def _is_voc(location: Path) -> bool:
+    """Return whether a split's entry is a list of VOC's layout, or a folder of XML files."""
+    return is_voc_list(location) or has_annotations(location)
 
 
 def _pack_of(location: Path) -> Pack | None:
@@ -406,7 +493,7 @@ def _names(file: Path, content: Mapping[str, Any]) -> dict[int, str]:
     if sorted(names, key=str) != sorted(range(len(names)), key=str):
         raise UserError(f"{file}: the numbers under `names` must be 0 to {len(names) - 1}, each once")
     if count is not None and count != len(names):
-        raise UserError(f"{file}: `nc` is {shown(count)} but `names` has {len(names)} classes; fix either")
+        raise UserError(f"{file}: `nc` is {shown(count)} but `names` has {plural(len(names), 'class')}; fix either")
     for number, name in names.items():
         if name is None or isinstance(name, (list, dict)) or not str(name).strip():
             raise UserError(f"{file}: class {number} under `names` is {shown(name)}; give its name")

@@ -20,16 +20,18 @@ from torch.utils.data import DataLoader, Dataset
 
 from data import storage
 from data.batches import Item, Items
-from data.data_yaml import DataSpec, overlap, read_spec
-from data.detect_layout import read_folder
+from data.data_yaml import DataSpec, is_annotation_file, overlap, read_spec
+from data.detect_layout import read_annotation_file, read_folder
 from data.sampler import SampleIndex, Sampling
 from utils.batch import Batch, Split
 from utils.config.hyperparameters import Recipe
+from utils.console import columns, listed
 from utils.errors import UserError, plural
 from utils.files import csv_text, find_file
 
 S = TypeVar("S", bound=Split)
 PRINTED_PROBLEMS = 5  # of a split, at most
+FEW_LABELS = 10  # of a class in training: with fewer the class is named at the start
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,12 @@ class DataSet(ABC, Generic[S]):
         return replace(self, options=replace(self.options, cache="", partners="any"))
 
     def messages(self, train: S, val: S) -> list[str]:
-        """Return lines for the console about the splits of a training."""
+        """Return lines for the console about the splits of a training and its classes."""
         reports = [*train.report("train"), *val.report("val")]
-        return [*self.spec.warnings, *reports, *overlap(train.images, val.images)]
+        names = self.class_names(self.spec, self.options.single_cls)
+        counts = [np.bincount(split.instances().classes, minlength=len(names)) for split in (train, val)]
+        about_classes = class_messages(names, *counts)
+        return [*self.spec.warnings, *reports, *about_classes, *overlap(train.images, val.images)]
 
     @staticmethod
     def cache_messages(loader: DataLoader[Any]) -> list[str]:
@@ -176,9 +181,17 @@ class DataSource:
 
 
 def data_source(data: str, kind: str) -> DataSource:
-    """Read the YAML or the folder that --data names. kind: `module:class` of the data set. Raises `UserError`."""
+    """Read the YAML, the folder or the COCO annotation file that --data names. Raises `UserError`.
+
+    kind: `module:class` of the data set.
+    """
     storage.forget()
-    spec = read_folder(Path(data)) if os.path.isdir(data) else read_spec(find_file(data, "data set", ["data"]))
+    if os.path.isdir(data):
+        spec = read_folder(Path(data))
+    elif is_annotation_file(Path(data)):
+        spec = read_annotation_file(Path(data))
+    else:
+        spec = read_spec(find_file(data, "data set", ["data"], kind="a file or a folder"))
     return DataSource(spec, dataset_class(kind))
 
 
@@ -190,6 +203,19 @@ def labels_text(names: Mapping[int, str], counts: Mapping[str, tuple[np.ndarray,
         for k, name in names.items()
     ]
     return csv_text(("split", "class", "images", "instances"), rows)
+
+
+def class_messages(names: Mapping[int, str], train: np.ndarray, val: np.ndarray) -> list[str]:
+    """Return lines about the classes: which there are, and which are rare. train, val: number of labels, (classes,)."""
+    count = f"{plural(len(names), 'class')}: "
+    lines = [count + listed(list(names.values()), columns() - len(count))]
+    rare = [k for k in np.argsort(train, kind="stable").tolist() if train[k] < FEW_LABELS]
+    for title, texts in (
+        (f"  fewer than {FEW_LABELS} training labels: ", [f"{names[k]} ({train[k]})" for k in rare]),
+        ("  no validation labels: ", [name for k, name in names.items() if not val[k]]),
+    ):
+        lines += [title + listed(texts, columns() - len(title))] if texts else []
+    return lines
 
 
 def split_identity(images: Sequence[Path], labels: bytes) -> dict[str, str]:

@@ -202,7 +202,15 @@ class DetectionData(DataSet[DetectionSplit]):
         if not spec.names:
             if spec.is_remote:
                 spec.locations("train")  # it may be absent, and a pack has the names
-            raise UserError(f"{spec.file}: `names` must list the classes, as `0: person` lines or as [person, ...]")
+            if spec.file.is_dir():  # in which every other layout gives names
+                raise UserError(
+                    f"{spec.file} has a folder of images per class and no boxes, which a classifier learns: add "
+                    "--weights yolov5s-cls.pt, or --weights '' --cfg resnet18.yaml to begin from scratch"
+                )
+            raise UserError(
+                f"{spec.file}: `names` must list the classes, as `0: person` lines or as [person, ...]; for folders of "
+                "images per class give a classifier's --weights, such as yolov5s-cls.pt"
+            )
         return {0: "item"} if single_cls else spec.names
 
     @staticmethod

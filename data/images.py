@@ -9,7 +9,9 @@ import io
 import os
 import re
 import warnings
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
@@ -26,6 +28,7 @@ cv2.setNumThreads(0)  # loader processes are parallel already; their threads wou
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)  # Pillow reads what it cannot, or raises
 
 IMAGE_SUFFIXES = frozenset([".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".pfm", ".png", ".tif", ".tiff", ".webp"])
+MAX_MISSING_SHARE = 0.01  # of the pixels of a truncated JPEG that is read
 JPEG_START, JPEG_END, PNG_END = b"\xff\xd8", b"\xff\xd9", b"IEND\xaeB`\x82"
 # To decode a JPEG at 1/1, 1/2, 1/4, 1/8 of its size: libjpeg then transforms the low frequencies of each block only.
 JPEG_FLAGS = {
@@ -47,7 +50,7 @@ def read_image(path: Path, jpeg_divisor: int = 1) -> np.ndarray:
         data = storage.read_bytes(path)
         is_jpeg = data.startswith(JPEG_START)
         if is_jpeg and not data.endswith(JPEG_END):
-            data += JPEG_END  # libjpeg prints a warning without it, each time
+            return _read_unended(data + JPEG_END, jpeg_divisor)
         flags = JPEG_FLAGS[jpeg_divisor if is_jpeg else 1]
         image = cv2.imdecode(np.frombuffer(data, np.uint8), flags) if data else None
         return image if image is not None else _read_with_pillow(data)
@@ -58,7 +61,7 @@ def read_image(path: Path, jpeg_divisor: int = 1) -> np.ndarray:
 def read_whole_image(path: Path) -> np.ndarray:
     """Return the pixels as `read_image` does, but raise the `UserError` for a truncated file too, as data sets do.
 
-    Of such a file OpenCV returns what is there, above grey.
+    `read_image` returns what is there of such a file, above grey.
     """
     try:
         image_size(path)
@@ -81,11 +84,27 @@ def unreadable(name: object, error: Exception) -> UserError:
     return UserError(f"{name} cannot be read as an image ({reason}); fix or remove it")
 
 
+def _read_unended(data: bytes, divisor: int) -> np.ndarray:
+    """Read a JPEG that did not end with an end marker; data: with one. Pixels that are missing are grey.
+
+    Pillow gives the same pixels as OpenCV, for which libjpeg would print a warning each time.
+    """
+    with suppress(Exception), Image.open(io.BytesIO(data)) as opened:  # a damaged EXIF block, for one
+        if opened.mode in ("RGB", "L"):
+            opened.draft(None, (max(opened.width // divisor, 1), max(opened.height // divisor, 1)))
+            return _upright_pixels(opened)
+    image = cv2.imdecode(np.frombuffer(data, np.uint8), JPEG_FLAGS[divisor])
+    return image if image is not None else _read_with_pillow(data)
+
+
 def _read_with_pillow(data: bytes) -> np.ndarray:
     """Read formats that OpenCV does not know."""
     with Image.open(io.BytesIO(data)) as opened:
-        upright = ImageOps.exif_transpose(opened)
-        return np.ascontiguousarray(np.asarray(upright.convert("RGB"))[..., ::-1])
+        return _upright_pixels(opened)
+
+
+def _upright_pixels(opened: Image.Image) -> np.ndarray:
+    return np.ascontiguousarray(np.asarray(ImageOps.exif_transpose(opened).convert("RGB"))[..., ::-1])
 
 
 def read_reduced(path: Path, width: int, height: int, size: int) -> np.ndarray:
@@ -107,13 +126,25 @@ def read_reduced(path: Path, width: int, height: int, size: int) -> np.ndarray:
 
 
 def image_size(path: Path) -> tuple[int, int]:
-    """Return width and height in pixels as displayed: EXIF orientations 5 to 8 swap them.
+    """Return width and height in pixels as displayed. Raises as `examine_image` does."""
+    return examine_image(path).size
+
+
+class Examined(NamedTuple):
+    """Width and height of an image, pixels as displayed, and the share of its pixels that are missing at the end."""
+
+    size: tuple[int, int]
+    missing: float = 0.0
+
+
+def examine_image(path: Path) -> Examined:
+    """Return the size of an image: EXIF orientations 5 to 8 swap width and height.
 
     Only headers and the end of a JPEG or PNG are read; other formats, and files with an unusual end, are decoded.
-    Raises one of Pillow's many errors if the file is not an image, or is truncated.
+    Raises one of Pillow's many errors if the file is not an image, or is truncated; a JPEG may lack 1 % of its pixels.
     """
     if size := storage.image_size(path):
-        return size
+        return Examined(size)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # damaged EXIF blocks warn; the orientation is then absent
         with Image.open(storage.open_for_pillow(path)) as opened:
@@ -124,9 +155,13 @@ def image_size(path: Path) -> tuple[int, int]:
             orientation = _orientation(opened)
             if isinstance(opened, TiffImageFile):  # newer versions of Pillow swap the size of these already
                 width, height = opened.tag_v2[IMAGEWIDTH], opened.tag_v2[IMAGELENGTH]
-            if not is_complete and not (opened.format == "JPEG" and _lacks_only_end_marker(path)):
-                opened.load()
-    return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
+            missing = 0.0
+            if not is_complete:
+                missing = _missing_share(storage.read_bytes(path)) if opened.format == "JPEG" else 1.0
+                if missing > MAX_MISSING_SHARE:
+                    opened.load()
+                    missing = 0.0
+    return Examined((height, width) if orientation in (5, 6, 7, 8) else (width, height), missing)
 
 
 def _orientation(opened: ImageFile) -> int:
@@ -138,19 +173,44 @@ def _orientation(opened: ImageFile) -> int:
         return 1
 
 
-def _lacks_only_end_marker(path: Path) -> bool:
-    """Return whether this is a JPEG with all of its pixels that lacks only the end marker.
+def _missing_share(data: bytes) -> float:
+    """Return the share of its pixels that a JPEG without an end marker lacks.
 
     Missing pixels are decoded from whatever bytes follow, so that two fillings give two images. A progressive JPEG may
-    lack a whole pass, which cannot be detected: it does not count.
+    lack a whole pass, which cannot be detected: 1, as for a JPEG of more than three colours that is not complete.
     """
-    data, images = storage.read_bytes(path), []
-    for filling in (b"\x12", b"\xed"):
-        with Image.open(io.BytesIO(data + 64 * filling + JPEG_END)) as opened:
-            if "progressive" in opened.info:
-                return False
-            images.append(np.asarray(opened))
-    return np.array_equal(images[0], images[1])
+    # A last FF would make a marker of what follows.
+    fillings = [data.rstrip(b"\xff") + 64 * filling + JPEG_END for filling in (b"\x12", b"\xed")]
+    with Image.open(io.BytesIO(data)) as opened:
+        if "progressive" in opened.info:
+            return 1.0
+    (pixels, _), (other, _) = (_decoded(filled, None) for filled in fillings)
+    if np.array_equal(pixels, other):
+        return 0.0
+    (luminance, layers), (other, _) = (_decoded(filled, "L") for filled in fillings)
+    if luminance.ndim > 2:
+        return 1.0
+    # A JPEG is a series of blocks, row by row: all are missing from the first that differs.
+    block_width, block_height = (8 * max(layer[k] if len(layers) > 1 else 1 for layer in layers) for k in (1, 2))
+    height, width = luminance.shape
+    columns = -(-width // block_width)
+    y, x = np.nonzero(luminance != other)
+    blocks = y // block_height * columns + x // block_width
+    last = -(-height // block_height) * columns - 1
+    row, column = divmod(int(blocks.min(initial=last)), columns)
+    top, below = row * block_height, min((row + 1) * block_height, height)
+    missing = (below - top) * (width - column * block_width) + (height - below) * width
+    return missing / (height * width)
+
+
+def _decoded(data: bytes, mode: str | None) -> tuple[np.ndarray, Any]:
+    """Return the pixels of a JPEG, and its layers, each with horizontal and vertical factors at 1 and 2.
+
+    mode: "L" for the luminance alone, if it has one, which does not mix neighbours.
+    """
+    with Image.open(io.BytesIO(data)) as opened:
+        opened.draft(mode, opened.size)
+        return np.asarray(opened), getattr(opened, "layer", ())
 
 
 def resize_long_side(image: np.ndarray, size: int, smooth: bool) -> np.ndarray:

@@ -13,19 +13,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from data import remote, storage
-from data.coco_json import AnnotatedImages
-from data.images import image_size
+from data.coco_json import AnnotatedImages, ImageRows
+from data.images import examine_image
 from data.polygons import Polygons, offsets_of
 from utils.errors import StorageError, UserError, plural, shortened
 from utils.files import cache_folder, one_at_a_time, replacing
 
-CACHE_VERSION = 5
+CACHE_VERSION = 6
 MAX_EDGES_AT_A_HEIGHT = 1000  # of an outline
 FILES_PER_CHUNK = 64  # that a scanning process takes at a time
 MIN_SECONDS_PER_PROCESS = 0.5  # of work, or starting another process takes longer than it saves
@@ -38,8 +38,7 @@ MIN_OUTLINE_WIDTH = 1e-5  # share of a side: an outline that is narrower is a li
 # To scan: no label files; their boxes; their outlines too, if there are any; outlines that enclose an area.
 Content = Literal["images", "labels", "polygons", "outlines"]
 OUTLINED: tuple[Content, ...] = ("polygons", "outlines")
-# An image, its rows unless it has a label file, and the width and height that these are for.
-Scanned = tuple[Path, "str | None", "tuple[int, int] | None"]
+Scanned = tuple[Path, "ImageRows | None"]  # an image, and its objects unless it has a label file
 
 
 @dataclass(frozen=True)
@@ -190,15 +189,13 @@ def _write_cache(path: Path, labels: Labels) -> None:
 def _scan(
     images: Sequence[Path], title: str, workers: int, content: Content, annotated: Sequence[AnnotatedImages]
 ) -> Labels:
-    texts: dict[str, str] = {}
-    sizes: dict[str, tuple[int, int] | None] = {}
+    described: dict[str, ImageRows] = {}
     problems: list[str] = []
     for each in annotated:
         rows = each.rows(content in OUTLINED)
-        texts = {**rows.texts, **texts}  # of an image that two files describe the first counts
-        sizes = {**rows.sizes, **sizes}
+        described = {**rows.images, **described}  # of an image that two files describe the first counts
         problems += rows.problems
-    items = [(image, texts.get(name := os.fspath(image)), sizes.get(name)) for image in images]
+    items = [(image, described.get(os.fspath(image))) for image in images]
     chunks = [items[start : start + FILES_PER_CHUNK] for start in range(0, len(items), FILES_PER_CHUNK)]
     parts: list[Labels] = []
     with tqdm(total=len(images), desc=f"checking {title}", unit="image", disable=None, leave=False) as bar:
@@ -231,10 +228,10 @@ def _map_chunks(
 
 
 def _scan_chunk(content: Content, images: Sequence[Scanned]) -> Labels:
-    unread = [(os.fspath(image), text) for image, text, _ in images if storage.image_size(image) is None]
-    labels = [storage.label_name(name) for name, text in unread if text is None and content != "images"]
+    unread = [(os.fspath(image), rows) for image, rows in images if storage.image_size(image) is None]
+    labels = [storage.label_name(name) for name, rows in unread if rows is None and content != "images"]
     storage.prefetch([*(name for name, _ in unread), *labels])
-    scans = [scan_image(image, content, text, described) for image, text, described in images]
+    scans = [scan_image(image, content, described) for image, described in images]
     outlines = [outline for scan in scans for outline in scan.outlines]
     return Labels(
         np.concatenate([scan.rows for scan in scans]),
@@ -254,44 +251,55 @@ class Scan(NamedTuple):
     outlines: Sequence[np.ndarray] = ()
 
 
-def scan_image(
-    image: Path, content: Content = "labels", text: str | None = None, described: tuple[int, int] | None = None
-) -> Scan:
+def scan_image(image: Path, content: Content = "labels", described: ImageRows | None = None) -> Scan:
     """Check one image and its label file. A bad image or row is left out, and is a problem.
 
-    So is an image if its label file cannot be read, or has rows but no good one. text: the rows of an image whose
-    objects are in an annotation file; it has no label file. described: width and height in that file.
+    So is an image if its label file cannot be read, or has rows but no good one. described: the objects of an image
+    without a label file.
     """
     name = remote.shown_path(image)
     try:
         storage.require_regular_file(image)
-        size = image_size(image)
+        size, missing = examine_image(image)
     except StorageError:
         raise
     except Exception as error:  # Pillow raises many kinds for a damaged file
         return Scan(problems=[f"{name}: not readable as an image ({error}); left out"])
     if min(size) < MIN_IMAGE_SIDE_PIXELS:
         return Scan(problems=[f"{name}: {size[0]}x{size[1]} pixels, smaller than {MIN_IMAGE_SIDE_PIXELS}; left out"])
+    truncated = (f"{name}: truncated, {missing:.2%} of its pixels are missing and grey; used",) if missing else ()
     if content == "images":
-        return Scan(size)
-    if described and abs(size[0] * described[1] - size[1] * described[0]) > max(*size, *described):  # another shape
-        sizes = f"{size[0]}x{size[1]} pixels, but its annotation is for {described[0]}x{described[1]}"
-        return Scan(problems=[f"{name}: {sizes}; left out"])
-    file = storage.label_name(os.fspath(image)) if text is None else f"annotations of {name}"
+        return Scan(size, problems=truncated)
     try:
-        if text is None:
-            storage.require_regular_file(file)
-            text = storage.read_label(file, content in OUTLINED).decode("utf-8-sig")
+        labels = described or _read_label_file(image, content)
     except FileNotFoundError:
-        return Scan(size)  # background
+        return Scan(size, problems=truncated)  # background
     except (OSError, UnicodeDecodeError) as error:
-        return Scan(problems=[f"{remote.shown_path(file)}: cannot be read as text ({error}); its image is left out"])
-    file = remote.shown_path(file)
-    rows, problems = parse_rows(text, file, enclosing=content == "outlines")
+        file = remote.shown_path(storage.label_name(os.fspath(image)))
+        return Scan(problems=[f"{file}: cannot be read as text ({error}); its image is left out"])
+    if labels.size and not _have_one_shape(size, labels.size):
+        sizes = f"{size[0]}x{size[1]} pixels, but its annotation is for {labels.size[0]}x{labels.size[1]}"
+        return Scan(problems=[f"{name}: {sizes}; left out"])
+    rows, problems = parse_rows(labels.text, labels.origin, content == "outlines", labels.ids)
+    problems = [*truncated, *problems]
     if problems and not rows:  # it may have objects, so it is no background
+        file = f"annotations of {name}" if described else labels.origin
         return Scan(problems=[*problems, f"{file}: no row can be used; its image is left out"])
     outlines = list(map(_outline, rows.values())) if content in OUTLINED else ()
     return Scan(size, np.array([row[:5] for row in rows], np.float32).reshape(-1, 5), problems, outlines)
+
+
+def _read_label_file(image: Path, content: Content) -> ImageRows:
+    """Return the content of an image's label file. Raises OSError or UnicodeDecodeError if it cannot be read."""
+    file = storage.label_name(os.fspath(image))
+    storage.require_regular_file(file)
+    text = storage.read_label(file, content in OUTLINED).decode("utf-8-sig")
+    return ImageRows(text, None, remote.shown_path(file), ())
+
+
+def _have_one_shape(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Return whether two sizes are of one shape, up to the rounding of a pixel."""
+    return abs(one[0] * other[1] - one[1] * other[0]) <= max(*one, *other)
 
 
 def _outline(words: Sequence[str]) -> np.ndarray:
@@ -318,14 +326,19 @@ def _is_line(points: np.ndarray) -> bool:
 
 
 def parse_rows(
-    text: str, file: Path | str, enclosing: bool = False
+    text: str, file: Path | str, enclosing: bool = False, ids: Sequence[Any] = ()
 ) -> tuple[dict[tuple[float, ...], list[str]], list[str]]:
     """Return the rows of a label file, and problems with lines that are left out.
 
     A line is a box, `class x y w h`, or a polygon, `class x1 y1 x2 y2 x3 y3 ...`, normalised. Rows are the words of
     each line by (class, x, y, w, h), in the order of the file. enclosing: a polygon that is a line is a problem too,
-    and its points follow in the key, so that objects with the same box but other outlines are several rows.
+    and its points follow in the key, so that objects with the same box but other outlines are several rows. ids: name
+    the lines in problems instead of their numbers, as in `ImageRows`, whose `origin` is then `file`.
     """
+
+    def place(number: int) -> str:
+        return f"{file} {ids[number - 1]}" if ids else f"{file}, line {number}"
+
     rows: dict[tuple[float, ...], list[str]] = {}
     problems = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -336,12 +349,10 @@ def parse_rows(
                     _check_outline(_outline(words))
                     row += tuple(map(float, words[1:]))
             except ValueError as error:
-                problems.append(f"{file}, line {number}: {error}; row left out")
+                problems.append(f"{place(number)}: {error}; row left out")
                 continue
             if row in rows:
-                problems.append(
-                    f"{file}, line {number}: the same {'outline' if row[5:] else 'box'} again; row left out"
-                )
+                problems.append(f"{place(number)}: the same {'outline' if row[5:] else 'box'} again; row left out")
             rows.setdefault(row, words)
     return rows, problems
 

@@ -25,6 +25,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from data.images import IMAGE_SUFFIXES, read_whole_image, unreadable
+from utils.console import show
 from utils.errors import UserError, shortened
 from utils.files import cache_folder, read_regular
 
@@ -235,27 +236,49 @@ def read_picture(item: MediaItem) -> np.ndarray:
 
 
 class Picture(NamedTuple):
-    """An image from Python. read: returns its pixels, uint8 (h, w, 3) BGR; raises `UserError`."""
+    """An image from Python: its name, its pixels, uint8 (h, w, 3) BGR, and a function that returns them again."""
 
     name: str
+    pixels: np.ndarray
     read: Callable[[], np.ndarray]
 
 
-def find_pictures(image: Any, bgr: bool) -> list[Picture]:
-    """Return the pictures of a path, folder, glob, address, or `.txt` list, or an image in memory: see `as_pixels`.
+def find_files(source: str) -> list[MediaItem]:
+    """Return the pictures and videos of a path, folder, glob, address, or `.txt` list.
 
-    Raises `UserError`, also for videos and streams.
+    A file that is not a video's counts as a picture, whatever its suffix. Raises `UserError`, also for streams.
     """
-    if not isinstance(image, str | Path):
-        pixels = as_pixels(image, bgr)
-        return [Picture(str(getattr(image, "filename", "") or "image"), lambda: pixels)]
-    text = str(image)
-    is_picture = os.path.isfile(text) and _kind(text) != "video" and not text.endswith((".streams", ".txt"))
-    items = [MediaItem("picture", text)] if is_picture else find_media(text)
+    is_picture = os.path.isfile(source) and _kind(source) != "video" and not source.endswith((".streams", ".txt"))
+    items = [MediaItem("picture", source)] if is_picture else find_media(source)
     for item in items:
-        if item.kind != "picture":
-            raise UserError(f"{item.name} is a video or stream; run detect.py on it, or pass its frames as arrays")
-    return [Picture(item.name, partial(read_picture, item)) for item in items]
+        if item.kind == "live":
+            raise UserError(f"{item.name} is a camera, screen or stream; run detect.py on it, or pass frames as arrays")
+    return items
+
+
+def read_pictures(items: Iterable[MediaItem]) -> Iterator[Picture]:
+    """Read pictures, and every frame of videos, whose names get its number. Raises `UserError` for one that cannot be
+    read; prints a warning for a video that ends early."""
+    for item in items:
+        if item.kind == "picture":
+            yield Picture(item.name, read_picture(item), partial(read_picture, item))
+            continue
+        media, count = Media([item]), 0
+        for frame in media:
+            name = f"{item.name} ({frame.number + 1})"
+            yield Picture(name, frame.image, partial(_read_frame, item, frame.number))
+            count += 1
+        if media.problems and not count:
+            raise UserError(media.problems[0])
+        show(*(f"warning: {problem}" for problem in media.problems))
+
+
+def _read_frame(item: MediaItem, number: int) -> np.ndarray:
+    """Return the pixels of a video's frame, uint8 (h, w, 3) BGR: those before it are skipped. Raises `UserError`."""
+    for frame in Media([item], max(number, 1)):
+        if frame.number == number:
+            return frame.image
+    raise UserError(f"{item.name} has no frame {number + 1} any more; pass the frame as an array")
 
 
 def as_pixels(image: Any, bgr: bool = False) -> np.ndarray:

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from data import remote, shards, storage
 from data.classification import classes_of_split
+from data.coco_json import AnnotatedRows
 from data.data_yaml import SPLITS, DataSpec, names_text
 from data.dataset import data_source
 from data.images import image_size
@@ -72,8 +73,8 @@ def loose_images(spec: DataSpec, split: str, task: str) -> tuple[list[LooseImage
         paths, messages = listing.images, listing.problems
         for annotated in listing.annotated:
             rows = annotated.rows(polygons=False)
-            boxes = {**rows.texts, **boxes}
-            outlines = {**annotated.rows(polygons=True).texts, **outlines}
+            boxes = {**_texts(rows), **boxes}
+            outlines = {**_texts(annotated.rows(polygons=True)), **outlines}
             messages += rows.problems
     if paths and shards.place_of(str(paths[0])):
         raise UserError(f"{spec.file} is packed already; name the data YAML of the loose files")
@@ -88,6 +89,10 @@ def loose_images(spec: DataSpec, split: str, task: str) -> tuple[list[LooseImage
     if not images:
         raise UserError(f"{spec.file}: `{split}:` has no image that can be read")
     return images, messages
+
+
+def _texts(rows: AnnotatedRows) -> dict[str, str]:
+    return {path: each.text for path, each in rows.images.items()}
 
 
 def planned_shards(images: Sequence[LooseImage], shard_bytes: int) -> list[list[LooseImage]]:
@@ -255,7 +260,7 @@ def pack(data: str, out: str, shard_size: str = "512M", task: str = "detect") ->
     """Pack the data set that `data` names, and return lines for the console. Raises `UserError`."""
     shard_bytes = size_in_bytes(shard_size)
     spec = data_source(data, "data.classification:ClassificationData").spec
-    held_out = ["train", "val"] if task == "classify" and spec.split else []
+    held_out = ["train", "val"] if spec.split else []
     splits = [split for split in SPLITS if split in spec.entries or split in held_out]
     listed = {split: loose_images(spec, split, task) for split in splits}
     names = spec.names

@@ -1,4 +1,4 @@
-"""Splits of Pascal VOC's layout, read as they lie: ImageSets/Main/train.txt names images, Annotations has their boxes.
+"""Pascal VOC's XML files, read as they lie: those that a list, ImageSets/Main/train.txt, names, or all of a folder.
 
 Called by data/data_yaml.py and data/detect_layout.py; data/convert.py writes label files instead.
 """
@@ -9,17 +9,21 @@ import hashlib
 import os
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from data import storage
-from data.coco_json import AnnotatedImages, AnnotatedRows, CocoBox, Tally, box_row, cached_json
+from data import remote, storage
+from data.coco_json import AnnotatedImages, AnnotatedRows, CocoBox, ImageRows, Tally, box_row, cached_json
 from data.images import IMAGE_SUFFIXES
+from data.label_paths import label_name
 from utils.errors import UserError, nearest, plural
 from utils.files import read_lines, read_regular
 
 LISTS = Path("ImageSets", "Main")
+ANNOTATION_FOLDERS = ("annotations", "annotation", "xmls", "xml", "labels")  # of XML files, upper case or lower
+IMAGE_FOLDERS = ("JPEGImages", "images", "Images")  # beside these
 # In the XML files of the challenge itself, whose coordinates start at 1.
 CHALLENGE_MARK = b"<database>The VOC20"
 
@@ -65,7 +69,11 @@ def _text(item: ET.Element, path: str) -> str:
 
 @dataclass(frozen=True)
 class VocImages(AnnotatedImages):
-    """The images that a list of VOC names. file: the list; images: XML files by the images' paths."""
+    """The images of a list or a folder of XML files. file: the list or the folder; images: XML files by their paths."""
+
+    def files(self) -> list[Path]:
+        """Return the files that the objects are read from."""
+        return [*([self.file] if self.file.is_file() else []), *map(Path, self.images.values())]
 
     def stamp(self) -> bytes:
         """Return what the rows depend on, for the key of a cache."""
@@ -74,56 +82,112 @@ class VocImages(AnnotatedImages):
 
     def rows(self, polygons: bool) -> AnnotatedRows:
         """Return the objects of each image; difficult ones are left out, as by the converter."""
-        tally, numbers, rows = Tally(), {name: number for number, name in enumerate(self.names)}, {}
-        sizes: dict[str, tuple[int, int] | None] = {}
+        tally, numbers, images = Tally(), {name: number for number, name in enumerate(self.names)}, {}
         for path, file in self.images.items():
             size, objects = read_voc(Path(file), one_based=CHALLENGE_MARK in storage.read_bytes(file))
-            known = [item for item in objects if item.name in numbers and not item.difficult]
             tally["boxes of classes that are not in `names`"] += sum(item.name not in numbers for item in objects)
-            rows[path] = "".join(box_row(numbers[item.name], item.box, size, tally) for item in known)
-            sizes[path] = size
-        return AnnotatedRows(rows, sizes, [f"{self.file}: left out: {tally.omitted}"] if tally.omitted else [])
+            rows = {
+                number: row
+                for number, item in enumerate(objects, 1)
+                if item.name in numbers and not item.difficult
+                if (row := box_row(numbers[item.name], item.box, size, tally))
+            }
+            images[path] = ImageRows("".join(rows.values()), size, f"{file}: object", list(rows))
+        return AnnotatedRows(images, [f"{self.file}: left out: {tally.omitted}"] if tally.omitted else [])
 
 
 def is_voc_list(location: Path) -> bool:
     """Return whether a path is that of a list of VOC's layout."""
-    return location.parts[-3:-1] == LISTS.parts and location.suffix == ".txt" and _annotations(location).is_dir()
+    return (
+        location.parts[-3:-1] == LISTS.parts
+        and location.suffix == ".txt"
+        and (location.parents[2] / "Annotations").is_dir()
+    )
 
 
-def _annotations(file: Path) -> Path:
-    return file.parents[2] / "Annotations"
+def has_annotations(folder: Path) -> bool:
+    """Return whether a local folder has XML files, and none of YOLO's label files for images in it."""
+    if remote.is_remote(folder) or not folder.is_dir():
+        return False
+    labels = Path(label_name(str(folder / "image.jpg"))).parent
+    return _has(folder, ".xml") and not _has(labels, ".txt")
 
 
-def class_names(file: Path) -> list[str]:
-    """Return the classes of all objects in the folder of a list, in alphabetical order. Raises `UserError`."""
-    files = sorted(_annotations(file).glob("*.xml"))
+def _has(folder: Path, suffix: str) -> bool:
+    with suppress(OSError), os.scandir(folder) as entries:
+        return any(entry.name.endswith(suffix) for entry in entries)
+    return False
+
+
+def _annotations(location: Path) -> Path:
+    """Return the folder of the XML files of a list, or that folder itself."""
+    return location.parents[2] / "Annotations" if location.suffix == ".txt" else location
+
+
+def class_names(location: Path) -> list[str]:
+    """Return the classes of all objects in a folder, or that of a list, in alphabetical order. Raises `UserError`."""
+    files = sorted(_annotations(location).glob("*.xml"))
     key = hashlib.sha256(os.fsencode("\0".join(map(str, files))) + storage.stamps(map(str, files))).hexdigest()
     return cached_json(key, lambda: sorted({item.name for each in files for item in read_voc(each)[1]}))
 
 
-def find_images(file: Path, names: Sequence[str]) -> tuple[VocImages, list[str]]:
-    """Find the images and annotations of a list. Return them, and problems.
+def find_images(location: Path, folders: Sequence[Path], names: Sequence[str]) -> tuple[VocImages, list[str]]:
+    """Find the images and annotations of a list, or of a folder of XML files. Return them, and problems.
 
-    names: the classes of the data set. Raises `UserError` if the list cannot be read, or none of the classes occurs.
+    folders: where images are looked for first. names: the classes of the data set. Raises `UserError` if the list
+    cannot be read, if none of the classes occurs, or if there are no images.
     """
-    known = class_names(file)
-    if not set(names) & set(known):
+    annotated, known = _annotations(location), class_names(location)
+    if known and not set(names) & set(known):
         raise UserError(
-            f"{_annotations(file)} has no objects of the class '{names[0]}'{nearest(names[0], known)}, nor of any "
+            f"{annotated} has no objects of the class '{names[0]}'{nearest(names[0], known)}, nor of any "
             "other of the data set's `names`; correct `names:`, or leave it out to use VOC's"
         )
+    searched = [folder for folder in (*folders, *_image_folders(annotated)) if folder.is_dir()]
+    annotations = {path.stem: str(path) for path in sorted(annotated.glob("*.xml"))}
+    is_list = location != annotated
     try:
-        lines = read_lines(file)
-        folder = file.parents[2] / "JPEGImages"
-        images = {path.stem: str(path) for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES}
+        stems = [line.split()[0] for line in read_lines(location) if line.strip()] if is_list else list(annotations)
+        beside = [_images_in(folder) for folder in searched]
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
-    annotations = {path.stem: str(path) for path in _annotations(file).glob("*.xml")}
-    stems = [line.split()[0] for line in lines if line.strip()]
+    images = {stem: path for each in reversed(beside) for stem, path in each.items()}  # the first folder counts
     found = {images[stem]: annotations[stem] for stem in stems if stem in images and stem in annotations}
+    if not found:
+        raise UserError(
+            f"{location}: none of {len(stems)} annotations has an image of its name, such as {stems[0]}.jpg in "
+            f"{', '.join(map(str, searched))}; put the images there, or give their folder as `images:` of a data YAML"
+            if stems
+            else f"{location} names no image; list one in each line, without a suffix"
+        )
+    absent = {("name" if is_list else "annotation", "an image"): images}
+    absent["name" if is_list else "image", "an annotation"] = annotations
+    for folder, each in zip(searched, beside, strict=True):
+        alone = annotated.name == folder.name or annotated.name.lower() in ANNOTATION_FOLDERS  # no other split's
+        if not is_list and alone and each.keys() & annotations.keys():
+            stems += each  # an image without an annotation may have objects, so it is no background
+            break
     problems = [
-        f"{file}: {plural(len(missing), 'name')} without {what}, such as {missing[0]}; left out"
-        for what, files in (("an image", images), ("an annotation", annotations))
+        f"{location}: {plural(len(missing), noun)} without {what}, such as {missing[0]}; left out"
+        for (noun, what), files in absent.items()
         if (missing := [stem for stem in stems if stem not in files])
     ]
-    return VocImages(file, tuple(names), found), problems
+    return VocImages(location, tuple(names), found), problems
+
+
+def _images_in(folder: Path) -> dict[str, str]:
+    return {path.stem: str(path) for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES}
+
+
+def _image_folders(annotations: Path) -> list[Path]:
+    """Return the folders that may have the images of a folder of XML files, by precedence.
+
+    Those of `.../annotations/train` are in `.../images/train`, in `.../images`, with them, or above.
+    """
+    parts = annotations.parts
+    number = next((k for k in (-1, -2) if parts[k:] and parts[k].lower() in ANNOTATION_FOLDERS), 0) + len(parts)
+    if number == len(parts):
+        return [annotations, *(annotations / name for name in IMAGE_FOLDERS)]
+    above, below = Path(*parts[:number]), parts[number + 1 :]
+    folders = [above.joinpath(name, *below) for name in IMAGE_FOLDERS] + [above / name for name in IMAGE_FOLDERS]
+    return [*folders, annotations, above.joinpath(*below), above]

@@ -26,7 +26,7 @@ from models.weights.releases import find_weights
 from models.weights.transfer import transfer
 from utils.batch import Batch
 from utils.config.parser import refuse_flags
-from utils.errors import UserError
+from utils.errors import UserError, plural
 from utils.memory_format import layout
 from utils.stage_times import INFERENCE, PREPARING, StageTimer
 from utils.tracking.hub import HUB_PREFIX
@@ -146,7 +146,7 @@ def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -
     transferred = transfer(model, weights.state)
     if transferred.loaded < transferred.total:
         raise UserError(
-            f"{name} has {weights.model.get('nc')} classes and {data} has {len(task.names)}; "
+            f"{name} has {plural(len(weights.class_names), 'class')} and {data} has {len(task.names)}; "
             "give the data set that the weights were trained on"
         )
     return model

@@ -18,14 +18,15 @@ from models.layers import skip_norms
 from models.tasks import TASKS, TaskEntry, task_of
 from models.tasks.contract import Model, Task
 from models.weights.content import Weights
+from models.weights.licence import YOURS, Origin
 from models.weights.reader import read_weights
-from models.weights.releases import find_weights
+from models.weights.releases import TORCHVISION_DEFAULT, find_weights, torchvision_weights
 from models.weights.transfer import known_share, transfer
 from utils.config.hyperparameters import Recipe
-from utils.errors import UserError
+from utils.errors import UserError, plural
 from utils.files import find_file, read_yaml
 
-MAX_NAMED_TENSORS = 5  # in a message
+ANSWER_SECONDS = 4.0  # for the server of weights that a run can do without
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,33 @@ class StartingPoint:
     from_yaml: bool  # named by --cfg, not read from a weight file
     weights: Weights | None = None
     weights_name: str = ""
+    message: str = ""  # about weights that no flag names
 
     def with_weights(self, name: str) -> StartingPoint:
         """Read the weight file that --weights names if --cfg names the model; '' is none. Raises `UserError`."""
         if not self.from_yaml or not name:
             return self
         return replace(self, weights=read_weights(self.find(name)), weights_name=name)
+
+    @property
+    def origin(self) -> Origin:
+        """The licence of the initial weights, and the files that they began from."""
+        return self.weights.origin if self.weights else Origin(YOURS)
+
+    def with_default_weights(self) -> StartingPoint:
+        """Read the weights that torchvision recommends for the model, unless they cannot be had within seconds."""
+        if "architecture" not in self.yaml:
+            return self.from_scratch("no --weights are given")
+        try:
+            weights = read_weights(torchvision_weights(self.yaml, self.source, ANSWER_SECONDS))
+        except UserError:
+            return self.from_scratch("torchvision's weights cannot be downloaded")
+        message = "starting from torchvision's weights; --weights '' trains from scratch"
+        return replace(self, weights=weights, weights_name=TORCHVISION_DEFAULT, message=message)
+
+    def from_scratch(self, reason: str) -> StartingPoint:
+        """Return the starting point without weights, and with a message that says so."""
+        return replace(self, weights=None, weights_name="", message=f"training from scratch: {reason}")
 
     def known_share(self, model: Model, task: Task) -> float | None:
         """Return the share of the task's classes that the weights have; None without weights of such a model."""
@@ -100,8 +122,9 @@ def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: Mod
     size = f", {work:.3g} GFLOPs at {model.imgsz} px" if work else ""
     messages = [f"{start.source}: {layers} layers, {parameters:,} parameters{size}"]
     messages += rounding([options.imgsz], [model.imgsz], model.stride)
+    messages += [start.message] * bool(start.message)
     if start.weights:
-        messages += _load(model, start, start.weights, task)
+        messages += [*_load(model, start, start.weights, task), f"licence of these weights: {start.origin}"]
     if numbers := freeze(model, options.freeze):
         messages.append(f"layers {', '.join(map(str, numbers))} are frozen")
     return messages
@@ -115,18 +138,21 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> l
             f"no tensor of {name} fits the model; leave out --cfg to train the model in that file, or give "
             "--weights '' to start from scratch"
         )
+    head = task.keep_head(model, weights.state, weights.names)
     messages = []
     if weights.task and TASKS.get(weights.task) is not start.entry:
         messages.append(f"warning: {name} is a model for another task, '{weights.task}'")
     warning = "" if loaded > total / 2 else "warning: these are weights of another model: only "
-    messages.append(f"{warning}{loaded} of {total} tensors taken from {name}")
-    messages += weights.class_warnings(task.names, name)
-    if misfits:
-        shapes = [(tensor, *("x".join(map(str, shape)) for shape in pair)) for tensor, *pair in misfits]
-        dropped = [f"{tensor} ({of_file}, here {of_model})" for tensor, of_file, of_model in shapes[:MAX_NAMED_TENSORS]]
-        more = f" and {len(misfits) - MAX_NAMED_TENSORS} more" if len(misfits) > MAX_NAMED_TENSORS else ""
-        messages.append(f"dropped for their shapes: {', '.join(dropped)}{more}")
-    return messages + task.keep_head(model, weights.state, weights.names)
+    if misfits and not head:
+        tensor, of_file, of_model = misfits[0]
+        classes = len(weights.names) or (of_file[0] if of_model[:1] == (len(task.names),) else len(task.names))
+        if classes != len(task.names) and not warning:
+            head = f"not its head: it is for {plural(classes, 'class')}"
+        else:
+            shapes = ("x".join(map(str, shape)) for shape in (of_file, of_model))
+            head = f"not {len(misfits)} of other shapes, such as {tensor} ({', here '.join(shapes)})"
+    messages.append(f"{warning}{loaded} of {total} tensors taken from {name}{', ' * bool(head)}{head}")
+    return messages + weights.class_warnings(task.names, name)
 
 
 def gflops(model: nn.Module, imgsz: int) -> float:

@@ -96,8 +96,8 @@ def nothing_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
 class RunScript(Protocol):
     """Runs a script of the repository as a user does; returns what it printed to both streams.
 
-    launcher: the command before the script, by default python. plots: with pictures, which take longer than such a run.
-    variables: of the environment.
+    train.py keeps its whole state. launcher: the command before the script, by default python. plots: with pictures,
+    which take longer than such a run. variables: of the environment.
     """
 
     def __call__(
@@ -131,6 +131,7 @@ def run_script(tmp_path_factory: pytest.TempPathFactory) -> RunScript:
         **variables: str,
     ) -> str:
         quick = [] if plots or script not in ("train.py", "val.py") else ["--noplots"]
+        quick += ["--keep-state"] if script == "train.py" else []  # which tests compare, and continue
         mark = f"LOCKSTEP_TEST={uuid4()}"  # launchers start sessions and groups of their own, but keep the environment
         started = subprocess.Popen(
             ["env", "--default-signal=HUP", mark, *launcher, str(ROOT / script), *flags, *quick],

@@ -78,7 +78,10 @@ def identical(folder: Path, other: Path) -> None:
     """Check that two runs are equal: results.csv to the byte, weights, EMA and the optimizer's state to the bit."""
     assert (folder / "results.csv").read_bytes() == (other / "results.csv").read_bytes()
     for name in ("last.pt", "best.pt"):
-        one, two = (torch.load(run / "weights" / name, weights_only=True)["state"] for run in (folder, other))
+        contents = [torch.load(run / "weights" / name, weights_only=True) for run in (folder, other)]
+        one, two = (content.pop("state") for content in contents)
+        assert contents[0]["origin"] == contents[1]["origin"]
+        assert contents[0]["licence"] == contents[1]["licence"]
         assert one.keys() == two.keys()
         assert all(torch.equal(one[key], two[key]) for key in one), name
     one, two = (state(run) for run in (folder, other))

@@ -270,6 +270,7 @@ ERRORS = {
     "wrong type": Case(hyp(box=[1]), "hyp.yaml: box must be a number, 0 or more, not [1]"),
     "misspelt": Case(hyp(mosiac=1), "hyp.yaml: unknown key 'mosiac' (did you mean 'mosaic'?)"),
     "hyp is no YAML": Case(text("hyp.yaml", "lr0: 0.1: 2"), "hyp.yaml, line 1: "),
+    "misspelt hyp": Case(nothing, "'finetun' is not a file (did you mean finetune.yaml?); give", "--hyp finetun"),
     "no hyp": Case(nothing, "hyperparameter file 'lowest' is not a file; give", "--hyp lowest"),
     "override": Case(nothing, "--hyp.lr0 must be a number, more than 0, not 'abc'", "--hyp.lr0 abc"),
     "override out of range": Case(nothing, "--hyp.mosaic must be a number, 0 to 1, not 2.0", "--hyp.mosaic=2"),
@@ -312,7 +313,7 @@ ERRORS = {
     "no model": Case(nothing, "model 'yolov9.yaml' is not a file; give", "--cfg yolov9.yaml"),
     "neither": Case(nothing, "no model is given; name one with --cfg", "--cfg="),
     # weights
-    "a name that no file can have": Case(nothing, "is not a file; give", f"--data {'x' * 5000}"),
+    "a name that no file can have": Case(nothing, "is not a file or a folder; give", f"--data {'x' * 5000}"),
     "weights that no file can be": Case(nothing, "are not a file; check the path", f"--weights {'x' * 5000}"),
     "no weights": Case(nothing, "weights {set}/none.pt are not a file", "--weights {set}/none.pt"),
     "not downloaded": Case(nothing, "releases/download", "--weights yolov5s.pt"),
@@ -460,7 +461,7 @@ FINE = {
     "an outline that crosses itself": outline("0.1 0.1 0.9 0.9 0.9 0.1 0.1 0.9"),
     "loop of links": loop,
     "Roboflow's layout": roboflow,
-    "unknown key": data(colour="blue"),
+    "a key of another program": data(kpt_shape=[17, 3]),
     "plain state dict": lambda inputs: torch.save(build_model(inputs.model).state_dict(), inputs.folder / "weights.pt"),
 }
 

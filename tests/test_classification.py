@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Sequence
@@ -22,12 +23,16 @@ from torchvision.models import resnet18
 import train as train_script
 from data.builtin.shapes import NAMES
 from models.tasks.classification.task import ClassificationTask
+from models.tasks.classification.torchvision_models import default_weights
 from models.weights.reader import read_weights
 from tests.conftest import ROOT, VAL, CallMain, OnProcesses, RunScript
 from tests.curves import CLASSIFIED, floats, identical, refused, rows, same_curve
 from tests.faults.fault_points import planted
 from tests.machines import ACCELERATE, CONFIGS, on_machine
 from tests.making import noise
+from utils.distributed.accelerator import start
+from utils.distributed.ranks import ranks
+from utils.run import Run
 
 GENTLE = {"lr0": 0.0005, "crop_scale": 0.3}
 Train = Callable[..., str]
@@ -111,7 +116,8 @@ def epoch_in_float64(flags: Sequence[str]) -> dict[str, Tensor]:
 @pytest.mark.long
 def test_a_resnet_in_float64(on_processes: OnProcesses, drawn_classes: Path, tmp_path: Path) -> None:
     """Five steps of batches of 8. Measured: 2e-13."""
-    what = ["--data", str(drawn_classes), "--cfg", "resnet18.yaml", "--imgsz", "64", "--batch-size", "8", "--sync-bn"]
+    what = ["--data", str(drawn_classes), "--cfg", "resnet18.yaml", "--weights", "", "--imgsz", "64"]
+    what += ["--batch-size", "8", "--sync-bn"]
     flags = [*what, "--workers", "0", "--device", "cpu", "--noplots", "--project", str(tmp_path)]
     (single,) = on_processes(1, epoch_in_float64, flags)
     for state in on_processes(2, epoch_in_float64, flags):
@@ -196,15 +202,14 @@ def test_resume_looks_at_the_recipe(train: Train, run_script: RunScript, alone: 
 
 @pytest.mark.long
 def test_fine_tuning_the_head_alone(train: Train, drawn_classes: Path, alone: Path, tmp_path: Path) -> None:
-    """Weights of other classes: tensors that fit are loaded, the others are named, and only the head is trained."""
+    """Weights of other classes: tensors that fit are loaded, a line says which do not, and only the head is trained."""
     names = [*reversed(NAMES), "weeds"]  # another order, and one more
     spec = yaml.safe_load(drawn_classes.read_text())
     (tmp_path / "six.yaml").write_text(yaml.safe_dump({**spec, "names": names}))
     weights = str(alone / "weights" / "last.pt")
     flags = ("--data", str(tmp_path / "six.yaml"), "--weights", weights, "--freeze", "-1")
     printed = train(tmp_path, *flags)
-    assert "dropped for their shapes: model.9.linear.weight (6x1280, here 7x1280)" in printed
-    assert "model.9.linear.bias (6, here 7)" in printed
+    assert re.search(r"tensors taken from \S+last.pt, not its head: it is for 6 classes\n", printed)
     assert "layers 0, 1, 2, 3, 4, 5, 6, 7, 8 are frozen" in printed
     assert "has no images of the class 'weeds'" in printed
     before, after = (read_weights(run / "weights" / "last.pt").state for run in (alone, tmp_path / "exp"))
@@ -217,9 +222,56 @@ def test_local_weights_of_torchvision(train: Train, tmp_path: Path) -> None:
     torch.save(resnet18(num_classes=10).state_dict(), tmp_path / "resnet18.pth")
     flags = ("--cfg", "models/resnet18.yaml", "--weights", str(tmp_path / "resnet18.pth"), "--epochs", "1")
     printed = train(tmp_path, *flags, "--freeze", "9")
-    assert "120 of 122 tensors taken" in printed
+    others = "not its head: it is for 10 classes"
+    assert f"120 of 122 tensors taken from {tmp_path / 'resnet18.pth'}, {others}\n" in printed
     assert "another task" not in printed
     assert "layers 0, 1, 2, 3, 4, 5, 6, 7, 8 are frozen" in printed
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_the_recommended_weights_are_the_default(processes: str, train: Train, tmp_path: Path) -> None:
+    """If they are in torch's cache; a resumed run does not look for them again."""
+    cached = tmp_path / "torch" / "hub" / "checkpoints" / Path(default_weights("resnet18")).name
+    cached.parent.mkdir(parents=True)
+    torch.save(resnet18(num_classes=1000).state_dict(), cached)
+    flags = ("--cfg", "resnet18.yaml", "--epochs", "1", "--processes", processes, "--save-steps", "1")
+    printed = train(tmp_path, *flags, TORCH_HOME=str(tmp_path / "torch"))
+    assert "starting from torchvision's weights; --weights '' trains from scratch\n" in printed
+    assert "120 of 122 tensors taken from DEFAULT, not its head: it is for 1000 classes\n" in printed
+    assert yaml.safe_load((tmp_path / "exp" / "settings.yaml").read_text())["weights"] == "DEFAULT"
+
+
+def test_without_a_network_training_is_from_scratch(train: Train, tmp_path: Path) -> None:
+    """One line says so, and it takes no longer than the server may."""
+    nowhere = {"TORCH_HOME": str(tmp_path / "torch"), "https_proxy": "http://127.0.0.1:9", "no_proxy": ""}
+    printed = train(tmp_path, "--cfg", "resnet18.yaml", "--epochs", "1", "--noval", **nowhere)
+    assert printed.count("training from scratch: torchvision's weights cannot be downloaded\n") == 1
+    assert "tensors taken" not in printed
+    assert yaml.safe_load((tmp_path / "exp" / "settings.yaml").read_text())["weights"] == ""
+
+
+def test_a_machine_without_the_weights_decides_for_all(
+    on_processes: OnProcesses, drawn_classes: Path, tmp_path: Path
+) -> None:
+    flags = ["--data", str(drawn_classes), "--cfg", "resnet18.yaml", "--imgsz", "64", "--batch-size", "8"]
+    flags += ["--device", "cpu", "--workers", "0", "--noplots", "--project", str(tmp_path / "runs")]
+    for weights, message in on_processes(2, weights_on_one_machine, flags, str(tmp_path)):
+        assert (weights, message.partition(": ")[0]) == ("", "training from scratch")
+
+
+def weights_on_one_machine(flags: list[str], folder: str) -> tuple[str, str]:
+    """Return what a process decides if only the main one has the weights."""
+    rank = ranks().rank
+    os.environ |= {"TORCH_HOME": f"{folder}/torch{rank}", "https_proxy": "http://127.0.0.1:9", "no_proxy": "localhost"}
+    if rank == 0:
+        cached = Path(folder, "torch0/hub/checkpoints", Path(default_weights("resnet18")).name)
+        cached.parent.mkdir(parents=True)
+        torch.save(resnet18(num_classes=1000).state_dict(), cached)
+    settings = train_script.settings_of(flags)
+    run = Run(*start("cpu", "", 60.0))
+    job = train_script.read_inputs(run, settings).job
+    assert job.start.weights is None
+    return job.settings.options.weights, job.start.message
 
 
 def test_a_detectors_backbone(train: Train, learned: Path, tmp_path: Path) -> None:
@@ -359,5 +411,6 @@ def test_on_a_gpu(train: Train, alone: Path, tmp_path: Path) -> None:
     """The curve is close to the CPU's; a model of torchvision trains in bf16."""
     train(tmp_path, "--device", "0", "--mixed-precision", "no")
     same_curve(tmp_path / "exp", alone, losses=1e-2, scores=0.07, weights=1e-2)
-    train(tmp_path, "--device", "0", "--cfg", "models/resnet18.yaml", "--name", "bf16", "--epochs", "1")
+    model = ("--cfg", "models/resnet18.yaml", "--weights", "")
+    train(tmp_path, "--device", "0", *model, "--name", "bf16", "--epochs", "1")
     assert floats(tmp_path / "bf16").isfinite().all()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import functools
+import json
 import os
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,25 +18,31 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageShow
 from torch import nn
 from torchvision.ops import box_iou
 
+import detect
 from data.builtin.shapes import NAMES
 from data.images import read_image
-from data.media import Frame, MediaItem, as_pixels, find_pictures
+from data.media import Frame, MediaItem, as_pixels
 from detect import FileNames, Predictor, groups
+from models.tasks.classification.prediction import ClassificationPrediction
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
+from models.tasks.detection.prediction import DetectionPrediction
+from models.tasks.segmentation.prediction import SegmentationPrediction
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import build_model
 from predictor import class_numbers
 from tests.conftest import RunScript
-from tests.making import noise, write_image
+from tests.making import noise, tiny_detector, write_image, write_yaml
+from utils.batch import Batch
 from utils.checkpoint.weight_files import serialised, weights_content
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 from utils.plots.drawing import Style
+from utils.stage_times import StageTimer
 
 SIDE, CONFIDENCE, OVERLAP = 160, 0.1, 0.45
 
@@ -173,13 +181,14 @@ def test_a_prediction(predictor: Predictor, photo: Path, tmp_path: Path, monkeyp
     np.testing.assert_array_equal(result.scores, array[:, 4])
     assert result.classes.tolist() == array[:, 5].astype(int).tolist()
     assert result.names == predictor.names
-    assert str(result) == repr(result) == f"{photo}: {result.describe()}"
+    assert str(result) == f"{photo}: {result.describe()}"
+    assert repr(result) == f"<DetectionPrediction of {result}>"
     image = read_image(photo)
     drawn = result.draw(image, Style(2, names=False))
     assert (drawn != image).any()
     np.testing.assert_array_equal(result.plot(line_thickness=2, hide_labels=True), drawn[..., ::-1])
     np.testing.assert_array_equal(result.plot(line_thickness=2, hide_labels=True, bgr=True), drawn)
-    result.save(tmp_path / "drawn.png", line_thickness=2, hide_labels=True)
+    assert result.save(tmp_path / "drawn.png", line_thickness=2, hide_labels=True) == tmp_path / "drawn.png"
     np.testing.assert_array_equal(cv2.imread(str(tmp_path / "drawn.png")), drawn)
     frame = image[..., ::-1].copy()
     of_array = predictor(frame)
@@ -194,6 +203,136 @@ def test_a_prediction(predictor: Predictor, photo: Path, tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(UserError, match=r"to_df\(\) needs pandas"):
         result.to_df()
+
+
+def test_a_prediction_is_a_sequence_of_objects(predictor: Predictor, photo: Path) -> None:
+    result, array = predictor(photo), predictor(photo).array
+    assert len(result) == len(array) > 0
+    objects = list(result)
+    assert [list(each) for each in objects] == [
+        ["xmin", "ymin", "xmax", "ymax", "confidence", "class", "name"] for _ in array
+    ]
+    assert [list(each.values())[:6] for each in objects] == array.tolist()
+    assert objects[0]["name"] == predictor.names[int(array[0, 5])]
+    assert json.loads(result.to_json()) == objects
+    nothing = predictor(photo, conf=1.0)
+    assert (len(nothing), list(nothing), nothing.to_json(), str(nothing)) == (0, [], "[]", f"{photo}: nothing")
+
+
+def test_boxes_in_the_forms_of_yolov5(predictor: Predictor, photo: Path) -> None:
+    """Rows of box, confidence and class, in pixels or as shares of width and height."""
+    result, array = predictor(photo), predictor(photo).array
+    height, width = read_image(photo).shape[:2]
+    left, top, right, bottom = array[:, :4].T
+    centred = np.stack(((left + right) / 2, (top + bottom) / 2, right - left, bottom - top), 1)
+    shares = np.array([width, height, width, height])
+    forms = {"xyxy": array[:, :4], "xywh": centred, "xyxyn": array[:, :4] / shares, "xywhn": centred / shares}
+    for name, boxes in forms.items():
+        found = getattr(result, name)
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found[:, :4], boxes, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(found[:, 4:], array[:, 4:])
+
+
+def test_files_of_results(predictor: Predictor, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a name, into a folder, or into the next run folder as in YOLOv5."""
+    monkeypatch.chdir(tmp_path)
+    result, frame = predictor(photo), read_image(photo)
+    assert result.save() == Path("runs/detect/exp/photo.jpg")
+    assert result.save("drawn") == Path("drawn/photo.jpg")
+    (tmp_path / "a.b").mkdir()
+    assert result.save("a.b") == Path("a.b/photo.jpg")
+    results = predictor([photo, frame, str(photo)])
+    assert results.save() == Path("runs/detect/exp2")
+    assert sorted(file.name for file in Path("runs/detect/exp2").iterdir()) == ["image.jpg", "photo-2.jpg", "photo.jpg"]
+    assert results.save("several", hide_labels=True) == Path("several")
+    expected = cv2.imencode(".jpg", result.plot(hide_labels=True, bgr=True), (cv2.IMWRITE_JPEG_QUALITY, 95))[1]
+    assert Path("several/photo.jpg").read_bytes() == expected.tobytes()
+
+
+def test_results_of_several_images(predictor: Predictor, photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list, with the attributes of its members as lists, as `results.xyxy[0]` in YOLOv5."""
+    one = predictor(photo)
+    results = predictor([photo, np.zeros((50, 80, 3), np.uint8)], conf=float(one.scores[0]) - 1e-4)
+    assert isinstance(results, list)
+    assert len(results) == len(results.xyxy) == len(results.boxes) == 2
+    np.testing.assert_array_equal(results.xyxy[0], results[0].array)
+    assert str(results) == "\n".join(map(str, results))
+    assert repr(results).startswith(f"[<DetectionPrediction of {photo}: ")
+    assert [each["image"] for each in json.loads(results.to_json())] == results.path == [str(photo), "image"]
+    assert json.loads(results.to_json())[0]["objects"] == list(results[0])
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=lambda data, columns: (data, columns)))
+    rows, columns = results.to_df()
+    assert columns == ["image", "xmin", "ymin", "xmax", "ymax", "confidence", "class", "name"]
+    assert rows == [(result.path, *each.values()) for result in results for each in result]
+    assert [row[1:7] for row in rows] == [tuple(row) for result in results for row in result.array.tolist()]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UserError, match=r"to_df\(\) needs pandas, which is not installed; pip install pandas"):
+        results.to_df()
+
+
+def test_results_are_shown(predictor: Predictor, photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the system's viewer, or in a notebook, which also draws a result that ends a cell."""
+    results, shown = predictor([photo, photo]), []
+
+    class Viewer(ImageShow.Viewer):
+        def show_image(self, image: Image.Image, **options: Any) -> int:
+            shown.append(image)
+            return 1
+
+    monkeypatch.setattr(ImageShow, "_viewers", [Viewer()])
+    results.show(line_thickness=1)
+    assert len(shown) == 2
+    np.testing.assert_array_equal(np.asarray(shown[1]), results[0].plot(line_thickness=1))
+    monkeypatch.setattr(ImageShow, "_viewers", [])
+    with pytest.raises(UserError, match=r"^show\(\): this machine has no program that shows pictures; write a file"):
+        results[0].show()
+    shell = SimpleNamespace(kernel=None)
+    notebook = SimpleNamespace(get_ipython=lambda: shell, display=SimpleNamespace(display=shown.append))
+    monkeypatch.setitem(sys.modules, "IPython", notebook)
+    results[0].show()
+    png = results[0]._repr_png_()
+    np.testing.assert_array_equal(np.asarray(shown[2]), results[0].plot())
+    np.testing.assert_array_equal(
+        cv2.imdecode(np.frombuffer(png, np.uint8), cv2.IMREAD_COLOR), results[0].plot(bgr=True)
+    )
+    assert replace(results[0], pixels=None)._repr_png_() is None
+
+
+def test_an_unknown_attribute_says_what_there_is(predictor: Predictor, photo: Path, classifier: str) -> None:
+    result, probable = predictor(photo), Predictor(classifier, device="cpu")(photo)
+    of_all = "path, names, scores, classes, array"
+    of_boxes, methods = "boxes, xyxy, xywh, xyxyn, xywhn", "plot(), show(), save(), to_df(), to_json()"
+    for owner, name, message in (
+        (
+            result,
+            "pandas",
+            f"DetectionPrediction has no attribute pandas (here: to_df()); it has {of_all}, {of_boxes}, ",
+        ),
+        (result, "boxs", f"DetectionPrediction has no attribute boxs (did you mean 'boxes'?); it has {of_all}, "),
+        (
+            probable,
+            "boxes",
+            f"ClassificationPrediction has no attribute boxes; it has {of_all}, probs, top5, {methods}",
+        ),
+        (
+            predictor([photo]),
+            "render",
+            f"Results has no attribute render (here: plot()); it has {of_all}, {of_boxes}, ",
+        ),
+    ):
+        assert not hasattr(owner, name)
+        with pytest.raises(AttributeError, match=f"^{re.escape(message)}"):
+            getattr(owner, name)
+
+
+def test_the_table_of_the_page_names_what_there_is() -> None:
+    page = (ROOT / "docs" / "detect.md").read_text(encoding="utf-8")
+    table = page.split("| of a `Prediction` |")[1].split("\n\n")[0]
+    cells = [row.split("|")[1] for row in table.splitlines()[2:]]
+    named = {re.sub(r"\(.*", "()", name) for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    kinds = (DetectionPrediction, SegmentationPrediction, ClassificationPrediction)
+    assert named == {name for kind in kinds for name in (*kind.VALUES, *kind.METHODS)} | {"len()"}
 
 
 def test_some_classes_only(detector: Path, photo: Path, predictor: Predictor) -> None:
@@ -256,6 +395,76 @@ def test_other_attributes_are_refused(name: str, value: object, message: str, pr
         _ = predictor.conf_tres
 
 
+def test_settings_of_one_call(detector: Path, photo: Path, predictor: Predictor, classifier: str) -> None:
+    """Thresholds, size and the order of channels; the predictor keeps its own."""
+    every, before = predictor(photo).array, predictor.thresholds
+    count = int(np.argmax(every[:-1, 4] - every[1:, 4])) + 1  # those above the widest gap between confidences
+    threshold = float(every[count - 1 : count + 1, 4].mean())
+    for how in ({"conf": threshold}, {"conf_thres": threshold}):
+        np.testing.assert_array_equal(predictor(photo, **how).array, every[:count])
+    assert len(predictor(photo, iou=0.05).array) < len(every)
+    label = predictor.names[int(every[0, 5])]
+    np.testing.assert_array_equal(predictor([photo], classes=label, max_det=1)[0].array, every[:1])
+    np.testing.assert_array_equal(predictor(read_image(photo), bgr=True).array, every)
+    other = Predictor(detector, imgsz=(96, 128), conf_thres=CONFIDENCE, device="cpu")(photo).array
+    for size in ({"size": (90, 128)}, {"imgsz": (96, 128)}, {"img_size": [96, 128]}):
+        np.testing.assert_array_equal(predictor(photo, **size).array, other)
+    np.testing.assert_array_equal(predictor.predict(str(photo), 128).array, predictor(photo, size=128).array)
+    np.testing.assert_array_equal(predictor(photo, size=None, conf=None, iou=None).array, every)
+    assert (predictor.thresholds, predictor.bgr) == (before, False)
+    image, classify = noise(90, 70), Predictor(classifier, device="cpu")
+    expected = Predictor(classifier, imgsz=96, device="cpu")(image).probs
+    np.testing.assert_array_equal(classify(image, size=96).probs, expected)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"conf": 2}, "Predictor: conf must be a number, 0 to 1, not 2"),
+        ({"size": "big"}, "Predictor: imgsz must be a whole number, 1 to 16384, or a list of such, not 'big'"),
+        ({"size": (1, 2, 3)}, "imgsz=(1, 2, 3): give one number of pixels, or height and width"),
+        ({"augment": True}, "Predictor: augment cannot be changed; make another Predictor with augment=True"),
+        ({"stream": True}, "Predictor: unknown argument stream"),
+    ],
+)
+def test_wrong_settings_of_one_call(how: dict[str, Any], message: str, photo: Path, predictor: Predictor) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(message)}"):
+        predictor(photo, **how)
+
+
+def test_a_folder_with_videos(
+    photo: Path, predictor: Predictor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An animated GIF and a video among pictures: a prediction for each frame, which draws that frame."""
+    image = Image.open(photo)
+    frames = [image.rotate(angle) for angle in (0, 90, 180)]
+    frames[0].save(tmp_path / "b.gif", save_all=True, append_images=frames[1:], duration=100)
+    image.save(tmp_path / "a.png")
+    video = cv2.VideoWriter(str(tmp_path / "c.mp4"), cv2.VideoWriter.fourcc(*"mp4v"), 10.0, image.size)
+    for value in (0, 80, 160, 240):
+        video.write(np.full((image.height, image.width, 3), value, np.uint8))
+    video.release()
+    results = predictor(tmp_path)
+    gif, clip = [[f"{tmp_path / name} ({k})" for k in range(1, n + 1)] for name, n in (("b.gif", 3), ("c.mp4", 4))]
+    assert [result.path for result in results] == [str(tmp_path / "a.png"), *gif, *clip]
+    np.testing.assert_array_equal(results[0].array, predictor(photo).array)
+    assert [round(result.pixels().mean(), -1) for result in results[4:]] == [0, 80, 160, 240]
+    turned = np.asarray(frames[1].convert("RGB"))
+    assert np.abs(results[2].pixels()[..., ::-1].astype(int) - turned).mean() < 12  # a GIF has 256 colours
+    assert [len(each) for each in (predictor(tmp_path / "b.gif"), predictor([photo, tmp_path / "c.mp4"]))] == [3, 5]
+    assert capsys.readouterr().out == ""
+    (tmp_path / "d.mp4").write_bytes(b"no video")
+    with pytest.raises(UserError, match=r"d\.mp4 cannot be read as a video; fix or remove it"):
+        predictor(tmp_path)
+    (tmp_path / "c.mp4").unlink()
+    with pytest.raises(UserError, match=r"c\.mp4"):
+        results[-1].plot()
+    content = (tmp_path / "b.gif").read_bytes()
+    (tmp_path / "b.gif").write_bytes(content[: len(content) * 2 // 3])
+    assert 0 < len(predictor(tmp_path / "b.gif")) < 3
+    assert f"warning: {tmp_path / 'b.gif'} ends after " in capsys.readouterr().out
+
+
 def test_the_size_of_a_detectors_training_is_printed(
     detector: Path, classifier: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -303,7 +512,7 @@ def test_a_classifiers_probabilities(classifier: str) -> None:
         (torch.full((3, 4, 4), torch.nan), "values in 0 to 1, not nan to nan"),
         (torch.zeros(3, 4, 4, dtype=torch.int64), r"not int64 \(4, 4, 3\)"),
         ("nowhere.jpg", "^the source nowhere.jpg does not exist"),
-        ("0", "^0 is a video or stream; run detect.py on it, or pass its frames as arrays"),
+        ("0", "^0 is a camera, screen or stream; run detect.py on it, or pass frames as arrays"),
     ],
 )
 def test_invalid_images(image: object, message: str, predictor: Predictor) -> None:
@@ -323,11 +532,11 @@ def test_a_model_of_torch_hub(name: str, detector: Path, photo: Path, predictor:
             load(pretrained=True)
 
 
-def test_a_truncated_image_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_truncated_image_is_refused_by_name(predictor: Predictor, tmp_path: Path) -> None:
     file = truncated(tmp_path / "cut.jpg")
     for image in (file, str(file), Image.open(file)):
         with pytest.raises(UserError, match=r"cut\.jpg cannot be read as an image \(image file is truncated"):
-            find_pictures(image, bgr=False)[0].read()
+            predictor(image)
 
 
 def test_grey_images_and_rotated_pictures() -> None:
@@ -350,6 +559,31 @@ def test_the_example_of_the_page(
     exec(example.replace("0.25", str(CONFIDENCE)), {})
     printed = capsys.readouterr().out
     assert any(f"{name} 0." in printed for name in predictor.names.values())
+
+
+@pytest.mark.parametrize("images", [1, 2])
+def test_the_times_are_those_of_a_warm_model(
+    images: int, detector: Path, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The first image is predicted once before its time is taken, also if it is the only one."""
+    timers: list[object] = []
+    predict = Predictor.predict
+
+    def recorded(self: Predictor, batch: Batch, timer: StageTimer | None = None) -> Any:
+        timers.append(timer)
+        return predict(self, batch, timer)
+
+    monkeypatch.setattr(Predictor, "predict", recorded)
+    sources = [str(shutil.copy(photo, tmp_path / f"{number}.png")) for number in range(images)]
+    flags = ["--weights", str(detector), "--imgsz", str(SIDE), "--device", "cpu", "--project", str(tmp_path / "runs")]
+    monkeypatch.setattr(sys, "argv", ["detect.py", *flags, "--source", *sources])
+    detect.main()
+    assert timers[0] is None
+    assert len(timers) == images + 1
+    assert isinstance(timers[1], StageTimer)
+    assert len(timers[1].batches) == images
+    assert f"{images} image{'s' * (images > 1)}; results in {tmp_path / 'runs' / 'exp'}\n" in capsys.readouterr().out
 
 
 # Batches and names
@@ -411,7 +645,10 @@ def test_a_folder_with_everything(
     assert "warning: 10 of the 12 sources could not be read, or not to the end; see above" in printed
     for raw in ("Corrupt JPEG data", "moov atom", "[mov", "BytesIO"):
         assert raw not in printed
-    assert "4 images; per image: " in printed
+    times, without, images = printed[printed.index("per image: ") :].splitlines()[:3]
+    assert times.endswith(" ms post-processing,")
+    assert without == "  without loading and the warm-up"
+    assert images.startswith("4 images; results in ")
     line = next(line for line in printed.splitlines() if line.startswith(str(folder / "photo.png")))
     names = [predictor.names[int(row[5])] for row in expected]
     assert f"{names.count(names[0])} {names[0]}" in line
@@ -440,6 +677,48 @@ def test_a_classifiers_weights(classifier: str, run_script: RunScript, tmp_path:
     assert sorted(text[1::2]) == ["cat", "cow", "dog"]
     assert sum(map(float, text[::2])) == pytest.approx(1, abs=1e-4)
     assert f"{text[1]} {float(text[0]):.2f}" in printed
+
+
+def test_from_python(detector: Path, photo: Path, predictor: Predictor, tmp_path: Path) -> None:
+    """detect.run writes the files of the command, and returns where they are."""
+    shutil.copy(photo, tmp_path / "photo.png")
+    cut = truncated(tmp_path / "cut.jpg")
+    project = tmp_path / "runs"
+    how = {"imgsz": SIDE, "conf": CONFIDENCE, "device": "cpu", "project": project, "quiet": True}
+    result = detect.run(weights=detector, source=tmp_path, save_txt=True, **how)
+    assert (result["folder"], result["images"]) == (str(project / "exp"), 1)
+    (problem,) = result["problems"]
+    assert problem.startswith(f"{cut} cannot be read as an image (")
+    rows = (project / "exp" / "labels" / "photo.txt").read_text().splitlines()
+    assert rows == predictor(photo).label_rows(with_confidence=False)
+    assert (project / "exp" / "photo.png").is_file()
+    with pytest.raises(UserError, match=r"^detect\.run: unknown argument sauce \(did you mean 'source'\?\)$"):
+        detect.run(sauce=tmp_path)
+
+
+def test_a_run_that_writes_nothing_leaves_no_folder(
+    detector: Path, photo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], run_script: RunScript
+) -> None:
+    """Neither does the name of one stay taken, nor a file that was there go away."""
+    cut = truncated(tmp_path / "cut.jpg")
+    project = tmp_path / "runs"
+    how = {"weights": detector, "imgsz": SIDE, "device": "cpu", "project": project}
+    with pytest.raises(UserError, match=rf"^{cut} cannot be read as an image \(image file is truncated"):
+        detect.run(source=cut, save_txt=True, save_csv=True, save_crop=True, **how)
+    assert not list(project.iterdir())
+    capsys.readouterr()
+    assert detect.run(source=photo, nosave=True, **how) == {"folder": None, "images": 1, "problems": []}
+    assert "results in" not in capsys.readouterr().out
+    flags = ("--weights", str(detector), "--imgsz", str(SIDE), "--device", "cpu", "--project", str(project))
+    printed = run_script("detect.py", *flags, "--source", str(cut), "--save-txt", fails=True)
+    assert printed.splitlines()[-1].startswith(f"error: {cut} cannot be read as an image (")
+    assert not list(project.iterdir())
+    older = project / "exp" / "mine.txt"
+    older.parent.mkdir()
+    older.touch()
+    with pytest.raises(UserError, match="cannot be read"):
+        detect.run(source=cut, exist_ok=True, **how)
+    assert older.is_file()
 
 
 def test_bad_input(run_script: RunScript) -> None:
@@ -488,7 +767,7 @@ from utils.errors import UserError
 
 if __name__ == "__main__":
     common = dict(data={data!r}, imgsz=64, device="cpu", workers=0, project={project!r}, noplots=True)
-    trained = train.run(weights="", cfg={cfg!r}, epochs=1, batch=4, processes=2, **common)
+    trained = train.run(weights="", cfg={cfg!r}, epochs=1, batch=4, processes=2, lr0=0.02, **common)
     checked = val.run(weights=trained["folder"] + "/weights/best.pt", **common)
     assert trained["metrics/mAP_0.5"] == checked["metrics/mAP_0.5"], (trained, checked)
     assert trained["fitness"] == checked["fitness"]
@@ -513,3 +792,39 @@ def test_train_and_validate_from_python(small_data: Path, run_script: RunScript,
     assert "refused: weights nowhere.pt are not a file; check the path\n" in printed
     assert "refused: train.run: unknown argument epoch (did you mean 'epochs'?)\n" in printed
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["exp", "exp2"]
+    assert read_yaml(tmp_path / "runs" / "exp" / "settings.yaml")["hyperparameters"]["lr0"] == 0.02
+
+
+INTERRUPTED = """
+import os, pathlib, signal, threading, time, train
+
+def interrupt(saved):
+    while not list(saved.glob("*")):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+if __name__ == "__main__":
+    folder = pathlib.Path({project!r}) / "exp"
+    threading.Thread(target=interrupt, args=(folder / "checkpoint",), daemon=True).start()
+    try:
+        train.run(data={data!r}, weights="", cfg={cfg!r}, epochs=2, batch=2, imgsz=64, device="cpu", workers=0,
+                  project={project!r}, noplots=True, save_steps=1, processes={processes})
+    except KeyboardInterrupt:
+        print("interrupted")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    print("fitness", train.run(resume=folder)["fitness"])
+"""
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_ctrl_c_from_python(processes: int, small_data: Path, run_script: RunScript, tmp_path: Path) -> None:
+    """It is raised once everything is saved, and the same program can resume the run."""
+    program = tmp_path / "program.py"
+    cfg = write_yaml(tmp_path / "tiny.yaml", tiny_detector())
+    names = {"data": str(small_data), "project": str(tmp_path / "runs"), "cfg": str(cfg), "processes": processes}
+    program.write_text(INTERRUPTED.format(**names))
+    printed = run_script(str(program), PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    stopped, resumed = printed.split("interrupted\n")
+    assert "stopped by SIGINT in epoch 1, after batch " in stopped
+    assert "everything is saved: continue with --resume" in stopped
+    assert "\nfitness 0." in resumed

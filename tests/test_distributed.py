@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import socket
 import sys
 import time
@@ -56,6 +57,13 @@ def test_two_processes_by_a_flag(single: Path, fine_tune: Callable[..., str], tm
     printed = fine_tune(tmp_path, "--sync-bn", "--processes", "2")
     same_curve(tmp_path / "exp", single)
     quiet_except_for_the_main_process(printed)
+
+
+def test_the_origin_of_its_weights(single: Path, learned: Path) -> None:
+    """The learned weights were trained from scratch."""
+    content = torch.load(single / "weights" / "best.pt", weights_only=True)
+    assert content["licence"] == "yours"
+    assert content["origin"] == [{"file": learned.name, "sha256": hashlib.sha256(learned.read_bytes()).hexdigest()}]
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import yaml
 
 from tests.conftest import ROOT, RunScript, free_port
 from tests.machines import ACCELERATE, CONFIGS, by_hand
+from tests.making import write_image, write_yaml
 from utils.files import read_yaml
 
 PORT = "29500"
@@ -55,6 +57,19 @@ def test_one_process(doctor: Callable[..., str]) -> None:
     assert heads(printed) == 1
     assert not errors(printed)
     assert printed.splitlines()[-1] == "the job can start"
+    train, val = (line for line in printed.splitlines() if line.startswith(("train: ", "val: ")))
+    assert re.fullmatch(r"train: 28 images \(\d+ without boxes\), \d+ boxes", train)
+    assert re.fullmatch(r"val: \d+ images \(\d+ without boxes\), \d+ boxes", val)
+
+
+def test_a_data_set_without_labels_is_an_error(doctor: Callable[..., str], tmp_path: Path) -> None:
+    for name in ("train", "val"):
+        write_image(tmp_path / f"images/{name}/a.png")
+    content = {"train": "images/train", "val": "images/val", "names": ["a"]}
+    printed = doctor("--data", str(write_yaml(tmp_path / "my.yaml", content)), fails=True)
+    (error,) = errors(printed)
+    assert "no image of `train:` has a label; that of" in error
+    assert printed.splitlines()[-1] == "the job would fail: 1 error to fix first"
 
 
 def test_an_error_fails_the_doctor(doctor: Callable[..., str]) -> None:

@@ -39,10 +39,10 @@ def single(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     project = tmp_path_factory.mktemp("single")
     printed = train(project)
     for message in (
-        "head taken over from the weights, because its anchors are the same: boxes, objectness, 6 classes of the same",
+        "of its head the boxes and 6 of 7 classes",
         "BatchNorm statistics are those of the weights",
         "the weights know 86% of the classes",
-        "warm-up: 1 batches instead of 100",
+        "warm-up: 1 batch instead of 100",
         "EMA: a ramp of 10 steps instead of 2000",
     ):
         assert printed.count(message) == 1, printed

@@ -26,6 +26,7 @@ from utils.checkpoint.state_files import StateFiles
 from utils.files import lock_folder
 
 HERE = ("--processes", "2")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 UNDISTURBED = {1: "undisturbed", 2: "undisturbed_on_two"}  # the fixture of an undisturbed run, by processes
 Train = Callable[..., str]
 
@@ -37,7 +38,7 @@ def flags(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[s
     recipe.write_text(yaml.safe_dump({**RECIPE, "nbs": 8}))
     what = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", str(recipe))
     how = ("--imgsz", "64", "--epochs", "3", "--batch-size", "4", "--workers", "1", "--device", "cpu")
-    return *what, *how, "--noautoanchor", "--noplots"
+    return *what, *how, "--noautoanchor", "--noplots", "--keep-state"
 
 
 @pytest.fixture(scope="module")
@@ -417,6 +418,28 @@ def test_a_finished_run(
     assert rows(tmp_path / "exp")[:3] == rows(undisturbed)
     rate = RECIPE["lr0"] * (1 - 0.27 * (1 - (0.25 * 0.99 + 0.01)))  # at 27 of 100 batches of warm-up to epoch 4 of 4
     assert rows(tmp_path / "exp")[3]["x/lr0"] == pytest.approx(rate)
+
+
+def test_a_finished_run_without_its_state(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """What is left of it is small, and a larger --epochs is refused with what is missing."""
+
+    def trained(*more: str) -> subprocess.CompletedProcess[str]:
+        given = [word for word in flags if word != "--keep-state"]
+        command = [sys.executable, "train.py", *given, "--project", str(tmp_path), *more]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **ONE_THREAD})
+
+    assert trained("--epochs", "1", "--weights-precision", "fp16", "--no-wandb").returncode == 0
+    with untouched(tmp_path):
+        (state,) = StateFiles(tmp_path / "exp" / "checkpoint").files()
+        assert state.stat().st_size < 100_000
+        assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) < 9e6
+        again = trained("--epochs", "1", "--resume")
+        assert "is finished: nothing to resume" in again.stdout
+        assert "only --keep-state keeps" in again.stdout
+        assert again.returncode == 0
+        more = trained("--epochs", "2", "--resume")
+        refused(more.stdout + more.stderr, "--epochs 2 cannot continue it; start a new run from")
+        assert more.returncode in (1, 2)
 
 
 def test_nothing_to_resume(call_main: CallMain, tmp_path: Path) -> None:

@@ -171,6 +171,23 @@ def test_one_sentence(
     assert not (tmp_path / "exp").exists()  # no run folder for a run that never began
 
 
+def test_a_licence_that_is_not_allowed(learned: Path, tmp_path: Path, call_main: CallMain, small_data: Path) -> None:
+    """A run from scratch is yours; weights of the run say what they began from."""
+    content = torch.load(learned, weights_only=True)
+    content |= {"licence": "agpl-3.0", "origin": [{"file": "yolov5n.pt", "sha256": "4f180cf2" + 56 * "0"}]}
+    torch.save(content, tmp_path / "cells.pt")
+    what = ("--data", str(small_data), "--imgsz", "64", "--device", "cpu", "--project", str(tmp_path))
+    cells = (*what, "--weights", str(tmp_path / "cells.pt"))
+    code, printed = call_main("train.py", *cells, "--allow-licence", "mit,apache-2.0")
+    assert code in (1, 2)
+    refused(printed, "is agpl-3.0 (began as yolov5n.pt, SHA-256 4f180cf2...), which --allow-licence mit,apache-2.0")
+    assert not (tmp_path / "exp").exists()
+    code, printed = call_main("train.py", *cells, "--allow-licence", "mit", "AGPL-3.0")
+    assert code == 0, printed
+    assert "licence of these weights: agpl-3.0 (began as yolov5n.pt" in printed
+    assert call_main("train.py", *what, "--weights", str(learned), "--allow-licence", "mit")[0] == 0
+
+
 @pytest.mark.long
 def test_built_in_job_reaches_its_promise(tmp_path: Path, run_script: RunScript) -> None:
     """`python train.py` alone, as `make train` calls it."""

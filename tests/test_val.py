@@ -6,7 +6,7 @@ import csv
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,20 +19,22 @@ import yaml
 
 from data.builtin.shapes import NAMES
 from data.dataset import data_source
-from models.ensemble import Members
+from models.ensemble import Inference, Members
 from models.tasks import TASKS
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
+from models.tasks.contract import Model
 from models.tasks.detection.task import DetectionTask
 from tests.conftest import RunScript
 from tests.making import options_of, tiny_detector, write_yaml
-from utils.batch import CocoImage
+from utils.batch import Batch, CocoImage
 from utils.checkpoint.weight_files import serialised, weights_content
 from utils.config.hyperparameters import Hyperparameters
 from utils.config.options import ValOptions
 from utils.config.parser import given_flags
 from utils.errors import UserError
 from utils.files import read_yaml
-from val import Validation, check_flags, messages, write_coco
+from utils.stage_times import StageTimer
+from val import Validation, check_flags, messages, run, write_coco
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -214,6 +216,29 @@ def test_a_classifier_is_validated_at_the_size_of_its_training(
     assert "warning: " not in printed
 
 
+def test_the_times_are_those_of_warm_models(
+    two_models: tuple[str, str], small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """One image, of which nothing is counted, comes before the batches of the split."""
+    passes: list[tuple[int, StageTimer]] = []
+    views = Inference.views
+
+    def recorded(self: Inference, models: Sequence[Model], batch: Batch, timer: StageTimer) -> Any:
+        passes.append((len(batch.infos), timer))
+        return views(self, models, batch, timer)
+
+    monkeypatch.setattr(Inference, "views", recorded)
+    flags = {"weights": two_models[0], "data": str(small_data), "imgsz": 64, "batch_size": 4}
+    run(**flags, workers=0, device="cpu", noplots=True, project=str(tmp_path))
+    assert "ms post-processing,\n  without loading and the warm-up\n" in capsys.readouterr().out
+    (first, untimed), *others = passes
+    assert first == 1
+    assert len({id(timer) for _, timer in others}) == 1
+    assert untimed is not others[0][1]
+    assert [batch.images for batch in others[0][1].batches] == [images for images, _ in others]
+
+
 @pytest.mark.long
 def test_speed(two_models: tuple[str, str], small_data: Path, tmp_path: Path, run_script: RunScript) -> None:
     printed = run_script(
@@ -221,7 +246,9 @@ def test_speed(two_models: tuple[str, str], small_data: Path, tmp_path: Path, ru
         "--iou-thres", "0.5", "--workers", "0", "--device", "cpu", "--half", "--project", str(tmp_path),
     )  # fmt: skip
     assert re.search(
-        r"per image: [\d.]+ ms preparing, [\d.]+ ms inference, [\d.]+ ms post-processing; [\d.]+ images/s", printed
+        r"per image: [\d.]+ ms preparing, [\d.]+ ms inference, [\d.]+ ms post-processing,\n"
+        r"  without loading and the warm-up: [\d.]+ images/s in batches of 32\n",
+        printed,
     )
     assert "warning: --half is for CUDA; taking full precision" in printed
     settings = read_yaml(tmp_path / "exp" / "settings.yaml")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,8 +19,9 @@ T = TypeVar("T")
 REFRESH_SECONDS = 1.0  # between two updates of the values beside a bar; each synchronises the device
 BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:5}| "
 BAR_COLUMNS = len(" 100%|12345| ")  # beside its title
-LINE_COLUMNS = 100  # width that tables and the line of an epoch fit
-NAME_COLUMNS = 22  # width of class names in tables
+LEAST_COLUMNS = 80  # that tables and the line of an epoch are laid out for, also if the output is no terminal
+MAX_NAMES = 10  # in a line of names
+SHORTEST_NAME = 8  # characters of the names in a table, however narrow
 YELLOW, PLAIN = "\x1b[33m", "\x1b[0m"  # ANSI codes
 _silent: list[bool] = []  # not empty after a call of `silence`
 
@@ -33,15 +36,23 @@ def is_silent() -> bool:
     return bool(_silent)
 
 
+def columns() -> int:
+    """Return the columns for tables and lines: $COLUMNS, else those of the terminal, at least `LEAST_COLUMNS`."""
+    return max(shutil.get_terminal_size((LEAST_COLUMNS, 24)).columns, LEAST_COLUMNS)
+
+
 def show(*lines: str) -> None:
     """Print lines above the progress bar; warnings are yellow on a terminal, unless the user has set NO_COLOR.
 
-    Characters that stdout cannot encode, such as those of a file name that is no text, are escaped.
+    A terminal gets long lines broken between words; in a file or pipe a message is one line. Characters that stdout
+    cannot encode, such as those of a file name that is no text, are escaped.
     """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    terminal = sys.stdout.isatty()
+    coloured = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     for line in map(printable, lines):
         line = line.encode(encoding, "backslashreplace").decode(encoding)
+        line = broken(line) if terminal else line
         tqdm.write(f"{YELLOW}{line}{PLAIN}" if coloured and line.startswith("warning: ") else line, file=sys.stdout)
     sys.stdout.flush()
 
@@ -53,10 +64,67 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def short_name(name: str, columns: int = NAME_COLUMNS) -> str:
-    """Return `name` without its middle if it has more than `columns` characters."""
-    half = columns // 2 - 1
-    return name if len(name) <= columns else f"{name[: columns - half - 2]}..{name[-half:]}"
+def broken(line: str) -> str:
+    """Return a line broken between words to fit the terminal; continuations are indented. Paths stay whole."""
+    if len(line) <= columns() or "  " in line.strip():  # the row of a table, such as the profiler's
+        return line
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.fill(
+        line, columns(), subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+def joined(parts: Sequence[str]) -> list[str]:
+    """Return parts separated by commas on as few lines as fit; lines after the first are indented."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(part) + 3 <= columns():
+            lines[-1] += f", {part}"
+        else:
+            lines[-1] += ","
+            lines.append(f"  {part}")
+    return lines
+
+
+def listed(names: Sequence[str], width: int) -> str:
+    """Return the first of some names, separated by commas, and how many more there are.
+
+    They are as many as `width` characters hold, at most `MAX_NAMES`; a first name that is too long loses its middle.
+    """
+    for count in range(min(len(names), MAX_NAMES), 0, -1):
+        more = f" and {len(names) - count} more" if count < len(names) else ""
+        text = ", ".join(names[:count]) + more
+        if len(text) <= width:
+            return text
+    return short_name(names[0], max(width - len(more), SHORTEST_NAME)) + more if names else ""
+
+
+def short_name(name: str, width: int) -> str:
+    """Return `name` without its middle if it has more than `width` characters, at least 5."""
+    half = width // 2 - 1
+    return name if len(name) <= width else f"{name[: width - half - 2]}..{name[-half:]}"
+
+
+def table(rows: Sequence[Sequence[str | float]], width: int | None = None) -> list[str]:
+    """Return the lines of a table, its columns aligned to the right, at most `width` wide, by default `columns()`.
+
+    The first column has the rows' names. Floats have four decimals, or three in a table that would be too wide; what is
+    still too wide is cut from the middle of the names.
+    """
+    if not rows:
+        return []
+    width = width or columns()
+    for decimals in (4, 3):
+        cells = [[f"{cell:.{decimals}f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+        names, *others = ([len(cell) for cell in column] for column in zip(*cells, strict=True))
+        widths = [max(column) for column in others]
+        room = width - sum(widths) - len(widths)
+        if max(names) <= room:
+            break
+    name_width = min(max(names), max(room, SHORTEST_NAME))
+    return [
+        " ".join([short_name(name, name_width).rjust(name_width), *map(str.rjust, row, widths)]) for name, *row in cells
+    ]
 
 
 class RemainingTime:
@@ -132,11 +200,11 @@ class Bar:
     def show(self, values: Sequence[str]) -> None:
         """Show values beside the bar, the first of them first; those that do not fit the terminal are left out."""
         self._last = time.monotonic()
-        columns = (self._bar.format_dict["ncols"] or LINE_COLUMNS) - len(self.title) - BAR_COLUMNS
+        width = (self._bar.format_dict["ncols"] or LEAST_COLUMNS) - len(self.title) - BAR_COLUMNS
         text = ""
         for value in values:
             longer = f"{text}, {value}" if text else value
-            text = longer if len(longer) <= columns else text
+            text = longer if len(longer) <= width else text
         self._bar.bar_format = BAR_FORMAT + text
 
 

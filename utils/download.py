@@ -12,9 +12,10 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,6 +77,20 @@ def download(
                 advice = advice or f"download it in another way and save it as {path}"
                 raise UserError(f"{address} cannot be downloaded ({reason}); {advice}") from None
     return path
+
+
+def answers(address: str, seconds: float) -> bool:
+    """Return whether the server of a file offers it within `seconds`, however long a look-up of its name takes."""
+    answered = threading.Event()
+
+    def ask() -> None:
+        with suppress(OSError, ValueError, HTTPException), urlopen(_request(address), timeout=seconds):
+            answered.set()
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return answered.is_set()
 
 
 def is_address(text: Any) -> bool:

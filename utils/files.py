@@ -7,10 +7,13 @@ import errno
 import io
 import os
 import re
+import shutil
 import stat
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any
 from weakref import WeakSet
@@ -24,6 +27,7 @@ from utils.errors import UserError, first_line, shortened
 LOCK_FILE = ".lock"  # in a run folder that a run writes to
 LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a little longer
 PART_SUFFIX = ".part"  # of a file that is being written
+SUGGESTED_LIKENESS = 0.85  # from 0 to 1, of the name of a shipped file that an error suggests
 MAX_YAML_CHARACTERS = 2**20  # of a YAML file, and of its values with aliases replaced by what they repeat
 _locks: WeakSet[FileLock] = WeakSet()  # of run folders, in this process
 ROOT = Path(__file__).resolve().parents[1]  # the repository
@@ -90,11 +94,18 @@ def release_locks() -> None:
         _locks.pop().release()
 
 
-def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml") -> Path:
+def remove_if_empty(folder: Path) -> None:
+    """Remove a run folder in which there are only folders, and its own lock, released."""
+    if all(path.name == LOCK_FILE or (path.is_dir() and not path.is_symlink()) for path in folder.rglob("*")):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml", kind: str = "a file") -> Path:
     """Return the file that a flag names: a path, absolute or relative to here or the repository, or a shipped file.
 
     name: with or without `suffix`; an existing path is never replaced by a shipped file. what: kind of file, for the
-    error. folders: of shipped files, relative to the repository. Raises `UserError` with a list of the shipped files.
+    error. folders: of shipped files, relative to the repository. kind: what `name` may be, for the error, which lists
+    the shipped files. Raises `UserError`.
     """
     stem = name if name.endswith(suffix) else name + suffix
     candidates = [Path(name), ROOT / name, *(ROOT / folder / Path(stem).name for folder in folders)]
@@ -102,11 +113,14 @@ def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml
         if os.path.isfile(candidate):  # Path.is_file raises an error for a name that is too long
             return candidate
         if name and os.path.exists(candidate):
-            kind = "a folder" if os.path.isdir(candidate) else "no regular file"
-            raise UserError(f"{what} '{name}' is {kind}; give the path of a {suffix} file")
+            wrong = "a folder" if os.path.isdir(candidate) else "no regular file"
+            raise UserError(f"{what} '{name}' is {wrong}; give the path of a {suffix} file")
     shipped = sorted(p.name for folder in folders for p in (ROOT / folder).glob("*" + suffix))
+    near = get_close_matches(Path(stem).stem, [Path(file).stem for file in shipped], n=1, cutoff=SUGGESTED_LIKENESS)
+    hint = f" (did you mean {near[0]}{suffix}?)" if near else ""
     raise UserError(
-        f"{what} '{name}' is not a file; give the path of a file, or one of the repository's: {', '.join(shipped)}"
+        f"{what} '{name}' is not {kind}{hint}; give the path of {kind}, or one of the repository's: "
+        f"{', '.join(shipped)}"
     )
 
 
@@ -233,6 +247,20 @@ def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:
                 message = f"the run folder {folder} cannot be made: {error.strerror}; choose another --project"
                 raise UserError(message) from None
         number += 1
+
+
+def unique_stems(names: Iterable[str]) -> list[str]:
+    """Return a file stem for each path or address: its own, with a number if an earlier name has the same."""
+    stems: dict[str, None] = {}
+    numbers: Counter[str] = Counter()
+    for name in names:
+        stem = Path(name.split("?")[0]).stem
+        free = stem = "".join(c if c.isalnum() or c in "-_. ()" else "_" for c in stem) or "_"
+        while free in stems:
+            numbers[stem] += 1
+            free = f"{stem}-{numbers[stem] + 1}"
+        stems[free] = None
+    return list(stems)
 
 
 def cache_folder() -> Path:

@@ -1,4 +1,5 @@
-"""Call the scripts from Python: train.run and val.run use `call`; their `main` ends with `write_result`.
+"""Call the scripts from Python: their `run` uses `call`. train.py and val.py, whose main process may be another one,
+end with `write_result`.
 
 `Predictor` of detect.py checks its arguments by `checked`. Errors name arguments, not flags.
 """
@@ -11,6 +12,7 @@ import os
 import re
 import signal
 import tempfile
+import threading
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from utils.config.hyperparameters import OVERRIDE_PREFIX
 from utils.config.options import OPTIONS_OF_SCRIPT, flags_of
-from utils.config.values import accepts, expected, separated
+from utils.config.values import accepts, chosen, expected, separated
+from utils.config.yolov5_flags import REFUSED
 from utils.distributed.accelerator import reset_accelerate
 from utils.distributed.failure import Stopped
 from utils.distributed.stop import STOP_SIGNALS
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
 # Environment variable, also of spawned processes: the file into which the main process writes its result.
 RESULT = "LOCKSTEP_RESULT"
+INTERRUPTED = 128 + signal.SIGINT  # exit code of a run that Ctrl-C has stopped
+HYPERPARAMETER = OVERRIDE_PREFIX.lstrip("-")  # may precede the name of a hyperparameter
 NUMBERS_OR_TEXT = ("classes", "device", "name")  # flags of text that numbers are written for
 # A flag in a message, and its value: numbers, quoted text, or a word at the end of a clause.
 FLAG_AND_VALUE = re.compile(
@@ -41,33 +46,47 @@ FLAG_AND_VALUE = re.compile(
 )
 
 
-def call(start: Callable[[Mapping[str, Any]], object], script: str, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Call the function that starts a script, `train` or `val`, with flags by name; return what `write_result` wrote.
+def call(
+    start: Callable[[Mapping[str, Any]], dict[str, Any] | None],
+    script: str,
+    flags: Mapping[str, Any],
+    hyperparameters: Callable[[], Collection[str]] = tuple,
+) -> dict[str, Any]:
+    """Call the function that starts a script, such as `train`, with flags by name; return what `write_result` wrote, or
+    what the function returns, {} for None.
 
-    Restores the signal handlers. Raises `UserError` if the command would end with an error.
+    Restores the signal handlers. hyperparameters: see `checked`. Raises `UserError` if the command would end with an
+    error, and KeyboardInterrupt if Ctrl-C has stopped it.
     """
     kind = OPTIONS_OF_SCRIPT[script]
-    given = checked(kind, flags, f"{script}.run")
+    given = checked(kind, flags, f"{script}.run", hyperparameters=hyperparameters)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
-        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS} if _in_main_thread() else {}
+        returned = None
         os.environ[RESULT] = str(file)
         try:
             with python_errors(kind):
-                start(given)
-        except Stopped as stopped:
-            if stopped.code:
-                raise UserError(f"the run ended early with exit code {stopped.code}") from None
-        except SystemExit as error:  # the parser or the spawned processes have printed the reason
-            raise UserError(f"the run failed with exit code {error.code}; see the messages above") from None
+                returned = start(given)
+        except (Stopped, SystemExit) as end:  # this process, or those that it has spawned, have printed the reason
+            if end.code == INTERRUPTED:
+                raise KeyboardInterrupt from None
+            if end.code:
+                raise UserError(f"the run ended with exit code {end.code}; see the messages above") from None
         finally:
             del os.environ[RESULT]
             reset_accelerate()
             release_locks()
-            signal.set_wakeup_fd(-1)
+            if handlers:
+                signal.set_wakeup_fd(-1)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        return json.loads(file.read_text()) if file.is_file() else {}
+        return json.loads(file.read_text()) if file.is_file() else returned or {}
+
+
+def _in_main_thread() -> bool:
+    """Return whether this thread may set signal handlers."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def write_result(summary: Summary, folder: Path) -> None:
@@ -79,33 +98,43 @@ def write_result(summary: Summary, folder: Path) -> None:
 
 
 def checked(
-    kind: type[DataclassInstance], values: Mapping[str, Any], caller: str, names: Collection[str] = ()
+    kind: type[DataclassInstance],
+    values: Mapping[str, Any],
+    caller: str,
+    names: Collection[str] = (),
+    hyperparameters: Callable[[], Collection[str]] = tuple,
 ) -> dict[str, Any]:
     """Return the arguments of a call by the names of their flags. None and False mean that a flag is not given.
 
     kind: the options whose flags they are. caller: the call, for errors. names: of the flags that are allowed; all if
-    empty. Raises `UserError` for an unknown name or a value of a wrong type or range.
+    empty. hyperparameters: returns names that stand for flags such as --hyp.lr0; called only if a name is not a flag.
+    Raises `UserError` for an unknown name or a value of a wrong type or range.
     """
     fields = {field.name: field for field in flags_of(kind) if not names or field.name in names}
     hints = typing.get_type_hints(kind)
     given: dict[str, Any] = {}
-    prefix = OVERRIDE_PREFIX.lstrip("-")
-    overrides = {name: str(value) for name, value in values.items() if name.startswith(prefix)}
-    if overrides and "overrides" in hints:
-        given["overrides"] = {name.removeprefix(prefix): value for name, value in overrides.items()}
-        values = {name: value for name, value in values.items() if name not in overrides}
+    overrides: dict[str, str] = {}
     for alias, value in values.items():
         name = aliases(kind).get(alias, alias)
         if name not in fields:
-            raise UserError(f"{caller}: unknown argument {alias}{nearest(alias, fields)}")
+            known = hyperparameters()
+            if alias in known or ("overrides" in hints and alias.startswith(HYPERPARAMETER)):
+                overrides |= {} if value is None else {alias.removeprefix(HYPERPARAMETER): str(value)}
+                continue
+            if instead := REFUSED.get(name):
+                raise UserError(f"{caller}: {alias} {in_python(instead, kind)}")
+            raise UserError(f"{caller}: unknown argument {alias}{nearest(alias, [*fields, *known])}")
         if value is None or value is False:
             continue
         hint, metadata = hints[name], fields[name].metadata
         plain = as_plain(value, hint, fields[name])
+        for word in plain if isinstance(plain, list) else [plain]:
+            if instead := REFUSED.get(f"{name} {word}"):
+                raise UserError(f"{caller}: {alias} {word!r} {in_python(instead, kind)}")
         if not accepts(hint, metadata, plain):
             raise UserError(f"{caller}: {alias} must be {expected(hint, metadata)}, not {shortened(repr(value), 80)}")
         given[name] = tuple(plain) if isinstance(plain, list) else hint(plain)
-    return given
+    return {**given, "overrides": overrides} if overrides else given
 
 
 def as_plain(value: object, hint: Any, field: dataclasses.Field[Any]) -> object:
@@ -120,7 +149,9 @@ def as_plain(value: object, hint: Any, field: dataclasses.Field[Any]) -> object:
         return field.metadata["const"]
     if isinstance(value, PurePath) or (type(value) is int and field.name in NUMBERS_OR_TEXT):
         return str(value)
-    return ",".join(separated(value)) if field.metadata["comma_separated"] and isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return ",".join(separated(value)) if field.metadata["comma_separated"] else chosen(value, field.metadata)
 
 
 def aliases(kind: type[DataclassInstance]) -> dict[str, str]:
@@ -158,4 +189,6 @@ def in_python(text: str, kind: type[DataclassInstance]) -> str:
             return f"{name}={numbers[0] if numbers else match['quoted']}"
         return f"{name}={match['word']!r}" if match["word"] else name
 
+    if "overrides" in hints:
+        text = text.replace(OVERRIDE_PREFIX, "")
     return FLAG_AND_VALUE.sub(argument, text)

@@ -68,11 +68,16 @@ class Run:
         """Return a context for work of any duration, such as a download; all processes leave it together."""
         return untimed_barrier()
 
+    @property
+    def description(self) -> list[str]:
+        """Lines about torch, the device, the processes and the precision."""
+        return describe(self.accelerator, self.precision)
+
     def device_lines(self, verbose: bool) -> list[str]:
-        """Describe torch, devices and precision, with a line per process if there are several or if `verbose`."""
+        """Describe the run as `description`, and each process on a line if there are several or if `verbose`."""
         self.devices = self.collectives.gather([device_name(self.accelerator.device)])
         table = [f"  process {rank}: {device}" for rank, device in enumerate(self.devices)]
-        return [describe(self.accelerator, self.precision), *(table if len(table) > 1 or verbose else [])]
+        return [*self.description, *(table if len(table) > 1 or verbose else [])]
 
     def print(self, *lines: str, always: bool = False) -> None:
         """Print lines on the main process; if the run is quiet, only warnings, and lines with `always`."""

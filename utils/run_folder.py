@@ -100,10 +100,13 @@ class RunFolder:
             self._writer.write(paths, serialised(weights_content(model, **content)), then)
 
     @on_main
-    def save_state(self, state: Mapping[str, Any]) -> None:
-        """Write a state for --resume into checkpoint/, with the rows of results.csv, in the background."""
+    def save_state(self, state: Mapping[str, Any], final: bool = False) -> None:
+        """Write a state for --resume into checkpoint/, with the rows of results.csv, in the background.
+
+        final: whether it replaces all others.
+        """
         content = serialised({**state, "rows": self._lines})
-        self._writer.submit({self._states.folder: lambda: self._states.write(content)})
+        self._writer.submit({self._states.folder: lambda: self._states.write(content, final)})
 
     def read_state(self) -> dict[str, Any] | None:
         """Return the newest complete state, the same on every process. All processes must call this together."""

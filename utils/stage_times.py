@@ -43,7 +43,7 @@ class StageTimer:
 
 
 def without_warmup(batches: Sequence[BatchTimes]) -> list[BatchTimes]:
-    """Return all batches but the first, which allocates memory and selects kernels, unless it is the only one."""
+    """Return all batches but the first, whose shape may still need memory and kernels, unless it is the only one."""
     return list(batches[1:] or batches)
 
 
@@ -56,6 +56,7 @@ def milliseconds_per_image(batches: Sequence[BatchTimes]) -> dict[str, float]:
     }
 
 
-def format_times(times: Mapping[str, float]) -> str:
-    """Format per-image stage times in milliseconds for the console."""
-    return "per image: " + ", ".join(f"{milliseconds:.2f} ms {stage}" for stage, milliseconds in times.items())
+def format_times(times: Mapping[str, float]) -> list[str]:
+    """Format per-image stage times in milliseconds for the console, in two lines."""
+    each = ", ".join(f"{milliseconds:.2f} ms {stage}" for stage, milliseconds in times.items())
+    return [f"per image: {each},", "  without loading and the warm-up"]

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from utils.console import table
 from utils.files import csv_text
 
+Row = Sequence[str | float]
 DRAWN_IMAGES = 48  # validation images that are drawn with their predictions
 
 
@@ -19,18 +21,22 @@ class Summary:
 
     metrics: dict[str, float]  # by column of results.csv, without "metrics/"
     fitness: float  # highest in the best epoch
-    overall: list[str]  # lines of the printed table: header and the row of all classes
-    details: list[str]  # other lines of the printed table: rows of classes, object sizes, ...
+    # Rows of the printed table, which start with a name; a text is a line of its own, or a row of an older run's state.
+    overall: list[Row | str]  # titles, and the row of all classes
+    details: list[Row | str]  # rows of classes, object sizes, ...
     evidence: dict[str, Any] = field(default_factory=dict)  # plain values, for documents and pictures
     losses: dict[str, float] = field(default_factory=dict)  # mean of each loss term over the batches
     rate: float = 0.0  # images per second
     by_class: dict[str, dict[str, float]] = field(default_factory=dict)  # metric -> class -> value, if it has labels
     # Metrics in the console's line of an epoch, by short title; the last is beside the bar. Empty: `metrics`.
     headline: dict[str, float] = field(default_factory=dict)
+    highest_fitness: float = 1.0  # that there can be
 
     def table(self, brief: bool = False) -> list[str]:
-        """Return the lines of the printed table; if `brief`, header and the row of all classes only."""
-        return [*self.overall, *([] if brief else self.details)]
+        """Return the lines of the printed table; if `brief`, titles and the row of all classes only."""
+        entries = [*self.overall, *([] if brief else self.details)]
+        lines = iter(table([entry for entry in entries if not isinstance(entry, str)]))
+        return [entry if isinstance(entry, str) else next(lines) for entry in entries]
 
 
 class Box(NamedTuple):

@@ -75,7 +75,7 @@ class Cluster:
         what = ("--data", str(data), "--weights", "", "--cfg", MODELS[task], "--hyp", str(recipe))
         how = ("--imgsz", "64", "--epochs", str(epochs), "--batch-size", "4")
         equal = ("--sync-bn",) if zero else ("--logical-processes", str(2 * per_machine))
-        rest = ("--workers", "1", "--device", "cpu", *equal, "--noplots", "--save-steps", "1")
+        rest = ("--workers", "1", "--device", "cpu", *equal, "--noplots", "--keep-state", "--save-steps", "1")
         self.flags = (*what, *how, *rest, "--dist-timeout", str(DIST_TIMEOUT_SECONDS), "--exist-ok", "--resume", "auto")
 
     def environment(self) -> dict[str, str]:

@@ -233,6 +233,8 @@ def _safetensors(job: ExportJob, path: Path) -> None:
         "names": metadata.names,
         "state": job.state,
         "settings": metadata.settings,
+        "licence": metadata.licence,
+        "origin": metadata.origin,
     }
     with replacing(path) as file:
         file.write(as_safetensors(content))

@@ -19,6 +19,7 @@ from torch import Tensor
 from models.image_size import whole_strides
 from models.tasks.contract import Model
 from models.weights.content import EXPORT_FORMAT, EXPORTED_SUFFIXES, ExportMetadata, Weights
+from models.weights.licence import Origin
 from models.weights.reader import read_weights
 from utils.checkpoint.weight_files import SAFETENSORS_SUFFIX
 from utils.errors import UserError, first_line
@@ -51,7 +52,10 @@ def read_model(path: Path) -> Weights:
         return read_weights(path)
     exported = read_exported(path)
     metadata = exported.metadata
-    return Weights({}, metadata.model, metadata.names, metadata.task, metadata.settings, "exported", exported, metadata)
+    origin = Origin(metadata.licence, metadata.origin)
+    return Weights(
+        {}, metadata.model, metadata.names, metadata.task, metadata.settings, "exported", exported, metadata, origin
+    )
 
 
 class Exported(Model):

@@ -108,7 +108,7 @@ class DetectionHead(Head):
 
     @abstractmethod
     def keep(self, prefix: str, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]) -> str:
-        """Copy what fits from the head of a weight file for other classes; return a message.
+        """Copy what fits from the head of a weight file for other classes; return in words what was taken.
 
         prefix: of the head in `state`, the file's tensors. names, new: class names of the file and of the model.
         """

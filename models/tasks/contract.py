@@ -201,6 +201,8 @@ class Task(ABC):
     # Whether val.py, detect.py and export.py take the image size of the training if there is no --imgsz. Otherwise they
     # take that of `defaults`, or 640, and print that of the training.
     default_is_training_size: ClassVar[bool] = True
+    # Whether a run without --weights starts from those that torchvision recommends for the model, if they can be had.
+    prefers_trained: ClassVar[bool] = False
     official_weights: ClassVar[str] = r"(?!)"  # regular expression: names of release files
     hub_tag: ClassVar[str] = "other"  # its name on the Hugging Face Hub, such as object-detection
 
@@ -254,9 +256,12 @@ class Task(ABC):
         """Return parts of the names of tensors not to load from a weight file. from_yaml: whether --cfg is given."""
         return ()
 
-    def keep_head(self, model: Model, state: Mapping[str, Tensor], names: Mapping[int, str]) -> list[str]:
-        """Load parts of a weight file's last layer that is for other classes; return messages. names: of the file."""
-        return []
+    def keep_head(self, model: Model, state: Mapping[str, Tensor], names: Mapping[int, str]) -> str:
+        """Load parts of a weight file's last layer that is for other classes; return what they are, in words.
+
+        Returns '' if the task does not try to. names: of the file.
+        """
+        return ""
 
     def adapt(self, model: Model, split: Any) -> list[str]:
         """Fit `model` to the training split before the first step, for example by AutoAnchor; return messages."""

@@ -1,22 +1,41 @@
-"""`Result`: the result for one image as Python users see it, in a line, a picture or a table. Base of `Prediction`."""
+"""The results as Python users see them, in a line, a picture or a table: `Result`, the base of `Prediction`, is that of
+one image, and `Results` a list of several."""
 
 from __future__ import annotations
 
+import json
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import cv2
 import numpy as np
 
-from utils.errors import UserError
+from utils.errors import UserError, nearest
+from utils.files import numbered_folder, unique_stems
 from utils.plots.drawing import Style, write_picture
+
+SAVE_PROJECT = Path("runs/detect")  # of `save` without a path
+# What other names of YOLOv5's and ultralytics' results are called here.
+INSTEAD = {
+    "pandas": "to_df()",
+    "render": "plot()",
+    "print": "print(...)",
+    "tolist": "a list",
+    "pred": "array",
+    "conf": "scores",
+    "cls": "classes",
+    "n": "len(...)",
+    "crop": "detect.py --save-crop",
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Result(ABC):
-    """The result for one image, in pixels of its file.
+    """The result for one image, in pixels of its file: an iterable over its objects, each a dict of `columns`.
 
     image: the index in the split. path: of the file, or another name of the image. names: of the classes, by number.
     pixels: returns the image, uint8 (h, w, 3) BGR, for `plot`; None in val.py.
@@ -26,6 +45,9 @@ class Result(ABC):
     path: str
     names: Mapping[int, str]
     pixels: Callable[[], np.ndarray] | None = field(default=None, kw_only=True)
+
+    VALUES: ClassVar[tuple[str, ...]] = ("path", "names", "scores", "classes", "array")  # documented attributes
+    METHODS: ClassVar[tuple[str, ...]] = ("plot()", "show()", "save()", "to_df()", "to_json()")
 
     @property
     @abstractmethod
@@ -54,13 +76,22 @@ class Result(ABC):
         """Return the columns of `to_df` by name, of a value for each of `scores`."""
         return {"confidence": self.scores, "class": self.classes, "name": [name for name, _ in self.items]}
 
+    def __len__(self) -> int:
+        """Return the number of objects, or of the most probable classes."""
+        return len(self.scores)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Iterate over the objects, each a dict of numbers and text, see `columns`."""
+        columns = {name: np.asarray(values).tolist() for name, values in self.columns().items()}
+        return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+
     def to_df(self) -> Any:
         """Return a pandas.DataFrame of `columns`. Raises `UserError` if pandas is not installed."""
-        try:
-            import pandas
-        except ImportError:
-            raise UserError("to_df() needs pandas, which is not installed; pip install pandas") from None
-        return pandas.DataFrame(self.columns())
+        return data_frame(self.columns())
+
+    def to_json(self) -> str:
+        """Return the objects as JSON, a list of `columns`."""
+        return json.dumps(list(self))
 
     def plot(
         self,
@@ -76,11 +107,101 @@ class Result(ABC):
         picture = self.draw(self.pixels(), Style(line_thickness, not hide_labels, not hide_conf))
         return picture if bgr else np.ascontiguousarray(picture[..., ::-1])
 
-    def save(self, path: str | Path, **style: Any) -> None:
-        """Write `plot` into a file, whose suffix is the format, such as .jpg. style: as in `plot`."""
-        write_picture(Path(path), self.plot(**{**style, "bgr": True}))
+    def show(self, **style: Any) -> None:
+        """Show `plot` in the notebook, or by the system's viewer of pictures. style: as in `plot`.
+
+        Raises `UserError` if there is neither.
+        """
+        from PIL import Image, ImageShow  # here, for it imports IPython if that is installed
+
+        picture, notebook = Image.fromarray(self.plot(**{**style, "bgr": False})), sys.modules.get("IPython")
+        if notebook and hasattr(notebook.get_ipython(), "kernel"):
+            notebook.display.display(picture)
+        elif not ImageShow.show(picture):
+            raise UserError("show(): this machine has no program that shows pictures; write a file by save(path)")
+
+    def save(self, path: str | Path = "", **style: Any) -> Path:
+        """Write `plot` into a file, whose suffix is the format, such as .jpg, or into a folder; return the file.
+
+        path: by default the next free folder runs/detect/exp, exp2 ... style: as in `plot`.
+        """
+        file = Path(path) if path else numbered_folder(SAVE_PROJECT, "exp", exist_ok=False)
+        if file.is_dir() or not file.suffix:
+            file /= f"{unique_stems([self.path])[0]}.jpg"
+        write_picture(file, self.plot(**{**style, "bgr": True}))
+        return file
+
+    def _repr_png_(self) -> bytes | None:
+        """Return `plot` as PNG, for notebooks; None if the image cannot be read."""
+        try:
+            picture = self.plot(bgr=True)
+        except UserError:
+            return None
+        return cv2.imencode(".png", picture)[1].tobytes()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(no_attribute(self, name, (*self.VALUES, *self.METHODS)))
 
     def __str__(self) -> str:
         return f"{self.path}: {self.describe()}"
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self}>"
+
+
+class Results(list[Any]):
+    """The results for several images, in order: a list. An attribute of its members, such as `boxes`, is a list too."""
+
+    def show(self, **style: Any) -> None:
+        """Show each image, see `Result.show`."""
+        for result in self:
+            result.show(**style)
+
+    def save(self, folder: str | Path = "", **style: Any) -> Path:
+        """Write each image into a folder, by default the next free runs/detect/exp, exp2 ...; return the folder.
+
+        style: as in `Result.plot`.
+        """
+        folder = Path(folder) if folder else numbered_folder(SAVE_PROJECT, "exp", exist_ok=False)
+        for result, stem in zip(self, unique_stems(result.path for result in self), strict=True):
+            result.save(folder / f"{stem}.jpg", **style)
+        return folder
+
+    def to_df(self) -> Any:
+        """Return a pandas.DataFrame of the objects of all images, with the columns `image` and those of the results.
+
+        Raises `UserError` if pandas is not installed.
+        """
+        names = ["image", *(self[0].columns() if self else ())]
+        rows = [(result.path, *row.values()) for result in self for row in result]
+        return data_frame(rows, columns=names)
+
+    def to_json(self) -> str:
+        """Return a list with `image` and `objects` of each image as JSON."""
+        return json.dumps([{"image": result.path, "objects": list(result)} for result in self])
+
+    def __getattr__(self, name: str) -> Any:
+        values = self[0].VALUES if self else ()
+        if name in values:
+            return [getattr(result, name) for result in self]
+        raise AttributeError(no_attribute(self, name, (*values, *Result.METHODS[1:])))
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+
+def data_frame(data: Any, **options: Any) -> Any:
+    """Return a pandas.DataFrame of data and its options. Raises `UserError` if pandas is not installed."""
+    try:
+        import pandas
+    except ImportError:
+        raise UserError("to_df() needs pandas, which is not installed; pip install pandas") from None
+    return pandas.DataFrame(data, **options)
+
+
+def no_attribute(owner: object, name: str, known: tuple[str, ...]) -> str:
+    """Return the message for an attribute that does not exist. known: those that do, methods with brackets."""
+    hint = (
+        f" (here: {INSTEAD[name]})" if name in INSTEAD else nearest(name, [each.removesuffix("()") for each in known])
+    )
+    return f"{type(owner).__name__} has no attribute {name}{hint}; it has {', '.join(known)}"

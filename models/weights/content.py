@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
 
 from models.image_size import sides_of
 from models.tasks.contract import Model
+from models.weights.licence import UNKNOWN, Origin
 from utils.config.values import IMGSZ, is_number
 from utils.errors import plural, shortened
 
@@ -41,6 +42,8 @@ class ExportMetadata:
     device: str  # of torch's own formats: cpu or cuda
     suppression: dict[str, Any] | None  # thresholds and limits, if the file suppresses overlapping boxes
     settings: dict[str, Any]  # of the run that trained it
+    licence: str = UNKNOWN
+    origin: list[dict[str, str]] = field(default_factory=list)  # see `Origin`
 
     def overrides(self, flags: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values that count instead of those of flags, by the flags' names.
@@ -86,6 +89,7 @@ class Weights:
     source: Literal["lockstep", "yolov5", "yolov9", "tensors", "exported"]
     program: Model | None = None  # runs an exported file, which has no tensors
     metadata: ExportMetadata | None = None  # of an exported file
+    origin: Origin = field(default_factory=Origin)  # of what is made from this file, which is the last of its files
 
     @property
     def training_size(self) -> int:

@@ -6,6 +6,7 @@ Called by export.py, models/initial_weights.py and models/export/runtime.py, whi
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import warnings
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from models.tasks import DEFAULT_TASK, TASKS
 from models.weights.content import EXPORTED_SUFFIXES, Weights
+from models.weights.licence import Origin
 from models.weights.yolov5_pickle import (
     UnusableFile,
     check_pickle_size,
@@ -58,7 +60,9 @@ def read_weights(path: str | Path) -> Weights:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about how the file was written, which the user cannot change
                 weights = _interpret(unpickle(data, is_archive))
-        return replace(weights, state=_as_float32(weights.state))
+        sha256 = hashlib.sha256(data).hexdigest()
+        origin = weights.origin if weights.source == "lockstep" else Origin.of_program(weights.source, sha256)
+        return replace(weights, state=_as_float32(weights.state), origin=origin.followed_by(path.name, sha256))
     except UnusableFile as error:
         raise UserError(f"{path} {error}") from None
     except Exception as error:  # a damaged or hostile file can fail anywhere
@@ -156,6 +160,7 @@ def _read_lockstep(content: dict[str, Any]) -> Weights:
         content["task"],
         content["settings"],
         "lockstep",
+        origin=Origin.recorded(content),
     )
 
 

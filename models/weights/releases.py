@@ -6,6 +6,7 @@ Called by models/initial_weights.py and models/ensemble.py.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import zipfile
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 
 from models.tasks import TASKS
-from utils.download import download
+from models.weights.licence import CHECKSUM_IN_NAME
+from utils.download import answers, download
 from utils.errors import UserError
 from utils.files import ROOT, cache_folder, one_at_a_time
 from utils.tracking.hub import HUB_PREFIX, fetch
@@ -26,7 +28,6 @@ from utils.tracking.wandb import download_artifact
 TORCHVISION_DEFAULT = "DEFAULT"  # the weights that torchvision recommends for an architecture
 WANDB_PREFIX = "wandb:"
 OPENVINO_SUFFIX = "_openvino_model"  # of an exported folder
-CHECKSUM_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.pth$")  # of torchvision's files: the first digits of the SHA-256
 RELEASE_ADDRESS = "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
 RELEASE_LICENCE = "AGPL-3.0, published by Ultralytics"
 YOLOV9_FILE = re.compile(r"v9-[tsmc]\.pt")
@@ -81,8 +82,11 @@ def official_weights(name: str, file: str, alternative: str) -> Path:
     )
 
 
-def torchvision_weights(yaml: Mapping[str, Any], source: str) -> Path:
-    """Download the recommended weights for a YAML's `architecture` into torch's cache. Raises `UserError`."""
+def torchvision_weights(yaml: Mapping[str, Any], source: str, patience: float = math.inf) -> Path:
+    """Return the recommended weights for a YAML's `architecture`, downloaded into torch's cache if necessary.
+
+    patience: seconds in which their server must answer. Raises `UserError`.
+    """
     from models.tasks.classification import torchvision_models
 
     if "architecture" not in yaml:
@@ -90,7 +94,10 @@ def torchvision_weights(yaml: Mapping[str, Any], source: str) -> Path:
     address = torchvision_models.default_weights(torchvision_models.architecture(yaml, source))
     file = Path(address).name
     digits = CHECKSUM_IN_NAME.search(file)
-    return download(address, Path(torch.hub.get_dir()) / "checkpoints" / file, sha256=digits[1] if digits else "")
+    cached = Path(torch.hub.get_dir()) / "checkpoints" / file
+    if patience < math.inf and not cached.is_file() and not answers(address, patience):
+        raise UserError(f"{address} cannot be downloaded: the server does not answer")
+    return download(address, cached, sha256=digits[1] if digits else "")
 
 
 def is_whole(path: Path) -> bool:

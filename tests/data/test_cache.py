@@ -111,6 +111,15 @@ def test_cached_images_are_those_of_the_files(files: list[Path], way: str, smoot
         assert same(pixels(images), expected)
 
 
+def test_a_truncated_photo_is_the_same_from_every_cache(tmp_path: Path) -> None:
+    files = [write_image(tmp_path / f"{k}.jpg", noise(640, 480, k)) for k in range(2)]
+    files[0].write_bytes(files[0].read_bytes()[:-20])
+    plain = pixels(opened(files, 320, True, ""))
+    for way in ("ram", "disk"):
+        images = opened(files, 320, True, way)
+        assert all(same(pixels(images), plain) for _ in range(2))
+
+
 @pytest.mark.parametrize("way", ["", "ram", "disk"])
 def test_large_photos_are_reduced_on_request(photos: list[Path], way: str) -> None:
     sizes = sizes_of(photos)

@@ -296,6 +296,7 @@ def test_val_is_preferred_to_a_share(folder: Path) -> None:
     data = data_of(folder, TRAIN_VAL + "split: 0.2\n")
     assert names(data.split("val")) == ["cat/0.png", "dog/0.png", "dog/1.png"]
     assert {image.parents[1].name for image in data.split("val").images} == {"val"}
+    assert names(data.split("train")) == names(data_of(folder).split("train"))
 
 
 def test_other_splits_below_the_folder_are_no_classes(tmp_path: Path) -> None:

@@ -75,6 +75,30 @@ def test_classes_are_the_categories_by_id_without_an_empty_supercategory(tmp_pat
     assert read_contents(file).classes == ["pieces", "pawn", "queen"]  # it has an object now
 
 
+@pytest.mark.parametrize("names", [(), ("queen", "pieces", "pawn")])
+def test_label_files_have_the_classes_of_the_data_set(tmp_path: Path, names: tuple[str, ...]) -> None:
+    file = export(tmp_path / "train")
+    split = split_of(tmp_path, **({"names": list(names)} if names else {}))
+    classes = convert_coco(file, tmp_path / "labels", names)[1]
+    assert classes == list(read_spec(tmp_path / "my.yaml").names.values())
+    for k, image in enumerate(split.images):
+        written = tmp_path / f"labels/{image.stem}.txt"
+        rows = [list(map(float, row.split())) for row in written.read_text().splitlines()] if written.exists() else []
+        assert split.labels.of(k) == pytest.approx(np.array(rows, np.float32).reshape(-1, 5))
+
+
+def test_a_problem_names_the_annotation(tmp_path: Path) -> None:
+    twice = [*objects((0, 1, [4, 4, 8, 8]), (0, 1, [0, 0, 0, 8]), (0, 3, [0, 0, 4, 4]), (0, 1, [4, 4, 8, 8]))]
+    file = export(tmp_path / "train", annotations=[{**item, "id": 70 + item["id"]} for item in twice])
+    assert f"{file}: annotation 73: the same box again; row left out" in split_of(tmp_path).problems
+    line = objects((0, 1, [4, 4, 8, 8]), segmentation=[[4, 4, 8, 8, 12, 12]])
+    export(tmp_path / "train", annotations=[*line, *objects((1, 1, [4, 4, 8, 8]))])
+    spec = read_spec(write_yaml(tmp_path / "my.yaml", {"train": "train/_annotations.coco.json"}))
+    problems = SegmentationData(spec, 32, 32, DataOptions()).split("train").problems
+    assert problems[1] == f"{file}: annotation 0: the outline has no area; row left out"
+    assert problems[2] == f"annotations of {file.parent}/0.png: no row can be used; its image is left out"
+
+
 def test_names_select_classes_by_name(tmp_path: Path) -> None:
     export(tmp_path / "train")
     split = split_of(tmp_path, names=["queen", "pieces"])
@@ -149,6 +173,17 @@ def test_outlines_are_the_masks_of_a_segmenter(tmp_path: Path) -> None:
     assert (split.labels.polygons.points * 20).tolist() == np.array(SQUARE, np.float32).reshape(-1, 2).tolist()
 
 
+@pytest.mark.parametrize("kind", [DetectionData, SegmentationData])
+def test_a_share_of_its_images_is_held_out(tmp_path: Path, kind: type[DetectionData]) -> None:
+    items = objects(*((image, 1, [4, 4, 8, 8]) for image in range(3)), segmentation=[SQUARE])
+    file = export(tmp_path / "train", annotations=items)
+    spec = read_spec(write_yaml(tmp_path / "my.yaml", {"train": "train/_annotations.coco.json", "split": 0.4}))
+    train, val = (kind(spec, 32, 32, DataOptions()).split(name) for name in ("train", "val"))
+    assert sorted(path.name for path in [*train.images, *val.images]) == ["0.png", "1.png", "2.png"]
+    assert (train.labels.counts.tolist(), val.labels.counts.tolist()) == ([1, 1], [1])
+    assert spec.annotation_file("val") == file
+
+
 def test_a_file_is_parsed_once(tmp_path: Path) -> None:
     file = export(tmp_path / "train")
     first = split_of(tmp_path)
@@ -205,7 +240,7 @@ def test_a_mask_of_another_size_than_its_image_takes_no_memory(tmp_path: Path, s
     file = export(tmp_path / "train", annotations=[*right, *wrong])
     tally = Tally()
     tracemalloc.start()
-    rows = [row for each in coco_rows(file, (), tally, polygons=True) for row in each.rows]
+    rows = [row for each in coco_rows(file, ["pieces", "pawn", "queen"], tally, polygons=True) for row in each.rows]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert [row.split()[0] for row in rows] == ["1", "2"]

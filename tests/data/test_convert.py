@@ -387,6 +387,8 @@ def test_the_command_line_converts_each_format(
     names = tmp_path / "new.yaml"
     command(monkeypatch, "coco", coco(tmp_path), "--labels", tmp_path / "c", "--names-to", names)
     assert list(read_spec(names).names.values()) == ["cat", "dog"]
+    command(monkeypatch, "coco", coco(tmp_path), "--labels", tmp_path / "e", "--names", "dog,cat")
+    assert rows_below(tmp_path / "e") == {"deep/a.txt": ["0 0.35 0.35 0.5 0.5"]}
     with pytest.raises(UserError, match=r"new\.yaml exists already; add --exist-ok"):
         command(monkeypatch, "coco", coco(tmp_path), "--labels", tmp_path / "d", "--names-to", names)
     visdrone(tmp_path / "drone")

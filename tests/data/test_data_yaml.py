@@ -85,7 +85,7 @@ def test_names_may_be_a_mapping_a_list_or_a_count(yaml_file: Path, content: dict
         ({"path": ["a"]}, "`path` must be a folder's name, not ['a']"),
         ({"defaults": {"epoch": 3}}, "unknown key 'epoch' under `defaults` (did you mean 'epochs'?)"),
         ({"defaults": {"imgsz": 0}}, "`imgsz` under `defaults` is 0, which --imgsz refuses"),
-        ({"names": ["a"], "nc": "1"}, "`nc` is '1' but `names` has 1 classes"),
+        ({"names": ["a"], "nc": "1"}, "`nc` is '1' but `names` has 1 class;"),
         ({"nc": True, "names": None}, "`names` must list the classes"),
         ({"names": ["a"] * 5000}, "`names` lists 5000 classes; a model has at most 4096, so"),
         ({"train": [["a" * 9999]]}, f"`train` must be a path or a list of paths, not ['{'a' * 155}..."),
@@ -108,9 +108,20 @@ def test_a_wrong_key_or_value_is_refused(yaml_file: Path, content: dict[str, Any
     assert str(caught.value).startswith(f"{yaml_file}: {message}")
 
 
-@pytest.mark.parametrize("key", ["license", "description", "roboflow", "kpt_shape", "version", "date", "author", "url"])
+@pytest.mark.parametrize(
+    "key",
+    ["license", "description", "roboflow", "kpt_shape", "flip_idx", "channels", "version", "date", "author", "url"],
+)
 def test_keys_of_other_programs_are_ignored(yaml_file: Path, key: str) -> None:
-    assert len(read_spec(write_spec(yaml_file, train="images/train", **{key: "text"})).images("train")) == 2
+    spec = read_spec(write_spec(yaml_file, train="images/train", **{key: "text"}))
+    assert (len(spec.images("train")), spec.warnings) == (2, ())
+
+
+def test_unknown_keys_are_named_in_one_line(yaml_file: Path) -> None:
+    spec = read_spec(write_spec(yaml_file, task="classify", bbox_format="xyxy"))
+    assert spec.warnings == (f"warning: {yaml_file}: 'task', 'bbox_format': unknown, and not used",)
+    many = read_spec(write_spec(yaml_file, **{f"{k}{k}{k}": k for k in range(100, 108)}))
+    assert many.warnings[0].endswith("'104104104' and 3 more: unknown, and not used")
 
 
 @pytest.mark.parametrize(("share", "seed"), [(0.2, 0), (0, 3), (0.999, 2**70)])
@@ -121,9 +132,72 @@ def test_split_and_defaults_are_read(yaml_file: Path, share: float, seed: int) -
     assert read_spec(write_spec(yaml_file, defaults={})).defaults == {}
 
 
+def test_a_share_of_the_training_images_is_held_out(yaml_file: Path) -> None:
+    images = touch(yaml_file.parent / "images/train", *(f"{k}.jpg" for k in range(8)))
+    spec = read_spec(write_spec(yaml_file, train="images/train", split=0.2))
+    train, val = spec.images("train"), spec.images("val")
+    assert sorted(train + val) == sorted([*images, *(images[0].with_name(name) for name in ("a.jpg", "b.png"))])
+    assert (len(train), len(val), val) == (8, 2, sorted(val))
+    assert read_spec(write_spec(yaml_file, train="images/train", split=0.2, split_seed=3)).images("val") != val
+    moved = yaml_file.parents[1] / "moved"
+    yaml_file.parent.rename(moved)
+    again = read_spec(write_spec(moved / "data.yaml", train="images/train", split=0.2))
+    assert [path.name for path in again.images("val")] == [path.name for path in val]
+
+
+def test_nothing_is_held_out_beside_val(yaml_file: Path) -> None:
+    touch(yaml_file.parent / "images/val", "c.jpg")
+    spec = read_spec(write_spec(yaml_file, train="images/train", val="images/val", split=0.2))
+    assert [path.name for path in spec.images("train")] == ["a.jpg", "b.png"]
+    assert [path.name for path in spec.images("val")] == ["c.jpg"]
+    assert spec.warnings == (f"warning: {yaml_file}: `split: 0.2` is not used, because there is a `val:`",)
+
+
+def test_one_image_cannot_be_split(yaml_file: Path) -> None:
+    (yaml_file.parent / "images/train/a.jpg").unlink()
+    spec = read_spec(write_spec(yaml_file, train="images/train", split=0.2))
+    with pytest.raises(UserError, match=r"`train:` has one image, so `split: 0\.2` leaves none to hold out"):
+        spec.images("train")
+
+
 def test_a_spec_is_a_plain_value(yaml_file: Path) -> None:
     spec = read_spec(write_spec(yaml_file, train="images/train"))
     assert spec == DataSpec(yaml_file, {0: "thing"}, (yaml_file.parent, Path.cwd()), {"train": ("images/train",)})
+
+
+@pytest.mark.parametrize("path", ["C:/Users/me/set", "C:\\Users\\me\\set", "/home/me/set", "../elsewhere"])
+def test_the_folder_of_another_machine(yaml_file: Path, path: str) -> None:
+    spec = read_spec(write_spec(yaml_file, path=path, train="images/train", split=0.5))
+    assert [len(spec.images(name)) for name in ("train", "val")] == [1, 1]
+    folder = yaml_file.parent
+    assert spec.warnings == (f"{yaml_file}: `path: {path}` does not exist, so its own folder is taken, {folder}",)
+    spec = read_spec(write_spec(yaml_file, path=path, train="photos"))
+    with pytest.raises(UserError, match=r"`train: photos` does not exist; looked for "):
+        spec.images("train")
+
+
+def test_lists_select_images_of_the_entries(yaml_file: Path) -> None:
+    folder = yaml_file.parent
+    images = touch(folder / "images/train", "a.jpg", "b.png", "c.jpg")
+    (folder / "train.txt").write_text("images/train/a.jpg\n./images/train/c.jpg\n")
+    (folder / "val.txt").write_text(f"{images[1]}\n{folder}/images/train/d.jpg\n")
+    lists = {"train": "train.txt", "val": "val.txt"}
+    spec = read_spec(write_spec(yaml_file, train="images/train", val="images/train", lists=lists))
+    assert spec.listing("train") == ([images[0], images[2]], [], ())
+    assert spec.images("val") == [images[1]]
+    assert spec.listing("val").problems == [
+        f"{yaml_file}: `val:` lacks 1 image of `lists:`, such as {folder}/images/train/d.jpg"
+    ]
+    (folder / "val.txt").write_text("d.jpg")
+    with pytest.raises(UserError, match="`val:` has none of the 1 images of `lists:`; fix the paths"):
+        spec.images("val")
+    (folder / "val.txt").unlink()
+    with pytest.raises(UserError, match=r"`lists: val: val\.txt` does not exist; fix the path"):
+        spec.images("val")
+    with pytest.raises(
+        UserError, match="`lists` must be a text file, or a text file for each of train, val, test, not"
+    ):
+        read_spec(write_spec(yaml_file, lists=3))
 
 
 # Built-in data sets

@@ -6,13 +6,23 @@ import os
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from data.dataset import DataOptions, data_source, dataset_class, problem_warnings, refuse_problems, split_identity
+from data.dataset import (
+    DataOptions,
+    class_messages,
+    data_source,
+    dataset_class,
+    problem_warnings,
+    refuse_problems,
+    split_identity,
+)
 from models.tasks import TASKS
 from tests.data.test_contract import KINDS
 from tests.making import write_image, write_yaml
 from utils.config.options import TrainOptions
+from utils.console import LEAST_COLUMNS
 from utils.errors import UserError
 
 
@@ -53,8 +63,26 @@ def test_the_identity_of_a_split_takes_any_name() -> None:
         assert split_identity([Path("a") / name], b"labels")["files"].startswith(digest)
 
 
+def test_the_classes_are_named_the_rare_ones_by_their_labels() -> None:
+    names = {0: "cat", 1: "dog", 2: "pig"}
+    assert class_messages(names, np.array([10, 500, 60]), np.array([1, 2, 3])) == ["3 classes: cat, dog, pig"]
+    assert class_messages(names, np.array([9, 500, 0]), np.array([1, 0, 0])) == [
+        "3 classes: cat, dog, pig",
+        "  fewer than 10 training labels: pig (0), cat (9)",
+        "  no validation labels: dog, pig",
+    ]
+    assert class_messages({0: "item"}, np.array([10]), np.array([1])) == ["1 class: item"]
+
+
+def test_lines_about_many_classes_fit() -> None:
+    names = {number: f"a name of a class {number}" for number in range(1203)}
+    lines = class_messages(names, np.zeros(1203, np.int64), np.zeros(1203, np.int64))
+    assert [line.rpartition(" and ")[2] for line in lines] == ["1201 more", "1202 more", "1201 more"]
+    assert max(map(len, lines)) <= LEAST_COLUMNS
+
+
 def test_a_yaml_that_does_not_exist_is_named() -> None:
-    with pytest.raises(UserError, match=r"nothing\.yaml"):
+    with pytest.raises(UserError, match=r"data set 'nothing\.yaml' is not a file or a folder; give"):
         data_source("nothing.yaml", "data.detection:DetectionData")
 
 

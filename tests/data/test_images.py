@@ -14,6 +14,7 @@ import pytest
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from data.images import (
+    examine_image,
     image_size,
     read_image,
     read_reduced,
@@ -246,6 +247,65 @@ def test_pixels_are_not_decoded_for_the_size(tmp_path: Path, kind: str, options:
     file = tmp_path / "a"
     file.write_bytes(content[:-60] + bytes(40) + content[-20:])
     assert image_size(file) == (48, 32)
+
+
+# Truncated JPEGs
+
+
+def cut(file: Path, share: float, **options: Any) -> tuple[np.ndarray, float]:
+    """Write a JPEG that lacks a share of its bytes; return the pixels of the whole file, and the share that differs."""
+    whole = read_image(write_image(file, noise(640, 480), **options))
+    content = file.read_bytes()
+    file.write_bytes(content[: -max(round(len(content) * share), 3)])
+    return whole, float((read_image(file) != whole).any(2).mean())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"subsampling": 0}, {"subsampling": 1}, {"quality": 30}, {"exif": oriented(6)}], ids=str
+)
+@pytest.mark.parametrize("share", [0.0, 0.002, 0.005])
+def test_a_jpeg_may_lack_a_hundredth_of_its_pixels(
+    tmp_path: Path, share: float, options: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.jpg"
+    whole, differing = cut(file, share, **options)
+    size, missing = examine_image(file)
+    assert size == (whole.shape[1], whole.shape[0])
+    assert 0 < missing < 0.01
+    assert missing == pytest.approx(differing, abs=0.002)
+    assert np.array_equal(read_whole_image(file), read_image(file))
+    assert capfd.readouterr() == ("", "")  # libjpeg would print a line for each reading
+
+
+@pytest.mark.parametrize("options", [{}, {"subsampling": 0}, {"progressive": True}, {"exif": oriented(6)}], ids=str)
+def test_a_jpeg_that_lacks_more_is_broken(tmp_path: Path, options: dict[str, Any]) -> None:
+    file = tmp_path / "a.jpg"
+    cut(file, 0.02, **options)
+    with pytest.raises(OSError, match="truncated"):
+        examine_image(file)
+
+
+@pytest.mark.parametrize("end", [b"", b"\xff"])
+def test_a_jpeg_that_lacks_its_end_marker_is_whole(tmp_path: Path, end: bytes) -> None:
+    for seed in range(8):
+        file = write_image(tmp_path / "a.jpg", noise(100, 75, seed))
+        whole = read_image(file)
+        file.write_bytes(file.read_bytes()[:-2] + end)
+        assert examine_image(file) == ((100, 75), 0.0)
+        assert np.array_equal(read_image(file), whole)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_large_jpeg_without_its_end_has_the_same_pixels(tmp_path: Path, mode: str, orientation: int) -> None:
+    file = tmp_path / "a.jpg"
+    photo = Image.fromarray(cv2.resize(noise(200, 150), (2001, 1503), interpolation=cv2.INTER_CUBIC))
+    photo.convert(mode).save(file, exif=oriented(orientation))
+    width, height = image_size(file)
+    whole = [read_reduced(file, width, height, size) for size in (200, 400, 900, 1800)]
+    file.write_bytes(file.read_bytes()[:-2])
+    for image in whole:
+        assert np.array_equal(read_reduced(file, width, height, max(image.shape)), image)
 
 
 # Resizing

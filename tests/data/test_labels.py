@@ -21,7 +21,7 @@ from PIL import ExifTags, Image
 from data import labels
 from data.dataset import DataOptions, data_source
 from data.labels import Content, Labels, check_classes, load_labels, parse_rows, scan_image
-from tests.making import label_file, plain, spoil, write_image, write_label, write_yaml
+from tests.making import label_file, noise, plain, spoil, write_image, write_label, write_yaml
 from utils.errors import UserError
 from utils.files import ROOT
 
@@ -210,6 +210,16 @@ def test_an_unreadable_image_is_left_out_with_a_sentence(images: list[Path], con
     assert (size, len(rows)) == ((0, 0), 0)
     assert problem.startswith(f"{images[0]}: not readable as an image (")
     assert problem.endswith("; left out")
+
+
+def test_a_jpeg_that_is_hardly_truncated_is_used_with_a_sentence(tmp_path: Path) -> None:
+    image = write_image(tmp_path / "images/a.jpg", noise(640, 480), "0 0.5 0.5 0.5 0.5")
+    image.write_bytes(image.read_bytes()[:-20])
+    scan = scan_image(image)
+    assert (scan.size, len(scan.rows)) == ((640, 480), 1)
+    (problem,) = scan.problems
+    assert re.fullmatch(rf"{image}: truncated, 0\.\d\d% of its pixels are missing and grey; used", problem)
+    assert scan_image(image, "images").problems == (problem,)
 
 
 # Many images

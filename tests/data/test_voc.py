@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from data.convert import convert_voc
+from data.data_yaml import read_spec
 from data.dataset import DataOptions, data_source
 from data.detect_layout import read_folder
 from data.detection import DetectionSplit
 from data.label_paths import label_name
 from data.labels import parse_rows
 from tests.data.test_convert import voc_xml
+from tests.layouts import kaggle, roboflow_voc
 from tests.making import noise, write_image, write_yaml
 from utils.errors import UserError
 
@@ -66,7 +68,7 @@ def test_equals_the_converters_label_files(tmp_path: Path, one_based: bool) -> N
 
 def test_what_the_folder_is(tmp_path: Path) -> None:
     spec = read_folder(voc(tmp_path / "voc", lists=("train", "test")))
-    assert "has VOC's layout (train: ['ImageSets/Main/train.txt'], val: ['ImageSets/Main/test.txt']" in spec.warnings[0]
+    assert "has VOC's layout (train: ImageSets/Main/train.txt, val: ImageSets/Main/test.txt," in spec.warnings[0]
     assert spec.names == {0: "cat", 1: "dog"}
 
 
@@ -96,6 +98,13 @@ def test_absent_images_and_annotations_are_left_out(tmp_path: Path) -> None:
     assert "1 name without an annotation, such as train0; left out" in split.problems[1]
 
 
+def test_a_problem_names_the_object(tmp_path: Path) -> None:
+    folder = voc(tmp_path)
+    file = folder / "Annotations/train1.xml"
+    file.write_text(voc_xml(("dog", (5, 5, 9, 9), 1), ("cat", (1, 1, 20, 20)), ("cat", (1, 1, 20, 20))))
+    assert split_of(folder).problems == (f"{file}: object 3: the same box again; row left out",)
+
+
 def test_a_changed_annotation_is_read_again(tmp_path: Path) -> None:
     folder = voc(tmp_path)
     assert split_of(folder).labels.counts.sum() == 3
@@ -105,11 +114,93 @@ def test_a_changed_annotation_is_read_again(tmp_path: Path) -> None:
     assert split.labels.rows[1, 0] == 0  # bird, the first of bird, cat, dog
 
 
-def test_annotations_without_lists(tmp_path: Path) -> None:
-    folder = voc(tmp_path, lists=("train",))
-    (folder / "ImageSets/Main/train.txt").unlink()
-    with pytest.raises(UserError, match=r"has VOC's Annotations, but no ImageSets/Main/train.txt, so it is not known"):
+def test_lists_without_one_for_training(tmp_path: Path) -> None:
+    folder = voc(tmp_path, lists=("train", "test"))
+    (folder / "ImageSets/Main/train.txt").rename(folder / "ImageSets/Main/trainval.txt")
+    assert read_folder(folder).entries["train"] == ("ImageSets/Main/trainval.txt",)
+    (folder / "ImageSets/Main/trainval.txt").unlink()
+    with pytest.raises(UserError, match=r"has VOC's lists test.txt, but no train.txt in ImageSets/Main, so it is not"):
         read_folder(folder)
+    (folder / "ImageSets/Main/test.txt").unlink()
+    spec = read_folder(folder)
+    assert (spec.entries, spec.split) == ({"train": ("Annotations",)}, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("annotations", "images"),
+    [
+        ("train", "train"),
+        ("annotations/train", "images/train"),
+        ("annotations/train", "images"),
+        ("annotations/train", "annotations/train"),
+        ("Annotations", "Images"),
+        ("annotations", ""),
+        ("train/annotations", "train/images"),
+        ("xml", "photos"),  # `images:`
+    ],
+)
+def test_a_folder_of_xml_files(tmp_path: Path, annotations: str, images: str) -> None:
+    files = [voc(tmp_path / "voc", lists=("train",)) / f"JPEGImages/train{k}.jpg" for k in range(3)]
+    for folder in (annotations, images):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    for file in files:
+        file.rename(tmp_path / images / file.name)
+        xml = tmp_path / f"voc/Annotations/{file.stem}.xml"
+        xml.rename(tmp_path / annotations / xml.name)
+    content = {"train": annotations, **({"images": "photos"} if images == "photos" else {})}
+    split = split_of(write_yaml(tmp_path / "my.yaml", content))
+    assert split.images == [tmp_path / images / file.name for file in files]
+    assert (split.labels.counts.tolist(), split.problems) == ([1, 0, 2], ())
+
+
+def test_images_and_xml_files_without_each_other(tmp_path: Path) -> None:
+    folder = kaggle(tmp_path)
+    (folder / "annotations/train_1.xml").unlink()
+    (folder / "images/train_2.png").unlink()
+    listing = read_spec(write_yaml(tmp_path / "my.yaml", {"train": "annotations"})).listing("train")
+    assert [problem.partition(": ")[2] for problem in listing.problems] == [
+        "1 annotation without an image, such as train_2; left out",
+        "1 image without an annotation, such as train_1; left out",
+    ]
+    (folder / "images").rename(folder / "photos")
+    with pytest.raises(
+        UserError, match=r"none of 19 annotations has an image of its name, .* give their folder as `imag"
+    ):
+        read_folder(folder).images("train")
+
+
+def test_a_split_without_objects(tmp_path: Path) -> None:
+    folder = roboflow_voc(tmp_path)
+    for file in (folder / "valid").glob("*.xml"):
+        file.write_text(voc_xml(size=(64, 48)))
+    split = split_of(folder, "val")
+    assert split.labels.counts.tolist() == [0] * len(split.images)
+    assert "no image of `val:` has a label" in split.problems[0]
+
+
+def test_problems_are_those_of_the_images_that_are_held_out(tmp_path: Path) -> None:
+    folder = kaggle(tmp_path)
+    for file in (folder / "annotations").glob("*.xml"):
+        file.write_text(voc_xml(("cat", (1, 1, 20, 20)), ("cat", (5, 5, 5, 9)), size=(64, 48)))
+    for name, count in (("train", 16), ("val", 4)):
+        split = split_of(folder, name)
+        assert (len(split.images), split.labels.counts.tolist()) == (count, [1] * count)
+        assert split.problems == (f"{folder}/annotations: left out: {count} boxes without an area",)
+
+
+def test_label_files_count_more_than_xml_files(tmp_path: Path) -> None:
+    folder = roboflow_voc(tmp_path)
+    (folder / "train/train_1.txt").write_text("0 .5 .5 .5 .5")
+    spec = read_spec(write_yaml(tmp_path / "my.yaml", {"train": "train", "names": ["a"]}))
+    assert spec.listing("train").annotated == ()
+
+
+def test_the_files_that_machines_compare(tmp_path: Path) -> None:
+    for folder, more in ((roboflow_voc(tmp_path / "one"), 0), (voc(tmp_path / "two"), 1)):
+        source = data_source(str(folder), "data.detection:DetectionData")
+        files = source.files()
+        assert len(files["labels of train"]) == len(files["train"]) + more  # the list
+        assert all(file.is_file() for file in files["labels of train"])
 
 
 def test_no_label_files_are_looked_for(tmp_path: Path) -> None:

@@ -15,7 +15,19 @@ import time
 import pytest
 
 from utils import console
-from utils.console import NAME_COLUMNS, Bar, RemainingTime, duration, short_name, show, surviving_output
+from utils.console import (
+    Bar,
+    RemainingTime,
+    broken,
+    columns,
+    duration,
+    joined,
+    listed,
+    short_name,
+    show,
+    surviving_output,
+    table,
+)
 from utils.files import ROOT
 
 
@@ -183,9 +195,90 @@ def test_a_bar_fits_the_terminal(columns: int, title: str, values: list[str], mo
     assert last.partition("| ")[2] == ", ".join(values)
 
 
-@pytest.mark.parametrize("columns", [5, 6, NAME_COLUMNS])
-def test_a_long_name_loses_its_middle(columns: int) -> None:
-    assert short_name("x" * columns, columns) == "x" * columns
-    short = short_name(f"begin{'-' * 30}end", columns)
-    assert len(short) == columns
+@pytest.mark.parametrize("width", [5, 6, 22])
+def test_a_long_name_loses_its_middle(width: int) -> None:
+    assert short_name("x" * width, width) == "x" * width
+    short = short_name(f"begin{'-' * 30}end", width)
+    assert len(short) == width
     assert (short[0], short[-1], ".." in short) == ("b", "d", True)
+
+
+# Widths
+
+
+@pytest.mark.parametrize(("given", "expected"), [("60", 80), ("80", 80), ("132", 132), ("", 80), ("none", 80)])
+def test_columns_without_a_terminal(given: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of $COLUMNS, but never fewer than 80."""
+    monkeypatch.setenv("COLUMNS", given)
+    monkeypatch.setattr("sys.__stdout__", io.StringIO())
+    assert columns() == expected
+
+
+LONG = "warning: a sentence that is longer than the eighty columns of this terminal, in /a/folder-of/pictures/1.jpg"
+
+
+@pytest.mark.parametrize(
+    ("stream", "width", "lines"),
+    [
+        (Terminal, "80", [LONG[:79], f"  {LONG[80:]}"]),
+        (Terminal, "120", [LONG]),
+        (io.StringIO, "80", [LONG]),
+    ],
+)
+def test_long_lines_are_broken_on_terminals(
+    stream: type[io.StringIO], width: str, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path stays whole; a file or pipe gets every message as one line."""
+    output = stream()
+    monkeypatch.setattr("sys.stdout", output)
+    monkeypatch.setenv("COLUMNS", width)
+    monkeypatch.setenv("NO_COLOR", "1")
+    show(LONG)
+    assert output.getvalue().splitlines() == lines
+
+
+def test_a_row_of_a_table_is_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    row = f"  conv2d  {'12.5 ms  ' * 10}100"
+    assert broken(row) == row
+    assert broken(f"  {LONG}").splitlines()[1] == f"    {LONG.split(' ', 13)[-1]}"
+
+
+def test_parts_on_as_few_lines_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert joined(["a" * 40, "b" * 30]) == [f"{'a' * 40}, {'b' * 30}"]
+    assert joined(["a" * 40, "b" * 39, "c"]) == [f"{'a' * 40},", f"  {'b' * 39}, c"]
+
+
+def test_a_list_of_names() -> None:
+    assert listed([], 80) == ""
+    assert listed(list("abcdefghij"), 80) == "a, b, c, d, e, f, g, h, i, j"
+    assert listed(list("abcdefghijkl"), 80) == "a, b, c, d, e, f, g, h, i, j and 2 more"
+    assert listed(["traffic light", "stop sign", "dog"], 29) == "traffic light, stop sign, dog"
+    assert listed(["traffic light", "stop sign", "dog"], 28) == "traffic light and 2 more"
+    assert listed(["x" * 40, "dog"], 30) == f"{'x' * 9}..{'x' * 8} and 1 more"
+    assert listed(["x" * 40], 20) == f"{'x' * 9}..{'x' * 9}"
+
+
+NUMBERS: list[str | float] = [12, *[1 / 3] * 8]  # 11 columns with their names; 60 characters beside these
+
+
+@pytest.mark.parametrize(
+    ("width", "name", "printed", "number"),
+    [
+        (100, "x" * 40, "x" * 40, "0.3333"),
+        (80, "x" * 21, "x" * 21, "0.3333"),
+        (80, "x" * 22, "x" * 22, "0.333"),  # three decimals before a name is cut
+        (80, f"{'x' * 40}y", f"{'x' * 14}..{'x' * 12}y", "0.333"),
+        (20, "x" * 40, "xxx..xxx", "0.333"),
+    ],
+)
+def test_a_table_fits(width: int, name: str, printed: str, number: str) -> None:
+    head, row = table([["Class", "n", *"abcdefgh"], [name, *NUMBERS]], width)
+    assert row.split() == [printed, "12", *[number] * 8]
+    assert len(head) == len(row)
+    assert len(row) <= max(width, 60)
+
+
+def test_a_table_without_rows() -> None:
+    assert table([]) == []

@@ -21,7 +21,7 @@ import pytest
 
 from tests.web import Answer, Server, failing, sending, serving
 from utils import download as downloads
-from utils.download import download, is_address
+from utils.download import answers, download, is_address
 from utils.errors import UserError
 from utils.files import PART_SUFFIX, ROOT
 
@@ -387,3 +387,32 @@ def test_an_unusable_file_is_an_error(server: Server, folder: Path) -> None:
     with pytest.raises(UserError, match=r"\(the content is of another kind, or damaged, twice\); ask somebody"):
         download(address, folder / "a.bin", usable=lambda path: b"html" not in path.read_bytes(), advice="ask somebody")
     assert files_in(folder) == []
+
+
+# Servers that need not be waited for
+
+
+def test_a_server_that_does_not_answer_costs_no_more_than_its_time(server: Server) -> None:
+    """It accepts the connection; or the look-up of its name takes for ever."""
+    assert answers(server.give("file", sending(CONTENT)), 20.0)
+    assert not answers(f"{server.address}/absent", 20.0)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        started = time.monotonic()
+        assert not answers(f"http://127.0.0.1:{silent.getsockname()[1]}/file", 0.5)
+        assert time.monotonic() - started < 10
+
+
+def test_a_name_that_is_looked_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    def look_up(*_: object, **__: object) -> None:
+        over.wait(60)
+        raise OSError
+
+    monkeypatch.setattr(downloads, "urlopen", look_up)
+    started = time.monotonic()
+    assert not answers("https://nowhere.example/file", 0.2)
+    assert time.monotonic() - started < 10
+    over.set()

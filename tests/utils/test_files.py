@@ -219,6 +219,19 @@ def test_a_missing_file_is_an_error(repository: Path, name: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("hihg", ""), ("higgh.yaml", " (did you mean high.yaml?)"), ("lowe", " (did you mean low.yaml?)")],
+)
+def test_a_misspelt_file_is_suggested(repository: Path, name: str, hint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        find_file(name, "recipe", ["data/hyps"], kind="a file or a folder")
+    assert str(caught.value) == (
+        f"recipe '{name}' is not a file or a folder{hint}; give the path of a file or a folder, or one of the "
+        "repository's: high.yaml, low.yaml"
+    )
+
+
 # YAML
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import train
 from utils.config.options import TrainOptions, ValOptions
 from utils.config.parser import given_flags, words_of
 from utils.distributed.failure import Stopped
@@ -74,6 +76,8 @@ def test_several_weights() -> None:
         ({"data": 42}, "data must be a text or path, not 42"),
         ({"data": {"path": "x" * 99}}, "data must be a text or path, not {'path': 'xxx"),
         ({"optimizer": "Lion"}, "optimizer must be one of 'SGD', 'Adam', 'AdamW', not 'Lion'"),
+        ({"evolve": 300}, "evolve is not built in: W&B sweeps tune hyperparameters"),
+        ({"comm_hook": "powersgd"}, "comm_hook 'powersgd' is no longer built in: use comm_hook='bf16'"),
         ({"freeze": [0, "x"]}, "freeze must be a whole number, or a list of such, not [0, 'x']"),
     ],
 )
@@ -81,7 +85,28 @@ def test_a_wrong_name_or_value_is_one_sentence(flags: dict[str, Any], message: s
     with pytest.raises(UserError) as caught:
         given_by(**flags)
     assert str(caught.value).startswith(f"train.run: {message}")
-    assert len(str(caught.value)) < 150
+    assert len(str(caught.value)) < 170
+
+
+def test_hyperparameters_by_their_names() -> None:
+    """As by --hyp.lr0; a name that is neither a flag nor a hyperparameter is an error that names the nearest."""
+
+    def given(**flags: Any) -> dict[str, Any]:
+        return checked(TrainOptions, flags, "train.run", hyperparameters=train.hyperparameters)
+
+    expected = {"epochs": 3, "overrides": {"lr0": "0.1", "mosaic": "0", "cutmix": "0.5"}}
+    assert given(lr0=0.1, epochs=3, mosaic=0, cutmix=0.5, momentum=None) == expected
+    assert given(epochs=3, **{"hyp.lr0": 0.1, "hyp.mosaic": 0, "cutmix": 0.5}) == expected
+    for name, message in {
+        "mosiac": "unknown argument mosiac (did you mean 'mosaic'?)",
+        "epoch": "unknown argument epoch (did you mean 'epochs'?)",
+        "zzz": "unknown argument zzz",
+    }.items():
+        with pytest.raises(UserError) as caught:
+            given(**{name: 1})
+        assert str(caught.value) == f"train.run: {message}"
+    with pytest.raises(UserError, match=r"^val\.run: lr0 is a hyperparameter: give --hyp\.lr0$"):
+        checked(ValOptions, {"lr0": 0.1}, "val.run")
 
 
 @pytest.mark.parametrize(
@@ -96,6 +121,7 @@ def test_a_wrong_name_or_value_is_one_sentence(flags: dict[str, Any], message: s
         ("--rect needs it, --rect, --img 5", "rect=True needs it, rect=True, imgsz=5"),
         ("export it with --dynamic; or trtexec --int8", "export it with --dynamic; or trtexec --int8"),
         ("a folder/--cfg.yaml", "a folder/--cfg.yaml"),
+        ("--hyp.lr0 must be a number, --hyp none.yaml", "lr0 must be a number, hyp='none.yaml'"),
     ],
 )
 def test_messages_name_arguments(text: str, expected: str) -> None:
@@ -127,6 +153,15 @@ def test_the_result_is_returned(tmp_path: Path) -> None:
     assert RESULT not in os.environ
 
 
+def test_what_a_script_of_one_process_returns_is_returned_in_any_thread() -> None:
+    """Only the main thread may set signal handlers."""
+    results: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: results.append(call(dict, "detect", {"source": "a"})))
+    thread.start()
+    thread.join()
+    assert results == [call(dict, "detect", {"source": "a"})] == [{"source": ("a",)}]
+
+
 def test_no_result_is_written_without_a_call(tmp_path: Path) -> None:
     write_result(SUMMARY, tmp_path)
     assert not list(tmp_path.iterdir())
@@ -136,8 +171,8 @@ def test_no_result_is_written_without_a_call(tmp_path: Path) -> None:
     ("error", "message"),
     [
         (Stopped(0), ""),
-        (Stopped(130), "the run ended early with exit code 130"),
-        (SystemExit(3), "the run failed with exit code 3; see the messages above"),
+        (Stopped(143), "the run ended with exit code 143; see the messages above"),
+        (SystemExit(3), "the run ended with exit code 3; see the messages above"),
     ],
 )
 def test_the_end_of_a_script_is_an_error_and_restores_signal_handlers(error: BaseException, message: str) -> None:
@@ -152,6 +187,17 @@ def test_the_end_of_a_script_is_an_error_and_restores_signal_handlers(error: Bas
     else:
         assert call(start, "train", {}) == {}
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("end", [Stopped(130), SystemExit(130)])
+def test_ctrl_c_is_a_keyboard_interrupt(end: BaseException) -> None:
+    """In this process, or in those that it has spawned."""
+
+    def start(given: Mapping[str, Any]) -> None:
+        raise end
+
+    with pytest.raises(KeyboardInterrupt):
+        call(start, "train", {})
 
 
 def test_each_script_has_its_own_flags() -> None:

@@ -117,11 +117,18 @@ def test_charts_of_the_start_follow_the_first_picture_once(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(("verbose", "lines"), [(False, 1), (True, 2)])
-def test_devices(verbose: bool, lines: int) -> None:
+@pytest.mark.parametrize("columns", ["40", "80", "120"])
+def test_devices(verbose: bool, lines: int, columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The description fits 80 columns, on two lines, or is one line if there are more."""
+    monkeypatch.setenv("COLUMNS", columns)
     run = Run(Accelerator(cpu=True), Precision("no", "the default on the CPU"))
-    first, *table = run.device_lines(verbose)
-    assert "cpu" in first
-    assert first.endswith("1 process, mixed precision no (the default on the CPU)")
+    described = 1 if columns == "120" else 2
+    assert run.device_lines(verbose)[:described] == run.description
+    *first, last = run.description
+    assert "".join([*first, last]).endswith("mixed precision no (the default on the CPU)")
+    assert "cpu" in (first or [last])[0]
+    assert max(map(len, run.description)) <= max(int(columns), 80)
+    table = run.device_lines(verbose)[described:]
     (device,) = run.devices
     assert table == [f"  process 0: {device}"][: lines - 1]
     assert device.startswith(f"{os.uname().nodename} cpu (")
@@ -203,7 +210,7 @@ def test_two_processes(tmp_path: Path, on_processes: OnProcesses, capfd: pytest.
     assert main["stops"] == other["stops"]
     *outcomes, lines, devices = main["stops"]
     assert outcomes == [None, ("SIGTERM", 143), ("SIGUSR1", 138), ("SIGINT", 130)]  # the first process's reason
-    assert (lines, len(devices)) == (3, 2)
+    assert (lines, len(devices)) == (4, 2)  # a description on two lines, and a line for each process
     assert main["run"][:3] == ["exp", ["done"], 1]
     assert other["run"][:3] == ["exp", [], 0]
     assert other["run"][3:] == main["run"][3:]

@@ -1,11 +1,24 @@
-"""Evenly spaced indices, sparse counts, and the confusion matrix as text."""
+"""The printed table, evenly spaced indices, sparse counts, and the confusion matrix as text."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from utils.summary import confusion_text, dense_counts, evenly_spaced, sparse_counts
+from utils.summary import Summary, confusion_text, dense_counts, evenly_spaced, sparse_counts
+
+
+def test_the_table_has_rows_and_lines() -> None:
+    summary = Summary({}, 0.0, [("Class", "Images"), ("all", 12)], ["  a line", ("disc", 0.5)])
+    assert summary.table() == ["Class Images", "  all     12", "  a line", " disc 0.5000"]
+    assert summary.table(brief=True) == ["Class Images", "  all     12"]
+
+
+def test_the_table_of_a_run_that_an_older_version_began() -> None:
+    """Its state has lines of text."""
+    assert Summary({}, 0.0, ["Class  Images", "  all      12"], ["disc 8"]).table() == [
+        *("Class  Images", "  all      12", "disc 8")
+    ]
 
 
 @pytest.mark.parametrize(

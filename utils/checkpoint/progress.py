@@ -43,10 +43,14 @@ class Progress:
         """Return whether `patience` epochs have passed without a better fitness; never if it is 0."""
         return 0 < patience <= self.validated - self.best_epoch
 
-    def nothing_to_do(self, epochs_before: int, epochs: int) -> str:
-        """Return why a run of `epochs_before` epochs cannot be continued to `epochs`, '' if it can."""
+    def nothing_to_do(self, epochs_before: int, epochs: int, can_continue: bool) -> str:
+        """Return why a run of `epochs_before` epochs has nothing to do up to `epochs`, '' if it has.
+
+        can_continue: whether its state has the tensors that training continues from.
+        """
         if self.finished and epochs <= epochs_before:
-            return "is finished: nothing to resume; a larger number of --epochs continues it"
+            more = "continues it" if can_continue else "would need the optimizer's state, which only --keep-state keeps"
+            return f"is finished: nothing to resume; a larger number of --epochs {more}"
         if self.epoch >= epochs:
             return f"has trained {plural(self.epoch, 'epoch')}; --epochs {epochs} leaves nothing to do"
         return ""

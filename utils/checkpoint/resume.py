@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from utils.checkpoint.progress import Progress
 from utils.checkpoint.state_files import StateFiles
-from utils.checkpoint.training_state import Identity
+from utils.checkpoint.training_state import Identity, can_continue
 from utils.config.options import AUTO, BUILT_IN_JOB, NEWEST, TrainOptions
 from utils.config.parser import over_defaults
 from utils.config.resumed import RecipeOf, check_settings, resumed_options
@@ -85,9 +85,15 @@ def _settings_of_run(settings: Settings, recipe_of: RecipeOf) -> Settings:
     if state is None:
         states.refuse_new_start(given.resume == AUTO, options.nosave)
         return Settings(options, settings.given, is_fixed=True)
-    if reason := Progress.from_state(state["progress"]).nothing_to_do(saved["epochs"], options.epochs):
+    progress = Progress.from_state(state["progress"])
+    if reason := progress.nothing_to_do(saved["epochs"], options.epochs, can_continue(state)):
         print(f"{run} {reason}", flush=True)
         raise Stopped(0)
+    if not can_continue(state):
+        raise UserError(
+            f"{run} is finished and has not kept the optimizer's state (--keep-state keeps it), so --epochs "
+            f"{options.epochs} cannot continue it; start a new run from {run / 'weights' / 'last.pt'}"
+        )
     return Settings(options, settings.given, saved, is_fixed=True)
 
 

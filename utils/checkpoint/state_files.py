@@ -27,7 +27,10 @@ CHECKSUM_DIGITS = 16  # hexadecimal, in the name of a file
 
 
 class StateFiles:
-    """The states in `checkpoint/` of a run: the two newest, as NUMBER-CHECKSUM.pt. The checksum shows any damage."""
+    """The states in `checkpoint/` of a run: the two newest, or a finished run's only one, as NUMBER-CHECKSUM.pt.
+
+    The checksum shows any damage.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -37,14 +40,17 @@ class StateFiles:
         """Return the files, newest first."""
         return sorted((file for file in self.folder.glob("*.pt") if STATE_NAME.fullmatch(file.name)), reverse=True)
 
-    def write(self, content: memoryview) -> None:
-        """Write a state, whole or not at all; then remove all others except the last one known to be intact."""
+    def write(self, content: memoryview, final: bool = False) -> None:
+        """Write a state, whole or not at all; then remove all others except the last one known to be intact.
+
+        final: remove that one too.
+        """
         number = max((int(file.stem.partition("-")[0]) for file in self.files()), default=0) + 1
         path = self.folder / f"{number:08d}-{_checksum(content)}.pt"
         with replacing(path) as file:
             file.write(content)
         for old in self.files():
-            if old not in (path, self.last):
+            if old != path and (final or old != self.last):
                 old.unlink()
         self.last = path
 

@@ -59,6 +59,11 @@ class Identity:
         return [f"warning: the {key} of the training images have changed since the run began" for key in changed]
 
 
+def can_continue(saved: Mapping[str, Any]) -> bool:
+    """Return whether a state has the tensors that training continues from, as a finished run's has by --keep-state."""
+    return "model" in saved
+
+
 def load_weights(saved: Mapping[str, Any], model: nn.Module, ema: ModelEMA) -> None:
     """Load the weights of a state, before `Accelerator.prepare`, which partitions them under ZeRO-3."""
     model.load_state_dict(saved["model"])
@@ -81,27 +86,39 @@ class TrainingState:
     wandb_id: str
     _saved_progress: dict[str, Any] | None = field(default=None, init=False)
 
-    def save(self, files: RunFolder) -> None:
-        """Write the state into the run folder, unless it is the last written one."""
+    def save(self, files: RunFolder, keeps_all: bool = True) -> None:
+        """Write the state into the run folder, unless it is the last written one.
+
+        keeps_all: whether a finished run can be continued; otherwise it keeps no tensors.
+        """
         progress = {**self.progress.state(), "summary": None}  # the summary changes with the best epoch only
         if progress == self._saved_progress:
             return
         self._saved_progress = progress
+        if self.progress.finished and not keeps_all:
+            files.save_state(self._summary(), final=True)
+            return
         with gathered_parameters(self.replicas[0]):
             files.save_state(self.state())
 
     def state(self) -> dict[str, Any]:
         """Return the state as tensors and plain values. Under ZeRO-3 the weights must be gathered."""
         return {
-            "format": STATE_FORMAT,
-            **self.identity.state(),
-            "progress": self.progress.state(),
+            **self._summary(),
             "model": self.replicas[0].state_dict(),
             **self.ema.state(),
             "optimizer": optimizer_state(self.optimizer, self.parameters),
             "rates": [group["lr"] for group in self.optimizer.param_groups],
             "scaler": self.scaler and self.scaler.state_dict(),
             "shares": self.collectives.gather([self._share(number) for number in range(len(self.replicas))]),
+        }
+
+    def _summary(self) -> dict[str, Any]:
+        """Return the part of the state that has no tensors: all that a finished run needs."""
+        return {
+            "format": STATE_FORMAT,
+            **self.identity.state(),
+            "progress": self.progress.state(),
             "wandb_id": self.wandb_id,
         }
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from utils.memory_format import contiguous
 
@@ -42,7 +42,7 @@ def is_safetensors(data: bytes) -> bool:
     return data[8:9] == b"{" and int.from_bytes(data[:8], "little") < len(data)
 
 
-def read_safetensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def read_safetensors(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors in a `.safetensors` file, and the rest of its content, {} if another program wrote it.
 
     Raises `ValueError` if the file is not whole.
@@ -58,17 +58,32 @@ def read_safetensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, An
 
 
 def weights_content(
-    model: nn.Module, yaml: Mapping[str, Any], names: Mapping[int, str], settings: Mapping[str, Any]
+    model: nn.Module,
+    yaml: Mapping[str, Any],
+    names: Mapping[int, str],
+    settings: Mapping[str, Any],
+    half: bool = False,
+    **origin: Any,
 ) -> dict[str, Any]:
     """Return the content of a weight file: the weights of `model` and all that is needed to use them.
 
-    yaml: of the model, with its task. names: of the classes. settings: of the run, for information.
+    yaml: of the model, with its task. names: of the classes. settings: of the run, for information. half: store
+    floating-point tensors as float16, except those with values beyond its range. origin: `licence` and `origin`, see
+    models/weights/licence.py.
     """
     return {
         "format": FORMAT,
         "task": yaml["task"],
         "model": dict(yaml),
         "names": dict(names),
-        "state": {key: value.detach().cpu() for key, value in model.state_dict().items()},
+        "state": {key: _stored(value.detach().cpu(), half) for key, value in model.state_dict().items()},
         "settings": dict(settings),
+        **origin,
     }
+
+
+def _stored(tensor: Tensor, half: bool) -> Tensor:
+    if not half or not tensor.is_floating_point():
+        return tensor
+    halved = tensor.half()
+    return halved if halved.isfinite().all() else tensor

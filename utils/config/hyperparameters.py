@@ -77,7 +77,7 @@ class Recipe:
         if known is None:
             kept = ["BatchNorm statistics are learnt: no weights to keep them of"] * self.keep_norms
             return dataclasses.replace(self, keep_norms=0), kept
-        messages = ["BatchNorm statistics are those of the weights: few images would estimate them worse"]
+        messages = ["BatchNorm statistics are those of the weights: few images estimate them worse"]
         messages *= self.keep_norms
         factor = self.lr_factor * self.known_lr**known
         if factor != self.lr_factor:

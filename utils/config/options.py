@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from utils.config.values import BELOW_ONE, FINITE, IMGSZ, NOT_NEGATIVE, OPSETS, SHARE, Range
 
@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 
 NEWEST = "newest"  # --resume without a value: the newest run of --project
 AUTO = "auto"  # --resume auto: the newest run of --name if there is one, else a new run
+NO_SYNONYMS: Mapping[str, str] = {}
 PRECISIONS = ("no", "fp16", "bf16")
+WEIGHT_PRECISIONS = ("auto", "fp32", "fp16")
 # Of --log-with, named like the packages to install; all that Accelerate knows.
 TRACKERS = ("wandb", "tensorboard", "mlflow", "comet_ml", "clearml", "aim", "dvclive", "swanlab", "trackio")
 LOG_WITH = ("none", "all", *TRACKERS)
-# Headings of --help, in this order; a script shows those of its flags.
+# Headings of --help, in this order, the trackers' last; a script shows those of its flags.
 GROUPS = (
     *("model", "data", "images", "training", "format", "predictions", "NMS", "drawing"),
-    *("processes", "saving", "logging"),
+    *("processes", "saving", "console", "logging"),
 )
 
 
@@ -37,18 +39,20 @@ def flag(
     *,
     aliases: tuple[str, ...] = (),
     choices: tuple[str, ...] = (),
+    synonyms: Mapping[str, str] = NO_SYNONYMS,
     const: str | None = None,
     comma_separated: bool = False,
     form: str = "",
 ) -> Any:
     """Return a dataclass field that is a flag of the command line.
 
-    text: its help. group: one of `GROUPS`. within: the range of a number. const: its value if it has no argument.
+    text: its help. group: one of `GROUPS`. within: the range of a number. synonyms: other words for some of `choices`.
+    const: its value if it has no argument.
     comma_separated: commas separate the words of a tuple, as spaces do, or the choices of a text. form: of a text, such
     as owner/name; words in capitals are numbers.
     """
     metadata = {"help": text, "group": group, "within": within, "aliases": aliases, "choices": choices}
-    metadata |= {"const": const, "comma_separated": comma_separated, "form": form}
+    metadata |= {"synonyms": synonyms, "const": const, "comma_separated": comma_separated, "form": form}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -61,10 +65,18 @@ def flags_of(kind: type[DataclassInstance]) -> list[dataclasses.Field[Any]]:
 class TrainOptions:
     """The flags of train.py."""
 
+    examples: ClassVar[tuple[str, ...]] = (
+        "python train.py               # the built-in job, in minutes without a GPU",
+        "python train.py --data my.yaml --weights yolov5n.pt --hyp finetune",
+        "python train.py --resume      # continues the newest run",
+    )
     weights: str = flag(
         "yolov5s.pt", "weights to start from: a .pt, a .safetensors or hf:owner/name; '' trains from scratch", "model"
     )
     cfg: str = flag("", "model YAML; '' takes the one inside --weights", "model")
+    allow_licence: tuple[str, ...] = flag(
+        (), "licences that --weights may have, such as mit,apache-2.0,bsd-3-clause", "model", comma_separated=True
+    )
     layers: str = flag(
         "", "Python file with your own layers, which the model YAML may name; the file is executed", "model"
     )
@@ -166,6 +178,17 @@ class TrainOptions:
     save_steps: int = flag(
         0, "optimizer steps between two saves for --resume; 0 saves only after each epoch", "saving", NOT_NEGATIVE
     )
+    keep_state: bool = flag(
+        False,
+        "keep the whole state of a finished run, so that --resume with more --epochs can continue it",
+        "saving",
+    )
+    weights_precision: str = flag(
+        "auto",
+        "precision of the numbers in weight files; auto is fp16 after training in bf16 or fp16, else fp32",
+        "saving",
+        choices=WEIGHT_PRECISIONS,
+    )
     time_limit: float = flag(
         0.0,
         "hours after which training stops at the next step, saved and validated; 0 never stops",
@@ -237,13 +260,13 @@ class TrainOptions:
     profile: str = flag(
         "",
         "profile the optimizer steps START:STOP, both included, such as 10:15: traces and the ten largest operators",
-        "logging",
+        "training",
         form="START:STOP",
     )
     verbose: bool = flag(
-        False, "also print the device of every process, and all classes after every validation", "logging"
+        False, "also print the device of every process, and all classes after every validation", "console"
     )
-    quiet: bool = flag(False, "print only warnings and the final table", "logging")
+    quiet: bool = flag(False, "print only warnings and the final table", "console")
     doctor: bool = flag(
         False, "do not train: check all processes and hosts, and report what would go wrong", "processes"
     )
@@ -255,6 +278,11 @@ class TrainOptions:
 class ValOptions:
     """The flags of val.py."""
 
+    examples: ClassVar[tuple[str, ...]] = (
+        "python val.py --weights runs/train/exp/weights/best.pt --data my.yaml",
+        "python val.py --weights best.pt --data my.yaml --task test --save-json",
+        "python val.py --weights best.pt --data my.yaml --task speed --batch-size 1",
+    )
     data: str = flag("data/coco128.yaml", "data set YAML", "data")
     weights: tuple[str, ...] = flag(
         ("yolov5s.pt",), "weights to validate: a file, or hf:owner/name; several are an ensemble", "model"
@@ -305,8 +333,8 @@ class ValOptions:
         choices=LOG_WITH,
         comma_separated=True,
     )
-    verbose: bool = flag(False, "one row per class and per object size, even if there are many classes", "logging")
-    quiet: bool = flag(False, "print only warnings and the row of all classes", "logging")
+    verbose: bool = flag(False, "one row per class and per object size, even if there are many classes", "console")
+    quiet: bool = flag(False, "print only warnings and the row of all classes", "console")
     noplots: bool = flag(False, "write no pictures into the run folder", "saving")
     save_txt: bool = flag(False, "write detections as labels/*.txt into the run folder", "saving")
     save_conf: bool = flag(False, "with --save-txt: add each detection's confidence", "saving")
@@ -335,6 +363,11 @@ class ValOptions:
 class DetectOptions:
     """The flags of detect.py."""
 
+    examples: ClassVar[tuple[str, ...]] = (
+        "python detect.py --weights best.pt --source photos",
+        "python detect.py --weights best.pt --source film.mp4 --conf-thres 0.5",
+        "python detect.py --weights best.pt --source 0 --view-img     # a camera",
+    )
     weights: tuple[str, ...] = flag(
         ("yolov5s.pt",), "weights: a .pt, an exported file, or hf:owner/name; several are an ensemble", "model"
     )
@@ -395,13 +428,18 @@ class DetectOptions:
     hide_conf: bool = flag(False, "draw names without confidences", "drawing")
     half: bool = flag(False, "weights and images in half precision on CUDA; other devices use full precision", "model")
     vid_stride: int = flag(1, "use every n-th frame of a video or stream", "images", Range(1))
-    quiet: bool = flag(False, "print only warnings and the last line", "logging")
+    quiet: bool = flag(False, "print only warnings and the last line", "console")
 
 
 @dataclass(frozen=True)
 class ExportOptions:
     """The flags of export.py."""
 
+    examples: ClassVar[tuple[str, ...]] = (
+        "python export.py --weights best.pt --include onnx",
+        "python export.py --weights best.pt --include onnx openvino --dynamic",
+        "python export.py --weights best.pt --include torchscript --nms --imgsz 640",
+    )
     weights: tuple[str, ...] = flag(
         ("yolov5s.pt",), "weights to export: a .pt, a .safetensors or hf:owner/name", "model"
     )
@@ -425,6 +463,7 @@ class ExportOptions:
         "writes the ONNX, and prints TensorRT's command for it",
         "format",
         choices=("torchscript", "onnx", "openvino", "exported", "safetensors", "engine"),
+        synonyms={"tensorrt": "engine", "trt": "engine", "pt2": "exported"},
     )
     dynamic: bool = flag(
         False, "ONNX, OpenVINO, .pt2: any number of images, of any height and width in whole strides", "format"
@@ -441,10 +480,10 @@ class ExportOptions:
     conf_thres: float = flag(0.25, "with --nms: lowest confidence of a detection", "NMS", SHARE)
     simplify: bool = flag(False, "has no effect: ONNX files are always simplified", "format")
     inplace: bool = flag(False, "has no effect: boxes are never decoded in place", "format")
-    verbose: bool = flag(False, "show the messages of the exporters", "logging")
+    verbose: bool = flag(False, "show the messages of the exporters", "console")
 
 
-OPTIONS_OF_SCRIPT = {"train": TrainOptions, "val": ValOptions}  # of the scripts that can be called from Python
+OPTIONS_OF_SCRIPT = {"train": TrainOptions, "val": ValOptions, "detect": DetectOptions, "export": ExportOptions}
 # The defaults of `python train.py` if none of --data, --cfg, --weights and --hyp is given.
 BUILT_IN_JOB: Mapping[str, Any] = {
     "weights": "",

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, find_hyperparameters
 from utils.config.options import GROUPS, TrainOptions, flags_of
-from utils.config.values import Range, accepts, has_form, separated
+from utils.config.values import Range, accepts, chosen, has_form, separated
 from utils.config.yolov5_flags import REFUSED
 from utils.console import is_silent
 from utils.errors import UserError, nearest
-from utils.files import read_yaml
+from utils.files import ROOT, read_yaml
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance, SupportsWrite
@@ -46,8 +46,8 @@ def given_flags(kind: type[DataclassInstance], argv: Sequence[str]) -> dict[str,
     parser, words = _build_parser(kind), _join_negative_overrides(argv)
     if "overrides" in kind.__dataclass_fields__:
         parser.epilog = (
-            f"{OVERRIDE_PREFIX}KEY VALUE sets a single hyperparameter, instead of the value in --hyp, such as "
-            f"{OVERRIDE_PREFIX}lr0 0.005"
+            f"{OVERRIDE_PREFIX}KEY VALUE sets a single hyperparameter, instead of the value in --hyp,\n"
+            f"such as {OVERRIDE_PREFIX}lr0 0.005"
         )
         for name in dict.fromkeys(word.split("=")[0] for word in words if word.startswith(OVERRIDE_PREFIX)):
             parser.add_argument(name, dest="overrides", action=_Override)
@@ -114,8 +114,23 @@ def check_suggested_defaults(values: object, source: Path, known: Sequence[str] 
     return defaults
 
 
+def version() -> str:
+    """Return the version of this repository, which pyproject.toml has."""
+    match = re.search(r'(?m)^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert match
+    return match[1]
+
+
 def _build_parser(kind: type[DataclassInstance]) -> argparse.ArgumentParser:
-    parser = _Parser(description=kind.__doc__, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    examples = "".join(f"\n  {example}" for example in getattr(kind, "examples", ()))
+    parser = _Parser(
+        usage="%(prog)s [flags]",
+        description=f"examples:{examples}" if examples else kind.__doc__,
+        formatter_class=_Formatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"lockstep {version()}")
     hints = typing.get_type_hints(kind)
     groups = {title: parser.add_argument_group(title) for title in GROUPS}  # empty ones are not shown
     for option in flags_of(kind):
@@ -153,7 +168,7 @@ def _argument(hint: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
     if metadata["choices"] and metadata["comma_separated"]:
         argument["type"] = _list_of(metadata["choices"])
     elif metadata["choices"]:
-        argument["choices"] = metadata["choices"]
+        argument |= {"choices": metadata["choices"], "type": lambda word: chosen(word, metadata)}
     if is_tuple:
         return {**argument, "nargs": "+", "action": _Words if metadata["comma_separated"] else "store"}
     if metadata["const"] is not None:
@@ -195,6 +210,16 @@ def _of_form(form: str) -> Callable[[str], str]:
         return text
 
     return convert
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Show each name of a flag once, with dashes, and the value after the last, so that lines fit."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = ", ".join(name for name in action.option_strings if "_" not in name)
+        value = "" if action.nargs == 0 else self._format_args(action, self._get_default_metavar_for_optional(action))
+        value = f"{value.partition(' [')[0]} ..." if action.nargs == "+" else value  # not `X [X ...]`
+        return f"{names} {value}".rstrip()
 
 
 class _Words(argparse.Action):

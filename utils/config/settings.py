@@ -31,6 +31,7 @@ class Settings:
         saved: the settings.yaml of the resumed run, None for a new one.
         is_fixed: options come from a resumed run and already include the defaults of task and data set.
         hyp: hyperparameters of the task.
+        origin: licence and origin of the weights, in every file that is made from them.
     """
 
     options: TrainOptions
@@ -38,6 +39,7 @@ class Settings:
     saved: Mapping[str, Any] | None = None
     is_fixed: bool = False
     hyp: Recipe = field(default_factory=Recipe)
+    origin: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def accumulation(self) -> int:
@@ -72,6 +74,10 @@ class Settings:
         layers |= hyp.flags({"epochs": self.options.epochs, **layers, **self.given}["epochs"])
         return dataclasses.replace(self, hyp=hyp, options=with_defaults(self.options, self.given, layers))
 
+    def names(self, flag: str, defaults: Mapping[str, Any]) -> bool:
+        """Return whether the command line, `defaults` or the settings of a resumed run give a flag's value."""
+        return self.is_fixed or flag in self.given or flag in defaults
+
     def for_weights(self, known: float | None) -> tuple[Settings, list[str]]:
         """Return the settings with `Recipe.for_weights`, and its messages; a resumed run has them already."""
         hyp, messages = (self.hyp, []) if self.saved else self.hyp.for_weights(known)
@@ -91,4 +97,5 @@ class Settings:
 
     def content(self, model_yaml: Mapping[str, Any], imgsz: int) -> dict[str, Any]:
         """Return the content of settings.yaml. imgsz: of the model, in whole strides."""
-        return {**self.flags(), "imgsz": imgsz, "hyperparameters": vars(self.hyp), "model": model_yaml}
+        parts = {"hyperparameters": vars(self.hyp), "model": model_yaml, **self.origin}
+        return {**self.flags(), "imgsz": imgsz, **parts}

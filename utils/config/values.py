@@ -62,6 +62,12 @@ def accepts(hint: Any, metadata: Mapping[str, Any], value: object) -> bool:
     return hint is bool or has_form(str(value), metadata.get("form", ""))
 
 
+def chosen(word: str, metadata: Mapping[str, Any]) -> str:
+    """Return the choice of a field that a word stands for, or the word itself. metadata: of the field."""
+    choice: str = metadata["synonyms"].get(word.lower(), word)
+    return choice
+
+
 def has_form(text: str, form: str) -> bool:
     """Return whether text is empty or of a form such as owner/name, in which words in capitals are numbers."""
     pattern = re.sub(r"\w+", lambda word: r"\d+" if word[0].isupper() else r"[\w.-]+", form)

@@ -23,15 +23,19 @@ REFUSED = {
     "workspace": "is not built in: pass it to trtexec, as --memPoolSize=workspace:4096 --onnx=best.onnx",
     "mlmodel": "is not built in: coremltools converts best.torchscript to Core ML",
     "cache": "is a flag of train.py; TensorRT's timing cache is trtexec --timingCacheFile=FILE --onnx=best.onnx",
-    "include coreml": "is made by coremltools on macOS: --include torchscript, then ct.convert of best.torchscript",
     **dict.fromkeys(
-        ("include saved_model", "include pb", "include tflite"),
+        ("include coreml", "include mlmodel"),
+        "is made by coremltools on macOS: --include torchscript, then ct.convert of best.torchscript",
+    ),
+    **dict.fromkeys(
+        ("include saved_model", "include pb", "include tflite", "include tensorflow"),
         "is made from ONNX: --include onnx, then onnx2tf -i best.onnx, which writes a SavedModel and .tflite files",
     ),
     "include edgetpu": "is made from ONNX: --include onnx, onnx2tf -i best.onnx -oiqt, edgetpu_compiler best.tflite",
     "include tfjs": "is made from ONNX: --include onnx, onnx2tf -i best.onnx, then tensorflowjs_converter; or run "
     "best.onnx in the browser with onnxruntime-web",
     "include paddle": "is made from ONNX: --include onnx, then x2paddle --framework=onnx --model=best.onnx",
+    "include ncnn": "is made from TorchScript: --include torchscript, then pnnx best.torchscript",
     "task study": "is not built in: call val.py once for each --imgsz, and compare their tables",
     # of classify/train.py
     "model": "is --weights here, or --cfg for a model from scratch, such as --cfg yolov5s-cls.yaml",

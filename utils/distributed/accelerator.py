@@ -19,6 +19,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataPara
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DDPCommunicationHookType, DynamoBackend, set_seed
 
+from utils.console import joined
 from utils.distributed import deepspeed
 from utils.distributed.allocator import keep_freed_memory
 from utils.distributed.collectives import broadcast_from_main
@@ -138,13 +139,13 @@ def plan(accelerator: Accelerator, batch_size: int, batches: int, epochs: int) -
     ]
 
 
-def describe(accelerator: Accelerator, precision: Precision) -> str:
-    """Describe torch's version, the device, the processes, precision and compiler of a run."""
+def describe(accelerator: Accelerator, precision: Precision) -> list[str]:
+    """Describe torch's version, the device, the processes, precision and compiler of a run, in lines that fit."""
     device = accelerator.device
     processes = plural(accelerator.num_processes, "process")
     if plugin := accelerator.state.deepspeed_plugin:
         processes += f" under DeepSpeed ZeRO-{deepspeed.stage(plugin)}"
     compiler = accelerator.state.dynamo_plugin.backend
-    compiled = "" if compiler == DynamoBackend.NO else f", compiled by {compiler.value.lower()}"
+    compiled = [] if compiler == DynamoBackend.NO else [f"compiled by {compiler.value.lower()}"]
     hardware = f"{device} ({describe_device(device)})"
-    return f"torch {torch.__version__}, {hardware}, {processes}, {precision}{compiled}"
+    return joined([f"torch {torch.__version__}", hardware, processes, str(precision), *compiled])

@@ -155,7 +155,7 @@ def loader_workers(requested: int) -> int:
 def describe_device(device: torch.device) -> str:
     """Return the threads of a CPU, or the name and memory of a GPU."""
     if device.type != "cuda":
-        return f"{torch.get_num_threads()} threads"
+        return plural(torch.get_num_threads(), "thread")
     memory = torch.cuda.get_device_properties(device).total_memory / 2**30
     return f"{torch.cuda.get_device_name(device)}, {memory:.0f} GiB"
 

@@ -19,7 +19,7 @@ from utils.distributed.deepspeed import gathered_parameters
 from utils.distributed.local_threads import LocalThreads, Meeting
 from utils.distributed.logical_processes import LogicalProcesses
 from utils.distributed.ranks import local_world_size, threads_per_process
-from utils.distributed.sync_batchnorm import add_statistics_by, average_statistics
+from utils.distributed.sync_batchnorm import Shares, average_statistics, normalise_together
 from utils.distributed.sync_dropout import draw_masks_of
 from utils.distributed.tree_sum import PartialSums, tree_sum, tree_sum_in_place, tree_sum_of_processes
 from utils.errors import UserError
@@ -62,11 +62,11 @@ class DistributedModel:
         self._flat, self._gradients = flat_like(self._trained)
         self._accumulated: dict[int, list[Tensor]] = {}  # gradients by logical process, over the batches of a step
         self._generators = [torch.Generator(device) for _ in self.replicas]
-        meeting = Meeting(logical.local, self.sum)
+        meeting = Meeting(logical.local)
         for number, (replica, generator) in enumerate(zip(self.replicas, self._generators, strict=True)):
             draw_masks_of(replica, logical.first + number, logical.count, generator)
             if logical.sync_bn:
-                add_statistics_by(replica, partial(meeting.sum, number))
+                normalise_together(replica, Shares(self.sum, partial(meeting.together, number)))
         self._usable_threads = 1  # on a GPU kernels are queued one after another anyway
         if device.type == "cpu":
             self._usable_threads = min(logical.local, threads_per_process(local_world_size()))

@@ -5,37 +5,33 @@ On a CPU each has one torch thread, and autograd runs in the thread that calls i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Barrier, BrokenBarrierError
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 T = TypeVar("T")
 
 
 class Meeting:
-    """A sum that threads add together, again and again: each gives its addend and waits for the others.
+    """What threads compute together, again and again: each brings its part and waits for the others."""
 
-    total: returns the sum of all addends; called by one of the threads.
-    """
+    def __init__(self, threads: int) -> None:
+        self._parts: list[Any] = [None] * threads
+        self._barrier = Barrier(threads, self._compute)
 
-    def __init__(self, threads: int, total: Callable[[Sequence[Tensor]], Tensor]) -> None:
-        self._addends = [torch.empty(0)] * threads
-        self._total = total
-        self._barrier = Barrier(threads, self._add)
-
-    def sum(self, number: int, addend: Tensor) -> Tensor:
-        """Return the sum, one tensor for all threads. number: of the thread, from 0."""
-        self._addends[number] = addend
+    def together(self, number: int, work: Callable[[list[Any]], T], part: Any) -> T:
+        """Return what `work` returns for the parts of all threads: one of them calls it. number: of the thread."""
+        self._parts[number] = part
+        self._work = work
         self._barrier.wait()
-        return self._sum  # the next one is not added before this thread comes again
+        return self._result  # the next one is not computed before this thread comes again
 
-    def _add(self) -> None:
-        self._sum = self._total(self._addends)
+    def _compute(self) -> None:
+        self._result = self._work(self._parts)
 
     def cancel(self) -> None:
         """Raise `BrokenBarrierError` in all threads that wait here, or will."""

@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 M = TypeVar("M", bound=nn.Module)
-Total = Callable[[Tensor], Tensor]  # returns the sum over the shares of the global batch
+T = TypeVar("T")
+Total = Callable[[Sequence[Tensor]], Tensor]
+
+
+def all_reduced(addends: Sequence[Tensor]) -> Tensor:
+    """Return the sum over all processes, which must call it together, of the only one of `addends`."""
+    (sums,) = addends
+    distributed.all_reduce(sums)
+    return sums
+
+
+def alone(work: Callable[[Sequence[Any]], T], part: Any) -> T:
+    """Return what `work` returns for the part of the only share of this process."""
+    return work([part])
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The shares of the global batch over which layers compute together. By default each process has one.
+
+    total: returns the sum over all shares of a tensor for each share of this process. together: returns what a function
+    returns for the parts of all shares of this process; called with the function and the caller's part.
+    """
+
+    total: Total = all_reduced
+    together: Callable[[Callable[[Sequence[Any]], Any], Any], Any] = alone
 
 
 def synchronise_batchnorm(model: M, over_processes: bool) -> M:
@@ -26,21 +53,15 @@ def synchronise_batchnorm(model: M, over_processes: bool) -> M:
             if isinstance(child, _BatchNorm) and not isinstance(child, ExactBatchNorm):
                 module.register_module(name, ExactBatchNorm.of(child))
     if over_processes:
-        add_statistics_by(model, all_reduced)
+        normalise_together(model, Shares())
     return model
 
 
-def add_statistics_by(model: nn.Module, total: Total) -> None:
-    """Let the `ExactBatchNorm` layers of `model` add the sums of the global batch by `total`."""
+def normalise_together(model: nn.Module, shares: Shares) -> None:
+    """Let the `ExactBatchNorm` layers of `model` use the statistics of the global batch, which has these `shares`."""
     for module in model.modules():
         if isinstance(module, ExactBatchNorm):
-            module.total = total
-
-
-def all_reduced(sums: Tensor) -> Tensor:
-    """Return the sum over all processes, which must call it together."""
-    distributed.all_reduce(sums)
-    return sums
+            module.shares = shares
 
 
 @torch.no_grad()
@@ -69,14 +90,14 @@ def _running_statistics(model: nn.Module) -> list[Tensor]:
 class ExactBatchNorm(_BatchNorm):
     """BatchNorm with exact statistics in any memory layout.
 
-    Input and output (b, channels, ...). total: if given, the statistics are those of the global batch; it is called
-    once forward and once backward, and all processes must call the layer together.
+    Input and output (b, channels, ...). shares: if given, the statistics are those of the global batch, and all shares
+    must call the layer together, forward and backward.
 
     torch's CPU kernel for channels_last accumulates each channel in one float32: on a map of 160 x 160 the relative
     error of the variance is 7e-5, and depends on the number of threads.
     """
 
-    total: Total | None = None
+    shares: Shares | None = None
 
     @classmethod
     def of(cls, layer: _BatchNorm) -> ExactBatchNorm:
@@ -91,27 +112,24 @@ class ExactBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
-        local_count = input.numel() / input.shape[1]
-        count: float | Tensor = local_count
-        mean, variance = _moments(input.detach())
-        if self.total:
-            count, mean, variance = _global_moments(local_count, mean, variance, self.total)
-        elif local_count == 1:
+        count, local = input.numel() / input.shape[1], _kernel_moments(input.detach())
+        if self.shares:
+            moments = self.shares.together(partial(_global_moments, self.shares.total), (count, *local))
+        elif count > 1:
+            moments = _Moments.of(count, *_merged(*local), local[0].dtype)
+        else:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
-        self._update_running_statistics(count, mean, variance)
-        precise = torch.promote_types(input.dtype, torch.float32)
-        return _Normalise.apply(
-            input, self.weight, self.bias, mean.to(precise), variance.to(precise), self.eps, count, self.total
-        )
+        self._update_running_statistics(moments)
+        return _Normalise.apply(input, self.weight, self.bias, moments, self.eps, self.shares)
 
     @torch.no_grad()
-    def _update_running_statistics(self, count: float | Tensor, mean: Tensor, variance: Tensor) -> None:
+    def _update_running_statistics(self, moments: _Moments) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked += 1
         share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean), share)
-        self.running_var.lerp_((variance * (count / (count - 1))).to(self.running_var), share)
+        self.running_mean.lerp_(moments.mean.to(self.running_mean), share)
+        self.running_var.lerp_(moments.unbiased.to(self.running_var), share)
 
 
 def _widened(values: Tensor) -> Tensor:
@@ -125,26 +143,48 @@ def _widened(values: Tensor) -> Tensor:
     return values.permute(0, 2, 3, 1).flatten(2).unsqueeze(2).permute(0, 3, 1, 2)
 
 
-def _moments(input: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance per channel of this process's batch, at least as exact as float32."""
+def _kernel_moments(input: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance (w, channels) of w equal parts of each channel, at least as exact as float32."""
     wide = _widened(input.to(torch.promote_types(input.dtype, torch.float32)))
     # BatchNorm's own kernel, without running statistics: on the CPU four times as fast as torch.var_mean.
-    means, variances = (part.view(-1, input.shape[1]) for part in torch.batch_norm_update_stats(wide, None, None, 0.0))
+    means, variances = torch.batch_norm_update_stats(wide, None, None, 0.0)
+    return means.view(-1, input.shape[1]), variances.view(-1, input.shape[1])
+
+
+def _merged(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance (channels) of the whole batch of a share; arguments as `_kernel_moments`."""
     if len(means) == 1:
         return means[0], variances[0]
     between, mean = torch.var_mean(means, 0, correction=0)
     return mean, variances.mean(0).add_(between)
 
 
-def _global_moments(count: float, mean: Tensor, variance: Tensor, total: Total) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the values per channel (), mean and biased variance per channel of the global batch, in float64.
+class _Moments(NamedTuple):
+    """Mean, biased and unbiased variance per channel of a batch, and the number of its values per channel."""
 
-    The sums of squares in float64 add a negligible error to each share's moments.
+    values: float | Tensor
+    mean: Tensor
+    variance: Tensor
+    unbiased: Tensor
+
+    @classmethod
+    def of(cls, count: float | Tensor, mean: Tensor, variance: Tensor, dtype: torch.dtype) -> _Moments:
+        return cls(count, mean.to(dtype), variance.to(dtype), (variance * (count / (count - 1))).to(dtype))
+
+
+def _global_moments(total: Total, shares: Sequence[tuple[float, Tensor, Tensor]]) -> _Moments:
+    """Return the moments of the global batch. shares: count and `_kernel_moments` of each share of this process.
+
+    Added in float64, in which the sums of squares add a negligible error to each share's moments.
     """
-    mean, variance = mean.double(), variance.double()
-    sums = total(torch.cat((mean.new_full((1,), count), count * mean, count * (variance + mean**2))))
+    sums = total([_sums(count, *_merged(means, variances)) for count, means, variances in shares])
     mean, square = (sums[1:] / sums[0]).chunk(2)
-    return sums[0], mean, (square - mean**2).clamp(min=0)
+    return _Moments.of(sums[0], mean, (square - mean**2).clamp(min=0), shares[0][1].dtype)
+
+
+def _sums(count: float, mean: Tensor, variance: Tensor) -> Tensor:
+    mean, variance = mean.double(), variance.double()
+    return torch.cat((mean.new_full((1,), count), count * mean, count * (variance + mean**2)))
 
 
 class _Normalise(torch.autograd.Function):
@@ -156,41 +196,38 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        mean: Tensor,
-        variance: Tensor,
-        eps: float,
-        count: float | Tensor,
-        total: Total | None,
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, moments: _Moments, eps: float, shares: Shares | None
     ) -> Tensor:
-        ctx.save_for_backward(input, weight, mean, variance)
-        ctx.eps, ctx.count, ctx.total = eps, count, total
-        return nn.functional.batch_norm(input, mean, variance, weight, bias, False, 0.0, eps)
+        ctx.save_for_backward(input, weight, moments.mean, moments.variance)
+        ctx.eps, ctx.values, ctx.shares = eps, moments.values, shares
+        return nn.functional.batch_norm(input, moments.mean, moments.variance, weight, bias, False, 0.0, eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, variance = ctx.saved_tensors
-        deviation = (variance + ctx.eps).rsqrt()
         # In channels_last torch's sums over the gradient are not exact: relative errors of 1e-5 in the gradients of
         # weight and bias on the largest maps, and of less than 1e-6 in that of the input.
         backward = torch.ops.aten.native_batch_norm_backward.default
-        if not ctx.total:
+        if not ctx.shares:
             mask = [True, weight is not None, weight is not None]
-            statistics = (None, None, mean, deviation)
+            statistics = (None, None, mean, (variance + ctx.eps).rsqrt())
             gradients = backward(grad, input, weight, *statistics, train=True, eps=ctx.eps, output_mask=mask)
-            return *gradients, None, None, None, None, None
+            return *gradients, None, None, None
         gains = torch.ones_like(mean) if weight is None else weight
         _, for_weight, for_bias = backward(
             grad, input, gains, mean, variance, None, None, train=False, eps=ctx.eps, output_mask=[False, True, True]
         )
-        sums = ctx.total(torch.cat((for_weight, for_bias)).double())
-        slope, shift = (part.to(mean) for part in (sums / ctx.count).chunk(2))
-        scale = deviation * gains
+
+        def factors(gradients: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+            """Return scale, -scale * mean(g x) and -scale * mean(g) per channel."""
+            sums = ctx.shares.total([torch.cat(each).double() for each in gradients])
+            slope, shift = (part.to(mean) for part in (sums / ctx.values).chunk(2))
+            scale = (variance + ctx.eps).rsqrt() * gains
+            return scale, -scale * slope, -scale * shift
+
+        scale, slope, shift = ctx.shares.together(factors, (for_weight, for_bias))
         # -scale (x slope + shift), x the normalised input, is a normalisation too; addcmul_ adds scale g.
-        for_input = nn.functional.batch_norm(input, mean, variance, -scale * slope, -scale * shift, False, 0.0, ctx.eps)
+        for_input = nn.functional.batch_norm(input, mean, variance, slope, shift, False, 0.0, ctx.eps)
         for_input.addcmul_(grad, scale.view(-1, *[1] * (input.dim() - 2)).to(input.dtype))
         parameters = (None, None) if weight is None else (for_weight, for_bias)
-        return for_input, *parameters, None, None, None, None, None
+        return for_input, *parameters, None, None, None

@@ -34,7 +34,7 @@ POLL_SECONDS = 0.05  # between two looks at the store
 
 
 def run_doctor(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> None:
-    """Check all processes of this launch; the main one prints a table, errors and warnings.
+    """Check all processes of this launch; the main one prints lines about the data, a table, errors and warnings.
 
     flags: the command line by name, `comm_hook`, `device`, `dist_timeout`, `project` and `workers` among them. read:
     returns the inputs of the job; raises `UserError`. If the job would fail all processes end here with exit code 1.
@@ -49,7 +49,7 @@ def run_doctor(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> None:
         findings = [*check_ranks(store, facts, timeout), *compare(facts)]
         errors = sum(finding.serious for finding in findings)
         verdict = f"the job would fail: {plural(errors, 'error')} to fix first" if errors else "the job can start"
-        print(*table(facts), *findings, verdict, sep="\n", flush=True)
+        print(*facts[0].messages, *table(facts), *findings, verdict, sep="\n", flush=True)
         store.write_once("errors", errors)
         _wait(lambda: store.count("left", 0) >= len(facts) - 1, LEAVE_SECONDS)
     elif not _wait(lambda: store.is_written("errors"), timeout + MARGIN_SECONDS):

@@ -35,7 +35,8 @@ CODE_FILES = (
     *(f"{part}/**/*.{kind}" for part in ("models", "data", "utils") for kind in ("py", "yaml")),
 )
 MACHINE_FILES = ("accelerate_configs/*.yaml", "data/*.yaml")  # may hold a machine's own rank, or its path to the data
-Inputs = tuple[Mapping[str, Any], Mapping[str, Sequence[Path]]]  # settings by name, and the job's files by purpose
+# Settings by name, the job's files by purpose, and lines about its data.
+Inputs = tuple[Mapping[str, Any], Mapping[str, Sequence[Path]], Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class ProcessFacts:
     # What must be the same everywhere, by group (`comparison.REMEDIES`) and name; a group is empty after an error.
     compared: dict[str, dict[str, str]] = field(default_factory=dict)
     errors: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()  # about the data, as at a start
 
 
 def examine_process(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> ProcessFacts:
@@ -71,7 +73,7 @@ def examine_process(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> Pro
     attempt(lambda: refuse_comm_hook(flags["comm_hook"]), None)
     attempt(lambda: refuse_unsupported_launch(flags["device"]), None)
     kind = attempt(lambda: device_kind(flags["device"]), "")
-    inputs, files = attempt(read, ({}, {}))
+    inputs, files, messages = attempt(read, ({}, {}, ()))
     if is_requested() and (missing := missing_packages()):
         errors.append(f"DeepSpeed is requested, but {' and '.join(missing)} cannot be imported; install them here too")
     project = Path(flags["project"]).absolute()
@@ -99,6 +101,7 @@ def examine_process(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> Pro
             "device types": {"the type of device": _device_type(kind)} if kind else {},
         },
         errors=tuple(errors),
+        messages=tuple(messages),
     )
 
 

@@ -46,6 +46,7 @@ def _draw_results(documents: Documents) -> np.ndarray | None:
 
 def _draw_confusion(documents: Documents, by_share: bool) -> np.ndarray | None:
     counts, names = read_confusion(documents.table("confusion_matrix.csv"))
+    by_share = by_share and names[1:] != ["background"]  # the share of a single class is its recall alone
     return render(confusion_figure, counts, names, by_share) if names else None
 
 

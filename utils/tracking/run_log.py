@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 EXAMPLES_KEY = "examples/validation"
 EXAMPLES_PER_RUN = 10  # times that examples are logged if no interval is given
-OFFICIAL_LICENCE = "agpl-3.0"  # on the Hub, of YOLOv5's release files and of what is trained from them
 TABLES = ("classes.csv",)  # logged whenever an epoch is the best so far
 CHARTS = ("PR_curve.csv", "curves.csv", "mask_PR_curve.csv", "mask_curves.csv", "confusion_matrix.csv")  # at the end
 ID_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -196,12 +195,11 @@ class RunLog:
         if not (repository := self.options.push_to_hub):
             return
         settings = content["settings"]
-        is_official = re.fullmatch(task.official_weights, Path(settings["weights"]).name)
         card = model_card(
             repository,
             data=Path(settings["data"]).stem,
             tag=task.hub_tag,
-            licence=OFFICIAL_LICENCE if is_official else UNKNOWN_LICENCE,
+            licence=UNKNOWN_LICENCE if content["licence"] == "yours" else content["licence"],
             values=best.metrics,
             names=self.class_names,
             command=shlex.join(["python", "train.py", *words_of(self.options.given)]),

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from utils.errors import plural
+
 if TYPE_CHECKING:
     from models.tasks.contract import Model
 
@@ -69,5 +71,6 @@ def ramp_of(share: float, updates: int) -> float:
 
 def ramp_messages(ramp: float, updates: int) -> list[str]:
     """Return a message for a shorter ramp than usual. updates: optimizer steps of the run."""
-    shorter = f"EMA: a ramp of {ramp:.0f} steps instead of {RAMP_UPDATES}, for the run has only {updates:,}"
+    steps = plural(round(ramp), "step")
+    shorter = f"EMA: a ramp of {steps} instead of {RAMP_UPDATES}, for the run has only {updates:,}"
     return [shorter] * (ramp < RAMP_UPDATES)

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from utils.errors import plural
+
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 MIN_WARMUP_BATCHES = 100
 BIAS, WEIGHT, NORM = range(3)  # order of the groups, and so of x/lr0, x/lr1, x/lr2 in results.csv
@@ -132,5 +134,5 @@ def warmup_messages(schedule: Schedule) -> list[str]:
     """Return a message for a shorter warm-up than usual."""
     usual = replace(schedule, warmup_share=0.0).warmup
     share = f"{schedule.warmup_share:.0%} of the run's {schedule.epochs * schedule.batches:,}"
-    shorter = f"warm-up: {schedule.warmup} batches instead of {usual}, for they are {share}"
+    shorter = f"warm-up: {plural(schedule.warmup, 'batch')} instead of {usual}, for they are {share}"
     return [shorter] * (schedule.warmup < usual)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from utils.checkpoint.progress import Progress
-from utils.console import Bar, RemainingTime, duration
+from utils.console import Bar, RemainingTime, columns, duration
 from utils.errors import plural
 from utils.summary import Summary
 from utils.training.step_log import used_memory
@@ -39,9 +39,18 @@ def epoch_lines(
 
     rate: images per second. skipped: optimizer steps skipped so far.
     """
-    scores = [f"{title} {value:.3f}" for title, value in _headline(summary).items()] if summary else []
-    groups = [_loss_texts(losses, 4), scores, [f"{rate:.0f} img/s"] if rate else []]
-    lines = [f"epoch {epoch + 1}/{epochs}: {', '.join(' '.join(group) for group in groups if group)}"]
+    head = f"epoch {epoch + 1}/{epochs}: "
+    scores = [" ".join(f"{title} {value:.3f}" for title, value in _headline(summary).items())] if summary else []
+    images = [f"{rate:.0f} img/s"] if rate else []
+    # What is too wide for the terminal has fewer digits; if that is not enough, the rate is left out.
+    fitting = (
+        line
+        for rest in ([*scores, *images], scores)
+        for digits in (4, 3)
+        if len(line := head + ", ".join([" ".join(_loss_texts(losses, digits)), *rest])) <= columns()
+    )
+    shortest = head + ", ".join([" ".join(_loss_texts(losses, 2)), *scores])
+    lines = [next(fitting, shortest)]
     if skipped:
         lines.append(f"  {plural(skipped, 'optimizer step')} skipped so far: gradients that are not finite")
     return lines
@@ -68,9 +77,11 @@ def epoch_timing(bar: Bar, validation_seconds: float, progress: Progress) -> dic
 
 def best_epoch_table(progress: Progress, best: Summary, brief: bool) -> list[str]:
     """Return the table of the best epoch as lines of text, with a hint if the fitness is near 0."""
-    head = f"best epoch: {progress.best_epoch + 1} of {progress.epoch}, fitness {progress.best:.4f}"
+    share = progress.best / best.highest_fitness
+    of = f" ({progress.best:.4f} of {best.highest_fitness:g})" if best.highest_fitness != 1 else ""
+    head = f"best epoch: {progress.best_epoch + 1} of {progress.epoch}, fitness {share:.4f}{of}"
     table = [head, *best.table(brief)]
-    if not brief and progress.best < LOW_FITNESS:
+    if not brief and share < LOW_FITNESS:
         table.append("the fitness is near 0: docs/map-is-zero.md lists the causes")
     return table
 

@@ -131,7 +131,7 @@ class Detect(DetectionHead):
         return decode(RawView(outputs, self.anchors.float(), self.stride.float(), more=more))
 
     def keep(self, prefix: str, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]) -> str:
-        """Copy boxes, objectness, and classes of equal names if the anchors are the same; return a message."""
+        """Copy boxes, objectness, and classes of equal names if the anchors are the same; return it in words."""
         return keep_head(self, prefix, state, names, new)
 
     def adapt(self, model: Model, split: BoxSplit, hyp: Hyperparameters) -> list[str]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
-from models.heads.transferred import classes_in_words
 from models.weights.transfer import same_names
+from utils.errors import plural
 
 if TYPE_CHECKING:
     from models.heads.anchors.head import Detect
@@ -22,7 +22,7 @@ ANCHOR_TOLERANCE = 0.01  # relative; official files hold half precision
 def keep_head(
     head: Detect, prefix: str, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]
 ) -> str:
-    """Copy rows of a file's head into the model's, and return a message: what was taken, or why nothing was.
+    """Copy rows of a file's head into the model's, and return in words what was taken, or why nothing was.
 
     The rows of box and objectness are those of the same anchor; those of a class are those of the class of the same
     name, whatever its number; other classes stay as they are. Masks of a segmenter are kept if the file has them.
@@ -30,7 +30,7 @@ def keep_head(
     """
     anchors = state.get(f"{prefix}.anchors")
     if anchors is None or anchors.shape != head.anchors.shape or not _close(anchors, head.anchors):
-        return "the head is new: its anchors are not those of the weights"
+        return "not its head: it has other anchors"
     same = same_names(names, new)
     taken = 0
     for number, convolve in enumerate(head.m):
@@ -46,9 +46,8 @@ def keep_head(
         for part, source in fitting.items():
             _copy_rows(_by_anchor(convolve.get_parameter(part), head.na), source, head.nc, len(names), same)
     if not taken:
-        return "the head is new: its layers are not those of the weights"
-    classes = classes_in_words(same, new)
-    return f"head taken over from the weights, because its anchors are the same: boxes, objectness, {classes}"
+        return "not its head: its layers differ"
+    return f"of its head the boxes and {len(same) or 'none'} of {plural(len(new), 'class')}"
 
 
 def _close(first: Tensor, second: Tensor) -> bool:

@@ -98,5 +98,5 @@ class DetectDFL(DetectionHead):
         return torch.cat((decoded[..., :4], torch.ones_like(decoded[..., :1]), decoded[..., 4:]), -1)
 
     def keep(self, prefix: str, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]) -> str:
-        """Copy the branches of the boxes, and what fits of the classes' of equal names; return a message."""
+        """Copy the branches of the boxes, and what fits of the classes' of equal names; return it in words."""
         return keep_head(self, prefix, state, names, new)

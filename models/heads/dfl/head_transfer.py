@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from models.heads.transferred import classes_in_words
 from models.weights.transfer import same_names
+from utils.errors import plural
 
 if TYPE_CHECKING:
     from models.heads.dfl.head import DetectDFL
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def keep_head(
     head: DetectDFL, prefix: str, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]
 ) -> str:
-    """Copy the class rows of a file's head into the model's, and return a message: what was taken, or why nothing was.
+    """Copy the class rows of a file's head into the model's, and return in words what was taken, or why nothing was.
 
     The branches of the boxes and, if they are as wide, the first layers of the classes have been loaded by their names.
     The last layer's rows are those of the class of the same name, whatever its number; other classes stay as they are.
@@ -40,5 +40,5 @@ def keep_head(
                 for row, of_file in same.items():
                     target[row] = source[of_file]
     if not taken:
-        return "the class scores of the head are new: the layers before them are not those of the weights"
-    return f"head taken over from the weights: boxes, {classes_in_words(same, new)}"
+        return "of its head the boxes, not the classes: the layers before them differ"
+    return f"of its head the boxes and {len(same) or 'none'} of {plural(len(new), 'class')}"

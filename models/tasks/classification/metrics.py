@@ -10,13 +10,12 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from models.tasks.classification.prediction import ClassificationPrediction, most_probable
+from models.tasks.classification.prediction import TOP_CLASSES, ClassificationPrediction, most_probable
 from models.tasks.contract import Image, Metrics, Prediction
 from utils.batch import Batch, ClassInfo, Split
-from utils.console import short_name
 from utils.files import csv_text
 from utils.plots.drawing import draw_captioned
-from utils.summary import Summary, confusion_text, dense_counts, sparse_counts
+from utils.summary import Row, Summary, confusion_text, dense_counts, sparse_counts
 
 CLASSIFICATION_METRICS = ("accuracy_top1", "accuracy_top5")
 DRAWN_MISTAKES = 16
@@ -64,9 +63,10 @@ class ClassificationMetrics(Metrics):
             metric: {name: float(values[k]) for k, name in labelled.items()}
             for metric, values in (("precision", precision), ("recall", recall))
         }
-        overall, details = self._table(confusion.sum(1), precision, recall, top1, top5)
+        top = {"top-1": top1, "top-5": top5} if len(self.names) > TOP_CLASSES else {"top-1": top1}
+        overall, details = self._table(confusion.sum(1), precision, recall, top)
         metrics = dict(zip(CLASSIFICATION_METRICS, (top1, top5), strict=True))
-        headline = {"top-5": top5, "top-1": top1}
+        headline = dict(reversed(top.items()))
         return Summary(metrics, top1, overall, details, evidence, by_class=by_class, headline=headline)
 
     def documents(self, summary: Summary) -> dict[str, str]:
@@ -95,18 +95,16 @@ class ClassificationMetrics(Metrics):
         return {"mistakes.jpg": draw_captioned(images, captions)}
 
     def _table(
-        self, images: np.ndarray, precision: np.ndarray, recall: np.ndarray, top1: float, top5: float
-    ) -> tuple[list[str], list[str]]:
-        """Return the table's header with the row of all classes, and a row per class. Arrays: (c,)."""
-        row = "{:>22} {:>9} {:>9} {:>9} {:>9} {:>9}"
-        number = "{:.4f}".format
-        head = row.format("Class", "Images", "P", "R", "top-1", "top-5")
-        overall = row.format("all", images.sum(), *map(number, (precision.mean(), recall.mean(), top1, top5)))
-        details = [
-            row.format(short_name(name), images[k], number(precision[k]), number(recall[k]), "-", "-")
-            for k, name in self.names.items()
-        ]
-        return [head, overall], details
+        self, images: np.ndarray, precision: np.ndarray, recall: np.ndarray, top: Mapping[str, float]
+    ) -> tuple[list[Row | str], list[Row | str]]:
+        """Return the table's titles with the row of all classes, and a row per class.
+
+        Arrays: (c,). top: accuracies by their titles.
+        """
+        titles = ("Class", "Images", "P", "R", *top)
+        overall: Row = ("all", int(images.sum()), float(precision.mean()), float(recall.mean()), *top.values())
+        columns = (self.names.values(), images.tolist(), precision.tolist(), recall.tolist())
+        return [titles, overall], [(*row, *"-" * len(top)) for row in zip(*columns, strict=True)]
 
 
 def precision_and_recall(confusion: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

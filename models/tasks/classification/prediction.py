@@ -34,6 +34,8 @@ class ClassificationPrediction(Prediction):
 
     probabilities: Tensor  # float32 (classes,), on the CPU
 
+    VALUES = (*Prediction.VALUES, "probs", "top5")
+
     @property
     def array(self) -> np.ndarray:
         """Return the probability of each class, float32 (classes,)."""

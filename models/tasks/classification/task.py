@@ -57,7 +57,7 @@ class ClassificationTask(Task):
     """Classification by torchvision's models (`architecture:` in the model YAML) or layers with a `Classify` head."""
 
     recipe = ClassificationRecipe
-    # Without --weights training starts from scratch: YOLOv5's default weights are a detector's.
+    # YOLOv5's default weights are a detector's.
     defaults: ClassVar[Mapping[str, Any]] = {
         "weights": "",
         "hyp": "data/hyps/classify.yaml",
@@ -72,6 +72,7 @@ class ClassificationTask(Task):
     }
     loss_names = ("loss",)
     metric_names = CLASSIFICATION_METRICS
+    prefers_trained = True
     official_weights = r"yolov5[nsmlx]-cls\.pt"
     hub_tag = "image-classification"
 

@@ -26,14 +26,13 @@ from models.tasks.detection.scores import (
     score_sizes,
 )
 from utils.batch import Batch
-from utils.console import short_name
 from utils.files import csv_text
-from utils.summary import Box, Example, Summary, confusion_text, dense_counts, sparse_counts
+from utils.summary import Box, Example, Row, Summary, confusion_text, dense_counts, sparse_counts
 
 FITNESS_WEIGHTS = {"mAP_0.5": 0.1, "mAP_0.5:0.95": 0.9}  # YOLOv5's
 MAX_MAP_CONFIDENCE = 0.01  # with a higher threshold mAP is another number: see docs/validation.md
 CLASS_COLUMNS = ("class", "images", "instances", "precision", "recall", "AP50", "AP50-95")  # of classes.csv
-Row = Sequence[float]  # of a table of plain numbers
+SIZES_TITLE = "  by size, the square root of an object's area in pixels of the image's file:"
 
 
 class DetectionMetrics(Metrics):
@@ -55,7 +54,7 @@ class DetectionMetrics(Metrics):
         fitness = sum(weight * metrics[name] for name, weight in FITNESS_WEIGHTS.items())
         overall, details = _tables(self.names, len(records), scores, score_sizes(joined))
         evidence = detection_evidence(records, scores, len(self.names))
-        headline = {"mAP50": metrics["mAP_0.5"], "mAP50-95": metrics["mAP_0.5:0.95"]}
+        headline = {"mAP50": metrics["mAP_0.5"], "mAP": metrics["mAP_0.5:0.95"]}
         by_class = ap_by_class(scores, self.names)
         return Summary(metrics, fitness, overall, details, evidence, by_class=by_class, headline=headline)
 
@@ -104,20 +103,15 @@ class DetectionMetrics(Metrics):
 
 def _tables(
     names: Mapping[int, str], images: int, scores: ClassScores, sizes: Sequence[SizeScores]
-) -> tuple[list[str], list[str]]:
-    """Return the table's header with the row of all classes, and a row per class and per object size."""
-    row = "{:>22} {:>9} {:>9} {:>10} {:>10} {:>10} {:>10}"
-    number = "{:.4f}".format
-    head = row.format("Class", "Images", "Instances", "P", "R", "mAP50", "mAP50-95")
-    overall = row.format("all", images, int(scores.instances.sum()), *map(number, scores.means().values()))
-    columns = (scores.classes, scores.images, scores.instances, scores.precision, scores.recall, scores.ap)
-    details = [
-        row.format(short_name(names[int(k)]), of_class, count, *map(number, (precision, recall, ap[0], ap.mean())))
-        for k, of_class, count, precision, recall, ap in zip(*columns, strict=True)
-    ]
-    for size in sizes:
-        details.append(row.format(size.title, images, size.instances, "-", "-", number(size.ap50), number(size.ap)))
-    return [head, overall], details
+) -> tuple[list[Row | str], list[Row | str]]:
+    """Return the table's titles with the row of all classes, and a row per class and per object size."""
+    titles = ("Class", "Images", "Instances", "P", "R", "mAP50", "mAP50-95")
+    overall: Row = ("all", images, int(scores.instances.sum()), *scores.means().values())
+    details: list[Row | str] = [(names[row[0]], *row[1:]) for row in class_values(scores)]
+    if sizes:
+        details.append(SIZES_TITLE)
+    details += [(size.title, images, size.instances, "-", "-", size.ap50, size.ap) for size in sizes]
+    return [titles, overall], details
 
 
 def ap_by_class(scores: ClassScores, names: Mapping[int, str]) -> dict[str, dict[str, float]]:
@@ -128,12 +122,17 @@ def ap_by_class(scores: ClassScores, names: Mapping[int, str]) -> dict[str, dict
     }
 
 
-def score_evidence(scores: ClassScores) -> dict[str, Any]:
-    """Return the rows of `class_rows` and the curves, as plain values and tensors."""
+def class_values(scores: ClassScores) -> list[list[Any]]:
+    """Return number, images, labels and scores of each class that has labels, as plain values."""
     columns = (scores.precision, scores.recall, scores.ap[:, 0], scores.ap.mean(1))
     counts = (scores.classes, scores.images, scores.instances)
+    return [list(row) for row in zip(*(values.tolist() for values in (*counts, *columns)), strict=True)]
+
+
+def score_evidence(scores: ClassScores) -> dict[str, Any]:
+    """Return the rows of `class_rows` and the curves, as plain values and tensors."""
     return {
-        "classes": [list(row) for row in zip(*(values.tolist() for values in (*counts, *columns)), strict=True)],
+        "classes": class_values(scores),
         "curves": {
             name: torch.from_numpy(values.astype(np.float32)) for name, values in scores.curves._asdict().items()
         },
@@ -162,7 +161,7 @@ def detection_evidence(records: Sequence[ImageRecord], scores: ClassScores, clas
     }
 
 
-def class_rows(names: Sequence[str], classes: Sequence[Row]) -> Iterator[list[Any]]:
+def class_rows(names: Sequence[str], classes: Sequence[Sequence[float]]) -> Iterator[list[Any]]:
     """Iterate over the rows of classes.csv, one for every class.
 
     classes: number, images, labels and scores of the classes that have labels.
@@ -176,7 +175,7 @@ def class_rows(names: Sequence[str], classes: Sequence[Row]) -> Iterator[list[An
             yield [name, 0, 0, *[""] * 4]
 
 
-def curve_rows(names: Sequence[str], classes: Sequence[Row], *curves: Tensor) -> Iterator[list[str]]:
+def curve_rows(names: Sequence[str], classes: Sequence[Sequence[float]], *curves: Tensor) -> Iterator[list[str]]:
     """Iterate over the rows of a curve's file: class, point and values, for every class that has labels.
 
     curves: (c, 201) each.

@@ -28,10 +28,36 @@ class DetectionPrediction(BoxPrediction):
     labels: np.ndarray  # float32 (m, 5): class, normalised xywh
     iou_thres: float  # overlap above which `with_labels` drops a detection of a labelled object
 
+    VALUES = (*BoxPrediction.VALUES, "boxes", "xyxy", "xywh", "xyxyn", "xywhn")
+
     @property
     def array(self) -> np.ndarray:
         """Return the detections as float32 (k, 6): xyxy in pixels of the file, confidence, class."""
         return np.array(self.rows.numpy(), np.float32)
+
+    @property
+    def xyxy(self) -> np.ndarray:
+        """`array`, by YOLOv5's name."""
+        return self.array
+
+    @property
+    def xywh(self) -> np.ndarray:
+        """The detections, float32 (k, 6): centre and size in pixels of the file, confidence, class."""
+        return self._with_boxes(xyxy_to_xywh(self.rows[:, :4]))
+
+    @property
+    def xyxyn(self) -> np.ndarray:
+        """`xyxy` with boxes as shares of width and height."""
+        return self._with_boxes(self.rows[:, :4] / torch.tensor(self.size * 2))
+
+    @property
+    def xywhn(self) -> np.ndarray:
+        """`xywh` with boxes as shares of width and height."""
+        return self._with_boxes(xyxy_to_xywh(self.rows[:, :4]) / torch.tensor(self.size * 2))
+
+    def _with_boxes(self, boxes: Tensor) -> np.ndarray:
+        """Return `array` with other boxes (k, 4)."""
+        return np.array(torch.cat((boxes, self.rows[:, 4:]), 1).numpy(), np.float32)
 
     @property
     def boxes(self) -> np.ndarray:

@@ -62,7 +62,7 @@ class SizeScores(NamedTuple):
     @property
     def title(self) -> str:
         """The name of the row in a table."""
-        return f"{self.low:g}{f'-{self.high:g}' if self.high < np.inf else '+'} px of the file"
+        return f"{self.low:g}{f'-{self.high:g}' if self.high < np.inf else '+'} px"
 
 
 class JoinedRecords(NamedTuple):

@@ -107,13 +107,13 @@ class DetectionTask(Task):
         """Draw a grid of the batch's images with their targets."""
         return draw_targets(batch.images.cpu().numpy(), batch.targets.cpu().numpy(), self.names)
 
-    def keep_head(self, model: Model, state: Mapping[str, Tensor], names: Mapping[int, str]) -> list[str]:
+    def keep_head(self, model: Model, state: Mapping[str, Tensor], names: Mapping[int, str]) -> str:
         """Copy boxes, objectness, and classes of equal names from a weight file, if the hyperparameters say so."""
         if not self.hyp.keep_head or dict(names) == self.names:
-            return []
+            return ""
         head = head_of(model)
         prefix = next(name for name, module in model.named_modules() if module is head)
-        return [head.keep(prefix, state, names, self.names)]
+        return head.keep(prefix, state, names, self.names)
 
     def adapt(self, model: Model, split: BoxSplit) -> list[str]:
         """Fit the head to the training boxes, by AutoAnchor if it has anchors; return messages."""

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-import numpy as np
-
 from models.tasks.contract import Prediction
 from models.tasks.detection.metrics import (
     CLASS_COLUMNS,
     FITNESS_WEIGHTS,
+    SIZES_TITLE,
     DetectionMetrics,
     ap_by_class,
     class_rows,
+    class_values,
     curve_rows,
     detection_evidence,
     score_evidence,
@@ -25,14 +25,12 @@ from models.tasks.detection.scores import DETECTION_METRICS, ClassScores, SizeSc
 from models.tasks.segmentation.prediction import SegmentationPrediction
 from models.tasks.segmentation.records import SegmentationRecord, segmentation_records
 from utils.batch import Batch, SegmentationBatch
-from utils.console import short_name
 from utils.files import csv_text
-from utils.summary import Example, Summary
+from utils.summary import Example, Row, Summary
 
 KINDS = ("B", "M")  # of boxes and of masks, YOLOv5's suffixes
 SEGMENTATION_METRICS = tuple(f"{name}({kind})" for kind in KINDS for name in DETECTION_METRICS)
-TABLE_ROW = "{:>22} {:>6} {:>9} {:>6} {:>6} {:>6} {:>8} {:>6} {:>6} {:>6} {:>8}"
-TABLE_HEAD = ("Class", "Images", "Instances", "box P", "R", "mAP50", "mAP50-95", "mask P", "R", "mAP50", "mAP50-95")
+TITLES = ("Class", "Images", "Labels", "box P", "R", "mAP50", "50-95", "mask P", "R", "mAP50", "50-95")  # of the table
 
 
 class SegmentationMetrics(DetectionMetrics):
@@ -67,8 +65,13 @@ class SegmentationMetrics(DetectionMetrics):
             for kind, one in zip(KINDS, scores, strict=True)
             for name, values in ap_by_class(one, self.names).items()
         }
-        headline = {"box mAP": metrics["mAP_0.5:0.95(B)"], "mask mAP": metrics["mAP_0.5:0.95(M)"]}
-        return Summary(metrics, fitness, overall, details, evidence, by_class=by_class, headline=headline)
+        headline = {"mAP box": metrics["mAP_0.5:0.95(B)"], "mask": metrics["mAP_0.5:0.95(M)"]}
+        return Summary(
+            *(metrics, fitness, overall, details, evidence),
+            by_class=by_class,
+            headline=headline,
+            highest_fitness=float(len(KINDS)),
+        )
 
     def documents(self, summary: Summary) -> dict[str, str]:
         """Return the detector's CSV files, with columns of masks in classes.csv, and curves and outlines of masks."""
@@ -106,24 +109,24 @@ class SegmentationMetrics(DetectionMetrics):
 
     def _table(
         self, images: int, scores: Sequence[ClassScores], sizes: Sequence[Sequence[SizeScores]]
-    ) -> tuple[list[str], list[str]]:
-        """Return the table's header with the row of all classes, and a row per class and per object size.
+    ) -> tuple[list[Row | str], list[Row | str]]:
+        """Return the table's titles with the row of all classes, and a row per class and per object size.
 
         scores, sizes: of boxes and of masks.
         """
         boxes, _ = scores
-        means = [f"{value:.4f}" for one in scores for value in one.means().values()]
-        lines = [TABLE_ROW.format(*TABLE_HEAD), TABLE_ROW.format("all", images, int(boxes.instances.sum()), *means)]
-        values = np.stack([(one.precision, one.recall, one.ap[:, 0], one.ap.mean(1)) for one in scores], 1)
-        by_class = values.transpose(2, 1, 0).reshape(len(boxes.classes), 2 * len(values))  # boxes, then masks
-        details = [
-            TABLE_ROW.format(short_name(self.names[int(k)]), of_class, count, *(f"{value:.4f}" for value in row))
-            for k, of_class, count, row in zip(boxes.classes, boxes.images, boxes.instances, by_class, strict=True)
+        means = [value for one in scores for value in one.means().values()]
+        overall: list[Row | str] = [TITLES, ("all", images, int(boxes.instances.sum()), *means)]
+        details: list[Row | str] = [
+            (self.names[of_boxes[0]], *of_boxes[1:], *of_masks[3:])
+            for of_boxes, of_masks in zip(*map(class_values, scores), strict=True)
         ]
+        if sizes[0]:
+            details.append(SIZES_TITLE)
         for both in zip(*sizes, strict=True):
-            numbers = [text for one in both for text in ("-", "-", f"{one.ap50:.4f}", f"{one.ap:.4f}")]
-            details.append(TABLE_ROW.format(both[0].title, images, both[0].instances, *numbers))
-        return lines, details
+            numbers = [cell for one in both for cell in ("-", "-", one.ap50, one.ap)]
+            details.append((both[0].title, images, both[0].instances, *numbers))
+        return overall, details
 
 
 def _shares(outlines: Sequence[Sequence[int]], size: tuple[int, int]) -> list[tuple[float, ...]]:

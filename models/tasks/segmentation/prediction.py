@@ -22,6 +22,8 @@ class SegmentationPrediction(DetectionPrediction):
     source: MaskSource
     label_outlines: Sequence[np.ndarray]  # of `labels`, (p, 2): x, y as shares of width and height; () if unknown
 
+    VALUES = (*DetectionPrediction.VALUES, "masks", "outlines")
+
     @property
     def masks(self) -> np.ndarray:
         """The masks, bool (k, height, width) of the file."""

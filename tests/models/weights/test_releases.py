@@ -14,7 +14,14 @@ import torch
 from models.tasks.classification import torchvision_models
 from models.tasks.classification.torchvision_models import architectures, default_weights
 from models.weights import releases
-from models.weights.releases import CHECKSUM_IN_NAME, RELEASE_ADDRESS, RELEASE_SHA256, YOLOV9_ADDRESS, find_weights
+from models.weights.releases import (
+    CHECKSUM_IN_NAME,
+    RELEASE_ADDRESS,
+    RELEASE_SHA256,
+    YOLOV9_ADDRESS,
+    find_weights,
+    torchvision_weights,
+)
 from tests.web import Server, sending, serving
 from utils.errors import UserError
 from utils.files import ROOT
@@ -174,6 +181,24 @@ def test_torchvisions_default_weights(server: Server, folder: Path, monkeypatch:
     assert asked == ["resnet34"]
     with pytest.raises(UserError, match="its SHA-256 is not the expected one"):
         find_weights("DEFAULT", {"task": "classify", "architecture": "resnet18"}, "mine.yaml")
+
+
+def test_weights_that_a_run_can_do_without_are_not_waited_for(
+    server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a server that is not there, or does not answer; a cached file needs none."""
+    monkeypatch.setattr(torchvision_models, "default_weights", lambda name: f"{server.address}/small.pth")
+    yaml = {"task": "classify", "architecture": "resnet18"}
+    with pytest.raises(UserError, match="the server does not answer"):  # 404
+        torchvision_weights(yaml, "mine.yaml", 20.0)
+    server.give("small.pth", sending(weights()))
+    cached = torchvision_weights(yaml, "mine.yaml", 20.0)
+    assert cached.read_bytes() == weights()
+    monkeypatch.setattr(torchvision_models, "default_weights", lambda name: "http://127.0.0.1:9/small.pth")
+    assert torchvision_weights(yaml, "mine.yaml", 20.0) == cached
+    cached.unlink()
+    with pytest.raises(UserError, match="the server does not answer"):
+        torchvision_weights(yaml, "mine.yaml", 20.0)
 
 
 @pytest.mark.parametrize("yaml", [None, {}, {"nc": 3, "backbone": [], "head": []}])

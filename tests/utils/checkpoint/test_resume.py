@@ -32,14 +32,20 @@ LOW = str(ROOT / "data" / "hyps" / "low.yaml")
 BEGUN = {"epochs": 10, "batch_size": 8, "imgsz": 96, "hyp": LOW, "freeze": (0, 2), "workers": 1, "device": "cpu"}
 
 
-def begin(run: Path, progress: Progress | None = None, written: float = 0.0, **settings: Any) -> Path:
-    """Make a run folder as train.py does, with a state if there is a `progress`. written: time of its files, s."""
+def begin(
+    run: Path, progress: Progress | None = None, written: float = 0.0, tensors: bool = True, **settings: Any
+) -> Path:
+    """Make a run folder as train.py does, with a state if there is a `progress`.
+
+    written: time of its files, s. tensors: whether the state is one that training continues from.
+    """
     run.mkdir(parents=True)
     saved = {**vars(TrainOptions()), "project": str(run.parent), "name": run.name, **BEGUN, **settings}
     saved |= {"hyperparameters": vars(Hyperparameters()), "model": {"task": "detect", "nc": 3}}
     (run / "settings.yaml").write_text(yaml.safe_dump(saved, sort_keys=False))
     if progress:
-        StateFiles(run / "checkpoint").write(serialised({"format": STATE_FORMAT, "progress": progress.state()}))
+        state = {"format": STATE_FORMAT, "progress": progress.state(), **({"model": {}} if tensors else {})}
+        StateFiles(run / "checkpoint").write(serialised(state))
     for file in (run / "settings.yaml", *(run / "checkpoint").glob("*.pt")):
         os.utime(file, (written, written))
     return run
@@ -278,7 +284,7 @@ def test_edited_settings(tmp_path: Path) -> None:
     run = begin(tmp_path / "exp")
     settings = read_yaml(run / "settings.yaml")
     recorded = {**settings, "freeze": (0, 2)}  # as a state has them
-    state = {"format": STATE_FORMAT, "progress": Progress(epoch=3).state(), "settings": recorded}
+    state = {"format": STATE_FORMAT, "progress": Progress(epoch=3).state(), "model": {}, "settings": recorded}
     StateFiles(run / "checkpoint").write(serialised(state))
     assert resumed("--resume", str(run)).options.freeze == (0, 2)
     (run / "settings.yaml").write_text(yaml.safe_dump({**settings, "batch_size": 16}))
@@ -313,6 +319,13 @@ def test_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert settings.saved is not None
 
 
+def test_a_finished_run_that_kept_no_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = begin(tmp_path / "exp", Progress(epoch=10, finished=True), tensors=False)
+    assert "only --keep-state keeps" in ended(capsys, "--resume", str(run))
+    with pytest.raises(UserError, match=r"--epochs 11 cannot continue it; start a new run from .*last\.pt"):
+        resumed("--resume", str(run), "--epochs", "11")
+
+
 def test_a_run_that_stopped_improving_is_finished_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = begin(tmp_path / "exp", Progress(epoch=6, finished=True))
     assert "is finished" in ended(capsys, "--resume", str(run), "--epochs", "8")
@@ -343,6 +356,7 @@ STATE = {
     "imgsz": 96,
     "images": IMAGES,
     "progress": Progress(epoch=3, batch=2, step=11).state(),
+    "model": {},
     "rows": ["epoch", "0", "1", "2"],
 }
 

@@ -43,6 +43,12 @@ def test_the_two_newest_states_remain(states: StateFiles) -> None:
     assert [file.name[:8] for file in states.files()] == ["00000003", "00000002"]
 
 
+def test_a_final_state_replaces_all(states: StateFiles) -> None:
+    states.write(state(3), final=True)
+    assert [file.name[:8] for file in states.files()] == ["00000004"]
+    assert read(states) == (3, [])
+
+
 def cut(content: bytes) -> bytes:
     return content[:1000]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.conftest import OnProcesses
 from utils.checkpoint.progress import Progress
-from utils.checkpoint.training_state import Identity, TrainingState, floating_buffers, load_weights
+from utils.checkpoint.training_state import Identity, TrainingState, can_continue, floating_buffers, load_weights
 from utils.checkpoint.weight_files import serialised
 from utils.distributed.collectives import Collectives
 from utils.errors import UserError
@@ -23,7 +23,7 @@ from utils.training.ema import ModelEMA
 from utils.training.optimizer import build_optimizer, numbered_parameters
 
 IDENTITY = Identity({0: "disc", 1: "ring", 2: "bar"}, 96, {"count": "28", "files": "aaaa", "labels": "bbbb"})
-KEYS = "format names imgsz images settings progress model ema updates optimizer rates scaler shares wandb_id"
+KEYS = "format names imgsz images settings progress wandb_id model ema updates optimizer rates scaler shares"
 
 
 class Folder(RunFolder):
@@ -32,8 +32,9 @@ class Folder(RunFolder):
     def __init__(self) -> None:
         self.states: list[memoryview] = []
 
-    def save_state(self, state: Any) -> None:
+    def save_state(self, state: Any, final: bool = False) -> None:
         self.states.append(serialised(state))
+        self.final = final
 
     def last(self) -> dict[str, Any]:
         return torch.load(io.BytesIO(self.states[-1]), weights_only=True)
@@ -134,6 +135,24 @@ def test_a_finished_run_that_is_resumed_is_not_finished() -> None:
     again = made(2, saved(first))
     assert not again.progress.finished
     assert again.progress == Progress(summary=first.progress.summary)
+
+
+def test_a_finished_run_keeps_no_tensors() -> None:
+    """Unless it is asked to; one that is not finished keeps all."""
+    run, folder = made(1), Folder()
+    run.save(folder, keeps_all=False)
+    assert can_continue(folder.last())
+    assert not folder.final
+    run.progress.finished = True
+    run.save(folder, keeps_all=False)
+    assert folder.final
+    assert not can_continue(folder.last())
+    assert set(folder.last()) == {"format", *IDENTITY.state(), "progress", "wandb_id"}
+    kept = made(1)
+    kept.progress.finished = True
+    kept.save(folder)
+    assert can_continue(folder.last())
+    assert not folder.final
 
 
 def test_an_unchanged_run_is_not_saved_again() -> None:

@@ -39,6 +39,19 @@ def test_round_trip(written: tuple[Path, YoloModel]) -> None:
     assert all(torch.equal(weights.state[name], value) for name, value in state.items())
 
 
+def test_half_precision(tmp_path: Path) -> None:
+    """Numbers beyond its range keep their tensor in float32, and counts stay integers."""
+    model = build_model(tiny_detector())
+    name = next(name for name, _ in model.named_buffers() if name.endswith("running_var"))
+    model.get_buffer(name).fill_(1e6)
+    (tmp_path / "a.pt").write_bytes(serialised(weights_content(model, model.yaml, NAMES, {}, half=True)))
+    stored = torch.load(tmp_path / "a.pt", weights_only=True)["state"]
+    assert stored.pop(name).dtype == torch.float32
+    assert {value.dtype for value in stored.values()} == {torch.float16, torch.int64}
+    for key, value in read_weights(tmp_path / "a.pt").state.items():
+        torch.testing.assert_close(value, model.state_dict()[key], atol=1e-7, rtol=1e-3)
+
+
 def test_the_model_can_be_built_from_the_file(written: tuple[Path, YoloModel]) -> None:
     path, model = written
     weights = read_weights(path)

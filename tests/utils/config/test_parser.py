@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import typing
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,19 @@ import pytest
 import yaml
 
 from tests.making import options_of
-from utils.config.options import BUILT_IN_JOB, DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
+from utils.config.options import (
+    BUILT_IN_JOB,
+    OPTIONS_OF_SCRIPT,
+    DetectOptions,
+    ExportOptions,
+    TrainOptions,
+    ValOptions,
+    flags_of,
+)
 from utils.config.parser import SUGGESTED, check_suggested_defaults, given_flags, with_defaults
 from utils.config.values import accepts
 from utils.errors import UserError
+from utils.files import ROOT
 
 KINDS = (TrainOptions, ValOptions)
 SCRIPTS = (*KINDS, DetectOptions, ExportOptions)
@@ -72,30 +82,59 @@ def test_the_help_has_every_flag_and_default(kind: type, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("kind", "groups"),
     [
-        (TrainOptions, ["options", "model", "data", "training", "processes", "saving", "logging"]),
-        (ValOptions, ["options", "model", "data", "predictions", "processes", "saving", "logging"]),
-        (DetectOptions, ["options", "model", "images", "predictions", "drawing", "saving", "logging"]),
-        (ExportOptions, ["options", "model", "format", "NMS", "logging"]),
+        (TrainOptions, ["options", "model", "data", "training", "processes", "saving", "console", "logging"]),
+        (ValOptions, ["options", "model", "data", "predictions", "processes", "saving", "console", "logging"]),
+        (DetectOptions, ["options", "model", "images", "predictions", "drawing", "saving", "console"]),
+        (ExportOptions, ["options", "model", "format", "NMS", "console"]),
     ],
 )
 def test_the_help_is_grouped(kind: type, groups: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         options_of(kind, ["--help"])
     text = capsys.readouterr().out
-    assert re.findall(r"(?m)^(\w+):$", text) == groups
+    assert re.findall(r"(?m)^(\w+):$", text) == ["examples", *groups]
     for field in flags_of(kind):
         section = text.partition(f"\n{field.metadata['group']}:\n")[2].partition("\n\n")[0]
         assert f"--{field.name.replace('_', '-')}" in section
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--epohcs", "3"], ["--evolve"], ["--epochs", "0"]])
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_the_help_opens_with_three_examples(
+    kind: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are right, and the whole help fits 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        options_of(kind, ["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    usage, _, head, *examples = lines[:6]
+    assert usage.endswith(" [flags]")
+    assert head == "examples:"
+    for example in examples:
+        program, script, *words = shlex.split(example, comments=True)
+        assert (program, OPTIONS_OF_SCRIPT.get(script.removesuffix(".py"), kind)) == ("python", kind)
+        assert (ROOT / script).is_file()
+        assert isinstance(options_of(kind, words), kind)
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_the_version_is_that_of_the_project(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        options_of(kind, ["--version"])
+    assert caught.value.code == 0
+    name, number = capsys.readouterr().out.split()
+    assert f'name = "{name}"\nversion = "{number}"\n' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["--epohcs", "3"], ["--evolve"], ["--epochs", "0"]])
 def test_a_silent_process_prints_nothing(
     argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("utils.config.parser.is_silent", lambda: True)
     with pytest.raises(SystemExit) as caught:
         options_of(TrainOptions, argv)
-    assert caught.value.code == (0 if argv == ["--help"] else 2)
+    assert caught.value.code == (0 if argv in (["--help"], ["--version"]) else 2)
     assert capsys.readouterr() == ("", "")
 
 

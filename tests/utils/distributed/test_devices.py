@@ -131,8 +131,9 @@ def test_processes_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch)
 
 def test_descriptions() -> None:
     cpu = torch.device("cpu")
-    assert describe_device(cpu) == f"{torch.get_num_threads()} threads"
-    assert device_name(cpu) == f"{os.uname().nodename} cpu ({torch.get_num_threads()} threads)"
+    threads = f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
+    assert describe_device(cpu) == threads
+    assert device_name(cpu) == f"{os.uname().nodename} cpu ({threads})"
 
 
 def test_descriptions_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

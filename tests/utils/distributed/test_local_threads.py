@@ -1,4 +1,4 @@
-"""Threads that meet to add, and what becomes of an error in one of them."""
+"""Threads that compute together, and what becomes of an error in one of them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from utils.distributed.tree_sum import tree_sum
 NUMBERS = range(4)
 
 
-def test_all_threads_get_the_same_sums() -> None:
-    """A thousand meetings: none takes an addend of the next one, or of the one before."""
-    meeting = Meeting(4, tree_sum)
+def test_all_threads_get_the_same_results() -> None:
+    """A thousand meetings: none takes a part of the next one, or of the one before."""
+    meeting = Meeting(4)
 
     def work(number: int) -> list[float]:
-        return [float(meeting.sum(number, torch.tensor(0.1 * number + turn))) for turn in range(1000)]
+        return [float(meeting.together(number, tree_sum, torch.tensor(0.1 * number + turn))) for turn in range(1000)]
 
     results = list(LocalThreads(4, meeting).map(work, NUMBERS))
     assert results == [results[0]] * 4
@@ -34,21 +34,21 @@ def test_results_are_in_the_order_of_the_arguments() -> None:
 
 
 def test_an_error_of_one_ends_all() -> None:
-    meeting = Meeting(4, tree_sum)
+    meeting = Meeting(4)
 
     def work(number: int) -> Tensor:
         if number == 2:
             raise MemoryError("too large")
-        return meeting.sum(number, torch.ones(1))
+        return meeting.together(number, tree_sum, torch.ones(1))
 
     with pytest.raises(MemoryError, match="too large"):
         list(LocalThreads(4, meeting).map(work, NUMBERS))
 
 
-def test_an_error_of_the_sum_ends_all() -> None:
+def test_an_error_of_the_common_work_ends_all() -> None:
     def lost(addends: Sequence[Tensor]) -> Tensor:
         raise RuntimeError("Connection closed by peer")
 
-    meeting = Meeting(4, lost)
+    meeting = Meeting(4)
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
-        list(LocalThreads(4, meeting).map(lambda number: meeting.sum(number, torch.ones(1)), NUMBERS))
+        list(LocalThreads(4, meeting).map(lambda number: meeting.together(number, lost, torch.ones(1)), NUMBERS))

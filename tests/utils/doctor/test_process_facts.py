@@ -61,7 +61,8 @@ def test_the_columns_of_a_gpu(
     launched(monkeypatch, 1, 1)
     CudaQueries(name="NVIDIA H200", total=139 * GIB, free=20 * GIB).install(monkeypatch)
     flags = {"comm_hook": "", "device": "0", "dist_timeout": 10.0, "project": str(tmp_path), "workers": 0}
-    run_doctor(flags, lambda: ({}, {}))
+    run_doctor(flags, lambda: ({}, {}, ["train: 3 images"]))
     printed = capsys.readouterr().out
     assert "cuda:0 NVIDIA H200" in printed
     assert "20.0 of 139.0 GiB" in printed
+    assert printed.startswith("train: 3 images\n")

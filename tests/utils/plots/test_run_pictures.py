@@ -22,6 +22,7 @@ from utils.plots.__main__ import run
 from utils.plots.documents import Documents
 from utils.plots.drawing import CAPTION_LINE_PIXELS, GAP_PIXELS
 from utils.plots.run_pictures import PICTURES, best_epochs, run_names
+from utils.summary import confusion_text
 
 GRID_SHAPE = (150 + CAPTION_LINE_PIXELS + GAP_PIXELS, 320 + GAP_PIXELS)  # of an image of 320 x 150
 
@@ -37,6 +38,20 @@ def test_all_pictures_of_a_run(classes: int, tmp_path: Path, capfd: pytest.Captu
         picture = cv2.imread(str(exp / name))
         assert picture.std() > 1, name
         assert not name.startswith("val_batch") or picture.shape[:2] == GRID_SHAPE
+
+
+@pytest.mark.parametrize(("names", "by_share"), [(["dog", "background"], False), (["cat", "dog"], True)])
+def test_the_confusion_matrix_of_one_class_has_counts(
+    names: list[str], by_share: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A classifier's of two classes has shares."""
+    exp = make_run_folder(tmp_path / "exp", 1)
+    (exp / "confusion_matrix.csv").write_text(confusion_text(np.array([[8, 2], [3, 0]]), names))
+    drawn: list[Any] = []
+    monkeypatch.setattr(run_pictures, "render", lambda _, *what: drawn.append(what) or np.zeros((4, 4, 3), np.uint8))
+    assert run([str(exp), "--only", "confusion_matrix.png"]) == 0
+    ((counts, drawn_names, share),) = drawn
+    assert (counts.tolist(), list(drawn_names), share) == ([[8, 2], [3, 0]], names, by_share)
 
 
 def test_all_pictures_of_a_segmenter(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -235,13 +235,11 @@ def test_a_warning_without_a_token(installed: set[str], tmp_path: Path, monkeypa
     assert run.printed == []
 
 
-@pytest.mark.parametrize(
-    ("weights", "licence"), [("yolov5n.pt", "agpl-3.0"), ("a/yolov5s6.pt", "agpl-3.0"), ("", "unknown")]
-)
-def test_results_for_the_hub(weights: str, licence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("licence", "of_card"), [("agpl-3.0", "agpl-3.0"), ("yours", "unknown")])
+def test_results_for_the_hub(licence: str, of_card: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pushed: list[tuple[Path, str, str]] = []
     monkeypatch.setattr(run_log, "push_run", lambda *arguments: pushed.append(arguments) or "pushed")
-    content = {"settings": {"weights": weights, "data": "sets/my set.yaml"}}
+    content = {"licence": licence, "settings": {"data": "sets/my set.yaml"}}
     given = {"data": "sets/my set.yaml", "freeze": (0, 2), "rect": True, "overrides": {"lr0": "0.1"}}
     for repository in ("", "me/mine"):
         run = Run(tmp_path, ["cpu"])
@@ -252,7 +250,7 @@ def test_results_for_the_hub(weights: str, licence: str, tmp_path: Path, monkeyp
     ((folder, repository, card),) = pushed
     assert (folder, repository) == (tmp_path, "me/mine")
     for line in (
-        f"license: {licence}",
+        f"license: {of_card}",
         "pipeline_tag: object-detection",
         "python train.py --data 'sets/my set.yaml' --freeze 0 2 --rect --hyp.lr0=0.1",
     ):

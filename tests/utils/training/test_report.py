@@ -16,7 +16,7 @@ from models.tasks.detection.records import image_records
 from models.tasks.detection.task import DetectionTask
 from models.tasks.segmentation.task import SegmentationTask
 from utils.checkpoint.progress import Progress
-from utils.console import LINE_COLUMNS, Bar, RemainingTime
+from utils.console import LEAST_COLUMNS, Bar, RemainingTime
 from utils.summary import Summary
 from utils.training.report import bar_values, best_epoch_table, epoch_lines, epoch_timing, results_row
 
@@ -82,13 +82,26 @@ TASKS: Any = [
 
 
 @pytest.mark.parametrize(("task", "records"), TASKS)
-def test_the_lines_of_each_task_fit(task: type[Task], records: list[Any]) -> None:
-    """A run of 300 epochs and thousands of images per second has lines of at most 100 characters."""
+@pytest.mark.parametrize("columns", ["", "120"])
+def test_the_lines_of_each_task_fit(
+    task: type[Task], records: list[Any], columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of 300 epochs and thousands of images per second; a wider terminal gets all digits."""
+    monkeypatch.setenv("COLUMNS", columns)
     metrics = task({0: "a", 1: "b"}, task.recipe()).metrics()
     losses = dict.fromkeys(task.loss_names, 1 / 3)
     (line,) = epoch_lines(298, 300, losses, metrics.summarise(records), 1234.5, 0)
-    assert line.endswith(" img/s")
-    assert LINE_COLUMNS - 50 < len(line) <= LINE_COLUMNS
+    assert len(line) <= (int(columns) if columns else LEAST_COLUMNS)
+    # With four losses and 80 columns there is no room for the rate, which the bar shows.
+    assert line.endswith(" img/s") == (columns == "120" or len(losses) < 4)
+    assert (" 0.3333" in line) == (columns == "120" or len(losses) < 3)
+    assert " 0.333" in line
+
+
+def test_an_epoch_line_that_fits_no_width_has_two_digits() -> None:
+    losses = {f"part{number}_loss": 1 / 3 for number in range(6)}
+    (line,) = epoch_lines(0, 3, losses, SUMMARY, 81.6, 0)
+    assert line == f"epoch 1/3: {' '.join(f'part{k} 0.33' for k in range(6))}, recall 0.750 mAP 0.500"
 
 
 def measured_bar(images: int, seconds: float, waited: float) -> Bar:
@@ -125,6 +138,15 @@ def test_the_table_of_the_best_epoch(brief: bool, fitness: float, rows: list[str
         "all",
         *rows,
     ]
+
+
+def test_the_fitness_is_printed_between_0_and_1() -> None:
+    """That of a segmenter is a sum over boxes and masks, of at most 2."""
+    summary = replace(SUMMARY, highest_fitness=2.0)
+    head, *_ = best_epoch_table(Progress(epoch=10, best=1.0552, best_epoch=6), summary, brief=True)
+    assert head == "best epoch: 7 of 10, fitness 0.5276 (1.0552 of 2)"
+    segmenter = SegmentationTask({0: "a"}, SegmentationTask.recipe()).metrics().summarise([])
+    assert segmenter.highest_fitness == 2
 
 
 def test_values_beside_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,11 +28,10 @@ from tests.models.tasks.detection.batches import (
     shown_images,
 )
 from utils.batch import ImageInfo
-from utils.console import LINE_COLUMNS
+from utils.console import LEAST_COLUMNS, table
 from utils.summary import Box, Example, Summary
 
 METRICS = DetectionMetrics(CLASS_NAMES)
-PIXELS = ("px", "of", "the", "file")
 
 
 def records_of(metrics: DetectionMetrics, boxes: Sequence[Tensor], *infos: ImageInfo) -> list[ImageRecord]:
@@ -61,30 +60,35 @@ def three_images() -> list[ImageRecord]:
 def test_table_by_class_and_size() -> None:
     """Columns: images, instances, P, R, mAP50, mAP50-95. Average precision by 101 points reaches 0.995 at most."""
     summary = METRICS.summarise(three_images())
-    assert [line.split() for line in summary.overall] == [
+    head, overall, *details = summary.table()
+    assert [head.split(), overall.split()] == [
         ["Class", "Images", "Instances", "P", "R", "mAP50", "mAP50-95"],
         ["all", "3", "3", "1.0000", "1.0000", "0.9950", "0.9950"],
     ]
-    assert [line.split() for line in summary.details] == [
+    assert summary.table(brief=True) == table([row for row in summary.overall if not isinstance(row, str)])
+    title = details.pop(2)
+    assert title == "  by size, the square root of an object's area in pixels of the image's file:"
+    assert [line.split() for line in details] == [
         ["disc", "1", "1", "1.0000", "1.0000", "0.9950", "0.9950"],
         ["traffic", "light", "2", "2", "1.0000", "1.0000", "0.9950", "0.9950"],
-        ["16-32", *PIXELS, "3", "1", "-", "-", "0.9950", "0.9950"],
-        ["32-64", *PIXELS, "3", "2", "-", "-", "0.9950", "0.9950"],
+        ["16-32", "px", "3", "1", "-", "-", "0.9950", "0.9950"],
+        ["32-64", "px", "3", "2", "-", "-", "0.9950", "0.9950"],
     ]
-    (width,) = {len(line) for line in summary.table()}  # columns are aligned
-    assert width <= LINE_COLUMNS
+    (width,) = {len(line) for line in [head, overall, *details]}  # columns are aligned
+    assert max(width, len(title)) <= LEAST_COLUMNS
 
 
 def test_long_names_are_cut_in_the_table() -> None:
     summary = DetectionMetrics({0: f"disc{'-' * 90}red", 1: "light"}).summarise(three_images())
-    assert summary.details[0].split()[0] == "disc------..-------red"
-    assert len({len(line) for line in summary.table()}) == 1
+    head, overall, disc, *_ = summary.table()
+    assert disc.split()[0] == f"disc{'-' * 13}..{'-' * 14}red"
+    assert len(head) == len(overall) == len(disc) == LEAST_COLUMNS
 
 
 def test_overall_row_without_a_correct_detection() -> None:
     infos = (image_info(image=1), image_info(image=2, rows=labels((0, 0.5, 0.5, 0.2, 0.2))))
     summary = summary_of(METRICS, [torch.tensor([[40, 5, 60, 45, 0.9, 1.0]]), torch.zeros(0, 6)], *infos)
-    assert summary.overall[1].split() == ["all", "2", "1", "0.0000", "0.0000", "0.0000", "0.0000"]
+    assert summary.table()[1].split() == ["all", "2", "1", "0.0000", "0.0000", "0.0000", "0.0000"]
 
 
 def up_to_070(records: Sequence[ImageRecord]) -> list[ImageRecord]:

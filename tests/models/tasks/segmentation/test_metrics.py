@@ -20,7 +20,7 @@ from models.tasks.segmentation.views import GivenMaps
 from tests.making import CLASS_NAMES, image_info
 from tests.models.tasks.segmentation.batches import MAP, SIDE, mask_batch
 from utils.batch import SegmentationBatch
-from utils.console import LINE_COLUMNS
+from utils.console import LEAST_COLUMNS
 from utils.summary import Summary
 
 METRICS = SegmentationMetrics(CLASS_NAMES, frozenset({0, 1, 2}))
@@ -196,16 +196,15 @@ def test_table() -> None:
     """Box scores, then mask scores."""
     summary = summary_of(Case([Instance(0, WHOLE), Instance(1, (12, 12, 15, 15))], [Instance(0, WHOLE, HALF)]))
     head, overall, *details = [line.split() for line in summary.table()]
-    scores = ["P", "R", "mAP50", "mAP50-95"]
-    assert head == ["Class", "Images", "Instances", "box", *scores, "mask", *scores]
+    scores = ["P", "R", "mAP50", "50-95"]
+    assert head == ["Class", "Images", "Labels", "box", *scores, "mask", *scores]
     assert overall[:3] == ["all", "1", "2"]
-    assert overall[3:] == ["0.5000", "0.5000", "0.4975", "0.4975", "0.5000", "0.5000", "0.4975", "0.0498"]
-    assert details[0][:7] == ["disc", "1", "1", "1.0000", "1.0000", "0.9950", "0.9950"]
-    assert details[0][7:] == ["1.0000", "1.0000", "0.9950", "0.0995"]
-    assert details[2][:5] == ["0-16", "px", "of", "the", "file"]
-    assert details[2][5:] == ["1", "1", "-", "-", "0.0000", "0.0000", "-", "-", "0.0000", "0.0000"]
-    (width,) = {len(line) for line in summary.table()}
-    assert width <= LINE_COLUMNS
+    assert overall[3:] == ["0.500", "0.500", "0.497", "0.497", "0.500", "0.500", "0.497", "0.050"]
+    assert details[0][:7] == ["disc", "1", "1", "1.000", "1.000", "0.995", "0.995"]
+    assert details[0][7:] == ["1.000", "1.000", "0.995", "0.100"]
+    assert details[2][:3] == ["by", "size,", "the"]
+    assert details[3] == ["0-16", "px", "1", "1", "-", "-", "0.000", "0.000", "-", "-", "0.000", "0.000"]
+    assert max(len(line) for line in summary.table()) <= LEAST_COLUMNS
 
 
 def test_documents() -> None:

@@ -13,7 +13,7 @@ from models.tasks.heatmap.prediction import HeatmapPrediction
 from utils.batch import Batch, Split
 from utils.files import csv_text
 from utils.plots.drawing import draw_captioned
-from utils.summary import Summary
+from utils.summary import Row, Summary
 
 METRIC_NAMES = ("distance", "PCK")
 NEAR = 0.1  # distance, in units of the image's width and height, up to which a keypoint is correct
@@ -56,9 +56,8 @@ class HeatmapMetrics(Metrics):
             "classes": rows,
             "shown": [[record.image, [list(point) for point in record.shown]] for record in records if record.shown],
         }
-        row = "{:>22} {:>9} {:>9} {:>9}".format
-        overall = [row("Class", "Points", *METRIC_NAMES), row("all", len(pairs), f"{distance:.4f}", f"{near:.4f}")]
-        details = [row(name[:22], count, f"{total / max(count, 1):.4f}", "-") for name, count, total in rows]
+        overall: list[Row | str] = [("Class", "Points", *METRIC_NAMES), ("all", len(pairs), distance, near)]
+        details: list[Row | str] = [(name, count, total / max(count, 1), "-") for name, count, total in rows]
         metrics = dict(zip(METRIC_NAMES, (distance, near), strict=True))
         return Summary(metrics, near, overall, details, evidence)
 

@@ -1,0 +1,218 @@
+"""`python -m data.split my.yaml --val 0.2 --seed 0`: split a data set's images into training and validation.
+
+Lists of images and a data YAML are written into a folder of their own; the data set is not changed. The shares of all
+classes are as equal as possible in both parts, and images of a group, such as the frames of a video, stay together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from data.data_yaml import DataSpec
+from data.dataset import data_source
+from data.labels import Labels, check_classes, load_labels
+from utils.distributed.failure import run_main
+from utils.errors import UserError, plural, shortened
+from utils.files import replacing
+
+YAML_FILE = "data.yaml"
+PRINTED_CLASSES = 5  # that validation lacks, at most
+WORKERS = 8  # processes that read labels, at most
+
+
+class Pool(NamedTuple):
+    """The images to split: all of training and validation, and their labels. entries: where they are from."""
+
+    spec: DataSpec
+    images: list[Path]
+    labels: Labels
+    entries: list[Path]
+    described: bool  # by annotation files, so that some have no label files
+
+
+def read_pool(data: str) -> Pool:
+    """Read the images that the training and the validation of a data set have now. Raises `UserError`."""
+    spec = data_source(data, "data.detection:DetectionData").spec
+    if not spec.names:
+        raise UserError(
+            f"{spec.file} has no `names`; list the classes there, or for folders of images per class give `split: 0.2` "
+            "in a data YAML, which holds out a share of each class"
+        )
+    splits = [name for name in ("train", "val") if name in spec.entries or spec.holds_out]
+    listings = [spec.listing(name) for name in splits]
+    images = sorted({image for listing in listings for image in listing.images})
+    annotated = [described for listing in listings for described in listing.annotated]
+    labels = load_labels(images, "labels", WORKERS, "labels", annotated)
+    check_classes(labels, images, len(spec.names), spec.file)
+    entries = list(dict.fromkeys(path for name in splits if name in spec.entries for path in spec.locations(name)))
+    return Pool(spec, images, labels, entries, bool(annotated))
+
+
+def group_names(images: Sequence[Path], pattern: str) -> tuple[list[str], int]:
+    """Return the group of each image, and how many images match no pattern, each a group of its own.
+
+    pattern: a regular expression that is searched for in the file's name; the group is what its first parentheses
+    match, or all of it. '' for no groups. Raises `UserError`.
+    """
+    try:
+        expression = re.compile(pattern) if pattern else None
+    except re.error as error:
+        raise UserError(f"--group {shortened(pattern)} is not a regular expression ({error}); fix it") from None
+    matches = [expression.search(image.name) if expression else None for image in images]
+    names = [
+        f"group/{match[1 if match.re.groups else 0]}" if match else f"{image.parent.name}/{image.name}"
+        for match, image in zip(matches, images, strict=True)
+    ]
+    return names, matches.count(None) if expression else 0
+
+
+def assigned(counts: np.ndarray, shares: Sequence[float]) -> np.ndarray:
+    """Return the part of each group, int (groups,): iterative stratification (Sechidis et al., 2011).
+
+    counts: images of each group with each class, (groups, classes); each image is counted in a column at least.
+    shares: of the parts. Groups with the rarest class are assigned first, each to the part that lacks most of it.
+    """
+    counts = counts.astype(np.int64)
+    wanted = np.outer(shares, counts.sum(0))  # images of each class that each part still lacks
+    parts = np.full(len(counts), -1)
+    while (parts < 0).any():
+        holders = (counts[parts < 0] > 0).sum(0)
+        rarest = int(np.where(holders > 0, holders, len(counts) + 1).argmin())
+        groups = np.flatnonzero((parts < 0) & (counts[:, rarest] > 0))
+        for group in groups[np.argsort(-counts[groups, rarest], kind="stable")]:
+            lacking = np.stack([wanted.sum(1), wanted[:, rarest]]).round(6)  # ties: the part that lacks most in all
+            part = np.lexsort(lacking)[-1]
+            parts[group] = part
+            wanted[part] -= counts[group]
+    return parts
+
+
+def split_images(pool: Pool, groups: Sequence[str], shares: Sequence[float], seed: int) -> np.ndarray:
+    """Return the part of each image, int (n,). Raises `UserError` if there are fewer groups than parts.
+
+    groups: of the images. The seed decides between equal choices, by hashes of the groups' names.
+    """
+    keys = {name: hashlib.sha256(os.fsencode(f"{seed}/{name}")).digest() for name in set(groups)}
+    order = {name: number for number, name in enumerate(sorted(keys, key=keys.__getitem__))}
+    if len(order) < len(shares):
+        raise UserError(
+            f"{pool.spec.file} has {plural(len(order), 'group')} of images for {len(shares)} parts; add images"
+        )
+    numbers = np.array([order[name] for name in groups])
+    counts = np.zeros((len(order), len(pool.spec.names) + 1), np.int64)
+    np.add.at(counts, numbers, presence(pool))
+    parts = assigned(counts, shares)
+    for part in set(range(len(shares))) - set(parts.tolist()):  # a small share of few groups
+        most = np.bincount(parts, minlength=len(shares)).argmax()
+        of_most = np.flatnonzero(parts == most)
+        parts[of_most[counts[of_most].sum(1).argmin()]] = part
+    return parts[numbers]
+
+
+def presence(pool: Pool) -> np.ndarray:
+    """Return which classes each image has, bool (n, classes + 1); the last column is for images without labels."""
+    classes = len(pool.spec.names)
+    present = np.zeros((len(pool.images), classes + 1), bool)
+    present[np.repeat(np.arange(len(pool.images)), pool.labels.counts), pool.labels.rows[:, 0].astype(int)] = True
+    present[:, classes] = pool.labels.counts == 0
+    return present
+
+
+def yaml_content(pool: Pool, lists: Mapping[str, Path]) -> dict[str, Any]:
+    """Return the data YAML of a split. lists: the text file of each part."""
+    spec, files = pool.spec, {name: str(path) for name, path in lists.items()}
+    content: dict[str, Any] = dict(files)
+    if pool.described:  # the objects stay in the annotation files
+        entries = list(map(str, pool.entries))
+        folders = {folder for given in spec.image_folders.values() for folder in given}
+        found = [str(path) for folder in sorted(folders) if (path := spec.find(folder))]
+        content = {**{name: [*entries] for name in files}, "lists": files, **({"images": found} if found else {})}
+    if (test := [spec.find(entry) for entry in spec.entries.get("test", ())]) and None not in test:
+        content["test"] = list(map(str, test))
+    if spec.defaults:
+        content["defaults"] = dict(spec.defaults)
+    return {**content, "names": dict(spec.names)}
+
+
+def write_split(pool: Pool, parts: np.ndarray, folder: Path) -> None:
+    """Write train.txt, val.txt and data.yaml. Raises `UserError`."""
+    lists = {name: folder / f"{name}.txt" for name in ("train", "val")}
+    try:
+        for part, file in enumerate(lists.values()):
+            with replacing(file) as opened:
+                opened.writelines(os.fsencode(f"{pool.images[k]}\n") for k in np.flatnonzero(parts == part))
+        with replacing(folder / YAML_FILE) as opened:
+            opened.write(yaml.safe_dump(yaml_content(pool, lists), sort_keys=False).encode())
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written to ({error.strerror}); name another --out folder") from None
+
+
+def report(pool: Pool, parts: np.ndarray) -> list[str]:
+    """Return lines for the console: the images of each part, and how equal the classes' shares are."""
+    present, names = presence(pool)[:, :-1], pool.spec.names
+    total, held = present.sum(0), present[parts == 1].sum(0)
+    shares = held[total > 0] / total[total > 0]
+    spread = f"; {shares.min():.0%} to {shares.max():.0%} of the images of each class" if len(shares) else ""
+    lines = [
+        f"train: {plural(int((parts == 0).sum()), 'image')}, val: {plural(int((parts == 1).sum()), 'image')}{spread}"
+    ]
+    absent = [f"'{names[k]}' ({plural(total[k], 'image')})" for k in names if total[k] and not held[k]]
+    if absent:
+        more = f" and {len(absent) - PRINTED_CLASSES} more" if len(absent) > PRINTED_CLASSES else ""
+        lines.append(f"warning: val has no image of {', '.join(absent[:PRINTED_CLASSES])}{more}")
+    return lines
+
+
+def split(
+    data: str, val: float = 0.2, seed: int = 0, group: str = "", out: str = "", exist_ok: bool = False
+) -> list[str]:
+    """Split the data set that `data` names, as for train.py --data, and return lines for the console.
+
+    val: share of the images for validation. group: see `group_names`. out: the folder to write to, by default
+    `<name>-split` in the working folder. exist_ok: replace what a folder has. Raises `UserError`.
+    """
+    if not 0 < val < 1:
+        raise UserError(f"--val {val:g} must be the share of the images for validation, between 0 and 1, such as 0.2")
+    name = Path(os.path.abspath(data))
+    folder = Path(os.path.abspath(out or f"{name.name if name.is_dir() else name.stem}-split"))
+    if not exist_ok and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder} exists already; name another --out folder, or add --exist-ok to replace its files")
+    pool = read_pool(data)
+    groups, alone = group_names(pool.images, group)
+    parts = split_images(pool, groups, (1 - val, val), seed)
+    write_split(pool, parts, folder)
+    lines = [*pool.spec.warnings, *report(pool, parts)]
+    if group:
+        unmatched = f", {plural(alone, 'image')} without a match of --group" if alone else ""
+        lines.append(f"{plural(len(set(groups)), 'group')}, each in one part only{unmatched}")
+    return [*lines, f"train with --data {folder / YAML_FILE}"]
+
+
+def main() -> None:
+    """Split the data set that the command line names."""
+    parser = argparse.ArgumentParser(
+        prog="python -m data.split", description="Split a data set's images into training and validation."
+    )
+    parser.add_argument("data", help="a data YAML, a folder or a COCO .json, as for train.py --data")
+    parser.add_argument("--val", type=float, default=0.2, help="share of the images for validation; default: 0.2")
+    parser.add_argument("--seed", type=int, default=0, help="another one gives another split; default: 0")
+    parser.add_argument(
+        "--group", default="", help="regular expression: images whose names match it with the same text stay together"
+    )
+    parser.add_argument("--out", default="", help="folder for data.yaml, train.txt and val.txt; default: <name>-split")
+    parser.add_argument("--exist-ok", action="store_true", help="replace files in the --out folder")
+    given = parser.parse_args()
+    print(*split(given.data, given.val, given.seed, given.group, given.out, given.exist_ok), sep="\n")
+
+
+if __name__ == "__main__":
+    run_main(main)
