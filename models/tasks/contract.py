@@ -42,8 +42,9 @@ class Model(nn.Module):
 class LossTerms:
     """The sums and counts of a loss: every term is a weighted sum of parts, every part a sum divided by a count.
 
-    sums: (terms, parts), differentiable. counts: (terms, parts), the number of values in each sum. weights: (terms,
-    parts). Counts of all processes are added before the division, so that the loss is that of the global batch.
+    sums: (terms, parts), differentiable. counts: (terms, parts), the number of values in each sum, or of their weights.
+    weights: (terms, parts). Counts of all processes are added before the division, so that the loss is that of the
+    global batch.
     """
 
     sums: Tensor
