@@ -1,7 +1,8 @@
 """Models for `torch.hub.load(FOLDER, "custom", path="best.pt", source="local")`, as YOLOv5's hub names them.
 
 Each is a `Predictor`, whose arguments (predictor.py) may follow. The names are `custom` and those of YOLOv5's release
-files: yolov5n to yolov5x, yolov5n6 to yolov5x6, yolov5n-seg to yolov5x-seg, yolov5n-cls to yolov5x-cls.
+files: yolov5n to yolov5x, yolov5n6 to yolov5x6, yolov5n-seg to yolov5x-seg, yolov5n-cls to yolov5x-cls; and yolov9t,
+yolov9s, yolov9m, yolov9c.
 """
 
 from __future__ import annotations
@@ -28,3 +29,5 @@ def custom(path: Any = "yolov5s.pt", *, pretrained: bool = True, _verbose: bool 
 for _suffix in ("", "6", "-seg", "-cls"):
     for _size in "nsmlx":
         globals()[f"yolov5{_size}{_suffix}"] = functools.partial(custom, f"yolov5{_size}{_suffix}.pt")
+for _size in "tsmc":
+    globals()[f"yolov9{_size}"] = functools.partial(custom, f"v9-{_size}.pt")

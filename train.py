@@ -109,14 +109,14 @@ class Training:
             self.train_on(shares, number)
             if bar.due():  # estimated from this process
                 share = state.loss_sums.sum(0) * run.accelerator.num_processes / (number + 1)
-                losses = dict(zip(self.task.loss_names, share.tolist(), strict=True))
+                losses = dict(zip(self.evaluate.loss_names, share.tolist(), strict=True))
                 bar.show(report.bar_values(losses, progress.summary, bar, steps.remaining, run.accelerator.device))
             if progress.epoch == 0 and number < DRAWN_BATCHES:
                 run.plot(partial(self.draw_batch, shares[0], number))
         steps.flush_pending()
         steps.model.average_statistics(state.ema.replicas)
         means = steps.model.sum(list(state.loss_sums)) / progress.taken
-        return dict(zip(self.task.loss_names, means.tolist(), strict=True)), bar
+        return dict(zip(self.evaluate.loss_names, means.tolist(), strict=True)), bar
 
     def draw_batch(self, batch: Batch, number: int) -> dict[str, np.ndarray]:
         """Draw a training batch as the model sees it; return the picture by its file name."""
@@ -354,7 +354,9 @@ def assemble(settings: Settings) -> Training:
     optimizer = settings.select(OptimizerOptions)
     with memory.explain_out_of_memory(loop.batch_size, model.imgsz):
         identity = replace(identity, settings=settings.content(model.yaml, model.imgsz))
-        steps, loader = prepare_training(run, model, loader, settings.hyp, optimizer, task.loss_names, identity, saved)
+        steps, loader = prepare_training(
+            run, model, loader, settings.hyp, optimizer, evaluate.loss_names, identity, saved
+        )
     half = {"fp32": False, "fp16": True}.get(options.weights_precision, accelerator.mixed_precision != "no")
     flags = {**settings.flags(), "imgsz": model.imgsz}
     return Training(

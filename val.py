@@ -64,6 +64,7 @@ class Evaluator:
     metrics: Metrics
     loader: DataLoader[Any]
     images: int
+    loss_names: Sequence[str]
     timer: StageTimer = field(default_factory=StageTimer)
     keepers: Sequence[Callable[[Batch, Sequence[Prediction]], object]] = ()
 
@@ -114,7 +115,7 @@ class Evaluator:
         weighted = [(weight, [weight * value for value in values]) for _, weight, values in sorted(losses)]
         total = sum(weight for weight, _ in weighted)
         means = [sum(column) / total for column in zip(*(values for _, values in weighted), strict=True)]
-        names = self.inference.task.loss_names
+        names = self.loss_names
         return dict(zip(names, means or [math.nan] * len(names), strict=True))
 
 
@@ -140,7 +141,8 @@ def evaluator(
     drawn = frozenset(evenly_spaced(len(split.images), max(logged, DRAWN_IMAGES if draws else 0)))
     inference = Inference(task, task.postprocess(model, thresholds or Thresholds()), run.accelerator.device)
     loader = data.evaluation_loader(split, batches)
-    return Evaluator(run, criterion, inference, task.metrics(drawn), loader, len(split.images))
+    names = task.loss_names_of(model)
+    return Evaluator(run, criterion, inference, task.metrics(drawn), loader, len(split.images), names)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """CPU and wall time of loader, scan, start and step: this project, YOLOv5 and ultralytics in turn.
 
     python -m benchmarks.versus --data ../datasets/coco128 --yolov5 ../yolov5 [--python ../yolov5/.venv/bin/python]
-        [--ultralytics ../ultralytics/.venv/bin/python]
+        [--ultralytics ../ultralytics/.venv/bin/python] [--yolov9 ../YOLO]
 
 `--data`: a folder with images/<split> and labels/<split> of photos, which are linked 16 times, or enlarged once.
 Programs that are not named are not measured. Each measurement is a separate process with one thread, or two that share
@@ -228,13 +228,31 @@ take_steps(lambda: loss(model(images.float() / 255), targets, masks=masks.float(
 """
 
 
+# The MIT implementation of YOLOv9, on a batch of our loader: its steps as its trainer takes them, with its EMA.
+YOLOV9_STEP = """
+from benchmarks.mit_yolov9 import MITModel
+batch = next(iter(loader()))
+images, targets = batch.images.float() / 255, batch.targets
+model = MITModel(Path(os.environ["YOLOV9"]), "v9-" + MODEL[-1], int(SIZE))
+optimizer = torch.optim.SGD(model.network.parameters(), lr=0.01, momentum=0.937, nesterov=True, weight_decay=0.0005)
+class EMA:
+    state = {key: value.clone() for key, value in model.network.state_dict().items()}
+    @torch.no_grad()
+    def update(self, network):
+        for key, value in network.state_dict().items():
+            self.state[key] = value + (self.state[key] - value) * 0.999
+take_steps(lambda: model.loss(images, targets), model.network, optimizer, EMA())
+"""
+
+
 @dataclass(frozen=True)
 class Part:
     """A measured part: the code of each program, '' if it is not measured, and the environment variables of all."""
 
     ours: str
-    yolov5: str
+    yolov5: str = ""
     ultralytics: str = ""
+    yolov9: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
     outlined: bool = False  # needs labels with outlines
 
@@ -265,6 +283,11 @@ PARTS = {
     "step, yolov5s at 640": step("yolov5s", 640),
     "step in bf16, yolov5n at 320": step("yolov5n", 320, "bf16"),
     "step in bf16, yolov5s at 640": step("yolov5s", 640, "bf16"),
+    "step, yolov9t at 320": Part(
+        OUR_FLAGS + OUR_STEP,
+        yolov9=OURS.replace("imgsz=640", "imgsz=int(SIZE)") + YOLOV9_STEP,
+        variables={"MODEL": "yolov9t", "SIZE": "320", "PRECISION": "no"},
+    ),
     "segmentation: loader": Part(OUR_SEGMENTER + "drain(loader())", THEIR_SEGMENTER + "drain(loader())", outlined=True),
     "segmentation: step, yolov5n-seg at 320": Part(
         OUR_FLAGS + OUR_STEP,
@@ -282,6 +305,7 @@ def main() -> None:
     parser.add_argument("--yolov5", type=Path, help="a YOLOv5 checkout")
     parser.add_argument("--python", default=sys.executable, help="the Python that YOLOv5's packages are installed for")
     parser.add_argument("--ultralytics", help="a Python that ultralytics is installed for")
+    parser.add_argument("--yolov9", type=Path, help="a checkout of MultimediaTechLab/YOLO; needs einops")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--part", default="", help="only the part of this name, or those that contain it")
     parser.add_argument("--outlines", type=Path, help="such a folder whose labels are outlines, for segmentation")
@@ -294,6 +318,9 @@ def main() -> None:
             sides["yolov5"] = (options.python, options.yolov5)
         if options.ultralytics:
             sides["ultralytics"] = (options.ultralytics, folder)
+        if options.yolov9:
+            sides["yolov9"] = (sys.executable, ROOT)
+            os.environ["YOLOV9"] = str(options.yolov9.resolve())
         print(f"{'milliseconds per image':40} {'':11} {'CPU':>8} {'wall':>8}")
         named = [options.part] if options.part in PARTS else [name for name in PARTS if options.part in name]
         for name in named:

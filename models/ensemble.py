@@ -18,6 +18,7 @@ from models.export.runtime import Exported, read_model
 from models.fuse import fuse
 from models.image_size import ImageSize, in_words, sides_of, whole_strides
 from models.layer_registry import add_layers
+from models.layers import RepConv
 from models.tasks import TASKS, TaskEntry, task_of
 from models.tasks.contract import Model, Postprocess, Task, View
 from models.weights.content import ExportMetadata, Weights
@@ -135,7 +136,8 @@ def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -
         program.resize(imgsz)
         program.names = dict(task.names)
         return program
-    model = task.build_model(weights.model, imgsz, name)
+    used = {key: rows for key, rows in weights.model.items() if key != "auxiliary"}  # a branch that only trains
+    model = task.build_model(used, imgsz, name)
     transferred = transfer(model, weights.state)
     if transferred.loaded < transferred.total:
         raise UserError(
@@ -248,9 +250,10 @@ def read_members(names: Sequence[str], layers: str, augment: bool) -> Members:
 def for_inference(model: Model, device: torch.device, half: bool, fold: bool = False) -> Model:
     """Return the model on `device`, in evaluation mode.
 
-    half: convert weights to half precision. fold: fold BatchNorm into convolutions, which changes results by rounding.
-    Neither applies to exported files.
+    half: convert weights to half precision. fold: fold BatchNorm into convolutions, which changes results by rounding;
+    a model with `RepConv`s is always folded. Neither applies to exported files.
     """
+    fold = fold or any(isinstance(module, RepConv) for module in model.modules())
     if fold and not isinstance(model, Exported):
         model = fuse(model)
     if half:

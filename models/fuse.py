@@ -8,16 +8,18 @@ from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from models.layers import Conv
+from models.layers import Conv, RepConv
 
 M = TypeVar("M", bound=nn.Module)
 
 
 @torch.no_grad()
 def fuse(model: M) -> M:
-    """Return a copy of the model in evaluation mode, with BatchNorm folded into `Conv`s and chains of nn.Sequential.
+    """Return a copy of the model in evaluation mode, with BatchNorm folded into `Conv`s and chains of nn.Sequential,
+    and one convolution for each `RepConv`.
 
     BatchNorm(w x) = (g w / d) x + (b - g mean / d), with d = sqrt(variance + eps), is one convolution. Outputs are
     equal up to rounding; state-dict keys differ.
@@ -29,7 +31,27 @@ def fuse(model: M) -> M:
         elif isinstance(module, nn.Sequential):
             for first, second in pairwise(list(module._modules)):
                 _fold(module, first, second)
+    for module in fused.modules():
+        if isinstance(module, RepConv):
+            _join(module)
     return fused
+
+
+def _join(layer: RepConv) -> None:
+    """Make one convolution of the two of a `RepConv`, whose BatchNorms are folded; in float64.
+
+    The 1x1 kernel is added to the middle of the other.
+    """
+    assert isinstance(layer.conv1, Conv)
+    assert isinstance(layer.conv2, Conv)
+    large, small = layer.conv1.conv, layer.conv2.conv
+    if large.bias is None or small.bias is None:  # a BatchNorm without running statistics
+        return
+    border = large.kernel_size[0] // 2
+    added = functional.pad(small.weight.double(), (border,) * 4)
+    large.weight.copy_(large.weight.double() + added)
+    large.bias.copy_(large.bias.double() + small.bias.double())
+    layer.conv1, layer.conv2 = large, None
 
 
 def _fold(parent: nn.Module, first: str, second: str) -> None:

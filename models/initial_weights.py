@@ -177,18 +177,19 @@ def gflops(model: nn.Module, imgsz: int) -> float:
 def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
     """Freeze layers and return their numbers: (N,) is the first N, (-N,) all but the last N, several are these layers.
 
-    The layers are the children of `model.model`, or of a model without that attribute. Raises `UserError` for a number
-    that is no layer.
+    The layers are the children of `model.model`, or of a model without that attribute. Those of an auxiliary branch,
+    after the head, are not among the last N. Raises `UserError` for a number that is no layer.
     """
     layered = dict(model.named_children()).get("model", model)
     rows = list(layered.children())
     count = len(rows)
+    main = next((number for number, row in enumerate(rows, 1) if row is getattr(model, "head", None)), count)
     if len(layers) > 1:
         chosen = list(layers)
     elif layers[0] >= 0:
         chosen = list(range(min(layers[0], count + 1)))
     else:
-        chosen = list(range(count + layers[0])) if -layers[0] <= count else list(layers)
+        chosen = [*range(main + layers[0]), *range(main, count)] if -layers[0] <= main else list(layers)
         for parameter in layered.parameters(recurse=False):  # in no layer, such as a transformer's class token
             parameter.requires_grad_(False)
     for number in chosen:

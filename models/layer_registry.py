@@ -24,6 +24,8 @@ from typing import Any
 from torch import nn
 
 from models import layers
+from models.heads.anchors.head import Detect, Segment
+from models.heads.dfl.head import DetectDFL
 from utils.errors import UserError, first_line, nearest
 from utils.files import cache_folder, looked_for
 
@@ -87,10 +89,6 @@ class LayerMaker:
     def __call__(self, placement: LayerPlacement) -> nn.Module:
         return self.make(placement)
 
-    def makes(self, kind: type[nn.Module]) -> bool:
-        """Return whether `layer` is a subclass of `kind`."""
-        return inspect.isclass(self.layer) and issubclass(self.layer, kind)
-
 
 def convolving(layer: Callable[..., nn.Module]) -> LayerMaker:
     """Adapt `layer(c1, c2, *args[1:])`; repetitions are chained."""
@@ -130,7 +128,17 @@ def _chain(parts: list[nn.Module]) -> nn.Module:
 def _segment(placement: LayerPlacement) -> nn.Module:
     """Build `Segment`, with the channels of its prototypes scaled."""
     nc, anchors, masks, prototypes = placement.args
-    return layers.Segment(nc, anchors, masks, placement.scaling.channels(prototypes), placement.channels)
+    return Segment(nc, anchors, masks, placement.scaling.channels(prototypes), placement.channels)
+
+
+def _aggregating(layer: Callable[..., nn.Module]) -> Callable[[LayerPlacement], nn.Module]:
+    """Adapt `layer(c1, c2, part, process, repeats)`, with all channels scaled; `process` may be absent."""
+
+    def make(placement: LayerPlacement) -> nn.Module:
+        widths = [placement.scaling.channels(count) for count in placement.args[1:3]]
+        return layer(placement.c1, placement.c2, *widths, *placement.args[3:], repeats=placement.repeats)
+
+    return make
 
 
 LAYERS: dict[str, LayerMaker] = {
@@ -153,10 +161,19 @@ LAYERS: dict[str, LayerMaker] = {
     "SPPF": convolving(layers.SPPF),
     "Contract": plain(layers.Contract),
     "Expand": plain(layers.Expand),
+    "RepConv": convolving(layers.RepConv),
+    "ELAN": LayerMaker(layers.ELAN, _aggregating(layers.ELAN)),
+    "RepNCSPELAN": LayerMaker(layers.RepNCSPELAN, _aggregating(layers.RepNCSPELAN)),
+    "AConv": convolving(layers.AConv),
+    "ADown": convolving(layers.ADown),
+    "SPPELAN": LayerMaker(layers.SPPELAN, lambda p: layers.SPPELAN(p.c1, p.c2, *map(p.scaling.channels, p.args[1:]))),
+    "CBLinear": LayerMaker(layers.CBLinear, lambda p: layers.CBLinear(p.c1, [*map(p.scaling.channels, p.args[0])])),
+    "CBFuse": plain(layers.CBFuse),
     "Concat": plain(layers.Concat),
     "Proto": narrowing(layers.Proto),
-    "Detect": detecting(layers.Detect),
-    "Segment": LayerMaker(layers.Segment, _segment),
+    "Detect": detecting(Detect),
+    "DetectDFL": LayerMaker(DetectDFL, lambda p: DetectDFL(p.args[0], p.channels, *p.args[1:])),
+    "Segment": LayerMaker(Segment, _segment),
     "Classify": narrowing(layers.Classify),
 }
 # Layers of torch.nn are called with the arguments of the row, except for those that need the input channels.

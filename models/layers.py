@@ -1,4 +1,4 @@
-"""The layers that model YAMLs name, from `Conv` to the heads. models/layer_registry.py lists them.
+"""The layers that model YAMLs name. models/layer_registry.py lists them, and the detection heads of models/heads/.
 
 Attributes are named as in YOLOv5's state dicts, so that its weights load by name. Every docstring says how a layer maps
 the shape of its input.
@@ -14,8 +14,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-
-from models.tasks.detection.target_assignment import Level
 
 # A kernel, stride or padding: one number, or (height, width).
 Size = int | Sequence[int]
@@ -439,6 +437,172 @@ class SPPF(nn.Module):
         return self.cv2(torch.cat(maps, 1))
 
 
+class RepConv(nn.Module):
+    """A convolution and a 1x1 one side by side, without activation, then their sum's SiLU (RepVGG, arXiv 2101.03697).
+
+    (b, c1, h, w) to (b, c2, h / stride, w / stride), for an odd kernel. models/fuse.py makes one convolution of both.
+    """
+
+    conv2: Conv | None
+
+    def __init__(self, c1: int, c2: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> None:
+        super().__init__()
+        self.conv1: nn.Module = Conv(c1, c2, kernel, stride, groups=groups, activate=False)
+        self.conv2 = Conv(c1, c2, 1, stride, groups=groups, activate=False)
+        self.act: nn.Module = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv1(x)
+        return self.act(y if self.conv2 is None else y + self.conv2(x))
+
+    def set_activation(self, make: Callable[[], nn.Module]) -> None:
+        """Replace the activation by a new one from `make`."""
+        self.act = make()
+
+
+class RepBottleneck(nn.Module):
+    """A `RepConv` and a 3x3 convolution, and the input added: (b, channels, h, w) to the same."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = RepConv(channels, channels)
+        self.conv2 = Conv(channels, channels, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv2(self.conv1(x))
+
+
+class RepNCSP(nn.Module):
+    """`C3` around `repeats` `RepBottleneck`s, with its names in the MIT implementation of YOLOv9.
+
+    (b, c1, h, w) to (b, c2, h, w), for an even c2.
+    """
+
+    def __init__(self, c1: int, c2: int, repeats: int = 1) -> None:
+        super().__init__()
+        hidden = c2 // 2
+        self.conv1 = Conv(c1, hidden)
+        self.conv2 = Conv(c1, hidden)
+        self.conv3 = Conv(2 * hidden, c2)
+        self.bottleneck = nn.Sequential(*(RepBottleneck(hidden) for _ in range(repeats)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv3(torch.cat((self.bottleneck(self.conv1(x)), self.conv2(x)), 1))
+
+
+class ELAN(nn.Module):
+    """Efficient layer aggregation (arXiv 2211.04800): (b, c1, h, w) to (b, c2, h, w).
+
+    A 1x1 convolution to `part` channels, two chained blocks on their second half to `process` channels each, and a 1x1
+    convolution of all four. Subclasses override `block`.
+    """
+
+    def __init__(self, c1: int, c2: int, part: int, process: int | None = None, repeats: int = 1) -> None:
+        super().__init__()
+        if part % 2:
+            raise ValueError(f"it halves its {part} inner channels; give an even number")
+        process = part // 2 if process is None else process
+        self.conv1 = Conv(c1, part)
+        self.conv2 = self.block(part // 2, process, repeats)
+        self.conv3 = self.block(process, process, repeats)
+        self.conv4 = Conv(part + 2 * process, c2)
+
+    def block(self, c1: int, c2: int, repeats: int) -> nn.Module:
+        """Return one of the two chained blocks: a 3x3 convolution, whatever `repeats`."""
+        return Conv(c1, c2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bypass, first = self.conv1(x).chunk(2, 1)
+        second = self.conv2(first)
+        return self.conv4(torch.cat((bypass, first, second, self.conv3(second)), 1))
+
+
+class RepNCSPELAN(ELAN):
+    """`ELAN` whose blocks are a `RepNCSP` of `repeats` bottlenecks and a 3x3 convolution (YOLOv9, arXiv 2402.13616)."""
+
+    def block(self, c1: int, c2: int, repeats: int) -> nn.Module:
+        """Return one of the two chained blocks."""
+        return nn.Sequential(RepNCSP(c1, c2, repeats), Conv(c2, c2, 3))
+
+
+class AConv(nn.Module):
+    """Mean of 2x2 pixels at stride 1, then a 3x3 convolution at stride 2: (b, c1, h, w) to (b, c2, h / 2, w / 2)."""
+
+    def __init__(self, c1: int, c2: int) -> None:
+        super().__init__()
+        self.conv = Conv(c1, c2, 3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(functional.avg_pool2d(x, 2, 1))
+
+
+class ADown(nn.Module):
+    """`AConv` for half of the channels; max pool and 1x1 convolution for the others.
+
+    (b, c1, h, w) to (b, c2, h / 2, w / 2), for even c1 and c2.
+    """
+
+    def __init__(self, c1: int, c2: int) -> None:
+        super().__init__()
+        self.conv1 = Conv(c1 // 2, c2 // 2, 3, 2)
+        self.conv2 = Conv(c1 // 2, c2 // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = functional.avg_pool2d(x, 2, 1).chunk(2, 1)
+        return torch.cat((self.conv1(first), self.conv2(functional.max_pool2d(second, 3, 2, 1))), 1)
+
+
+class SPPELAN(nn.Module):
+    """`SPPF` with its names in the MIT implementation of YOLOv9: (b, c1, h, w) to (b, c2, h, w).
+
+    neck: channels of the pools; c2 / 2 if None.
+    """
+
+    def __init__(self, c1: int, c2: int, neck: int | None = None) -> None:
+        super().__init__()
+        neck = c2 // 2 if neck is None else neck
+        self.conv1 = Conv(c1, neck)
+        self.conv5 = Conv(4 * neck, c2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = [self.conv1(x)]
+        for _ in range(3):
+            maps.append(functional.max_pool2d(maps[-1], 5, 1, 2))
+        return self.conv5(torch.cat(maps, 1))
+
+
+class CBLinear(nn.Module):
+    """A 1x1 convolution with bias, split into maps of `widths` channels: (b, c1, h, w) to a tuple of (b, width, h, w).
+
+    CBNet (arXiv 1909.03625). `CBFuse` adds one of the maps to those of another backbone.
+    """
+
+    def __init__(self, c1: int, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.widths = list(widths)
+        self.conv = nn.Conv2d(c1, sum(widths), 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.conv(x).split(self.widths, 1)
+
+
+class CBFuse(nn.Module):
+    """The sum of the last input and one map of each `CBLinear` before it, scaled to its size by nearest neighbours.
+
+    index: of the map that each `CBLinear` gives. Maps (b, c, h, w), in all of one c, to the last one's shape.
+    """
+
+    def __init__(self, index: Sequence[int]) -> None:
+        super().__init__()
+        self.index = list(index)
+
+    def forward(self, inputs: Sequence[Any]) -> Tensor:
+        *sources, last = inputs
+        for number, maps in zip(self.index, sources, strict=True):
+            last = last + functional.interpolate(maps[number], size=last.shape[2:], mode="nearest")
+        return last
+
+
 class Concat(nn.Module):
     """Concatenation of maps along one dimension, by default the channels."""
 
@@ -450,118 +614,12 @@ class Concat(nn.Module):
         return torch.cat(maps, self.dimension)
 
 
-class DetectConv(nn.Conv2d):
-    """The 1x1 convolution of one level of a detector: `outputs` logits per anchor, the fifth of them objectness."""
-
-    def __init__(self, channels: int, anchors: int, outputs: int) -> None:
-        super().__init__(channels, anchors * outputs, 1)
-        self.anchors, self.outputs = anchors, outputs
-
-    def forward(self, x: Tensor, index: Tensor | None = None) -> Tensor | Level:  # type: ignore[override]
-        """Map (b, channels, h, w) to the raw map (b, anchors, h, w, outputs), or a `Level` at cells `index` (3, k)."""
-        if index is None:
-            raw = super().forward(x)
-            maps = raw.view(raw.shape[0], self.anchors, self.outputs, *raw.shape[2:])  # not unflatten: ONNX opset 13
-            return maps.permute(0, 1, 3, 4, 2).contiguous()
-        assert self.bias is not None
-        x, features = _GatherCells.apply(x, *index)
-        # Flattened so that the gradient has the strides of the weight, as DDP expects.
-        channels_last = self.weight.stride(2) > 1
-        weight = (self.weight.permute(0, 2, 3, 1) if channels_last else self.weight).flatten(1)
-        rows = functional.linear(features, weight, self.bias).unflatten(1, (self.anchors, -1))
-        objectness_weight = weight[4 :: self.outputs, :, None, None]
-        return Level(functional.conv2d(x, objectness_weight, self.bias[4 :: self.outputs]), rows)
-
-
-class _GatherCells(torch.autograd.Function):
-    """Map (b, c, h, w) to itself and its values at k cells, (k, c).
-
-    Backward adds the gradient of the cells to that of the map in place; indexing would make a second map of zeros.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, image: Tensor, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(image, row, column)
-        return x.view_as(x), x[image, :, row, column]
-
-    @staticmethod
-    def backward(ctx: Any, map_gradient: Tensor, cell_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        image, row, column = ctx.saved_tensors
-        _, channels, height, width = map_gradient.shape
-        # In place is safe: one convolution reads the map, and has no more use for this gradient. index_add_ adds in a
-        # fixed order, index_put_ does not.
-        by_cell = map_gradient.permute(0, 2, 3, 1).reshape(-1, channels)
-        by_cell.index_add_(0, (image * height + row) * width + column, cell_gradient)
-        return by_cell.view(-1, height, width, channels).permute(0, 3, 1, 2), None, None, None
-
-
 class Head(nn.Module):
     """The last layer of a network, whose class decides the task. A subclass that inherits its `description` is accepted
     in place of its parent."""
 
     description: ClassVar[str]  # for messages: "detection head"
     example: ClassVar[str]  # a row that ends a YAML with it
-
-
-class Detect(Head):
-    """The detection head: one 1x1 convolution per level, which returns raw maps in training and in evaluation.
-
-    nc: classes. anchors: a flat list [w, h, w, h, ...] in pixels per level, or the number of anchors per level, which
-    AutoAnchor then computes. channels: of the input maps. more: outputs per anchor after the classes.
-    The buffer `anchors` (levels, anchors, 2) is in stride units after `set_strides`.
-    """
-
-    description = "detection head"
-    example = "[[17, 20, 23], 1, Detect, [nc, anchors]]"
-    anchors: Tensor
-    stride: Tensor
-
-    def __init__(
-        self, nc: int, anchors: Sequence[Sequence[float]] | int, channels: Sequence[int], more: int = 0
-    ) -> None:
-        super().__init__()
-        if isinstance(anchors, int):
-            anchors = [list(range(1, 2 * anchors + 1))] * len(channels)
-        _check_anchors(anchors, len(channels))
-        self.nc = nc
-        self.nl = len(channels)
-        self.na = len(anchors[0]) // 2
-        self.no = nc + 5 + more
-        self._pixels = [[float(side) for side in level] for level in anchors]
-        self.register_buffer("anchors", torch.tensor(self._pixels).view(self.nl, self.na, 2))
-        # Not saved: it follows from the layers, and YOLOv5's files do not have it.
-        self.register_buffer("stride", torch.ones(self.nl), persistent=False)
-        self.m = nn.ModuleList(DetectConv(c, self.na, self.no) for c in channels)
-
-    def forward(self, maps: Sequence[Tensor], cells: Tensor | None = None) -> list[Tensor] | list[Level]:
-        """Map (batch, channels, height, width) of each level to logits (batch, anchors, height, width, 5 + nc).
-
-        cells: (levels, 3, k), image, row and column of cells. If given, return a `Level` per map: objectness of all
-        cells, and the other logits of these cells only.
-        """
-        if cells is None:
-            return [convolve(x) for convolve, x in zip(self.m, maps, strict=True)]
-        return [convolve(x, index) for convolve, x, index in zip(self.m, maps, cells, strict=True)]
-
-    def set_strides(self, strides: Sequence[float]) -> None:
-        """Set the strides of the levels in pixels, and the anchors in stride units, the small ones at small strides."""
-        pixels = self._pixels
-        growth = _mean_area(pixels[-1]) - _mean_area(pixels[0])
-        if growth * (strides[-1] - strides[0]) < 0:
-            pixels = pixels[::-1]
-        self.stride.copy_(torch.tensor(strides))
-        self.anchors.copy_(torch.tensor(pixels).view(self.nl, self.na, 2) / torch.tensor(strides).view(-1, 1, 1))
-
-    @torch.no_grad()
-    def initialise_biases(self) -> None:
-        """Add to the biases so that initial scores mean 8 objects per image of 640 px, and 0.6 / nc per class.
-
-        Prior probabilities as in RetinaNet (arXiv 1708.02002, section 3.3), with YOLOv5's numbers.
-        """
-        for convolve, stride in zip(self.m, self.stride, strict=True):
-            bias = convolve.get_parameter("bias").view(self.na, self.no)
-            bias[:, 4] += torch.log(8 / (640 / stride) ** 2)
-            bias[:, 5 : 5 + self.nc] += math.log(0.6 / (self.nc - 0.99999))
 
 
 class Proto(nn.Module):
@@ -576,33 +634,6 @@ class Proto(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.cv3(self.cv2(self.upsample(self.cv1(x))))
-
-
-class Segment(Detect):
-    """The segmentation head: `Detect` with `masks` coefficients per anchor, and the mask prototypes that they weight.
-
-    prototypes: hidden channels of `Proto`, which runs on the first map.
-    """
-
-    description = "segmentation head"
-    example = "[[17, 20, 23], 1, Segment, [nc, anchors, 32, 256]]"
-
-    def __init__(
-        self,
-        nc: int,
-        anchors: Sequence[Sequence[float]] | int,
-        masks: int,
-        prototypes: int,
-        channels: Sequence[int],
-    ) -> None:
-        super().__init__(nc, anchors, channels, masks)
-        self.proto = Proto(channels[0], prototypes, masks)
-
-    def forward(  # type: ignore[override]
-        self, maps: Sequence[Tensor], cells: Tensor | None = None
-    ) -> tuple[list[Tensor] | list[Level], Tensor]:
-        """Return the output of `Detect`, with 5 + nc + masks logits, and prototypes (b, masks, 2 h, 2 w)."""
-        return super().forward(maps, cells), self.proto(maps[0])
 
 
 class Classify(Head):
@@ -623,17 +654,3 @@ class Classify(Head):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(self.drop(self.pool(self.conv(x)).flatten(1)))
-
-
-def _mean_area(level: Sequence[float]) -> float:
-    """Return the mean of w * h over a flat list [w, h, w, h, ...]."""
-    return sum(w * h for w, h in zip(level[::2], level[1::2], strict=True)) / (len(level) // 2)
-
-
-def _check_anchors(anchors: Sequence[Sequence[float]], levels: int) -> None:
-    """Raise ValueError unless there is one list of pairs per level, all of one length."""
-    if len(anchors) != levels:
-        raise ValueError(f"Detect has {levels} input maps, but `anchors` has {len(anchors)} rows: give one row per map")
-    lengths = {len(level) for level in anchors}
-    if len(lengths) != 1 or 0 in lengths or lengths.pop() % 2:
-        raise ValueError("every row of `anchors` needs the same number of width, height pairs")

@@ -1,14 +1,15 @@
 """Build a network, `YoloModel`, from a model YAML: `build_model`, called by the tasks.
 
 A YAML has `backbone` and `head`, lists of rows `[from, number, module, args]` that are numbered from 0. `from` is the
-input: the number of a row (-1: the row before), or a list of them; `module` is a name of models/layer_registry.py.
+input: the number of a row (-1: the row before; `image`), or a list of them; `module` is a name of
+models/layer_registry.py. `auxiliary` may follow: rows that run in training only, the last of which is a second head.
 """
 
 from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.heads.contract import DetectionHead
+from models.heads.dfl.head import DetectDFL
 from models.image_size import whole_strides
 from models.layer_registry import MAX_COUNT, LayerPlacement, Scaling, is_count, layer_maker
-from models.layers import Conv, Detect, Head, skip_norms
+from models.layers import Conv, Head, RepConv, skip_norms
 from models.tasks import TASKS, task_of
 from models.tasks.contract import Model
 from models.weights.content import MODEL_KEYS
@@ -65,32 +68,37 @@ class YoloModel(Model):
         self.yaml = yaml
         self.names = {number: str(number) for number in range(yaml["nc"])}
         self.stride, self.imgsz = stride, imgsz
+        self._head_row = len(yaml["backbone"]) + len(yaml["head"]) - 1
         self._later_inputs = {j for row in rows for j in row.sources if j != row.index - 1}
 
     @property
-    def detect(self) -> Detect:
-        """The detection head; `detect.stride` holds the stride of each level in pixels."""
-        head = self.model[-1]
-        if not isinstance(head, Detect):  # AttributeError, for torch.jit.trace calls `hasattr` on every attribute
-            raise AttributeError("the model has no detection head")
-        return head
+    def head(self) -> nn.Module:
+        """The last layer of `head`, whose class decides the task."""
+        return self.model[self._head_row]
 
     def forward(self, images: Tensor, *hints: Tensor) -> Any:
         """Run the rows on RGB images (b, 3, h, w) in [0, 1]; `hints` are further arguments of the last layer.
 
         A detector returns a raw map (b, anchors, h / stride, w / stride, 5 + nc) per level; h and w must be multiples
-        of `stride`. A classifier returns logits (b, nc), a segmenter maps and prototypes.
+        of `stride`. A classifier returns logits (b, nc), a segmenter maps and prototypes. In training, a model with an
+        auxiliary branch returns (outputs, outputs of the auxiliary head).
         """
-        maps: dict[int, Tensor] = {}  # inputs of later rows; other maps are freed
+        maps: dict[int, Any] = {-1: images}  # inputs of later rows; other maps are freed
         latest: Any = images
+        outputs: Any = None
         for row, layer in zip(self.rows, self.model, strict=True):
             inputs = [latest if j == row.index - 1 else maps[j] for j in row.sources]
             latest = layer(
-                inputs if isinstance(row.source, tuple) else inputs[0], *(hints if row is self.rows[-1] else ())
+                inputs if isinstance(row.source, tuple) else inputs[0],
+                *(hints if row.index == self._head_row else ()),
             )
             if row.index in self._later_inputs:
                 maps[row.index] = latest
-        return latest
+            if row.index == self._head_row:
+                outputs = latest
+                if not self.training:
+                    return outputs
+        return outputs if self._head_row == len(self.rows) - 1 else (outputs, latest)
 
 
 def build_model(
@@ -98,14 +106,14 @@ def build_model(
     nc: int | None = None,
     channels: int = 3,
     source: str = "the model YAML",
-    head: type[Head] | None = None,
+    head: type[Head] | Sequence[type[Head]] = (),
     imgsz: int = 640,
 ) -> YoloModel:
     """Build the network that a YAML describes, in train mode, with random weights, on torch's default device.
 
     yaml: a path, the name of a shipped file, or the content, which errors call `source`. nc: overrides the number of
-    classes in the YAML. channels: of the images, unless the YAML has `ch`. head: the required class of the last layer.
-    imgsz: rounded up to whole strides, at least 2.
+    classes in the YAML. channels: of the images, unless the YAML has `ch`. head: the required class of the last layer,
+    or several of which it must have one; the first is the usual one. imgsz: rounded up to whole strides, at least 2.
     Raises `UserError` if the YAML describes no such network.
     """
     if isinstance(yaml, dict):
@@ -113,22 +121,19 @@ def build_model(
     else:
         path = find_file(str(yaml), "model YAML", ["models", "models/hub"])
         source, description = str(path), read_yaml(path)
-    description, with_anchors = _resolve(source, description, nc, channels, head)
+    heads = (head,) if isinstance(head, type) else head
+    description, with_anchors = _resolve(source, description, nc, channels, heads)
     values = {"nc": description["nc"], "anchors": description.get("anchors"), **PYTHON_WORDS}
-    contents = [*description["backbone"], *description["head"]]
+    contents = [*description["backbone"], *description["head"], *description.get("auxiliary", [])]
     rows = [_parse_row(source, index, row, values) for index, row in enumerate(contents)]
-    layers, strides = _build_layers(source, rows, description, with_anchors)
-    _check_head(source, layers, head)
-    stride = int(max(strides, default=1))
-    model = YoloModel(layers, rows, description, stride, whole_strides(imgsz, stride))
-    if isinstance(last := layers[-1], Detect):
-        last.set_strides(strides)
-        last.initialise_biases()
-    return model
+    layers, stride = _build_layers(source, rows, description, with_anchors)
+    _check_head(source, layers[: len(description["backbone"]) + len(description["head"])], heads)
+    _check_auxiliary(source, layers, len(description.get("auxiliary", [])))
+    return YoloModel(layers, rows, description, stride, whole_strides(imgsz, stride))
 
 
 def _resolve(
-    source: str, yaml: dict[str, Any], nc: int | None, channels: int, head: type[Head] | None
+    source: str, yaml: dict[str, Any], nc: int | None, channels: int, heads: Sequence[type[Head]]
 ) -> tuple[dict[str, Any], bool]:
     """Return the YAML with all keys that `build_model` needs, checked, and whether its head takes anchors."""
     for key in yaml:
@@ -145,8 +150,14 @@ def _resolve(
         _require(source, yaml, key, f"a number above 0, at most {MAX_MULTIPLE}", fits)
     for key in ("backbone", "head"):
         _require(source, yaml, key, "a list of rows [from, number, module, args]", isinstance(yaml.get(key), list))
+    if "auxiliary" in yaml:
+        rows = "a list of rows [from, number, module, args], or leave it out"
+        _require(source, yaml, "auxiliary", rows, isinstance(yaml["auxiliary"], list))
     _require(source, yaml, "task", f"one of {', '.join(TASKS)}", isinstance(yaml["task"], str))
-    with_anchors = issubclass(head, Detect) if head else _ends_with_detect(yaml["head"])
+    last = head_class(yaml)
+    if heads and not (last and issubclass(last, tuple(heads))):
+        last = heads[0]  # `_check_head` reports another head
+    with_anchors = last is not None and issubclass(last, DetectionHead) and last.takes_anchors
     if with_anchors:
         anchors = "a list of width, height pairs per level, or their number per level"
         _require(source, yaml, "anchors", anchors, _are_anchors(yaml.get("anchors")))
@@ -160,13 +171,15 @@ def _require(source: str, yaml: dict[str, Any], key: str, what: str, holds: bool
         raise UserError(f"{source}: `{key}` {shortened(problem)}; give {what}")
 
 
-def _ends_with_detect(rows: list[Any]) -> bool:
-    """Return whether the last row names `Detect` or a subclass of it."""
-    last = rows[-1] if rows else None
+def head_class(yaml: Mapping[str, Any]) -> type[nn.Module] | None:
+    """Return the class of the layer that the last row of `head` names; None if it names none."""
+    rows = yaml.get("head")
+    last = rows[-1] if isinstance(rows, list) and rows else None
     try:
-        return isinstance(last, list) and len(last) == 4 and layer_maker(last[2]).makes(Detect)
+        layer = layer_maker(last[2]).layer if isinstance(last, list) and len(last) == 4 else None
     except ValueError:  # `_parse_row` reports it
-        return False
+        return None
+    return layer if isinstance(layer, type) else None
 
 
 def _are_anchors(value: Any) -> bool:
@@ -198,8 +211,12 @@ def _parse_row(source: str, index: int, row: Any, values: dict[str, Any]) -> Row
 
 def _parse_origin(where: str, index: int, origin: Any) -> int:
     """Return the number of the row that `from` names; -1 is the image."""
+    if origin == "image":
+        return -1
     if isinstance(origin, bool) or not isinstance(origin, int):
-        raise UserError(f"{where}: `from` is {origin!r}; give a row's number, -1 for the row before, or a list of them")
+        raise UserError(
+            f"{where}: `from` is {origin!r}; give a row's number, -1 for the row before, image, or a list of them"
+        )
     row = index + origin if origin < 0 else origin
     is_image = index == 0 and origin == -1
     if not (0 <= row < index or is_image):
@@ -210,8 +227,8 @@ def _parse_origin(where: str, index: int, origin: Any) -> int:
 
 def _build_layers(
     source: str, rows: list[Row], yaml: dict[str, Any], with_anchors: bool
-) -> tuple[list[nn.Module], list[float]]:
-    """Return the layers of the rows, and the strides of the inputs of a detection head, [] for other heads.
+) -> tuple[list[nn.Module], int]:
+    """Return the layers of the rows, and the largest stride of the inputs of a detection head, 1 for other heads.
 
     A draft of each layer runs on the "meta" device, without memory: that measures channels and strides, and shows which
     row does not fit.
@@ -220,7 +237,7 @@ def _build_layers(
     image = torch.zeros(1, yaml["ch"], PROBE_PIXELS, PROBE_PIXELS, device="meta")
     layers: list[nn.Module] = []
     maps: list[Any] = []
-    inputs: list[Tensor] = []
+    largest = 1.0
     for row in rows:
         inputs = [image if j < 0 else maps[j] for j in row.sources]
         try:
@@ -230,34 +247,51 @@ def _build_layers(
                 with torch.no_grad():
                     maps.append(draft(inputs if isinstance(row.source, tuple) else inputs[0]))
             _refuse_huge(draft, maps[-1])
-            layers.append(_build_layer(row, inputs, scaling, activation))
+            layers.append(layer := _build_layer(row, inputs, scaling, activation))
+            if isinstance(layer, DetectionHead):
+                strides = [PROBE_PIXELS / x.shape[2] for x in inputs]
+                layer.set_strides(strides)
+                layer.initialise_biases()
+                largest = max(largest, *strides)
         except Exception as error:  # the arguments are the user's, and so may be the layer
             raise UserError(
                 f"{source}, row {row.index}: {row.module} with the arguments {shortened(str(list(row.args)))} "
                 f"on rows {list(row.sources)} does not work ({first_line(error)}); fix that row"
             ) from error
-    return layers, [PROBE_PIXELS / x.shape[2] for x in inputs] if layers and isinstance(layers[-1], Detect) else []
+    return layers, int(largest)
 
 
-def _check_head(source: str, layers: list[nn.Module], head: type[Head] | None) -> None:
-    """Raise `UserError` if the last layer is no `head`; a subclass with its own `description` is another head."""
-    if head and not (layers and isinstance(layers[-1], head) and layers[-1].description == head.description):
+def _check_head(source: str, layers: list[nn.Module], heads: Sequence[type[Head]]) -> None:
+    """Raise `UserError` if the last layer is none of `heads`; a subclass with its own `description` is another head."""
+    last = layers[-1] if layers else None
+    if heads and not any(isinstance(last, head) and last.description == head.description for head in heads):
         raise UserError(
-            f"{source}: the last row of `head` is no {head.description}; end it with one, such as {head.example}"
+            f"{source}: the last row of `head` is no {heads[0].description}; end it with one, such as "
+            f"{heads[0].example}"
         )
     if not layers:
         raise UserError(f"{source}: `backbone` and `head` have no rows; write rows [from, number, module, args]")
 
 
+def _check_auxiliary(source: str, layers: list[nn.Module], rows: int) -> None:
+    """Raise `UserError` unless the last of the `rows` of the auxiliary branch, if there are any, is a head as the main
+    one, in which only `DetectDFL` can be."""
+    if rows and not (isinstance(layers[-1], DetectDFL) and isinstance(layers[-1 - rows], DetectDFL)):
+        raise UserError(
+            f"{source}: `auxiliary` is for training with a second DetectDFL head; end both `head` and `auxiliary` with "
+            f"one, such as {DetectDFL.example}, or leave `auxiliary` out"
+        )
+
+
 def _build_layer(
-    row: Row, inputs: list[Tensor], scaling: Scaling, activation: Callable[[], nn.Module] | None
+    row: Row, inputs: list[Any], scaling: Scaling, activation: Callable[[], nn.Module] | None
 ) -> nn.Module:
-    """Return a new layer for a row with these input maps."""
-    channels = tuple(x.shape[1] for x in inputs)
+    """Return a new layer for a row with these inputs: a map each, or several of `CBLinear`."""
+    channels = tuple(sum(one.shape[1] for one in (x if isinstance(x, (list, tuple)) else [x])) for x in inputs)
     layer = layer_maker(row.module)(LayerPlacement(channels, scaling.repeats(row.number), row.args, scaling))
     if activation is not None:
         for part in layer.modules():
-            if isinstance(part, Conv):
+            if isinstance(part, (Conv, RepConv)):
                 part.set_activation(activation)
     return layer
 

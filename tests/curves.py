@@ -17,6 +17,11 @@ from utils.checkpoint.state_files import StateFiles
 
 LOSSES = [f"{split}/{term}_loss" for split in ("train", "val") for term in ("box", "obj", "cls")]
 CLASSIFIED = ["train/loss", "metrics/accuracy_top1", "metrics/accuracy_top5", "val/loss"]
+ANCHOR_FREE = [
+    *(f"train/{term}_loss" for term in ("box", "cls", "dfl")),
+    *(f"metrics/{name}" for name in ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95")),
+    *(f"val/{term}_loss" for term in ("box", "cls", "dfl")),
+]
 SCORES = ["metrics/mAP_0.5", "metrics/mAP_0.5:0.95"]
 SEGMENTED = [
     *(f"train/{term}_loss" for term in ("box", "seg", "obj", "cls")),
@@ -56,7 +61,7 @@ def same_curve(folder: Path, single: Path, losses: float = 1e-5, scores: float =
     """
     for actual, expected in zip(rows(folder), rows(single), strict=True):
         compared = [name for name in expected if name.startswith(("train/", "val/", "metrics/"))]
-        assert {*LOSSES, *SCORES} <= {*compared} or compared in (CLASSIFIED, SEGMENTED)
+        assert {*LOSSES, *SCORES} <= {*compared} or compared in (CLASSIFIED, SEGMENTED, ANCHOR_FREE)
         for name in compared:
             if name.startswith("metrics/") and not name.startswith(("metrics/precision", "metrics/recall")):
                 assert actual[name] == pytest.approx(expected[name], abs=scores), name

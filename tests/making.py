@@ -113,6 +113,23 @@ def tiny_detector() -> dict[str, Any]:
     }
 
 
+def tiny_anchor_free() -> dict[str, Any]:
+    """Return the YAML content of an anchor-free detector of strides 4 and 8, with an auxiliary branch."""
+    return {
+        "nc": 3,
+        "backbone": [[-1, 1, "Conv", [8, 3, 2]], [-1, 1, "Conv", [8, 3, 2]], [-1, 1, "RepNCSPELAN", [8, 8]]],
+        "head": [[-1, 1, "AConv", [16]], [[2, 3], 1, "DetectDFL", ["nc"]]],
+        "auxiliary": [
+            [2, 1, "CBLinear", [[8, 16]]],
+            ["image", 1, "Conv", [8, 5, 4]],
+            [[5, -1], 1, "CBFuse", [[0]]],
+            [-1, 1, "ADown", [16]],
+            [[5, -1], 1, "CBFuse", [[1]]],
+            [[7, 9], 1, "DetectDFL", ["nc"]],
+        ],
+    }
+
+
 # The environment
 
 LAUNCHER_VARIABLES = (

@@ -122,7 +122,7 @@ def test_model_yamls(path: Path) -> None:
         assert set(content) <= set(CLASSIFIER_KEYS)
         return
     needed = {"nc", "depth_multiple", "width_multiple", "backbone", "head"} | (
-        {"anchors"} if task == "detect" else set()
+        {"anchors"} if content["head"][-1][2] == "Detect" else set()
     )
     assert needed <= set(content) <= set(MODEL_KEYS)
     assert all(len(row) == 4 for row in [*content["backbone"], *content["head"]])

@@ -310,7 +310,7 @@ ERRORS = {
     "no head": Case(model(head=[]), "model.yaml: the last row of `head` is no detection head"),
     "no backbone": Case(model(backbone=None), "model.yaml: `backbone` is None; give a list of rows"),
     "other task": Case(model(task="pose"), "model.yaml is a model for the task 'pose'; give one for detect"),
-    "no model": Case(nothing, "model 'yolov9.yaml' is not a file; give", "--cfg yolov9.yaml"),
+    "no model": Case(nothing, "model 'absent.yaml' is not a file; give", "--cfg absent.yaml"),
     "neither": Case(nothing, "no model is given; name one with --cfg", "--cfg="),
     # weights
     "a name that no file can have": Case(nothing, "is not a file or a folder; give", f"--data {'x' * 5000}"),

@@ -52,7 +52,7 @@ def write_detector(file: Path, deviation: float, statistics: torch.Tensor | None
     torch.manual_seed(0)  # module fixtures are made before the seed of a test is set
     names = dict(enumerate(NAMES))
     model = build_model({**read_yaml(ROOT / "models" / "yolov5n.yaml"), "nc": len(names)})
-    for level in model.detect.m:
+    for level in model.head.m:
         nn.init.normal_(level.weight, std=deviation)
         nn.init.normal_(level.bias)
     if statistics is not None:
@@ -125,7 +125,7 @@ def test_against_a_plain_computation(tmp_path: Path) -> None:
     inputs = torch.from_numpy(padded[..., ::-1].transpose(2, 0, 1).copy())[None] / 255
     rows = []
     with torch.inference_mode():
-        for raw, anchors, stride in zip(model.eval()(inputs), model.detect.anchors, model.detect.stride, strict=True):
+        for raw, anchors, stride in zip(model.eval()(inputs), model.head.anchors, model.head.stride, strict=True):
             s, (h, w) = raw[0].sigmoid(), raw.shape[2:4]
             cells = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(h), indexing="xy"), -1)
             xy = (s[..., :2] * 2 - 0.5 + cells) * stride
@@ -519,15 +519,15 @@ def test_invalid_images(image: object, message: str, predictor: Predictor) -> No
         predictor(image)
 
 
-@pytest.mark.parametrize("name", ["custom", "yolov5n", "yolov5x6", "yolov5s-seg", "yolov5m-cls"])
+@pytest.mark.parametrize("name", ["custom", "yolov5n", "yolov5x6", "yolov5s-seg", "yolov5m-cls", "yolov9t"])
 def test_a_model_of_torch_hub(name: str, detector: Path, photo: Path, predictor: Predictor) -> None:
-    """Others than `custom` are YOLOv5's files: what is asked for is seen in the error."""
+    """Others than `custom` are release files: what is asked for is seen in the error."""
     load = functools.partial(torch.hub.load, str(ROOT), name, source="local", _verbose=False, conf=CONFIDENCE)
     if name == "custom":
         model = load(path=str(detector), imgsz=SIDE, device=torch.device("cpu"))
         np.testing.assert_array_equal(model(photo).array, predictor(photo).array)
     else:
-        with pytest.raises(UserError, match=rf"/{name}\.pt cannot be downloaded"):
+        with pytest.raises(UserError, match=rf"/{name.replace('yolov9', 'v9-')}\.pt cannot be downloaded"):
             load(pretrained=True)
 
 

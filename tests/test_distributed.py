@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.profiler import ProfilerActivity, profile
 
 import train
-from models.tasks.detection.loss import DetectionCriterion
+from models.heads.anchors.loss import DetectionCriterion
 from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.task import DetectionTask
 from tests.conftest import ROOT, VAL, OnProcesses, RunScript, free_port

@@ -52,7 +52,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a detector as train.py does. It detects objects of all confidences."""
     torch.manual_seed(0)  # module fixtures are made before the seed of a test is set
     model = build_model(tiny_detector(), nc=len(NAMES))
-    for level in model.detect.m:
+    for level in model.head.m:
         nn.init.normal_(level.weight, std=4)
         nn.init.normal_(level.bias)
     file = tmp_path_factory.mktemp("weights") / "best.pt"

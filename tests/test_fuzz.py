@@ -19,7 +19,8 @@ from PIL import Image
 from data.data_yaml import read_spec
 from data.dataset import dataset_class
 from data.labels import COORDINATE_TOLERANCE, scan_image
-from models.layers import Classify, Detect
+from models.heads.anchors.head import Detect
+from models.layers import Classify
 from models.tasks import TASKS
 from models.tasks.classification.torchvision_models import build_classifier
 from models.yolo import build_model
@@ -204,7 +205,7 @@ def test_models(changed: dict[tuple[str, int], Any], more: dict[Any, Any]) -> No
         if model.yaml["task"] == "classify":
             assert maps.shape == (1, model.yaml["nc"])
         else:
-            assert len(maps) == len(model.detect.stride)
+            assert len(maps) == len(model.head.stride)
 
 
 @few

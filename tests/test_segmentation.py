@@ -119,9 +119,9 @@ def segmenter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = dict(enumerate(shapes.NAMES))
     model = SegmentationTask(names, Hyperparameters()).build_model({**tiny_segmenter(), "nc": len(names)}, 96)
     with torch.no_grad():
-        for convolve in model.detect.m:
+        for convolve in model.head.m:
             convolve.weight.normal_()
-            convolve.bias.view(model.detect.na, -1)[:, 4:] = 0.5
+            convolve.bias.view(model.head.na, -1)[:, 4:] = 0.5
     file = tmp_path_factory.mktemp("segmenter") / "segmenter.pt"
     file.write_bytes(serialised(weights_content(model, {**model.yaml, "task": "segment"}, names, {})))
     return file

@@ -136,8 +136,8 @@ def weights(file: Path, yaml: dict[str, Any], names: Mapping[int, str], seed: in
     torch.manual_seed(seed)
     model = DetectionTask(names, Hyperparameters()).build_model(yaml, 64)
     with torch.no_grad():
-        for convolve in model.detect.m:
-            convolve.bias.view(model.detect.na, -1)[:, 4:] = 0.5
+        for convolve in model.head.m:
+            convolve.bias.view(model.head.na, -1)[:, 4:] = 0.5
     file.write_bytes(serialised(weights_content(model, {**model.yaml, "task": "detect"}, names, {})))
     return str(file)
 

@@ -32,13 +32,19 @@ class Model(nn.Module):
     stride: int  # height and width of the images must be multiples of it, pixels
     imgsz: int  # image size in pixels, rounded up to whole strides
 
+    @property
+    def head(self) -> nn.Module | None:
+        """The last layer, if its class decides what the outputs mean; None for an exported file."""
+        return None
+
 
 @dataclass(frozen=True)
 class LossTerms:
     """The sums and counts of a loss: every term is a weighted sum of parts, every part a sum divided by a count.
 
-    sums: (terms, parts), differentiable. counts: (terms, parts), the number of values in each sum. weights: (terms,
-    parts). Counts of all processes are added before the division, so that the loss is that of the global batch.
+    sums: (terms, parts), differentiable. counts: (terms, parts), the number of values in each sum, or of their weights.
+    weights: (terms, parts). Counts of all processes are added before the division, so that the loss is that of the
+    global batch.
     """
 
     sums: Tensor
@@ -195,7 +201,7 @@ class Task(ABC):
     refused: ClassVar[Mapping[str, str]] = {}  # flags that do not apply, each with the reason
     # Whether a run without --weights starts from those that torchvision recommends for the model, if they can be had.
     prefers_trained: ClassVar[bool] = False
-    official_weights: ClassVar[str] = r"(?!)"  # regular expression: names of YOLOv5's release files
+    official_weights: ClassVar[str] = r"(?!)"  # regular expression: names of release files
     hub_tag: ClassVar[str] = "other"  # its name on the Hugging Face Hub, such as object-detection
 
     def __init__(self, names: Mapping[int, str], hyp: Recipe, label_smoothing: float = 0.0) -> None:
@@ -208,6 +214,10 @@ class Task(ABC):
 
         source: name of the YAML in errors. Raises `UserError` if it describes no model of this task.
         """
+
+    def loss_names_of(self, model: Model) -> tuple[str, ...]:
+        """Return the names of the terms of `model`'s loss; `loss_names`, unless they depend on the model."""
+        return self.loss_names
 
     @abstractmethod
     def criterion(self, model: Model) -> Criterion:

@@ -21,7 +21,7 @@ from utils.errors import plural, shortened
 # The keys of a model YAML.
 MODEL_KEYS = (
     *("task", "nc", "ch", "depth_multiple", "width_multiple", "channel_multiple", "anchors"),
-    *("activation", "inplace", "backbone", "head"),
+    *("activation", "inplace", "backbone", "head", "auxiliary"),
 )
 EXPORT_FORMAT = "lockstep-export-1"
 EXPORTED_SUFFIXES = (".onnx", ".torchscript", ".pt2", "_openvino_model")  # of files of export.py
@@ -86,7 +86,7 @@ class Weights:
     names: dict[int, str]
     task: str  # '' if unknown
     settings: dict[str, Any]
-    source: Literal["lockstep", "yolov5", "tensors", "exported"]
+    source: Literal["lockstep", "yolov5", "yolov9", "tensors", "exported"]
     program: Model | None = None  # runs an exported file, which has no tensors
     metadata: ExportMetadata | None = None  # of an exported file
     origin: Origin = field(default_factory=Origin)  # of what is made from this file, which is the last of its files

@@ -1,4 +1,5 @@
-"""Read weight files without running anything in them: those of train.py, YOLOv5's, `.safetensors`, and bare tensors.
+"""Read weight files without running anything in them: those of train.py, YOLOv5's, YOLOv9's (MIT),
+`.safetensors`, and bare tensors.
 
 Called by export.py, models/initial_weights.py and models/export/runtime.py, which reads exported files.
 """
@@ -33,6 +34,7 @@ from models.weights.yolov5_pickle import (
     unpickle,
     unwrap,
 )
+from models.weights.yolov9 import yolov9_weights
 from utils.checkpoint.weight_files import FORMAT, SAFETENSORS_SUFFIX, is_safetensors, read_safetensors
 from utils.errors import UserError, first_line
 from utils.files import read_regular
@@ -124,7 +126,7 @@ def _interpret(content: Any) -> Weights:
         if isinstance(content, dict) and _is_state_dict(content):
             if all(str(name).startswith("module.") for name in content):  # added by DistributedDataParallel
                 content = {name.removeprefix("module."): tensor for name, tensor in content.items()}
-            return Weights(content, None, {}, "", {}, "tensors")
+            return yolov9_weights(content) or Weights(content, None, {}, "", {}, "tensors")
     network = unwrap(content)
     if not is_module(network):
         raise UnusableFile("contains no model; give weights that train.py or YOLOv5 wrote")

@@ -1,4 +1,5 @@
-"""Find the file that --weights names; download YOLOv5's releases, torchvision's weights, W&B artifacts, Hub files.
+"""Find the file that --weights names; download releases of YOLOv5 and YOLOv9, torchvision's weights, and files of W&B
+and the Hub.
 
 Called by models/initial_weights.py and models/ensemble.py.
 """
@@ -29,14 +30,17 @@ WANDB_PREFIX = "wandb:"
 OPENVINO_SUFFIX = "_openvino_model"  # of an exported folder
 RELEASE_ADDRESS = "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
 RELEASE_LICENCE = "AGPL-3.0, published by Ultralytics"
+YOLOV9_FILE = re.compile(r"v9-[tsmc]\.pt")
+YOLOV9_ADDRESS = "https://github.com/MultimediaTechLab/YOLO/releases/download/v1.0-alpha/"
+YOLOV9_LICENCE = "MIT, published by MultimediaTechLab"
 RELEASE_SHA256 = {"yolov5n.pt": "4f180cf23ba0717ada0badd6c685026d73d48f184d00fc159c2641284b2ac0a3"}  # of release files
 
 
 def find_weights(
     name: str, yaml: Mapping[str, Any] | None = None, source: str = "the model YAML", training: bool = True
 ) -> Path:
-    """Return the path of a weight file: as given, or in a run folder best.pt, else last.pt, or an official YOLOv5 file
-    in the cache, downloaded if necessary.
+    """Return the path of a weight file: as given, or in a run folder best.pt, else last.pt, or a release file of YOLOv5
+    or YOLOv9 in the cache, downloaded if necessary.
 
     DEFAULT means torchvision's recommendation for the architecture in `yaml`, which errors call `source`, and
     wandb:entity/project/name:alias an artifact, hf:owner/name a repository of the Hugging Face Hub. training: for
@@ -70,12 +74,14 @@ def weights_of_run(folder: Path) -> Path:
 
 
 def official_weights(name: str, file: str, alternative: str) -> Path:
-    """Download a YOLOv5 release file into the cache and return its path. Raises `UserError`.
+    """Download a release file of YOLOv5 or YOLOv9 into the cache and return its path. Raises `UserError`.
 
     name: the value of --weights, for the error. alternative: the end of its advice. The environment variable
     LOCKSTEP_RELEASES is the URL of a mirror.
     """
-    folder = (os.environ.get("LOCKSTEP_RELEASES") or RELEASE_ADDRESS).rstrip("/")
+    is_yolov9 = YOLOV9_FILE.fullmatch(file)
+    address = YOLOV9_ADDRESS if is_yolov9 else RELEASE_ADDRESS
+    folder = (os.environ.get("LOCKSTEP_RELEASES") or address).rstrip("/")
     cached = cache_folder() / "weights" / file
     return download(
         f"{folder}/{file}",
@@ -83,7 +89,7 @@ def official_weights(name: str, file: str, alternative: str) -> Path:
         sha256=RELEASE_SHA256.get(file, ""),
         usable=is_whole,
         advice=f"download it yourself to {Path(name).absolute()} or {cached}{alternative}",
-        licence=RELEASE_LICENCE,
+        licence=YOLOV9_LICENCE if is_yolov9 else RELEASE_LICENCE,
     )
 
 

@@ -25,6 +25,7 @@ from utils.files import ROOT, read_yaml
 # Modules and classes whose objects a file may hold. None of them is imported: a stub replaces each.
 STUB_MODULES = (
     *("models", "utils", "ultralytics", "yolov5", "torch.nn.modules", "torch.nn.parallel", "pathlib", "datetime"),
+    *("lightning", "lightning_fabric", "pytorch_lightning", "omegaconf", "yolo"),  # checkpoints of Lightning
 )
 STUBS = {
     *("argparse.Namespace", "numpy.dtype", "numpy.ndarray", "_codecs.encode"),  # encode: in numpy's scalars

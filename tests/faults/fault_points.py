@@ -17,7 +17,7 @@ from typing import Any
 # name: module and function; the fault comes before the function runs
 POINTS = {
     "sample": ("data.augment", "Augmenter.__call__"),  # in a loader process: a training image is made
-    "loss": ("models.tasks.detection.loss", "DetectionCriterion.__call__"),  # of a batch of this process
+    "loss": ("models.heads.anchors.loss", "DetectionCriterion.__call__"),  # of a batch of this process
     "optimizer step": ("utils.distributed.stop", "GracefulStop.after"),  # it is done, and not yet saved
     "validation batch": ("models.tasks.detection.metrics", "DetectionMetrics.update"),
     "validation batch of a segmenter": ("models.tasks.segmentation.metrics", "SegmentationMetrics.update"),

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from models.ensemble import Members, check_programs, common_task, halve, weight_files
+from models.ensemble import Members, check_programs, common_task, for_inference, halve, load_model, weight_files
 from models.export.runtime import Exported
+from models.heads.contract import head_of
+from models.layers import RepConv
 from models.tasks import TASKS
 from models.tasks.contract import Model
 from models.tasks.detection.task import DetectionTask
 from models.weights.content import ExportMetadata, Weights
-from tests.making import tiny_detector
+from tests.making import tiny_anchor_free, tiny_detector
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
 
@@ -153,3 +155,19 @@ def test_half_precision_leaves_anchors_and_strides() -> None:
     dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point()}
     assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == {"model.3.anchors", "model.3.stride"}
     assert torch.float16 in dtypes.values()
+
+
+def test_what_inference_leaves_out() -> None:
+    """The auxiliary branch; and a `RepConv` is one convolution, though nothing else is folded without `fold`."""
+    weights = initial(tiny_anchor_free())
+    task = DetectionTask(NAMES, Hyperparameters())
+    model = load_model(task, weights, 64, "best.pt", "data.yaml")
+    assert [type(layer).__name__ for layer in model.model] == ["Conv", "Conv", "RepNCSPELAN", "AConv", "DetectDFL"]
+    images = torch.rand(1, 3, 64, 64)
+    used = for_inference(model, torch.device("cpu"), half=False)
+    assert not any(module.conv2 for module in used.modules() if isinstance(module, RepConv))
+    with torch.no_grad():
+        before, after = (head_of(one).decode(one(images)) for one in (model.eval(), used))
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+    anchors = for_inference(load_model(task, initial(tiny_detector()), 64, "", ""), torch.device("cpu"), half=False)
+    assert any(isinstance(module, torch.nn.BatchNorm2d) for module in anchors.modules())

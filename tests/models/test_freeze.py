@@ -11,6 +11,7 @@ from torchvision.models import resnet18, vit_b_32
 
 from models.initial_weights import freeze
 from models.yolo import YoloModel, build_model
+from tests.making import tiny_anchor_free
 from utils.errors import UserError
 
 
@@ -44,6 +45,12 @@ def test_freeze(layers: tuple[int, ...], expected: list[int]) -> None:
     assert frozen(model) == expected
     partly = [p.requires_grad for layer in model.get_submodule("model").children() for p in layer.parameters()]
     assert partly.count(False) == 2 * len(expected)  # weight and bias of these, of no other
+
+
+def test_all_but_the_head_of_a_model_with_an_auxiliary_branch() -> None:
+    model = build_model(tiny_anchor_free())
+    assert freeze(model, (-1,)) == [0, 1, 2, 3, *range(5, 11)]
+    assert frozen(model) == [0, 1, 2, 3, *range(5, 11)]
 
 
 @pytest.mark.parametrize(

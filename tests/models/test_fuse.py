@@ -5,15 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
 from models.fuse import fuse
+from models.layers import RepConv
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import YoloModel, build_model
-from tests.making import tiny_detector
+from tests.making import tiny_anchor_free, tiny_detector
 
 
 def with_statistics(model: YoloModel) -> YoloModel:
@@ -73,3 +75,22 @@ def test_official_weights_on_photos(shared: Path) -> None:
     fused = fuse(model.eval())
     assert batch_norms(fused) == 0
     assert largest_difference(model(images), fused(images)) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [(3, 1, 1), (5, 2, 2), (1, 1, 1)])  # kernel, stride, groups
+def test_both_convolutions_of_a_rep_conv_become_one(options: tuple[int, int, int]) -> None:
+    layer = with_statistics(RepConv(4, 6, *options))
+    fused, images = fuse(layer), torch.rand(2, 4, 12, 8)
+    torch.testing.assert_close(fused(images), layer(images))
+    assert sum(isinstance(module, nn.Conv2d) for module in fused.modules()) == 1
+    assert batch_norms(fused) == 0
+
+
+@torch.no_grad()
+def test_an_anchor_free_detector() -> None:
+    model = with_statistics(build_model(tiny_anchor_free()))
+    fused, images = fuse(model), torch.rand(2, 3, 32, 48)
+    for one, other in zip(fused(images), model(images), strict=True):
+        assert largest_difference(list(one), list(other)) < 1e-5
+    assert not any(module.conv2 for module in fused.modules() if isinstance(module, RepConv))

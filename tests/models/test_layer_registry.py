@@ -13,8 +13,8 @@ import torch
 import yaml
 from torch import nn
 
-from models.layer_registry import LAYERS, LayerPlacement, Scaling, add_layers, layer_maker
-from models.layers import Detect, Segment
+from models.heads.anchors.head import Detect
+from models.layer_registry import LAYERS, LayerPlacement, Scaling, add_layers
 from models.yolo import build_model
 from tests.making import tiny_detector
 from utils.errors import UserError
@@ -63,7 +63,8 @@ import torch
 from torch import nn
 
 import beside
-from models.layers import Conv, Detect
+from models.heads.anchors.head import Detect
+from models.layers import Conv
 
 
 @dataclass
@@ -158,7 +159,7 @@ def test_layers_are_called_as_their_parameters_are_named(file: Path) -> None:
     assert (squeeze.down.in_features, squeeze.down.out_features) == (32, 8)
     assert (weighted_sum.weight.tolist(), scale.factor) == ([2, 2], 3)
     assert isinstance(head, Detect)
-    assert model.detect.stride.tolist() == [2]
+    assert model.head.stride.tolist() == [2]
     sum(m.sum() for m in model(torch.rand(2, 3, 16, 16))).backward()
     assert all(p.grad is not None for p in model.parameters())
 
@@ -220,14 +221,6 @@ def test_paths_of_no_python_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 # The inputs of a constructor
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "expected"),
-    [("Detect", Detect, True), ("Segment", Detect, True), ("Segment", Segment, True), ("Conv", Detect, False)],
-)
-def test_class_of_a_layer(name: str, kind: type[nn.Module], expected: bool) -> None:
-    assert layer_maker(name).makes(kind) == expected
 
 
 def test_scaling() -> None:

@@ -9,21 +9,28 @@ import pytest
 import torch
 from torch import nn
 
+from models.heads.anchors.head import Detect, Segment
+from models.heads.anchors.target_assignment import read_level
 from models.layers import (
     C3,
     C3SPP,
     C3TR,
+    ELAN,
     SPP,
+    SPPELAN,
     SPPF,
+    AConv,
+    ADown,
     Bottleneck,
     BottleneckCSP,
     C3Ghost,
     C3x,
+    CBFuse,
+    CBLinear,
     Classify,
     Contract,
     Conv,
     CrossConv,
-    Detect,
     DWConv,
     DWConvTranspose2d,
     Expand,
@@ -32,11 +39,11 @@ from models.layers import (
     GhostConv,
     MixConv2d,
     Proto,
-    Segment,
+    RepConv,
+    RepNCSPELAN,
     Transformer,
     skip_norms,
 )
-from models.tasks.detection.target_assignment import read_level
 
 
 @pytest.mark.parametrize(
@@ -58,6 +65,14 @@ from models.tasks.detection.target_assignment import read_level
         (MixConv2d(4, 6, (1, 3, 5), 2), (2, 6, 8, 8)),
         (MixConv2d(4, 6, (1, 3), equal_channels=False), (2, 6, 16, 16)),
         (CrossConv(4, 6, 5, 2), (2, 6, 8, 8)),
+        (RepConv(4, 6), (2, 6, 16, 16)),
+        (RepConv(4, 6, 5, 2, 2), (2, 6, 8, 8)),
+        (ELAN(4, 6, 8), (2, 6, 16, 16)),
+        (ELAN(4, 6, 8, 2), (2, 6, 16, 16)),
+        (RepNCSPELAN(4, 6, 8, repeats=2), (2, 6, 16, 16)),
+        (AConv(4, 6), (2, 6, 8, 8)),
+        (ADown(4, 6), (2, 6, 8, 8)),
+        (SPPELAN(4, 6), (2, 6, 16, 16)),
         (GhostConv(4, 6, 3, 2), (2, 6, 8, 8)),
         (GhostBottleneck(4, 4), (2, 4, 16, 16)),
         (GhostBottleneck(4, 8, 3, 2), (2, 8, 8, 8)),
@@ -321,3 +336,21 @@ def test_bias_initialisation() -> None:
     expected = [0, 0, 0, 0, math.log(8 / 20**2), *[math.log(0.6 / 2.00001)] * 3]
     torch.testing.assert_close(head.m[1].bias.detach(), torch.tensor(expected * 2))
     assert head.m[0].bias[4].item() == pytest.approx(math.log(8 / 80**2))
+
+
+# YOLOv9's
+
+
+def test_a_fused_map_is_the_sum_of_scaled_maps() -> None:
+    first = CBLinear(4, [3, 5])(torch.rand(1, 4, 2, 4))
+    assert [tuple(one.shape) for one in first] == [(1, 3, 2, 4), (1, 5, 2, 4)]
+    second, last = (torch.rand(1, 5, 8, 8),), torch.rand(1, 5, 4, 8)
+    fused = CBFuse([1, 0])([first, second, last])
+    # Nearest neighbours: rows and columns are repeated, or every second one is taken.
+    expected = last + first[1].repeat_interleave(2, 2).repeat_interleave(2, 3) + second[0][:, :, ::2]
+    torch.testing.assert_close(fused, expected)
+
+
+def test_an_odd_number_of_channels_cannot_be_halved() -> None:
+    with pytest.raises(ValueError, match="it halves its 7 inner channels; give an even number"):
+        ELAN(4, 6, 7)

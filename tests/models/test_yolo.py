@@ -12,14 +12,16 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from models.heads.anchors.head import Detect
+from models.initial_weights import gflops
 from models.layer_registry import LAYERS
-from models.layers import Classify, Conv, Detect
+from models.layers import Classify, Conv
 from models.tasks import task_of
 from models.tasks.detection.task import DetectionTask
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import YoloModel, build_model
-from tests.making import tiny_detector, write_yaml
+from tests.making import tiny_anchor_free, tiny_detector, write_yaml
 from utils.batch import Batch
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
@@ -68,7 +70,15 @@ SEGMENTERS = {
     "yolov5l-seg": 47_924_957,
     "yolov5x-seg": 88_819_517,
 }
-SHIPPED = {**DETECTORS, **HUB, **CLASSIFIERS, **SEGMENTERS}
+ANCHOR_FREE = {"yolov9t": 3_717_648, "yolov9s": 9_804_480, "yolov9m": 32_878_400, "yolov9c": 51_182_048}
+SHIPPED = {**DETECTORS, **HUB, **CLASSIFIERS, **SEGMENTERS, **ANCHOR_FREE}
+# Without the auxiliary branch, and published GFLOPs of such models at 640 px.
+WITHOUT_AUXILIARY = {
+    "yolov9t": (2_442_624, None),
+    "yolov9s": (7_226_192, 26.4),
+    "yolov9m": (20_123_984, 76.3),
+    "yolov9c": (25_498_736, 102.1),
+}
 
 
 def small_classifier() -> dict[str, Any]:
@@ -101,6 +111,21 @@ def shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
 @pytest.mark.parametrize(("name", "parameters"), SHIPPED.items())
 def test_parameter_count(name: str, parameters: int) -> None:
     assert count(on_meta(f"{name}.yaml")) == parameters
+
+
+@pytest.mark.parametrize(("name", "numbers"), WITHOUT_AUXILIARY.items())
+def test_parameters_and_work_of_a_model_without_its_auxiliary_branch(
+    name: str, numbers: tuple[int, float | None]
+) -> None:
+    yaml = read_yaml(ROOT / "models" / f"{name}.yaml")
+    del yaml["auxiliary"]
+    model = on_meta(yaml)
+    parameters, published = numbers
+    assert count(model) == parameters
+    work = gflops(model, 640)
+    assert not published or work == pytest.approx(published, rel=0.015)
+    row = next(line for line in (ROOT / "docs" / "models.md").read_text().splitlines() if f"| `{name}`" in line)
+    assert f"| {parameters:,} | {ANCHOR_FREE[name]:,} | {work:.1f} |" in row
 
 
 def test_every_shipped_model_is_counted_and_documented() -> None:
@@ -142,17 +167,19 @@ def narrow(name: str) -> dict[str, Any]:
 @torch.no_grad()
 def test_strides_anchors_and_maps(name: str, strides: list[int]) -> None:
     model = build_model(narrow(name)).eval()
-    assert model.detect.stride.tolist() == strides
+    assert model.head.stride.tolist() == strides
     anchors = narrow(name)["anchors"]
     if isinstance(anchors, list):
-        pixels = model.detect.anchors * model.detect.stride.view(-1, 1, 1)
+        pixels = model.head.anchors * model.head.stride.view(-1, 1, 1)
         torch.testing.assert_close(pixels.flatten(1), torch.tensor(anchors).float())
     maps = model(torch.rand(1, 3, 128, 256))
     assert [m.shape for m in maps] == [(1, 3, 128 // s, 256 // s, 85) for s in strides]
     assert all(m.isfinite().all() for m in maps)
 
 
-@pytest.mark.parametrize("name", ["yolov5s-ghost", "yolov5s-transformer", "yolov5-p2", "yolov5-bifpn"])
+@pytest.mark.parametrize(
+    "name", ["yolov5s-ghost", "yolov5s-transformer", "yolov5-p2", "yolov5-bifpn", "yolov9t", "yolov9c"]
+)
 def test_a_training_step_reaches_every_parameter(name: str) -> None:
     task = DetectionTask({0: "a", 1: "b", 2: "c"}, Hyperparameters())
     images = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
@@ -166,6 +193,38 @@ def test_a_training_step_reaches_every_parameter(name: str) -> None:
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert [name for name, gradient in gradients.items() if gradient is None or not gradient.isfinite().all()] == []
     assert sum(bool(gradient.any()) for gradient in gradients.values()) > 0.9 * len(gradients)
+
+
+def test_the_auxiliary_branch_runs_in_training_only() -> None:
+    model = build_model(narrow("yolov9c"), nc=3)
+    images = torch.rand(2, 3, 64, 96)
+    main, auxiliary = model(images)
+    shapes = [((2, 64, 64 // s, 96 // s), (2, 3, 64 // s, 96 // s)) for s in (8, 16, 32)]
+    for levels in (main, auxiliary, model.eval()(images)):
+        assert [(level.sides.shape, level.scores.shape) for level in levels] == shapes
+    del model.model[-1].heads  # without which it could not run
+    model(images)
+
+
+@pytest.mark.parametrize(
+    ("auxiliary", "message"),
+    [
+        ("none", "`auxiliary` is 'none'; give a list of rows"),
+        ([[-2, 1, "Conv", [8]]], "`auxiliary` is for training with a second DetectDFL head; end both"),
+        ([[[2, 3], 1, "Concat", []]], "row 5: Concat .*does not work"),
+        ([[[2, 3], 1, "Detect", ["nc", 2]]], "`auxiliary` is for training with a second DetectDFL head; end both"),
+        ([["pixels", 1, "Conv", [8]]], "`from` is 'pixels'; give a row's number, -1 for the row before, image, or a"),
+    ],
+)
+def test_invalid_auxiliary_branch(auxiliary: Any, message: str) -> None:
+    yaml = {**tiny_anchor_free(), "anchors": 2, "auxiliary": auxiliary}
+    with pytest.raises(UserError, match=message):
+        build_model(yaml)
+
+
+def test_a_detector_with_anchors_has_no_auxiliary_branch() -> None:
+    with pytest.raises(UserError, match="end both `head` and `auxiliary` with one"):
+        build_model({**tiny_detector(), "auxiliary": [["image", 1, "Conv", [8, 3, 4]], [[-1], 1, "DetectDFL", ["nc"]]]})
 
 
 def test_maps_and_prototypes_of_a_segmenter() -> None:
@@ -197,7 +256,7 @@ def test_official_weights_predict_as_in_yolov5(shared: Path) -> None:
     model = build_model(official.model).eval()
     assert shapes(model.state_dict()) == shapes(official.state) == shapes(on_meta("yolov5n.yaml").state_dict())
     transfer(model, official.state)
-    predictions = decode(model(reference["image"]), model.detect.anchors, model.detect.stride)
+    predictions = decode(model(reference["image"]), model.head.anchors, model.head.stride)
     torch.testing.assert_close(predictions, reference["predictions"], rtol=0, atol=1e-3)
 
 
@@ -244,7 +303,7 @@ def test_repetitions_and_widths_are_scaled() -> None:
 
 def test_anchors_by_number() -> None:
     model = build_model({**tiny_detector(), "anchors": 2})
-    assert (model.detect.anchors * model.detect.stride.view(-1, 1, 1)).tolist() == [[[1, 2], [3, 4]]] * 2
+    assert (model.head.anchors * model.head.stride.view(-1, 1, 1)).tolist() == [[[1, 2], [3, 4]]] * 2
     build_model({**small_classifier(), "anchors": 5.5})  # a classifier ignores them
 
 

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, unset_fak
 
 import train
 import val
-from models.tasks.detection.target_assignment import device_constant
+from models.heads.device_constant import device_constant
 from models.tasks.segmentation.loss import SegmentationCriterion
 from tests.rehearsal.cuda_queries import CudaQueries
 from utils.distributed.accelerator import reset_accelerate

@@ -115,6 +115,12 @@ class Hyperparameters(Recipe):
     # 1: a head for other classes takes what it can from the weight file's: boxes, objectness, classes of equal names.
     keep_head: int = number(0, Range(0, 1))
     fl_gamma: float = number(0.0, NOT_NEGATIVE)  # focal loss; 0 is off
+    # Gains of the loss of a head without anchors (DetectDFL), which takes none of those above, and the weight of the
+    # auxiliary branch.
+    tal_box: float = number(7.5, NOT_NEGATIVE)
+    tal_cls: float = number(0.5, NOT_NEGATIVE)
+    tal_dfl: float = number(1.5, NOT_NEGATIVE)
+    tal_aux: float = number(0.25, NOT_NEGATIVE)
     hsv_h: float = number(0.015, SHARE)
     hsv_s: float = number(0.7, SHARE)
     hsv_v: float = number(0.4, SHARE)

@@ -10,11 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from models.tasks.contract import ExportSettings
-from models.tasks.detection.boxes import xywh_to_xyxy
+from models.heads.boxes import xywh_to_xyxy
+from models.heads.contract import head_of
+from models.tasks.contract import ExportSettings, Model
 from models.tasks.detection.suppression import CLASS_OFFSET_PIXELS
-from models.tasks.detection.views import RawView, decode
-from models.yolo import YoloModel
 
 CANDIDATES_PER_DETECTION = 10  # pairs of box and class in the suppression, per detection of an image
 
@@ -43,14 +42,14 @@ def graph_suppression(settings: ExportSettings) -> GraphSuppression:
 class DecodedDetector(nn.Module):
     """A detector with its decoding, in fp32."""
 
-    def __init__(self, model: YoloModel) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
         self.model = model
+        self.head = head_of(model)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map images (b, 3, h, w), in 0 to 1, to boxes (b, n, 5 + classes): xywh in pixels, objectness, scores."""
-        head = self.model.detect
-        return decode(RawView(self.model(images), head.anchors.float(), head.stride.float()))
+        """Map images (b, 3, h, w), in 0 to 1, to boxes (b, n, outputs), see `DetectionHead.decode`."""
+        return self.head.decode(self.model(images))
 
 
 class SuppressedDetector(nn.Module):
@@ -67,7 +66,7 @@ class SuppressedDetector(nn.Module):
 
         Detections are xyxy in pixels, confidence and class, in falling confidence, padded with rows of zeros.
         """
-        return self.select(self.decoding(images))[:2]
+        return self.select(self.decoding.head.scored(self.decoding(images)))[:2]
 
     def select(self, decoded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return detections and numbers as `forward`, and the box of each detection, int64 (b, most).
@@ -118,7 +117,7 @@ class SuppressedDetector(nn.Module):
 
     def _within_class(self, label: Tensor, confidence: Tensor) -> Tensor:
         """Return which candidates are among the `most_per_class` most confident of their class, (b, k), 0 or 1."""
-        classes = torch.arange(self.decoding.model.detect.nc, device=label.device)
+        classes = torch.arange(self.decoding.head.nc, device=label.device)
         of_class = (label[..., None] == classes).float() * (confidence > 0)[..., None]
         rank = of_class.cumsum(1)
         return (of_class * (rank <= self.settings.most_per_class)).amax(2)

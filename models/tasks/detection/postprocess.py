@@ -6,17 +6,18 @@ Called by val.py and detect.py, as every task's `Postprocess`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from models.heads.contract import DetectionHead, HeadView, head_of
 from models.tasks.contract import Model, Postprocess, Thresholds, View
 from models.tasks.detection.prediction import DetectionPrediction
 from models.tasks.detection.suppression import detect, filter_detections
 from models.tasks.detection.tta import AUGMENTATIONS
-from models.tasks.detection.views import DecodedView, DetectionView, RawView, SuppressedView
-from models.yolo import YoloModel
+from models.tasks.detection.views import DecodedView, DetectionView, SuppressedView
+from models.yolo import head_class
 from utils.batch import Batch, ImageInfo
 from utils.errors import UserError
 
@@ -37,15 +38,15 @@ class DetectionPostprocess(Postprocess):
         """
         if not augment:
             return [_view(model, model(inputs))]
-        views = []
+        views: list[HeadView] = []
         for augmentation in AUGMENTATIONS:
             images, scale = augmentation.apply(inputs, model.stride)
             mirrored_width = inputs.shape[3] if augmentation.mirrored else 0
-            views.append(raw_view(model, model(images))._replace(scale=scale, mirrored_width=mirrored_width))
+            views.append(head_of(model).view(model(images)).augmented(scale, mirrored_width))
         strides = views[0].strides.tolist()
         if len(strides) > 1:
             coarsest, finest = (strides.index(choose(strides)) for choose in (max, min))
-            views[0], views[-1] = views[0]._replace(skipped_level=coarsest), views[-1]._replace(skipped_level=finest)
+            views[0], views[-1] = views[0].without_level(coarsest), views[-1].without_level(finest)
         return [*views]
 
     def __call__(self, views: Sequence[View], batch: Batch) -> list[DetectionPrediction]:
@@ -66,26 +67,23 @@ class DetectionPostprocess(Postprocess):
         ]
 
 
-def _view(model: Model, outputs: list[Tensor] | Tensor | tuple[Tensor, Tensor]) -> DetectionView:
-    """Return the view of a network's raw maps, or of an exported file's boxes or detections."""
-    if isinstance(outputs, Tensor):
-        return DecodedView(outputs)
-    if isinstance(outputs, tuple):
-        return SuppressedView(*outputs)
-    return raw_view(model, outputs)
+def _view(model: Model, outputs: Any) -> DetectionView:
+    """Return the view of a network's raw outputs, or of an exported file's boxes or detections."""
+    if model.head is not None:
+        return head_of(model).view(outputs)
+    return DecodedView(_scored(model, outputs)) if isinstance(outputs, Tensor) else SuppressedView(*outputs)
+
+
+def _scored(model: Model, decoded: Tensor) -> Tensor:
+    """Return an exported file's boxes with objectness, (b, n, 5 + classes)."""
+    head = head_class(model.yaml)
+    return head.scored(decoded) if head and issubclass(head, DetectionHead) else decoded
 
 
 def refuse_unknown_classes(thresholds: Thresholds, names: Mapping[int, str]) -> None:
     """Raise `UserError` if `thresholds` name a class that the model does not have."""
     if unknown := sorted(set(thresholds.classes) - set(names)):
         raise UserError(f"--classes {unknown[0]}: the model has classes 0 to {len(names) - 1}")
-
-
-def raw_view(model: Model, outputs: list[Tensor], more: int = 0) -> RawView:
-    """Return the plain view of a network's raw maps. more: outputs of an anchor after its class scores."""
-    assert isinstance(model, YoloModel)  # an exported file returns no raw maps
-    device = outputs[0].device
-    return RawView(outputs, model.detect.anchors.to(device), model.detect.stride.to(device), more=more)
 
 
 def boxes_in_files(detections: Sequence[Tensor], infos: Sequence[ImageInfo]) -> list[Tensor]:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.heads.boxes import xywh_to_xyxy, xyxy_to_xywh
 from models.tasks.contract import BoxPrediction, Image
-from models.tasks.detection.boxes import xywh_to_xyxy, xyxy_to_xywh
 from models.tasks.detection.metric_matching import match_detections
 from utils.batch import CocoImage
 from utils.errors import plural

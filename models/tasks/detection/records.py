@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.tasks.detection.boxes import xywh_to_xyxy
+from models.heads.boxes import xywh_to_xyxy
 from models.tasks.detection.metric_matching import Overlaps, match_by_overlap, match_detections, pair_detections
 from utils.batch import ImageInfo
 

@@ -5,26 +5,23 @@ Called by `DetectionPostprocess`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from models.heads.boxes import xywh_to_xyxy
+from models.heads.contract import BoxView, Candidates
 from models.tasks.contract import Thresholds
-from models.tasks.detection.boxes import xywh_to_xyxy
-from models.tasks.detection.views import DecodedView, RawView, SuppressedView, decode, decode_xywh
+from models.tasks.detection.views import SuppressedView
 
 MAX_CANDIDATES = 30_000  # per image, the most confident
 FIRST_CANDIDATES_PER_DETECTION = 3  # candidates in the first round, per detection that an image may have
 CANDIDATE_GROWTH = 3  # factor of the candidates in each further round
 # Pixels between the planes of two classes, so that their boxes never overlap; more than any image's side.
 CLASS_OFFSET_PIXELS = 7680
-VECTOR_NUMBERS = 64  # at least the width of any CPU's vectors
-SPAN_NUMBERS = 2**14  # a multiple of it, below torch's threshold for several threads
 
 
 class Detected(NamedTuple):
@@ -40,11 +37,11 @@ class Suppressed(NamedTuple):
 
     detections: Tensor  # (k, 6)
     row: Tensor  # int64 (k,): in the joined candidates
-    candidates: list[tuple[int, Tensor]]  # the number of a view, and outputs of some of its boxes, (n, outputs)
+    candidates: Sequence[Candidates]  # of each view
 
 
 @torch.no_grad()
-def detect(views: Sequence[RawView | DecodedView], thresholds: Thresholds) -> list[Tensor]:
+def detect(views: Sequence[BoxView], thresholds: Thresholds) -> list[Tensor]:
     """Return the detections of each image as float32 (k, 6): xyxy in pixels of the batch, confidence, class.
 
     They are in falling confidence. A box counts for every class whose objectness x score exceeds `conf_thres`. Of boxes
@@ -55,7 +52,7 @@ def detect(views: Sequence[RawView | DecodedView], thresholds: Thresholds) -> li
 
 
 @torch.no_grad()
-def detect_with_more(views: Sequence[RawView | DecodedView], thresholds: Thresholds) -> list[Detected]:
+def detect_with_more(views: Sequence[BoxView], thresholds: Thresholds) -> list[Detected]:
     """Return the detections of each image, with the outputs after the class scores.
 
     If views have different numbers of them, the rows of the shorter ones end with zeros.
@@ -63,9 +60,8 @@ def detect_with_more(views: Sequence[RawView | DecodedView], thresholds: Thresho
     width = max(view.more for view in views)
     detected = []
     for boxes, row, candidates in _suppressed(views, thresholds):
-        others = [outputs[:, outputs.shape[1] - views[number].more :].float() for number, outputs in candidates]
-        more = torch.cat([functional.pad(part, (0, width - part.shape[1])) for part in others])
-        view = torch.cat([row.new_full((len(outputs),), number) for number, outputs in candidates])
+        more = torch.cat([functional.pad(part.more, (0, width - part.more.shape[1])) for part in candidates])
+        view = torch.cat([row.new_full((len(part.more),), number) for number, part in enumerate(candidates)])
         detected.append(Detected(boxes, more[row], view[row]))
     return detected
 
@@ -82,11 +78,10 @@ def allowed_rows(view: SuppressedView, thresholds: Thresholds) -> list[Tensor]:
     return [mask.nonzero()[: thresholds.max_det, 0] for mask in allowed]
 
 
-def suppress(scores: Tensor, cells: Tensor | None, thresholds: Thresholds) -> tuple[Tensor, Tensor]:
+def suppress(scores: Tensor, thresholds: Thresholds) -> tuple[Tensor, Tensor]:
     """Return the detections (k, 6) of one image, and their rows of `scores`, int64 (k,).
 
-    scores: (n, 5 + classes), sigmoids of boxes that may exceed the threshold. cells: (n, 6), see `cell_geometry`; None
-    if the first four numbers of `scores` are xywh in pixels already.
+    scores: (n, 5 + classes), boxes that may exceed the threshold, see `Candidates`.
 
     Only more confident boxes suppress a box, so a few hundred of the most confident usually suffice. If too few of them
     remain, less confident ones are compared with the remaining ones: a suppressed box suppresses nothing.
@@ -101,8 +96,7 @@ def suppress(scores: Tensor, cells: Tensor | None, thresholds: Thresholds) -> tu
     while True:
         row, label, confidence = _most_confident(scores, best, thresholds.conf_thres, count)
         new_rows = row[compared:]
-        near = scores[new_rows, :4]
-        boxes = xywh_to_xyxy(near if cells is None else decode_xywh(near, cells[new_rows]))
+        boxes = xywh_to_xyxy(scores[new_rows, :4])
         new = torch.cat((boxes, confidence[compared:, None], label[compared:, None]), 1)
         detections, rows = torch.cat((detections, new)), torch.cat((rows, new_rows))
         planes = detections[:, :4] + detections[:, 5:] * offset
@@ -113,59 +107,10 @@ def suppress(scores: Tensor, cells: Tensor | None, thresholds: Thresholds) -> tu
         compared, count = count, min(count * CANDIDATE_GROWTH, MAX_CANDIDATES)
 
 
-def _suppressed(views: Sequence[RawView | DecodedView], thresholds: Thresholds) -> Iterator[Suppressed]:
+def _suppressed(views: Sequence[BoxView], thresholds: Thresholds) -> Iterator[Suppressed]:
     """Iterate over the detections of each image, as `detect`."""
-    raw = [view for view in views if isinstance(view, RawView)]
-    if len(raw) == len(views):
-        yield from _suppressed_raw(raw, thresholds)
-        return
-    parts = [(view.boxes if isinstance(view, DecodedView) else decode(view)).float() for view in views]
-    for image in zip(*parts, strict=True):
-        # Filtered before they are joined: all boxes of a batch are hundreds of megabytes.
-        candidates = [(number, boxes[boxes[:, 4] > thresholds.conf_thres]) for number, boxes in enumerate(image)]
-        scores = torch.cat([boxes[:, : boxes.shape[1] - views[number].more] for number, boxes in candidates])
-        yield Suppressed(*suppress(scores, None, thresholds), candidates)
-
-
-def _suppressed_raw(views: Sequence[RawView], thresholds: Thresholds) -> Iterator[Suppressed]:
-    """Iterate over the detections of raw maps. Only boxes whose objectness exceeds the threshold are decoded."""
-    parts = [(number, *level) for number, view in enumerate(views) for level in view.levels()]
-    numbers, outputs, geometries = zip(*parts, strict=True)
-    levels = [raw.flatten(1, 3) for raw in outputs]  # (b, n, 5 + classes + more)
-    candidates = [level[..., 4].float() > least_logit(thresholds.conf_thres) for level in levels]
-    counts = torch.stack([level.sum(1) for level in candidates], 1)  # (b, levels)
-    boxes = torch.split(torch.cat(candidates, 1).nonzero()[:, 1], counts.flatten().tolist())  # by image, then level
-    cells = torch.cat(geometries)
-    starts = [0, *accumulate(level.shape[1] for level in levels[:-1])]
-    for image in range(len(levels[0])):
-        by_level = boxes[image * len(levels) : (image + 1) * len(levels)]
-        rows = [level[image][box - start] for level, box, start in zip(levels, by_level, starts, strict=True)]
-        logits = [row[:, : row.shape[1] - views[number].more] for number, row in zip(numbers, rows, strict=True)]
-        selected = suppress(row_sigmoids(logits), cells[torch.cat(by_level)], thresholds)
-        yield Suppressed(*selected, list(zip(numbers, rows, strict=True)))
-
-
-def least_logit(probability: float) -> float:
-    """Return a lower bound, nearly exact, of the logits whose sigmoid in fp32 exceeds `probability`.
-
-    It applies to objectness, which no confidence exceeds.
-    """
-    least = min(probability, 1.0) * (1 - 1e-5)
-    return math.log(least / (1 - least)) if least > 0 else -math.inf
-
-
-def row_sigmoids(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sigmoids of parts (k, 5 + classes), concatenated, in fp32.
-
-    A CPU computes slightly different sigmoids for the last numbers of a thread's share, which do not fill a vector. To
-    make a sigmoid independent of its position, spans are computed by one thread, with spare rows.
-    """
-    size = parts[0].shape[1]
-    spare = parts[0].new_zeros(math.ceil(VECTOR_NUMBERS / size), size)
-    rows = torch.cat((*parts, spare)).float()
-    for span in torch.split(rows.view(-1), SPAN_NUMBERS if rows.device.type == "cpu" else rows.numel()):
-        span.sigmoid_()
-    return rows[: -len(spare)]
+    for image in zip(*(view.candidates(thresholds.conf_thres) for view in views), strict=True):
+        yield Suppressed(*suppress(torch.cat([boxes.scores for boxes in image]), thresholds), image)
 
 
 def _allowed_scores(scores: Tensor, thresholds: Thresholds) -> Tensor:

@@ -8,7 +8,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from models.fuse import fuse
-from models.layers import Detect
+from models.heads.anchors.head import Detect
+from models.heads.anchors.loss import LOSS_NAMES
+from models.heads.contract import DetectionHead, UnavailableCriterion, head_of
+from models.heads.dfl.head import DetectDFL
+from models.layers import Head
 from models.tasks.contract import (
     Criterion,
     ExportModule,
@@ -18,17 +22,13 @@ from models.tasks.contract import (
     Task,
     Thresholds,
 )
-from models.tasks.detection.anchors import adapt_anchors
 from models.tasks.detection.export_module import DecodedDetector, SuppressedDetector, graph_suppression
-from models.tasks.detection.head_transfer import keep_head
-from models.tasks.detection.loss import LOSS_NAMES, DetectionCriterion, LossSettings, UnavailableCriterion
 from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.postprocess import DetectionPostprocess
 from models.tasks.detection.scores import DETECTION_METRICS
-from models.yolo import YoloModel, build_model
+from models.yolo import YoloModel, build_model, head_class
 from utils.batch import Batch, BoxSplit
 from utils.config.hyperparameters import Hyperparameters
-from utils.config.select import select
 from utils.memory_format import layout
 from utils.plots.drawing import draw_targets
 
@@ -39,9 +39,9 @@ class DetectionTask(Task):
     loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
     metric_names: ClassVar[tuple[str, ...]] = DETECTION_METRICS
     recipe = Hyperparameters
-    official_weights = r"yolov5[nsmlx]6?\.pt"
+    official_weights = r"yolov5[nsmlx]6?\.pt|v9-[tsmc]\.pt"
     hub_tag = "object-detection"
-    head: ClassVar[type[Detect]] = Detect  # of the models
+    heads: ClassVar[tuple[type[Head], ...]] = (Detect, DetectDFL)  # of the models; the usual one first
     # Of exported files, without and with suppression.
     export_modules: ClassVar[tuple[type[DecodedDetector], type[SuppressedDetector]]] = (
         DecodedDetector,
@@ -50,9 +50,8 @@ class DetectionTask(Task):
 
     def __init__(self, names: Mapping[int, str], hyp: Hyperparameters, label_smoothing: float = 0.0) -> None:
         super().__init__(names, hyp, label_smoothing)
+        self.hyp, self.label_smoothing = hyp, label_smoothing
         self.anchors = round(hyp.anchors)  # per level, to search for; 0: the YAML's own
-        self.keeps_head, self.anchor_recall = bool(hyp.keep_head), hyp.anchor_recall
-        self.loss_settings = select(LossSettings, hyp, label_smoothing=label_smoothing)
 
     def model_yaml(self, yaml: Mapping[str, Any]) -> dict[str, Any]:
         """Return a model's YAML, with the hyperparameters' number of anchors per level if it is set."""
@@ -64,16 +63,20 @@ class DetectionTask(Task):
 
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> YoloModel:
         """Build the model of a YAML for this task's classes and images of about `imgsz` pixels, at least 2 strides."""
-        model = build_model(dict(yaml), nc=len(self.names), source=source, head=self.head, imgsz=imgsz)
+        model = build_model(dict(yaml), nc=len(self.names), source=source, head=self.heads, imgsz=imgsz)
         model.names = dict(self.names)
         return model
 
+    def loss_names_of(self, model: Model) -> tuple[str, ...]:
+        """Return the names of the terms of the loss of `model`'s head."""
+        head = type(model.head) if model.head else head_class(model.yaml)
+        return head.loss_names if head and issubclass(head, DetectionHead) else self.loss_names
+
     def criterion(self, model: Model) -> Criterion:
-        """Return the loss of `model`, with gains scaled to it; for an exported file every term is NaN."""
-        if not isinstance(model, YoloModel):
-            return UnavailableCriterion()
-        head = model.detect
-        return DetectionCriterion(self.loss_settings.scaled(head.nl, head.nc, model.imgsz), head)
+        """Return the loss of `model`, as its head defines it; for an exported file every term is NaN."""
+        if model.head is None:
+            return UnavailableCriterion(len(self.loss_names_of(model)))
+        return head_of(model).criterion(self.hyp, self.label_smoothing, model.imgsz)
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> DetectionPostprocess:
         """Return the conversion of outputs to detections. Raises `UserError` for an unknown class in `thresholds`."""
@@ -92,7 +95,6 @@ class DetectionTask(Task):
 
         Shapes: see the classes of `export_modules`.
         """
-        assert isinstance(model, YoloModel)  # export.py reads no exported files
         decoded, suppressed = self.export_modules
         decoding = decoded(fuse(model)).eval()
         if not settings.nms:
@@ -106,12 +108,12 @@ class DetectionTask(Task):
 
     def keep_head(self, model: Model, state: Mapping[str, Tensor], names: Mapping[int, str]) -> str:
         """Copy boxes, objectness, and classes of equal names from a weight file, if the hyperparameters say so."""
-        assert isinstance(model, YoloModel)
-        is_other = self.keeps_head and dict(names) != self.names
-        return keep_head(model, state, names, self.names) if is_other else ""
+        if not self.hyp.keep_head or dict(names) == self.names:
+            return ""
+        head = head_of(model)
+        prefix = next(name for name, module in model.named_modules() if module is head)
+        return head.keep(prefix, state, names, self.names)
 
     def adapt(self, model: Model, split: BoxSplit) -> list[str]:
-        """Run AutoAnchor; return a message."""
-        assert isinstance(model, YoloModel)
-        sides = split.side_lengths(model.imgsz)
-        return [adapt_anchors(model, sides, self.loss_settings.anchor_t, self.anchor_recall)]
+        """Fit the head to the training boxes, by AutoAnchor if it has anchors; return messages."""
+        return head_of(model).adapt(model, split, self.hyp)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from models.tasks.detection.export_module import DecodedDetector, SuppressedDetector
-from models.tasks.detection.views import RawView, decode
 from models.tasks.segmentation.views import cut_by_boxes
 from utils.batch import MASK_STRIDE
 
@@ -23,10 +22,9 @@ class DecodedSegmenter(DecodedDetector):
         Boxes are (b, n, 5 + classes + masks): xywh in pixels, objectness, scores, mask coefficients; prototypes are
         (b, masks, h / 4, w / 4).
         """
-        head = self.model.detect
         maps, prototypes = self.model(images)
         masks = prototypes.shape[1]
-        return decode(RawView(maps, head.anchors.float(), head.stride.float(), more=masks)), prototypes.float()
+        return self.head.decode(maps, masks), prototypes.float()
 
 
 class SuppressedSegmenter(SuppressedDetector):

@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.layers import Segment
+from models.heads.anchors.head import Segment
+from models.heads.anchors.loss import DetectionCriterion, LossSettings
+from models.heads.anchors.target_assignment import Level, MapSizes, map_sizes, match, near_cells
+from models.heads.boxes import EPSILON
+from models.heads.device_constant import device_constant
+from models.heads.logits import at_least_float32
 from models.tasks.contract import LossTerms
-from models.tasks.detection.boxes import EPSILON
-from models.tasks.detection.loss import DetectionCriterion, LossSettings, at_least_float32
-from models.tasks.detection.target_assignment import Level, MapSizes, device_constant, map_sizes, match, near_cells
 from models.tasks.segmentation.mask_loss import MaskMatches, box_windows, mask_sums, plan_masks
 from utils.batch import Batch, SegmentationBatch
 

@@ -10,8 +10,9 @@ from typing import cast
 
 from torch import Tensor
 
+from models.heads.contract import head_of
 from models.tasks.contract import Model, Postprocess, Thresholds, View
-from models.tasks.detection.postprocess import boxes_in_files, raw_view, refuse_unknown_classes
+from models.tasks.detection.postprocess import boxes_in_files, refuse_unknown_classes
 from models.tasks.detection.suppression import allowed_rows, detect_with_more
 from models.tasks.detection.views import DecodedView, SuppressedView
 from models.tasks.segmentation.masks import DetectedMasks
@@ -45,7 +46,7 @@ class SegmentationPostprocess(Postprocess):
         outputs = model(inputs)
         if isinstance(outputs[0], list):
             maps, prototypes = outputs
-            return [PrototypeView(raw_view(model, maps, more=prototypes.shape[1]), prototypes)]
+            return [PrototypeView(head_of(model).view(maps, more=prototypes.shape[1]), prototypes)]
         if len(outputs) == 2:  # an exported file's boxes
             boxes, prototypes = outputs
             return [PrototypeView(DecodedView(boxes, more=prototypes.shape[1]), prototypes)]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.tasks.detection.boxes import EPSILON
+from models.heads.boxes import EPSILON
 from models.tasks.detection.records import ImageRecord, ShownImage, image_records, matched_by
 from models.tasks.segmentation.masks import DetectedMasks
 from models.tasks.segmentation.prediction import SegmentationPrediction

@@ -7,15 +7,17 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from models.layers import Segment
+from models.heads.anchors.head import Segment
+from models.heads.anchors.loss import loss_settings
+from models.heads.contract import UnavailableCriterion, head_of
+from models.heads.dfl.head import DetectDFL
 from models.tasks.contract import Criterion, Image, Model, Thresholds
-from models.tasks.detection.loss import UnavailableCriterion
 from models.tasks.detection.task import DetectionTask
 from models.tasks.segmentation.export_module import DecodedSegmenter, SuppressedSegmenter
 from models.tasks.segmentation.loss import LOSS_NAMES, SegmentationCriterion
 from models.tasks.segmentation.metrics import SEGMENTATION_METRICS, SegmentationMetrics
 from models.tasks.segmentation.postprocess import NO_AUGMENT, SegmentationPostprocess
-from models.yolo import YoloModel
+from models.yolo import YoloModel, head_class
 from utils.batch import MASK_STRIDE, Batch, SegmentationBatch
 from utils.errors import UserError
 from utils.plots.drawing import MAX_GRID_IMAGES, draw_targets, tint
@@ -29,13 +31,17 @@ class SegmentationTask(DetectionTask):
     official_weights = r"yolov5[nsmlx]-seg\.pt"
     hub_tag = "image-segmentation"
     refused: ClassVar[Mapping[str, str]] = {"augment": NO_AUGMENT}
-    head = Segment
+    heads = (Segment,)
     export_modules = (DecodedSegmenter, SuppressedSegmenter)
 
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> YoloModel:
         """Build the model of a YAML. Raises `UserError` unless the prototypes are a quarter of the images."""
+        if head_class(yaml) is DetectDFL:
+            raise UserError(
+                f"{source}: a DetectDFL head has no masks; take a model with Segment, such as yolov5n-seg.yaml"
+            )
         model = super().build_model(yaml, imgsz, source)
-        stride = int(model.detect.stride[0]) // 2  # `Proto` doubles height and width
+        stride = int(head_of(model).stride[0]) // 2  # `Proto` doubles height and width
         if stride != MASK_STRIDE:
             raise UserError(
                 f"{source}: the first map of Segment has stride {2 * stride}, and masks need {2 * MASK_STRIDE}; "
@@ -43,13 +49,16 @@ class SegmentationTask(DetectionTask):
             )
         return model
 
+    def loss_names_of(self, model: Model) -> tuple[str, ...]:
+        """Return the names of the terms."""
+        return LOSS_NAMES
+
     def criterion(self, model: Model) -> Criterion:
         """Return the loss of `model`, with gains scaled to it; for an exported file every term is NaN."""
-        if not isinstance(model, YoloModel):
+        if not isinstance(head := model.head, Segment):
             return UnavailableCriterion(len(LOSS_NAMES))
-        head = model.detect
-        assert isinstance(head, Segment)
-        return SegmentationCriterion(self.loss_settings.scaled(head.nl, head.nc, model.imgsz), head)
+        settings = loss_settings(self.hyp, self.label_smoothing)
+        return SegmentationCriterion(settings.scaled(head.nl, head.nc, model.imgsz), head)
 
     def postprocess(  # type: ignore[override]
         self, model: Model, thresholds: Thresholds

@@ -13,7 +13,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from models.tasks.detection.views import DecodedView, RawView, SuppressedView
+from models.heads.contract import BoxView
+from models.tasks.detection.views import SuppressedView
 
 Rows: TypeAlias = slice | Sequence[int]  # of the detections of an image
 
@@ -21,7 +22,7 @@ Rows: TypeAlias = slice | Sequence[int]  # of the detections of an image
 class PrototypeView(NamedTuple):
     """Boxes with mask coefficients, and the prototypes that these weight."""
 
-    boxes: RawView | DecodedView  # `more` is the number of coefficients
+    boxes: BoxView  # `more` is the number of coefficients
     prototypes: Tensor  # (b, masks, h, w)
 
     @property

@@ -44,7 +44,7 @@ LIMITS = GraphSuppression(0.3, 0.45, 20, 20)
 def detector() -> DecodedDetector:
     torch.manual_seed(0)  # the same weights in every call
     model = build_model(YAML).eval()
-    for level in model.detect.m:
+    for level in model.head.m:
         nn.init.normal_(level.weight, std=2)
         nn.init.normal_(level.bias, std=0.5)
     return DecodedDetector(model).eval().requires_grad_(False)

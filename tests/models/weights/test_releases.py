@@ -6,6 +6,7 @@ import hashlib
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from models.weights.releases import (
     CHECKSUM_IN_NAME,
     RELEASE_ADDRESS,
     RELEASE_SHA256,
+    YOLOV9_ADDRESS,
     find_weights,
     torchvision_weights,
 )
@@ -73,7 +75,7 @@ def test_a_run_folder_gives_its_best_weights_or_its_last(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["yolov5n.pt", "yolov5x6.pt", "yolov5s-cls.pt", "yolov5m-seg.pt", "weights/yolov5s.pt"]
+    "name", ["yolov5n.pt", "yolov5x6.pt", "yolov5s-cls.pt", "yolov5m-seg.pt", "weights/yolov5s.pt", "v9-t.pt"]
 )
 def test_the_error_for_official_weights_names_address_and_paths(name: str, folder: Path) -> None:
     with pytest.raises(UserError) as caught:
@@ -90,6 +92,27 @@ def test_the_error_for_official_weights_names_address_and_paths(name: str, folde
 
 def test_the_address_of_the_releases() -> None:
     assert RELEASE_ADDRESS == "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
+    assert YOLOV9_ADDRESS == "https://github.com/MultimediaTechLab/YOLO/releases/download/v1.0-alpha/"
+
+
+@pytest.mark.parametrize(
+    ("name", "address", "licence"), [("v9-c.pt", YOLOV9_ADDRESS, "MIT"), ("yolov5s.pt", RELEASE_ADDRESS, "AGPL-3.0")]
+)
+def test_each_release_has_its_address_and_licence(
+    name: str, address: str, licence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def download(url: str, path: Path, **more: Any) -> Path:
+        asked.append((url, more["licence"]))
+        return path
+
+    monkeypatch.delenv("LOCKSTEP_RELEASES")
+    monkeypatch.setattr(releases, "download", download)
+    find_weights(name)
+    ((url, of_file),) = asked
+    assert url == f"{address}{name}"
+    assert of_file.startswith(licence)
 
 
 def test_official_weights_are_downloaded_once(server: Server, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,7 +115,7 @@ def network(activation: str = "nn.SiLU()", slope: float | None = None) -> Any:
             torch.nn.init.uniform_(part.bias, -0.5, 0.5)
     model.yaml = {**OLD, "ch": 3, "flips": (1, torch.nn.Identity())}
     model.names = ["cat", "dog"]
-    model.detect.register_buffer("anchor_grid", torch.ones(2, 1, 2, 1, 1, 2))
+    model.head.register_buffer("anchor_grid", torch.ones(2, 1, 2, 1, 1, 2))
     return model
 
 

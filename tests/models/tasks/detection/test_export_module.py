@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torchvision.ops import box_iou
 
+from models.heads.anchors.views import RawView
 from models.tasks.contract import Thresholds
 from models.tasks.detection.export_module import DecodedDetector, GraphSuppression, SuppressedDetector
 from models.tasks.detection.suppression import detect
-from models.tasks.detection.views import RawView
 from models.yolo import YoloModel, build_model
 from tests.making import tiny_detector
 
@@ -20,7 +20,7 @@ def model() -> YoloModel:
     """Return a detector with many detections of different confidence."""
     torch.manual_seed(0)
     model = build_model(tiny_detector()).eval()
-    for level in model.detect.m:
+    for level in model.head.m:
         nn.init.normal_(level.weight, std=2)
         nn.init.normal_(level.bias, std=0.5)
     return model.requires_grad_(False)
@@ -32,7 +32,7 @@ def images() -> Tensor:
 
 
 def detections_of(model: YoloModel, images: Tensor, thresholds: Thresholds) -> list[Tensor]:
-    return detect([RawView(model(images), model.detect.anchors, model.detect.stride)], thresholds)
+    return detect([RawView(model(images), model.head.anchors, model.head.stride)], thresholds)
 
 
 def test_boxes_by_hand(model: YoloModel, images: Tensor) -> None:

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from models.heads.anchors.views import RawView, decode
 from models.tasks import contract
 from models.tasks.contract import Thresholds
 from models.tasks.detection.postprocess import DetectionPostprocess, boxes_in_files
 from models.tasks.detection.tta import PADDING_GREY
-from models.tasks.detection.views import DecodedView, RawView, SuppressedView, decode
+from models.tasks.detection.views import DecodedView, SuppressedView
 from models.yolo import YoloModel, build_model
 from tests.making import CLASS_NAMES, grey_batch, image_info, tiny_detector
 from utils.batch import Placement
@@ -31,7 +32,7 @@ def postprocess() -> DetectionPostprocess:
 
 
 def view_of(model: YoloModel, outputs: list[Tensor]) -> RawView:
-    return RawView(outputs, model.detect.anchors, model.detect.stride)
+    return RawView(outputs, model.head.anchors, model.head.stride)
 
 
 def inputs_of(model: nn.Module) -> list[Tensor]:
@@ -98,7 +99,7 @@ def test_one_view_is_the_model_on_the_images(model: YoloModel, postprocess: Dete
     (view,) = postprocess.views(model, images, augment=False)
     assert isinstance(view, RawView)
     assert all(torch.equal(*pair) for pair in zip(view.outputs, model(images), strict=True))
-    assert torch.equal(view.anchors, model.detect.anchors)
+    assert torch.equal(view.anchors, model.head.anchors)
     assert view.strides.tolist() == [4, 8]
     assert (view.scale, view.mirrored_width, view.skipped_level) == ((1, 1), 0, None)
 
@@ -137,7 +138,7 @@ class Exported(contract.Model):
 
     def __init__(self, outputs: Tensor | tuple[Tensor, Tensor]) -> None:
         super().__init__()
-        self.outputs = outputs
+        self.outputs, self.yaml = outputs, tiny_detector()
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         return self.outputs

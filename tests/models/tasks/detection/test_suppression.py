@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.heads.anchors.views import RawView, cell_geometry, decode, decode_xywh
+from models.heads.boxes import xywh_to_xyxy
+from models.heads.logits import least_logit, row_sigmoids
 from models.tasks.contract import Thresholds
 from models.tasks.detection import suppression
-from models.tasks.detection.boxes import xywh_to_xyxy
-from models.tasks.detection.suppression import detect, filter_detections, least_logit, row_sigmoids, suppress
-from models.tasks.detection.views import DecodedView, RawView, SuppressedView, cell_geometry, decode, decode_xywh
+from models.tasks.detection.suppression import detect, filter_detections, suppress
+from models.tasks.detection.views import DecodedView, SuppressedView
 
 THREE = math.log(3)  # the logit of 3/4; of 1/4 with a minus
 
@@ -47,10 +49,8 @@ def predictions(*rows: tuple[float, ...]) -> Tensor:
 
 
 def run(given: Tensor, conf_thres: float = 0.1, iou_thres: float = 0.5, max_det: int = 300, **more: Any) -> Tensor:
-    """Return the detections of an image, from scores of 1/2 in cells and with anchors that give the boxes."""
-    scores = torch.cat((torch.full((len(given), 4), 0.5), given[:, 4:]), 1)
-    cells = torch.cat((given[:, :2] - 0.5, torch.ones(len(given), 2), given[:, 2:4]), 1)
-    return suppress(scores, cells, Thresholds(conf_thres, iou_thres, max_det, **more))[0]
+    """Return the detections of an image from its `predictions`."""
+    return suppress(given, Thresholds(conf_thres, iou_thres, max_det, **more))[0]
 
 
 def test_a_box_counts_for_its_most_probable_class_only() -> None:

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from models.heads.anchors.loss import DetectionCriterion, LossSettings
+from models.heads.contract import UnavailableCriterion
 from models.tasks import TASKS, contract
 from models.tasks.contract import ExportSettings, Thresholds
 from models.tasks.detection.export_module import DecodedDetector, SuppressedDetector
-from models.tasks.detection.loss import DetectionCriterion, LossSettings, UnavailableCriterion
 from models.tasks.detection.task import DetectionTask
 from tests.making import CLASS_NAMES, grey_batch, image_info, tiny_detector
 from utils.config.hyperparameters import Hyperparameters
@@ -50,7 +51,7 @@ def test_image_size_is_whole_strides_and_at_least_two(task: DetectionTask, asked
 def test_the_model_has_the_tasks_classes(task: DetectionTask) -> None:
     model = task.build_model({**tiny_detector(), "nc": 80}, 64)
     assert model.names == CLASS_NAMES
-    assert model.yaml["nc"] == model.detect.nc == 3
+    assert model.yaml["nc"] == model.head.nc == 3
 
 
 def test_anchors_that_a_yaml_or_the_hyperparameters_ask_for(task: DetectionTask) -> None:
@@ -100,7 +101,10 @@ def test_gains_are_scaled_to_the_model() -> None:
 
 
 def test_an_exported_file_has_no_criterion(task: DetectionTask) -> None:
-    assert isinstance(task.criterion(contract.Model()), UnavailableCriterion)
+    exported = contract.Model()
+    exported.yaml = tiny_detector()
+    assert isinstance(task.criterion(exported), UnavailableCriterion)
+    assert task.loss_names_of(exported) == task.loss_names
 
 
 def test_inputs_are_0_to_1(task: DetectionTask) -> None:

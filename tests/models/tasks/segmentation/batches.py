@@ -57,7 +57,7 @@ def tiny_model(seed: int = 0) -> YoloModel:
     """Return a segmenter with many detections of different confidence and with masks of many shapes."""
     torch.manual_seed(seed)
     model = tiny_task().build_model(tiny_segmenter(), SIDE).eval()
-    for level in model.detect.m:
+    for level in model.head.m:
         nn.init.normal_(level.get_parameter("weight"), std=2)
         nn.init.normal_(level.get_parameter("bias"), std=0.5)
     return model.requires_grad_(False)

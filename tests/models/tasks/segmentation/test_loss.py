@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.layers import Segment
+from models.heads.anchors.head import Segment
+from models.heads.anchors.loss import LossSettings
+from models.heads.anchors.target_assignment import match, near_cells
 from models.tasks.contract import LossTerms
-from models.tasks.detection.loss import LossSettings
-from models.tasks.detection.target_assignment import match, near_cells
 from models.tasks.segmentation import mask_loss
 from models.tasks.segmentation.loss import SegmentationCriterion
 from models.weights.reader import read_weights
@@ -35,8 +35,8 @@ def test_loss_and_gradients_are_those_of_yolov5(mode: str, shared: Path) -> None
     assert loaded == total
     model.train(mode == "train")
     gains = {name: reference["hyp"][name] for name in vars(LossSettings()) if name in reference["hyp"]}
-    assert isinstance(model.detect, Segment)
-    criterion = SegmentationCriterion(LossSettings(**gains), model.detect)
+    assert isinstance(model.head, Segment)
+    criterion = SegmentationCriterion(LossSettings(**gains), model.head)
     targets, index_maps = reference["targets"].numpy(), reference["masks_overlap"].numpy()
     image = targets[:, 0].astype(int)
     number = [list(image[:k]).count(one) + 1 for k, one in enumerate(image)]  # in its image's map
@@ -64,7 +64,7 @@ def test_loss_and_gradients_are_those_of_yolov5(mode: str, shared: Path) -> None
 
 
 def criterion_of() -> SegmentationCriterion:
-    head = build_model(tiny_segmenter()).detect
+    head = build_model(tiny_segmenter()).head
     assert isinstance(head, Segment)
     return SegmentationCriterion(LossSettings(box=BOX_GAIN), head)
 
@@ -89,7 +89,7 @@ def plain_sums(
     """Return the sums of the mask term, match by match, over whole maps."""
     maps, prototypes = outputs
     cells = near_cells(SIZES, batch.targets)
-    matched = match(cells, build_model(tiny_segmenter()).detect.anchors, criterion.settings.anchor_t)
+    matched = match(cells, build_model(tiny_segmenter()).head.anchors, criterion.settings.anchor_t)
     ends = ((batch.windows[:, 2:] - batch.windows[:, :2]).prod(1)).cumsum()
     sums = []
     for level, raw in enumerate(maps):
@@ -147,8 +147,8 @@ def test_truth_outside_of_the_box_does_not_count() -> None:
 
 def test_hints_change_no_term() -> None:
     model = build_model(tiny_segmenter())
-    assert isinstance(model.detect, Segment)
-    criterion, batch = SegmentationCriterion(LossSettings(), model.detect), random_batch()
+    assert isinstance(model.head, Segment)
+    criterion, batch = SegmentationCriterion(LossSettings(), model.head), random_batch()
     images = torch.rand(3, 3, SIDE, SIDE)
     with_hints, without = criterion(model(images, *criterion.hints(batch)), batch), criterion(model(images), batch)
     torch.testing.assert_close(with_hints.sums, without.sums)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.heads.anchors.views import RawView, decode
 from models.tasks.contract import Thresholds
 from models.tasks.detection.export_module import GraphSuppression
 from models.tasks.detection.suppression import detect
-from models.tasks.detection.views import RawView, decode
 from models.tasks.segmentation.export_module import DecodedSegmenter, SuppressedSegmenter
 from models.tasks.segmentation.masks import DetectedMasks
 from models.tasks.segmentation.postprocess import SegmentationPostprocess

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from models.heads.contract import UnavailableCriterion
 from models.tasks import TASKS, contract, task_of
 from models.tasks.contract import ExportSettings, Thresholds
-from models.tasks.detection.loss import UnavailableCriterion
 from models.tasks.segmentation.export_module import DecodedSegmenter, SuppressedSegmenter
 from models.tasks.segmentation.loss import SegmentationCriterion
 from models.tasks.segmentation.task import SegmentationTask
@@ -75,7 +75,7 @@ def test_a_detectors_weights_fill_all_but_the_head(shared: Path) -> None:
 
 def test_the_model_has_the_tasks_classes_and_size() -> None:
     model = tiny_task().build_model({**tiny_segmenter(), "nc": 80}, 50)
-    assert (model.names, model.yaml["nc"], model.detect.nc, model.imgsz, model.stride) == (CLASS_NAMES, 3, 3, 64, 16)
+    assert (model.names, model.yaml["nc"], model.head.nc, model.imgsz, model.stride) == (CLASS_NAMES, 3, 3, 64, 16)
 
 
 def test_prototypes_must_be_a_quarter_of_the_image() -> None:

@@ -1,31 +1,33 @@
-"""Take what a detector's head can use of a weight file's, although the classes differ. Called by `DetectionTask`."""
+"""Take what an anchor head can use of a weight file's, although the classes differ. Called by `Detect.keep`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
 
 from models.weights.transfer import same_names
-from models.yolo import YoloModel
 from utils.errors import plural
+
+if TYPE_CHECKING:
+    from models.heads.anchors.head import Detect
 
 BOX_ROWS = 5  # of an anchor's rows, the first ones: box and objectness
 ANCHOR_TOLERANCE = 0.01  # relative; official files hold half precision
 
 
 @torch.no_grad()
-def keep_head(model: YoloModel, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]) -> str:
+def keep_head(
+    head: Detect, prefix: str, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]
+) -> str:
     """Copy rows of a file's head into the model's, and return in words what was taken, or why nothing was.
 
     The rows of box and objectness are those of the same anchor; those of a class are those of the class of the same
     name, whatever its number; other classes stay as they are. Masks of a segmenter are kept if the file has them.
-    state, names: tensors and class names of the file. new: class names of the model.
+    prefix: of the head in `state`. state, names: tensors and class names of the file. new: class names of the model.
     """
-    head = model.detect
-    prefix = next(name for name, module in model.named_modules() if module is head)
     anchors = state.get(f"{prefix}.anchors")
     if anchors is None or anchors.shape != head.anchors.shape or not _close(anchors, head.anchors):
         return "not its head: it has other anchors"

@@ -1,32 +1,37 @@
 """The detection loss, as sums and counts, so that means can be taken over the global batch.
 
-Made by `DetectionTask.criterion`; called by the training loop and the evaluation.
+Made by `Detect.criterion`; called by the training loop and the evaluation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.layers import Detect
-from models.tasks.contract import Criterion, LossTerms
-from models.tasks.detection.boxes import complete_iou
-from models.tasks.detection.target_assignment import (
+from models.heads.anchors.target_assignment import (
     NEIGHBOURS,
     Cells,
     Level,
-    device_constant,
     map_sizes,
     match,
     near_cells,
     read_level,
 )
+from models.heads.boxes import complete_iou
+from models.heads.device_constant import device_constant
+from models.heads.logits import at_least_float32
+from models.tasks.contract import Criterion, LossTerms
 from utils.batch import Batch
+from utils.config.hyperparameters import Hyperparameters
+from utils.config.select import select
+
+if TYPE_CHECKING:
+    from models.heads.anchors.head import Detect
 
 LOSS_NAMES = ("box_loss", "obj_loss", "cls_loss")  # the terms, in the order of `LossTerms`
 # Weight of each level's objectness, finest level first: YOLOv5's for 3 levels, and for any other number.
@@ -53,6 +58,11 @@ class LossSettings:
         share = 3 / levels
         obj, cls = self.obj * share * (imgsz / 640) ** 2, self.cls * share * classes / 80
         return replace(self, box=self.box * share, obj=obj, cls=cls)
+
+
+def loss_settings(hyp: Hyperparameters, label_smoothing: float) -> LossSettings:
+    """Return the settings in a hyperparameter file, not scaled to a model."""
+    return select(LossSettings, hyp, label_smoothing=label_smoothing)
 
 
 class MatchedOutputs(NamedTuple):
@@ -156,31 +166,6 @@ class DetectionCriterion(Criterion):
         probability = logits.sigmoid()
         error = target * (1 - probability) + (1 - target) * probability
         return loss * (target * FOCAL_ALPHA + (1 - target) * (1 - FOCAL_ALPHA)) * error**gamma
-
-
-class UnavailableCriterion(Criterion):
-    """The criterion of an exported file, which returns no raw maps: every term is NaN. terms: their number."""
-
-    def __init__(self, terms: int = len(LOSS_NAMES)) -> None:
-        self.count = terms
-
-    def __call__(self, outputs: None, batch: Batch) -> LossTerms:
-        """Return terms of NaN."""
-        ones = torch.ones(self.count, 1)
-        return LossTerms(ones * torch.nan, ones, ones)
-
-    def objective(self, means: Tensor, images: int) -> Tensor:
-        """Return NaN."""
-        return means.sum()
-
-    def weight(self, batch: Batch) -> float:
-        """Return 1, as `DetectionCriterion`."""
-        return 1.0
-
-
-def at_least_float32(values: Tensor) -> Tensor:
-    """Return half-precision values as float32, others unchanged."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _overlap_map(shape: torch.Size, index: Tensor, matched: Tensor, overlaps: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from models.tasks.detection import anchors
-from models.tasks.detection.anchors import MIN_BOX_SIDE_PIXELS, SUFFICIENT_RECALL, adapt_anchors, find_anchors, fit
+from models.heads.anchors import auto_anchor
+from models.heads.anchors.auto_anchor import MIN_BOX_SIDE_PIXELS, SUFFICIENT_RECALL, adapt_anchors, find_anchors, fit
 from models.yolo import YoloModel, build_model
 from tests.making import tiny_detector
 
@@ -68,7 +68,7 @@ def test_mutation_improves_the_anchors(monkeypatch: pytest.MonkeyPatch) -> None:
         return float(np.max(worse, axis=1).mean())
 
     mutated = similarity()
-    monkeypatch.setattr(anchors, "MUTATION_ROUNDS", 0)
+    monkeypatch.setattr(auto_anchor, "MUTATION_ROUNDS", 0)
     assert mutated > similarity() + 0.005
 
 
@@ -91,16 +91,16 @@ def test_boxes_of_a_pixel_are_ignored() -> None:
 
 
 def pixels(model: YoloModel) -> np.ndarray:
-    return (model.detect.anchors * model.detect.stride.view(-1, 1, 1)).numpy()
+    return (model.head.anchors * model.head.stride.view(-1, 1, 1)).numpy()
 
 
 def test_anchors_that_fit_stay() -> None:
     model = build_model(tiny_detector())
-    before = model.detect.anchors.clone()
-    message = adapt_anchors(model, np.array([[4, 4], [30, 20.0]]), 4.0)
+    before = model.head.anchors.clone()
+    message = adapt_anchors(model.head, model.yaml, np.array([[4, 4], [30, 20.0]]), 4.0)
     assert "100.0% of the boxes match an anchor" in message
     assert "new anchors" not in message
-    assert torch.equal(model.detect.anchors, before)
+    assert torch.equal(model.head.anchors, before)
     assert model.yaml["anchors"] == tiny_detector()["anchors"]
 
 
@@ -108,7 +108,7 @@ def test_anchors_that_do_not_fit_are_replaced() -> None:
     model = build_model(tiny_detector())
     sides = tall_boxes()
     assert fit(sides, pixels(model).reshape(-1, 2), 4.0).recall < SUFFICIENT_RECALL
-    message = adapt_anchors(model, sides, 4.0)
+    message = adapt_anchors(model.head, model.yaml, sides, 4.0)
     assert "new anchors: 100.0%" in message
     assert fit(sides, pixels(model).reshape(-1, 2), 4.0).recall == 1
     areas = pixels(model).prod(2).flatten()
@@ -118,22 +118,22 @@ def test_anchors_that_do_not_fit_are_replaced() -> None:
 
 def test_a_model_rebuilt_from_its_yaml_has_the_new_anchors() -> None:
     model = build_model(tiny_detector())
-    adapt_anchors(model, tall_boxes(), 4.0)
+    adapt_anchors(model.head, model.yaml, tall_boxes(), 4.0)
     again = build_model(model.yaml)
-    assert torch.equal(again.detect.anchors, model.detect.anchors)
-    assert torch.equal(again.detect.stride, model.detect.stride)
+    assert torch.equal(again.head.anchors, model.head.anchors)
+    assert torch.equal(again.head.stride, model.head.stride)
 
 
 def test_levels_in_falling_order_of_stride() -> None:
     """A YAML may list the coarse level first; small anchors belong to small strides, also in a rebuilt model."""
     backwards = {**tiny_detector(), "head": [[[2, 1], 1, "Detect", ["nc", "anchors"]]]}
     model = build_model(backwards)
-    assert model.detect.stride.tolist() == [8, 4]
-    message = adapt_anchors(model, np.random.default_rng(0).uniform([1, 20], [3, 200], (300, 2)), 4.0)
+    assert model.head.stride.tolist() == [8, 4]
+    message = adapt_anchors(model.head, model.yaml, np.random.default_rng(0).uniform([1, 20], [3, 200], (300, 2)), 4.0)
     assert "new anchors" in message
     areas = pixels(model).prod(2).mean(1)
     assert areas[0] > areas[1]
-    assert torch.equal(build_model(model.yaml).detect.anchors, model.detect.anchors)
+    assert torch.equal(build_model(model.yaml).head.anchors, model.head.anchors)
 
 
 @pytest.mark.parametrize(
@@ -142,15 +142,15 @@ def test_levels_in_falling_order_of_stride() -> None:
 )
 def test_anchors_stay_without_boxes_or_with_tiny_ones(sides: np.ndarray, message: str) -> None:
     model = build_model(tiny_detector())
-    before = model.detect.anchors.clone()
-    assert message in adapt_anchors(model, sides, 4.0)
-    assert torch.equal(model.detect.anchors, before)
+    before = model.head.anchors.clone()
+    assert message in adapt_anchors(model.head, model.yaml, sides, 4.0)
+    assert torch.equal(model.head.anchors, before)
 
 
 def test_anchors_that_are_only_a_number_are_found() -> None:
     model = build_model({**tiny_detector(), "anchors": 2})
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # no division by anchors of zero
-        message = adapt_anchors(model, np.random.default_rng(0).uniform(10, 60, (200, 2)), 4.0)
+        message = adapt_anchors(model.head, model.yaml, np.random.default_rng(0).uniform(10, 60, (200, 2)), 4.0)
     assert "new anchors" in message
     assert fit(np.full((1, 2), 30.0), pixels(model).reshape(-1, 2), 4.0).recall == 1

@@ -7,11 +7,12 @@ number of targets alone, so nothing waits for the device to count matches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from models.heads.device_constant import device_constant
 
 # Cells that a target may be assigned to: the one of its centre, and those left, above, right and below, as (x, y).
 NEIGHBOURS = ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (-1.0, 0.0), (0.0, -1.0))
@@ -70,13 +71,6 @@ def read_level(raw: Tensor, index: Tensor) -> Level:
     """Return the `Level` of a raw map (b, anchors, h, w, 5 + classes) at cells `index` (3, k)."""
     image, row, column = index
     return Level(raw[..., 4], raw[image, :, row, column])
-
-
-@cache
-def device_constant(values: Any, device: torch.device) -> Tensor:
-    """Return a float32 tensor of plain values, copied to a device once: every copy waits for the device."""
-    with torch.inference_mode(False):  # a tensor made during a validation must serve in training too
-        return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def map_sizes(outputs: Sequence[Tensor | Level]) -> MapSizes:

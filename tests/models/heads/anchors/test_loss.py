@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.layers import Detect
+from models.heads.anchors.head import Detect
+from models.heads.anchors.loss import DetectionCriterion, LossSettings
+from models.heads.contract import UnavailableCriterion
 from models.tasks.contract import LossTerms
-from models.tasks.detection.loss import DetectionCriterion, LossSettings, UnavailableCriterion
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import build_model
@@ -67,7 +68,7 @@ def test_loss_and_gradients_are_those_of_yolov5(mode: str, shared: Path) -> None
     assert loaded == total
     model.train(mode == "train")
     gains = {name: reference["hyp"][name] for name in vars(LossSettings()) if name in reference["hyp"]}
-    criterion = DetectionCriterion(LossSettings(**gains), model.detect)
+    criterion = DetectionCriterion(LossSettings(**gains), model.head)
 
     images = reference["im_uint8"].float() / 255
     assert images.is_contiguous()
@@ -321,7 +322,7 @@ def test_a_model_of_four_levels() -> None:
     }
     model = build_model(deep)
     targets = torch.tensor([[0, 0, 0.5, 0.5, side / 64, side / 64] for side in (7, 15, 31, 63)])
-    criterion = DetectionCriterion(LossSettings(anchor_t=1.5), model.detect)
+    criterion = DetectionCriterion(LossSettings(anchor_t=1.5), model.head)
     terms = criterion(model(torch.rand(2, 3, 64, 64)), batch_of(targets))
     assert (terms.counts[0] > 0).all()
     assert terms.counts[1].tolist() == [2 * (64 // stride) ** 2 for stride in (4, 8, 16, 32)]
@@ -337,7 +338,7 @@ def test_a_model_of_four_levels() -> None:
 def test_hints_save_work_but_change_no_term() -> None:
     """With hints the head returns levels, without them raw maps."""
     model = build_model(tiny_detector())
-    criterion = DetectionCriterion(LossSettings(), model.detect)
+    criterion = DetectionCriterion(LossSettings(), model.head)
     given = grey_batch(targets=torch.tensor([[1, 2, 0.4, 0.6, 0.3, 0.2], [0, 1, 0.1, 0.9, 0.1, 0.1]]), count=2)
     (cells,) = criterion.hints(given)
     assert (cells.dtype, cells.shape) == (torch.int64, (2, 3, 10))
@@ -348,7 +349,7 @@ def test_hints_save_work_but_change_no_term() -> None:
 
 
 def test_the_objective_is_the_sum_over_the_images_of_a_step() -> None:
-    criterion = DetectionCriterion(LossSettings(), build_model(tiny_detector()).detect)
+    criterion = DetectionCriterion(LossSettings(), build_model(tiny_detector()).head)
     assert criterion.objective(torch.tensor([1.0, 2, 4]), 16).item() == 7 * 16
     assert criterion.weight(grey_batch()) == 1
 
@@ -356,16 +357,16 @@ def test_the_objective_is_the_sum_over_the_images_of_a_step() -> None:
 def test_the_anchors_are_those_of_the_model_when_it_is_called() -> None:
     """Loading a state changes the anchors in place."""
     model = build_model(tiny_detector())
-    criterion = DetectionCriterion(LossSettings(anchor_t=1.5), model.detect)
+    criterion = DetectionCriterion(LossSettings(anchor_t=1.5), model.head)
     given, images = batch_of(torch.tensor([[0, 0, 0.5, 0.5, 4 / 64, 4 / 64]])), torch.rand(1, 3, 64, 64)
     before = criterion(model(images), given).counts[0].tolist()
-    model.detect.anchors.fill_(100)
+    model.head.anchors.fill_(100)
     assert before[0] > 0
     assert criterion(model(images), given).counts[0].tolist() == [0, 0]
 
 
 def test_losses_of_an_exported_file_are_nan() -> None:
-    criterion = UnavailableCriterion()
+    criterion = UnavailableCriterion(3)
     terms = criterion(None, grey_batch())
     assert terms.means(terms.counts).isnan().tolist() == [True] * 3
     assert criterion.hints(grey_batch()) == ()

@@ -1,16 +1,17 @@
 """AutoAnchor: check whether a model's anchors fit the boxes of the training images, and search for better ones.
 
-Called by `DetectionTask.adapt`.
+Called by `Detect.adapt`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from models.yolo import YoloModel
+if TYPE_CHECKING:
+    from models.heads.anchors.head import Detect
 
 SUFFICIENT_RECALL = 0.98  # best possible recall above which the anchors stay as they are
 MUTATION_ROUNDS = 1000
@@ -29,8 +30,10 @@ class Fit(NamedTuple):
     anchors_per_box: float
 
 
-def adapt_anchors(model: YoloModel, sides: np.ndarray, threshold: float, sufficient: float = SUFFICIENT_RECALL) -> str:
-    """Replace the anchors of a detector, in its head and its YAML, if they fit too few boxes; return a message.
+def adapt_anchors(
+    head: Detect, yaml: dict[str, Any], sides: np.ndarray, threshold: float, sufficient: float = SUFFICIENT_RECALL
+) -> str:
+    """Replace the anchors of a head, and those of its model's YAML, if they fit too few boxes; return a message.
 
     sides: (n, 2) widths and heights of the training boxes, in pixels at the model's image size. threshold: largest
     factor between the sides of a box and of an anchor that fits it. sufficient: share of the boxes that fit, above
@@ -38,7 +41,6 @@ def adapt_anchors(model: YoloModel, sides: np.ndarray, threshold: float, suffici
     """
     if not len(sides):
         return "AutoAnchor: the training images have no boxes; the anchors are unchanged"
-    head = model.detect
     strides = head.stride[:, None, None].to(head.anchors)
     current = (head.anchors * strides).reshape(-1, 2).numpy()
     before = fit(sides, current, threshold)
@@ -56,7 +58,7 @@ def adapt_anchors(model: YoloModel, sides: np.ndarray, threshold: float, suffici
     if strides[0] > strides[-1]:  # small anchors belong to small strides
         anchors = anchors.flip(0)
     head.anchors.copy_(anchors / strides)
-    model.yaml["anchors"] = anchors.reshape(head.nl, -1).tolist()
+    yaml["anchors"] = anchors.reshape(head.nl, -1).tolist()
     return f"{message}; new anchors: {after.recall:.1%}, {after.anchors_per_box:.2f} per box"
 
 

@@ -1,0 +1,100 @@
+"""The raw maps of an anchor head for a batch, their decoding, and the boxes that suppression gets.
+
+Made by `Detect.view`; exported modules decode with `decode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from models.heads.contract import Candidates
+from models.heads.logits import least_logit, row_sigmoids
+
+
+class RawView(NamedTuple):
+    """The raw maps of a network for images that may be scaled and mirrored."""
+
+    outputs: list[Tensor]  # by level, (b, anchors, h, w, 5 + classes + more)
+    anchors: Tensor  # (levels, anchors, 2) in cells
+    strides: Tensor  # (levels,) pixels per cell
+    scale: tuple[float, float] = (1.0, 1.0)  # width and height of the model's images, as shares of the batch's
+    mirrored_width: int = 0  # width of the batch in pixels if the images are mirrored, else 0
+    skipped_level: int | None = None  # a level whose boxes are left out
+    more: int = 0  # outputs of an anchor after its class scores, which are not decoded
+
+    def levels(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate over the raw map and the cell geometry of each level that is not skipped."""
+        for number, level in enumerate(zip(self.outputs, self.anchors, self.strides, strict=True)):
+            if number != self.skipped_level:
+                yield level[0], cell_geometry(*level, self.scale, self.mirrored_width)
+
+    def augmented(self, scale: tuple[float, float], mirrored_width: int) -> RawView:
+        """Return the view of scaled or mirrored images."""
+        return self._replace(scale=scale, mirrored_width=mirrored_width)
+
+    def without_level(self, level: int) -> RawView:
+        """Return the view without the boxes of a level."""
+        return self._replace(skipped_level=level)
+
+    def candidates(self, conf_thres: float) -> Iterator[Candidates]:
+        """Iterate over the boxes of each image whose objectness exceeds the threshold; only these are decoded."""
+        outputs, geometries = zip(*self.levels(), strict=True)
+        levels = [raw.flatten(1, 3) for raw in outputs]  # (b, n, 5 + classes + more)
+        exceeding = [level[..., 4].float() > least_logit(conf_thres) for level in levels]
+        counts = torch.stack([level.sum(1) for level in exceeding], 1)  # (b, levels)
+        boxes = torch.split(torch.cat(exceeding, 1).nonzero()[:, 1], counts.flatten().tolist())  # by image, then level
+        cells = torch.cat(geometries)
+        starts = [0, *accumulate(level.shape[1] for level in levels[:-1])]
+        for image in range(len(levels[0])):
+            by_level = boxes[image * len(levels) : (image + 1) * len(levels)]
+            rows = [level[image][box - start] for level, box, start in zip(levels, by_level, starts, strict=True)]
+            scores = row_sigmoids([row[:, : row.shape[1] - self.more] for row in rows])
+            xywh = decode_xywh(scores, cells[torch.cat(by_level)])
+            more = torch.cat([row[:, row.shape[1] - self.more :].float() for row in rows])
+            yield Candidates(torch.cat((xywh, scores[:, 4:]), 1), more)
+
+
+def decode(view: RawView) -> Tensor:
+    """Return all boxes of a view, (b, n, 5 + classes + more), as in `DecodedView`: by level, anchor, row, column."""
+    parts = []
+    for raw, cells in view.levels():
+        outputs = raw.flatten(1, 3).float()
+        scores = outputs[..., : -view.more].sigmoid() if view.more else outputs.sigmoid()
+        others = (outputs[..., -view.more :],) if view.more else ()
+        parts.append(torch.cat((decode_xywh(scores, cells), scores[..., 4:], *others), 2))
+    return torch.cat(parts, 1)
+
+
+def cell_geometry(
+    raw: Tensor, anchors: Tensor, stride: Tensor, scale: tuple[float, float] = (1.0, 1.0), mirrored_width: int = 0
+) -> Tensor:
+    """Return the geometry that a level's boxes are relative to, (anchors x h x w, 6), in pixels of the batch.
+
+    Column and row, pixels per column and row, width and height of the anchor. The columns of a mirrored view count from
+    the right, by a negative stride.
+    """
+    _, count, height, width, _ = raw.shape
+    pixels = torch.stack([stride / share for share in scale]).float()
+    columns = torch.arange(width, device=raw.device, dtype=torch.float32)
+    rows = torch.arange(height, device=raw.device, dtype=torch.float32)
+    sides = (anchors * pixels).float()[:, None, None]
+    if mirrored_width:
+        columns = columns - mirrored_width / pixels[0]
+        pixels = pixels * torch.tensor([-1.0, 1.0], device=pixels.device)
+    # Concatenated, not written in place, which is slow in other runtimes: exported files compute this too.
+    parts = (columns[:, None], rows[:, None, None], pixels, sides)
+    return torch.cat([part.expand(count, height, width, part.shape[-1]) for part in parts], -1).view(-1, 6)
+
+
+def decode_xywh(scores: Tensor, cells: Tensor) -> Tensor:
+    """Return boxes (..., 4) in pixels: xy = (2 sigmoid - 0.5 + cell) stride, wh = (2 sigmoid)^2 anchor (YOLOv5's).
+
+    scores: (..., 4 or more), sigmoids. cells: (n, 6), see `cell_geometry`.
+    """
+    centre = (scores[..., :2] * 2 - 0.5 + cells[:, :2]) * cells[:, 2:4]
+    return torch.cat((centre, (scores[..., 2:4] * 2) ** 2 * cells[:, 4:]), -1)

@@ -1,0 +1,102 @@
+"""`DetectDFL`, the anchor-free head of YOLOv9's detectors. In models/layer_registry.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from models.heads.contract import DetectionHead
+from models.heads.dfl.head_transfer import keep_head
+from models.heads.dfl.loss import LOSS_NAMES, DFLCriterion, loss_settings
+from models.heads.dfl.views import BINS, SIDES, DFLView, decode
+from models.layers import Conv
+from models.tasks.contract import Criterion
+from utils.config.hyperparameters import Hyperparameters
+
+MAX_SCORE_CHANNELS = 128  # inside of the class branches, by the number of classes
+BOX_BIAS = 1.0
+EXPECTED_OBJECTS = 5  # of an image of 640 px, on each level: the class scores of an untrained head
+
+
+class DFLLevel(NamedTuple):
+    """The raw outputs of one level."""
+
+    sides: Tensor  # (b, 4 x 16, h, w): logits of the distances from a cell's centre to left, top, right and bottom
+    scores: Tensor  # (b, classes, h, w): logits
+
+
+class DFLBranches(nn.Module):
+    """The convolutions of one level: c1 channels to a `DFLLevel`. box, score: channels inside of the two branches."""
+
+    def __init__(self, c1: int, box: int, score: int, nc: int) -> None:
+        super().__init__()
+        self.anchor_conv = nn.Sequential(
+            Conv(c1, box, 3), Conv(box, box, 3, groups=SIDES), nn.Conv2d(box, SIDES * BINS, 1, groups=SIDES)
+        )
+        self.class_conv = nn.Sequential(Conv(c1, score, 3), Conv(score, score, 3), nn.Conv2d(score, nc, 1))
+
+    def forward(self, x: Tensor) -> DFLLevel:
+        return DFLLevel(self.anchor_conv(x), self.class_conv(x))
+
+
+class DetectDFL(DetectionHead):
+    """An anchor-free head: per cell the distribution of the distances to the box's sides, and class scores.
+
+    Generalized focal loss (arXiv 2006.04388), task-aligned assignment (arXiv 2108.07755), as in YOLOv9 (arXiv
+    2402.13616). nc: classes. channels: of the input maps. score_channels: inside of the class branches; None: as many
+    as the first map has, or twice the classes if that is more, but then at most 128.
+    """
+
+    description = "detection head"
+    example = "[[15, 18, 21], 1, DetectDFL, [nc]]"
+    loss_names = LOSS_NAMES
+    takes_anchors = False
+
+    def __init__(self, nc: int, channels: Sequence[int], score_channels: int | None = None) -> None:
+        super().__init__()
+        self.nc = nc
+        box = max(math.ceil(channels[0] // 4 / SIDES) * SIDES, SIDES * BINS)
+        score = score_channels or max(channels[0], min(2 * nc, MAX_SCORE_CHANNELS))
+        self.register_buffer("stride", torch.ones(len(channels)), persistent=False)
+        self.heads = nn.ModuleList(DFLBranches(c1, box, score, nc) for c1 in channels)
+
+    def forward(self, maps: Sequence[Tensor]) -> list[DFLLevel]:
+        """Map (b, channels, h, w) of each level to its `DFLLevel`."""
+        return [branches(x) for branches, x in zip(self.heads, maps, strict=True)]
+
+    def set_strides(self, strides: Sequence[float]) -> None:
+        """Set the strides of the levels in pixels."""
+        self.stride.copy_(torch.tensor(strides))
+
+    @torch.no_grad()
+    def initialise_biases(self) -> None:
+        """Set the biases of the last convolutions: a class score is that of 5 objects among the cells of a level."""
+        for branches, stride in zip(self.heads, self.stride, strict=True):
+            branches.get_parameter("anchor_conv.2.bias").fill_(BOX_BIAS)
+            bias = branches.get_parameter("class_conv.2.bias")
+            bias.copy_(torch.log(EXPECTED_OBJECTS / self.nc / (640 / stride) ** 2).expand_as(bias))
+
+    def criterion(self, hyp: Hyperparameters, label_smoothing: float, imgsz: int) -> Criterion:
+        """Return YOLOv9's loss; its class targets are soft already, so `label_smoothing` changes nothing."""
+        return DFLCriterion(loss_settings(hyp), self)
+
+    def view(self, outputs: list[DFLLevel], more: int = 0) -> DFLView:
+        """Return the plain view of raw outputs. more: 0, for no task adds outputs to this head."""
+        return DFLView(outputs, self.stride.to(outputs[0].sides.device))
+
+    def decode(self, outputs: list[DFLLevel], more: int = 0) -> Tensor:
+        """Return all boxes, (b, n, 4 + classes): xywh in pixels, class scores; by level, row, column."""
+        return decode(DFLView(outputs, self.stride.float()))
+
+    @staticmethod
+    def scored(decoded: Tensor) -> Tensor:
+        """Return boxes (b, n, 4 + classes) with an objectness of 1, (b, n, 5 + classes)."""
+        return torch.cat((decoded[..., :4], torch.ones_like(decoded[..., :1]), decoded[..., 4:]), -1)
+
+    def keep(self, prefix: str, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]) -> str:
+        """Copy the branches of the boxes, and what fits of the classes' of equal names; return it in words."""
+        return keep_head(self, prefix, state, names, new)

@@ -1,0 +1,149 @@
+"""YOLOv9's detection loss, as sums and counts, so that means can be taken over the global batch.
+
+Made by `DetectDFL.criterion`; called by the training loop and the evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from models.heads.boxes import complete_iou
+from models.heads.device_constant import device_constant
+from models.heads.dfl.assignment import MAX_DISTANCE, Assignment, assign
+from models.heads.dfl.views import BINS, SIDES, by_cell, cell_geometry, decode_xywh, distances
+from models.heads.logits import at_least_float32
+from models.tasks.contract import Criterion, LossTerms
+from utils.batch import Batch
+from utils.config.hyperparameters import Hyperparameters
+
+if TYPE_CHECKING:
+    from models.heads.dfl.head import DetectDFL, DFLLevel
+
+LOSS_NAMES = ("box_loss", "cls_loss", "dfl_loss")  # the terms, in the order of `LossTerms`
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """Gains of the terms, and the weight of the auxiliary branch; `tal_` and the name in the hyperparameter file."""
+
+    box: float = 7.5
+    cls: float = 0.5
+    dfl: float = 1.5
+    aux: float = 0.25
+
+
+def loss_settings(hyp: Hyperparameters) -> LossSettings:
+    """Return the settings in a hyperparameter file."""
+    return LossSettings(hyp.tal_box, hyp.tal_cls, hyp.tal_dfl, hyp.tal_aux)
+
+
+class Cells(NamedTuple):
+    """The outputs of a head for all n cells of its levels, at least float32."""
+
+    sides: Tensor  # (b, n, 4 x 16): logits of distances
+    scores: Tensor  # (b, n, classes): logits
+    geometry: Tensor  # (n, 4), see `cell_geometry`
+
+
+class DFLCriterion(Criterion):
+    """Box (CIoU), class and distribution focal terms over the cells that targets are assigned to.
+
+    Every term of a head is divided by the sum of its class targets over the global batch, at least 1; the sums of the
+    auxiliary head are weighted by `settings.aux`. head: the model's; its strides are read at each call because the
+    model is moved to its device later.
+    """
+
+    def __init__(self, settings: LossSettings, head: DetectDFL) -> None:
+        self.settings, self._head = settings, head
+
+    def __call__(self, outputs: Sequence[DFLLevel] | tuple[Sequence[DFLLevel], ...], batch: Batch) -> LossTerms:
+        """Return the loss terms, whose parts are the heads.
+
+        outputs: the levels of the head, or in training of a model with an auxiliary branch (main, auxiliary).
+        """
+        heads = outputs if isinstance(outputs, tuple) else (outputs,)
+        parts = [self.head_sums(levels, batch) for levels in heads]
+        sums, counts = (torch.stack(each, 1) for each in zip(*parts, strict=True))
+        gains, shares = (
+            (self.settings.box, self.settings.cls, self.settings.dfl),
+            (1.0, self.settings.aux)[: len(heads)],
+        )
+        weights = device_constant(tuple(tuple(gain * share for share in shares) for gain in gains), sums.device)
+        return LossTerms(sums, counts, weights.to(sums))
+
+    def head_sums(self, levels: Sequence[DFLLevel], batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the sums of box, class and distribution, (3,), and their counts: the sum of the class targets."""
+        cells = self._cells(levels)
+        height, width = batch.images.shape[2:]
+        corners = _corners(batch.targets, width, height)
+        with torch.no_grad():
+            boxes = decode_xywh(cells.sides, cells.geometry)
+            assigned = assign(boxes, cells.scores, cells.geometry, batch.targets, corners)
+        box, dfl = _box_sums(cells, corners, assigned)
+        weights, label = assigned.weight.flatten(), batch.targets[:, 1:2].long().expand_as(assigned.cell).flatten()
+        classes = cells.scores.shape[2]
+        positive = cells.scores.reshape(-1).index_select(0, assigned.cell.flatten() * classes + label)
+        # Cross-entropy with soft targets t: softplus(x) - t x, and t is 0 but at the assigned cells.
+        cls = functional.softplus(cells.scores).sum() - (positive * weights).sum()
+        return torch.stack((box, cls, dfl)), weights.sum().expand(3)
+
+    def objective(self, means: Tensor, images: int) -> Tensor:
+        """Return the sum of the terms, times the images of a step."""
+        return means.sum() * images
+
+    def weight(self, batch: Batch) -> float:
+        """Return 1: all batches of a validation count equally."""
+        return 1.0
+
+    def _cells(self, levels: Sequence[DFLLevel]) -> Cells:
+        strides = self._head.stride.to(levels[0].sides.device)
+        sides = torch.cat([by_cell(level.sides) for level in levels], 1)
+        scores = torch.cat([by_cell(level.scores) for level in levels], 1)
+        geometry = [cell_geometry(level.sides, stride) for level, stride in zip(levels, strides, strict=True)]
+        return Cells(at_least_float32(sides), at_least_float32(scores), torch.cat(geometry))
+
+
+def _corners(targets: Tensor, width: int, height: int) -> Tensor:
+    """Return the corners (m, 4) in pixels of targets (m, 6)."""
+    x, y, w, h = targets[:, 2:].unbind(1)
+    half_w, half_h = w / 2, h / 2
+    return torch.stack(((x - half_w) * width, (y - half_h) * height, (x + half_w) * width, (y + half_h) * height), 1)
+
+
+def _box_sums(cells: Cells, corners: Tensor, assigned: Assignment) -> tuple[Tensor, Tensor]:
+    """Return the sums of the box and the distribution term, over the assigned pairs of target and cell."""
+    weights = assigned.weight.flatten()
+    cell = assigned.cell.flatten()
+    sides = cells.sides.reshape(-1, cells.sides.shape[2]).index_select(0, cell)
+    x, y, pixels, _ = cells.geometry[cell % len(cells.geometry)].unbind(1)
+    centre, pixels = torch.stack((x, y), 1), pixels[:, None]
+    target = corners.repeat_interleave(assigned.cell.shape[1], 0)
+    low, high = (centre - target[:, :2]) / pixels, (target[:, 2:] - centre) / pixels  # from the centre, in strides
+    iou = complete_iou(_relative_box(*distances(sides).split(2, 1)), _relative_box(low, high))
+    distance = torch.cat((low, high), 1).clamp(0, MAX_DISTANCE)
+    is_assigned = weights > 0
+    box = (torch.where(is_assigned, 1 - iou, 0) * weights).sum()
+    dfl = (torch.where(is_assigned, _focal(sides, distance), 0) * weights).sum()
+    return box, dfl
+
+
+def _relative_box(low: Tensor, high: Tensor) -> Tensor:
+    """Return xywh boxes (n, 4) relative to a point, from distances (n, 2) to left and top, and to right and bottom."""
+    return torch.cat(((high - low) / 2, high + low), 1)
+
+
+def _focal(sides: Tensor, distance: Tensor) -> Tensor:
+    """Return the distribution focal loss (n,): cross-entropy with the two bins around each distance (n, 4), their mean.
+
+    sides: (n, 4 x 16). Equation 6 of arXiv 2006.04388.
+    """
+    logits = sides.view(len(sides), SIDES, BINS).log_softmax(2)
+    below = distance.floor()
+    at_below, at_above = (logits.gather(2, (below + step).long()[..., None])[..., 0] for step in (0, 1))
+    return -(at_below * (below + 1 - distance) + at_above * (distance - below)).mean(1)

@@ -1,0 +1,278 @@
+"""The loss of an anchor-free head: the MIT implementation's own numbers, a plain implementation, ties, and memory."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models.heads.boxes import xywh_to_xyxy
+from models.heads.dfl import assignment
+from models.heads.dfl.assignment import assign
+from models.heads.dfl.head import DetectDFL, DFLLevel
+from models.heads.dfl.loss import DFLCriterion, LossSettings
+from models.heads.dfl.views import cell_geometry
+from models.tasks.detection.task import DetectionTask
+from models.yolo import YoloModel, build_model
+from tests.making import CLASS_NAMES, grey_batch, tiny_anchor_free
+from tests.models.heads.dfl.plain import Cell, cells_of, head_sums
+from utils.batch import Batch
+from utils.config.hyperparameters import Hyperparameters
+
+STRIDES = (4, 8)
+
+
+def level_outputs(seed: int, batch: int = 2, height: int = 48, width: int = 64, classes: int = 3) -> list[DFLLevel]:
+    """Return random raw outputs, whose boxes are a few strides wide."""
+    generator = torch.Generator().manual_seed(seed)
+    levels = []
+    for stride in STRIDES:
+        rows, columns = height // stride, width // stride
+        sides = torch.randn(batch, 4, 16, rows, columns, generator=generator) - torch.arange(16).view(16, 1, 1) / 3
+        scores = torch.randn(batch, classes, rows, columns, generator=generator) - 2
+        levels.append(DFLLevel(sides.flatten(1, 2).requires_grad_(), scores.requires_grad_()))
+    return levels
+
+
+def random_targets(seed: int, count: int, batch: int = 2, classes: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    image = torch.randint(batch, (count, 1), generator=generator).float()
+    label = torch.randint(classes, (count, 1), generator=generator).float()
+    sides = torch.rand(count, 2, generator=generator) * 0.5 + 0.01
+    centre = sides / 2 + torch.rand(count, 2, generator=generator) * (1 - sides)
+    return torch.cat((image, label, centre, sides), 1)
+
+
+def batch_of(targets: Tensor, images: int = 2, height: int = 48, width: int = 64) -> Batch:
+    return Batch(torch.zeros(images, 3, height, width, dtype=torch.uint8), targets, ())
+
+
+def criterion(**gains: float) -> DFLCriterion:
+    head = DetectDFL(3, (8, 8))
+    head.set_strides(STRIDES)
+    return DFLCriterion(LossSettings(**gains), head)
+
+
+def by_cell(levels: Sequence[DFLLevel], name: str) -> Tensor:
+    maps = [getattr(level, name).detach().double() for level in levels]
+    return torch.cat([one.flatten(2).transpose(1, 2) for one in maps], 1)
+
+
+# Against a plain implementation
+
+
+def expected_sums(levels: Sequence[DFLLevel], targets: Tensor, images: int = 2) -> tuple[float, ...]:
+    cells = cells_of([(*level.sides.shape[2:], stride) for level, stride in zip(levels, STRIDES, strict=True)])
+    size = torch.tensor([64, 48, 64, 48]).double()
+    corners = xywh_to_xyxy(targets[:, 2:].double() * size).tolist()
+    of_images: list[list[Any]] = [[] for _ in range(images)]
+    for row, box in zip(targets.tolist(), corners, strict=True):
+        of_images[int(row[0])].append((int(row[1]), tuple(box)))
+    return head_sums(by_cell(levels, "sides"), by_cell(levels, "scores"), cells, of_images)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 40])  # the last have many cells in common
+def test_sums_and_counts_of_the_plain_implementation(count: int) -> None:
+    main, auxiliary, targets = level_outputs(1), level_outputs(2), random_targets(count, count)
+    terms = criterion(box=2, cls=3, dfl=5, aux=0.5)((main, auxiliary), batch_of(targets))
+    for part, levels in enumerate((main, auxiliary)):
+        *sums, weights = expected_sums(levels, targets)
+        torch.testing.assert_close(terms.sums[:, part].tolist(), sums, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(terms.counts[:, part].tolist(), [weights] * 3, rtol=1e-5, atol=1e-6)
+    assert terms.weights.tolist() == [[2, 1], [3, 1.5], [5, 2.5]]
+
+
+def test_in_evaluation_there_is_one_head() -> None:
+    levels, targets = level_outputs(1), random_targets(0, 5)
+    alone = criterion()(levels, batch_of(targets))
+    both = criterion()((levels, level_outputs(2)), batch_of(targets))
+    assert alone.sums.shape == (3, 1)
+    assert torch.equal(alone.sums[:, 0], both.sums[:, 0])
+    assert alone.weights.flatten().tolist() == [7.5, 0.5, 1.5]
+
+
+def test_the_objective_is_yolov9s() -> None:
+    """The sum of the terms, each divided by the sum of the class targets but at least by 1, times the batch size."""
+    levels, targets = level_outputs(1), random_targets(0, 5)
+    loss = criterion()
+    terms = loss(levels, batch_of(targets))
+    few = terms.means(terms.counts / 100)
+    torch.testing.assert_close(few, terms.sums[:, 0] * torch.tensor([7.5, 0.5, 1.5]))
+    assert loss.objective(few, 4).item() == pytest.approx(4 * few.sum().item())
+
+
+def test_terms_add_up_over_processes() -> None:
+    """Each has a part of the images, one of them no boxes."""
+    levels, targets = level_outputs(3, batch=3), random_targets(3, 12, batch=2)
+    whole = criterion()(levels, batch_of(targets, 3))
+    parts = []
+    for image in range(3):
+        own = targets[targets[:, 0] == image].clone()
+        own[:, 0] = 0
+        given = [DFLLevel(*(one[image : image + 1] for one in level)) for level in levels]
+        parts.append(criterion()(given, batch_of(own, 1)))
+    torch.testing.assert_close(sum(part.sums for part in parts), whole.sums)
+    torch.testing.assert_close(sum(part.counts for part in parts), whole.counts)
+    means = sum(part.means(whole.counts) for part in parts)
+    torch.testing.assert_close(means, whole.means(whole.counts))
+
+
+def test_without_boxes_every_output_has_a_gradient() -> None:
+    levels = level_outputs(1)
+    terms = criterion()(levels, batch_of(torch.zeros(0, 6)))
+    assert terms.counts.tolist() == [[0], [0], [0]]
+    terms.means(terms.counts).sum().backward()
+    for level in levels:
+        assert level.sides.grad is not None
+        assert not level.sides.grad.any()
+        torch.testing.assert_close(level.scores.grad, level.scores.detach().sigmoid() / 2)
+
+
+# Ties
+
+
+def equal_cells(targets: Tensor, corners: list[list[float]], overlap: float = 1.0) -> assignment.Assignment:
+    """Assign to the 6 x 6 cells of stride 8 of one image, whose predictions are all one box with equal scores."""
+    cells = cell_geometry(torch.zeros(1, 1, 6, 6), torch.tensor(8.0))
+    boxes = torch.tensor([24.0, 24, 40 * overlap, 40]).expand(1, 36, 4)
+    return assign(boxes, torch.zeros(1, 36, 3), cells, targets, torch.tensor(corners))
+
+
+def test_of_equal_cells_the_first_ones_are_taken() -> None:
+    assigned = equal_cells(torch.zeros(1, 6), [[4.0, 4, 44, 44]])
+    inside = [row * 6 + column for row in range(6) for column in range(6) if 4 <= 8 * row + 4 <= 44]
+    assert assigned.cell.tolist() == [inside[:10]]
+    assert assigned.weight.tolist() == [[pytest.approx(1.0)] * 10]
+
+
+def test_of_equal_targets_the_first_gets_the_cells() -> None:
+    assigned = equal_cells(torch.zeros(2, 6), [[4.0, 4, 44, 44]] * 2)
+    assert (assigned.weight > 0).tolist() == [[True] * 10, [False] * 10]
+
+
+def test_a_target_without_a_cell_inside_takes_its_best_cell() -> None:
+    """Between four centres; every prediction overlaps it a little, and the first cell has the highest score."""
+    cells = cell_geometry(torch.zeros(1, 1, 6, 6), torch.tensor(8.0))
+    scores = torch.zeros(1, 36, 3)
+    scores[0, 17, 2] = 1
+    boxes = torch.tensor([24.0, 24, 20, 20]).expand(1, 36, 4)
+    target = torch.tensor([[0, 2.0, 0, 0, 0, 0]])
+    assigned = assign(boxes, scores, cells, target, torch.tensor([[21.0, 21, 27, 27]]))
+    assert assigned.cell[assigned.weight > 0].tolist() == [17]
+    nothing = assign(boxes, scores, cells, target, torch.tensor([[1.0, 1, 3, 3]]))  # no prediction overlaps it
+    assert not nothing.weight.any()
+
+
+# Memory
+
+
+def test_targets_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal to the bit, whatever the number of pairs at a time."""
+    levels, targets = level_outputs(1), random_targets(2, 23)
+    whole = criterion()(levels, batch_of(targets))
+    pairs = []
+    original = assignment._best_cells
+    monkeypatch.setattr(assignment, "_best_cells", lambda *given: pairs.append(len(given[3])) or original(*given))
+    cells = 12 * 16 + 6 * 8
+    monkeypatch.setattr(assignment, "MAX_PAIRS", 5 * cells)
+    parts = criterion()(levels, batch_of(targets))
+    assert pairs == [5, 5, 5, 5, 3]
+    assert torch.equal(whole.sums, parts.sums)
+    assert torch.equal(whole.counts, parts.counts)
+
+
+# The MIT implementation's own numbers
+
+
+def filled(key: str, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor of the reference, a function of its name."""
+    if key.endswith("num_batches_tracked"):
+        return torch.zeros(shape, dtype=torch.int64)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(key.encode())))
+    if key.endswith("running_var"):
+        return 1 + 0.2 * x.abs()
+    if key.endswith(("running_mean", ".bias")):
+        return 0.1 * x - (4.0 if "class_conv.2.bias" in key else 0.0)
+    if len(shape) == 1:
+        return 1 + 0.1 * x
+    return x * (2.0 / max(1, x[0].numel())) ** 0.5
+
+
+def reference_model(reference: dict[str, Any]) -> YoloModel:
+    """Build the model of a reference file with its weights; all names and shapes are the same, but for the bins."""
+    model = build_model(f"yolo{reference['model'].replace('-', '')}.yaml")
+    shapes = {key: shape for key, shape in reference["shapes"].items() if "anc2vec" not in key}
+    model.load_state_dict({f"model.{key}": filled(key, shape) for key, shape in shapes.items()})
+    return model
+
+
+def images_of(reference: dict[str, Any]) -> Tensor:
+    generator = torch.Generator().manual_seed(reference["image_seed"])
+    return torch.rand(2, 3, reference["size"], reference["size"], generator=generator)
+
+
+@pytest.fixture(params=["t", "c"])
+def reference(request: pytest.FixtureRequest, shared: Path) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(shared / "reference" / f"yolov9_{request.param}.pt", weights_only=True)
+    return content
+
+
+@torch.no_grad()
+def test_scores_and_boxes_are_those_of_the_reference(reference: dict[str, Any]) -> None:
+    model = reference_model(reference).eval()
+    assert isinstance(model.head, DetectDFL)
+    decoded = model.head.decode(model(images_of(reference)))
+    torch.testing.assert_close(decoded[..., 4:], reference["eval"]["scores"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(xywh_to_xyxy(decoded[..., :4]), reference["eval"]["boxes_xyxy"], rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])  # of BatchNorm
+def test_losses_and_gradients_are_those_of_the_reference(mode: str, reference: dict[str, Any]) -> None:
+    model = reference_model(reference).train()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.train(mode == "train")
+    task = DetectionTask({number: str(number) for number in range(80)}, Hyperparameters())
+    loss, batch = task.criterion(model), batch_of(reference["targets"], 2, reference["size"], reference["size"])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # as the reference: with one, rounding alone moves its gradients by 2e-4
+    try:
+        terms = loss(model(images_of(reference)), batch)
+        means = terms.means(terms.counts)
+        loss.objective(means, 1).backward()
+    finally:
+        torch.set_num_threads(threads)
+    wanted = reference[f"{mode}_loss"]
+    names = ("box", "cls", "dfl")
+    expected = torch.tensor([[wanted[f"{head}/{name}"] for head in ("Main", "AUX")] for name in names])
+    torch.testing.assert_close(terms.sums.detach() / terms.counts, expected, rtol=1e-5, atol=0)
+    assert means.sum().item() == pytest.approx(wanted["total"], rel=1e-5)
+    for name, values in reference[f"{mode}_gradients"].items():
+        gradient = model.get_parameter(f"model.{name}").grad
+        assert gradient is not None
+        first = values["first"]
+        assert (gradient.flatten()[: len(first)] - first).abs().max() <= 1e-4 * first.abs().max(), name
+        assert gradient.norm().item() == pytest.approx(values["norm"], rel=1e-4)
+
+
+# The parts of the task
+
+
+def test_gains_are_those_of_the_hyperparameters() -> None:
+    task = DetectionTask(CLASS_NAMES, Hyperparameters(tal_box=1, tal_cls=2, tal_dfl=3, tal_aux=0.5))
+    model = task.build_model(tiny_anchor_free(), 64)
+    made = task.criterion(model)
+    assert isinstance(made, DFLCriterion)
+    assert made.settings == LossSettings(box=1, cls=2, dfl=3, aux=0.5)
+    assert task.loss_names_of(model) == ("box_loss", "cls_loss", "dfl_loss")
+    assert made.hints(grey_batch(count=1)) == ()
+
+
+def test_cells_in_pixels() -> None:
+    expected = cells_of([(2, 3, 8)])
+    assert [Cell(*row[:3]) for row in cell_geometry(torch.zeros(1, 1, 2, 3), torch.tensor(8.0)).tolist()] == expected
