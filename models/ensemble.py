@@ -141,7 +141,7 @@ def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -
     transferred = transfer(model, weights.state)
     if transferred.loaded < transferred.total:
         raise UserError(
-            f"{name} has {plural(len(weights.class_names), 'class')} and {data} has {len(task.names)}; "
+            f"{name} has {plural(weights.model.get('nc', 0), 'class')} and {data} has {len(task.names)}; "
             "give the data set that the weights were trained on"
         )
     return model

@@ -567,13 +567,13 @@ def test_the_times_are_those_of_a_warm_model(
 ) -> None:  # fmt: skip
     """The first image is predicted once before its time is taken, also if it is the only one."""
     timers: list[object] = []
-    predict = Predictor.predict
+    predict = Predictor.predict_batch
 
     def recorded(self: Predictor, batch: Batch, timer: StageTimer | None = None) -> Any:
         timers.append(timer)
         return predict(self, batch, timer)
 
-    monkeypatch.setattr(Predictor, "predict", recorded)
+    monkeypatch.setattr(Predictor, "predict_batch", recorded)
     sources = [str(shutil.copy(photo, tmp_path / f"{number}.png")) for number in range(images)]
     flags = ["--weights", str(detector), "--imgsz", str(SIDE), "--device", "cpu", "--project", str(tmp_path / "runs")]
     monkeypatch.setattr(sys, "argv", ["detect.py", *flags, "--source", *sources])

@@ -193,7 +193,7 @@ def train_flags(data: Path, project: Path, *more: str) -> list[str]:
 def trained(run: Callable[..., str], keypoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train with one process; return the run folder, with pictures."""
     project = tmp_path_factory.mktemp("trained")
-    run(*train_flags(keypoints, project))
+    run(*train_flags(keypoints, project), "--keep-state")
     return project / "exp"
 
 
