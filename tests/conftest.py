@@ -134,7 +134,7 @@ def run_script(tmp_path_factory: pytest.TempPathFactory) -> RunScript:
         quick += ["--keep-state"] if script == "train.py" else []  # which tests compare, and continue
         mark = f"LOCKSTEP_TEST={uuid4()}"  # launchers start sessions and groups of their own, but keep the environment
         started = subprocess.Popen(
-            ["env", "--default-signal=HUP", mark, *launcher, str(ROOT / script), *flags, *quick],
+            ["env", "--default-signal=HUP,INT", mark, *launcher, str(ROOT / script), *flags, *quick],
             env={**os.environ, **cache, **variables},
             cwd=ROOT,
             stdout=subprocess.PIPE,

@@ -34,7 +34,7 @@ def doctor(run_script: RunScript, small_data: Path, tmp_path: Path) -> Callable[
         printed = run_script("train.py", *what, *how, "--doctor", *flags, **{"OMP_NUM_THREADS": "1", **more})
         assert not (tmp_path / "runs").exists()
         # A launcher logs its own traceback if the main machine ends first.
-        assert not any("Traceback" in line for line in printed.splitlines() if LAUNCHER_LOGS not in line)
+        assert not any("Traceback" in line for line in printed.splitlines() if LAUNCHER_LOGS not in line), printed
         return printed
 
     return run

@@ -114,11 +114,15 @@ def check_suggested_defaults(values: object, source: Path, known: Sequence[str] 
     return defaults
 
 
-def version() -> str:
-    """Return the version of this repository, which pyproject.toml has."""
-    match = re.search(r'(?m)^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert match
-    return match[1]
+class _Version(argparse.Action):
+    """Prints the version of this repository, which pyproject.toml has, and ends the process."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        file = ROOT / "pyproject.toml"
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""  # a copy of the scripts may lack it
+        match = re.search(r'(?m)^version = "(.+)"$', text)
+        parser._print_message(f"lockstep {match[1] if match else 'of an unknown version'}\n", sys.stdout)
+        parser.exit()
 
 
 def _build_parser(kind: type[DataclassInstance]) -> argparse.ArgumentParser:
@@ -130,7 +134,7 @@ def _build_parser(kind: type[DataclassInstance]) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"lockstep {version()}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     hints = typing.get_type_hints(kind)
     groups = {title: parser.add_argument_group(title) for title in GROUPS}  # empty ones are not shown
     for option in flags_of(kind):
