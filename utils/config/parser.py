@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
