@@ -62,7 +62,7 @@ def export(given: Mapping[str, Any]) -> list[str]:
         kind = entry.load()
         refuse_flags(given, kind.refused)
         source = data_source(options.data, entry.data) if options.data else None
-        show(located({"weights": [path], **({"data": [source.spec.file]} if source else {})}))
+        show(located({"weights": [path], "data": [source.spec.file] if source else []}))
         size = choose_size({name: content}, kind, options.imgsz)
         job = prepare(name, content, options, size, device, source.names() if source else content.class_names)
         show(*size.rounded(job.metadata.stride).messages, *messages(options, job))

@@ -110,7 +110,7 @@ class Predictor:
             stride=stride,
             size=size,
             settings=members.settings,
-            files={"weights": [*members.files.values()], **({"data": [source.spec.file]} if source else {})},
+            files={"weights": [*members.files.values()], "data": [source.spec.file] if source else []},
         )
         lines = [*size.messages, *members.overridden({**given, "half": half})]
         if options.half and not half:

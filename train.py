@@ -302,8 +302,8 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
         task.build_model(start_from.yaml, data_options.largest(options.imgsz), start_from.source)
     seed_everything(options.seed)
     model = task.build_model(start_from.yaml, options.imgsz, start_from.source)
-    weights = {"weights": [start_from.weights_file]} if start_from.weights_file else {}
-    messages = [located({**weights, "data": [source.spec.file]})]
+    weights = [start_from.weights_file] if start_from.weights_file else []
+    messages = [located({"weights": weights, "data": [source.spec.file]})]
     messages += load_and_freeze(model, start_from, task, settings.select(ModelOptions))
     settings, rules = settings.for_weights(start_from.known_share(model, task))
     images = max(options.batch_size // run.accelerator.num_processes, VALIDATION_BATCH)  # of this process's batch

@@ -135,8 +135,12 @@ def looked_for(*paths: Path) -> str:
 
 
 def located(files: Mapping[str, Iterable[Path]]) -> str:
-    """Return a line with the paths of files by kind, for the console: below the working folder relative to it."""
-    return "; ".join(f"{kind}: {', '.join(map(_from_here, paths))}" for kind, paths in files.items())
+    """Return a line with the paths of files by kind, for the console: below the working folder relative to it.
+
+    Kinds without files are left out.
+    """
+    lists = {kind: ", ".join(map(_from_here, paths)) for kind, paths in files.items()}
+    return "; ".join(f"{kind}: {paths}" for kind, paths in lists.items() if paths)
 
 
 def _from_here(path: Path) -> str:

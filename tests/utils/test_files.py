@@ -252,6 +252,7 @@ def test_the_paths_of_files_are_relative_below_the_working_folder(repository: Pa
     assert located({"weights": paths, "data": [here / "x" / ".." / "e.yaml"]}) == (
         f"weights: a.pt, runs/b.pt, {repository}/c.pt, {here.parent}/d.pt; data: e.yaml"
     )
+    assert located({"weights": [], "data": [here / "e.yaml"]}) == "data: e.yaml"
 
 
 @pytest.mark.parametrize(
