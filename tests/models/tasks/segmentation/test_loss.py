@@ -19,6 +19,7 @@ from models.tasks.segmentation.loss import SegmentationCriterion
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import build_model
+from tests.models.reference import agrees_with_yolov5
 from tests.models.tasks.segmentation.batches import MAP, SIDE, mask_batch, tiny_segmenter
 from utils.batch import SegmentationBatch
 
@@ -44,20 +45,7 @@ def test_loss_and_gradients_are_those_of_yolov5(mode: str, shared: Path) -> None
 
     images = reference["im_uint8"].float() / 255
     terms = criterion(model(images), batch)
-    items = terms.means(terms.counts)
-    loss = criterion.objective(items, len(images))
-    loss.backward()
-
-    wanted = reference[mode]
-    torch.testing.assert_close(items.detach(), torch.tensor(wanted["items_box_seg_obj_cls"]), rtol=1e-4, atol=0)
-    assert loss.item() == pytest.approx(wanted["loss"], rel=1e-4)
-    parameters = dict(model.named_parameters())
-    for name, gradient in wanted["grads"].items():
-        computed = parameters[name].grad
-        assert computed is not None
-        assert (computed - gradient).abs().max() / gradient.abs().max() <= 1e-4, name
-    norm = torch.cat([p.grad.flatten().double() for p in parameters.values() if p.grad is not None]).norm()
-    assert norm.item() == pytest.approx(wanted["grad_norm"], rel=1e-4)
+    agrees_with_yolov5(model, criterion, terms, len(images), reference[mode], "items_box_seg_obj_cls")
 
 
 # Against a plain implementation
