@@ -113,7 +113,7 @@ def run(**flags: Any) -> dict[str, Any]:
     Returns the run's `folder`, None if nothing was written, the number of `images`, and `problems`: a message for each
     source that could not be read, or not to the end. Raises `UserError` if the command would end with another error.
     """
-    return call(detect, Path(__file__).stem, flags)
+    return call(detect, Path(__file__).stem, flags)  # the stem, for scripts name no task
 
 
 def batches(media: Media, predictor: Predictor, batch_size: int) -> Iterator[list[tuple[Frame, Item]]]:

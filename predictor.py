@@ -173,9 +173,7 @@ class Predictor:
         predictions = Results(self._predict_picture(picture) for picture in read_pictures(items))
         return predictions[0] if items == [MediaItem("picture", str(images))] else predictions
 
-    def predict(self, images: Any, size: int | Sequence[int] | None = None, **settings: Any) -> Any:
-        """Return what a call of the predictor itself returns."""
-        return self(images, size, **settings)
+    predict = __call__  # the name in ultralytics
 
     def _changed(self, settings: Mapping[str, Any]) -> Predictor:
         """Return a predictor of the same models with other settings; None changes nothing. Raises `UserError`."""

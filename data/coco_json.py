@@ -254,7 +254,7 @@ class Contents(NamedTuple):
         return [name for name in self.names if name not in self.groups]
 
     def group_messages(self, file: Path) -> list[str]:
-        """Return a line for the console about each category that is no class. file: of these contents."""
+        """Return a line for the console about each category that is not a class. file: that these contents are from."""
         return [
             f"{file}: the category '{name}' has no objects and is the supercategory of others, so it is no class; name "
             "the classes (`names:` of a data YAML, --names of data.convert) if it should be one"

@@ -441,7 +441,7 @@ def _annotated_names(
 
 
 def is_annotation_file(location: Path) -> bool:
-    """Return whether a path is that of a COCO annotation file."""
+    """Return whether a path names a COCO annotation file."""
     return location.suffix.lower() == ANNOTATIONS_SUFFIX and storage.is_file(location)
 
 

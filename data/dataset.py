@@ -41,7 +41,7 @@ class DataOptions(Sampling):
     single_cls: bool = False  # all labels are of one class
     workers: int = 0  # loader processes; 0: the training process loads
     cache: str = ""  # of decoded images: "ram", "disk", "val" (in memory, validation only), or "" for none
-    image_padding: bool = False  # each image of an evaluation has a shape of its own, not that of its batch
+    image_padding: bool = False  # in an evaluation an image is padded by its own shape, not by that of its batch
     strict: bool = False  # what would be left out is an error
     mask_ratio: int = 4  # pixels of the image per pixel of the training masks, along a side (segmentation)
     no_overlap: bool = False  # each training mask has all its pixels, those of a smaller object on top too

@@ -30,7 +30,7 @@ WORKERS = 8  # processes that read labels, at most
 
 
 class Pool(NamedTuple):
-    """The images to split: all of training and validation, and their labels. entries: where they are from."""
+    """The images to split, all of training and validation, and their labels. entries: the paths in the data YAML."""
 
     spec: DataSpec
     images: list[Path]
@@ -58,7 +58,7 @@ def read_pool(data: str) -> Pool:
 
 
 def group_names(images: Sequence[Path], pattern: str) -> tuple[list[str], int]:
-    """Return the group of each image, and how many images match no pattern, each a group of its own.
+    """Return the group of each image, and how many images do not match; each of those is its own group.
 
     pattern: a regular expression that is searched for in the file's name; the group is what its first parentheses
     match, or all of it. '' for no groups. Raises `UserError`.

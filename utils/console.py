@@ -44,15 +44,15 @@ def columns() -> int:
 def show(*lines: str) -> None:
     """Print lines above the progress bar; warnings are yellow on a terminal, unless the user has set NO_COLOR.
 
-    A terminal gets long lines broken between words; in a file or pipe a message is one line. Characters that stdout
-    cannot encode, such as those of a file name that is no text, are escaped.
+    On a terminal long lines are wrapped between words; in a file or pipe a message is one line. Characters that stdout
+    cannot encode, such as those of a file name that is not text, are escaped.
     """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     terminal = sys.stdout.isatty()
     coloured = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     for line in map(printable, lines):
         line = line.encode(encoding, "backslashreplace").decode(encoding)
-        line = broken(line) if terminal else line
+        line = wrapped(line) if terminal else line
         tqdm.write(f"{YELLOW}{line}{PLAIN}" if coloured and line.startswith("warning: ") else line, file=sys.stdout)
     sys.stdout.flush()
 
@@ -64,8 +64,8 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def broken(line: str) -> str:
-    """Return a line broken between words to fit the terminal; continuations are indented. Paths stay whole."""
+def wrapped(line: str) -> str:
+    """Return a line wrapped between words to fit the terminal; continuations are indented. Paths stay whole."""
     if len(line) <= columns() or "  " in line.strip():  # the row of a table, such as the profiler's
         return line
     indent = line[: len(line) - len(line.lstrip())]

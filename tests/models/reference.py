@@ -22,7 +22,7 @@ def agrees_with_yolov5(
     """
     items = terms.means(terms.counts)
     loss = criterion.objective(items, images)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
 
     torch.testing.assert_close(items.detach(), torch.tensor(wanted[items_key]), rtol=1e-4, atol=0)
     assert loss.item() == pytest.approx(wanted["loss"], rel=1e-4)

@@ -18,7 +18,6 @@ from utils import console
 from utils.console import (
     Bar,
     RemainingTime,
-    broken,
     columns,
     duration,
     joined,
@@ -27,6 +26,7 @@ from utils.console import (
     show,
     surviving_output,
     table,
+    wrapped,
 )
 from utils.files import ROOT
 
@@ -240,8 +240,8 @@ def test_long_lines_are_broken_on_terminals(
 def test_a_row_of_a_table_is_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     row = f"  conv2d  {'12.5 ms  ' * 10}100"
-    assert broken(row) == row
-    assert broken(f"  {LONG}").splitlines()[1] == f"    {LONG.split(' ', 13)[-1]}"
+    assert wrapped(row) == row
+    assert wrapped(f"  {LONG}").splitlines()[1] == f"    {LONG.split(' ', 13)[-1]}"
 
 
 def test_parts_on_as_few_lines_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:

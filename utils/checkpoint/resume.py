@@ -85,11 +85,11 @@ def _settings_of_run(settings: Settings, recipe_of: RecipeOf) -> Settings:
     if state is None:
         states.refuse_new_start(given.resume == AUTO, options.nosave)
         return Settings(options, settings.given, is_fixed=True)
-    progress = Progress.from_state(state["progress"])
-    if reason := progress.nothing_to_do(saved["epochs"], options.epochs, can_continue(state)):
+    progress, has_tensors = Progress.from_state(state["progress"]), can_continue(state)
+    if reason := progress.nothing_to_do(saved["epochs"], options.epochs, has_tensors):
         print(f"{run} {reason}", flush=True)
         raise Stopped(0)
-    if not can_continue(state):
+    if not has_tensors:
         raise UserError(
             f"{run} is finished and has not kept the optimizer's state (--keep-state keeps it), so --epochs "
             f"{options.epochs} cannot continue it; start a new run from {run / 'weights' / 'last.pt'}"

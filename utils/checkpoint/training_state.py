@@ -86,17 +86,17 @@ class TrainingState:
     wandb_id: str
     _saved_progress: dict[str, Any] | None = field(default=None, init=False)
 
-    def save(self, files: RunFolder, keeps_all: bool = True) -> None:
+    def save(self, files: RunFolder, keep_tensors: bool = True) -> None:
         """Write the state into the run folder, unless it is the last written one.
 
-        keeps_all: whether a finished run can be continued; otherwise it keeps no tensors.
+        keep_tensors: of a finished run, so that it can be continued.
         """
         progress = {**self.progress.state(), "summary": None}  # the summary changes with the best epoch only
         if progress == self._saved_progress:
             return
         self._saved_progress = progress
-        if self.progress.finished and not keeps_all:
-            files.save_state(self._summary(), final=True)
+        if self.progress.finished and not keep_tensors:
+            files.save_state(self._without_tensors(), final=True)
             return
         with gathered_parameters(self.replicas[0]):
             files.save_state(self.state())
@@ -104,7 +104,7 @@ class TrainingState:
     def state(self) -> dict[str, Any]:
         """Return the state as tensors and plain values. Under ZeRO-3 the weights must be gathered."""
         return {
-            **self._summary(),
+            **self._without_tensors(),
             "model": self.replicas[0].state_dict(),
             **self.ema.state(),
             "optimizer": optimizer_state(self.optimizer, self.parameters),
@@ -113,7 +113,7 @@ class TrainingState:
             "shares": self.collectives.gather([self._share(number) for number in range(len(self.replicas))]),
         }
 
-    def _summary(self) -> dict[str, Any]:
+    def _without_tensors(self) -> dict[str, Any]:
         """Return the part of the state that has no tensors: all that a finished run needs."""
         return {
             "format": STATE_FORMAT,

@@ -26,7 +26,7 @@ from torch import distributed
 
 from utils.background import Background
 from utils.birth import PARENT
-from utils.console import broken, silence, surviving_output
+from utils.console import silence, surviving_output, wrapped
 from utils.distributed.loader_processes import end_workers, remove_temporary_folders
 from utils.distributed.ranks import SPAWNED, check_launch, is_local_main, ranks, store_is_hosted, world_size
 from utils.distributed.store import query_store, run_store
@@ -150,7 +150,7 @@ def _end(message: str, code: int) -> NoReturn:
     """Print the reason, once for all processes, and exit."""
     notify_failure(message)
     end_workers()
-    message = broken(message) if sys.stderr.isatty() else message
+    message = wrapped(message) if sys.stderr.isatty() else message
     if world_size() == 1:
         if Background.abandoned:
             hard_exit(message, code)  # a regular exit may wait for that thread

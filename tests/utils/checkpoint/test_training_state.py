@@ -140,11 +140,11 @@ def test_a_finished_run_that_is_resumed_is_not_finished() -> None:
 def test_a_finished_run_keeps_no_tensors() -> None:
     """Unless it is asked to; one that is not finished keeps all."""
     run, folder = made(1), Folder()
-    run.save(folder, keeps_all=False)
+    run.save(folder, keep_tensors=False)
     assert can_continue(folder.last())
     assert not folder.final
     run.progress.finished = True
-    run.save(folder, keeps_all=False)
+    run.save(folder, keep_tensors=False)
     assert folder.final
     assert not can_continue(folder.last())
     assert set(folder.last()) == {"format", *IDENTITY.state(), "progress", "wandb_id"}
