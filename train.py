@@ -272,11 +272,15 @@ def read_job(settings: Settings) -> Job:
     kind = start_from.entry.load()
     settings.refuse(kind.refused)
     source = data_source(settings.options.data, start_from.entry.data)
-    settings = settings.resolve(kind.recipe, kind.defaults, source.spec.defaults)
+    defaults = (kind.defaults, source.spec.defaults)
     if not settings.saved:
-        start_from = start_from.with_weights(settings.options.weights)
-    if kind.prefers_trained and not settings.names("weights", source.spec.defaults):
+        start_from = start_from.with_weights(settings.value("weights", *defaults))
+    recommended = kind.prefers_trained and not settings.names("weights", source.spec.defaults)
+    if recommended:
         start_from = start_from.with_default_weights()
+    choose = partial(kind.recipes.choose, bool(start_from.weights), lambda: len(source.spec.images("train")))
+    settings = settings.resolve(kind.recipe, *defaults, choose=choose, yolov5=kind.recipes.yolov5)
+    if recommended:
         settings = settings.with_options(weights=start_from.weights_name)
     origin = Origin.recorded(settings.saved) if settings.saved else start_from.origin
     origin.require(settings.options.allow_licence)
@@ -291,9 +295,8 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     with run.untimed_barrier():  # one machine may have more to download than another
         job = read_job(settings)
     if job.start.message and not all(run.collectives.gather([job.start.weights_name])):
-        start_from = job.start if not job.start.weights else job.start.from_scratch("not every machine has the weights")
-        settings = replace(job.settings.with_options(weights=""), origin=start_from.origin.content())
-        job = job._replace(settings=settings, start=start_from)
+        job = read_job(replace(settings.with_options(weights=""), given={**settings.given, "weights": ""}))
+        job = job._replace(start=job.start.from_scratch("not every machine has the weights"))
     settings, source, start_from, task = job
     options, data_options = settings.options, settings.select(DataOptions)
     memory.check_batch_size(options.batch_size, options.logical_processes)
@@ -303,7 +306,8 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     seed_everything(options.seed)
     model = task.build_model(start_from.yaml, options.imgsz, start_from.source)
     weights = [start_from.weights_file] if start_from.weights_file else []
-    messages = [located({"weights": weights, "data": [source.spec.file]})]
+    messages = [settings.choice] * bool(settings.choice)
+    messages += [located({"weights": weights, "data": [source.spec.file]})]
     messages += load_and_freeze(model, start_from, task, settings.select(ModelOptions))
     settings, rules = settings.for_weights(start_from.known_share(model, task))
     images = max(options.batch_size // run.accelerator.num_processes, VALIDATION_BATCH)  # of this process's batch

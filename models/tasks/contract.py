@@ -18,7 +18,7 @@ from models.tasks.result import Result
 from utils.batch import Batch, CocoImage, Split
 
 if TYPE_CHECKING:
-    from utils.config.hyperparameters import Recipe
+    from utils.config.hyperparameters import Recipe, Recipes
     from utils.summary import Example, Summary
 
 Image = np.ndarray  # uint8 (h, w, 3), BGR
@@ -197,6 +197,7 @@ class Task(ABC):
     loss_names: ClassVar[tuple[str, ...]]  # columns of results.csv after train/ and val/
     metric_names: ClassVar[tuple[str, ...]]  # columns of results.csv after metrics/
     recipe: ClassVar[type[Recipe]]  # the keys of its hyperparameter YAML
+    recipes: ClassVar[Recipes]  # its hyperparameter files
     defaults: ClassVar[Mapping[str, Any]] = {}  # for flags that are not on the command line
     refused: ClassVar[Mapping[str, str]] = {}  # flags that do not apply, each with the reason
     # Whether a run without --weights starts from those that torchvision recommends for the model, if they can be had.

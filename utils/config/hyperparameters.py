@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from utils.config.values import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, accepts, expected
-from utils.errors import UserError, nearest
+from utils.errors import UserError, nearest, plural
 from utils.files import find_file, read_yaml
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ DEFAULTS = "defaults"  # key of a hyperparameter YAML, and of a data YAML: defau
 NO_OVERRIDES: Mapping[str, str] = {}
 DERIVED = ("lr_factor", "keep_norms")  # hyperparameters that `Recipe.for_weights` changes
 HYPS_FOLDER = "data/hyps"
+AUTO = "auto"  # value of --hyp that leaves the choice of the file to `Recipes.choose`
+FEW_IMAGES = 5000  # below it a training from scratch takes another file
 # Its files by YOLOv5's names.
 YOLOV5_HYPS = {
     "hyp.scratch-low.yaml": "low.yaml",
@@ -57,6 +59,9 @@ class Recipe:
     warmup_bias_lr: float = number(0.1, NOT_NEGATIVE)
     # Longest warm-up as a share of the run's batches; 0 sets no limit.
     warmup_share: float = number(0.0, SHARE)
+    # The most that the rate rises from one batch of the warm-up to the next: a run whose warm-up is too short for lr0
+    # has a lower rate; 0 sets no limit.
+    warmup_rise: float = number(0.0, NOT_NEGATIVE)
     # Share of the run's optimizer steps that the EMA averages at its end, for runs that are short for YOLOv5's ramp of
     # 2000 steps; 0 is that ramp.
     ema_share: float = number(0.0, SHARE)
@@ -140,6 +145,36 @@ class Hyperparameters(Recipe):
         """Return --close-mosaic for `mosaic_epochs`: the number of final epochs that mix no images."""
         unmixed = round(epochs * (1 - self.mosaic_epochs))
         return {"close_mosaic": unmixed} if unmixed else {}
+
+
+class Recipes(NamedTuple):
+    """The hyperparameter files of a task, among which --hyp auto chooses: names or paths, as for --hyp.
+
+    Args:
+        trained: for a run that starts from trained weights.
+        few: for a run from scratch on fewer than `FEW_IMAGES` images; '' is `trained`.
+        many: for any other run from scratch; '' is `few`.
+        yolov5: the file with YOLOv5's own values; '' if the task has none.
+    """
+
+    trained: str
+    few: str = ""
+    many: str = ""
+    yolov5: str = ""
+
+    def choose(self, trained: bool, images: Callable[[], int]) -> tuple[str, str]:
+        """Return the file for a run, and the reason for it. images: counts those to train on, if it matters."""
+        few = self.few or self.trained
+        many = self.many or few
+        if self.trained == few == many:
+            return few, "the task has no other"
+        if trained:
+            return self.trained, "the run starts from trained weights"
+        if few == many:
+            return few, "the run starts from scratch"
+        count = images()
+        name, bound = (few, "fewer than") if count < FEW_IMAGES else (many, "at least")
+        return name, f"the run starts from scratch on {plural(count, 'image')}, {bound} {FEW_IMAGES}"
 
 
 def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] = NO_OVERRIDES) -> R:

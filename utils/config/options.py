@@ -67,7 +67,7 @@ class TrainOptions:
 
     examples: ClassVar[tuple[str, ...]] = (
         "python train.py               # the built-in job, in minutes without a GPU",
-        "python train.py --data my.yaml --weights yolov5n.pt --hyp finetune",
+        "python train.py --data my.yaml --weights yolov5n.pt",
         "python train.py --resume      # continues the newest run",
     )
     weights: str = flag(
@@ -81,7 +81,9 @@ class TrainOptions:
         "", "Python file with your own layers, which the model YAML may name; the file is executed", "model"
     )
     data: str = flag("data/coco128.yaml", "data set YAML", "data")
-    hyp: str = flag("data/hyps/low.yaml", "hyperparameter YAML", "training")
+    hyp: str = flag(
+        "auto", "hyperparameter YAML; auto chooses by weights and number of images, low is YOLOv5's", "training"
+    )
     epochs: int = flag(100, "passes over the training images", "training", Range(1))
     batch_size: int = flag(
         16,

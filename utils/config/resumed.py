@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import yaml
 
 from utils.config.hyperparameters import (
+    AUTO,
     DERIVED,
     OVERRIDE_PREFIX,
     Recipe,
@@ -63,7 +64,7 @@ def resumed_options(
     # Under a launcher the processes connect, with --dist-timeout, before the main one reads the settings.
     dropped = (*SINGLE_START_FLAGS, *((*LAUNCHER_FLAGS, "dist_timeout") if launched else ()))
     saved = {name: value for name, value in settings.items() if name in known and name not in dropped}
-    given = {name: value for name, value in given.items() if name != "resume"}
+    given = {name: value for name, value in given.items() if name != "resume" and (name, value) != ("hyp", AUTO)}
     _refuse_changes(run, settings, given)
     if "hyp" in given or "overrides" in given:
         _refuse_hyperparameters(run, settings, given, recipe_of(settings["model"]))

@@ -28,7 +28,7 @@ from models.tasks.detection.postprocess import DetectionPostprocess
 from models.tasks.detection.scores import DETECTION_METRICS
 from models.yolo import YoloModel, build_model, head_class
 from utils.batch import Batch, BoxSplit
-from utils.config.hyperparameters import Hyperparameters
+from utils.config.hyperparameters import Hyperparameters, Recipes
 from utils.memory_format import layout
 from utils.plots.drawing import draw_targets
 
@@ -39,6 +39,7 @@ class DetectionTask(Task):
     loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
     metric_names: ClassVar[tuple[str, ...]] = DETECTION_METRICS
     recipe = Hyperparameters
+    recipes = Recipes(trained="finetune", few="scratch-small", many="low", yolov5="low")
     official_weights = r"yolov5[nsmlx]6?\.pt|v9-[tsmc]\.pt"
     hub_tag = "object-detection"
     heads: ClassVar[tuple[type[Head], ...]] = (Detect, DetectDFL)  # of the models; the usual one first
