@@ -279,7 +279,7 @@ def read_job(settings: Settings) -> Job:
     if recommended:
         start_from = start_from.with_default_weights()
     choose = partial(kind.recipes.choose, bool(start_from.weights), lambda: len(source.spec.images("train")))
-    settings = settings.resolve(kind.recipe, *defaults, choose=choose, yolov5=kind.recipes.yolov5)
+    settings = settings.resolve(kind.recipe, *defaults, choose=choose)
     if recommended:
         settings = settings.with_options(weights=start_from.weights_name)
     origin = Origin.recorded(settings.saved) if settings.saved else start_from.origin

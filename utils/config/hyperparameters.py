@@ -147,6 +147,14 @@ class Hyperparameters(Recipe):
         return {"close_mosaic": unmixed} if unmixed else {}
 
 
+class Choice(NamedTuple):
+    """The hyperparameter file that --hyp auto chose, why, and the file with YOLOv5's values, '' if there is none."""
+
+    name: str
+    reason: str
+    yolov5: str
+
+
 class Recipes(NamedTuple):
     """The hyperparameter files of a task, among which --hyp auto chooses: names or paths, as for --hyp.
 
@@ -162,19 +170,18 @@ class Recipes(NamedTuple):
     many: str = ""
     yolov5: str = ""
 
-    def choose(self, trained: bool, images: Callable[[], int]) -> tuple[str, str]:
-        """Return the file for a run, and the reason for it. images: counts those to train on, if it matters."""
+    def choose(self, trained: bool, images: Callable[[], int]) -> Choice:
+        """Return the file for a run. images: counts those to train on; called only if it matters."""
         few = self.few or self.trained
         many = self.many or few
-        if self.trained == few == many:
-            return few, "the task has no other"
         if trained:
-            return self.trained, "the run starts from trained weights"
+            return Choice(self.trained, "the run starts from trained weights", self.yolov5)
         if few == many:
-            return few, "the run starts from scratch"
+            return Choice(few, "the run starts from scratch", self.yolov5)
         count = images()
         name, bound = (few, "fewer than") if count < FEW_IMAGES else (many, "at least")
-        return name, f"the run starts from scratch on {plural(count, 'image')}, {bound} {FEW_IMAGES}"
+        reason = f"the run starts from scratch on {plural(count, 'image')}, {bound} {FEW_IMAGES}"
+        return Choice(name, reason, self.yolov5)
 
 
 def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] = NO_OVERRIDES) -> R:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from utils.config.hyperparameters import AUTO, Recipe, from_mapping, read_hyperparameters
+from utils.config.hyperparameters import AUTO, Choice, Recipe, from_mapping, read_hyperparameters
 from utils.config.options import TrainOptions
 from utils.config.parser import defaults_of_hyp, refuse_flags, with_defaults
 from utils.config.resumed import changes
@@ -58,17 +58,13 @@ class Settings:
         refuse_flags(self.given, refused)
 
     def resolve(
-        self,
-        recipe: type[Recipe],
-        *defaults: Mapping[str, Any],
-        choose: Callable[[], tuple[str, str]],
-        yolov5: str = "",
+        self, recipe: type[Recipe], *defaults: Mapping[str, Any], choose: Callable[[], Choice] | None = None
     ) -> Settings:
         """Return the settings with the hyperparameters of a task, and with every flag that is not given resolved.
 
         Such a flag is what the hyperparameters ask for, else a default of their file, else the last of `defaults` that
-        has it, else its own default. choose: returns the file for --hyp auto, and the reason. yolov5: the file with
-        YOLOv5's values. Raises `UserError` for a wrong hyperparameter file or flag.
+        has it, else its own default. choose: chooses the file for --hyp auto. Raises `UserError` for a wrong
+        hyperparameter file or flag.
         """
         if self.saved:
             hyp = from_mapping(recipe, self.saved["hyperparameters"], f"settings.yaml of {self.options.resume}")
@@ -77,16 +73,16 @@ class Settings:
             hyp = read_hyperparameters(self.options.hyp, recipe, self.options.overrides)
             return dataclasses.replace(self, hyp=hyp)
         layers = {key: value for mapping in defaults for key, value in mapping.items()}
-        name, reason = {"hyp": self.options.hyp, **layers, **self.given}["hyp"], ""
-        if name == AUTO:
-            name, reason = choose()
-        hyp = read_hyperparameters(name, recipe, self.options.overrides)
-        wishes = defaults_of_hyp(name)
+        name, choice = {"hyp": self.options.hyp, **layers, **self.given}["hyp"], None
+        if name == AUTO and choose:
+            choice = choose()
+            name = choice.name
+        hyp, wishes = read_hyperparameters(name, recipe, self.options.overrides), defaults_of_hyp(name)
         layers |= wishes
         layers |= hyp.flags({"epochs": self.options.epochs, **layers, **self.given}["epochs"])
         options = dataclasses.replace(with_defaults(self.options, self.given, layers), hyp=name)
-        choice = reason and choice_message(name, reason, yolov5, wishes, self.given)
-        return dataclasses.replace(self, hyp=hyp, options=options, choice=choice)
+        line = choice_message(choice, wishes, self.given) if choice else ""
+        return dataclasses.replace(self, hyp=hyp, options=options, choice=line)
 
     def value(self, flag: str, *defaults: Mapping[str, Any]) -> Any:
         """Return what `resolve` makes of a flag that no hyperparameter file sets."""
@@ -122,14 +118,13 @@ class Settings:
         return {**self.flags(), "imgsz": imgsz, **parts}
 
 
-def choice_message(name: str, reason: str, yolov5: str, wishes: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+def choice_message(choice: Choice, wishes: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     """Return the line about the file that --hyp auto chose.
 
-    wishes: defaults of flags in the file; those that differ from the `given` flags are named. yolov5: see `resolve`.
+    wishes: defaults of flags in the file; those that differ from the `given` flags are named.
     """
-    line = f"hyperparameters: --hyp {name}, because {reason}"
+    line = f"hyperparameters: --hyp {choice.name}, because {choice.reason}"
     for flag, value in wishes.items():
         if flag in given and given[flag] != value:
-            words = f"--{flag.replace('_', '-')}"
-            line += f"; your {words} {given[flag]} replaces its {value}"
-    return line + (f"; --hyp {yolov5} has YOLOv5's values" if yolov5 not in ("", name) else "")
+            line += f"; your --{flag.replace('_', '-')} {given[flag]} replaces its {value}"
+    return line + (f"; --hyp {choice.yolov5} has YOLOv5's values" if choice.yolov5 not in ("", choice.name) else "")

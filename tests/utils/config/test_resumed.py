@@ -227,6 +227,10 @@ def test_hyperparameters_that_have_changed(tmp_path: Path) -> None:
     )
 
 
+def test_a_run_keeps_the_hyperparameters_that_auto_chose() -> None:
+    assert resumed(saved(), "--hyp", "auto").hyp == LOW
+
+
 def test_hyperparameters_that_the_start_of_the_run_computed_may_differ(tmp_path: Path) -> None:
     hyp = tmp_path / "mine.yaml"
     hyp.write_text("known_lr: 0.5\nkeep_norms: 1\ndefaults:\n  epochs: 3\n")
