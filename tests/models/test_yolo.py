@@ -399,9 +399,9 @@ def test_logits() -> None:
 def test_task_of_a_yaml() -> None:
     """`task:` passes unchanged into the model's YAML; without it the head decides."""
     assert build_model({**small_classifier(), "task": "pose"}).yaml["task"] == "pose"
-    with pytest.raises(
-        UserError, match=r"^mine.yaml is a model for the task 'pose'; give one for detect or classify or segment$"
-    ):
+    tasks = "detect or classify or segment"
+    named = "or name the Python file of that task with --task-file"
+    with pytest.raises(UserError, match=rf"^mine.yaml is a model for the task 'pose'; give one for {tasks}, {named}$"):
         task_of({**small_classifier(), "task": "pose"}, "mine.yaml")
     without = {key: value for key, value in small_classifier().items() if key != "task"}
     assert build_model(without).yaml == build_model(small_classifier()).yaml
