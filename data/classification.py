@@ -174,7 +174,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
             )
         images = [path for paths in classes.values() for path in paths]
         labels = np.array([numbers[text] for text, paths in classes.items() for _ in paths], np.int64)
-        scanned = load_labels(images, f"{name} images", self.options.workers, "images")
+        scanned = load_labels(images, f"{name} images", self.options.workers, rules=None)
         problems = (*self.spec.unread_images(name), *scanned.problems)
         if name == "train":
             counts = np.bincount(labels[scanned.sizes[:, 0] > 0], minlength=len(self.names))
