@@ -158,10 +158,12 @@ class ClassificationData(DataSet[ClassificationSplit]):
     @staticmethod
     def files(spec: DataSpec) -> dict[str, list[Path]]:
         """Return the images of training and validation."""
-        return {
-            name: [path for paths in classes_of_split(spec, name).values() for path in paths]
-            for name in ("train", "val")
-        }
+        return {name: list(ClassificationData.groups(spec, name)) for name in ("train", "val")}
+
+    @staticmethod
+    def groups(spec: DataSpec, split: str) -> dict[Path, str]:
+        """Return the name of the class of each image."""
+        return {path: text for text, paths in classes_of_split(spec, split).items() for path in paths}
 
     def split(self, name: str, hyp: Recipe | None = None) -> ClassificationSplit:
         """Read and check a split. Raises `UserError` if no image can be used, or for a folder of an unknown class."""
