@@ -186,8 +186,9 @@ class Members:
         return content.class_warnings(names, name)
 
     def refuse(self, given: Mapping[str, Any]) -> None:
-        """Raise `UserError` for a flag that does not apply to the task. given: values by field name."""
-        refuse_flags(given, self.entry.load().refused)
+        """Raise `UserError` for a flag that does not apply to the task or to its predictions. given: values by name."""
+        kind = self.entry.load()
+        refuse_flags(given, {**(kind.prediction.refused() if kind.prediction else {}), **kind.refused})
 
     def image_size(self, requested: int | Sequence[int], suggested: int = 0) -> ImageSize:
         """Return the image size, not rounded: see `choose_size`. Raises `UserError` if the files disagree."""
