@@ -19,12 +19,14 @@ from models.tasks.contract import (
     ExportSettings,
     Image,
     Model,
+    Prediction,
     Task,
     Thresholds,
 )
 from models.tasks.detection.export_module import DecodedDetector, SuppressedDetector, graph_suppression
 from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.postprocess import DetectionPostprocess
+from models.tasks.detection.prediction import DetectionPrediction
 from models.tasks.detection.scores import DETECTION_METRICS
 from models.yolo import YoloModel, build_model, head_class
 from utils.batch import Batch, BoxSplit
@@ -40,6 +42,7 @@ class DetectionTask(Task):
     metric_names: ClassVar[tuple[str, ...]] = DETECTION_METRICS
     recipe = Hyperparameters
     recipes = Recipes(trained="finetune", few="scratch-small", many="low", yolov5="low")
+    prediction: ClassVar[type[Prediction] | None] = DetectionPrediction
     official_weights = r"yolov5[nsmlx]6?\.pt|v9-[tsmc]\.pt"
     hub_tag = "object-detection"
     heads: ClassVar[tuple[type[Head], ...]] = (Detect, DetectDFL)  # of the models; the usual one first

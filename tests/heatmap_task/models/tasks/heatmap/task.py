@@ -16,10 +16,10 @@ from models.tasks.contract import ExportModule, ExportSettings, Image, Model, Ta
 from models.tasks.heatmap.head import Heatmap
 from models.tasks.heatmap.loss import HeatmapCriterion
 from models.tasks.heatmap.metrics import METRIC_NAMES, HeatmapMetrics
-from models.tasks.heatmap.prediction import HeatmapPostprocess
+from models.tasks.heatmap.prediction import HeatmapPostprocess, HeatmapPrediction
 from models.yolo import build_model
 from utils.batch import Batch
-from utils.config.hyperparameters import Recipe, number
+from utils.config.hyperparameters import Recipe, Recipes, number
 from utils.config.values import SHARE
 from utils.plots.drawing import draw_captioned
 
@@ -37,14 +37,14 @@ class HeatmapTask(Task):
     """One keypoint of each class in an image, at most."""
 
     recipe = HeatmapRecipe
-    defaults: ClassVar[Mapping[str, Any]] = {"weights": "", "hyp": "data/hyps/heatmap.yaml", "imgsz": 64}
+    recipes = Recipes("data/hyps/heatmap.yaml")
+    defaults: ClassVar[Mapping[str, Any]] = {"weights": "", "imgsz": 64}
     refused: ClassVar[Mapping[str, str]] = {
         "nms": "is for detectors: a heat map has one keypoint per class",
-        "save_hybrid": "is for detectors: it is written with boxes",
-        "save_json": "is for detectors: COCO's results are boxes",
     }
     loss_names = ("heat_loss",)
     metric_names = METRIC_NAMES
+    prediction = HeatmapPrediction
 
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> Model:
         model = build_model(dict(yaml), nc=len(self.names), source=source, head=Heatmap)
