@@ -10,12 +10,11 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from models.layers import Head
-from models.tasks.contract import Criterion, LossTerms, Model
-from utils.batch import Batch, BoxSplit
+from models.tasks.contract import Criterion, Model
+from utils.batch import BoxSplit
 from utils.config.hyperparameters import Hyperparameters
 
 V = TypeVar("V", bound="HeadView")
@@ -123,23 +122,3 @@ def head_of(model: Model) -> DetectionHead:
     if not isinstance(model.head, DetectionHead):
         raise TypeError(f"{type(model).__name__} has no detection head")
     return model.head
-
-
-class UnavailableCriterion(Criterion):
-    """The criterion of an exported file, which returns no raw outputs: every term is NaN. terms: their number."""
-
-    def __init__(self, terms: int) -> None:
-        self.count = terms
-
-    def __call__(self, outputs: None, batch: Batch) -> LossTerms:
-        """Return terms of NaN."""
-        ones = torch.ones(self.count, 1)
-        return LossTerms(ones * torch.nan, ones, ones)
-
-    def objective(self, means: Tensor, images: int) -> Tensor:
-        """Return NaN."""
-        return means.sum()
-
-    def weight(self, batch: Batch) -> float:
-        """Return 1, as the criteria of detectors."""
-        return 1.0

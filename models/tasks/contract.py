@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from models.tasks.result import Result
 from utils.batch import Batch, CocoImage, Split
+from utils.errors import UserError
 
 if TYPE_CHECKING:
     from utils.config.hyperparameters import Recipe
@@ -129,6 +130,11 @@ class Thresholds:
     agnostic_nms: bool = False  # predictions of different classes suppress each other too
     one_class: bool = False  # a box counts for its most probable class only
     retina_masks: bool = False  # masks are scaled to the file before the threshold, not after it
+
+    def refuse_unknown_classes(self, names: Mapping[int, str]) -> None:
+        """Raise `UserError` if `classes` has a number that is not in `names`, the classes of the model."""
+        if unknown := sorted(set(self.classes) - set(names)):
+            raise UserError(f"--classes {unknown[0]}: the model has classes 0 to {len(names) - 1}")
 
 
 class Postprocess(ABC):

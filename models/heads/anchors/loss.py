@@ -23,9 +23,8 @@ from models.heads.anchors.target_assignment import (
     read_level,
 )
 from models.heads.boxes import complete_iou
-from models.heads.device_constant import device_constant
-from models.heads.logits import at_least_float32
 from models.tasks.contract import Criterion, LossTerms
+from models.tasks.shared.losses import at_least_float32, device_constant
 from utils.batch import Batch
 from utils.config.hyperparameters import Hyperparameters
 from utils.config.select import select

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models.heads.boxes import xywh_to_xyxy, xyxy_to_xywh
 from models.tasks.contract import BoxPrediction, Image
-from models.tasks.detection.metric_matching import match_detections
+from models.tasks.shared.metric_matching import match_detections
 from utils.batch import CocoImage
 from utils.errors import plural
 from utils.plots.drawing import Style, draw_boxes

@@ -10,7 +10,7 @@ from torch import Tensor
 from models.fuse import fuse
 from models.heads.anchors.head import Detect
 from models.heads.anchors.loss import LOSS_NAMES
-from models.heads.contract import DetectionHead, UnavailableCriterion, head_of
+from models.heads.contract import DetectionHead, head_of
 from models.heads.dfl.head import DetectDFL
 from models.layers import Head
 from models.tasks.contract import (
@@ -25,7 +25,8 @@ from models.tasks.contract import (
 from models.tasks.detection.export_module import DecodedDetector, SuppressedDetector, graph_suppression
 from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.postprocess import DetectionPostprocess
-from models.tasks.detection.scores import DETECTION_METRICS
+from models.tasks.shared.losses import UnavailableCriterion
+from models.tasks.shared.scores import DETECTION_METRICS
 from models.yolo import YoloModel, build_model, head_class
 from utils.batch import Batch, BoxSplit
 from utils.config.hyperparameters import Hyperparameters

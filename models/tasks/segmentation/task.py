@@ -9,7 +9,7 @@ import numpy as np
 
 from models.heads.anchors.head import Segment
 from models.heads.anchors.loss import loss_settings
-from models.heads.contract import UnavailableCriterion, head_of
+from models.heads.contract import head_of
 from models.heads.dfl.head import DetectDFL
 from models.tasks.contract import Criterion, Image, Model, Thresholds
 from models.tasks.detection.task import DetectionTask
@@ -17,6 +17,7 @@ from models.tasks.segmentation.export_module import DecodedSegmenter, Suppressed
 from models.tasks.segmentation.loss import LOSS_NAMES, SegmentationCriterion
 from models.tasks.segmentation.metrics import SEGMENTATION_METRICS, SegmentationMetrics
 from models.tasks.segmentation.postprocess import NO_AUGMENT, SegmentationPostprocess
+from models.tasks.shared.losses import UnavailableCriterion
 from models.yolo import YoloModel, head_class
 from utils.batch import MASK_STRIDE, Batch, SegmentationBatch
 from utils.errors import UserError

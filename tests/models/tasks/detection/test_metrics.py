@@ -14,8 +14,8 @@ from torch import Tensor
 
 from models.tasks.contract import Thresholds
 from models.tasks.detection.metrics import DetectionMetrics
-from models.tasks.detection.records import ImageRecord
-from models.tasks.detection.scores import CURVE_POINTS, DETECTION_METRICS
+from models.tasks.shared.records import ImageRecord
+from models.tasks.shared.scores import CURVE_POINTS, DETECTION_METRICS
 from tests.making import CLASS_NAMES, grey_batch, image_info
 from tests.models.tasks.detection.batches import (
     DISC,

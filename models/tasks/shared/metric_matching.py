@@ -1,6 +1,6 @@
 """Pair detections with labels by their overlap.
 
-Called by records.py for the metrics and by `DetectionPrediction.with_labels`.
+Called by records.py for the metrics, and by predictions that --save-hybrid writes.
 """
 
 from __future__ import annotations

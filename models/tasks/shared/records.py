@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from models.heads.boxes import xywh_to_xyxy
-from models.tasks.detection.metric_matching import Overlaps, match_by_overlap, match_detections, pair_detections
+from models.tasks.shared.metric_matching import Overlaps, match_by_overlap, match_detections, pair_detections
 from utils.batch import ImageInfo
 
 CONFIDENT_THRESHOLD = 0.25  # confidence of detections that are drawn or in the confusion matrix
