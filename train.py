@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from data.dataset import DataOptions, DataSet, DataSource, data_source
 from models.initial_weights import ModelOptions, StartingPoint, load_and_freeze, recipe_of, starting_point
-from models.tasks import TASKS
+from models.tasks import TASKS, add_tasks
 from models.tasks.contract import Criterion, LossTerms, Model, Task
 from models.weights.licence import Origin
 from utils.batch import Batch, Split
@@ -268,7 +268,7 @@ class Inputs(NamedTuple):
 def read_job(settings: Settings) -> Job:
     """Read the files that the flags name; download what is missing. Raises `UserError`."""
     saved_yaml = settings.saved and settings.saved["model"]
-    start_from = starting_point(settings.select(ModelOptions), saved_yaml, "layers" in settings.given)
+    start_from = starting_point(settings.select(ModelOptions), saved_yaml, settings.given)
     kind = start_from.entry.load()
     settings.refuse(kind.refused)
     source = data_source(settings.options.data, start_from.entry.data)
@@ -463,11 +463,15 @@ def run(**flags: Any) -> dict[str, Any]:
     `UserError` if the command would end with an error, and KeyboardInterrupt if Ctrl-C has stopped it; then everything
     is saved, and `train.run(resume=folder)` continues.
     """
-    return call(lambda given: start_run(resolve_settings(given, recipe_of)), "train", flags, hyperparameters)
+    task_file = flags.get("task_file") or flags.get("task")
+    known = partial(hyperparameters, str(task_file or ""))
+    return call(lambda given: start_run(resolve_settings(given, recipe_of)), "train", flags, known)
 
 
-def hyperparameters() -> list[str]:
-    """Return the names of the hyperparameters of all tasks."""
+def hyperparameters(task_file: str) -> list[str]:
+    """Return the names of the hyperparameters of all tasks. task_file: see `add_tasks`, '' for none."""
+    if task_file:
+        add_tasks(task_file)
     return sorted({field.name for entry in TASKS.values() for field in fields(entry.load().recipe)})
 
 

@@ -170,7 +170,7 @@ def assemble(given: Mapping[str, Any]) -> Validation:
     run = Run(*start(options.device, "no" if options.half else options.mixed_precision, options.dist_timeout))
     device = run.accelerator.device
     with run.untimed_barrier():  # one machine may have more to download than another
-        members = read_members(options.weights, options.layers, options.augment)
+        members = read_members(options.weights, options.layers, options.task_file, options.augment)
         source = data_source(options.data, members.entry.data)
     kind = members.entry.load()
     check_flags(members, given, options.annotations)

@@ -7,7 +7,6 @@ the methods below and know no data set by name. May import utils; nothing of mod
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from utils.config.hyperparameters import Recipe
 from utils.console import columns, listed
 from utils.errors import UserError, plural
 from utils.files import csv_text, find_file
+from utils.user_code import class_named
 
 S = TypeVar("S", bound=Split)
 PRINTED_PROBLEMS = 5  # of a split, at most
@@ -157,8 +157,7 @@ D = TypeVar("D", bound=DataSet[Any])
 
 def dataset_class(name: str) -> type[DataSet[Any]]:
     """Import a data set's class by its name, `module:class`, such as `data.detection:DetectionData`."""
-    module, _, attribute = name.partition(":")
-    kind: type[DataSet[Any]] = getattr(importlib.import_module(module), attribute)
+    kind: type[DataSet[Any]] = class_named(name)
     return kind
 
 

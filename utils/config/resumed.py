@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
-RecipeOf = Callable[[Mapping[str, Any]], type[Recipe]]  # from a model's YAML to the kind of its hyperparameters
+# From a run's settings and the flags that are given now to the kind of its hyperparameters.
+RecipeOf = Callable[[Mapping[str, Any], Mapping[str, Any]], type[Recipe]]
 
 # The training curve depends on these: a run cannot be resumed with another value. For the image size, which settings
 # hold rounded, see `Identity.check`.
@@ -66,7 +67,7 @@ def resumed_options(
     given = {name: value for name, value in given.items() if name != "resume"}
     _refuse_changes(run, settings, given)
     if "hyp" in given or "overrides" in given:
-        _refuse_hyperparameters(run, settings, given, recipe_of(settings["model"]))
+        _refuse_hyperparameters(run, settings, given, recipe_of(settings, given))
     if "overrides" in given:
         given["overrides"] = {**saved.get("overrides", {}), **given["overrides"]}
     given["batch_size"] = settings["batch_size"]  # which --batch-size -1 has measured

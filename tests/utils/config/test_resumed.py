@@ -31,8 +31,8 @@ class OtherRecipe(Recipe):
     stripes: float = number(3.0, Range(0))
 
 
-def recipe_of(model: Mapping[str, Any]) -> type[Recipe]:
-    return {"detect": Hyperparameters, "other": OtherRecipe}[model["task"]]
+def recipe_of(settings: Mapping[str, Any], given: Mapping[str, Any]) -> type[Recipe]:
+    return {"detect": Hyperparameters, "other": OtherRecipe}[settings["model"]["task"]]
 
 
 def saved(hyperparameters: Recipe | None = None, task: str = "detect", **options: Any) -> dict[str, Any]:
