@@ -4,6 +4,6 @@ from models.tasks import TaskEntry
 
 TASKS = {
     "oriented": TaskEntry(
-        task="oriented_boxes.task:OrientedTask", data="oriented_boxes.data:OrientedData", head="OrientedDetect"
+        task=f"{__name__}.task:OrientedTask", data=f"{__name__}.data:OrientedData", head="OrientedDetect"
     )
 }
