@@ -20,7 +20,7 @@ from typing import Any
 from utils.errors import UserError, first_line
 from utils.files import cache_folder
 
-_packages: set[str] = set()  # names of the modules of `imported`
+_modules: dict[str, Path] = {}  # paths of the files and packages of `imported`, by the names of their modules
 
 
 def class_named(place: str) -> Any:
@@ -31,7 +31,14 @@ def class_named(place: str) -> Any:
 
 def is_users(module: str) -> bool:
     """Return whether a module's name is that of a user's task, or of a module in its package."""
-    return module.partition(".")[0] in _packages
+    name = module.partition(".")[0]
+    return name in _modules and name in sys.modules
+
+
+def load(module: str) -> ModuleType:
+    """Import a module of a user's task. Raises `UserError` if that fails."""
+    with running(_modules[module.partition(".")[0]]):
+        return importlib.import_module(module)
 
 
 def trust(path: Path, flag: str, is_named: bool, named_by: str) -> None:
@@ -113,12 +120,12 @@ def imported(path: Path, flag: str) -> Iterator[ModuleType]:
                     f"{flag} {path}: '{name}' is no name for a Python module, or another module has it; rename it"
                 )
             module = importlib.import_module(name)
-            _packages.add(name)
+            _modules[name] = path
             yield module
     except BaseException:
         sys.path[:] = before
         if is_first:
-            _packages.discard(name)
+            _modules.pop(name, None)
             for loaded in [other for other in sys.modules if other.partition(".")[0] == name]:
                 del sys.modules[loaded]
         raise

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from data.data_yaml import read_spec
 from data.dataset import dataset_class
 from models.tasks import TASKS, add_tasks, task_of
+from tests.making import write_yaml
 from utils.errors import UserError
 from utils.user_code import is_users
 
@@ -71,6 +73,31 @@ def test_a_package(folder: Path) -> None:
     assert TASKS["mine"].load().__module__ == "own_package.parts"
     assert is_users("own_package.parts")
     assert sys.path[-1] == str(folder)
+
+
+def test_a_task_may_draw_its_data(folder: Path) -> None:
+    """A data YAML names a module of the package, which is imported only if the user runs the package."""
+    package = folder / "own_package"
+    package.mkdir()
+    (package / "__init__.py").write_text(CLASSES + ENTRY % ("", ""))
+    (package / "circles.py").write_text("def draw_dataset(folder, seed):\n    folder.joinpath(str(seed)).touch()\n")
+    (package / "broken.py").write_text("1 / 0\n")
+    content = {"path": str(package), "train": "images", "names": ["circle"]}
+    file = write_yaml(package / "circles.yaml", {**content, "draw": {"own_package.circles": 7}})
+    with pytest.raises(
+        UserError, match=r"circles.yaml: `draw` must be .* not \{'own_package.circles': 7\}; modules of"
+    ):
+        read_spec(file)
+    add_tasks(str(package))
+    read_spec(file)
+    assert (package / "7").is_file()
+    for name, message in {
+        "broken": "broken.py, line 1: ZeroDivisionError",
+        "gone": "No module named",
+        "": "`draw`",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            read_spec(write_yaml(file, {**content, "draw": {f"own_package.{name}": 7}}))
 
 
 @pytest.mark.parametrize(
