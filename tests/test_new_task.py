@@ -39,10 +39,13 @@ import sys
 from pathlib import Path
 import numpy as np, torch
 from data.dataset import DataOptions, data_source
-from models.tasks import TASKS, task_of
+from models.tasks import TASKS, model_words, task_of
 from models.tasks.contract import ExportSettings, Thresholds
 from models.tasks.heatmap.loss import heat
 from models.tasks.heatmap.prediction import HeatmapView
+from utils.config.options import DetectOptions, TrainOptions
+from utils.config.parser import refuse_flags
+from utils.errors import UserError
 from utils.files import read_yaml
 from utils.plots.drawing import Style
 
@@ -51,6 +54,13 @@ name = task_of(yaml, "heatmap.yaml")
 assert name == task_of({"head": yaml["head"]}, "heatmap.yaml") == "heatmap"
 source = data_source(sys.argv[1], TASKS[name].data)
 kind = TASKS[name].load()
+refuse_flags(DetectOptions, {"conf_thres": 0.5}, kind.concerns_of(yaml), model_words(yaml))
+try:
+    refuse_flags(TrainOptions, {"noautoanchor": True}, kind.concerns_of(yaml), model_words(yaml))
+except UserError as error:
+    assert str(error).endswith("not for heatmap with the head Heatmap; leave it out"), error
+else:
+    raise AssertionError("--noautoanchor is accepted")
 task = kind(source.names(), kind.recipe())
 torch.manual_seed(0)
 model = task.build_model(task.model_yaml(yaml), 61)
