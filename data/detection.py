@@ -33,7 +33,7 @@ from data.labels import Content, Labels, check_classes, load_labels
 from data.remote import shown_path
 from data.sampler import SampleIndex, evaluation_batches, item_generator, training_batches
 from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement
-from utils.config.hyperparameters import Hyperparameters, Recipe
+from utils.config.hyperparameters import Augmentation, Recipe
 from utils.config.select import select
 from utils.errors import UserError, plural
 from utils.files import csv_text
@@ -223,7 +223,7 @@ class DetectionData(DataSet[DetectionSplit]):
     @staticmethod
     def content(hyp: Recipe | None) -> Content:
         """Return what is read of label files: see `split`."""
-        return "polygons" if isinstance(hyp, Hyperparameters) and hyp.copy_paste > 0 else "labels"
+        return "polygons" if isinstance(hyp, Augmentation) and hyp.copy_paste > 0 else "labels"
 
     def split(self, name: str, hyp: Recipe | None = None) -> DetectionSplit:
         """Read and check a split.

@@ -30,8 +30,11 @@ import sys
 from pathlib import Path
 import numpy as np, torch
 from data.dataset import DataOptions, data_source
-from models.tasks import TASKS, add_tasks, task_of
+from models.tasks import TASKS, add_tasks, model_words, task_of
 from models.tasks.contract import ExportSettings, Thresholds
+from utils.config.options import DetectOptions, TrainOptions
+from utils.config.parser import refuse_flags
+from utils.errors import UserError
 from utils.files import read_yaml
 from utils.plots.drawing import Style
 
@@ -44,6 +47,13 @@ name = task_of(yaml, "model.yaml")
 assert name == task_of({"head": yaml["head"]}, "model.yaml") == "keypoints"
 source = data_source(sys.argv[2], TASKS[name].data)
 kind = TASKS[name].load()
+refuse_flags(DetectOptions, {"conf_thres": 0.5}, kind.concerns_of(yaml), model_words(yaml))
+try:
+    refuse_flags(TrainOptions, {"noautoanchor": True}, kind.concerns_of(yaml), model_words(yaml))
+except UserError as error:
+    assert str(error).endswith("not for keypoints with the head Heatmap; leave it out"), error
+else:
+    raise AssertionError("--noautoanchor is accepted")
 task = kind(source.names(), kind.recipe())
 torch.manual_seed(0)
 model = task.build_model(task.model_yaml(yaml), 61)

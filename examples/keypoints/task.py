@@ -39,11 +39,7 @@ class HeatmapTask(Task):
 
     recipe = HeatmapRecipe
     defaults: ClassVar[Mapping[str, Any]] = {"weights": "", "hyp": str(HYP), "imgsz": 64}
-    refused: ClassVar[Mapping[str, str]] = {
-        "nms": "is for detectors: a heat map has one keypoint per class",
-        "save_hybrid": "is for detectors: it is written with boxes",
-        "save_json": "is for detectors: COCO's results are boxes",
-    }
+    concerns = frozenset({"detections", "copies"})
     loss_names = ("heat_loss",)
     metric_names = METRIC_NAMES
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 CANDIDATES_PER_DETECTION = 4  # cells that suppression gets, per detection that an image may have
 CORNER_NAMES = ("x1", "y1", "x2", "y2", "x3", "y3", "x4", "y4")
-NO_AUGMENT = "is for detectors of upright boxes: views of scaled and mirrored images are not joined"
 
 
 @dataclass(frozen=True, eq=False, repr=False)

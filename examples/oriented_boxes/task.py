@@ -16,7 +16,7 @@ from models.tasks.shared.losses import UnavailableCriterion
 from models.tasks.shared.scores import DETECTION_METRICS
 from models.yolo import build_model
 from utils.batch import Batch
-from utils.config.hyperparameters import Hyperparameters, number
+from utils.config.hyperparameters import Augmentation, number
 from utils.config.values import NOT_NEGATIVE
 from utils.memory_format import layout
 from utils.plots.drawing import MAX_GRID_IMAGES, grid
@@ -26,13 +26,11 @@ from .geometry import corners
 from .head import OrientedDetect
 from .loss import LOSS_NAMES, OrientedCriterion
 from .metrics import OrientedMetrics
-from .prediction import NO_AUGMENT, OrientedPostprocess, draw_oriented
-
-UPRIGHT = "writes upright boxes"
+from .prediction import OrientedPostprocess, draw_oriented
 
 
 @dataclass(frozen=True)
-class OrientedRecipe(Hyperparameters):
+class OrientedRecipe(Augmentation):
     """The keys of the hyperparameter YAML: gains of the loss terms, and the augmentation."""
 
     box: float = number(1.0, NOT_NEGATIVE)
@@ -47,12 +45,7 @@ class OrientedTask(Task):
     metric_names: ClassVar[tuple[str, ...]] = DETECTION_METRICS
     recipe = OrientedRecipe
     defaults: ClassVar[Mapping[str, Any]] = {"weights": "", "hyp": str(Path(__file__).with_name("hyp.yaml"))}
-    refused: ClassVar[Mapping[str, str]] = {
-        "augment": NO_AUGMENT,
-        "nms": "is for detectors of upright boxes, which are all that suppression in an exported file compares",
-        "save_hybrid": UPRIGHT,
-        "save_json": UPRIGHT,
-    }
+    concerns = frozenset({"mixing", "padding", "detections", "suppression", "examples"})
 
     def __init__(self, names: Mapping[int, str], hyp: OrientedRecipe, label_smoothing: float = 0.0) -> None:
         super().__init__(names, hyp, label_smoothing)

@@ -15,7 +15,6 @@ from torch import Tensor
 from models.layers import Head
 from models.tasks.contract import Criterion, Model
 from utils.batch import BoxSplit
-from utils.config.hyperparameters import Hyperparameters
 
 V = TypeVar("V", bound="HeadView")
 
@@ -73,6 +72,9 @@ class DetectionHead(Head):
     """
 
     loss_names: ClassVar[tuple[str, ...]]  # the criterion's terms: columns of results.csv after train/ and val/
+    # The keys of a hyperparameter YAML that `criterion` and `adapt` read; others are refused as flags.
+    hyperparameters: ClassVar[frozenset[str]] = frozenset()
+    concerns: ClassVar[frozenset[str]] = frozenset()  # more of the task's `concerns`
     takes_anchors: ClassVar[bool]  # whether model YAMLs with it need `anchors`
     nc: int  # classes
     stride: Tensor  # buffer (levels,), pixels per cell
@@ -82,8 +84,11 @@ class DetectionHead(Head):
         """Set the strides of the levels in pixels, and by them the biases from which a training from scratch starts."""
 
     @abstractmethod
-    def criterion(self, hyp: Hyperparameters, label_smoothing: float, imgsz: int) -> Criterion:
-        """Return the loss of the head's raw outputs. imgsz: the model's image size in pixels."""
+    def criterion(self, hyp: Any, label_smoothing: float, imgsz: int) -> Criterion:
+        """Return the loss of the head's raw outputs.
+
+        hyp: the task's, with the keys of `hyperparameters`. imgsz: the model's image size in pixels.
+        """
 
     @abstractmethod
     def view(self, outputs: Any, more: int = 0) -> HeadView:
@@ -108,7 +113,7 @@ class DetectionHead(Head):
         prefix: of the head in `state`, the file's tensors. names, new: class names of the file and of the model.
         """
 
-    def adapt(self, model: Model, split: BoxSplit, hyp: Hyperparameters) -> list[str]:
+    def adapt(self, model: Model, split: BoxSplit, hyp: Any) -> list[str]:
         """Fit the head, and the model's YAML, to the training boxes before the first step; return messages."""
         return []
 

@@ -204,7 +204,8 @@ class Task(ABC):
     metric_names: ClassVar[tuple[str, ...]]  # columns of results.csv after metrics/
     recipe: ClassVar[type[Recipe]]  # the keys of its hyperparameter YAML
     defaults: ClassVar[Mapping[str, Any]] = {}  # for flags that are not on the command line
-    refused: ClassVar[Mapping[str, str]] = {}  # flags that do not apply, each with the reason
+    # What flags may be about, of `CONCERNS` in utils/config/options.py; flags about anything else are refused.
+    concerns: ClassVar[frozenset[str]] = frozenset()
     # Whether a run without --weights starts from those that torchvision recommends for the model, if they can be had.
     prefers_trained: ClassVar[bool] = False
     official_weights: ClassVar[str] = r"(?!)"  # regular expression: names of release files
@@ -220,6 +221,11 @@ class Task(ABC):
 
         source: name of the YAML in errors. Raises `UserError` if it describes no model of this task.
         """
+
+    @classmethod
+    def concerns_of(cls, yaml: Mapping[str, Any]) -> frozenset[str]:
+        """Return what flags may be about for the model of a YAML; `concerns`, unless they depend on the model."""
+        return cls.concerns
 
     def loss_names_of(self, model: Model) -> tuple[str, ...]:
         """Return the names of the terms of `model`'s loss; `loss_names`, unless they depend on the model."""
@@ -255,6 +261,10 @@ class Task(ABC):
     def model_yaml(self, yaml: Mapping[str, Any]) -> dict[str, Any]:
         """Return a model's YAML with the changes that hyperparameters make. Not called when a run is resumed."""
         return dict(yaml)
+
+    def unread(self, yaml: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the keys of `recipe` that nothing reads in a training of a YAML's model; none by default."""
+        return ()
 
     def fresh_tensors(self, from_yaml: bool) -> tuple[str, ...]:
         """Return parts of the names of tensors not to load from a weight file. from_yaml: whether --cfg is given."""

@@ -19,7 +19,7 @@ from models.heads.dfl.views import BINS, SIDES, by_cell, cell_geometry, decode_x
 from models.tasks.contract import Criterion, LossTerms
 from models.tasks.shared.losses import at_least_float32, device_constant
 from utils.batch import Batch
-from utils.config.hyperparameters import Hyperparameters
+from utils.config.hyperparameters import AlignmentKeys
 
 if TYPE_CHECKING:
     from models.heads.dfl.head import DetectDFL, DFLLevel
@@ -37,7 +37,7 @@ class LossSettings:
     aux: float = 0.25
 
 
-def loss_settings(hyp: Hyperparameters) -> LossSettings:
+def loss_settings(hyp: AlignmentKeys) -> LossSettings:
     """Return the settings in a hyperparameter file."""
     return LossSettings(hyp.tal_box, hyp.tal_cls, hyp.tal_dfl, hyp.tal_aux)
 

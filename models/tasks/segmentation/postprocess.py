@@ -28,8 +28,6 @@ from models.tasks.segmentation.views import (
 from utils.batch import Batch, ImageInfo
 from utils.errors import UserError
 
-NO_AUGMENT = "is for detectors: masks of scaled and mirrored images are not joined"
-
 
 class SegmentationPostprocess(Postprocess):
     """Run one or several models and find the instances on the images. names: of the classes."""
@@ -42,7 +40,7 @@ class SegmentationPostprocess(Postprocess):
     def views(self, model: Model, inputs: Tensor, augment: bool) -> list[SegmentationView]:
         """Run `model` on `inputs`. Raises `UserError` if `augment`."""
         if augment:
-            raise UserError(f"--augment {NO_AUGMENT}")
+            raise UserError("--augment is for detectors: masks of scaled and mirrored images are not joined")
         outputs = model(inputs)
         if isinstance(outputs[0], list):
             maps, prototypes = outputs

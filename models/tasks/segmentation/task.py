@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from models.tasks.detection.task import DetectionTask
 from models.tasks.segmentation.export_module import DecodedSegmenter, SuppressedSegmenter
 from models.tasks.segmentation.loss import LOSS_NAMES, SegmentationCriterion
 from models.tasks.segmentation.metrics import SEGMENTATION_METRICS, SegmentationMetrics
-from models.tasks.segmentation.postprocess import NO_AUGMENT, SegmentationPostprocess
+from models.tasks.segmentation.postprocess import SegmentationPostprocess
 from models.tasks.shared.losses import UnavailableCriterion
 from models.yolo import YoloModel, head_class
 from utils.batch import MASK_STRIDE, Batch, SegmentationBatch
@@ -31,7 +31,7 @@ class SegmentationTask(DetectionTask):
     metric_names = SEGMENTATION_METRICS
     official_weights = r"yolov5[nsmlx]-seg\.pt"
     hub_tag = "image-segmentation"
-    refused: ClassVar[Mapping[str, str]] = {"augment": NO_AUGMENT}
+    concerns = DetectionTask.concerns - {"copies"} | {"masks"}
     heads = (Segment,)
     export_modules = (DecodedSegmenter, SuppressedSegmenter)
 
