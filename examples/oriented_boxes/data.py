@@ -1,6 +1,6 @@
-"""Data of oriented boxes: images with label files of rows `class x1 y1 x2 y2 x3 y3 x4 y4`, as shares of width and height.
+"""Data of oriented boxes: images with label files of rows `class x1 y1 x2 y2 x3 y3 x4 y4`, shares of width and height.
 
-Images, augmentation and loaders are those of a detector; what is added are the boxes along the outlines of objects.
+Images, augmentation and loaders are those of a detector; what is added are the boxes around the outlines of objects.
 """
 
 from __future__ import annotations

@@ -117,5 +117,5 @@ def _variances(boxes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def turn(a: Tensor, b: Tensor) -> Tensor:
-    """Return how far paired boxes of `spun`, (n, 6), are turned, (n,): 0 if their sides are parallel, 1 at 45 degrees."""
+    """Return how far paired boxes of `spun` are turned, (n, 6) each: (n,), 0 if sides are parallel, 1 at 45 degrees."""
     return 1 - (a[:, 4:] * b[:, 4:]).sum(1) ** 2

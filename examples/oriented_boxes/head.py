@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from models.layer_registry import LAYERS, detecting
 from models.layers import Conv, Head
+from models.tasks.contract import Model
 from models.tasks.shared.losses import at_least_float32
+
+from .geometry import canonical, unspun
 
 BOX_OUTPUTS = 6  # of a cell, before its class scores: centre, size, cos and sin of twice the angle
 TYPICAL_STRIDES = 4.0  # side of a box with a raw size of 0, in strides of its level
@@ -79,6 +82,20 @@ def decode(raw: Tensor, places: Tensor) -> Tensor:
     size = raw[..., 2:4].clamp(-MAX_LOG_SIZE, MAX_LOG_SIZE).exp() * stride * TYPICAL_STRIDES
     length = (direction.square().sum(-1, keepdim=True) + 1e-6).sqrt()
     return torch.cat((centre, size, direction / length), -1)
+
+
+class DecodedOriented(nn.Module):
+    """The module of an exported file: a detector with its decoding, in fp32."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        assert isinstance(model.head, OrientedDetect)
+        self.model, self.head = model, model.head
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images (b, 3, h, w) to boxes (b, n, 5 + classes): box in pixels, see geometry.py, and confidences."""
+        raw, places = self.head.cells(self.model(images))
+        return torch.cat((canonical(unspun(decode(raw, places))), raw[..., BOX_OUTPUTS:].sigmoid()), 2)
 
 
 LAYERS["OrientedDetect"] = detecting(OrientedDetect)

@@ -68,9 +68,11 @@ class OrientedCriterion(Criterion):
 def assign(targets: Tensor, images: int, sizes: Sequence[tuple[int, int]], strides: Tensor) -> Assigned:
     """Assign targets to the cells around their centres, on the level whose typical box is nearest to their size.
 
-    Of the 3 x 3 cells, a target takes that of its centre and those whose centres it covers. A cell of several targets is
-    the smallest's. No shape depends on values. targets: (m, 7), image, class, box. images: of the batch. sizes: height
-    and width of the levels, in cells. strides: (levels,), pixels per cell.
+    Of the 3 x 3 cells, a target takes that of its centre and those whose centres it covers. A cell that several targets
+    would take is the smallest one's. No shape depends on values.
+
+    targets: (m, 7), image, class, box. images: of the batch. sizes: height and width of the levels, in cells. strides:
+    (levels,), pixels per cell.
     """
     box, device = targets[:, 2:], targets.device
     side = (box[:, 2] * box[:, 3]).clamp(min=1).sqrt()

@@ -24,13 +24,20 @@ class OrientedMetrics(DetectionMetrics):
     def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[ImageRecord]:
         """Return a record for each image."""
         given = cast("Sequence[OrientedPrediction]", predictions)
-        detected = torch.cat([one.rows[:, :5] for one in given])
-        true = torch.cat([labelled_boxes(one) for one in given])
+        detected, true = [one.rows[:, :5] for one in given], [labelled_boxes(one) for one in given]
+        every, every_true = torch.cat(detected), torch.cat(true)
 
         def overlaps(detection: np.ndarray, label: np.ndarray) -> np.ndarray:
-            return rotated_iou(detected[torch.from_numpy(detection)], true[torch.from_numpy(label)]).numpy()
+            return rotated_iou(every[torch.from_numpy(detection)], every_true[torch.from_numpy(label)]).numpy()
 
-        return matched_by(overlaps, image_records([upright(one.rows) for one in given], batch.infos, self.shown))
+        records = image_records([upright(one.rows) for one in given], batch.infos, self.shown)
+        sides = zip(records, map(side, detected), map(side, true), strict=True)
+        return matched_by(overlaps, [one._replace(side=found, true_side=label) for one, found, label in sides])
+
+
+def side(boxes: Tensor) -> np.ndarray:
+    """Return the square roots of the areas of boxes (k, 5), float32 (k,)."""
+    return boxes[:, 2:4].prod(1).sqrt().float().numpy()
 
 
 def labelled_boxes(prediction: OrientedPrediction) -> Tensor:

@@ -34,13 +34,12 @@ class OrientedPrediction(Prediction):
     size: tuple[int, int]  # width and height of the file's image, pixels
     rows: Tensor  # float64 (k, 7): box in pixels of the file, see geometry.py; confidence, class
     label_outlines: Sequence[np.ndarray]  # of the labels, (4, 2) each, as shares of width and height
-    label_classes: np.ndarray  # float32 (m,)
 
     VALUES = (*Prediction.VALUES, "corners")
 
     @property
     def array(self) -> np.ndarray:
-        """Return the detections, float32 (k, 7): x, y, width, height in pixels of the file, angle, confidence, class."""
+        """Return the detections, float32 (k, 7): box in pixels of the file, confidence, class."""
         return self.rows.float().numpy()
 
     @property
@@ -155,7 +154,7 @@ class OrientedPostprocess(Postprocess):
         best, cell = best.topk(min(CANDIDATES_PER_DETECTION * self.thresholds.max_det, best.shape[1]))
         parts = [view.rows[..., :first].gather(1, cell[..., None].expand(-1, -1, first)), best[..., None]]
         parts += [label.gather(1, cell)[..., None], *([view.places[cell]] if view.places is not None else ())]
-        # In float64, a result does not depend on where in a tensor it is computed, but in digits that are rounded later.
+        # float64: a function may round otherwise at the end of a tensor, so that a result depended on the other images.
         rows, best, label, places = torch.cat(parts, 2).cpu().double().tensor_split((first, first + 1, first + 2), 2)
         label = label[..., 0].long()
         if self.thresholds.classes:
@@ -174,14 +173,14 @@ class OrientedPostprocess(Postprocess):
         (scale, _), offset = info.placement
         in_file = torch.cat(((boxes[:, :2] - torch.tensor(offset)) / scale, boxes[:, 2:4] / scale, boxes[:, 4:]), 1)
         rows = torch.cat((in_file, confidence[:, None], label[:, None].double()), 1)[remaining]
-        return OrientedPrediction(info.image, info.path, self.names, info.size, rows, info.outlines, info.rows[:, 0])
+        return OrientedPrediction(info.image, info.path, self.names, info.size, rows, info.outlines)
 
 
 def not_suppressed(boxes: Tensor, group: Tensor, iou_thres: float) -> Tensor:
-    """Return the indices of boxes (k, 5) that overlap no remaining, more confident one of their group by more than this.
+    """Return the indices of the boxes that no remaining, more confident box of their group overlaps by more than this.
 
-    They are in falling confidence. group: (k,). The greedy rule is repeated for all boxes at once until nothing changes:
-    after a round, what the first box does not suppress remains, after the next one that is known of the second, ...
+    boxes: (k, 5), in falling confidence. group: (k,). The greedy rule is applied to all boxes at once until nothing
+    changes: after round i it is known of the first i boxes which of them remain.
     """
     first, second = (group[:, None] == group).triu(1).nonzero(as_tuple=True)
     over = rotated_iou(boxes[first], boxes[second]) > iou_thres

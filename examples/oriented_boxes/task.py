@@ -18,12 +18,12 @@ from models.yolo import build_model
 from utils.batch import Batch
 from utils.config.hyperparameters import Augmentation, number
 from utils.config.values import NOT_NEGATIVE
+from utils.errors import UserError
 from utils.memory_format import layout
 from utils.plots.drawing import MAX_GRID_IMAGES, grid
 
-from .export import DecodedOriented
 from .geometry import corners
-from .head import OrientedDetect
+from .head import DecodedOriented, OrientedDetect
 from .loss import LOSS_NAMES, OrientedCriterion
 from .metrics import OrientedMetrics
 from .prediction import OrientedPostprocess, draw_oriented
@@ -76,7 +76,9 @@ class OrientedTask(Task):
         return batch.images.float(memory_format=layout(batch.images.device)).div_(255)  # type: ignore[call-arg]
 
     def export_module(self, model: Model, settings: ExportSettings) -> ExportModule:
-        """Return the module that maps images (b, 3, h, w), in 0 to 1, to all boxes, see `DecodedOriented`."""
+        """Return the module that maps images (b, 3, h, w), in 0 to 1, to all boxes. Raises `UserError` with `nms`."""
+        if settings.nms:
+            raise UserError("--nms compares upright boxes in exported files, and these are oriented; leave it out")
         return ExportModule(DecodedOriented(fuse(model)).eval(), None)
 
     def draw_batch(self, batch: Batch) -> Image:
