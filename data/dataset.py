@@ -66,6 +66,12 @@ class DataSet(ABC, Generic[S]):
     def files(spec: DataSpec) -> dict[str, list[Path]]:
         """Return all files that training reads, by kind, such as `labels of train`; some may not exist."""
 
+    @staticmethod
+    def groups(spec: DataSpec, split: str) -> dict[Path, str]:
+        """Return the name of the class of each image of a split, for data.pack, if its folder says it; {} if there are
+        label files. Raises `UserError` if there are no images."""
+        return {}
+
     @abstractmethod
     def split(self, name: str, hyp: Recipe | None = None) -> S:
         """Read and check a split, `train`, `val` or `test`.

@@ -23,17 +23,30 @@ from data.detection import (
     TrainingItems,
     to_tensors,
 )
-from data.labels import Content
+from data.label_rows import EnclosingRules, RowRules
 from data.sampler import SampleIndex
-from data.segmentation import outlined
 from utils.config.hyperparameters import Recipe
 
 from .geometry import smallest_boxes
 
 
+class CornerRules(EnclosingRules):
+    """Rules for rows of four corners, which may be outside of the image: half of a large object may be seen."""
+
+    def outline(self, values: list[float]) -> list[float]:
+        """Return the coordinates as they are. Raises ValueError unless they are those of four corners around an area."""
+        if len(values) != 8:
+            raise ValueError(f"{len(values or range(4)) + 1} numbers instead of {self.forms}")
+        super().outline(values)
+        return values
+
+
+FOUR_CORNERS = CornerRules("box", "9 (class and four corners)", outlines=True, by_points=True, tolerance=0.5)
+
+
 def oriented_targets(sample: Sample) -> Tensor:
     """Return class and box, float32 (k, 6), of the visible part of each object; boxes are in pixels of the batch."""
-    assert sample.polygons is not None  # `OrientedData.content`
+    assert sample.polygons is not None  # `OrientedData.row_rules`
     boxes = smallest_boxes(sample.polygons.outlines())
     return torch.from_numpy(np.concatenate((sample.classes[:, None], boxes), 1).astype(np.float32))
 
@@ -56,7 +69,7 @@ class OrientedEvaluationItems(EvaluationItems):
     def item(self, sample: SampleIndex, pixels: Tensor) -> Item:
         fitted, placement = self.fitted(sample)
         to_tensors(fitted, pixels)
-        assert self.labels.polygons is not None  # `OrientedData.content`
+        assert self.labels.polygons is not None  # `OrientedData.row_rules`
         first, end = self.labels.offsets[sample.image : sample.image + 2].tolist()
         outlines = self.labels.polygons.between(first, end).outlines()
         return pixels, oriented_targets(fitted), self.info(sample.image, placement)._replace(outlines=outlines)
@@ -69,7 +82,7 @@ class OrientedSplit(DetectionSplit):
     def identity(self) -> dict[str, str]:
         """Return hashes of the files' names, and of the classes and corners of each image."""
         labels, polygons = self.labels, self.labels.polygons
-        assert polygons is not None  # `OrientedData.content`
+        assert polygons is not None  # `OrientedData.row_rules`
         arrays = (labels.rows, labels.counts, polygons.points, polygons.offsets)
         return split_identity(self.images, b"".join(array.tobytes() for array in arrays))
 
@@ -82,14 +95,14 @@ class OrientedData(DetectionData):
     evaluation_items: ClassVar[type[EvaluationItems]] = OrientedEvaluationItems
 
     @staticmethod
-    def content(hyp: Recipe | None) -> Content:
-        """Return what is read of label files: outlines. A row of four numbers after the class is an upright box."""
-        return "outlines"
+    def row_rules(hyp: Recipe | None) -> RowRules:
+        """Return how the rows of label files are read: four corners, whatever the hyperparameters."""
+        return FOUR_CORNERS
 
     def split(self, name: str, hyp: Recipe | None = None) -> OrientedSplit:
         """Read and check a split: see `DetectionData`."""
         split = super().split(name, hyp)
-        return OrientedSplit(split.images, outlined(split.labels), split.problems)
+        return OrientedSplit(split.images, split.labels, split.problems)
 
     @staticmethod
     def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:

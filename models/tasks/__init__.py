@@ -90,8 +90,9 @@ def task_of(yaml: Mapping[str, Any], source: str) -> str:
     return task
 
 
-def add_tasks(place: str, is_named: bool = True, named_by: str = "the run's settings.yaml") -> None:
-    """Run a user's Python file or package, and register the tasks in its `TASKS`, a dict of `TaskEntry` by name.
+def add_tasks(place: str, is_named: bool = True, named_by: str = "the run's settings.yaml") -> list[str]:
+    """Run a user's Python file or package, register the tasks in its `TASKS`, a dict of `TaskEntry` by name, and return
+    their names.
 
     An entry names the classes in the module itself, as `f"{__name__}:MyTask"`, or in modules of its package.
     is_named: whether the user names `place` now; else `named_by` does, and it is run only if this user has run the same
@@ -108,6 +109,7 @@ def add_tasks(place: str, is_named: bool = True, named_by: str = "the run's sett
     with imported(path, "--task-file") as module:
         entries = _entries_of(module, path)
     TASKS.update(entries)
+    return list(entries)
 
 
 def _entries_of(module: ModuleType, path: Path) -> dict[str, TaskEntry]:
