@@ -34,7 +34,7 @@ class CornerRules(EnclosingRules):
     """Rules for rows of four corners, which may be outside of the image: half of a large object may be seen."""
 
     def outline(self, values: list[float]) -> list[float]:
-        """Return the coordinates as they are. Raises ValueError unless they are those of four corners around an area."""
+        """Return the coordinates as they are. Raises ValueError unless they are four corners around an area."""
         if len(values) != 8:
             raise ValueError(f"{len(values or range(4)) + 1} numbers instead of {self.forms}")
         super().outline(values)

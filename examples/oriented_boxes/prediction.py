@@ -78,11 +78,8 @@ class OrientedPrediction(Prediction):
         return [(name, crop(image, box)) for (name, _), box in zip(self.items, self.corners, strict=True)]
 
     def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
-        """Return lines of a label file, class and normalised corners, `with_confidence` the confidence.
-
-        corners: in pixels of the file instead of shares of its width and height.
-        """
-        points = self.corners if corners else self.corners / np.array(self.size, np.float32)
+        """Return lines of a label file: class, normalised corners and, `with_confidence`, the confidence."""
+        points = self.corners / np.array(self.size, np.float32)
         numbers = np.concatenate((points.reshape(-1, 8), self.array[:, 5 : 5 + with_confidence]), 1)
         rows = zip(self.classes, numbers, strict=True)
         return [f"{label} {' '.join(f'{value:.6g}' for value in row)}" for label, row in rows]
@@ -114,14 +111,6 @@ class OrientedView(NamedTuple):
     places: Tensor | None  # of the raw rows, see `Cells`
 
 
-class Candidates(NamedTuple):
-    """The most confident cells of each image, float64 on the CPU, in no order."""
-
-    boxes: Tensor  # (b, k, 5), in pixels of the batch
-    confidence: Tensor  # (b, k)
-    label: Tensor  # (b, k)
-
-
 class OrientedPostprocess(Postprocess):
     """Take the most confident cells of all views, and drop those that overlap a more confident one of their class."""
 
@@ -144,8 +133,11 @@ class OrientedPostprocess(Postprocess):
         infos: Sequence[ImageInfo] = batch.infos
         return [self._prediction(*of_image, info) for *of_image, info in zip(*joined, infos, strict=True)]
 
-    def _candidates(self, view: OrientedView) -> Candidates:
-        """Return the cells with the highest class scores, of fixed number; the only copy from the device."""
+    def _candidates(self, view: OrientedView) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the cells of each image with the highest class scores, of a fixed number k, in no order.
+
+        Boxes (b, k, 5) in pixels of the batch, confidences (b, k), classes (b, k): the only copy from the device.
+        """
         raw, first = view.places is not None, BOX_OUTPUTS if view.places is not None else 5
         scores = view.rows[..., first:].float()
         if self.thresholds.classes:
@@ -160,8 +152,8 @@ class OrientedPostprocess(Postprocess):
         if self.thresholds.classes:
             label = torch.tensor(self.thresholds.classes)[label]
         if not raw:
-            return Candidates(rows, best[..., 0], label)
-        return Candidates(canonical(unspun(decode(rows, places))), best[..., 0].sigmoid(), label)
+            return rows, best[..., 0], label
+        return canonical(unspun(decode(rows, places))), best[..., 0].sigmoid(), label
 
     def _prediction(self, boxes: Tensor, confidence: Tensor, label: Tensor, info: ImageInfo) -> OrientedPrediction:
         """Return the prediction for an image, from its candidates."""
