@@ -76,7 +76,7 @@ class Predictor:
     def from_flags(cls, given: Mapping[str, Any]) -> Predictor:
         """Make a predictor from flags of detect.py, by name; errors and printed lines name flags."""
         predictor = cls.__new__(cls)
-        lines = predictor._build({name: value for name, value in given.items() if name in ARGUMENTS})
+        lines = predictor._build(given)
         show(*([] if given.get("quiet") else [located(predictor.files)]), *lines)
         predictor.bgr = False
         return predictor

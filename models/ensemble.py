@@ -189,10 +189,16 @@ class Members:
         return content.class_warnings(names, name)
 
     def refuse(self, kind: type[DataclassInstance], given: Mapping[str, Any]) -> None:
-        """Raise `UserError` for a flag that applies to none of the models. kind: the options. given: values by name."""
-        yamls = [content.task_yaml for content in self.weights.values()]
-        concerns = frozenset().union(*map(self.entry.load().concerns_of, yamls))
+        """Raise `UserError` for a flag that applies to none of the models, or not to their predictions.
+
+        kind: the options. given: values by name.
+        """
+        yamls, task = [content.task_yaml for content in self.weights.values()], self.entry.load()
+        concerns = frozenset().union(*map(task.concerns_of, yamls))
         refuse_flags(kind, given, concerns, model_words(yamls[0]))
+        for name, reason in (task.prediction.refused() if task.prediction else {}).items():
+            if given.get(name):
+                raise UserError(f"--{name.replace('_', '-')} {reason}")
 
     def image_size(self, requested: int | Sequence[int], suggested: int = 0) -> ImageSize:
         """Return the image size, not rounded: see `choose_size`. Raises `UserError` if the files disagree."""

@@ -22,7 +22,7 @@ from utils.plots.drawing import draw_captioned
 from .head import Heatmap
 from .loss import HeatmapCriterion
 from .metrics import METRIC_NAMES, HeatmapMetrics
-from .prediction import HeatmapPostprocess
+from .prediction import HeatmapPostprocess, HeatmapPrediction
 
 HYP = Path(__file__).with_name("hyp.yaml")
 
@@ -42,6 +42,7 @@ class HeatmapTask(Task):
     concerns = frozenset({"detections", "copies"})
     loss_names = ("heat_loss",)
     metric_names = METRIC_NAMES
+    prediction = HeatmapPrediction
 
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> Model:
         model = build_model(dict(yaml), nc=len(self.names), source=source, head=Heatmap, imgsz=imgsz)

@@ -367,7 +367,8 @@ class ValOptions:
     max_det: int = flag(300, "maximum detections per image", "predictions", Range(1), concerns="detections")
     task: str = flag(
         "val",
-        "split to evaluate; speed: measure the time per image, at the thresholds of detect.py",
+        "split to evaluate; speed: measure the time per image, at the thresholds of detect.py; a task of your own is "
+        "named by --task-file",
         "data",
         choices=("train", "val", "test", "speed"),
     )

@@ -14,7 +14,7 @@ from models.fuse import fuse
 from models.layers import Classify
 from models.tasks.classification.loss import ClassificationCriterion
 from models.tasks.classification.metrics import CLASSIFICATION_METRICS, ClassificationMetrics
-from models.tasks.classification.prediction import ClassificationPostprocess, most_probable
+from models.tasks.classification.prediction import ClassificationPostprocess, ClassificationPrediction, most_probable
 from models.tasks.classification.torchvision_models import build_classifier
 from models.tasks.contract import ExportModule, ExportSettings, Image, Model, Task, Thresholds
 from models.yolo import build_model
@@ -57,6 +57,7 @@ class ClassificationTask(Task):
     """Classification by torchvision's models (`architecture:` in the model YAML) or layers with a `Classify` head."""
 
     recipe = ClassificationRecipe
+    prediction = ClassificationPrediction
     # YOLOv5's default weights are a detector's.
     defaults: ClassVar[Mapping[str, Any]] = {
         "weights": "",
