@@ -29,7 +29,7 @@ from data.cache import Images, open_images
 from data.data_yaml import DataSpec
 from data.dataset import DataOptions, DataSet, labels_text, problem_warnings, split_identity
 from data.images import read_image, resize_long_side, scaled_shape
-from data.labels import Content, Labels, check_classes, load_labels
+from data.labels import OUTLINED, Content, Labels, check_classes, load_labels
 from data.remote import shown_path
 from data.sampler import SampleIndex, evaluation_batches, item_generator, training_batches
 from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement
@@ -248,17 +248,22 @@ class DetectionData(DataSet[DetectionSplit]):
         return DetectionSplit(images, labels, problems)
 
     def documents(self, train: DetectionSplit, val: DetectionSplit) -> dict[str, str]:
-        """Return labels.csv, counts by class, and boxes.csv, a sample of the training boxes."""
+        """Return labels.csv, counts by class, and boxes.csv, a sample of the training boxes.
+
+        If the task is about outlines, whatever the hyperparameters, boxes.csv ends with their column.
+        """
         names = self.class_names(self.spec, self.options.single_cls)
         counts = {name: split.counts(len(names)) for name, split in (("train", train), ("val", val))}
         rows = train.labels.rows
+        polygons = train.labels.polygons if self.content(None) in OUTLINED else None
         boxes = [
-            (names[int(label)], *(f"{value:.5g}" for value in box))
-            for label, *box in rows[evenly_spaced(len(rows), LISTED_BOXES)].tolist()
+            [names[int(rows[k, 0])], *(f"{value:.5g}" for value in rows[k, 1:].tolist())]
+            + ([" ".join(f"{value:.4g}" for value in polygons.outline(k).ravel().tolist())] if polygons else [])
+            for k in evenly_spaced(len(rows), LISTED_BOXES)
         ]
         return {
             "labels.csv": labels_text(names, counts),
-            "boxes.csv": csv_text(("class", "x", "y", "width", "height"), boxes),
+            "boxes.csv": csv_text(["class", "x", "y", "width", "height"] + ["outline"] * bool(polygons), boxes),
         }
 
     @staticmethod
