@@ -1,4 +1,4 @@
-"""Precision, recall and mean average precision by rotated overlap: the detector's metrics with other overlaps."""
+"""Precision, recall and mean average precision by rotated overlap: the detector's metrics with other records."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from models.tasks.contract import Prediction
 from models.tasks.detection.metrics import DetectionMetrics
-from models.tasks.shared.records import ImageRecord, image_records, matched_by
+from models.tasks.shared.records import ImageRecord, ShownImage, matched_by, paired_by, shown_image, unmatched
 from utils.batch import Batch
 
-from .geometry import corners, rotated_iou, smallest_boxes
+from .geometry import rotated_iou, smallest_boxes
 from .prediction import OrientedPrediction
 
 
@@ -24,20 +24,20 @@ class OrientedMetrics(DetectionMetrics):
     def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[ImageRecord]:
         """Return a record for each image."""
         given = cast("Sequence[OrientedPrediction]", predictions)
-        detected, true = [one.rows[:, :5] for one in given], [labelled_boxes(one) for one in given]
-        every, every_true = torch.cat(detected), torch.cat(true)
+        true = [labelled_boxes(one) for one in given]
+        records = [
+            unmatched(
+                *(one.image, one.scores, one.array[:, 6], side(one.rows)),
+                *(info.rows[:, 0], side(boxes), shown(one, info.rows[:, 0]) if one.image in self.shown else None),
+            )
+            for one, boxes, info in zip(given, true, batch.infos, strict=True)
+        ]
+        every, every_true = torch.cat([one.rows[:, :5] for one in given]), torch.cat(true)
 
         def overlaps(detection: np.ndarray, label: np.ndarray) -> np.ndarray:
             return rotated_iou(every[torch.from_numpy(detection)], every_true[torch.from_numpy(label)]).numpy()
 
-        records = image_records([upright(one.rows) for one in given], batch.infos, self.shown)
-        sides = zip(records, map(side, detected), map(side, true), strict=True)
-        return matched_by(overlaps, [one._replace(side=found, true_side=label) for one, found, label in sides])
-
-
-def side(boxes: Tensor) -> np.ndarray:
-    """Return the square roots of the areas of boxes (k, 5), float32 (k,)."""
-    return boxes[:, 2:4].prod(1).sqrt().float().numpy()
+        return paired_by(overlaps, matched_by(overlaps, records))
 
 
 def labelled_boxes(prediction: OrientedPrediction) -> Tensor:
@@ -46,7 +46,15 @@ def labelled_boxes(prediction: OrientedPrediction) -> Tensor:
     return torch.from_numpy(smallest_boxes(outline * size for outline in prediction.label_outlines))
 
 
-def upright(rows: Tensor) -> Tensor:
-    """Return the upright boxes around detections (k, 7), with confidence and class: (k, 6)."""
-    points = corners(rows[:, :5])
-    return torch.cat((points.amin(1), points.amax(1), rows[:, 5:]), 1)
+def side(boxes: Tensor) -> np.ndarray:
+    """Return the square roots of the areas of boxes (k, 5 or more), float32 (k,)."""
+    return boxes[:, 2:4].prod(1).sqrt().float().numpy()
+
+
+def shown(prediction: OrientedPrediction, labels: np.ndarray) -> ShownImage:
+    """Return what is drawn of an image: the outlines of its labels, whose classes are (m,), and of its predictions."""
+    true = np.stack([*prediction.label_outlines, np.zeros((4, 2))])[:-1] * prediction.size
+    rows = np.concatenate((labels[:, None], true.min(1), true.max(1)), 1).astype(np.float32)
+    found = prediction.corners
+    detections = np.concatenate((found.min(1), found.max(1), prediction.array[:, 5:]), 1)
+    return shown_image(prediction.path, prediction.size, rows, detections, list(true), list(found))

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 from models.tasks.contract import Metrics, Prediction, Thresholds
 from models.tasks.detection.prediction import DetectionPrediction
-from models.tasks.shared.records import ImageRecord, image_records
+from models.tasks.detection.records import image_records
+from models.tasks.shared.records import ImageRecord, ShownImage
 from models.tasks.shared.score_tables import (
     CLASS_COLUMNS,
     FITNESS_WEIGHTS,
@@ -72,13 +73,16 @@ class DetectionMetrics(Metrics):
         classes, curves = evidence["classes"], evidence["curves"]
         confusion = dense_counts(evidence["confusion"], len(names) + 1)
         by_confidence = curve_rows(names, classes, curves["precision"], curves["recall"])
-        boxes_head = ("image", "kind", "class", "confidence", "x1", "y1", "x2", "y2")
+        boxes_head = ["image", "kind", "class", "confidence", "x1", "y1", "x2", "y2"]
+        outlined = any(f"{kind}_outlines" in image for image in evidence["shown"] for kind in ("label", "prediction"))
         return {
             "classes.csv": csv_text(CLASS_COLUMNS, class_rows(names, classes)),
             "confusion_matrix.csv": confusion_text(confusion, [*names, "background"]),
             "curves.csv": csv_text(("class", "confidence", "precision", "recall"), by_confidence),
             "PR_curve.csv": csv_text(("class", "recall", "precision"), curve_rows(names, classes, curves["envelope"])),
-            "val_boxes.csv": csv_text(boxes_head, _box_rows(names, evidence["shown"])),
+            "val_boxes.csv": csv_text(
+                boxes_head + ["outline"] * outlined, _box_rows(names, evidence["shown"], outlined)
+            ),
         }
 
     def examples(self, summary: Summary) -> list[Example]:
@@ -88,8 +92,14 @@ class DetectionMetrics(Metrics):
                 Path(image["path"]).name,
                 image["image"],
                 tuple(image["size"]),
-                [_normalised(int(label), None, xyxy, image["size"]) for label, *xyxy in image["labels"]],
-                [_normalised(int(label), score, xyxy, image["size"]) for *xyxy, score, label in image["predictions"]],
+                [
+                    _normalised(int(label), None, xyxy, outline, image["size"])
+                    for (label, *xyxy), outline in _with_outlines(image, "label")
+                ],
+                [
+                    _normalised(int(label), score, xyxy, outline, image["size"])
+                    for (*xyxy, score, label), outline in _with_outlines(image, "prediction")
+                ],
             )
             for image in summary.evidence.get("shown", [])
         ]
@@ -111,25 +121,45 @@ def detection_evidence(records: Sequence[ImageRecord], scores: ClassScores, clas
                 "size": list(boxes.size),
                 "labels": boxes.labels.tolist(),
                 "predictions": boxes.predictions.tolist(),
+                **_plain_outlines(boxes),
             }
             for image, boxes in shown
         ],
     }
 
 
-def _box_rows(names: Sequence[str], shown: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
-    """Iterate over the rows of val_boxes.csv: labels and predictions of each image, or one row if it has neither."""
+def _plain_outlines(shown: ShownImage) -> dict[str, list[list[float]]]:
+    """Return the outlines of labels and predictions, x y x y ... each; without those that there are none of."""
+    of_kinds = {"label_outlines": shown.label_outlines, "prediction_outlines": shown.prediction_outlines}
+    return {kind: [points.ravel().tolist() for points in outlines] for kind, outlines in of_kinds.items() if outlines}
+
+
+def _with_outlines(image: Mapping[str, Any], kind: str) -> Iterator[tuple[list[float], list[float]]]:
+    """Iterate over the labels or predictions of an image and their outlines, x y x y ..., empty without them."""
+    rows = image[f"{kind}s"]
+    return zip(rows, image.get(f"{kind}_outlines") or [[]] * len(rows), strict=True)
+
+
+def _box_rows(names: Sequence[str], shown: Sequence[Mapping[str, Any]], outlined: bool) -> Iterator[list[str]]:
+    """Iterate over the rows of val_boxes.csv: labels and predictions of each image, or one row if it has neither.
+
+    outlined: whether they end with a column of outlines.
+    """
     for image in shown:
-        for label, *xyxy in image["labels"]:
-            yield [image["path"], "label", names[int(label)], "", *(f"{value:.6g}" for value in xyxy)]
-        for *xyxy, confidence, label in image["predictions"]:
-            row = (f"{value:.6g}" for value in (confidence, *xyxy))
-            yield [image["path"], "prediction", names[int(label)], *row]
+        for kind in ("label", "prediction"):
+            for row, outline in _with_outlines(image, kind):
+                label, *numbers = row if kind == "label" else (row[5], row[4], *row[:4])
+                cells = [image["path"], kind, names[int(label)], *[""] * (kind == "label")]
+                cells += [f"{value:.6g}" for value in numbers]
+                yield cells + [" ".join(f"{value:.6g}" for value in outline)] * outlined
         if not image["labels"] and not image["predictions"]:
-            yield [image["path"], "image", *[""] * 6]
+            yield [image["path"], "image", *[""] * (6 + outlined)]
 
 
-def _normalised(label: int, confidence: float | None, xyxy: Sequence[float], size: Sequence[int]) -> Box:
-    """Return a box in pixels of the file as shares of its width and height."""
-    (left, top, right, bottom), (width, height) = xyxy, size
-    return Box(label, confidence, (left / width, top / height, right / width, bottom / height))
+def _normalised(
+    label: int, confidence: float | None, xyxy: Sequence[float], outline: Sequence[float], size: Sequence[int]
+) -> Box:
+    """Return a box in pixels of the file, and its outline, as shares of its width and height."""
+    left, top, right, bottom = (value / size[number % 2] for number, value in enumerate(xyxy))
+    points = tuple(value / size[number % 2] for number, value in enumerate(outline))
+    return Box(label, confidence, (left, top, right, bottom), points)

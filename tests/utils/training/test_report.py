@@ -12,9 +12,9 @@ from torch import nn
 from models.tasks.classification.metrics import ImageRecord
 from models.tasks.classification.task import ClassificationTask
 from models.tasks.contract import Task
+from models.tasks.detection.records import image_records
 from models.tasks.detection.task import DetectionTask
 from models.tasks.segmentation.task import SegmentationTask
-from models.tasks.shared.records import image_records
 from utils.checkpoint.progress import Progress
 from utils.console import LEAST_COLUMNS, Bar, RemainingTime
 from utils.summary import Summary
