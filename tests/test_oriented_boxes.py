@@ -359,11 +359,11 @@ def test_a_prediction_depends_on_its_image_alone(parts: SimpleNamespace) -> None
 def labelled(parts: SimpleNamespace, boxes: Tensor, classes: list[int], found: Tensor) -> Any:
     """Return the prediction of `found` boxes for an image of 100 x 50 pixels with labels. boxes, found: (k, 5)."""
     outlines = [points / (100, 50) for points in parts.geometry.corners(boxes).numpy()]
-    upright = np.array([[*(each.min(0) + each.max(0)) / 2, *np.ptp(each, 0)] for each in outlines])
-    info_rows = np.concatenate((np.array(classes)[:, None], upright), 1).astype(np.float32)
+    upright = np.array([[*(each.min(0) + each.max(0)) / 2, *np.ptp(each, 0)] for each in outlines]).reshape(-1, 4)
+    info_rows = np.concatenate((np.reshape(classes, (-1, 1)), upright), 1).astype(np.float32)
     info = ImageInfo(0, "one.jpg", (100, 50), Placement(), info_rows, tuple(outlines))
     confidence = torch.linspace(0.9, 0.8, len(found), dtype=torch.float64)
-    detected = torch.cat((found, confidence[:, None], torch.tensor(classes)[:, None]), 1)
+    detected = torch.cat((found, confidence[:, None], torch.tensor(classes).view(-1, 1)), 1)
     prediction = parts.prediction.OrientedPrediction(0, "one.jpg", NAMES, (100, 50), detected, info.outlines)
     return prediction, Batch(torch.zeros(1, 3, 64, 128, dtype=torch.uint8), torch.zeros(0, 7), (info,))
 
@@ -379,7 +379,22 @@ def test_metrics(parts: SimpleNamespace) -> None:
         assert summary.metrics["mAP_0.5:0.95"] == pytest.approx(expected, abs=0.01)
     sizes = [row[0] for row in summary.details if isinstance(row[0], str) and row[0].endswith("px")]
     assert sizes == ["0-16 px", "16-32 px"]  # by the boxes' own areas, not their hulls'
-    assert "val_boxes.csv" in metrics.documents(summary)
+    # By true and predicted class, background last: the bar is missed, and what was found instead is background.
+    assert sorted(summary.evidence["confusion"]) == [[0, 3, 1], [2, 2, 1], [3, 0, 1]]
+    (shown,) = metrics.examples(summary)
+    for drawn, expected in ((shown.labels, boxes), (shown.predictions, others)):
+        outlines = np.array([each.outline for each in drawn]).reshape(-1, 4, 2) * (100, 50)
+        np.testing.assert_allclose(outlines, parts.geometry.corners(expected).numpy(), atol=0.01)
+    assert metrics.documents(summary)["val_boxes.csv"].splitlines()[0].endswith(",outline")
+
+
+def test_metrics_of_an_empty_image(parts: SimpleNamespace) -> None:
+    nothing = torch.zeros(0, 5, dtype=torch.float64)
+    prediction, batch = labelled(parts, nothing, [], nothing)
+    metrics = parts.metrics.OrientedMetrics(NAMES, frozenset([0]))
+    summary = metrics.summarise(metrics.update([prediction], batch))
+    assert summary.metrics["mAP_0.5"] == 0
+    assert metrics.examples(summary)[0].labels == []
 
 
 def test_the_prediction(parts: SimpleNamespace) -> None:

@@ -52,9 +52,9 @@ class HeatmapMetrics(Metrics):
         distance = sum(value for _, value in pairs) / max(len(pairs), 1)
         near = sum(value < NEAR for _, value in pairs) / max(len(pairs), 1)
         by_class = {name: [value for label, value in pairs if label == number] for number, name in self.names.items()}
-        rows = [[name, len(values), sum(values)] for name, values in by_class.items()]
+        rows = [(name, len(values), sum(values)) for name, values in by_class.items()]
         evidence = {
-            "classes": rows,
+            "classes": [list(row) for row in rows],
             "shown": [[record.image, [list(point) for point in record.shown]] for record in records if record.shown],
         }
         overall: list[Row | str] = [("Class", "Points", *METRIC_NAMES), ("all", len(pairs), distance, near)]

@@ -36,6 +36,7 @@ class OrientedDetect(Head):
 
     description = "head for oriented boxes"
     example = "[[17, 20, 23], 1, OrientedDetect, [nc]]"
+    stride: Tensor  # (levels,) pixels per cell
 
     def __init__(self, nc: int, channels: Sequence[int]) -> None:
         super().__init__()

@@ -129,9 +129,8 @@ class OrientedPostprocess(Postprocess):
     def __call__(self, views: Sequence[View], batch: Batch) -> list[OrientedPrediction]:
         """Return the boxes on each image. Those of several models suppress each other."""
         parts = [self._candidates(view) for view in cast("Sequence[OrientedView]", views)]
-        joined = [torch.cat(each, 1) for each in zip(*parts, strict=True)]
-        infos: Sequence[ImageInfo] = batch.infos
-        return [self._prediction(*of_image, info) for *of_image, info in zip(*joined, infos, strict=True)]
+        boxes, confidence, label = (torch.cat(each, 1) for each in zip(*parts, strict=True))
+        return [self._prediction(*of_image) for of_image in zip(boxes, confidence, label, batch.infos, strict=True)]
 
     def _candidates(self, view: OrientedView) -> tuple[Tensor, Tensor, Tensor]:
         """Return the cells of each image with the highest class scores, of a fixed number k, in no order.

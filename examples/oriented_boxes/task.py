@@ -26,7 +26,7 @@ from .geometry import corners
 from .head import DecodedOriented, OrientedDetect
 from .loss import LOSS_NAMES, OrientedCriterion
 from .metrics import OrientedMetrics
-from .prediction import OrientedPostprocess, draw_oriented
+from .prediction import OrientedPostprocess, OrientedPrediction, draw_oriented
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class OrientedTask(Task):
     loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
     metric_names: ClassVar[tuple[str, ...]] = DETECTION_METRICS
     recipe = OrientedRecipe
+    prediction = OrientedPrediction
     defaults: ClassVar[Mapping[str, Any]] = {"weights": "", "hyp": str(Path(__file__).with_name("hyp.yaml"))}
     concerns = frozenset({"mixing", "padding", "detections", "suppression", "examples"})
 
