@@ -471,7 +471,7 @@ def run(**flags: Any) -> dict[str, Any]:
     return call(lambda given: start_run(resolve_settings(given, recipe_of)), "train", flags, known)
 
 
-def hyperparameters(task_file: str) -> list[str]:
+def hyperparameters(task_file: str = "") -> list[str]:
     """Return the names of the hyperparameters of all tasks. task_file: see `add_tasks`, '' for none."""
     if task_file:
         add_tasks(task_file)
