@@ -184,6 +184,7 @@ torch.testing.assert_close(maps[0, 1, 3], torch.tensor(expected) * cell(4))
 torch.testing.assert_close(maps[1, 0, 1:3, 0:2], torch.full((2, 2), cell(0.5)))
 assert not maps[0, 0].any() and not maps[1, 1].any()
 assert heat(rows[:0], torch.Size((2, 2, 4, 4))).eq(0).all()
+assert heat(rows.to("meta"), torch.Size((2, 2, 4, 4))).shape == (2, 2, 4, 4)  # which has no values to ask for
 print("as by hand")
 """
     )

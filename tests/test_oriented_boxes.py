@@ -309,6 +309,16 @@ def test_the_loss_of_two_processes_is_that_of_one(parts: SimpleNamespace) -> Non
     assert all(parameter.grad is not None for parameter in model.head.parameters())
 
 
+def test_the_loss_waits_for_no_value(parts: SimpleNamespace) -> None:
+    """On the device "meta", whose tensors have shapes alone, an item or a shape that depends on values is an error."""
+    task, model = oriented_model(parts)
+    model, batch = model.to("meta"), drawn_batch(parts, 4).to("meta")
+    terms = task.criterion(model)(model(task.inputs(batch)), batch)
+    loss = task.criterion(model).objective(terms.means(terms.counts), 4)
+    loss.backward()
+    assert (loss.device.type, terms.sums.shape) == ("meta", (3, 1))
+
+
 def test_a_perfect_output_has_no_box_loss(parts: SimpleNamespace) -> None:
     task, model = oriented_model(parts)
     batch = drawn_batch(parts, 4)
