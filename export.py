@@ -24,7 +24,7 @@ from models.ensemble import choose_size, common_task, export_base, halve, load_m
 from models.export.formats import INPUT_NAME, ExportJob, export_settings, write
 from models.image_size import ImageSize
 from models.layer_registry import add_layers
-from models.tasks import TASKS, add_tasks
+from models.tasks import TASKS, add_tasks, model_words
 from models.weights.content import ExportMetadata, Weights
 from models.weights.licence import Origin
 from models.weights.reader import read_weights
@@ -62,7 +62,8 @@ def export(given: Mapping[str, Any]) -> list[str]:
         file = export_base(name, path)
         entry = TASKS[common_task({name: content})]
         kind = entry.load()
-        refuse_flags(given, kind.refused)
+        yaml = content.task_yaml
+        refuse_flags(ExportOptions, given, kind.concerns_of(yaml), model_words(yaml))
         source = data_source(options.data, entry.data) if options.data else None
         show(located({"weights": [path], "data": [source.spec.file] if source else []}))
         size = choose_size({name: content}, kind, options.imgsz)

@@ -90,7 +90,7 @@ class Predictor:
         members = read_members(weights, *own, options.augment)
         source = data_source(str(options.data), members.entry.data) if options.data else None
         kind = members.entry.load()
-        members.refuse(given)
+        members.refuse(DetectOptions, given)
         task = kind(source.names() if source else members.class_names, kind.recipe())
         half = options.half and device.type == "cuda"
         size = members.image_size(options.imgsz)

@@ -28,11 +28,12 @@ from torch.utils.data import DataLoader
 
 from data.dataset import DataOptions, DataSet, DataSource, data_source
 from models.initial_weights import ModelOptions, StartingPoint, load_and_freeze, recipe_of, starting_point
-from models.tasks import TASKS, add_tasks
+from models.tasks import TASKS, add_tasks, model_words
 from models.tasks.contract import Criterion, LossTerms, Model, Task
 from models.weights.licence import Origin
 from utils.batch import Batch, Split
 from utils.checkpoint.resume import read_saved_state, resolve_settings
+from utils.config.hyperparameters import unread_message
 from utils.config.options import TrainOptions
 from utils.config.parser import given_flags
 from utils.config.settings import Settings
@@ -270,7 +271,7 @@ def read_job(settings: Settings) -> Job:
     saved_yaml = settings.saved and settings.saved["model"]
     start_from = starting_point(settings.select(ModelOptions), saved_yaml, settings.given)
     kind = start_from.entry.load()
-    settings.refuse(kind.refused)
+    settings.refuse(kind.concerns_of(start_from.yaml), model_words(start_from.yaml))
     source = data_source(settings.options.data, start_from.entry.data)
     defaults = (kind.defaults, source.spec.defaults)
     if not settings.saved:
@@ -286,6 +287,7 @@ def read_job(settings: Settings) -> Job:
     origin.require(settings.options.allow_licence)
     settings = replace(settings, origin=origin.content())
     task = kind(source.names(settings.options.single_cls), settings.hyp, settings.options.label_smoothing)
+    settings.refuse_unread(task.unread(start_from.yaml), model_words(start_from.yaml))
     yaml = start_from.yaml if settings.saved else task.model_yaml(start_from.yaml)
     return Job(settings, source, replace(start_from, yaml=yaml), task)
 
@@ -309,6 +311,7 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     messages = [settings.choice] * bool(settings.choice)
     messages += [located({"weights": weights, "data": [source.spec.file]})]
     messages += load_and_freeze(model, start_from, task, settings.select(ModelOptions))
+    messages += unread_message(settings.hyp, task.unread(start_from.yaml), model_words(start_from.yaml))
     settings, rules = settings.for_weights(start_from.known_share(model, task))
     images = max(options.batch_size // run.accelerator.num_processes, VALIDATION_BATCH)  # of this process's batch
     batch_bytes = images * 3 * data_options.largest(model.imgsz) ** 2

@@ -293,7 +293,7 @@ def write_coco(validation: Validation, predictions: Sequence[CocoImage]) -> None
 
 def check_flags(members: Members, given: Mapping[str, Any], annotations: str) -> None:
     """Raise `UserError` for a flag that does not apply to the task, and for annotations that do not exist."""
-    members.refuse(given)
+    members.refuse(ValOptions, given)
     if annotations and not Path(annotations).is_file():
         raise UserError(f"--annotations {annotations} is not a file; check the path")
 

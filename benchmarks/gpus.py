@@ -106,7 +106,7 @@ def epoch(options: argparse.Namespace, extra: Sequence[str], count: int, project
     job = ["--weights", "", "--cfg", options.cfg, "--epochs", "1"]
     job += ["--batch-size", str(batch), "--name", f"train{count}"]
     with gpu_memory(count, options.device) as most:
-        text = printed("train.py", [*common, *job, "--noplots", "--no-wandb", "--noautoanchor", *extra], options.device)
+        text = printed("train.py", [*common, *job, "--noplots", "--no-wandb", *extra], options.device)
     rate = number(r"([\d.]+) img/s", text)
     training = math.ceil(number(r"^train: (\d+) images", text) / batch) * batch / rate
     weights = project / f"train{count}" / "weights" / "last.pt"

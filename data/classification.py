@@ -214,9 +214,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
     collate = staticmethod(collate)
 
     def train_loader(self, split: ClassificationSplit, batch_size: int, hyp: Recipe, seed: int) -> DataLoader[Any]:
-        """Return a loader of augmented items. Raises `UserError` for --rect."""
-        if self.options.rect:
-            raise UserError("--rect is for detectors, and a classifier's images are cut to squares; leave it out")
+        """Return a loader of augmented items."""
         batches = training_batches(
             self.options,
             split.instances(),

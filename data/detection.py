@@ -34,7 +34,7 @@ from data.labels import Labels, check_classes, load_labels
 from data.remote import shown_path
 from data.sampler import SampleIndex, evaluation_batches, item_generator, training_batches
 from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement
-from utils.config.hyperparameters import Hyperparameters, Recipe
+from utils.config.hyperparameters import Augmentation, Recipe
 from utils.config.select import select
 from utils.errors import UserError, plural
 from utils.files import csv_text
@@ -224,7 +224,7 @@ class DetectionData(DataSet[DetectionSplit]):
     @staticmethod
     def row_rules(hyp: Recipe | None) -> RowRules:
         """Return how the rows of label files are read: see `split`."""
-        return POLYGONS if isinstance(hyp, Hyperparameters) and hyp.copy_paste > 0 else BOXES
+        return POLYGONS if isinstance(hyp, Augmentation) and hyp.copy_paste > 0 else BOXES
 
     def split(self, name: str, hyp: Recipe | None = None) -> DetectionSplit:
         """Read and check a split.
@@ -249,17 +249,22 @@ class DetectionData(DataSet[DetectionSplit]):
         return DetectionSplit(images, labels, problems)
 
     def documents(self, train: DetectionSplit, val: DetectionSplit) -> dict[str, str]:
-        """Return labels.csv, counts by class, and boxes.csv, a sample of the training boxes."""
+        """Return labels.csv, counts by class, and boxes.csv, a sample of the training boxes.
+
+        If the task is about outlines, whatever the hyperparameters, boxes.csv ends with their column.
+        """
         names = self.class_names(self.spec, self.options.single_cls)
         counts = {name: split.counts(len(names)) for name, split in (("train", train), ("val", val))}
         rows = train.labels.rows
+        polygons = train.labels.polygons if self.row_rules(None).outlines else None
         boxes = [
-            (names[int(label)], *(f"{value:.5g}" for value in box))
-            for label, *box in rows[evenly_spaced(len(rows), LISTED_BOXES)].tolist()
+            [names[int(rows[k, 0])], *(f"{value:.5g}" for value in rows[k, 1:].tolist())]
+            + ([" ".join(f"{value:.4g}" for value in polygons.outline(k).ravel().tolist())] if polygons else [])
+            for k in evenly_spaced(len(rows), LISTED_BOXES)
         ]
         return {
             "labels.csv": labels_text(names, counts),
-            "boxes.csv": csv_text(("class", "x", "y", "width", "height"), boxes),
+            "boxes.csv": csv_text(["class", "x", "y", "width", "height"] + ["outline"] * bool(polygons), boxes),
         }
 
     @staticmethod

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from models.fuse import fuse
 from models.image_size import ImageSize, in_words, sides_of, whole_strides
 from models.layer_registry import add_layers
 from models.layers import RepConv
-from models.tasks import TASKS, TaskEntry, add_tasks, task_of
+from models.tasks import TASKS, TaskEntry, add_tasks, model_words, task_of
 from models.tasks.contract import Model, Postprocess, Task, View
 from models.weights.content import ExportMetadata, Weights
 from models.weights.releases import find_weights
@@ -30,6 +30,9 @@ from utils.errors import UserError, plural
 from utils.memory_format import layout
 from utils.stage_times import INFERENCE, PREPARING, StageTimer
 from utils.tracking.hub import HUB_PREFIX
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 DEFAULT_SIDE_PIXELS = 640  # of a task whose `defaults` have no imgsz
 M = TypeVar("M", bound=nn.Module)
@@ -185,10 +188,17 @@ class Members:
         name, content = next(iter(self.weights.items()))
         return content.class_warnings(names, name)
 
-    def refuse(self, given: Mapping[str, Any]) -> None:
-        """Raise `UserError` for a flag that does not apply to the task or to its predictions. given: values by name."""
-        kind = self.entry.load()
-        refuse_flags(given, {**(kind.prediction.refused() if kind.prediction else {}), **kind.refused})
+    def refuse(self, kind: type[DataclassInstance], given: Mapping[str, Any]) -> None:
+        """Raise `UserError` for a flag that applies to none of the models, or not to their predictions.
+
+        kind: the options. given: values by name.
+        """
+        yamls, task = [content.task_yaml for content in self.weights.values()], self.entry.load()
+        concerns = frozenset().union(*map(task.concerns_of, yamls))
+        refuse_flags(kind, given, concerns, model_words(yamls[0]))
+        for name, reason in (task.prediction.refused() if task.prediction else {}).items():
+            if given.get(name):
+                raise UserError(f"--{name.replace('_', '-')} {reason}")
 
     def image_size(self, requested: int | Sequence[int], suggested: int = 0) -> ImageSize:
         """Return the image size, not rounded: see `choose_size`. Raises `UserError` if the files disagree."""

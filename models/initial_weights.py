@@ -111,7 +111,7 @@ def starting_point(
         content = read_weights(file) if file else None
         if content is None or content.model is None:
             raise UserError("no model is given; name one with --cfg, such as --cfg yolov5n.yaml")
-        yaml = {"task": content.task, **content.model}
+        yaml = content.task_yaml
     entry = TASKS[task_of(yaml, source)]
     name = options.weights if content else ""
     return StartingPoint(entry, yaml, source, bool(options.cfg), content, name, weights_file=file)

@@ -22,7 +22,7 @@ from models.tasks.detection.prediction import DetectionPrediction
 from models.tasks.detection.suppression import detect
 from models.weights.reader import read_weights
 from models.yolo import YoloModel, build_model
-from tests.conftest import RunScript
+from tests.conftest import CallMain, RunScript
 from tests.curves import ANCHOR_FREE, identical, refused, rows, same_curve
 from tests.faults.fault_points import planted
 from tests.machines import ACCELERATE, CONFIGS
@@ -277,3 +277,22 @@ def test_masks_are_refused(drawn_outlines: Path, run_script: RunScript, tmp_path
     what = ("--data", str(drawn_outlines), "--cfg", str(cfg), "--weights", "", "--device", "cpu")
     printed = run_script("train.py", *what, "--project", str(tmp_path), fails=True)
     refused(printed, "masks.yaml: a DetectDFL head has no masks; take a model with Segment, such as yolov5n-seg.yaml")
+
+
+def test_hyperparameters_of_another_head(drawn: Path, call_main: CallMain, tmp_path: Path) -> None:
+    """Of a file they have no effect, which one line says; as a flag they are refused, as are flags about anchors."""
+    cfg = model_yaml(tmp_path)
+    hyp = write_yaml(tmp_path / "yolov5.yaml", {"anchors": 3, "box": 0.1, "iou_t": 0.2, "mosaic": 0.5})
+    how = ("--imgsz", "64", "--epochs", "1", "--batch-size", "8", "--workers", "0", "--device", "cpu", "--noplots")
+    flags = ("train.py", "--data", str(drawn), "--cfg", str(cfg), "--weights", "", *how, "--project", str(tmp_path))
+    code, printed = call_main(*flags, "--hyp", str(hyp))
+    assert code == 0
+    assert "hyperparameters without effect on detect with the head DetectDFL: box, anchors\n" in printed
+    for flag, message in {
+        "--hyp.obj": "--hyp.obj has no effect on detect with the head DetectDFL",
+        "--label-smoothing": "--label-smoothing is for losses with label smoothing, not for detect with the head",
+    }.items():
+        code, printed = call_main(*flags, "--hyp", str(hyp), flag, "0.5", "--name", "refused")
+        assert code == 1
+        refused(printed, message)
+    assert not (tmp_path / "refused").exists()

@@ -14,9 +14,10 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
+from models.tasks import TASKS, head_name, task_of
 from tests.making import options_of
 from utils.config.options import DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
-from utils.files import ROOT
+from utils.files import ROOT, read_yaml
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = {"train.py": TrainOptions, "val.py": ValOptions, "detect.py": DetectOptions, "export.py": ExportOptions}
@@ -184,21 +185,40 @@ def default_of(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value) or "''"
 
 
+def models_with(subject: str) -> str:
+    """Return the tasks whose models have what flags are about, as docs/flags.md names them: `segment, detect (Detect)`.
+
+    subject: one of `CONCERNS`, '' for a flag that applies to every model. Heads are named if only some have it.
+    """
+    if not subject:
+        return "all"
+    heads: dict[str, dict[object, bool]] = {task: {} for task in TASKS}
+    for yaml in map(read_yaml, (ROOT / "models").glob("*.yaml")):
+        task = task_of(yaml, "a shipped model")
+        heads[task][head_name(yaml)] = subject in TASKS[task].load().concerns_of(yaml)
+    return ", ".join(
+        task if all(having.values()) else f"{task} ({', '.join(sorted(str(k) for k, has in having.items() if has))})"
+        for task, having in heads.items()
+        if any(having.values())
+    )
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_page_of_flags_agrees_with_the_parser(script: str) -> None:
-    """Every flag with its other names, in its group of --help, with its default."""
+    """Every flag with its other names, in its group of --help, with its default and the models that it applies to."""
     section = text_of(ROOT / "docs" / "flags.md").partition(f"\n## {script}\n")[2].partition("\n## ")[0]
     (table,) = tables(section)
     group, listed = "", {}
-    for first, default, _ in table[1:]:
+    for first, default, concerned, _ in table[1:]:
         if first.startswith("**"):
             group = first.strip("*")
         else:
-            listed[tuple(names(first))] = (group, default)
+            listed[tuple(names(first))] = (group, default, concerned)
     parsed = {
         tuple(f"--{name.replace('_', '-')}" for name in (option.name, *option.metadata["aliases"])): (
             option.metadata["group"],
             default_of(option.default),
+            models_with(option.metadata["concerns"]),
         )
         for option in flags_of(SCRIPTS[script])
     }

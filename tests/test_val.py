@@ -24,6 +24,7 @@ from models.tasks import TASKS
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
 from models.tasks.contract import Model, Task
 from models.tasks.detection.task import DetectionTask
+from models.weights.content import Weights
 from tests.conftest import RunScript
 from tests.making import noise, options_of, tiny_detector, write_image, write_yaml
 from utils.batch import Batch, CocoImage
@@ -235,12 +236,12 @@ def test_a_high_confidence_threshold_is_a_warning(
 def test_a_model_is_validated_at_the_size_of_its_training(
     kind: str, drawn_classes: Path, small_data: Path, tmp_path: Path, run_script: RunScript
 ) -> None:
-    """Not at that of the data YAML, nor at the task's default; a classifier's metrics depend on no threshold."""
+    """Not at that of the data YAML, nor at the task's default."""
     names = dict(enumerate(sorted(NAMES) if kind == "classifier" else NAMES))
     task: Task = DetectionTask(names, Hyperparameters())
-    yaml, data, flags = tiny_detector(), small_data, ()
+    yaml, data = tiny_detector(), small_data
     if kind == "classifier":
-        task, data, flags = ClassificationTask(names, ClassificationRecipe()), drawn_classes, ("--conf-thres", "0.25")
+        task, data = ClassificationTask(names, ClassificationRecipe()), drawn_classes
         yaml = {"task": "classify", "architecture": "resnet18", "nc": len(names)}
     model = task.build_model(yaml, 40)
     best = tmp_path / "run" / "weights" / "best.pt"
@@ -248,7 +249,7 @@ def test_a_model_is_validated_at_the_size_of_its_training(
     best.write_bytes(serialised(weights_content(model, model.yaml, names, {"imgsz": 40})))
     data = write_yaml(tmp_path / "data.yaml", {**read_yaml(data), "defaults": {"imgsz": 48}})
     how = ("--workers", "0", "--device", "cpu", "--project", str(tmp_path))
-    printed = run_script("val.py", "--weights", str(tmp_path / "run"), "--data", str(data), *how, *flags)
+    printed = run_script("val.py", "--weights", str(tmp_path / "run"), "--data", str(data), *how)
     assert f"weights: {best}; data: {data}\n" in printed
     assert read_yaml(tmp_path / "exp" / "settings.yaml")["imgsz"] == 40
     assert "images of 40 px, the size in the weights" in printed
@@ -322,17 +323,23 @@ def test_messages_about_precision() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("task", "flags", "message"),
     [
-        (["--save-json"], "--save-json is for detectors"),
-        (["--save-hybrid"], "--save-hybrid is for detectors"),
-        (["--annotations", "absent.json"], r"--annotations absent\.json is not a file"),
+        (
+            "classify",
+            ["--save-json"],
+            "--save-json is for results that are upright boxes, not for classify; leave it out",
+        ),
+        ("classify", ["--save-hybrid"], "--save-hybrid is for results that are upright boxes, not for classify"),
+        ("classify", ["--conf-thres", "0.5"], "--conf-thres is for objects that are detected, not for classify"),
+        ("detect", ["--annotations", "absent.json"], r"--annotations absent\.json is not a file"),
     ],
 )
-def test_flags_that_classifiers_refuse(flags: list[str], message: str) -> None:
+def test_flags_that_a_task_refuses(task: str, flags: list[str], message: str) -> None:
     given = given_flags(ValOptions, flags)
-    with pytest.raises(UserError, match=message):
-        check_flags(Members({}, {}, TASKS["classify"]), given, given.get("annotations", ""))
+    weights = Weights({}, {"nc": 2}, {}, task, {}, "lockstep")
+    with pytest.raises(UserError, match=f"^{message}"):
+        check_flags(Members({}, {"best.pt": weights}, TASKS[task]), given, given.get("annotations", ""))
 
 
 # COCO's results

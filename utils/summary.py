@@ -45,6 +45,8 @@ class Box(NamedTuple):
     label: int  # class number
     confidence: float | None  # None for a label
     xyxy: tuple[float, float, float, float]  # as fractions of the image's width and height
+    # x, y, x, y, ... as such fractions: drawn instead of the box, which surrounds it; () for an upright box
+    outline: tuple[float, ...] = ()
 
 
 class Example(NamedTuple):

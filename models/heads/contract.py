@@ -10,13 +10,11 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from models.layers import Head
-from models.tasks.contract import Criterion, LossTerms, Model
-from utils.batch import Batch, BoxSplit
-from utils.config.hyperparameters import Hyperparameters
+from models.tasks.contract import Criterion, Model
+from utils.batch import BoxSplit
 
 V = TypeVar("V", bound="HeadView")
 
@@ -74,6 +72,9 @@ class DetectionHead(Head):
     """
 
     loss_names: ClassVar[tuple[str, ...]]  # the criterion's terms: columns of results.csv after train/ and val/
+    # The keys of a hyperparameter YAML that `criterion` and `adapt` read; others are refused as flags.
+    hyperparameters: ClassVar[frozenset[str]] = frozenset()
+    concerns: ClassVar[frozenset[str]] = frozenset()  # more of the task's `concerns`
     takes_anchors: ClassVar[bool]  # whether model YAMLs with it need `anchors`
     nc: int  # classes
     stride: Tensor  # buffer (levels,), pixels per cell
@@ -83,8 +84,11 @@ class DetectionHead(Head):
         """Set the strides of the levels in pixels, and by them the biases from which a training from scratch starts."""
 
     @abstractmethod
-    def criterion(self, hyp: Hyperparameters, label_smoothing: float, imgsz: int) -> Criterion:
-        """Return the loss of the head's raw outputs. imgsz: the model's image size in pixels."""
+    def criterion(self, hyp: Any, label_smoothing: float, imgsz: int) -> Criterion:
+        """Return the loss of the head's raw outputs.
+
+        hyp: the task's, with the keys of `hyperparameters`. imgsz: the model's image size in pixels.
+        """
 
     @abstractmethod
     def view(self, outputs: Any, more: int = 0) -> HeadView:
@@ -109,7 +113,7 @@ class DetectionHead(Head):
         prefix: of the head in `state`, the file's tensors. names, new: class names of the file and of the model.
         """
 
-    def adapt(self, model: Model, split: BoxSplit, hyp: Hyperparameters) -> list[str]:
+    def adapt(self, model: Model, split: BoxSplit, hyp: Any) -> list[str]:
         """Fit the head, and the model's YAML, to the training boxes before the first step; return messages."""
         return []
 
@@ -119,23 +123,3 @@ def head_of(model: Model) -> DetectionHead:
     if not isinstance(model.head, DetectionHead):
         raise TypeError(f"{type(model).__name__} has no detection head")
     return model.head
-
-
-class UnavailableCriterion(Criterion):
-    """The criterion of an exported file, which returns no raw outputs: every term is NaN. terms: their number."""
-
-    def __init__(self, terms: int) -> None:
-        self.count = terms
-
-    def __call__(self, outputs: None, batch: Batch) -> LossTerms:
-        """Return terms of NaN."""
-        ones = torch.ones(self.count, 1)
-        return LossTerms(ones * torch.nan, ones, ones)
-
-    def objective(self, means: Tensor, images: int) -> Tensor:
-        """Return NaN."""
-        return means.sum()
-
-    def weight(self, batch: Batch) -> float:
-        """Return 1, as the criteria of detectors."""
-        return 1.0

@@ -1,4 +1,4 @@
-"""Logits of any head: their precision, their sigmoids, and those that may exceed a threshold."""
+"""Logits of any head: their sigmoids, and those that may exceed a threshold."""
 
 from __future__ import annotations
 
@@ -33,8 +33,3 @@ def row_sigmoids(parts: Sequence[Tensor]) -> Tensor:
     for span in torch.split(rows.view(-1), SPAN_NUMBERS if rows.device.type == "cpu" else rows.numel()):
         span.sigmoid_()
     return rows[: -len(spare)]
-
-
-def at_least_float32(values: Tensor) -> Tensor:
-    """Return half-precision values as float32, others unchanged."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -61,14 +61,25 @@ TASKS: dict[str, TaskEntry] = {
 DEFAULT_TASK = "detect"
 
 
+def head_name(yaml: Mapping[str, Any]) -> object:
+    """Return the module of the last row of a model YAML's `head`; None if there is none."""
+    rows = yaml.get("head")
+    last = rows[-1] if isinstance(rows, list) and rows else None
+    return last[2] if isinstance(last, list) and len(last) > 2 else None
+
+
+def model_words(yaml: Mapping[str, Any]) -> str:
+    """Name the task and the head of a model YAML for messages: `detect with the head DetectDFL`."""
+    head = head_name(yaml)
+    return f"{task_of(yaml, 'the model')}{f' with the head {head}' if head else ''}"
+
+
 def task_of(yaml: Mapping[str, Any], source: str) -> str:
     """Return the name of a model YAML's task: its `task:`, else the task whose head is the last row.
 
     source: name of the YAML in errors. Raises `UserError` if there is no such task.
     """
-    rows = yaml.get("head")
-    last = rows[-1] if isinstance(rows, list) and rows else None
-    head = last[2] if isinstance(last, list) and len(last) > 2 else None
+    head = head_name(yaml)
     of_head = next((name for name, entry in TASKS.items() if entry.head == head), DEFAULT_TASK)
     task = str(yaml.get("task") or of_head)
     if task not in TASKS:

@@ -146,6 +146,11 @@ class Thresholds:
     one_class: bool = False  # a box counts for its most probable class only
     retina_masks: bool = False  # masks are scaled to the file before the threshold, not after it
 
+    def refuse_unknown_classes(self, names: Mapping[int, str]) -> None:
+        """Raise `UserError` if `classes` has a number that is not in `names`, the classes of the model."""
+        if unknown := sorted(set(self.classes) - set(names)):
+            raise UserError(f"--classes {unknown[0]}: the model has classes 0 to {len(names) - 1}")
+
 
 class Postprocess(ABC):
     """Convert a model's outputs to predictions; stateless."""
@@ -215,7 +220,8 @@ class Task(ABC):
     recipe: ClassVar[type[Recipe]]  # the keys of its hyperparameter YAML
     recipes: ClassVar[Recipes]  # its hyperparameter files
     defaults: ClassVar[Mapping[str, Any]] = {}  # for flags that are not on the command line
-    refused: ClassVar[Mapping[str, str]] = {}  # flags that do not apply, each with the reason
+    # What flags may be about, of `CONCERNS` in utils/config/options.py; flags about anything else are refused.
+    concerns: ClassVar[frozenset[str]] = frozenset()
     # The class of its predictions, so that flags for what it leaves out are refused at the start; else at an image.
     prediction: ClassVar[type[Prediction] | None] = None
     # Whether a run without --weights starts from those that torchvision recommends for the model, if they can be had.
@@ -233,6 +239,11 @@ class Task(ABC):
 
         source: name of the YAML in errors. Raises `UserError` if it describes no model of this task.
         """
+
+    @classmethod
+    def concerns_of(cls, yaml: Mapping[str, Any]) -> frozenset[str]:
+        """Return what flags may be about for the model of a YAML; `concerns`, unless they depend on the model."""
+        return cls.concerns
 
     def loss_names_of(self, model: Model) -> tuple[str, ...]:
         """Return the names of the terms of `model`'s loss; `loss_names`, unless they depend on the model."""
@@ -268,6 +279,10 @@ class Task(ABC):
     def model_yaml(self, yaml: Mapping[str, Any]) -> dict[str, Any]:
         """Return a model's YAML with the changes that hyperparameters make. Not called when a run is resumed."""
         return dict(yaml)
+
+    def unread(self, yaml: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the keys of `recipe` that nothing reads in a training of a YAML's model; none by default."""
+        return ()
 
     def fresh_tensors(self, from_yaml: bool) -> tuple[str, ...]:
         """Return parts of the names of tensors not to load from a weight file. from_yaml: whether --cfg is given."""

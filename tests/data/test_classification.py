@@ -199,11 +199,9 @@ def test_without_validation_images_the_message_says_how_to_hold_some_out(folder:
         data.split("test")
 
 
-def test_flags_that_a_classifier_has_no_use_for_are_refused(folder: Path) -> None:
+def test_a_single_class_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="--single-cls leaves a classifier nothing to tell apart"):
         data_of(folder, single_cls=True)
-    with pytest.raises(UserError, match=r"^--rect is for detectors"):
-        epoch_of(data_of(folder, rect=True), NOTHING)
 
 
 def test_two_classes_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The promises that all data sets share are in test_contract.py; masks pixel by pi
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -245,3 +246,14 @@ def test_a_changed_outline_is_another_split(diamonds: Path) -> None:
     write_label(data.split("train").images[0], "1 0.5 0.125 0.875 0.5 0.5 0.875 0.125 0.51")
     after = data.split("train").identity()
     assert {key for key in before if before[key] != after[key]} == {"labels"}
+
+
+def test_the_outlines_of_training_labels_are_listed_with_their_boxes(diamonds: Path) -> None:
+    data = data_of(diamonds)
+    split = data.split("train")
+    head, *rows = list(csv.reader(data.documents(split, split)["boxes.csv"].splitlines()))
+    assert head == ["class", "x", "y", "width", "height", "outline"]
+    assert len(rows) == len(split.labels.rows)
+    for row, outline, box in zip(rows, split.labels.polygons.outlines(), split.labels.rows, strict=True):
+        assert [float(cell) for cell in row[1:5]] == pytest.approx(box[1:], abs=1e-4)
+        assert np.array(row[5].split(), float).reshape(-1, 2) == pytest.approx(outline, abs=1e-3)

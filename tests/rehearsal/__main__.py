@@ -27,8 +27,8 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, unset_fak
 
 import train
 import val
-from models.heads.device_constant import device_constant
 from models.tasks.segmentation.loss import SegmentationCriterion
+from models.tasks.shared.losses import device_constant
 from tests.rehearsal.cuda_queries import CudaQueries
 from utils.distributed.accelerator import reset_accelerate
 from utils.training.nonfinite_steps import DeviceValue

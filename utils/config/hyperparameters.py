@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,11 @@ YOLOV5_HYPS = {
 def number(default: float, within: Range) -> Any:
     """Return a dataclass field that is a hyperparameter, with its default and its range."""
     return dataclasses.field(default=default, metadata={"within": within})
+
+
+def keys_of(kind: type[DataclassInstance]) -> frozenset[str]:
+    """Return the names of the hyperparameters that a class declares."""
+    return frozenset(kind.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,11 @@ class Recipe:
             messages.append(f"{rate}: the weights know {known:.0%} of the classes")
         return dataclasses.replace(self, lr_factor=factor), messages
 
+    @classmethod
+    def left_out(cls) -> frozenset[str]:
+        """Return keys that a file may have though the task does not: they have no effect."""
+        return frozenset()
+
     def accumulation(self, batch_size: int) -> int:
         """Return the number of batches per optimizer step that comes nearest to `nbs` images."""
         return max(round(self.nbs / batch_size), 1)
@@ -102,30 +112,12 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Hyperparameters(Recipe):
-    """The keys of a hyperparameter YAML for a detector. The defaults are those of data/hyps/low.yaml."""
+class Augmentation(Recipe):
+    """The keys of a task whose images are augmented as those of a detector (data/augment.py).
 
-    box: float = number(0.05, NOT_NEGATIVE)  # gains of the loss terms
-    cls: float = number(0.5, NOT_NEGATIVE)
-    cls_pw: float = number(1.0, POSITIVE)  # weight of positives in the class term
-    obj: float = number(1.0, NOT_NEGATIVE)
-    obj_pw: float = number(1.0, POSITIVE)
-    iou_t: float = number(0.2, SHARE)  # in every YOLOv5 file; not used
-    # A target matches an anchor if width and height differ by less than this factor.
-    anchor_t: float = number(4.0, Range(1, exclusive_minimum=True))
-    # Anchors per level if they are to be computed from the data; 0 keeps the model's.
-    anchors: float = number(0.0, NOT_NEGATIVE)
-    # AutoAnchor replaces anchors that match at most this share of the training boxes.
-    anchor_recall: float = number(0.98, SHARE)
-    # 1: a head for other classes takes what it can from the weight file's: boxes, objectness, classes of equal names.
-    keep_head: int = number(0, Range(0, 1))
-    fl_gamma: float = number(0.0, NOT_NEGATIVE)  # focal loss; 0 is off
-    # Gains of the loss of a head without anchors (DetectDFL), which takes none of those above, and the weight of the
-    # auxiliary branch.
-    tal_box: float = number(7.5, NOT_NEGATIVE)
-    tal_cls: float = number(0.5, NOT_NEGATIVE)
-    tal_dfl: float = number(1.5, NOT_NEGATIVE)
-    tal_aux: float = number(0.25, NOT_NEGATIVE)
+    A file of a detector serves such a task too: the keys of `Hyperparameters` that the task does not have are left out.
+    """
+
     hsv_h: float = number(0.015, SHARE)
     hsv_s: float = number(0.7, SHARE)
     hsv_v: float = number(0.4, SHARE)
@@ -145,6 +137,48 @@ class Hyperparameters(Recipe):
         """Return --close-mosaic for `mosaic_epochs`: the number of final epochs that mix no images."""
         unmixed = round(epochs * (1 - self.mosaic_epochs))
         return {"close_mosaic": unmixed} if unmixed else {}
+
+    @classmethod
+    def left_out(cls) -> frozenset[str]:
+        """Return the keys of a detector that this task does not have."""
+        return keys_of(Hyperparameters) - keys_of(cls)
+
+
+@dataclass(frozen=True)
+class AnchorKeys:
+    """The keys that a head with anchors reads: its loss, and AutoAnchor."""
+
+    box: float = number(0.05, NOT_NEGATIVE)  # gains of the loss terms
+    cls: float = number(0.5, NOT_NEGATIVE)
+    cls_pw: float = number(1.0, POSITIVE)  # weight of positives in the class term
+    obj: float = number(1.0, NOT_NEGATIVE)
+    obj_pw: float = number(1.0, POSITIVE)
+    # A target matches an anchor if width and height differ by less than this factor.
+    anchor_t: float = number(4.0, Range(1, exclusive_minimum=True))
+    # Anchors per level if they are to be computed from the data; 0 keeps the model's.
+    anchors: float = number(0.0, NOT_NEGATIVE)
+    # AutoAnchor replaces anchors that match at most this share of the training boxes.
+    anchor_recall: float = number(0.98, SHARE)
+    fl_gamma: float = number(0.0, NOT_NEGATIVE)  # focal loss; 0 is off
+
+
+@dataclass(frozen=True)
+class AlignmentKeys:
+    """The keys that a head with task-aligned assignment (DetectDFL) reads: gains, and the auxiliary branch's weight."""
+
+    tal_box: float = number(7.5, NOT_NEGATIVE)
+    tal_cls: float = number(0.5, NOT_NEGATIVE)
+    tal_dfl: float = number(1.5, NOT_NEGATIVE)
+    tal_aux: float = number(0.25, NOT_NEGATIVE)
+
+
+@dataclass(frozen=True)
+class Hyperparameters(Augmentation, AlignmentKeys, AnchorKeys, Recipe):
+    """The keys of a hyperparameter YAML for a detector with any head. The defaults are those of data/hyps/low.yaml."""
+
+    iou_t: float = number(0.2, SHARE)  # in every YOLOv5 file; not used
+    # 1: a head for other classes takes what it can from the weight file's: boxes, objectness, classes of equal names.
+    keep_head: int = number(0, Range(0, 1))
 
 
 class Choice(NamedTuple):
@@ -188,10 +222,12 @@ def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] 
     """Read and check a hyperparameter YAML as a `kind`, whose defaults the absent keys get.
 
     name: a path, or a file name of data/hyps or of YOLOv5. overrides: values of flags such as --hyp.lr0, as text by
-    key, which replace those of the file. `defaults:` is left to parser.py. Raises `UserError`.
+    key, which replace those of the file. `defaults:` is left to parser.py, and keys that `Recipe.left_out` names are
+    ignored. Raises `UserError`.
     """
     path = find_hyperparameters(name)
-    values = {key: value for key, value in read_yaml(path).items() if key != DEFAULTS}
+    left_out = {DEFAULTS, *kind.left_out()}
+    values = {key: value for key, value in read_yaml(path).items() if key not in left_out}
     return dataclasses.replace(from_mapping(kind, values, path), **parse_overrides(kind, overrides))
 
 
@@ -212,6 +248,20 @@ def parse_overrides(kind: type[Recipe], overrides: Mapping[str, str]) -> dict[st
                 f"unknown flag {OVERRIDE_PREFIX}{key}{nearest(OVERRIDE_PREFIX + key, flags, likeness=0.82)}"
             )
     return _numbers(kind, overrides, OVERRIDE_PREFIX)
+
+
+def refuse_unread(unread: Collection[str], overrides: Mapping[str, str], model: str) -> None:
+    """Raise `UserError` for a flag such as --hyp.obj whose key is `unread`. model: what does not read it, in words."""
+    for key in overrides:
+        if key in unread:
+            raise UserError(f"{OVERRIDE_PREFIX}{key} has no effect on {model}, which does not read it; leave it out")
+
+
+def unread_message(hyp: Recipe, unread: Collection[str], model: str) -> list[str]:
+    """Return a line about keys that have no effect although the hyperparameter file changes their defaults."""
+    defaults = type(hyp)()
+    changed = [key for key in unread if getattr(hyp, key) != getattr(defaults, key)]
+    return [f"hyperparameters without effect on {model}: {', '.join(changed)}"] if changed else []
 
 
 def from_mapping(kind: type[T], values: Mapping[str, Any], source: Path | str) -> T:

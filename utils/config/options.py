@@ -29,6 +29,20 @@ GROUPS = (
     *("model", "data", "images", "training", "format", "predictions", "NMS", "drawing"),
     *("processes", "saving", "console", "logging"),
 )
+# What a flag may be about that not every model has, as messages name it. A task declares what it has in
+# `Task.concerns`; flags about anything else are refused.
+CONCERNS: Mapping[str, str] = {
+    "anchors": "heads with anchors",
+    "label smoothing": "losses with label smoothing",
+    "mixing": "training images that are mixed from several",
+    "padding": "images that are padded to the shape of their batch",
+    "masks": "masks",
+    "detections": "objects that are detected",
+    "suppression": "detections that suppress each other (NMS)",
+    "boxes": "results that are upright boxes",
+    "copies": "predictions that are joined from scaled or mirrored copies of an image",
+    "examples": "examples that trackers show with their predictions",
+}
 
 
 def flag(
@@ -43,16 +57,19 @@ def flag(
     const: str | None = None,
     comma_separated: bool = False,
     form: str = "",
+    concerns: str = "",
 ) -> Any:
     """Return a dataclass field that is a flag of the command line.
 
     text: its help. group: one of `GROUPS`. within: the range of a number. synonyms: other words for some of `choices`.
     const: its value if it has no argument.
     comma_separated: commas separate the words of a tuple, as spaces do, or the choices of a text. form: of a text, such
-    as owner/name; words in capitals are numbers.
+    as owner/name; words in capitals are numbers. concerns: one of `CONCERNS`; '' if it applies to every model.
     """
+    assert not concerns or concerns in CONCERNS
     metadata = {"help": text, "group": group, "within": within, "aliases": aliases, "choices": choices}
     metadata |= {"synonyms": synonyms, "const": const, "comma_separated": comma_separated, "form": form}
+    metadata["concerns"] = concerns
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -98,12 +115,18 @@ class TrainOptions:
     imgsz: int = flag(
         640, "side of the square that images are fitted into, in pixels", "data", IMGSZ, aliases=("img", "img-size")
     )
-    rect: bool = flag(False, "batches of similar aspect ratio with little padding; no shuffling, no mosaic", "data")
+    rect: bool = flag(
+        False,
+        "batches of similar aspect ratio with little padding; no shuffling, no mosaic",
+        "data",
+        concerns="padding",
+    )
     image_padding: bool = flag(
         False,
         "validation: pad each image by its own shape, not its batch's as YOLOv5 does; mAP is then the same at any "
         "batch size",
         "data",
+        concerns="padding",
     )
     multi_scale: bool = flag(
         False, "a random image size for each batch, 0.5 to 1.5 times --imgsz, the same on every process", "training"
@@ -117,20 +140,28 @@ class TrainOptions:
         "data",
         BELOW_ONE,
     )
-    close_mosaic: int = flag(0, "number of final epochs that train without mosaic and mixup", "data", NOT_NEGATIVE)
+    close_mosaic: int = flag(
+        0, "number of final epochs that train without mosaic and mixup", "data", NOT_NEGATIVE, concerns="mixing"
+    )
     partners: str = flag(
         "window",
         "images that mosaic and mixup combine: any, or of a window of 1000 in the epoch's order",
         "data",
         choices=("window", "any"),
+        concerns="mixing",
     )
     mask_ratio: int = flag(
-        4, "segmentation: pixels of the image per pixel of the masks to learn from, along a side", "data", Range(1, 32)
+        4,
+        "segmentation: pixels of the image per pixel of the masks to learn from, along a side",
+        "data",
+        Range(1, 32),
+        concerns="masks",
     )
     no_overlap: bool = flag(
         False,
         "segmentation: objects that cover each other keep their whole masks; otherwise the smaller one is in front",
         "data",
+        concerns="masks",
     )
     strict: bool = flag(False, "problems in single images and label rows are errors instead of warnings", "data")
     resume: str = flag(
@@ -141,7 +172,9 @@ class TrainOptions:
     )
     nosave: bool = flag(False, "write weights only at the end", "saving")
     noval: bool = flag(False, "validate only after the last epoch", "training")
-    noautoanchor: bool = flag(False, "keep the model's anchors without checking that they suit the data", "model")
+    noautoanchor: bool = flag(
+        False, "keep the model's anchors without checking that they suit the data", "model", concerns="anchors"
+    )
     noplots: bool = flag(False, "write no pictures into the run folder", "saving")
     cache: str = flag(
         "",
@@ -176,7 +209,9 @@ class TrainOptions:
     name: str = flag("exp", "name of the run folder; a number is added if it is taken", "saving")
     exist_ok: bool = flag(False, "write into project/name even if it exists", "saving")
     cos_lr: bool = flag(False, "cosine learning rate instead of linear", "training")
-    label_smoothing: float = flag(0.0, "label smoothing epsilon of the class term", "training", BELOW_ONE)
+    label_smoothing: float = flag(
+        0.0, "label smoothing epsilon of the class term", "training", BELOW_ONE, concerns="label smoothing"
+    )
     patience: int = flag(
         100, "stop after this many epochs without a better fitness; 0 never stops", "training", NOT_NEGATIVE
     )
@@ -249,9 +284,14 @@ class TrainOptions:
         "epochs between two W&B pictures of validation boxes; -1: ten pictures per run, 0: none",
         "logging",
         Range(-1),
+        concerns="examples",
     )
     max_images: int = flag(
-        16, "number of validation images in W&B, the same ones every time", "logging", Range(0, 1000)
+        16,
+        "number of validation images in W&B, the same ones every time",
+        "logging",
+        Range(0, 1000),
+        concerns="examples",
     )
     upload_model: bool = flag(
         False, "upload weights to W&B: each --save-period, and last.pt and best.pt at the end", "logging"
@@ -315,11 +355,18 @@ class ValOptions:
         Range(0, IMGSZ.maximum),
         aliases=("img", "img-size"),
     )
-    conf_thres: float = flag(0.001, "lowest confidence of a detection", "predictions", SHARE, aliases=("conf",))
-    iou_thres: float = flag(
-        0.6, "overlap above which NMS drops the weaker of two boxes", "predictions", SHARE, aliases=("iou",)
+    conf_thres: float = flag(
+        0.001, "lowest confidence of a detection", "predictions", SHARE, aliases=("conf",), concerns="detections"
     )
-    max_det: int = flag(300, "maximum detections per image", "predictions", Range(1))
+    iou_thres: float = flag(
+        0.6,
+        "overlap above which NMS drops the weaker of two boxes",
+        "predictions",
+        SHARE,
+        aliases=("iou",),
+        concerns="suppression",
+    )
+    max_det: int = flag(300, "maximum detections per image", "predictions", Range(1), concerns="detections")
     task: str = flag(
         "val",
         "split to evaluate; speed: measure the time per image, at the thresholds of detect.py; a task of your own is "
@@ -331,6 +378,7 @@ class ValOptions:
         False,
         "test-time augmentation: merge the predictions at several sizes and mirrored; slower, better",
         "predictions",
+        concerns="copies",
     )
     device: str = flag(
         "", "cpu, mps or CUDA devices such as 0 or 0,1 (one process each); '' takes the best available", "processes"
@@ -342,12 +390,16 @@ class ValOptions:
     workers: int = flag(8, "loader processes, at most one per CPU core", "data", NOT_NEGATIVE)
     single_cls: bool = flag(False, "treat all classes as one", "data")
     square: bool = flag(
-        False, "square batches, instead of rectangular ones of similar aspect ratio with less padding", "data"
+        False,
+        "square batches, instead of rectangular ones of similar aspect ratio with less padding",
+        "data",
+        concerns="padding",
     )
     image_padding: bool = flag(
         False,
         "pad each image by its own shape, not its batch's as YOLOv5 does; mAP is then the same at any --batch-size",
         "data",
+        concerns="padding",
     )
     strict: bool = flag(False, "problems in single images and label rows are errors instead of warnings", "data")
     log_with: str = flag(
@@ -363,13 +415,19 @@ class ValOptions:
     save_txt: bool = flag(False, "write detections as labels/*.txt into the run folder", "saving")
     save_conf: bool = flag(False, "with --save-txt: add each detection's confidence", "saving")
     save_hybrid: bool = flag(
-        False, "with --save-txt: write the labels and those detections that match no label", "saving"
+        False, "with --save-txt: write the labels and those detections that match no label", "saving", concerns="boxes"
     )
     save_json: bool = flag(
-        False, "write the predictions as COCO results, and compute COCO's metrics if there are annotations", "saving"
+        False,
+        "write the predictions as COCO results, and compute COCO's metrics if there are annotations",
+        "saving",
+        concerns="boxes",
     )
     annotations: str = flag(
-        "", "COCO annotations for --save-json; '' searches the data set for annotations/*.json", "saving"
+        "",
+        "COCO annotations for --save-json; '' searches the data set for annotations/*.json",
+        "saving",
+        concerns="boxes",
     )
     half: bool = flag(False, "weights and images in half precision on CUDA; other devices use full precision", "model")
     project: str = flag("runs/val", "folder in which run folders are made", "saving")
@@ -411,11 +469,18 @@ class DetectOptions:
         IMGSZ,
         aliases=("img", "img-size"),
     )
-    conf_thres: float = flag(0.25, "lowest confidence of a detection", "predictions", SHARE, aliases=("conf",))
-    iou_thres: float = flag(
-        0.45, "overlap above which NMS drops the weaker of two boxes", "predictions", SHARE, aliases=("iou",)
+    conf_thres: float = flag(
+        0.25, "lowest confidence of a detection", "predictions", SHARE, aliases=("conf",), concerns="detections"
     )
-    max_det: int = flag(1000, "maximum detections per image", "predictions", Range(1))
+    iou_thres: float = flag(
+        0.45,
+        "overlap above which NMS drops the weaker of two boxes",
+        "predictions",
+        SHARE,
+        aliases=("iou",),
+        concerns="suppression",
+    )
+    max_det: int = flag(1000, "maximum detections per image", "predictions", Range(1), concerns="detections")
     batch_size: int = flag(
         1,
         "images per batch; only consecutive images of the same shape are batched",
@@ -434,21 +499,29 @@ class DetectOptions:
     view_img: bool = flag(False, "show the results in a window, if OpenCV and a display are available", "drawing")
     save_txt: bool = flag(False, "write detections as labels/*.txt into the run folder", "saving")
     save_format: int = flag(
-        0, "with --save-txt: 0 is normalised x y w h, 1 is pixels x1 y1 x2 y2", "saving", Range(0, 1)
+        0, "with --save-txt: 0 is normalised x y w h, 1 is pixels x1 y1 x2 y2", "saving", Range(0, 1), concerns="boxes"
     )
     save_csv: bool = flag(False, "write detections into predictions.csv", "saving")
     save_conf: bool = flag(False, "with --save-txt: add the confidence", "saving")
     save_crop: bool = flag(False, "write the content of each box as crops/CLASS/*.jpg", "saving")
     retina_masks: bool = flag(
-        False, "segmentation: masks computed at the size of the file instead of the network's; slower", "predictions"
+        False,
+        "segmentation: masks computed at the size of the file instead of the network's; slower",
+        "predictions",
+        concerns="masks",
     )
     nosave: bool = flag(False, "write no pictures or videos", "saving")
-    classes: tuple[str, ...] = flag((), "classes to detect, by name or number; none: all", "predictions")
-    agnostic_nms: bool = flag(False, "boxes of different classes suppress each other too", "predictions")
+    classes: tuple[str, ...] = flag(
+        (), "classes to detect, by name or number; none: all", "predictions", concerns="detections"
+    )
+    agnostic_nms: bool = flag(
+        False, "boxes of different classes suppress each other too", "predictions", concerns="suppression"
+    )
     augment: bool = flag(
         False,
         "test-time augmentation: merge the predictions at several sizes and mirrored; slower, better",
         "predictions",
+        concerns="copies",
     )
     project: str = flag("runs/detect", "folder in which run folders are made", "saving")
     name: str = flag("exp", "name of the run folder; a number is added if it is taken", "saving")
@@ -511,13 +584,24 @@ class ExportOptions:
     half: bool = flag(False, "half precision, on CUDA only", "format")
     opset: int = flag(18, "ONNX operator set", "format", OPSETS)
     nms: bool = flag(
-        False, "include non-maximum suppression in the file, which then outputs detections instead of all boxes", "NMS"
+        False,
+        "include non-maximum suppression in the file, which then outputs detections instead of all boxes",
+        "NMS",
+        concerns="suppression",
     )
-    agnostic_nms: bool = flag(False, "with --nms: boxes of different classes suppress each other too", "NMS")
-    topk_per_class: int = flag(100, "with --nms: maximum detections per class and image", "NMS", Range(1))
-    topk_all: int = flag(100, "with --nms: maximum detections per image", "NMS", Range(1, 10_000))
-    iou_thres: float = flag(0.45, "with --nms: overlap above which the weaker of two boxes is dropped", "NMS", SHARE)
-    conf_thres: float = flag(0.25, "with --nms: lowest confidence of a detection", "NMS", SHARE)
+    agnostic_nms: bool = flag(
+        False, "with --nms: boxes of different classes suppress each other too", "NMS", concerns="suppression"
+    )
+    topk_per_class: int = flag(
+        100, "with --nms: maximum detections per class and image", "NMS", Range(1), concerns="suppression"
+    )
+    topk_all: int = flag(
+        100, "with --nms: maximum detections per image", "NMS", Range(1, 10_000), concerns="suppression"
+    )
+    iou_thres: float = flag(
+        0.45, "with --nms: overlap above which the weaker of two boxes is dropped", "NMS", SHARE, concerns="suppression"
+    )
+    conf_thres: float = flag(0.25, "with --nms: lowest confidence of a detection", "NMS", SHARE, concerns="suppression")
     simplify: bool = flag(False, "has no effect: ONNX files are always simplified", "format")
     inplace: bool = flag(False, "has no effect: boxes are never decoded in place", "format")
     verbose: bool = flag(False, "show the messages of the exporters", "console")

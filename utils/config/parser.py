@@ -10,12 +10,12 @@ import dataclasses
 import re
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, find_hyperparameters
-from utils.config.options import GROUPS, TrainOptions, flags_of
+from utils.config.options import CONCERNS, GROUPS, TrainOptions, flags_of
 from utils.config.values import Range, accepts, chosen, has_form, separated
 from utils.config.yolov5_flags import REFUSED
 from utils.console import is_silent
@@ -71,14 +71,19 @@ def words_of(given: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def refuse_flags(given: Mapping[str, Any], refused: Mapping[str, str]) -> None:
-    """Raise `UserError` for a flag that does not apply to the task.
+def refuse_flags(
+    kind: type[DataclassInstance], given: Mapping[str, Any], concerns: Collection[str], model: str
+) -> None:
+    """Raise `UserError` for a flag about something that a model does not have.
 
-    given: the values of flags by name, see `given_flags`. refused: reasons by name.
+    kind: the options whose flags they are. given: their values by name, see `given_flags`; one that is off or 0 asks
+    for nothing. concerns: what the model has, of `CONCERNS`. model: its task and head in words.
     """
-    for name, reason in refused.items():
-        if given.get(name):
-            raise UserError(f"--{name.replace('_', '-')} {reason}")
+    for option in flags_of(kind):
+        subject = option.metadata["concerns"]
+        if subject and subject not in concerns and given.get(option.name):
+            flag = f"--{option.name.replace('_', '-')}"
+            raise UserError(f"{flag} is for {CONCERNS[subject]}, not for {model}; leave it out")
 
 
 def with_defaults(options: T, given: Mapping[str, Any], *defaults: Mapping[str, Any]) -> T:

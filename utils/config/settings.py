@@ -6,11 +6,11 @@ Made by utils/checkpoint/resume.py, completed by train.py when the task is known
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from utils.config.hyperparameters import AUTO, Choice, Recipe, from_mapping, read_hyperparameters
+from utils.config.hyperparameters import AUTO, Choice, Recipe, from_mapping, read_hyperparameters, refuse_unread
 from utils.config.options import TrainOptions
 from utils.config.parser import defaults_of_hyp, refuse_flags, with_defaults
 from utils.config.resumed import changes
@@ -53,9 +53,18 @@ class Settings:
         """A message for each flag that differs from the settings of the resumed run."""
         return changes(self.saved, self.options) if self.saved else []
 
-    def refuse(self, refused: Mapping[str, str]) -> None:
-        """Raise `UserError` for a flag that does not apply to the task. refused: reasons by the flag's name."""
-        refuse_flags(self.given, refused)
+    def refuse(self, concerns: Collection[str], model: str) -> None:
+        """Raise `UserError` for a flag of a new run that does not apply to its model: see `refuse_flags`."""
+        if not self.saved:
+            refuse_flags(type(self.options), self.given, concerns, model)
+
+    def refuse_unread(self, unread: Collection[str], model: str) -> None:
+        """Raise `UserError` for a hyperparameter on the command line that a new run does not read.
+
+        unread: see `Task.unread`. model: what does not read it, in words.
+        """
+        if not self.saved:
+            refuse_unread(unread, self.given.get("overrides", {}), model)
 
     def resolve(
         self, recipe: type[Recipe], *defaults: Mapping[str, Any], choose: Callable[[], Choice] | None = None

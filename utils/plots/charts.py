@@ -380,10 +380,13 @@ class Labels(NamedTuple):
     counts: np.ndarray  # (s, c)
 
 
-def labels_figure(labels: Labels, classes: np.ndarray, boxes: np.ndarray) -> Figure:
+def labels_figure(
+    labels: Labels, classes: np.ndarray, boxes: np.ndarray, outlines: Sequence[np.ndarray] = ()
+) -> Figure:
     """Plot the number of labels of each class and split and, if there are boxes, their outlines, centres and sizes.
 
-    boxes: (n, 4), normalised xywh. classes: (n,), the number of each box's class.
+    boxes: (n, 4), normalised xywh. classes: (n,), the number of each box's class. outlines: of each box, (p, 2), x and
+    y as shares of width and height, drawn instead of it; () for upright boxes.
     """
     from matplotlib.figure import Figure
 
@@ -405,8 +408,8 @@ def labels_figure(labels: Labels, classes: np.ndarray, boxes: np.ndarray) -> Fig
     else:
         axes.set_xlabel("class")
     if len(boxes):
-        outlines, centres, sizes = (figure.add_subplot(grid[1, column], box_aspect=1) for column in range(3))
-        _draw_outlines(outlines, classes, boxes, count)
+        shapes, centres, sizes = (figure.add_subplot(grid[1, column], box_aspect=1) for column in range(3))
+        _draw_outlines(shapes, classes, boxes, outlines, count)
         _draw_density(centres, boxes[:, :2], "centres", "x", "y")
         _draw_density(sizes, boxes[:, 2:], "sizes", "width", "height")
         centres.invert_yaxis()  # as in an image
@@ -436,15 +439,22 @@ def _draw_bars(axes: Axes, labels: Labels) -> None:
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=splits, borderaxespad=0)
 
 
-def _draw_outlines(axes: Axes, classes: np.ndarray, boxes: np.ndarray, class_count: int) -> None:
-    """Draw boxes around one centre, coloured by class."""
+def _draw_outlines(
+    axes: Axes, classes: np.ndarray, boxes: np.ndarray, outlines: Sequence[np.ndarray], class_count: int
+) -> None:
+    """Draw boxes, or their outlines, around one centre, coloured by class."""
     from matplotlib.collections import LineCollection
 
     some = np.linspace(0, len(boxes) - 1, min(len(boxes), MAX_OUTLINES)).astype(int)
     corners = 0.5 + np.array([(-1, -1), (1, -1), (1, 1), (-1, 1), (-1, -1)]) / 2 * boxes[some, None, 2:]
+    lines = [*corners]
+    if outlines:
+        closed = [np.concatenate((outlines[k], outlines[k][:1])) - boxes[k, :2] + 0.5 for k in some]
+        lines = [line if len(line) else box for line, box in zip(closed, corners, strict=True)]
     class_colours = np.array(colours(class_count))
-    axes.add_collection(LineCollection(corners, linewidths=0.6, colors=class_colours[classes[some]], alpha=0.25))
-    axes.set(title=f"{len(some)} boxes around one centre", xlim=(0, 1), ylim=(0, 1), xlabel="width", ylabel="height")
+    axes.add_collection(LineCollection(lines, linewidths=0.6, colors=class_colours[classes[some]], alpha=0.25))
+    title = f"{len(some)} {'outlines' if outlines else 'boxes'} around one centre"
+    axes.set(title=title, xlim=(0, 1), ylim=(0, 1), xlabel="width", ylabel="height")
 
 
 def _draw_density(axes: Axes, points: np.ndarray, title: str, xlabel: str, ylabel: str) -> None:

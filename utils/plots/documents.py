@@ -65,6 +65,11 @@ class Documents:
         return {"epoch": table.numbers("epoch") + 1, **{name: table.numbers(name) for name in table.columns[1:]}}
 
 
+def points(text: str) -> np.ndarray:
+    """Return the points (p, 2) of the cell of an outline, `x y x y ...`; none if it is empty."""
+    return np.array(text.split(), float).reshape(-1, 2)
+
+
 def read_confusion(table: Table) -> tuple[np.ndarray, list[str]]:
     """Return the counts of confusion_matrix.csv by true and predicted class, (c, c), and the classes."""
     names = table.head[1:]

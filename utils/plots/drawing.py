@@ -141,10 +141,16 @@ def resize(image: np.ndarray, scale: float) -> np.ndarray:
 
 
 def draw_boxes(
-    image: np.ndarray, boxes: np.ndarray, classes: Sequence[int], texts: Sequence[str], thickness: int = 0
+    image: np.ndarray,
+    boxes: np.ndarray,
+    classes: Sequence[int],
+    texts: Sequence[str],
+    thickness: int = 0,
+    outlines: Sequence[np.ndarray] = (),
 ) -> None:
     """Draw boxes (n, 4), xyxy in pixels, in the colours of `classes`, then their texts over all lines.
 
+    outlines: of each box, (p, 2) x and y in pixels, drawn instead of it if it has points; () for upright boxes.
     thickness: of lines, in pixels; 0: by the size of the image. The text follows it and the image: see `font_scale`. An
     empty text is not drawn.
     """
@@ -152,9 +158,13 @@ def draw_boxes(
     corners = np.clip(boxes, -limit, limit).astype(int).tolist()
     default_thickness = 1 if min(image.shape[:2]) < SMALL_IMAGE_PIXELS else 2
     scale = font_scale(image, thickness or LINE_PIXELS)
-    for (left, top, right, bottom), k in zip(corners, classes, strict=True):
-        colour = COLOURS[k % len(COLOURS)]
-        cv2.rectangle(image, (left, top), (right, bottom), colour, thickness or default_thickness, cv2.LINE_AA)
+    for number, ((left, top, right, bottom), k) in enumerate(zip(corners, classes, strict=True)):
+        colour, width = COLOURS[k % len(COLOURS)], thickness or default_thickness
+        if outlines and len(outlines[number]):
+            points = np.round(np.clip(outlines[number], -limit, limit)).astype(np.int32)
+            cv2.polylines(image, [points], True, colour, width, cv2.LINE_AA)
+        else:
+            cv2.rectangle(image, (left, top), (right, bottom), colour, width, cv2.LINE_AA)
     for (left, top, *_), k, text in zip(corners, classes, texts, strict=True):
         if text:
             _draw_label(image, left, top, text, COLOURS[k % len(COLOURS)], scale)

@@ -27,7 +27,7 @@ from utils.plots.charts import (
     render,
     results_figure,
 )
-from utils.plots.documents import READ_ERRORS, Documents, read_confusion, read_curves, read_labels
+from utils.plots.documents import READ_ERRORS, Documents, points, read_confusion, read_curves, read_labels
 from utils.plots.drawing import MAX_GRID_IMAGES, printable, write_picture
 from utils.plots.validation_images import ValidationImage, draw_validation_images, read_validation_images
 from utils.summary import DRAWN_IMAGES
@@ -88,7 +88,8 @@ def _draw_labels(documents: Documents) -> np.ndarray | None:
     table = documents.table("boxes.csv")
     number = {name: k for k, name in enumerate(labels.names)}
     classes = np.array([number[name] for name in table.texts("class")], int)
-    return render(labels_figure, labels, classes, table.numbers("x", "y", "width", "height"))
+    outlines = [points(text) for text in table.texts("outline")] if "outline" in table.columns else []
+    return render(labels_figure, labels, classes, table.numbers("x", "y", "width", "height"), outlines)
 
 
 @lru_cache(1)  # images are read once for two pictures, of labels and of predictions

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from utils.plots.documents import Table
+from utils.plots.documents import Table, points
 from utils.plots.drawing import MAX_GRID_IMAGES, captioned, draw_boxes, draw_outlines, grid, resize
 from utils.summary import DRAWN_IMAGES
 
@@ -23,12 +23,13 @@ UNREADABLE_GREY = 160
 
 
 class BoxesToDraw(NamedTuple):
-    """Boxes on an image in its grid, with the outlines of their masks."""
+    """Boxes on an image in its grid, with the outlines of their masks, and those that are drawn instead of boxes."""
 
     boxes: np.ndarray  # (n, 4): xyxy in pixels of the resized image
     classes: list[int]
     texts: list[str]
-    outlines: list[np.ndarray]  # (p, 2) x and y, one for each box; none if there are no masks
+    masks: list[np.ndarray]  # (p, 2) x and y, one for each box; none if there are no masks
+    outlines: list[np.ndarray]  # as `masks`; none if the boxes are upright
 
 
 class ValidationImage(NamedTuple):
@@ -44,10 +45,12 @@ def read_validation_images(
 ) -> list[ValidationImage]:
     """Return the images of a grid, resized for it.
 
-    batch: number of the grid, from 0. classes: all class names in order, so that colours are those of the pictures of
-    training batches; other names come after them. masks: val_masks.csv, with a row for each box.
+    table: val_boxes.csv, with a column `outline` if boxes are not upright. batch: number of the grid, from 0. classes:
+    all class names in order, so that colours are those of the pictures of training batches; other names come after
+    them. masks: val_masks.csv, with a row for each box.
     """
-    outlines_of = _read_outlines(masks) if masks else {}
+    masks_of = _read_masks(masks) if masks else {}
+    outlines = table.texts("outline") if "outline" in table.columns else []
     rows_of: dict[str, list[int]] = {}
     for row, path in enumerate(table.texts("image")):
         rows_of.setdefault(path, []).append(row)
@@ -62,22 +65,25 @@ def read_validation_images(
             rows = [row for row in rows_of[path] if kinds[row] == kind]
             texts = [names[row] for row in rows]
             boxes = corners[rows] * scale
-            outlines = [outline * scale for outline in outlines_of.get((path, kind), [])]
+            of_masks = [mask * scale for mask in masks_of.get((path, kind), [])]
+            of_boxes = [points(outlines[row]) * scale for row in rows] if outlines else []
             if kind == "prediction":
                 texts = [f"{names[row]} {confidence[row]:.2f}" for row in rows]
                 order = np.argsort(confidence[rows], kind="stable")  # the most confident are drawn last, on top
                 boxes, rows, texts = boxes[order], [rows[k] for k in order], [texts[k] for k in order]
-                outlines = [outlines[k] for k in order] if masks else []
-            boxes_by_kind[kind] = BoxesToDraw(boxes, [number[names[row]] for row in rows], texts, outlines)
+                of_masks = [of_masks[k] for k in order] if masks else []
+                of_boxes = [of_boxes[k] for k in order] if outlines else []
+            classes_of_rows = [number[names[row]] for row in rows]
+            boxes_by_kind[kind] = BoxesToDraw(boxes, classes_of_rows, texts, of_masks, of_boxes)
         images.append(ValidationImage(path, image, boxes_by_kind))
     return images
 
 
-def _read_outlines(masks: Table) -> dict[tuple[str, str], list[np.ndarray]]:
+def _read_masks(masks: Table) -> dict[tuple[str, str], list[np.ndarray]]:
     """Return the outlines of each image and kind, (p, 2) in pixels of the file, in the order of val_masks.csv."""
     outlines: dict[tuple[str, str], list[np.ndarray]] = {}
     for path, kind, text in zip(*map(masks.texts, ("image", "kind", "outline")), strict=True):
-        outlines.setdefault((path, kind), []).append(np.array(text.split(), float).reshape(-1, 2))
+        outlines.setdefault((path, kind), []).append(points(text))
     return outlines
 
 
@@ -105,8 +111,8 @@ def draw_validation_images(images: Sequence[ValidationImage], kind: str) -> np.n
             name += " (cannot be read)"
         else:
             image = one.image.copy()
-            boxes, classes, texts, outlines = one.boxes[kind]
-            draw_outlines(image, outlines, classes)
-            draw_boxes(image, boxes, classes, texts)
+            boxes, classes, texts, masks, outlines = one.boxes[kind]
+            draw_outlines(image, masks, classes)
+            draw_boxes(image, boxes, classes, texts, outlines=outlines)
         tiles.append(captioned(image, [name], width))
     return grid(tiles)

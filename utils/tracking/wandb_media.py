@@ -15,25 +15,27 @@ from utils.summary import evenly_spaced
 AS_TABLES = {"classes.csv", "operators.csv"}  # shown as they are
 MAX_ROWS = 10_000  # W&B draws no more of a table
 EXAMPLE_PIXELS = 640  # longer side of an example image
+LINE_PIXELS = 3  # of an outline
 EXAMPLE_KINDS = (("ground_truth", "label"), ("predictions", "prediction"))  # W&B's title, and our name
 CURVE_TITLES = {"": "", "mask_": " of masks"}  # by the beginning of the file's name
 
 
 def image_with_boxes(wandb: Any, example: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Return an image of W&B, with boxes and masks of labels and predictions; see `Tracker.log_examples`."""
+    """Return an image of W&B, with boxes and masks of labels and predictions; see `Tracker.log_examples`.
+
+    W&B's boxes are upright: the lines of other outlines are a mask, and the boxes around them have their captions.
+    """
     classes = dict(enumerate(names))
     boxes = {
         title: {"box_data": [_box(box, names) for box in example[f"{kind}s"]], "class_labels": classes}
         for title, kind in EXAMPLE_KINDS
     }
     image = _thumbnail(example["file"])
+    class_maps = {title: _class_maps(example, kind, image.size) for title, kind in EXAMPLE_KINDS}
     masks = {
-        title: {
-            "mask_data": _class_map(example[f"{kind}s"], example[f"{kind}_outlines"], image.size),
-            "class_labels": {k + 1: name for k, name in classes.items()},
-        }
-        for title, kind in EXAMPLE_KINDS
-        if example[f"{kind}_outlines"]
+        title: {"mask_data": class_map, "class_labels": {k + 1: name for k, name in classes.items()}}
+        for title, class_map in class_maps.items()
+        if class_map is not None
     }
     return wandb.Image(image, boxes=boxes, masks=masks or None, caption=example["name"], file_type="jpg")
 
@@ -52,11 +54,22 @@ def _box(box: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return wandb_box
 
 
-def _class_map(boxes: Sequence[Mapping[str, Any]], outlines: Sequence[Sequence[float]], size: tuple[int, int]) -> Any:
-    """Return masks in the form of `wandb.Image`: the class of each pixel plus one, 0 for none, int (height, width).
+def _class_maps(example: Mapping[str, Any], kind: str, size: tuple[int, int]) -> Any:
+    """Return the masks of an example's labels or predictions, else the lines of their outlines; None without both."""
+    boxes, masks = example[f"{kind}s"], example[f"{kind}_outlines"]
+    if masks:
+        return _class_map(boxes, masks, size, filled=True)
+    outlines = [box.get("outline", ()) for box in boxes]
+    return _class_map(boxes, outlines, size, filled=False) if any(outlines) else None
+
+
+def _class_map(
+    boxes: Sequence[Mapping[str, Any]], outlines: Sequence[Sequence[float]], size: tuple[int, int], filled: bool
+) -> Any:
+    """Return a mask in the form of `wandb.Image`: the class of each pixel plus one, 0 for none, int (height, width).
 
     outlines: x, y, x, y, ... as shares of width and height, one for each box; the first is in front. size: width and
-    height.
+    height. filled: the insides of the outlines; otherwise their lines.
     """
     import numpy as np
     from PIL import Image, ImageDraw
@@ -66,7 +79,10 @@ def _class_map(boxes: Sequence[Mapping[str, Any]], outlines: Sequence[Sequence[f
     for box, outline in zip(reversed(boxes), reversed(outlines), strict=True):
         if len(outline) >= 4:  # Pillow draws no polygon of a point
             points = [(x * size[0], y * size[1]) for x, y in zip(outline[::2], outline[1::2], strict=True)]
-            pen.polygon(points, fill=box["label"] + 1)
+            if filled:
+                pen.polygon(points, fill=box["label"] + 1)
+            else:
+                pen.line([*points, *points[:2]], fill=box["label"] + 1, width=LINE_PIXELS, joint="curve")
     return np.asarray(image)
 
 

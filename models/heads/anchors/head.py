@@ -19,7 +19,7 @@ from models.heads.contract import DetectionHead
 from models.layers import Proto
 from models.tasks.contract import Criterion, Model
 from utils.batch import BoxSplit
-from utils.config.hyperparameters import Hyperparameters
+from utils.config.hyperparameters import AnchorKeys, keys_of
 
 
 class DetectConv(nn.Conv2d):
@@ -78,6 +78,8 @@ class Detect(DetectionHead):
     description = "detection head"
     example = "[[17, 20, 23], 1, Detect, [nc, anchors]]"
     loss_names = LOSS_NAMES
+    hyperparameters = keys_of(AnchorKeys)
+    concerns = frozenset({"anchors", "label smoothing"})
     takes_anchors = True
     anchors: Tensor
 
@@ -118,7 +120,7 @@ class Detect(DetectionHead):
         self.anchors.copy_(torch.tensor(pixels).view(self.nl, self.na, 2) / torch.tensor(strides).view(-1, 1, 1))
         self._initialise_biases()
 
-    def criterion(self, hyp: Hyperparameters, label_smoothing: float, imgsz: int) -> Criterion:
+    def criterion(self, hyp: AnchorKeys, label_smoothing: float, imgsz: int) -> Criterion:
         """Return YOLOv5's loss, with gains scaled to the head and the image size."""
         return DetectionCriterion(loss_settings(hyp, label_smoothing).scaled(self.nl, self.nc, imgsz), self)
 
@@ -135,7 +137,7 @@ class Detect(DetectionHead):
         """Copy boxes, objectness, and classes of equal names if the anchors are the same; return it in words."""
         return keep_head(self, prefix, state, names, new)
 
-    def adapt(self, model: Model, split: BoxSplit, hyp: Hyperparameters) -> list[str]:
+    def adapt(self, model: Model, split: BoxSplit, hyp: AnchorKeys) -> list[str]:
         """Run AutoAnchor; return a message."""
         return [adapt_anchors(self, model.yaml, split.side_lengths(model.imgsz), hyp.anchor_t, hyp.anchor_recall)]
 

@@ -23,11 +23,10 @@ from models.heads.anchors.target_assignment import (
     read_level,
 )
 from models.heads.boxes import complete_iou
-from models.heads.device_constant import device_constant
-from models.heads.logits import at_least_float32
 from models.tasks.contract import Criterion, LossTerms
+from models.tasks.shared.losses import at_least_float32, device_constant
 from utils.batch import Batch
-from utils.config.hyperparameters import Hyperparameters
+from utils.config.hyperparameters import AnchorKeys
 from utils.config.select import select
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class LossSettings:
         return replace(self, box=self.box * share, obj=obj, cls=cls)
 
 
-def loss_settings(hyp: Hyperparameters, label_smoothing: float) -> LossSettings:
+def loss_settings(hyp: AnchorKeys, label_smoothing: float) -> LossSettings:
     """Return the settings in a hyperparameter file, not scaled to a model."""
     return select(LossSettings, hyp, label_smoothing=label_smoothing)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models.heads.device_constant import device_constant
+from models.tasks.shared.losses import device_constant
 
 # Cells that a target may be assigned to: the one of its centre, and those left, above, right and below, as (x, y).
 NEIGHBOURS = ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (-1.0, 0.0), (0.0, -1.0))

@@ -15,7 +15,7 @@ from models.heads.dfl.loss import LOSS_NAMES, DFLCriterion, loss_settings
 from models.heads.dfl.views import BINS, SIDES, DFLView, decode
 from models.layers import Conv
 from models.tasks.contract import Criterion
-from utils.config.hyperparameters import Hyperparameters
+from utils.config.hyperparameters import AlignmentKeys, keys_of
 
 MAX_SCORE_CHANNELS = 128  # inside of the class branches, by the number of classes
 BOX_BIAS = 1.0
@@ -54,6 +54,7 @@ class DetectDFL(DetectionHead):
     description = "detection head"
     example = "[[15, 18, 21], 1, DetectDFL, [nc]]"
     loss_names = LOSS_NAMES
+    hyperparameters = keys_of(AlignmentKeys)
     takes_anchors = False
 
     def __init__(self, nc: int, channels: Sequence[int], score_channels: int | None = None) -> None:
@@ -78,7 +79,7 @@ class DetectDFL(DetectionHead):
             bias = branches.get_parameter("class_conv.2.bias")
             bias.copy_(torch.log(EXPECTED_OBJECTS / self.nc / (640 / stride) ** 2).expand_as(bias))
 
-    def criterion(self, hyp: Hyperparameters, label_smoothing: float, imgsz: int) -> Criterion:
+    def criterion(self, hyp: AlignmentKeys, label_smoothing: float, imgsz: int) -> Criterion:
         """Return YOLOv9's loss; its class targets are soft already, so `label_smoothing` changes nothing."""
         return DFLCriterion(loss_settings(hyp), self)
 

@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.heads.boxes import complete_iou
-from models.heads.device_constant import device_constant
 from models.heads.dfl.assignment import MAX_DISTANCE, Assignment, assign
 from models.heads.dfl.views import BINS, SIDES, by_cell, cell_geometry, decode_xywh, distances
-from models.heads.logits import at_least_float32
 from models.tasks.contract import Criterion, LossTerms
+from models.tasks.shared.losses import at_least_float32, device_constant
 from utils.batch import Batch
-from utils.config.hyperparameters import Hyperparameters
+from utils.config.hyperparameters import AlignmentKeys
 
 if TYPE_CHECKING:
     from models.heads.dfl.head import DetectDFL, DFLLevel
@@ -38,7 +37,7 @@ class LossSettings:
     aux: float = 0.25
 
 
-def loss_settings(hyp: Hyperparameters) -> LossSettings:
+def loss_settings(hyp: AlignmentKeys) -> LossSettings:
     """Return the settings in a hyperparameter file."""
     return LossSettings(hyp.tal_box, hyp.tal_cls, hyp.tal_dfl, hyp.tal_aux)
 

@@ -66,11 +66,7 @@ class ClassificationTask(Task):
         "epochs": 30,
         "batch_size": 32,
     }
-    refused: ClassVar[Mapping[str, str]] = {
-        "save_hybrid": "is for detectors: an image has one class here, and its label says which",
-        "nms": "is for detectors: a classifier has no boxes; export it without",
-        "save_json": "is for detectors: COCO's results are boxes; --save-txt writes the classes",
-    }
+    concerns = frozenset({"label smoothing", "mixing", "copies"})
     loss_names = ("loss",)
     metric_names = CLASSIFICATION_METRICS
     prefers_trained = True

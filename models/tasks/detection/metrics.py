@@ -9,30 +9,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from models.tasks.contract import Metrics, Prediction, Thresholds
 from models.tasks.detection.prediction import DetectionPrediction
-from models.tasks.detection.records import ImageRecord, image_records
-from models.tasks.detection.scores import (
-    CURVE_POINTS,
-    ClassScores,
-    SizeScores,
-    confusion_matrix,
-    join,
-    score_classes,
-    score_sizes,
+from models.tasks.detection.records import image_records
+from models.tasks.shared.records import ImageRecord, ShownImage
+from models.tasks.shared.score_tables import (
+    CLASS_COLUMNS,
+    FITNESS_WEIGHTS,
+    ap_by_class,
+    class_rows,
+    curve_rows,
+    score_evidence,
+    score_tables,
 )
+from models.tasks.shared.scores import ClassScores, confusion_matrix, join, score_classes, score_sizes
 from utils.batch import Batch
 from utils.files import csv_text
-from utils.summary import Box, Example, Row, Summary, confusion_text, dense_counts, sparse_counts
+from utils.summary import Box, Example, Summary, confusion_text, dense_counts, sparse_counts
 
-FITNESS_WEIGHTS = {"mAP_0.5": 0.1, "mAP_0.5:0.95": 0.9}  # YOLOv5's
 MAX_MAP_CONFIDENCE = 0.01  # with a higher threshold mAP is another number: see docs/validation.md
-CLASS_COLUMNS = ("class", "images", "instances", "precision", "recall", "AP50", "AP50-95")  # of classes.csv
-SIZES_TITLE = "  by size, the square root of an object's area in pixels of the image's file:"
 
 
 class DetectionMetrics(Metrics):
@@ -52,7 +47,7 @@ class DetectionMetrics(Metrics):
         scores = score_classes(joined)
         metrics = scores.means()
         fitness = sum(weight * metrics[name] for name, weight in FITNESS_WEIGHTS.items())
-        overall, details = _tables(self.names, len(records), scores, score_sizes(joined))
+        overall, details = score_tables(self.names, len(records), scores, score_sizes(joined))
         evidence = detection_evidence(records, scores, len(self.names))
         headline = {"mAP50": metrics["mAP_0.5"], "mAP": metrics["mAP_0.5:0.95"]}
         by_class = ap_by_class(scores, self.names)
@@ -78,13 +73,16 @@ class DetectionMetrics(Metrics):
         classes, curves = evidence["classes"], evidence["curves"]
         confusion = dense_counts(evidence["confusion"], len(names) + 1)
         by_confidence = curve_rows(names, classes, curves["precision"], curves["recall"])
-        boxes_head = ("image", "kind", "class", "confidence", "x1", "y1", "x2", "y2")
+        boxes_head = ["image", "kind", "class", "confidence", "x1", "y1", "x2", "y2"]
+        outlined = any(f"{kind}_outlines" in image for image in evidence["shown"] for kind in ("label", "prediction"))
         return {
             "classes.csv": csv_text(CLASS_COLUMNS, class_rows(names, classes)),
             "confusion_matrix.csv": confusion_text(confusion, [*names, "background"]),
             "curves.csv": csv_text(("class", "confidence", "precision", "recall"), by_confidence),
             "PR_curve.csv": csv_text(("class", "recall", "precision"), curve_rows(names, classes, curves["envelope"])),
-            "val_boxes.csv": csv_text(boxes_head, _box_rows(names, evidence["shown"])),
+            "val_boxes.csv": csv_text(
+                boxes_head + ["outline"] * outlined, _box_rows(names, evidence["shown"], outlined)
+            ),
         }
 
     def examples(self, summary: Summary) -> list[Example]:
@@ -94,49 +92,17 @@ class DetectionMetrics(Metrics):
                 Path(image["path"]).name,
                 image["image"],
                 tuple(image["size"]),
-                [_normalised(int(label), None, xyxy, image["size"]) for label, *xyxy in image["labels"]],
-                [_normalised(int(label), score, xyxy, image["size"]) for *xyxy, score, label in image["predictions"]],
+                [
+                    _normalised(int(label), None, xyxy, outline, image["size"])
+                    for (label, *xyxy), outline in _with_outlines(image, "label")
+                ],
+                [
+                    _normalised(int(label), score, xyxy, outline, image["size"])
+                    for (*xyxy, score, label), outline in _with_outlines(image, "prediction")
+                ],
             )
             for image in summary.evidence.get("shown", [])
         ]
-
-
-def _tables(
-    names: Mapping[int, str], images: int, scores: ClassScores, sizes: Sequence[SizeScores]
-) -> tuple[list[Row | str], list[Row | str]]:
-    """Return the table's titles with the row of all classes, and a row per class and per object size."""
-    titles = ("Class", "Images", "Instances", "P", "R", "mAP50", "mAP50-95")
-    overall: Row = ("all", images, int(scores.instances.sum()), *scores.means().values())
-    details: list[Row | str] = [(names[row[0]], *row[1:]) for row in class_values(scores)]
-    if sizes:
-        details.append(SIZES_TITLE)
-    details += [(size.title, images, size.instances, "-", "-", size.ap50, size.ap) for size in sizes]
-    return [titles, overall], details
-
-
-def ap_by_class(scores: ClassScores, names: Mapping[int, str]) -> dict[str, dict[str, float]]:
-    """Return AP50 and AP of each class that has labels, by class name."""
-    return {
-        name: {names[int(k)]: float(value) for k, value in zip(scores.classes, values, strict=True)}
-        for name, values in (("AP50", scores.ap[:, 0]), ("AP", scores.ap.mean(1)))
-    }
-
-
-def class_values(scores: ClassScores) -> list[list[Any]]:
-    """Return number, images, labels and scores of each class that has labels, as plain values."""
-    columns = (scores.precision, scores.recall, scores.ap[:, 0], scores.ap.mean(1))
-    counts = (scores.classes, scores.images, scores.instances)
-    return [list(row) for row in zip(*(values.tolist() for values in (*counts, *columns)), strict=True)]
-
-
-def score_evidence(scores: ClassScores) -> dict[str, Any]:
-    """Return the rows of `class_rows` and the curves, as plain values and tensors."""
-    return {
-        "classes": class_values(scores),
-        "curves": {
-            name: torch.from_numpy(values.astype(np.float32)) for name, values in scores.curves._asdict().items()
-        },
-    }
 
 
 def detection_evidence(records: Sequence[ImageRecord], scores: ClassScores, classes: int) -> dict[str, Any]:
@@ -155,50 +121,45 @@ def detection_evidence(records: Sequence[ImageRecord], scores: ClassScores, clas
                 "size": list(boxes.size),
                 "labels": boxes.labels.tolist(),
                 "predictions": boxes.predictions.tolist(),
+                **_plain_outlines(boxes),
             }
             for image, boxes in shown
         ],
     }
 
 
-def class_rows(names: Sequence[str], classes: Sequence[Sequence[float]]) -> Iterator[list[Any]]:
-    """Iterate over the rows of classes.csv, one for every class.
+def _plain_outlines(shown: ShownImage) -> dict[str, list[list[float]]]:
+    """Return the outlines of labels and predictions, x y x y ... each; without those that there are none of."""
+    of_kinds = {"label_outlines": shown.label_outlines, "prediction_outlines": shown.prediction_outlines}
+    return {kind: [points.ravel().tolist() for points in outlines] for kind, outlines in of_kinds.items() if outlines}
 
-    classes: number, images, labels and scores of the classes that have labels.
+
+def _with_outlines(image: Mapping[str, Any], kind: str) -> Iterator[tuple[list[float], list[float]]]:
+    """Iterate over the labels or predictions of an image and their outlines, x y x y ..., empty without them."""
+    rows = image[f"{kind}s"]
+    return zip(rows, image.get(f"{kind}_outlines") or [[]] * len(rows), strict=True)
+
+
+def _box_rows(names: Sequence[str], shown: Sequence[Mapping[str, Any]], outlined: bool) -> Iterator[list[str]]:
+    """Iterate over the rows of val_boxes.csv: labels and predictions of each image, or one row if it has neither.
+
+    outlined: whether they end with a column of outlines.
     """
-    by_number = {row[0]: row for row in classes}
-    for number, name in enumerate(names):
-        if number in by_number:
-            _, images, instances, *scores = by_number[number]
-            yield [name, images, instances, *(f"{score:.9g}" for score in scores)]
-        else:
-            yield [name, 0, 0, *[""] * 4]
-
-
-def curve_rows(names: Sequence[str], classes: Sequence[Sequence[float]], *curves: Tensor) -> Iterator[list[str]]:
-    """Iterate over the rows of a curve's file: class, point and values, for every class that has labels.
-
-    curves: (c, 201) each.
-    """
-    points = [f"{point:.4g}" for point in CURVE_POINTS]
-    for (number, *_), *values in zip(classes, *(curve.tolist() for curve in curves), strict=True):
-        for point, *row in zip(points, *values, strict=True):
-            yield [names[int(number)], point, *(f"{value:.6g}" for value in row)]
-
-
-def _box_rows(names: Sequence[str], shown: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
-    """Iterate over the rows of val_boxes.csv: labels and predictions of each image, or one row if it has neither."""
     for image in shown:
-        for label, *xyxy in image["labels"]:
-            yield [image["path"], "label", names[int(label)], "", *(f"{value:.6g}" for value in xyxy)]
-        for *xyxy, confidence, label in image["predictions"]:
-            row = (f"{value:.6g}" for value in (confidence, *xyxy))
-            yield [image["path"], "prediction", names[int(label)], *row]
+        for kind in ("label", "prediction"):
+            for row, outline in _with_outlines(image, kind):
+                label, *numbers = row if kind == "label" else (row[5], row[4], *row[:4])
+                cells = [image["path"], kind, names[int(label)], *[""] * (kind == "label")]
+                cells += [f"{value:.6g}" for value in numbers]
+                yield cells + [" ".join(f"{value:.6g}" for value in outline)] * outlined
         if not image["labels"] and not image["predictions"]:
-            yield [image["path"], "image", *[""] * 6]
+            yield [image["path"], "image", *[""] * (6 + outlined)]
 
 
-def _normalised(label: int, confidence: float | None, xyxy: Sequence[float], size: Sequence[int]) -> Box:
-    """Return a box in pixels of the file as shares of its width and height."""
-    (left, top, right, bottom), (width, height) = xyxy, size
-    return Box(label, confidence, (left / width, top / height, right / width, bottom / height))
+def _normalised(
+    label: int, confidence: float | None, xyxy: Sequence[float], outline: Sequence[float], size: Sequence[int]
+) -> Box:
+    """Return a box in pixels of the file, and its outline, as shares of its width and height."""
+    left, top, right, bottom = (value / size[number % 2] for number, value in enumerate(xyxy))
+    points = tuple(value / size[number % 2] for number, value in enumerate(outline))
+    return Box(label, confidence, (left, top, right, bottom), points)

@@ -19,7 +19,6 @@ from models.tasks.detection.tta import AUGMENTATIONS
 from models.tasks.detection.views import DecodedView, DetectionView, SuppressedView
 from models.yolo import head_class
 from utils.batch import Batch, ImageInfo
-from utils.errors import UserError
 
 
 class DetectionPostprocess(Postprocess):
@@ -27,7 +26,7 @@ class DetectionPostprocess(Postprocess):
 
     def __init__(self, names: Mapping[int, str], thresholds: Thresholds) -> None:
         """Raise `UserError` if `thresholds` name an unknown class."""
-        refuse_unknown_classes(thresholds, names)
+        thresholds.refuse_unknown_classes(names)
         self.names, self.thresholds = dict(names), thresholds
 
     def views(self, model: Model, inputs: Tensor, augment: bool) -> list[DetectionView]:
@@ -78,12 +77,6 @@ def _scored(model: Model, decoded: Tensor) -> Tensor:
     """Return an exported file's boxes with objectness, (b, n, 5 + classes)."""
     head = head_class(model.yaml)
     return head.scored(decoded) if head and issubclass(head, DetectionHead) else decoded
-
-
-def refuse_unknown_classes(thresholds: Thresholds, names: Mapping[int, str]) -> None:
-    """Raise `UserError` if `thresholds` name a class that the model does not have."""
-    if unknown := sorted(set(thresholds.classes) - set(names)):
-        raise UserError(f"--classes {unknown[0]}: the model has classes 0 to {len(names) - 1}")
 
 
 def boxes_in_files(detections: Sequence[Tensor], infos: Sequence[ImageInfo]) -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models.heads.boxes import xywh_to_xyxy, xyxy_to_xywh
 from models.tasks.contract import Image, Prediction
-from models.tasks.detection.metric_matching import match_detections
+from models.tasks.shared.metric_matching import box_overlaps, match_by_overlap
 from utils.batch import CocoImage
 from utils.errors import plural
 from utils.plots.drawing import Style, draw_boxes
@@ -127,8 +127,10 @@ class DetectionPrediction(Prediction):
 
     def unlabelled(self) -> Tensor:
         """Return the rows of the detections that match no label, int64 (u,); see `with_labels`."""
-        boxes, labels = ((rows[:, :4].numpy(), rows[:, 5].long().numpy()) for rows in (self.rows, self.label_boxes()))
-        (rows,) = np.nonzero(match_detections(*boxes, *labels).overlap <= self.iou_thres)
+        both = (self.rows, self.label_boxes())
+        overlaps = box_overlaps(*(rows[:, :4].numpy() for rows in both))
+        matches = match_by_overlap(overlaps, *(rows[:, 5].long().numpy() for rows in both))
+        (rows,) = np.nonzero(matches.overlap <= self.iou_thres)
         return torch.from_numpy(rows)
 
     def coco_rows(self) -> CocoImage:

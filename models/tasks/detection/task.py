@@ -10,7 +10,7 @@ from torch import Tensor
 from models.fuse import fuse
 from models.heads.anchors.head import Detect
 from models.heads.anchors.loss import LOSS_NAMES
-from models.heads.contract import DetectionHead, UnavailableCriterion, head_of
+from models.heads.contract import DetectionHead, head_of
 from models.heads.dfl.head import DetectDFL
 from models.layers import Head
 from models.tasks.contract import (
@@ -27,10 +27,11 @@ from models.tasks.detection.export_module import DecodedDetector, SuppressedDete
 from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.postprocess import DetectionPostprocess
 from models.tasks.detection.prediction import DetectionPrediction
-from models.tasks.detection.scores import DETECTION_METRICS
+from models.tasks.shared.losses import UnavailableCriterion
+from models.tasks.shared.scores import DETECTION_METRICS
 from models.yolo import YoloModel, build_model, head_class
 from utils.batch import Batch, BoxSplit
-from utils.config.hyperparameters import Hyperparameters, Recipes
+from utils.config.hyperparameters import Augmentation, Hyperparameters, Recipes, keys_of
 from utils.memory_format import layout
 from utils.plots.drawing import draw_targets
 
@@ -45,6 +46,7 @@ class DetectionTask(Task):
     prediction: ClassVar[type[Prediction] | None] = DetectionPrediction
     official_weights = r"yolov5[nsmlx]6?\.pt|v9-[tsmc]\.pt"
     hub_tag = "object-detection"
+    concerns = frozenset({"mixing", "padding", "detections", "suppression", "boxes", "copies", "examples"})
     heads: ClassVar[tuple[type[Head], ...]] = (Detect, DetectDFL)  # of the models; the usual one first
     # Of exported files, without and with suppression.
     export_modules: ClassVar[tuple[type[DecodedDetector], type[SuppressedDetector]]] = (
@@ -56,6 +58,20 @@ class DetectionTask(Task):
         super().__init__(names, hyp, label_smoothing)
         self.hyp, self.label_smoothing = hyp, label_smoothing
         self.anchors = round(hyp.anchors)  # per level, to search for; 0: the YAML's own
+
+    @classmethod
+    def concerns_of(cls, yaml: Mapping[str, Any]) -> frozenset[str]:
+        """Return `concerns` and those of the head of a YAML's model."""
+        head = head_class(yaml)
+        return cls.concerns | (head.concerns if head and issubclass(head, DetectionHead) else frozenset())
+
+    def unread(self, yaml: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the keys that neither augmentation nor the head of a YAML's model reads."""
+        head = head_class(yaml)
+        if head is None or not issubclass(head, DetectionHead):
+            return ()  # building the model reports it
+        read = keys_of(Augmentation) | {"keep_head"} | head.hyperparameters
+        return tuple(key for key in vars(self.hyp) if key not in read)
 
     def model_yaml(self, yaml: Mapping[str, Any]) -> dict[str, Any]:
         """Return a model's YAML, with the hyperparameters' number of anchors per level if it is set."""

@@ -16,10 +16,9 @@ from models.heads.anchors.head import Segment
 from models.heads.anchors.loss import DetectionCriterion, LossSettings
 from models.heads.anchors.target_assignment import Level, MapSizes, map_sizes, match, near_cells
 from models.heads.boxes import EPSILON
-from models.heads.device_constant import device_constant
-from models.heads.logits import at_least_float32
 from models.tasks.contract import LossTerms
 from models.tasks.segmentation.mask_loss import MaskMatches, box_windows, mask_sums, plan_masks
+from models.tasks.shared.losses import at_least_float32, device_constant
 from utils.batch import Batch, SegmentationBatch
 
 LOSS_NAMES = ("box_loss", "seg_loss", "obj_loss", "cls_loss")  # the terms, in the order of `LossTerms`

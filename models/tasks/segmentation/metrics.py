@@ -9,21 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from models.tasks.contract import Prediction
-from models.tasks.detection.metrics import (
+from models.tasks.detection.metrics import DetectionMetrics, detection_evidence
+from models.tasks.segmentation.prediction import SegmentationPrediction
+from models.tasks.segmentation.records import SegmentationRecord, segmentation_records
+from models.tasks.shared.score_tables import (
     CLASS_COLUMNS,
     FITNESS_WEIGHTS,
     SIZES_TITLE,
-    DetectionMetrics,
     ap_by_class,
     class_rows,
     class_values,
     curve_rows,
-    detection_evidence,
     score_evidence,
 )
-from models.tasks.detection.scores import DETECTION_METRICS, ClassScores, SizeScores, join, score_classes, score_sizes
-from models.tasks.segmentation.prediction import SegmentationPrediction
-from models.tasks.segmentation.records import SegmentationRecord, segmentation_records
+from models.tasks.shared.scores import DETECTION_METRICS, ClassScores, SizeScores, join, score_classes, score_sizes
 from utils.batch import Batch, SegmentationBatch
 from utils.files import csv_text
 from utils.summary import Example, Row, Summary

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models.heads.contract import head_of
 from models.tasks.contract import Model, Postprocess, Thresholds, View
-from models.tasks.detection.postprocess import boxes_in_files, refuse_unknown_classes
+from models.tasks.detection.postprocess import boxes_in_files
 from models.tasks.detection.suppression import allowed_rows, detect_with_more
 from models.tasks.detection.views import DecodedView, SuppressedView
 from models.tasks.segmentation.masks import DetectedMasks
@@ -28,21 +28,19 @@ from models.tasks.segmentation.views import (
 from utils.batch import Batch, ImageInfo
 from utils.errors import UserError
 
-NO_AUGMENT = "is for detectors: masks of scaled and mirrored images are not joined"
-
 
 class SegmentationPostprocess(Postprocess):
     """Run one or several models and find the instances on the images. names: of the classes."""
 
     def __init__(self, names: Mapping[int, str], thresholds: Thresholds) -> None:
         """Raise `UserError` if `thresholds` name an unknown class."""
-        refuse_unknown_classes(thresholds, names)
+        thresholds.refuse_unknown_classes(names)
         self.names, self.thresholds = dict(names), thresholds
 
     def views(self, model: Model, inputs: Tensor, augment: bool) -> list[SegmentationView]:
         """Run `model` on `inputs`. Raises `UserError` if `augment`."""
         if augment:
-            raise UserError(f"--augment {NO_AUGMENT}")
+            raise UserError("--augment is for detectors: masks of scaled and mirrored images are not joined")
         outputs = model(inputs)
         if isinstance(outputs[0], list):
             maps, prototypes = outputs

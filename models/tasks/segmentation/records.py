@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from models.heads.boxes import EPSILON
-from models.tasks.detection.records import ImageRecord, ShownImage, image_records, matched_by
+from models.tasks.detection.records import image_records
 from models.tasks.segmentation.masks import DetectedMasks
 from models.tasks.segmentation.prediction import SegmentationPrediction
 from models.tasks.segmentation.views import cut_by_boxes
+from models.tasks.shared.records import ImageRecord, ShownImage, matched_by
 from utils.batch import SegmentationBatch
 
 MAX_MASK_VALUES = 2**22  # pixels of the masks that are compared at once, so about 40 MB

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 
 from models.heads.anchors.head import Segment
 from models.heads.anchors.loss import loss_settings
-from models.heads.contract import UnavailableCriterion, head_of
+from models.heads.contract import head_of
 from models.heads.dfl.head import DetectDFL
 from models.tasks.contract import Criterion, Image, Model, Thresholds
 from models.tasks.detection.task import DetectionTask
 from models.tasks.segmentation.export_module import DecodedSegmenter, SuppressedSegmenter
 from models.tasks.segmentation.loss import LOSS_NAMES, SegmentationCriterion
 from models.tasks.segmentation.metrics import SEGMENTATION_METRICS, SegmentationMetrics
-from models.tasks.segmentation.postprocess import NO_AUGMENT, SegmentationPostprocess
+from models.tasks.segmentation.postprocess import SegmentationPostprocess
 from models.tasks.segmentation.prediction import SegmentationPrediction
+from models.tasks.shared.losses import UnavailableCriterion
 from models.yolo import YoloModel, head_class
 from utils.batch import MASK_STRIDE, Batch, SegmentationBatch
 from utils.errors import UserError
@@ -32,7 +33,7 @@ class SegmentationTask(DetectionTask):
     official_weights = r"yolov5[nsmlx]-seg\.pt"
     prediction = SegmentationPrediction
     hub_tag = "image-segmentation"
-    refused: ClassVar[Mapping[str, str]] = {"augment": NO_AUGMENT}
+    concerns = DetectionTask.concerns - {"copies"} | {"masks"}
     heads = (Segment,)
     export_modules = (DecodedSegmenter, SuppressedSegmenter)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from models.tasks.classification.task import ClassificationTask
 from models.tasks.contract import Image, Prediction
 from models.tasks.detection.prediction import DetectionPrediction
 from models.tasks.segmentation.prediction import SegmentationPrediction
+from utils.config.options import ValOptions
 from utils.errors import UserError
 from utils.plots.drawing import Style
 
@@ -51,7 +53,7 @@ class Count(Prediction):
 
 class CountingTask(ClassificationTask):
     prediction = Count
-    refused = {"save_hybrid": "is not for counting"}  # noqa: RUF012
+    concerns = ClassificationTask.concerns | {"boxes"}
 
 
 def test_what_is_left_out() -> None:
@@ -64,13 +66,13 @@ def test_what_is_left_out() -> None:
 
 @pytest.mark.parametrize("flag", FLAGS)
 def test_flags_for_it_are_refused(flag: str) -> None:
-    """At the start, with the task's own reason if it has one, else with a general one."""
+    """At the start."""
     entry = TaskEntry(f"{__name__}:CountingTask", "data.classification:ClassificationData", "Classify")
-    members = Members({"best.pt": Path("best.pt")}, {}, entry)
-    members.refuse({flag: False})
-    reason = "is not for counting$" if flag == "save_hybrid" else "is not for this model: .*; leave it out$"
-    with pytest.raises(UserError, match=f"^--{flag.replace('_', '-')} {reason}"):
-        members.refuse({flag: True})
+    weights: Any = {"best.pt": SimpleNamespace(task_yaml={"task": "classify"})}
+    members = Members({"best.pt": Path("best.pt")}, weights, entry)
+    members.refuse(ValOptions, {flag: False})
+    with pytest.raises(UserError, match=f"^--{flag.replace('_', '-')} is not for this model: .*; leave it out$"):
+        members.refuse(ValOptions, {flag: True})
 
 
 @pytest.mark.parametrize(("flag", "method"), FLAGS.items())

@@ -11,7 +11,17 @@ import pytest
 
 from models.tasks.classification.task import ClassificationRecipe
 from tests.making import write_yaml
-from utils.config.hyperparameters import Hyperparameters, Recipe, from_mapping, read_hyperparameters
+from utils.config.hyperparameters import (
+    Augmentation,
+    Hyperparameters,
+    Recipe,
+    from_mapping,
+    number,
+    read_hyperparameters,
+    refuse_unread,
+    unread_message,
+)
+from utils.config.values import POSITIVE
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 
@@ -118,6 +128,48 @@ def test_an_error_names_the_override(overrides: dict[str, str], message: str) ->
     with pytest.raises(UserError) as caught:
         read_hyperparameters("low", Hyperparameters, overrides)
     assert str(caught.value) == message
+
+
+# Keys without effect
+
+
+@dataclass(frozen=True)
+class SpotRecipe(Augmentation):
+    """The keys of a task that augments as a detector and has a loss of its own."""
+
+    spot: float = number(1.0, POSITIVE)
+
+
+def test_a_task_takes_augmentation_without_the_losses_of_detectors() -> None:
+    """From a file of a detector, YOLOv5's too: the keys of its loss are left out, unknown ones are not."""
+    recipe = read_hyperparameters("high", SpotRecipe, {"spot": "2"})
+    assert (recipe.mixup, recipe.scale, recipe.lrf, recipe.spot) == (0.1, 0.9, 0.1, 2.0)
+    assert not {"box", "tal_box", "keep_head"} & set(vars(recipe))
+    with pytest.raises(UserError, match=r"^unknown flag --hyp\.box$"):
+        read_hyperparameters("low", SpotRecipe, {"box": "0.1"})
+
+
+def test_an_unknown_key_of_a_file_is_refused_for_such_a_task(tmp_path: Path) -> None:
+    path = write_yaml(tmp_path / "mine.yaml", {"box": 0.05, "spott": 2})
+    with pytest.raises(UserError, match=r"mine\.yaml: unknown key 'spott' \(did you mean 'spot'\?\)"):
+        read_hyperparameters(str(path), SpotRecipe)
+
+
+def test_a_flag_whose_key_nothing_reads_is_refused() -> None:
+    refuse_unread(("obj",), {"lr0": "1"}, "detect with the head DetectDFL")
+    with pytest.raises(UserError) as caught:
+        refuse_unread(("box", "obj"), {"lr0": "1", "obj": "1"}, "detect with the head DetectDFL")
+    assert str(caught.value) == (
+        "--hyp.obj has no effect on detect with the head DetectDFL, which does not read it; leave it out"
+    )
+
+
+def test_keys_of_a_file_without_effect_are_named_if_they_are_not_the_defaults() -> None:
+    hyp = Hyperparameters(box=0.1, obj=0.7, lr0=0.1)
+    assert unread_message(hyp, ("box", "cls", "obj"), "this model") == [
+        "hyperparameters without effect on this model: box, obj"
+    ]
+    assert unread_message(hyp, ("cls",), "this model") == []
 
 
 # Shipped recipes

@@ -292,6 +292,15 @@ def test_outlines_have_one_centre(styled: None) -> None:
     assert lines.get_colors()[:, :3] == pytest.approx(shades[:, :3])
 
 
+def test_outlines_that_are_not_boxes_have_one_centre_too(styled: None) -> None:
+    tilted = np.array([(0.5, 0.05), (0.6, 0.25), (0.5, 0.45), (0.4, 0.25)])
+    axes = labels_figure(LABELS, np.array([1, 0]), BOXES, [tilted, np.zeros((0, 2))]).axes[1]
+    first, second = axes.collections[0].get_segments()
+    assert first == pytest.approx(np.array([(0.5, 0.3), (0.6, 0.5), (0.5, 0.7), (0.4, 0.5), (0.5, 0.3)]))
+    assert second[:4].max(0).tolist() == [1, 0.75]  # a label without an outline is its box
+    assert axes.get_title() == "2 outlines around one centre"
+
+
 def test_densities_of_centres_and_sizes(styled: None) -> None:
     """Colours depend on the root of the count."""
     _, _, centres, sizes = labels_figure(LABELS, np.array([1, 0]), BOXES).axes

@@ -129,8 +129,32 @@ def read_masked(folder: Path, *outlines: str) -> list[ValidationImage]:
     )
 
 
-def test_outlines_are_in_the_order_of_the_boxes(tmp_path: Path) -> None:
+def test_masks_are_in_the_order_of_the_boxes(tmp_path: Path) -> None:
     (photo,) = read_masked(tmp_path, "", "1 2 3 4 5 6")
-    first, last = photo.boxes["prediction"].outlines
+    first, last = photo.boxes["prediction"].masks
     assert (len(first), last.tolist()) == (0, [[1, 2], [3, 4], [5, 6]])
-    assert photo.boxes["label"].outlines == []
+    assert photo.boxes["label"].masks == []
+
+
+# Outlines
+
+
+def test_outlines_are_drawn_instead_of_boxes(tmp_path: Path) -> None:
+    """The most confident on top; a row without an outline is a box."""
+    cv2.imwrite(str(tmp_path / "a.png"), np.zeros((320, 320, 3), np.uint8))
+    tilted = "100 50 150 100 100 150 50 100"
+    rows = [
+        "label,ring,,200,200,300,300,",
+        f"prediction,ring,0.9,50,50,150,150,{tilted}",
+        "prediction,disc,0.5,0,0,9,9,",
+    ]
+    table = write_table(tmp_path / "b.csv", f"{VAL_BOXES_HEAD},outline", *(f"{tmp_path}/a.png,{row}" for row in rows))
+    (photo,) = read_validation_images(table, 0, ["disc", "ring"])
+    disc, ring = photo.boxes["prediction"].outlines
+    assert (len(disc), ring.tolist()) == (0, [[100, 50], [150, 100], [100, 150], [50, 100]])
+    labels, predicted = (draw_validation_images([photo], kind) == COLOURS[1] for kind in ("label", "prediction"))
+    assert labels.all(2)[250, 200]
+    ring_pixels = predicted.all(2)
+    assert ring_pixels[100, 50]
+    assert ring_pixels[125, 125]  # on the lower right edge
+    assert not ring_pixels[140:150, 50:60].any()  # the lower left corner of the box around it

@@ -89,7 +89,7 @@ def test_the_same_examples_are_logged_each_time(most: int, shown: list[int], rec
     (key, first, names, step, _), (_, second, *_) = recorder.examples
     assert first == second
     assert [image["file"] for image in first] == [f"runs/exp/{k}.jpg" for k in shown]
-    assert first[0]["predictions"] == [{"label": 1, "confidence": 0.5, "xyxy": (0.0, 0.25, 0.5, 1.0)}]
+    assert first[0]["predictions"] == [{"label": 1, "confidence": 0.5, "xyxy": (0.0, 0.25, 0.5, 1.0), "outline": ()}]
     assert (key, names, step) == ("examples/validation", ["cat", "dog"], 7)
 
 

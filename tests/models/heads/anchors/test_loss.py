@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from models.heads.anchors.head import Detect
 from models.heads.anchors.loss import DetectionCriterion, LossSettings
-from models.heads.contract import UnavailableCriterion
 from models.tasks.contract import LossTerms
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
@@ -351,12 +350,3 @@ def test_the_anchors_are_those_of_the_model_when_it_is_called() -> None:
     model.head.anchors.fill_(100)
     assert before[0] > 0
     assert criterion(model(images), given).counts[0].tolist() == [0, 0]
-
-
-def test_losses_of_an_exported_file_are_nan() -> None:
-    criterion = UnavailableCriterion(3)
-    terms = criterion(None, grey_batch())
-    assert terms.means(terms.counts).isnan().tolist() == [True] * 3
-    assert criterion.hints(grey_batch()) == ()
-    assert criterion.weight(grey_batch()) == 1
-    assert criterion.objective(terms.means(terms.counts), 16).isnan()

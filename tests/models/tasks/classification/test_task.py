@@ -19,7 +19,7 @@ from models.yolo import YoloModel
 from tests.making import CLASS_NAMES, grey_batch
 from tests.models.tasks.classification.toy_batches import Identity, make, of_classes
 from utils.config.hyperparameters import find_hyperparameters, from_mapping
-from utils.config.options import DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
+from utils.config.options import TrainOptions
 from utils.errors import UserError
 from utils.plots.drawing import draw_captioned
 
@@ -165,13 +165,6 @@ def test_inputs_are_normalised_by_imagenets_statistics(task: ClassificationTask)
         [-0.485 / 0.229, (1 - 0.456) / 0.224, (0.4 - 0.406) / 0.225], abs=1e-6
     )
     assert given.images.dtype == torch.uint8
-
-
-def test_flags_of_detectors_are_refused() -> None:
-    assert set(ClassificationTask.refused) == {"nms", "save_hybrid", "save_json"}
-    kinds = (TrainOptions, ValOptions, DetectOptions, ExportOptions)
-    known = {option.name for kind in kinds for option in flags_of(kind)}
-    assert set(ClassificationTask.refused) < known
 
 
 def test_a_batch_is_drawn_with_classes_and_shares(task: ClassificationTask) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from models.tasks.detection.prediction import DetectionPrediction
-from models.tasks.detection.records import ImageRecord, image_records
+from models.tasks.detection.records import image_records
+from models.tasks.shared.records import ImageRecord
 from tests.making import CLASS_NAMES, image_info
 from utils.batch import ImageInfo
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from models.tasks.contract import Thresholds
 from models.tasks.detection.metrics import DetectionMetrics
-from models.tasks.detection.records import ImageRecord
-from models.tasks.detection.scores import CURVE_POINTS, DETECTION_METRICS
+from models.tasks.shared.records import ImageRecord, shown_image, unmatched
+from models.tasks.shared.scores import CURVE_POINTS, DETECTION_METRICS
 from tests.making import CLASS_NAMES, grey_batch, image_info
 from tests.models.tasks.detection.batches import (
     DISC,
@@ -258,10 +258,11 @@ def test_examples() -> None:
         [Box(0, 0.5, (0.375, 0.25, 0.625, 0.75)), Box(2, 0.5, (0.05, 0.2, 0.15, 0.4))],
     )
     assert missed[:3] == ("c.jpg", 7, IMAGE)
-    ((label, confidence, corners),) = missed.labels
+    ((label, confidence, corners, outline),) = missed.labels
+    assert outline == ()
     assert (label, confidence) == (1, None)
     assert corners == pytest.approx((0.7, 0.375, 1, 0.625))
-    ((label, confidence, corners),) = missed.predictions
+    ((label, confidence, corners, outline),) = missed.predictions
     assert (label, confidence) == (2, 0.25)
     assert corners == pytest.approx((0, 0, 1 / 3, 0.5))
     assert {type(side) for side in corners} == {float}
@@ -309,3 +310,33 @@ def test_evidence_is_small() -> None:
     file = io.BytesIO()
     torch.save(summary.evidence, file)
     assert 3 * 80 * 201 * 4 < file.tell() < 3 * 80 * 201 * 4 + 30_000
+
+
+def test_outlines_of_records_are_drawn_instead_of_their_boxes() -> None:
+    """A task whose records have outlines, such as four corners, gets them in val_boxes.csv and in its examples."""
+    labels, predictions = np.float32([(1, 10, 0, 30, 20)]), np.float32([(0, 0, 20, 40, 0.5, 2), (0, 0, 8, 8, 0.1, 2)])
+    corners = np.float32([(20, 0), (30, 10), (20, 20), (10, 10)])
+    outlined = shown_image("/data/a.jpg", (40, 80), labels, predictions, [corners], [corners * 2, corners])
+    nothing = np.zeros(0, np.float32)
+    records = [
+        unmatched(0, nothing, nothing, nothing, nothing, nothing, outlined),
+        unmatched(
+            1,
+            nothing,
+            nothing,
+            nothing,
+            nothing,
+            nothing,
+            shown_image("/data/b.jpg", (9, 9), labels[:0], predictions[:0]),
+        ),
+    ]
+    summary = METRICS.summarise(records)
+    assert METRICS.documents(summary)["val_boxes.csv"].splitlines() == [
+        "image,kind,class,confidence,x1,y1,x2,y2,outline",
+        f"/data/a.jpg,label,{CLASS_NAMES[1]},,10,0,30,20,20 0 30 10 20 20 10 10",
+        f"/data/a.jpg,prediction,{CLASS_NAMES[2]},0.5,0,0,20,40,40 0 60 20 40 40 20 20",
+        "/data/b.jpg,image,,,,,,,",
+    ]
+    example, _ = METRICS.examples(summary)
+    assert example.labels == [Box(1, None, (0.25, 0, 0.75, 0.25), (0.5, 0, 0.75, 0.125, 0.5, 0.25, 0.25, 0.125))]
+    assert example.predictions[0].outline == (1, 0, 1.5, 0.25, 1, 0.5, 0.5, 0.25)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from models.heads.anchors.loss import DetectionCriterion, LossSettings
-from models.heads.contract import UnavailableCriterion
 from models.tasks import TASKS, contract
 from models.tasks.contract import ExportSettings, Thresholds
 from models.tasks.detection.export_module import DecodedDetector, SuppressedDetector
 from models.tasks.detection.task import DetectionTask
+from models.tasks.shared.losses import UnavailableCriterion
 from tests.making import CLASS_NAMES, grey_batch, image_info, tiny_detector
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError

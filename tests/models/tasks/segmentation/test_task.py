@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from models.heads.contract import UnavailableCriterion
 from models.tasks import TASKS, contract, task_of
 from models.tasks.contract import ExportSettings, Thresholds
 from models.tasks.segmentation.export_module import DecodedSegmenter, SuppressedSegmenter
 from models.tasks.segmentation.loss import SegmentationCriterion
 from models.tasks.segmentation.task import SegmentationTask
+from models.tasks.shared.losses import UnavailableCriterion
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import build_model
@@ -40,7 +40,6 @@ def test_the_registered_task() -> None:
     assert TASKS["segment"].load() is SegmentationTask
     assert SegmentationTask.loss_names == ("box_loss", "seg_loss", "obj_loss", "cls_loss")
     assert len(SegmentationTask.metric_names) == 8
-    assert SegmentationTask.refused["augment"].startswith("is for detectors")
 
 
 @pytest.mark.parametrize(

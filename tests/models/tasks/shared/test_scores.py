@@ -9,10 +9,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from models.tasks.detection import scores as module
-from models.tasks.detection.metric_matching import IOU_THRESHOLDS
-from models.tasks.detection.records import CONFIDENT_THRESHOLD, ImageRecord
-from models.tasks.detection.scores import (
+from models.tasks.shared import scores as module
+from models.tasks.shared.metric_matching import IOU_THRESHOLDS
+from models.tasks.shared.records import CONFIDENT_THRESHOLD, ImageRecord
+from models.tasks.shared.scores import (
     AP_RECALLS,
     CURVE_POINTS,
     DETECTION_METRICS,

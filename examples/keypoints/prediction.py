@@ -14,7 +14,6 @@ from torch import Tensor
 
 from models.tasks.contract import Image, Model, Postprocess, Prediction, Thresholds, View
 from utils.batch import Batch
-from utils.errors import UserError
 from utils.plots.drawing import draw_text_lines
 
 if TYPE_CHECKING:
@@ -77,8 +76,7 @@ class HeatmapPostprocess(Postprocess):
     """Average the maps of all views and take the highest cell of each class."""
 
     def __init__(self, names: Mapping[int, str], thresholds: Thresholds) -> None:
-        if unknown := sorted(set(thresholds.classes) - set(names)):
-            raise UserError(f"--classes {unknown[0]}: the model has classes 0 to {len(names) - 1}")
+        thresholds.refuse_unknown_classes(names)
         self.names, self.thresholds = names, thresholds
 
     def views(self, model: Model, inputs: Tensor, augment: bool) -> list[HeatmapView]:

@@ -8,12 +8,13 @@ from functools import partial
 import numpy as np
 import pytest
 
-from models.tasks.detection.metric_matching import (
+from models.tasks.shared.metric_matching import (
     CONFUSION_IOU,
     IOU_THRESHOLDS,
     Matches,
-    match_detections,
-    pair_detections,
+    box_overlaps,
+    match_by_overlap,
+    pair_by_overlap,
 )
 
 # Matching for average precision
@@ -33,7 +34,7 @@ def matched(heights: Sequence[float], group: Sequence[int] = (), true_group: Seq
     """Match bars to labels of height 1, all at one position."""
     boxes, truth = np.array([bar(height) for height in heights]), np.array([bar(1.0)] * len(true_group))
     groups = np.array(group or [0] * len(heights), np.int64), np.array(true_group, np.int64)
-    return match_detections(boxes.reshape(-1, 4), groups[0], truth.reshape(-1, 4), groups[1])
+    return match_by_overlap(box_overlaps(boxes.reshape(-1, 4), truth.reshape(-1, 4)), *groups)
 
 
 def test_of_two_detections_of_a_label_the_confident_one_is_correct_if_it_reaches_the_threshold() -> None:
@@ -67,7 +68,7 @@ def test_each_detection_is_matched_to_its_best_label() -> None:
     truth = np.array([[0, 0, 1, 1], [0, 0, 1, 0.5], [0, 0, 1, 1]])
     boxes = np.array([bar(0.8), bar(0.6), bar(0.4), bar(0.5), bar(0.9, at=5)])
     group = np.zeros(5, np.int64)
-    overlap, partner, beaten = match_detections(boxes, group, truth, group[:3])
+    overlap, partner, beaten = match_by_overlap(box_overlaps(boxes, truth), group, group[:3])
     assert partner.tolist() == [0, 1, 1, 1, 0]  # of equal overlaps the first
     assert overlap.tolist() == pytest.approx([0.8, 5 / 6, 0.8, 1, 0])
     assert beaten.tolist() == pytest.approx([0, 0, 5 / 6, 5 / 6, 0])
@@ -107,7 +108,7 @@ def test_matching_as_the_plain_implementation(seed: int) -> None:
     boxes = partial(random_boxes, rng)
     detections, truth, groups = boxes(40), boxes(rng.integers(12)), int(rng.integers(1, 5))
     group, true_group = rng.integers(groups, size=len(detections)), rng.integers(groups, size=len(truth))
-    overlap, partner, beaten = match_detections(detections, group, truth, true_group)
+    overlap, partner, beaten = match_by_overlap(box_overlaps(detections, truth), group, true_group)
     for threshold in IOU_THRESHOLDS:
         taken: set[int] = set()
         for k, box in enumerate(detections):
@@ -132,7 +133,7 @@ def paired(
 ) -> list[tuple[int, int]]:
     """Return detection and label of each pair; without groups all are of one image."""
     groups = np.array(group or [0] * len(boxes), np.int64), np.array(true_group or [0] * len(truth), np.int64)
-    pairs = pair_detections(np.array(boxes).reshape(-1, 4), groups[0], np.array(truth).reshape(-1, 4), groups[1])
+    pairs = pair_by_overlap(box_overlaps(np.array(boxes).reshape(-1, 4), np.array(truth).reshape(-1, 4)), *groups)
     return list(zip(*(part.tolist() for part in pairs), strict=True))
 
 
@@ -189,5 +190,5 @@ def test_pairing_as_the_plain_implementation(seed: int) -> None:
             expected.append((-detection, -label))
             detections.remove(-detection)
             true.remove(-label)
-    pairs = pair_detections(detected, group, truth, true_group)
+    pairs = pair_by_overlap(box_overlaps(detected, truth), group, true_group)
     assert list(zip(*(part.tolist() for part in pairs), strict=True)) == expected

@@ -1,6 +1,6 @@
 """Precision, recall and average precision over a set of images, by YOLOv5's definitions.
 
-Called by `DetectionMetrics.summarise`.
+Called by the metrics of tasks whose predictions are matched to labels by an overlap.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.tasks.detection.metric_matching import IOU_THRESHOLDS
-from models.tasks.detection.records import CONFIDENT_THRESHOLD, EMPTY_RECORD, ImageRecord
+from models.tasks.shared.metric_matching import IOU_THRESHOLDS
+from models.tasks.shared.records import CONFIDENT_THRESHOLD, EMPTY_RECORD, ImageRecord
 
 DETECTION_METRICS = ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95")
 F1_CONFIDENCES = np.linspace(0, 1, 1000)  # precision and recall are those at one of them

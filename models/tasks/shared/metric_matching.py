@@ -1,6 +1,6 @@
-"""Pair detections with labels by their overlap.
+"""Pair detections with labels by any overlap: of upright boxes (`box_overlaps`), of masks, or of another shape.
 
-Called by records.py for the metrics and by `DetectionPrediction.with_labels`.
+Called by records.py for the metrics, and by predictions that --save-hybrid writes.
 """
 
 from __future__ import annotations
@@ -37,17 +37,13 @@ class Pairs(NamedTuple):
     label: np.ndarray  # (p,)
 
 
-def match_detections(boxes: np.ndarray, group: np.ndarray, true_boxes: np.ndarray, true_group: np.ndarray) -> Matches:
-    """Match each detection to the label that it overlaps most in its group, that is its class in its image.
-
-    boxes: (k, 4) xyxy, most confident first within a group. true_boxes: (m, 4). group, true_group: integers. At a
-    threshold t a detection is correct if beaten < t <= overlap: the most confident of those that reach t.
-    """
-    return match_by_overlap(lambda one, true: _overlaps(boxes[one], true_boxes[true]), group, true_group)
-
-
 def match_by_overlap(overlaps: Overlaps, group: np.ndarray, true_group: np.ndarray) -> Matches:
-    """Match as `match_detections`, by other overlaps than those of boxes; it asks for those of all pairs at once."""
+    """Match each of k detections to the label that it overlaps most in its group, that is its class in its image.
+
+    overlaps: called once, for all pairs of a group. group, true_group: integers, (k,) and (m,); the detections of a
+    group are in falling confidence. At a threshold t a detection is correct if beaten < t <= overlap: the most
+    confident of those that reach t.
+    """
     paired, counts, detection, label = _pairs(group, true_group)
     shared = overlaps(detection, label)
     overlap, beaten = np.zeros((2, len(group)), shared.dtype)
@@ -69,16 +65,14 @@ def match_by_overlap(overlaps: Overlaps, group: np.ndarray, true_group: np.ndarr
     return Matches(overlap, partner, beaten)
 
 
-def pair_detections(
-    boxes: np.ndarray, group: np.ndarray, true_boxes: np.ndarray, true_group: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Pair detections and labels of a group, that is an image, one to one in falling IoU.
+def pair_by_overlap(overlaps: Overlaps, group: np.ndarray, true_group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pair detections and labels of a group, that is an image, one to one in falling overlap, for the confusion matrix.
 
-    Boxes (k, 4) and (m, 4) xyxy. Of equal overlaps the earlier label comes first, then the earlier detection. Returns
-    the indices of the pairs' detections and labels, (p,) each, group by group.
+    Of equal overlaps the earlier label comes first, then the earlier detection. overlaps: called once, for all pairs of
+    a group. Returns the indices of the pairs' detections and labels, (p,) each, group by group.
     """
     pairs = _pairs(group, true_group)
-    overlap = _overlaps(boxes[pairs.detection], true_boxes[pairs.label])
+    overlap = overlaps(pairs.detection, pairs.label)
     near = np.flatnonzero(overlap > CONFUSION_IOU)
     detection, label = pairs.detection[near], pairs.label[near]
     order = np.lexsort((detection, label, -overlap[near], true_group[label]))
@@ -103,9 +97,14 @@ def _pairs(group: np.ndarray, true_group: np.ndarray) -> Pairs:
     return Pairs(paired, counts, np.repeat(paired, counts), labels[index])
 
 
-def _overlaps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the intersection over union of paired boxes, xyxy, (n, 4) each: (n,)."""
-    span = (np.minimum(a[:, 2:], b[:, 2:]) - np.maximum(a[:, :2], b[:, :2])).clip(min=0)
-    intersection: np.ndarray = span[:, 0] * span[:, 1]
-    areas = [(box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1]) for box in (a, b)]
-    return np.asarray(intersection / (areas[1] + areas[0] - intersection + EPSILON))
+def box_overlaps(boxes: np.ndarray, true_boxes: np.ndarray) -> Overlaps:
+    """Return the intersections over unions of upright boxes, xyxy, (k, 4) and (m, 4), in one unit."""
+
+    def overlaps(detection: np.ndarray, label: np.ndarray) -> np.ndarray:
+        a, b = boxes[detection], true_boxes[label]
+        span = (np.minimum(a[:, 2:], b[:, 2:]) - np.maximum(a[:, :2], b[:, :2])).clip(min=0)
+        intersection: np.ndarray = span[:, 0] * span[:, 1]
+        areas = [(box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1]) for box in (a, b)]
+        return np.asarray(intersection / (areas[1] + areas[0] - intersection + EPSILON))
+
+    return overlaps
