@@ -66,12 +66,15 @@ class DetectionTask(Task):
         return cls.concerns | (head.concerns if head and issubclass(head, DetectionHead) else frozenset())
 
     def unread(self, yaml: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the keys that neither augmentation nor the head of a YAML's model reads."""
+        """Return the keys of a detector that neither augmentation nor the head of a YAML's model reads.
+
+        Keys that a task derived from this one adds are its own.
+        """
         head = head_class(yaml)
         if head is None or not issubclass(head, DetectionHead):
             return ()  # building the model reports it
         read = keys_of(Augmentation) | {"keep_head"} | head.hyperparameters
-        return tuple(key for key in vars(self.hyp) if key not in read)
+        return tuple(key for key in Hyperparameters.__dataclass_fields__ if key not in read)
 
     def model_yaml(self, yaml: Mapping[str, Any]) -> dict[str, Any]:
         """Return a model's YAML, with the hyperparameters' number of anchors per level if it is set."""
