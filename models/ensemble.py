@@ -185,11 +185,16 @@ class Members:
         name, content = next(iter(self.weights.items()))
         return content.class_warnings(names, name)
 
+    @property
+    def concerns(self) -> frozenset[str]:
+        """What flags may be about: what one of the models has, of `CONCERNS`."""
+        kind = self.entry.load()
+        return frozenset().union(*(kind.concerns_of(content.task_yaml) for content in self.weights.values()))
+
     def refuse(self, kind: type[DataclassInstance], given: Mapping[str, Any]) -> None:
         """Raise `UserError` for a flag that applies to none of the models. kind: the options. given: values by name."""
-        yamls = [content.task_yaml for content in self.weights.values()]
-        concerns = frozenset().union(*map(self.entry.load().concerns_of, yamls))
-        refuse_flags(kind, given, concerns, model_words(yamls[0]))
+        first = next(iter(self.weights.values()))
+        refuse_flags(kind, given, self.concerns, model_words(first.task_yaml))
 
     def image_size(self, requested: int | Sequence[int], suggested: int = 0) -> ImageSize:
         """Return the image size, not rounded: see `choose_size`. Raises `UserError` if the files disagree."""
