@@ -24,7 +24,7 @@ from models.ensemble import choose_size, common_task, export_base, halve, load_m
 from models.export.formats import INPUT_NAME, ExportJob, export_settings, write
 from models.image_size import ImageSize
 from models.layer_registry import add_layers
-from models.tasks import TASKS, model_words
+from models.tasks import TASKS, add_tasks, model_words
 from models.weights.content import ExportMetadata, Weights
 from models.weights.licence import Origin
 from models.weights.reader import read_weights
@@ -54,6 +54,8 @@ def export(given: Mapping[str, Any]) -> list[str]:
     device = torch.device(device_kind(options.device))
     if options.layers:
         add_layers(options.layers)
+    if options.task_file:
+        add_tasks(options.task_file)
     files: list[Path] = []
     for name, path in weight_files(options.weights).items():
         content = read_weights(path)

@@ -35,7 +35,7 @@ from utils.stage_times import POSTPROCESSING, StageTimer
 # The flags of detect.py that are arguments of `Predictor`, and those of them that can be changed later.
 ARGUMENTS = (
     *("weights", "imgsz", "conf_thres", "iou_thres", "max_det", "classes", "agnostic_nms", "augment", "retina_masks"),
-    *("half", "device", "data", "layers", "quiet"),
+    *("half", "device", "data", "layers", "task_file", "quiet"),
 )
 THRESHOLDS = ("conf_thres", "iou_thres", "max_det", "classes", "agnostic_nms", "retina_masks")
 
@@ -76,7 +76,7 @@ class Predictor:
     def from_flags(cls, given: Mapping[str, Any]) -> Predictor:
         """Make a predictor from flags of detect.py, by name; errors and printed lines name flags."""
         predictor = cls.__new__(cls)
-        lines = predictor._build({name: value for name, value in given.items() if name in ARGUMENTS})
+        lines = predictor._build(given)
         show(*([] if given.get("quiet") else [located(predictor.files)]), *lines)
         predictor.bgr = False
         return predictor
@@ -86,7 +86,8 @@ class Predictor:
         options = from_plain(DetectOptions, given)
         sides_of(options.imgsz)  # refuses a wrong one before weights are downloaded
         device = one_device("0" if options.device == "cuda" else str(options.device))
-        members = read_members(list(map(str, options.weights)), str(options.layers), options.augment)
+        weights, own = list(map(str, options.weights)), (str(options.layers), str(options.task_file))
+        members = read_members(weights, *own, options.augment)
         source = data_source(str(options.data), members.entry.data) if options.data else None
         kind = members.entry.load()
         members.refuse(DetectOptions, given)

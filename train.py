@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from data.dataset import DataOptions, DataSet, DataSource, data_source
 from models.initial_weights import ModelOptions, StartingPoint, load_and_freeze, recipe_of, starting_point
-from models.tasks import TASKS, model_words
+from models.tasks import TASKS, add_tasks, model_words
 from models.tasks.contract import Criterion, LossTerms, Model, Task
 from models.weights.licence import Origin
 from utils.batch import Batch, Split
@@ -269,15 +269,19 @@ class Inputs(NamedTuple):
 def read_job(settings: Settings) -> Job:
     """Read the files that the flags name; download what is missing. Raises `UserError`."""
     saved_yaml = settings.saved and settings.saved["model"]
-    start_from = starting_point(settings.select(ModelOptions), saved_yaml, "layers" in settings.given)
+    start_from = starting_point(settings.select(ModelOptions), saved_yaml, settings.given)
     kind = start_from.entry.load()
     settings.refuse(kind.concerns_of(start_from.yaml), model_words(start_from.yaml))
     source = data_source(settings.options.data, start_from.entry.data)
-    settings = settings.resolve(kind.recipe, kind.defaults, source.spec.defaults)
+    defaults = (kind.defaults, source.spec.defaults)
     if not settings.saved:
-        start_from = start_from.with_weights(settings.options.weights)
-    if kind.prefers_trained and not settings.names("weights", source.spec.defaults):
+        start_from = start_from.with_weights(settings.value("weights", *defaults))
+    recommended = kind.prefers_trained and not settings.names("weights", source.spec.defaults)
+    if recommended:
         start_from = start_from.with_default_weights()
+    choose = partial(kind.recipes.choose, bool(start_from.weights), lambda: len(source.spec.images("train")))
+    settings = settings.resolve(kind.recipe, *defaults, choose=choose)
+    if recommended:
         settings = settings.with_options(weights=start_from.weights_name)
     origin = Origin.recorded(settings.saved) if settings.saved else start_from.origin
     origin.require(settings.options.allow_licence)
@@ -293,9 +297,8 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     with run.untimed_barrier():  # one machine may have more to download than another
         job = read_job(settings)
     if job.start.message and not all(run.collectives.gather([job.start.weights_name])):
-        start_from = job.start if not job.start.weights else job.start.from_scratch("not every machine has the weights")
-        settings = replace(job.settings.with_options(weights=""), origin=start_from.origin.content())
-        job = job._replace(settings=settings, start=start_from)
+        job = read_job(replace(settings.with_options(weights=""), given={**settings.given, "weights": ""}))
+        job = job._replace(start=job.start.from_scratch("not every machine has the weights"))
     settings, source, start_from, task = job
     options, data_options = settings.options, settings.select(DataOptions)
     memory.check_batch_size(options.batch_size, options.logical_processes)
@@ -305,7 +308,8 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     seed_everything(options.seed)
     model = task.build_model(start_from.yaml, options.imgsz, start_from.source)
     weights = [start_from.weights_file] if start_from.weights_file else []
-    messages = [located({"weights": weights, "data": [source.spec.file]})]
+    messages = [settings.choice] * bool(settings.choice)
+    messages += [located({"weights": weights, "data": [source.spec.file]})]
     messages += load_and_freeze(model, start_from, task, settings.select(ModelOptions))
     messages += unread_message(settings.hyp, task.unread(start_from.yaml), model_words(start_from.yaml))
     settings, rules = settings.for_weights(start_from.known_share(model, task))
@@ -466,11 +470,15 @@ def run(**flags: Any) -> dict[str, Any]:
     `UserError` if the command would end with an error, and KeyboardInterrupt if Ctrl-C has stopped it; then everything
     is saved, and `train.run(resume=folder)` continues.
     """
-    return call(lambda given: start_run(resolve_settings(given, recipe_of)), "train", flags, hyperparameters)
+    task_file = flags.get("task_file") or flags.get("task")
+    known = partial(hyperparameters, str(task_file or ""))
+    return call(lambda given: start_run(resolve_settings(given, recipe_of)), "train", flags, known)
 
 
-def hyperparameters() -> list[str]:
-    """Return the names of the hyperparameters of all tasks."""
+def hyperparameters(task_file: str = "") -> list[str]:
+    """Return the names of the hyperparameters of all tasks. task_file: see `add_tasks`, '' for none."""
+    if task_file:
+        add_tasks(task_file)
     return sorted({field.name for entry in TASKS.values() for field in fields(entry.load().recipe)})
 
 

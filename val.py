@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 if __name__ == "__main__":
     import utils.birth  # noqa: F401
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from data.dataset import DataOptions, DataSet, DataSource, data_source
 from models.ensemble import Inference, Members, for_inference, read_members
-from models.tasks.contract import BoxPrediction, Criterion, Metrics, Model, Prediction, Task, Thresholds
+from models.tasks.contract import Criterion, Metrics, Model, Prediction, Task, Thresholds
 from utils import coco
 from utils.batch import Batch, CocoImage, Split
 from utils.config.options import ValOptions
@@ -170,7 +170,7 @@ def assemble(given: Mapping[str, Any]) -> Validation:
     run = Run(*start(options.device, "no" if options.half else options.mixed_precision, options.dist_timeout))
     device = run.accelerator.device
     with run.untimed_barrier():  # one machine may have more to download than another
-        members = read_members(options.weights, options.layers, options.augment)
+        members = read_members(options.weights, options.layers, options.task_file, options.augment)
         source = data_source(options.data, members.entry.data)
     kind = members.entry.load()
     check_flags(members, given, options.annotations)
@@ -227,7 +227,7 @@ def keepers(validation: Validation) -> list[Callable[[Batch, Sequence[Prediction
     options = validation.options
     chosen: list[Callable[[Batch, Sequence[Prediction]], object]] = []
     if options.save_json:
-        chosen.append(lambda _, predictions: validation.coco_images.extend(p.coco_rows() for p in boxed(predictions)))
+        chosen.append(lambda _, predictions: validation.coco_images.extend(p.coco_rows() for p in predictions))
     if options.save_txt or options.save_hybrid:
         folder = validation.run.path / "labels"
         folder.mkdir(parents=True, exist_ok=True)
@@ -235,16 +235,11 @@ def keepers(validation: Validation) -> list[Callable[[Batch, Sequence[Prediction
     return chosen
 
 
-def boxed(predictions: Sequence[Prediction]) -> Sequence[BoxPrediction]:
-    """Return predictions as those with boxes: a task without boxes refuses the flags that need them."""
-    return cast("Sequence[BoxPrediction]", predictions)
-
-
 def write_labels(
     folder: Path, with_confidence: bool, hybrid: bool, batch: Batch, predictions: Sequence[Prediction]
 ) -> None:
     """Write a label file for each image of a batch. hybrid: its labels, and the predictions that match none of them."""
-    for prediction in [each.with_labels() for each in boxed(predictions)] if hybrid else predictions:
+    for prediction in [each.with_labels() for each in predictions] if hybrid else predictions:
         rows = prediction.label_rows(with_confidence)
         (folder / f"{Path(prediction.path).stem}.txt").write_text("".join(f"{row}\n" for row in rows))
 

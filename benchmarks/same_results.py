@@ -6,7 +6,7 @@
 Runs these jobs in both checkouts, with this Python, on one thread per process, and prints a line for each:
 
     builtin     the built-in job, 2 epochs
-    photos      yolov5n.pt on data/bccd of --shared at 160 px, 2 epochs, one process
+    photos      yolov5n.pt on data/bccd of --shared at 160 px, 2 epochs, --hyp low, one process
     processes   the same on two processes, with --sync-bn
     killed      the same on one process, killed by SIGKILL in the second epoch and resumed
     resumed     the same, begun and killed in `before`, resumed in `after`
@@ -121,7 +121,8 @@ class Jobs:
         self.project.mkdir(parents=True, exist_ok=True)
         file.write_text(yaml.safe_dump({**content, "names": CLASSES}))
         weights = str(self.shared / "weights" / "yolov5n.pt")
-        return ("--data", str(file), "--weights", weights, "--imgsz", "160", "--epochs", "2")
+        low = ("--hyp", "data/hyps/low.yaml")  # the default of older checkouts
+        return ("--data", str(file), "--weights", weights, "--imgsz", "160", "--epochs", "2", *low)
 
 
 def fingerprint(folder: Path) -> dict[str, str]:

@@ -158,10 +158,12 @@ class ClassificationData(DataSet[ClassificationSplit]):
     @staticmethod
     def files(spec: DataSpec) -> dict[str, list[Path]]:
         """Return the images of training and validation."""
-        return {
-            name: [path for paths in classes_of_split(spec, name).values() for path in paths]
-            for name in ("train", "val")
-        }
+        return {name: list(ClassificationData.groups(spec, name)) for name in ("train", "val")}
+
+    @staticmethod
+    def groups(spec: DataSpec, split: str) -> dict[Path, str]:
+        """Return the name of the class of each image."""
+        return {path: text for text, paths in classes_of_split(spec, split).items() for path in paths}
 
     def split(self, name: str, hyp: Recipe | None = None) -> ClassificationSplit:
         """Read and check a split. Raises `UserError` if no image can be used, or for a folder of an unknown class."""
@@ -174,7 +176,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
             )
         images = [path for paths in classes.values() for path in paths]
         labels = np.array([numbers[text] for text, paths in classes.items() for _ in paths], np.int64)
-        scanned = load_labels(images, f"{name} images", self.options.workers, "images")
+        scanned = load_labels(images, f"{name} images", self.options.workers, rules=None)
         problems = (*self.spec.unread_images(name), *scanned.problems)
         if name == "train":
             counts = np.bincount(labels[scanned.sizes[:, 0] > 0], minlength=len(self.names))

@@ -10,7 +10,7 @@ import importlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
@@ -22,18 +22,13 @@ from data.hold_out import held_out
 from data.images import IMAGE_SUFFIXES
 from data.shards import Pack, find_pack
 from data.voc import has_annotations, is_voc_list
+from utils import user_code
 from utils.config.parser import check_suggested_defaults
 from utils.config.values import is_number
 from utils.errors import UserError, nearest, plural, shortened, shown
-from utils.files import file_name, read_yaml
+from utils.files import ROOT, file_name, read_yaml
 
 SPLITS = ("train", "val", "test")
-# The modules of the built-in data sets, by their names in `draw:`.
-DRAWING_MODULES = {
-    "shapes": "data.builtin.shapes",
-    "shapes-cls": "data.builtin.shapes_cls",
-    "shapes-seg": "data.builtin.shapes_seg",
-}
 MAX_CLASSES = 4096  # of a model
 PRINTED_KEYS = 5  # unknown ones, at most
 # Of images that are not read. Those that are: `IMAGE_SUFFIXES`.
@@ -366,14 +361,35 @@ def _is_seed(value: Any) -> bool:
 
 
 def _draw(file: Path, value: Any, folder: Path) -> None:
-    """Draw a built-in data set if it is absent. value: the seed of `shapes`, or a mapping of a name to its seed."""
+    """Draw a data set if it is absent. value: the seed of `shapes`, or a mapping of a module that draws to its seed."""
     name, seed = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("shapes", value)
-    if name not in DRAWING_MODULES or not _is_seed(seed):
+    draw_dataset = _drawing(name) if _is_seed(seed) else None
+    if draw_dataset is None:
         raise UserError(
-            f"{file}: `draw` must be the seed of the built-in data set, a whole number, or one of "
-            f"{', '.join(DRAWING_MODULES)} with its seed, not {shown(value)}"
+            f"{file}: `draw` must be the seed of the built-in data set, a whole number, or such as "
+            f"{{data.builtin.shapes_cls: 0}}, a module with `draw_dataset` and its seed, not {shown(value)}; modules "
+            "of data/ and of the task that --task-file names are imported, no others"
         )
-    importlib.import_module(DRAWING_MODULES[name]).draw_dataset(folder, seed=seed)
+    draw_dataset(folder, seed=seed)
+
+
+def _drawing(name: Any) -> Callable[..., object] | None:
+    """Return the `draw_dataset` of a module, None if it has none or may not be imported.
+
+    A YAML may be somebody else's: of this repository it can name modules in data/, and of a user only those of a task
+    that this user runs. name: a name without a dot, such as `shapes-cls`, is a module of data/builtin.
+    """
+    name = str(name)
+    if "." not in name and not user_code.is_users(name):
+        name = f"data.builtin.{name.replace('-', '_')}"
+    if not all(part.isidentifier() for part in name.split(".")):
+        return None
+    if user_code.is_users(name):
+        return getattr(user_code.load(name), "draw_dataset", None)
+    file = ROOT.joinpath(*name.split(".")).with_suffix(".py")
+    if not name.startswith("data.") or not file.is_file():
+        return None
+    return getattr(importlib.import_module(name), "draw_dataset", None)
 
 
 def _roots(file: Path, path: Any) -> tuple[Path, ...]:

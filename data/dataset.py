@@ -7,7 +7,6 @@ the methods below and know no data set by name. May import utils; nothing of mod
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from utils.config.hyperparameters import Recipe
 from utils.console import columns, listed
 from utils.errors import UserError, plural
 from utils.files import csv_text, find_file
+from utils.user_code import class_named
 
 S = TypeVar("S", bound=Split)
 PRINTED_PROBLEMS = 5  # of a split, at most
@@ -65,6 +65,12 @@ class DataSet(ABC, Generic[S]):
     @abstractmethod
     def files(spec: DataSpec) -> dict[str, list[Path]]:
         """Return all files that training reads, by kind, such as `labels of train`; some may not exist."""
+
+    @staticmethod
+    def groups(spec: DataSpec, split: str) -> dict[Path, str]:
+        """Return the name of the class of each image of a split, for data.pack, if its folder says it; {} if there are
+        label files. Raises `UserError` if there are no images."""
+        return {}
 
     @abstractmethod
     def split(self, name: str, hyp: Recipe | None = None) -> S:
@@ -157,8 +163,7 @@ D = TypeVar("D", bound=DataSet[Any])
 
 def dataset_class(name: str) -> type[DataSet[Any]]:
     """Import a data set's class by its name, `module:class`, such as `data.detection:DetectionData`."""
-    module, _, attribute = name.partition(":")
-    kind: type[DataSet[Any]] = getattr(importlib.import_module(module), attribute)
+    kind: type[DataSet[Any]] = class_named(name)
     return kind
 
 

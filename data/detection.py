@@ -29,7 +29,8 @@ from data.cache import Images, open_images
 from data.data_yaml import DataSpec
 from data.dataset import DataOptions, DataSet, labels_text, problem_warnings, split_identity
 from data.images import read_image, resize_long_side, scaled_shape
-from data.labels import OUTLINED, Content, Labels, check_classes, load_labels
+from data.label_rows import BOXES, POLYGONS, RowRules
+from data.labels import Labels, check_classes, load_labels
 from data.remote import shown_path
 from data.sampler import SampleIndex, evaluation_batches, item_generator, training_batches
 from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement
@@ -221,9 +222,9 @@ class DetectionData(DataSet[DetectionSplit]):
         return images | {f"labels of {split}": listing.label_files() for split, listing in listings.items()}
 
     @staticmethod
-    def content(hyp: Recipe | None) -> Content:
-        """Return what is read of label files: see `split`."""
-        return "polygons" if isinstance(hyp, Augmentation) and hyp.copy_paste > 0 else "labels"
+    def row_rules(hyp: Recipe | None) -> RowRules:
+        """Return how the rows of label files are read: see `split`."""
+        return POLYGONS if isinstance(hyp, Augmentation) and hyp.copy_paste > 0 else BOXES
 
     def split(self, name: str, hyp: Recipe | None = None) -> DetectionSplit:
         """Read and check a split.
@@ -231,8 +232,8 @@ class DetectionData(DataSet[DetectionSplit]):
         hyp: with `copy_paste` the labels' polygons are read too. Raises `UserError` if no image can be used, if
         there is no label to train on, or for an unknown class.
         """
-        listing, content = self.spec.listing(name), self.content(hyp)
-        labels = load_labels(listing.images, f"{name} labels", self.options.workers, content, listing.annotated)
+        listing, rules = self.spec.listing(name), self.row_rules(hyp)
+        labels = load_labels(listing.images, f"{name} labels", self.options.workers, rules, listing.annotated)
         problems = (*listing.problems, *labels.problems)
         readable = self.usable(name, labels.sizes, problems)
         images, labels = list(compress(listing.images, readable)), labels.subset(readable)
@@ -255,7 +256,7 @@ class DetectionData(DataSet[DetectionSplit]):
         names = self.class_names(self.spec, self.options.single_cls)
         counts = {name: split.counts(len(names)) for name, split in (("train", train), ("val", val))}
         rows = train.labels.rows
-        polygons = train.labels.polygons if self.content(None) in OUTLINED else None
+        polygons = train.labels.polygons if self.row_rules(None).outlines else None
         boxes = [
             [names[int(rows[k, 0])], *(f"{value:.5g}" for value in rows[k, 1:].tolist())]
             + ([" ".join(f"{value:.4g}" for value in polygons.outline(k).ravel().tolist())] if polygons else [])

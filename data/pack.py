@@ -24,18 +24,17 @@ from typing import IO
 from tqdm import tqdm
 
 from data import remote, shards, storage
-from data.classification import classes_of_split
 from data.coco_json import AnnotatedRows
-from data.data_yaml import SPLITS, DataSpec, names_text
-from data.dataset import data_source
+from data.data_yaml import SPLITS, names_text
+from data.dataset import DataSource, data_source
 from data.images import image_size
 from data.label_paths import label_name
 from data.shards import INDEX_FILE, LIST_SUFFIX, SHARD_SUFFIX, PackedImage, Summary
+from models.tasks import TASKS, add_tasks
 from utils.distributed.failure import run_main
 from utils.errors import UserError, plural
 from utils.files import PART_SUFFIX, cache_folder, replacing
 
-PACKED_TASKS = ("detect", "segment", "classify")  # the first two are packed alike
 YAML_FILE = "data.yaml"
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 TAR_BLOCK_BYTES = 512  # a file takes whole blocks, and one for its header
@@ -60,13 +59,12 @@ def size_in_bytes(text: str) -> int:
     return int(match[1]) * UNITS[match[2]]
 
 
-def loose_images(spec: DataSpec, split: str, task: str) -> tuple[list[LooseImage], list[str]]:
+def loose_images(source: DataSource, split: str) -> tuple[list[LooseImage], list[str]]:
     """Return the images of a split, in the order in which training lists them, and messages. Raises `UserError`."""
+    spec, groups = source.spec, source.kind.groups(source.spec, split)
     boxes: dict[str, str] = {}
     outlines: dict[str, str] = {}
-    groups: dict[Path, str] = {}
-    if task == "classify":
-        groups = {path: text for text, paths in classes_of_split(spec, split).items() for path in paths}
+    if groups:
         paths, messages = list(groups), spec.unread_images(split)
     else:
         listing = spec.listing(split)
@@ -257,15 +255,24 @@ def yaml_text(names: Mapping[int, str], splits: Sequence[str]) -> str:
 
 
 def pack(data: str, out: str, shard_size: str = "512M", task: str = "detect") -> list[str]:
-    """Pack the data set that `data` names, and return lines for the console. Raises `UserError`."""
+    """Pack the data set that `data` names, and return lines for the console. Raises `UserError`.
+
+    task: what the labels are for, the name of a task, or the Python file or package of one of your own.
+    """
     shard_bytes = size_in_bytes(shard_size)
-    spec = data_source(data, "data.classification:ClassificationData").spec
+    if task not in TASKS:
+        if not os.path.exists(task):
+            raise UserError(
+                f"--task {task} is neither {', '.join(TASKS)}, nor the path of a Python file or package; fix it"
+            )
+        task = add_tasks(task)[0]
+    source = data_source(data, TASKS[task].data)
+    spec = source.spec
     held_out = ["train", "val"] if spec.split else []
     splits = [split for split in SPLITS if split in spec.entries or split in held_out]
-    listed = {split: loose_images(spec, split, task) for split in splits}
-    names = spec.names
-    if task == "classify" and not names:
-        names = dict(enumerate(dict.fromkeys(image.group for image in listed["train"][0])))
+    listed = {split: loose_images(source, split) for split in splits}
+    groups = dict.fromkeys(image.group for image in listed["train"][0] if image.group) if "train" in listed else {}
+    names = spec.names or dict(enumerate(groups))
     if not names:
         raise UserError(f"{spec.file}: `names` must list the classes; for folders of classes add --task classify")
     out = str(Path(out)) if remote.is_remote(out) else os.path.abspath(out)
@@ -307,7 +314,9 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="folder or address, such as s3://bucket/my-data, of the pack")
     parser.add_argument("--shard-size", default="512M", help="of a tar file, such as 512M or 2G; default: 512M")
     parser.add_argument(
-        "--task", choices=PACKED_TASKS, default=PACKED_TASKS[0], help="what the labels are for; default: detect"
+        "--task",
+        default="detect",
+        help=f"what the labels are for: {', '.join(TASKS)}, or the Python file or package of a task; default: detect",
     )
     given = parser.parse_args()
     print(*pack(given.data, given.out, given.shard_size, given.task), sep="\n")

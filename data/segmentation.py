@@ -24,7 +24,8 @@ from data.detection import (
     to_tensors,
 )
 from data.detection import collate as collate_boxes
-from data.labels import Content, Labels
+from data.label_rows import OUTLINES, RowRules
+from data.labels import Labels
 from data.masks import NO_MASKS, TargetMasks, evaluation_masks, training_masks
 from data.polygons import Polygons, offsets_of
 from data.sampler import SampleIndex
@@ -50,7 +51,7 @@ class MaskedTrainingItems(TrainingItems):
         augmented = self.augmented(sample)
         pixels, targets = to_tensors(augmented, pixels)
         self.images.release()
-        assert augmented.polygons is not None  # `SegmentationData.content`
+        assert augmented.polygons is not None  # `SegmentationData.row_rules`
         ratio, overlap = self.options.mask_ratio, not self.options.no_overlap
         order, masks = training_masks(augmented.polygons, targets.numpy(), sample.shape, ratio, overlap)
         return pixels, targets[torch.from_numpy(order)], MaskedInfo(self.info(sample.image, NO_PLACEMENT), masks)
@@ -62,7 +63,7 @@ class MaskedEvaluationItems(EvaluationItems):
     def item(self, sample: SampleIndex, pixels: Tensor) -> Item:
         fitted, placement = self.fitted(sample)
         pixels, targets = to_tensors(fitted, pixels)
-        assert fitted.polygons is not None  # `SegmentationData.content`
+        assert fitted.polygons is not None  # `SegmentationData.row_rules`
         assert self.labels.polygons is not None
         masks = evaluation_masks(fitted.polygons, targets.numpy(), sample.shape)
         first, end = self.labels.offsets[sample.image : sample.image + 2].tolist()
@@ -97,7 +98,7 @@ class SegmentationSplit(DetectionSplit):
     def identity(self) -> dict[str, str]:
         """Return hashes of the files' names, and of the boxes and outlines of each image."""
         labels, polygons = self.labels, self.labels.polygons
-        assert polygons is not None  # `SegmentationData.content`
+        assert polygons is not None  # `SegmentationData.row_rules`
         arrays = (labels.rows, labels.counts, polygons.points, polygons.offsets)
         return split_identity(self.images, b"".join(array.tobytes() for array in arrays))
 
@@ -120,14 +121,14 @@ class SegmentationData(DetectionData):
     collate = staticmethod(collate)
 
     @staticmethod
-    def content(hyp: Recipe | None) -> Content:
-        """Return what is read of label files: outlines, whatever the hyperparameters."""
-        return "outlines"
+    def row_rules(hyp: Recipe | None) -> RowRules:
+        """Return how the rows of label files are read: outlines, whatever the hyperparameters."""
+        return OUTLINES
 
     def split(self, name: str, hyp: Recipe | None = None) -> SegmentationSplit:
         """Read and check a split: see `DetectionData`."""
         split = super().split(name, hyp)
-        assert split.labels.polygons is not None  # `content`
+        assert split.labels.polygons is not None  # `row_rules`
         boxes = int((split.labels.polygons.counts == 0).sum())
         return SegmentationSplit(split.images, outlined(split.labels), split.problems, boxes)
 

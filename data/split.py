@@ -51,7 +51,7 @@ def read_pool(data: str) -> Pool:
     listings = [spec.listing(name) for name in splits]
     images = sorted({image for listing in listings for image in listing.images})
     annotated = [described for listing in listings for described in listing.annotated]
-    labels = load_labels(images, "labels", WORKERS, "labels", annotated)
+    labels = load_labels(images, "labels", WORKERS, annotated=annotated)
     check_classes(labels, images, len(spec.names), spec.file)
     entries = list(dict.fromkeys(path for name in splits if name in spec.entries for path in spec.locations(name)))
     return Pool(spec, images, labels, entries, bool(annotated))

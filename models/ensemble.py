@@ -19,7 +19,7 @@ from models.fuse import fuse
 from models.image_size import ImageSize, in_words, sides_of, whole_strides
 from models.layer_registry import add_layers
 from models.layers import RepConv
-from models.tasks import TASKS, TaskEntry, model_words, task_of
+from models.tasks import TASKS, TaskEntry, add_tasks, model_words, task_of
 from models.tasks.contract import Model, Postprocess, Task, View
 from models.weights.content import ExportMetadata, Weights
 from models.weights.releases import find_weights
@@ -59,13 +59,16 @@ def _text(value: float | Sequence[int]) -> str:
 
 
 def common_task(weights: Mapping[str, Weights]) -> str:
-    """Return the name of the task of all weight files.
+    """Return the name of the task of all weight files. A task that is not here is taken from the Python file that the
+    run was trained with, if this user has run it before.
 
     Raises `UserError` if one has no model, or if two have different tasks or classes.
     """
     for name, content in weights.items():
         if content.model is None:
             raise UserError(f"{name} holds bare tensors without a model; give weights that train.py or YOLOv5 wrote")
+        if content.task not in TASKS and (task_file := content.settings.get("task_file")):
+            add_tasks(str(task_file), is_named=False, named_by=name)
     tasks = {name: task_of({"task": content.task}, name) for name, content in weights.items()}
     first, *others = weights
     for other in others:
@@ -192,9 +195,15 @@ class Members:
         return frozenset().union(*(kind.concerns_of(content.task_yaml) for content in self.weights.values()))
 
     def refuse(self, kind: type[DataclassInstance], given: Mapping[str, Any]) -> None:
-        """Raise `UserError` for a flag that applies to none of the models. kind: the options. given: values by name."""
-        first = next(iter(self.weights.values()))
+        """Raise `UserError` for a flag that applies to none of the models, or not to their predictions.
+
+        kind: the options. given: values by name.
+        """
+        first, task = next(iter(self.weights.values())), self.entry.load()
         refuse_flags(kind, given, self.concerns, model_words(first.task_yaml))
+        for name, reason in (task.prediction.refused() if task.prediction else {}).items():
+            if given.get(name):
+                raise UserError(f"--{name.replace('_', '-')} {reason}")
 
     def image_size(self, requested: int | Sequence[int], suggested: int = 0) -> ImageSize:
         """Return the image size, not rounded: see `choose_size`. Raises `UserError` if the files disagree."""
@@ -242,14 +251,17 @@ class Members:
         return models if all(model.imgsz == common for model in models) else load(common)
 
 
-def read_members(names: Sequence[str], layers: str, augment: bool) -> Members:
+def read_members(names: Sequence[str], layers: str, task_file: str, augment: bool) -> Members:
     """Read the weight files that --weights names, downloaded if necessary.
 
-    layers: a Python file with the user's layers, '' for none. augment: whether --augment is given.
+    layers: a Python file with the user's layers, '' for none. task_file: a Python file or package with the user's task,
+    '' for none. augment: whether --augment is given.
     Raises `UserError` if a file cannot be used, or not together with the others.
     """
     if layers:
         add_layers(layers)
+    if task_file:
+        add_tasks(task_file)
     files = weight_files(names)
     weights = {name: read_model(file) for name, file in files.items()}
     entry = TASKS[common_task(weights)]

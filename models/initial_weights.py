@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from models.image_size import rounding
 from models.layer_registry import add_layers
 from models.layers import skip_norms
-from models.tasks import TASKS, TaskEntry, task_of
+from models.tasks import TASKS, TaskEntry, add_tasks, task_of
 from models.tasks.contract import Model, Task
 from models.weights.content import Weights
 from models.weights.licence import YOURS, Origin
@@ -36,6 +36,7 @@ class ModelOptions:
     cfg: str
     weights: str
     layers: str
+    task_file: str
     freeze: tuple[int, ...]
     imgsz: int
 
@@ -89,15 +90,17 @@ class StartingPoint:
 
 
 def starting_point(
-    options: ModelOptions, saved_yaml: Mapping[str, Any] | None = None, layers_named: bool = True
+    options: ModelOptions, saved_yaml: Mapping[str, Any] | None, given: Collection[str]
 ) -> StartingPoint:
     """Read the model that --cfg names, else the one in --weights.
 
-    saved_yaml: of a run that is resumed. layers_named: whether --layers is on the command line, not only in the
-    settings of that run. If --cfg is given, `with_weights` reads the weights later. Raises `UserError`.
+    saved_yaml: of a run that is resumed. given: names of the flags on the command line; others may be in the settings
+    of that run. If --cfg is given, `with_weights` reads the weights later. Raises `UserError`.
     """
     if options.layers:
-        add_layers(options.layers, layers_named)
+        add_layers(options.layers, "layers" in given)
+    if options.task_file:
+        add_tasks(options.task_file, "task_file" in given)
     source, content, file = options.cfg or options.weights, None, None
     if saved_yaml is not None:
         yaml = dict(saved_yaml)
@@ -203,6 +206,11 @@ def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
     return chosen
 
 
-def recipe_of(yaml: Mapping[str, Any]) -> type[Recipe]:
-    """Return the class of the hyperparameters for a model YAML."""
-    return TASKS[task_of(yaml, "the model")].load().recipe
+def recipe_of(settings: Mapping[str, Any], given: Mapping[str, Any]) -> type[Recipe]:
+    """Return the class of the hyperparameters of a run. settings: of its settings.yaml. given: flags that replace them.
+
+    Raises `UserError` if there is no such task, or if its file may not be run.
+    """
+    if task_file := {**settings, **given}.get("task_file"):
+        add_tasks(task_file, "task_file" in given)
+    return TASKS[task_of(settings["model"], "the model")].load().recipe

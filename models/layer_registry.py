@@ -6,14 +6,12 @@ Called by models/yolo.py, and by the scripts for --layers. A new layer is a clas
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import inspect
 import itertools
 import math
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,8 +24,9 @@ from torch import nn
 from models import layers
 from models.heads.anchors.head import Detect, Segment
 from models.heads.dfl.head import DetectDFL
-from utils.errors import UserError, first_line, nearest
-from utils.files import cache_folder, looked_for
+from utils.errors import UserError, nearest
+from utils.files import looked_for
+from utils.user_code import running, trust
 
 MAX_COUNT = 4096  # classes, channels, repetitions: a larger number is a typing error
 # Modules of torch.nn whose classes are no layers of a map.
@@ -223,16 +222,7 @@ def add_layers(file: str | Path, is_named: bool = True) -> list[str]:
     name = f"layers of {path}"
     if name in sys.modules:
         return list(_layers_of(sys.modules[name]))
-    digest = hashlib.sha256(os.fsencode(path) + b"\0" + path.read_bytes()).hexdigest()
-    mark = cache_folder() / "layers" / digest
-    if not is_named and not mark.is_file():
-        raise UserError(
-            f"the run's settings.yaml names {path}, a Python file that would be run and is not one that you have run "
-            f"before; read it, and if you trust it add --layers {file}"
-        )
-    with suppress(OSError):  # then it must be named each time
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+    trust(path, f"--layers {file}", is_named, "the run's settings.yaml")
     module = _load(path, name)
     classes = _layers_of(module)
     if not classes:
@@ -251,24 +241,15 @@ def _load(path: Path, name: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise UserError(f"{path} is no Python file; --layers takes one whose name ends with .py")
     module = importlib.util.module_from_spec(spec)
-    dont_write, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     sys.path.insert(0, str(path.parent))
     sys.modules[name] = module  # dataclasses look up the module of their class there
     try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        where = Path(error.filename or path)
-        raise UserError(f"{where}, line {error.lineno or 1}: {error.msg}; fix the Python there") from None
-    except (Exception, SystemExit) as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        line = f", line {lines[-1]}" if lines else ""
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{path}{line}: {reason}; fix it, so that the file loads") from error
+        with running(path):
+            spec.loader.exec_module(module)
     finally:
         del sys.modules[name]
         with suppress(ValueError):  # the file may have removed it
             sys.path.remove(str(path.parent))
-        sys.dont_write_bytecode = dont_write
     return module
 
 

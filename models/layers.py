@@ -620,6 +620,13 @@ class Head(nn.Module):
 
     description: ClassVar[str]  # for messages: "detection head"
     example: ClassVar[str]  # a row that ends a YAML with it
+    any_size: ClassVar[bool] = False  # whether the sides of images need not be multiples of the largest stride
+
+    def placed(self, strides: Sequence[float]) -> None:
+        """Set what depends on the strides of the input maps in pixels, such as initial biases; by default nothing.
+
+        Called once, when the model is built. The stride of an input that is no map is 1.
+        """
 
 
 class Proto(nn.Module):
@@ -644,6 +651,7 @@ class Classify(Head):
 
     description = "classification head"
     example = "[-1, 1, Classify, [nc]]"
+    any_size = True
 
     def __init__(self, c1: int, classes: int, dropout: float = 0.0) -> None:
         super().__init__()

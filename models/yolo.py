@@ -57,7 +57,7 @@ class Row:
 
 
 class YoloModel(Model):
-    """The network of a YAML's rows. stride: the largest stride of a detector's levels in pixels, 1 for other heads."""
+    """The network of a YAML's rows. stride: the largest of the head's input maps, pixels; 1 for a head of any size."""
 
     def __init__(
         self, layers: Sequence[nn.Module], rows: Sequence[Row], yaml: dict[str, Any], stride: int, imgsz: int
@@ -228,7 +228,7 @@ def _parse_origin(where: str, index: int, origin: Any) -> int:
 def _build_layers(
     source: str, rows: list[Row], yaml: dict[str, Any], with_anchors: bool
 ) -> tuple[list[nn.Module], int]:
-    """Return the layers of the rows, and the largest stride of the inputs of a detection head, 1 for other heads.
+    """Return the layers of the rows, and the largest stride of the inputs of a head, 1 for one of images of any size.
 
     A draft of each layer runs on the "meta" device, without memory: that measures channels and strides, and shows which
     row does not fit.
@@ -248,17 +248,20 @@ def _build_layers(
                     maps.append(draft(inputs if isinstance(row.source, tuple) else inputs[0]))
             _refuse_huge(draft, maps[-1])
             layers.append(layer := _build_layer(row, inputs, scaling, activation))
-            if isinstance(layer, DetectionHead):
-                strides = [PROBE_PIXELS / x.shape[2] for x in inputs]
-                layer.set_strides(strides)
-                layer.initialise_biases()
-                largest = max(largest, *strides)
+            if isinstance(layer, Head):
+                layer.placed(strides := [_stride(x) for x in inputs])
+                largest = largest if layer.any_size else max(largest, *strides)
         except Exception as error:  # the arguments are the user's, and so may be the layer
             raise UserError(
                 f"{source}, row {row.index}: {row.module} with the arguments {shortened(str(list(row.args)))} "
                 f"on rows {list(row.sources)} does not work ({first_line(error)}); fix that row"
             ) from error
     return layers, int(largest)
+
+
+def _stride(output: Any) -> float:
+    """Return the stride of a layer's output in pixels, for an image of PROBE_PIXELS; 1 if it is no map."""
+    return PROBE_PIXELS / output.shape[2] if isinstance(output, Tensor) and output.ndim == 4 else 1.0
 
 
 def _check_head(source: str, layers: list[nn.Module], heads: Sequence[type[Head]]) -> None:

@@ -115,7 +115,7 @@ def test_weights_of_the_hub_are_exported_into_the_working_folder(
     main()
     assert [file.name for file in cached.parent.iterdir()] == ["best.pt"]
     assert read_weights("best.safetensors").names == NAMES
-    members = read_members(("hf:me/mine", "best.safetensors"), "", augment=False)
+    members = read_members(("hf:me/mine", "best.safetensors"), "", "", augment=False)
     of_hub, of_safetensors = (content.state for content in members.weights.values())
     torch.testing.assert_close(of_hub, of_safetensors, rtol=0, atol=0)
 

@@ -1,16 +1,12 @@
-"""A new task is new files and one line in models/tasks/__init__.py.
+"""A new task is new files: examples/keypoints, which `--task` names.
 
-The files of tests/heatmap_task/ and such a line are added to a copy of the checkout. Its scripts train, validate,
-resume, detect and export the new task.
+The scripts train, validate, resume, detect and export it.
 """
 
 from __future__ import annotations
 
 import csv
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,15 +15,10 @@ import pytest
 import yaml
 from PIL import Image
 
+from tests.conftest import ROOT, RunScript
 from tests.curves import rows
 
-ROOT = Path(__file__).resolve().parents[1]
-NEW_FILES = ROOT / "tests" / "heatmap_task"
-TASKS_FILE = "models/tasks/__init__.py"
-LINE = (
-    '    "heatmap": TaskEntry("models.tasks.heatmap.task:HeatmapTask", "data.heatmap:HeatmapData", "Heatmap", '
-    '"HeatmapModel"),\n'
-)
+TASK = ROOT / "examples" / "keypoints"
 COLOURS = {"red": (255, 40, 40), "blue": (40, 40, 255)}
 TRAIN_IMAGES, VAL_IMAGES = 37, 13  # primes, so that no batch size divides them
 PRECISION = 1e-3  # relative, of the losses of several processes against those of one
@@ -39,33 +30,35 @@ import sys
 from pathlib import Path
 import numpy as np, torch
 from data.dataset import DataOptions, data_source
-from models.tasks import TASKS, model_words, task_of
+from models.tasks import TASKS, add_tasks, model_words, task_of
 from models.tasks.contract import ExportSettings, Thresholds
-from models.tasks.heatmap.loss import heat
-from models.tasks.heatmap.prediction import HeatmapView
 from utils.config.options import DetectOptions, TrainOptions
 from utils.config.parser import refuse_flags
 from utils.errors import UserError
 from utils.files import read_yaml
 from utils.plots.drawing import Style
 
-yaml = read_yaml(Path("models/heatmap.yaml"))
-name = task_of(yaml, "heatmap.yaml")
-assert name == task_of({"head": yaml["head"]}, "heatmap.yaml") == "heatmap"
-source = data_source(sys.argv[1], TASKS[name].data)
+add_tasks(sys.argv[1])
+from keypoints.loss import heat
+from keypoints.prediction import HeatmapView
+
+yaml = read_yaml(Path(sys.argv[1]) / "model.yaml")
+name = task_of(yaml, "model.yaml")
+assert name == task_of({"head": yaml["head"]}, "model.yaml") == "keypoints"
+source = data_source(sys.argv[2], TASKS[name].data)
 kind = TASKS[name].load()
 refuse_flags(DetectOptions, {"conf_thres": 0.5}, kind.concerns_of(yaml), model_words(yaml))
 try:
     refuse_flags(TrainOptions, {"noautoanchor": True}, kind.concerns_of(yaml), model_words(yaml))
 except UserError as error:
-    assert str(error).endswith("not for heatmap with the head Heatmap; leave it out"), error
+    assert str(error).endswith("not for keypoints with the head Heatmap; leave it out"), error
 else:
     raise AssertionError("--noautoanchor is accepted")
 task = kind(source.names(), kind.recipe())
 torch.manual_seed(0)
 model = task.build_model(task.model_yaml(yaml), 61)
 assert (model.imgsz, model.stride, model.names) == (64, 4, {0: "red", 1: "blue"}), model.imgsz
-assert model.yaml["task"] == "heatmap"
+assert model.yaml["task"] == "keypoints"
 data = source.open(model.imgsz, model.stride, DataOptions(cache="ram", image_weights=True))
 train, val = data.split("train", kind.recipe()), data.split("val")
 assert data.messages(train, val)[2:] == ["2 classes: red, blue"], data.messages(train, val)
@@ -123,30 +116,6 @@ print("all parts work")
 
 
 @pytest.fixture(scope="session")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy the checkout and add the new task: new files, and one line in one file."""
-    folder = tmp_path_factory.mktemp("checkout")
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    files = [name for name in listed.split("\0") if name and (ROOT / name).is_file() and not name.startswith("tests/")]
-    for name in files:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, folder / name)
-    for new in (path for path in NEW_FILES.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
-        target = folder / new.relative_to(NEW_FILES)
-        assert not target.exists(), f"{target} is not new"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(new, target)
-    entry = (folder / TASKS_FILE).read_text(encoding="utf-8")
-    first = "TASKS: dict[str, TaskEntry] = {\n"
-    assert entry.count(first) == 1
-    (folder / TASKS_FILE).write_text(entry.replace(first, first + LINE), encoding="utf-8")
-    changed = {name for name in files if (folder / name).read_bytes() != (ROOT / name).read_bytes()}
-    assert changed == {TASKS_FILE}
-    return folder
-
-
-@pytest.fixture(scope="session")
 def keypoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Draw dark images with a red and a blue disc each; return the data YAML."""
     folder = tmp_path_factory.mktemp("keypoints")
@@ -173,42 +142,53 @@ def keypoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Return a function that runs a script of the copy, which must succeed, and returns its output."""
-    cache = str(tmp_path_factory.mktemp("cache"))
-    variables = {"WANDB_MODE": "disabled", "XDG_CACHE_HOME": cache, "OMP_NUM_THREADS": "1"}
-
-    def script(*command: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=checkout,
-            env={**os.environ, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, done.stdout
-        return done.stdout
-
-    return script
+def run(run_script: RunScript) -> Callable[..., str]:
+    """Return a function that runs a script with one thread and with pictures; it must succeed."""
+    return lambda script, *flags: run_script(script, *flags, plots=True, OMP_NUM_THREADS="1")
 
 
 def train_flags(data: Path, project: Path, *more: str) -> list[str]:
     how = ["--epochs", "3", "--batch-size", "8", "--workers", "1", "--device", "cpu", "--project", str(project), *more]
-    return ["train.py", "--cfg", "heatmap.yaml", "--data", str(data), *how]
+    return ["train.py", "--task", str(TASK), "--cfg", str(TASK / "model.yaml"), "--data", str(data), *how]
 
 
 @pytest.fixture(scope="session")
 def trained(run: Callable[..., str], keypoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train with one process; return the run folder, with pictures."""
     project = tmp_path_factory.mktemp("trained")
-    run(*train_flags(keypoints, project), "--keep-state")
+    run(*train_flags(keypoints, project))
     return project / "exp"
 
 
-def test_the_parts_of_the_task(run: Callable[..., str], keypoints: Path) -> None:
-    assert "all parts work" in run("-c", PARTS, str(keypoints))
+def test_the_parts_of_the_task(run_script: RunScript, keypoints: Path, tmp_path: Path) -> None:
+    (tmp_path / "parts.py").write_text(PARTS)
+    printed = run_script(str(tmp_path / "parts.py"), str(TASK), str(keypoints), PYTHONPATH=str(ROOT))
+    assert "all parts work" in printed
+
+
+def test_target_maps(run_script: RunScript, tmp_path: Path) -> None:
+    """Each keypoint has its peak in its cell, and of two near each other the higher one counts in every cell."""
+    (tmp_path / "maps.py").write_text(
+        f"""
+import math, torch
+from models.tasks import add_tasks
+add_tasks({str(TASK)!r})
+from keypoints.loss import heat
+
+rows = torch.tensor([[0, 1, 0.125, 0.375], [0, 1, 0.625, 0.375], [1, 0, 0.25, 0.5]])  # image, class, x, y
+maps = heat(rows, torch.Size((2, 2, 4, 4)))
+cell = lambda steps: math.exp(-steps / 2)
+expected = [cell(0), cell(1), cell(0), cell(1)]
+torch.testing.assert_close(maps[0, 1, 1], torch.tensor(expected))
+torch.testing.assert_close(maps[0, 1, 3], torch.tensor(expected) * cell(4))
+torch.testing.assert_close(maps[1, 0, 1:3, 0:2], torch.full((2, 2), cell(0.5)))
+assert not maps[0, 0].any() and not maps[1, 1].any()
+assert heat(rows[:0], torch.Size((2, 2, 4, 4))).eq(0).all()
+assert heat(rows.to("meta"), torch.Size((2, 2, 4, 4))).shape == (2, 2, 4, 4)  # which has no values to ask for
+print("as by hand")
+"""
+    )
+    assert "as by hand" in run_script(str(tmp_path / "maps.py"), PYTHONPATH=str(ROOT))
 
 
 def test_training(trained: Path) -> None:
@@ -280,7 +260,7 @@ def exported(run: Callable[..., str], trained: Path, tmp_path_factory: pytest.Te
     folder = tmp_path_factory.mktemp("exported")
     weights = shutil.copy2(trained / "weights/best.pt", folder / "best.pt")
     formats = ("--include", "torchscript")
-    assert "heatmap, 2 classes" in run("export.py", "--weights", str(weights), *formats)
+    assert "keypoints, 2 classes" in run("export.py", "--weights", str(weights), *formats)
     return folder
 
 

@@ -1,4 +1,7 @@
-"""Whole runs with data/hyps/finetune.yaml: one curve on one and two processes, and resumed to the byte."""
+"""Whole runs from trained weights, with the hyperparameters that --hyp auto chooses, data/hyps/finetune.yaml.
+
+One curve on one and two processes, and resumed to the byte.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def train(run_script: RunScript, drawn: Path, learned: Path, tmp_path_factory: p
     content = read_yaml(drawn)
     names = {**content["names"], len(content["names"]): "cloud"}
     data = write_yaml(tmp_path_factory.mktemp("more") / "more.yaml", {**content, "names": names})
-    what = ("--data", str(data), "--weights", str(learned), "--hyp", "finetune", "--imgsz", "96")
+    what = ("--data", str(data), "--weights", str(learned), "--imgsz", "96")
     how = ("--epochs", "2", "--batch-size", "8", "--workers", "1", "--device", "cpu", "--seed", "1")
 
     def run(project: Path, *flags: str, **more: str) -> str:
@@ -39,10 +42,12 @@ def single(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     project = tmp_path_factory.mktemp("single")
     printed = train(project)
     for message in (
+        "hyperparameters: --hyp finetune, because the run starts from trained weights; --hyp low has YOLOv5's values",
         "of its head the boxes and 6 of 7 classes",
         "BatchNorm statistics are those of the weights",
         "the weights know 86% of the classes",
-        "warm-up: 1 batch instead of 100",
+        "warm-up: 2 batches instead of 100",
+        "for the warm-up is too short for more",
         "EMA: a ramp of 10 steps instead of 2000",
     ):
         assert printed.count(message) == 1, printed
@@ -61,6 +66,6 @@ def test_two_processes(train: Train, single: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_killed_and_resumed(train: Train, single: Path, run_script: RunScript, tmp_path: Path) -> None:
     train(tmp_path, "--save-steps", "1", **planted("SIGKILL", "optimizer step", 3), code=-signal.SIGKILL)  # type: ignore[arg-type]
-    printed = run_script("train.py", "--resume", "--project", str(tmp_path), "--hyp", "finetune", OMP_NUM_THREADS="1")
+    printed = run_script("train.py", "--resume", "--project", str(tmp_path), "--hyp", "auto", OMP_NUM_THREADS="1")
     assert "resuming " in printed
     identical(tmp_path / "exp", single)

@@ -102,7 +102,8 @@ class Oracle:
         """Report what stays in TMPDIR, unless processes were killed. Torch's and W&B's folders are theirs."""
         for path in (self.cluster.folder / "tmp").iterdir():
             if not re.search("torchelastic_|torchinductor_|wandb", path.name) and not killed:
-                yield f"left in TMPDIR: {path.name}"
+                files = sorted(file.name for file in path.rglob("*")) if path.is_dir() else ""
+                yield f"left in TMPDIR: {path.name} {files}"
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _surroundings(self) -> Iterator[tuple[str, set[str]]]:

@@ -80,12 +80,8 @@ class DetectionHead(Head):
     stride: Tensor  # buffer (levels,), pixels per cell
 
     @abstractmethod
-    def set_strides(self, strides: Sequence[float]) -> None:
-        """Set the strides of the levels in pixels. Called once, when the model is built."""
-
-    @abstractmethod
-    def initialise_biases(self) -> None:
-        """Set the biases from which a training from scratch starts, by the strides."""
+    def placed(self, strides: Sequence[float]) -> None:
+        """Set the strides of the levels in pixels, and by them the biases from which a training from scratch starts."""
 
     @abstractmethod
     def criterion(self, hyp: Any, label_smoothing: float, imgsz: int) -> Criterion:

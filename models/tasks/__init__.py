@@ -1,13 +1,20 @@
-"""The registry of tasks: one entry each, imported on first use. Called by the scripts and models/; imports utils."""
+"""The registry of tasks: one entry each, imported on first use. Called by the scripts and models/; imports utils.
+
+A task outside of this repository is a Python file or package with a `TASKS` of its own, which `add_tasks` reads.
+"""
 
 from __future__ import annotations
 
-import importlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from utils.errors import UserError
+from utils.files import looked_for
+from utils.user_code import class_named, imported, trust
 
 if TYPE_CHECKING:
     from models.tasks.contract import Task
@@ -20,12 +27,11 @@ class TaskEntry:
     task: str  # module:class, see contract.py
     data: str  # module:class of its data set, for the scripts (data/dataset.py)
     head: str  # the module of the last row of its model YAMLs
-    yolov5_class: str  # of the network that YOLOv5 pickles into its files
+    yolov5_class: str = ""  # of the network that YOLOv5 pickles into its files
 
     def load(self) -> type[Task]:
         """Import the task's class."""
-        module, _, name = self.task.partition(":")
-        kind: type[Task] = getattr(importlib.import_module(module), name)
+        kind: type[Task] = class_named(self.task)
         return kind
 
 
@@ -77,5 +83,50 @@ def task_of(yaml: Mapping[str, Any], source: str) -> str:
     of_head = next((name for name, entry in TASKS.items() if entry.head == head), DEFAULT_TASK)
     task = str(yaml.get("task") or of_head)
     if task not in TASKS:
-        raise UserError(f"{source} is a model for the task '{task}'; give one for {' or '.join(TASKS)}")
+        raise UserError(
+            f"{source} is a model for the task '{task}'; give one for {' or '.join(TASKS)}, or name the Python file of "
+            "that task with --task-file"
+        )
     return task
+
+
+def add_tasks(place: str, is_named: bool = True, named_by: str = "the run's settings.yaml") -> list[str]:
+    """Run a user's Python file or package, register the tasks in its `TASKS`, a dict of `TaskEntry` by name, and return
+    their names.
+
+    An entry names the classes in the module itself, as `f"{__name__}:MyTask"`, or in modules of its package.
+    is_named: whether the user names `place` now; else `named_by` does, and it is run only if this user has run the same
+    before. Raises `UserError` if it does not load, or defines no task, an incomplete one, or one whose name is taken.
+    """
+    path = Path(place).resolve()
+    if not os.path.isfile(path / "__init__.py") and not (os.path.isfile(path) and path.suffix == ".py"):
+        subject = f"--task-file {place}" if is_named else f"{named_by} names --task-file {place}, which"
+        where = looked_for(Path(place))
+        raise UserError(
+            f"{subject} is neither a .py file nor a folder with an __init__.py; give the path of one{where}"
+        )
+    trust(path, f"--task-file {place}", is_named, named_by)
+    with imported(path, "--task-file") as module:
+        entries = _entries_of(module, path)
+    TASKS.update(entries)
+    return list(entries)
+
+
+def _entries_of(module: ModuleType, path: Path) -> dict[str, TaskEntry]:
+    """Return the tasks that a user's module defines, with all their classes imported."""
+    entries = vars(module).get("TASKS")
+    if not isinstance(entries, dict) or not all(isinstance(entry, TaskEntry) for entry in entries.values()):
+        entries = {}
+    if not entries:
+        raise UserError(
+            f'{path} defines no task; write `TASKS = {{"name": TaskEntry(...)}}`, with models.tasks.TaskEntry'
+        )
+    for name, entry in entries.items():
+        if TASKS.get(name, entry) is not entry:
+            raise UserError(f"{path} defines a task '{name}', but that name is taken; give it another name")
+        for kind in (entry.load(), class_named(entry.data)):
+            if missing := sorted(kind.__abstractmethods__):
+                raise UserError(
+                    f"{path}: the class {kind.__name__} of '{name}' lacks {', '.join(missing)}; define them"
+                )
+    return entries

@@ -19,7 +19,7 @@ from utils.batch import Batch, CocoImage, Split
 from utils.errors import UserError
 
 if TYPE_CHECKING:
-    from utils.config.hyperparameters import Recipe
+    from utils.config.hyperparameters import Recipe, Recipes
     from utils.summary import Example, Summary
 
 Image = np.ndarray  # uint8 (h, w, 3), BGR
@@ -86,11 +86,19 @@ class View(Protocol):
         ...
 
 
+# The methods that a `Prediction` may leave out: the flags that need them, and why these are refused then.
+OPTIONAL_METHODS = {
+    "crops": ("save_crop", "is not for this model: its results cover no part of an image; leave it out"),
+    "with_labels": ("save_hybrid", "is not for this model: its results are not joined with labels; leave it out"),
+    "coco_rows": ("save_json", "is not for this model: its results are none of COCO's; leave it out"),
+}
+
+
 class Prediction(Result):
     """The result for one image, for val.py, detect.py and Python users.
 
     A subclass is a dataclass, whose fields follow those of `Result`. `scores`, `classes`, `describe` and `draw` are
-    abstract too, in result.py.
+    abstract too, in result.py. `OPTIONAL_METHODS` may be left out.
     """
 
     @property
@@ -99,24 +107,31 @@ class Prediction(Result):
         """Return the whole result as one array."""
 
     @abstractmethod
-    def crops(self, image: Image) -> list[tuple[str, Image]]:
-        """Return the part of `image` that each object covers, with its class name; none is empty."""
-
-    @abstractmethod
     def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
         """Return lines of a label file. corners: xyxy in pixels instead of normalised xywh, if there are boxes."""
 
+    def crops(self, image: Image) -> list[tuple[str, Image]]:
+        """Return the part of `image` that each object covers, with its class name; none is empty (--save-crop)."""
+        raise _left_out("crops")
 
-class BoxPrediction(Prediction):
-    """The result of a task with boxes, which --save-hybrid and --save-json can write."""
-
-    @abstractmethod
-    def with_labels(self) -> BoxPrediction:
+    def with_labels(self) -> Prediction:
         """Return the labels of the image followed by the predictions that match none of them (--save-hybrid)."""
+        raise _left_out("with_labels")
 
-    @abstractmethod
     def coco_rows(self) -> CocoImage:
-        """Return the detections for COCO's results."""
+        """Return the detections for COCO's results (--save-json)."""
+        raise _left_out("coco_rows")
+
+    @classmethod
+    def refused(cls) -> dict[str, str]:
+        """Return the flags that need a method that this class leaves out, each with the reason."""
+        left_out = [name for name in OPTIONAL_METHODS if getattr(cls, name) is getattr(Prediction, name)]
+        return dict(OPTIONAL_METHODS[name] for name in left_out)
+
+
+def _left_out(method: str) -> UserError:
+    flag, reason = OPTIONAL_METHODS[method]
+    return UserError(f"--{flag.replace('_', '-')} {reason}")
 
 
 @dataclass(frozen=True)
@@ -203,9 +218,12 @@ class Task(ABC):
     loss_names: ClassVar[tuple[str, ...]]  # columns of results.csv after train/ and val/
     metric_names: ClassVar[tuple[str, ...]]  # columns of results.csv after metrics/
     recipe: ClassVar[type[Recipe]]  # the keys of its hyperparameter YAML
+    recipes: ClassVar[Recipes]  # its hyperparameter files
     defaults: ClassVar[Mapping[str, Any]] = {}  # for flags that are not on the command line
     # What flags may be about, of `CONCERNS` in utils/config/options.py; flags about anything else are refused.
     concerns: ClassVar[frozenset[str]] = frozenset()
+    # The class of its predictions, so that flags for what it leaves out are refused at the start; else at an image.
+    prediction: ClassVar[type[Prediction] | None] = None
     # Whether a run without --weights starts from those that torchvision recommends for the model, if they can be had.
     prefers_trained: ClassVar[bool] = False
     official_weights: ClassVar[str] = r"(?!)"  # regular expression: names of release files

@@ -15,7 +15,8 @@ from data.convert import convert_coco
 from data.data_yaml import read_spec
 from data.dataset import DataOptions
 from data.detection import DetectionData, DetectionSplit
-from data.labels import Content, load_labels
+from data.label_rows import BOXES, OUTLINES, POLYGONS, RowRules
+from data.labels import load_labels
 from data.segmentation import SegmentationData
 from tests.making import spoil, write_image, write_yaml
 from utils.config.hyperparameters import Hyperparameters
@@ -208,19 +209,19 @@ def test_training_reads_the_annotations_instead_of_label_files(tmp_path: Path) -
     assert split.labels.counts.tolist() == [1, 1, 2, 0]
 
 
-@pytest.mark.parametrize("content", ["labels", "polygons", "outlines"])
+@pytest.mark.parametrize("rules", [BOXES, POLYGONS, OUTLINES])
 def test_coco128_is_the_same_from_annotations_and_from_label_files(
-    shared: Path, tmp_path: Path, content: Content
+    shared: Path, tmp_path: Path, rules: RowRules
 ) -> None:
     file = shared / "data/coco128/annotations/instances_train2017.json"
-    convert_coco(file, tmp_path / "labels", polygons=content != "labels")
+    convert_coco(file, tmp_path / "labels", polygons=rules.outlines)
     (tmp_path / "images").symlink_to(shared / "data/coco128/images/train")
     names = list(read_yaml(ROOT / "data/coco128.yaml")["names"].values())
     annotated, problems = find_images(file, [tmp_path / "images"], names)
     assert read_contents(file).classes == names
     assert problems == []
     images = [Path(path) for path in sorted(annotated.images)]
-    one, other = (load_labels(images, "", 0, content, given) for given in ((), [annotated]))
+    one, other = (load_labels(images, "", 0, rules, given) for given in ((), [annotated]))
     assert (one.problems, len(images), len(one.rows)) == (other.problems, 128, 929)
     for field in ("rows", "offsets", "sizes"):
         assert np.array_equal(getattr(one, field), getattr(other, field))

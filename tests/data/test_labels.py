@@ -20,7 +20,8 @@ from PIL import ExifTags, Image
 
 from data import labels
 from data.dataset import DataOptions, data_source
-from data.labels import Content, Labels, check_classes, load_labels, parse_rows, scan_image
+from data.label_rows import BOXES, OUTLINES, POLYGONS, RowRules, parse_rows
+from data.labels import Labels, check_classes, load_labels, scan_image
 from tests.making import label_file, noise, plain, spoil, write_image, write_label, write_yaml
 from utils.errors import UserError
 from utils.files import ROOT
@@ -32,7 +33,7 @@ def rows_of(text: str) -> list[list[float]]:
     """Return the rows of a label text without problems."""
     rows, problems = parse_rows(text, FILE)
     assert problems == []
-    return list(map(list, rows))
+    return [list(row.box) for row in rows]
 
 
 def same(a: Labels, b: Labels) -> bool:
@@ -87,7 +88,7 @@ def test_boxes_and_polygons_are_read_as_boxes(text: str, rows: list[list[float]]
 def test_a_repeated_box_is_left_out_and_named() -> None:
     text = "1 0.5 0.5 0.25 0.25\n1 0.5 0.5 0.25 0.5\n2 0.5 0.5 0.25 0.25\n1 0.50 0.5 0.25 .25\n"
     rows, problems = parse_rows(text, FILE)
-    assert list(rows) == [(1, 0.5, 0.5, 0.25, 0.25), (1, 0.5, 0.5, 0.25, 0.5), (2, 0.5, 0.5, 0.25, 0.25)]
+    assert [row.box for row in rows] == [(1, 0.5, 0.5, 0.25, 0.25), (1, 0.5, 0.5, 0.25, 0.5), (2, 0.5, 0.5, 0.25, 0.25)]
     assert problems == [f"{FILE}, line 4: the same box again; row left out"]
 
 
@@ -117,7 +118,7 @@ def test_a_repeated_box_is_left_out_and_named() -> None:
 )  # fmt: skip
 def test_a_bad_row_is_left_out_and_named(line: str, problem: str) -> None:
     rows, problems = parse_rows(f"3 0.5 0.5 0.25 0.25\n{line}\n4 0.5 0.5 0.25 0.25\n", FILE)
-    assert [row[0] for row in rows] == [3, 4]
+    assert [row.box[0] for row in rows] == [3, 4]
     assert problems == [f"{FILE}, line 2: {problem}; row left out"]
 
 
@@ -219,7 +220,7 @@ def test_a_jpeg_that_is_hardly_truncated_is_used_with_a_sentence(tmp_path: Path)
     assert (scan.size, len(scan.rows)) == ((640, 480), 1)
     (problem,) = scan.problems
     assert re.fullmatch(rf"{image}: truncated, 0\.\d\d% of its pixels are missing and grey; used", problem)
-    assert scan_image(image, "images").problems == (problem,)
+    assert scan_image(image, None).problems == (problem,)
 
 
 # Many images
@@ -249,22 +250,22 @@ def test_problems_of_all_images_are_in_order(images: list[Path]) -> None:
 def test_the_scan_of_images_does_not_read_labels(images: list[Path], cache_home: Path) -> None:
     write_label(images[0], "bad", "1 0.5 0.5 0.5 0.5")
     images[1].write_bytes(b"")
-    loaded = load_labels(images, "images", 0, "images")
+    loaded = load_labels(images, "images", 0, None)
     assert [problem.partition(":")[0] for problem in loaded.problems] == [str(images[1])]
     assert loaded.sizes.tolist() == [[20, 10], [0, 0], [40, 40]]
     assert (loaded.counts.tolist(), loaded.rows.shape) == ([0, 0, 0], (0, 5))
     assert len(load_labels(images, "labels", 0).problems) == 2  # another cache
     write_label(images[0], "0 0.5 0.5 1 1")  # changes nothing
     cached = len(list(cache_home.rglob("*.npz")))
-    assert same(load_labels(images, "images", 0, "images"), loaded)
+    assert same(load_labels(images, "images", 0, None), loaded)
     assert len(list(cache_home.rglob("*.npz"))) == cached
     write_image(images[2], plain(50, 60))
-    assert load_labels(images, "images", 0, "images").sizes.tolist() == [[20, 10], [0, 0], [50, 60]]
+    assert load_labels(images, "images", 0, None).sizes.tolist() == [[20, 10], [0, 0], [50, 60]]
 
 
-@pytest.mark.parametrize("content", ["labels", "polygons", "outlines"])
+@pytest.mark.parametrize("rules", [BOXES, POLYGONS, OUTLINES])
 def test_two_processes_return_the_same_as_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_home: Path, content: Content
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_home: Path, rules: RowRules
 ) -> None:
     triangle = " 0.2 0.2 0.4 0.2 0.4 0.4"
     files = [
@@ -275,10 +276,10 @@ def test_two_processes_return_the_same_as_one(
     pool, opened = multiprocessing.Pool, []
     monkeypatch.setattr(multiprocessing, "Pool", lambda count: opened.append(count) or pool(count))
     monkeypatch.setattr(labels, "MIN_SECONDS_PER_PROCESS", 1e-9)
-    serial = load_labels(files, "labels", 0, content)
+    serial = load_labels(files, "labels", 0, rules)
     assert opened == []
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home / "other"))
-    parallel = load_labels(files, "labels", 2, content)
+    parallel = load_labels(files, "labels", 2, rules)
     assert opened == [2]
     assert same(serial, parallel)
     assert serial.counts[:6].tolist() == [0, 1, 1, 1, 0, 1]  # two or three equal rows count once
@@ -287,7 +288,7 @@ def test_two_processes_return_the_same_as_one(
     # of every 4 images one repeats its row once and one twice; image 70, one of the former, has another problem instead
     assert len(serial.problems) == 35 * (1 + 2)
     for polygons in (serial.polygons, parallel.polygons):
-        assert (polygons is not None) == (content != "labels")
+        assert (polygons is not None) == (rules != BOXES)
         if polygons:
             assert np.diff(polygons.offsets).tolist() == [3] * len(serial.rows)
 
@@ -602,7 +603,7 @@ def test_polygons_are_loaded_if_requested(images: list[Path]) -> None:
     boxes = load_labels(images, "labels", 0)
     assert boxes.polygons is None
     for _ in ("scanned", "cached"):
-        loaded = load_labels(images, "labels", 0, "polygons")
+        loaded = load_labels(images, "labels", 0, POLYGONS)
         assert same(replace(loaded, polygons=None), boxes)
         assert [len(points) for points in points_of(loaded, 0)] == [0, 3, 4]
         assert points_of(loaded, 0)[1] == pytest.approx(np.array([[0.1, 0.2], [0.3, 0.2], [0.3, 0.6]]), abs=1e-6)
@@ -617,13 +618,13 @@ def test_polygons_are_loaded_if_requested(images: list[Path]) -> None:
 def test_outlines_with_the_same_box_are_several_objects(images: list[Path]) -> None:
     first, second = "0 .1 .1 .5 .1 .5 .5 .1 .5", "0 .1 .1 .5 .1 .3 .3 .5 .5 .1 .5"
     text = "\n".join((first, second, first))
-    rows, problems = parse_rows(text, FILE, enclosing=True)
-    assert len({row[:5] for row in rows}) == 1
+    rows, problems = parse_rows(text, FILE, OUTLINES)
+    assert len({row.box for row in rows}) == 1
     assert len(rows) == 2
     assert problems == [f"{FILE}, line 3: the same outline again; row left out"]
     assert len(parse_rows(text, FILE)[0]) == 1  # boxes alone
     Path(label_file(images[0])).write_text(text)
-    scan = scan_image(images[0], "outlines")
+    scan = scan_image(images[0], OUTLINES)
     assert (scan.rows.shape, len(scan.outlines)) == ((2, 5), 2)
 
 
@@ -633,6 +634,52 @@ def test_an_outline_that_would_take_seconds_to_fill_is_left_out() -> None:
     turns = np.linspace(0, 2 * np.pi, 10_000, endpoint=False)
     round_one = np.stack((np.cos(turns), np.sin(turns)), 1) * rng.uniform(0.39, 0.4, (10_000, 1)) + 0.5
     tame = "0 " + " ".join(f"{value:.5f}" for value in round_one.ravel())
-    rows, problems = parse_rows(f"{wild}\n{tame}", FILE, enclosing=True)
+    rows, problems = parse_rows(f"{wild}\n{tame}", FILE, OUTLINES)
     assert len(rows) == 1
     assert problems == [f"{FILE}, line 1: the outline goes up and down more than 500 times; row left out"]
+
+
+@pytest.mark.parametrize("rules", [BOXES, POLYGONS, OUTLINES])
+def test_points_just_outside_of_the_image_are_moved_to_its_edge(rules: RowRules) -> None:
+    """Those that are outside by rounding stay as they are, and so does every row inside."""
+    text = "0 -0.005 0.25 1.01 0.25 0.5 0.75\n1 -0.0005 0.25 0.5 0.25 0.5 0.75\n2 0.2 -0.011 0.4 0.2 0.1 0.3\n"
+    rows, problems = parse_rows(text, FILE, rules)
+    assert [row.points for row in rows] == [[0, 0.25, 1, 0.25, 0.5, 0.75], [-0.0005, 0.25, 0.5, 0.25, 0.5, 0.75]]
+    assert rows[0].box == (0, 0.5, 0.5, 1, 0.5)
+    assert problems == [
+        f"{FILE}, line 3: coordinates outside 0 to 1 (they are shares of the image's width and height); row left out"
+    ]
+    _, problems = parse_rows("0 -0.005 0.2 -0.009 0.4 -0.008 0.3\n", FILE, rules)  # nothing of it is in the image
+    noun = "outline" if rules == OUTLINES else "box"
+    assert problems == [f"{FILE}, line 1: the {noun} has no area; row left out"]
+
+
+class CornerRules(RowRules):
+    """Rules of another task: four corners, which may be far outside of the image and stay there."""
+
+    def outline(self, values: list[float]) -> list[float]:
+        if len(values) != 8:
+            raise ValueError(f"{len(values) // 2} corners instead of 4")
+        return values
+
+
+def test_the_rules_of_a_task(images: list[Path]) -> None:
+    """Equality, tolerance and wording are the data set's. Objects whose corners differ may have one upright box."""
+    rules = CornerRules("rotated box", "9 (four corners)", outlines=True, by_points=True, tolerance=0.5)
+    falling, rising = "0 .1 .2 .2 .1 .9 .8 .8 .9", "0 .1 .8 .2 .9 .9 .2 .8 .1"
+    far = "1 -.4 .5 .5 -.4 1.4 .5 .5 1.4"
+    text = "\n".join((falling, rising, far, rising, "0 .5 .5 .2 .2", "0 .1 .1 .2 .1 .2 .2", "0 .1 .2", f"{far} 0"))
+    rows, problems = parse_rows(text, FILE, rules)
+    assert [row.points[:2] for row in rows] == [[0.1, 0.2], [0.1, 0.8], [-0.4, 0.5]]
+    assert rows[0].box == rows[1].box
+    assert [problem.partition(", ")[2] for problem in problems] == [
+        "line 4: the same rotated box again; row left out",
+        "line 5: 0 corners instead of 4; row left out",
+        "line 6: 3 corners instead of 4; row left out",
+        "line 7: 3 numbers instead of 9 (four corners); row left out",
+        "line 8: 10 numbers instead of 9 (four corners); row left out",
+    ]
+    write_label(images[0], falling, rising)
+    assert load_labels(images, "labels", 0).counts.tolist()[0] == 1  # a detector learns the upright box
+    for wanted in (rules, OUTLINES):
+        assert load_labels(images[:1], "labels", 0, wanted).counts.tolist() == [2]

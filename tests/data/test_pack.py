@@ -17,17 +17,14 @@ import torch
 from data.data_yaml import read_spec
 from data.dataset import DataOptions, DataSet, data_source
 from data.pack import pack, size_in_bytes
+from models.tasks import TASKS
 from models.tasks.classification.task import ClassificationRecipe
 from tests.making import noise, write_image, write_yaml
 from utils.batch import Batch
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
 
-CLASSES = {
-    "detect": "data.detection:DetectionData",
-    "segment": "data.segmentation:SegmentationData",
-    "classify": "data.classification:ClassificationData",
-}
+CLASSES = {name: entry.data for name, entry in TASKS.items()}
 HYP = replace(Hyperparameters(), mixup=0.3, copy_paste=0.3)
 
 
@@ -180,6 +177,39 @@ def test_refuses(tmp_path: Path, change: Callable[[Path, Path], Any], message: s
     with pytest.raises(UserError, match=message):
         pack(**{**arguments, **(changed if isinstance(changed, dict) else {})})
     assert contents(out) == before
+
+
+def test_the_data_set_of_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is that of the task: here each image is of the class that its name says."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("cat-1.png", "dog-1.png", "cat-2.png"):
+        write_image(tmp_path / f"loose/train/{name}", noise(40, 40))
+    data = write_yaml(tmp_path / "loose/my.yaml", {"path": ".", "train": "train"})
+    (tmp_path / "named_by_file.py").write_text(
+        """
+from data.classification import ClassificationData
+from models.tasks import TaskEntry
+
+
+class NamedByFile(ClassificationData):
+    @staticmethod
+    def groups(spec, split):
+        return {path: path.name.partition("-")[0] for path in spec.images(split)}
+
+
+TASKS = {"named": TaskEntry("models.tasks.classification.task:ClassificationTask", f"{__name__}:NamedByFile", "X")}
+"""
+    )
+    try:
+        pack(str(data), str(tmp_path / "pack"), task=str(tmp_path / "named_by_file.py"))
+    finally:
+        TASKS.pop("named", None)
+    assert json.loads((tmp_path / "pack/index.json").read_text())["task"] == "named"
+    packed = data_source(str(tmp_path / "pack/data.yaml"), CLASSES["classify"])
+    assert packed.names() == {0: "cat", 1: "dog"}
+    assert [path.name for path in packed.kind.groups(packed.spec, "train")] == ["cat-1.png", "cat-2.png", "dog-1.png"]
+    with pytest.raises(UserError, match=r"^--task pose is neither detect, classify, segment, nor the path of a Python"):
+        pack(str(data), str(tmp_path / "other"), task="pose")
 
 
 def test_needs_names(tmp_path: Path) -> None:

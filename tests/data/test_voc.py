@@ -12,7 +12,7 @@ from data.dataset import DataOptions, data_source
 from data.detect_layout import read_folder
 from data.detection import DetectionSplit
 from data.label_paths import label_name
-from data.labels import parse_rows
+from data.label_rows import parse_rows
 from tests.data.test_convert import voc_xml
 from tests.layouts import kaggle, roboflow_voc
 from tests.making import noise, write_image, write_yaml
@@ -57,7 +57,7 @@ def test_equals_the_converters_label_files(tmp_path: Path, one_based: bool) -> N
         split = split_of(folder, name)
         assert [path.name for path in split.images] == [f"{name}{k}.jpg" for k in range(3)]
         files = [tmp_path / f"labels/{name}/{path.stem}.txt" for path in split.images]
-        rows = [list(map(list, parse_rows(file.read_text(), file)[0])) for file in files]
+        rows = [[list(row.box) for row in parse_rows(file.read_text(), file)[0]] for file in files]
         assert [split.labels.of(k).tolist() for k in range(3)] == [
             [[pytest.approx(value) for value in row] for row in each] for each in rows
         ]

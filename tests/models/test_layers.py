@@ -292,7 +292,7 @@ def test_detect_computes_the_same_at_given_cells_as_everywhere(layout: torch.mem
 @pytest.mark.parametrize("anchors", [ANCHORS, ANCHORS[::-1]])
 def test_small_anchors_go_to_small_strides(anchors: list[list[int]]) -> None:
     head = Detect(3, anchors, (4, 6))
-    head.set_strides([8.0, 32.0])
+    head.placed([8.0, 32.0])
     pixels = head.anchors * head.stride.view(-1, 1, 1)
     torch.testing.assert_close(pixels, torch.tensor(ANCHORS, dtype=torch.float32).view(2, 2, 2))
     assert "stride" not in head.state_dict()
@@ -310,8 +310,7 @@ def test_segment_adds_mask_coefficients_and_prototypes() -> None:
 def test_bias_initialisation_does_not_change_mask_coefficients() -> None:
     head = Segment(3, ANCHORS, 5, 8, (4, 6))
     before = head.m[0].bias.detach().clone().view(2, 13)
-    head.set_strides([8.0, 32.0])
-    head.initialise_biases()
+    head.placed([8.0, 32.0])
     changed = head.m[0].bias.detach().view(2, 13) != before
     assert changed.tolist() == [[False] * 4 + [True] * 4 + [False] * 5] * 2
 
@@ -329,10 +328,9 @@ def test_anchors_that_do_not_fit_the_levels() -> None:
 
 def test_bias_initialisation() -> None:
     head = Detect(3, ANCHORS, (4, 6))
-    head.set_strides([8.0, 32.0])
     for convolve in head.m:
         nn.init.zeros_(convolve.bias)
-    head.initialise_biases()
+    head.placed([8.0, 32.0])
     expected = [0, 0, 0, 0, math.log(8 / 20**2), *[math.log(0.6 / 2.00001)] * 3]
     torch.testing.assert_close(head.m[1].bias.detach(), torch.tensor(expected * 2))
     assert head.m[0].bias[4].item() == pytest.approx(math.log(8 / 80**2))

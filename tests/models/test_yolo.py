@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 
 from models.heads.anchors.head import Detect
 from models.initial_weights import gflops
-from models.layer_registry import LAYERS
-from models.layers import Classify, Conv
+from models.layer_registry import LAYERS, LayerMaker
+from models.layers import Classify, Conv, Head
 from models.tasks import TASKS, task_of
 from models.tasks.detection.task import DetectionTask
 from models.weights.reader import read_weights
@@ -372,6 +373,43 @@ def test_stride_and_image_size(description: Any, imgsz: int, expected: tuple[int
     assert (model.stride, model.imgsz) == expected
 
 
+class Corners(Head):
+    """A head of no shipped kind: it joins its maps, the second of half the size of the first."""
+
+    description = "corner head"
+    example = "[[0, 1], 1, Corners, [nc]]"
+
+    def __init__(self, nc: int, channels: list[int]) -> None:
+        super().__init__()
+        self.convolve = nn.Conv2d(sum(channels), nc, 1)
+        self.strides: list[float] = []
+
+    def placed(self, strides: Sequence[float]) -> None:
+        self.strides += strides
+
+    def forward(self, maps: list[Tensor]) -> Tensor:
+        first, second, vector = maps
+        doubled = nn.functional.interpolate(second, scale_factor=2.0)
+        corners: Tensor = self.convolve(torch.cat((first, doubled, vector[..., None, None].expand_as(first)), 1))
+        return corners
+
+
+def test_a_head_is_told_where_it_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whatever kind it is, once, when the model is built; an input that is no map has the stride 1."""
+    monkeypatch.setitem(LAYERS, "Corners", LayerMaker(Corners, lambda p: Corners(*p.args, list(p.channels))))
+    description = {
+        "task": "detect",
+        "nc": 3,
+        "backbone": [[-1, 1, "Conv", [8, 3, 4]], [-1, 1, "Conv", [8, 3, 2]], [-1, 1, "nn.AdaptiveMaxPool2d", [1]]],
+        "head": [[-1, 1, "nn.Flatten", []], [[0, 1, 3], 1, "Corners", ["nc"]]],
+    }
+    model = build_model(description, head=Corners, imgsz=60)
+    assert (model.stride, model.imgsz) == (8, 64)
+    assert isinstance(model.head, Corners)
+    assert model.head.strides == [4, 8, 1]
+    assert model(torch.rand(1, 3, 64, 64)).shape == (1, 3, 16, 16)
+
+
 # Classifiers
 
 
@@ -399,7 +437,9 @@ def test_logits() -> None:
 def test_task_of_a_yaml() -> None:
     """`task:` passes unchanged into the model's YAML; without it the head decides."""
     assert build_model({**small_classifier(), "task": "pose"}).yaml["task"] == "pose"
-    with pytest.raises(UserError, match=r"^mine.yaml is a model for the task 'pose'; give one for "):
+    tasks = " or ".join(TASKS)
+    named = "or name the Python file of that task with --task-file"
+    with pytest.raises(UserError, match=rf"^mine.yaml is a model for the task 'pose'; give one for {tasks}, {named}$"):
         task_of({**small_classifier(), "task": "pose"}, "mine.yaml")
     without = {key: value for key, value in small_classifier().items() if key != "task"}
     assert build_model(without).yaml == build_model(small_classifier()).yaml

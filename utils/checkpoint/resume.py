@@ -37,7 +37,7 @@ def resolve_settings(given: Mapping[str, Any], recipe_of: RecipeOf) -> Settings:
     """Return the settings that a run starts or continues with; the main process decides for all.
 
     given: flags by name. If they name no data, model, weights or hyperparameters, the others are those of the built-in
-    job. recipe_of: returns the kind of hyperparameters for a model's YAML. Raises `Stopped` with exit code 0 if the run
+    job. recipe_of: returns the kind of hyperparameters of a run. Raises `Stopped` with exit code 0 if the run
     is finished, and `UserError` if there is nothing to resume or a flag must not change.
     """
     settings = Settings(over_defaults(TrainOptions, given, BUILT_IN_JOB), given)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from utils.config.values import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, accepts, expected
-from utils.errors import UserError, nearest
+from utils.errors import UserError, nearest, plural
 from utils.files import find_file, read_yaml
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ DEFAULTS = "defaults"  # key of a hyperparameter YAML, and of a data YAML: defau
 NO_OVERRIDES: Mapping[str, str] = {}
 DERIVED = ("lr_factor", "keep_norms")  # hyperparameters that `Recipe.for_weights` changes
 HYPS_FOLDER = "data/hyps"
+AUTO = "auto"  # value of --hyp that leaves the choice of the file to `Recipes.choose`
+FEW_IMAGES = 5000  # below it a training from scratch takes another file
 # Its files by YOLOv5's names.
 YOLOV5_HYPS = {
     "hyp.scratch-low.yaml": "low.yaml",
@@ -62,6 +64,9 @@ class Recipe:
     warmup_bias_lr: float = number(0.1, NOT_NEGATIVE)
     # Longest warm-up as a share of the run's batches; 0 sets no limit.
     warmup_share: float = number(0.0, SHARE)
+    # The most that the rate rises from one batch of the warm-up to the next: a run whose warm-up is too short for lr0
+    # has a lower rate; 0 sets no limit.
+    warmup_rise: float = number(0.0, NOT_NEGATIVE)
     # Share of the run's optimizer steps that the EMA averages at its end, for runs that are short for YOLOv5's ramp of
     # 2000 steps; 0 is that ramp.
     ema_share: float = number(0.0, SHARE)
@@ -174,6 +179,43 @@ class Hyperparameters(Augmentation, AlignmentKeys, AnchorKeys, Recipe):
     iou_t: float = number(0.2, SHARE)  # in every YOLOv5 file; not used
     # 1: a head for other classes takes what it can from the weight file's: boxes, objectness, classes of equal names.
     keep_head: int = number(0, Range(0, 1))
+
+
+class Choice(NamedTuple):
+    """The hyperparameter file that --hyp auto chose, why, and the file with YOLOv5's values, '' if there is none."""
+
+    name: str
+    reason: str
+    yolov5: str
+
+
+class Recipes(NamedTuple):
+    """The hyperparameter files of a task, among which --hyp auto chooses: names or paths, as for --hyp.
+
+    Args:
+        trained: for a run that starts from trained weights.
+        few: for a run from scratch on fewer than `FEW_IMAGES` images; '' is `trained`.
+        many: for any other run from scratch; '' is `few`.
+        yolov5: the file with YOLOv5's own values; '' if the task has none.
+    """
+
+    trained: str
+    few: str = ""
+    many: str = ""
+    yolov5: str = ""
+
+    def choose(self, trained: bool, images: Callable[[], int]) -> Choice:
+        """Return the file for a run. images: counts those to train on; called only if it matters."""
+        few = self.few or self.trained
+        many = self.many or few
+        if trained:
+            return Choice(self.trained, "the run starts from trained weights", self.yolov5)
+        if few == many:
+            return Choice(few, "the run starts from scratch", self.yolov5)
+        count = images()
+        name, bound = (few, "fewer than") if count < FEW_IMAGES else (many, "at least")
+        reason = f"the run starts from scratch on {plural(count, 'image')}, {bound} {FEW_IMAGES}"
+        return Choice(name, reason, self.yolov5)
 
 
 def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] = NO_OVERRIDES) -> R:

@@ -84,7 +84,7 @@ class TrainOptions:
 
     examples: ClassVar[tuple[str, ...]] = (
         "python train.py               # the built-in job, in minutes without a GPU",
-        "python train.py --data my.yaml --weights yolov5n.pt --hyp finetune",
+        "python train.py --data my.yaml --weights yolov5n.pt",
         "python train.py --resume      # continues the newest run",
     )
     weights: str = flag(
@@ -97,8 +97,13 @@ class TrainOptions:
     layers: str = flag(
         "", "Python file with your own layers, which the model YAML may name; the file is executed", "model"
     )
+    task_file: str = flag(
+        "", "Python file or package with a task of your own; it is executed", "model", aliases=("task",)
+    )
     data: str = flag("data/coco128.yaml", "data set YAML", "data")
-    hyp: str = flag("data/hyps/low.yaml", "hyperparameter YAML", "training")
+    hyp: str = flag(
+        "auto", "hyperparameter YAML; auto chooses by weights and number of images, low is YOLOv5's", "training"
+    )
     epochs: int = flag(100, "passes over the training images", "training", Range(1))
     batch_size: int = flag(
         16,
@@ -336,6 +341,11 @@ class ValOptions:
         "model",
     )
     layers: str = flag("", "Python file with your own layers, which the model contains; the file is executed", "model")
+    task_file: str = flag(
+        "",
+        "Python file or package with the model's task; '' takes the one that the weights name; it is executed",
+        "model",
+    )
     batch_size: int = flag(32, "images per batch", "data", Range(1), aliases=("batch",))
     imgsz: int = flag(
         0,
@@ -359,7 +369,8 @@ class ValOptions:
     max_det: int = flag(300, "maximum detections per image", "predictions", Range(1), concerns="detections")
     task: str = flag(
         "val",
-        "split to evaluate; speed: measure the time per image, at the thresholds of detect.py",
+        "split to evaluate; speed: measure the time per image, at the thresholds of detect.py; a task of your own is "
+        "named by --task-file",
         "data",
         choices=("train", "val", "test", "speed"),
     )
@@ -479,6 +490,12 @@ class DetectOptions:
     )
     device: str = flag("", "cpu, mps or the number of a CUDA device; '' takes the best available", "model")
     layers: str = flag("", "Python file with your own layers, which the model contains; the file is executed", "model")
+    task_file: str = flag(
+        "",
+        "Python file or package with the model's task; '' takes the one that the weights name; it is executed",
+        "model",
+        aliases=("task",),
+    )
     view_img: bool = flag(False, "show the results in a window, if OpenCV and a display are available", "drawing")
     save_txt: bool = flag(False, "write detections as labels/*.txt into the run folder", "saving")
     save_format: int = flag(
@@ -535,6 +552,12 @@ class ExportOptions:
     )
     data: str = flag("", "data set YAML with the class names; '' takes those inside --weights", "model")
     layers: str = flag("", "Python file with your own layers, which the model contains; the file is executed", "model")
+    task_file: str = flag(
+        "",
+        "Python file or package with the model's task; '' takes the one that the weights name; it is executed",
+        "model",
+        aliases=("task",),
+    )
     imgsz: tuple[int, ...] = flag(
         (),
         "size of the images, in pixels: one number, or height and width; none: that of the training, "

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import yaml
 
 from utils.config.hyperparameters import (
+    AUTO,
     DERIVED,
     OVERRIDE_PREFIX,
     Recipe,
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
-RecipeOf = Callable[[Mapping[str, Any]], type[Recipe]]  # from a model's YAML to the kind of its hyperparameters
+# From a run's settings and the flags that are given now to the kind of its hyperparameters.
+RecipeOf = Callable[[Mapping[str, Any], Mapping[str, Any]], type[Recipe]]
 
 # The training curve depends on these: a run cannot be resumed with another value. For the image size, which settings
 # hold rounded, see `Identity.check`.
@@ -63,10 +65,10 @@ def resumed_options(
     # Under a launcher the processes connect, with --dist-timeout, before the main one reads the settings.
     dropped = (*SINGLE_START_FLAGS, *((*LAUNCHER_FLAGS, "dist_timeout") if launched else ()))
     saved = {name: value for name, value in settings.items() if name in known and name not in dropped}
-    given = {name: value for name, value in given.items() if name != "resume"}
+    given = {name: value for name, value in given.items() if name != "resume" and (name, value) != ("hyp", AUTO)}
     _refuse_changes(run, settings, given)
     if "hyp" in given or "overrides" in given:
-        _refuse_hyperparameters(run, settings, given, recipe_of(settings["model"]))
+        _refuse_hyperparameters(run, settings, given, recipe_of(settings, given))
     if "overrides" in given:
         given["overrides"] = {**saved.get("overrides", {}), **given["overrides"]}
     given["batch_size"] = settings["batch_size"]  # which --batch-size -1 has measured

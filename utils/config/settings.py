@@ -6,11 +6,11 @@ Made by utils/checkpoint/resume.py, completed by train.py when the task is known
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from utils.config.hyperparameters import Recipe, from_mapping, read_hyperparameters, refuse_unread
+from utils.config.hyperparameters import AUTO, Choice, Recipe, from_mapping, read_hyperparameters, refuse_unread
 from utils.config.options import TrainOptions
 from utils.config.parser import defaults_of_hyp, refuse_flags, with_defaults
 from utils.config.resumed import changes
@@ -32,6 +32,7 @@ class Settings:
         is_fixed: options come from a resumed run and already include the defaults of task and data set.
         hyp: hyperparameters of the task.
         origin: licence and origin of the weights, in every file that is made from them.
+        choice: what --hyp auto chose and why, a line for the console; '' if the file was named.
     """
 
     options: TrainOptions
@@ -40,6 +41,7 @@ class Settings:
     is_fixed: bool = False
     hyp: Recipe = field(default_factory=Recipe)
     origin: Mapping[str, Any] = field(default_factory=dict)
+    choice: str = ""
 
     @property
     def accumulation(self) -> int:
@@ -64,11 +66,14 @@ class Settings:
         if not self.saved:
             refuse_unread(unread, self.given.get("overrides", {}), model)
 
-    def resolve(self, recipe: type[Recipe], *defaults: Mapping[str, Any]) -> Settings:
+    def resolve(
+        self, recipe: type[Recipe], *defaults: Mapping[str, Any], choose: Callable[[], Choice] | None = None
+    ) -> Settings:
         """Return the settings with the hyperparameters of a task, and with every flag that is not given resolved.
 
         Such a flag is what the hyperparameters ask for, else a default of their file, else the last of `defaults` that
-        has it, else its own default. Raises `UserError` for a wrong hyperparameter file or flag.
+        has it, else its own default. choose: chooses the file for --hyp auto. Raises `UserError` for a wrong
+        hyperparameter file or flag.
         """
         if self.saved:
             hyp = from_mapping(recipe, self.saved["hyperparameters"], f"settings.yaml of {self.options.resume}")
@@ -77,11 +82,23 @@ class Settings:
             hyp = read_hyperparameters(self.options.hyp, recipe, self.options.overrides)
             return dataclasses.replace(self, hyp=hyp)
         layers = {key: value for mapping in defaults for key, value in mapping.items()}
-        name = {"hyp": self.options.hyp, **layers, **self.given}["hyp"]
-        hyp = read_hyperparameters(name, recipe, self.options.overrides)
-        layers |= defaults_of_hyp(name)
+        name, choice = {"hyp": self.options.hyp, **layers, **self.given}["hyp"], None
+        if name == AUTO and choose:
+            choice = choose()
+            name = choice.name
+        hyp, wishes = read_hyperparameters(name, recipe, self.options.overrides), defaults_of_hyp(name)
+        layers |= wishes
         layers |= hyp.flags({"epochs": self.options.epochs, **layers, **self.given}["epochs"])
-        return dataclasses.replace(self, hyp=hyp, options=with_defaults(self.options, self.given, layers))
+        options = dataclasses.replace(with_defaults(self.options, self.given, layers), hyp=name)
+        line = choice_message(choice, wishes, self.given) if choice else ""
+        return dataclasses.replace(self, hyp=hyp, options=options, choice=line)
+
+    def value(self, flag: str, *defaults: Mapping[str, Any]) -> Any:
+        """Return what `resolve` makes of a flag that no hyperparameter file sets."""
+        for mapping in () if self.is_fixed or flag in self.given else reversed(defaults):
+            if flag in mapping:
+                return mapping[flag]
+        return getattr(self.options, flag)
 
     def names(self, flag: str, defaults: Mapping[str, Any]) -> bool:
         """Return whether the command line, `defaults` or the settings of a resumed run give a flag's value."""
@@ -108,3 +125,15 @@ class Settings:
         """Return the content of settings.yaml. imgsz: of the model, in whole strides."""
         parts = {"hyperparameters": vars(self.hyp), "model": model_yaml, **self.origin}
         return {**self.flags(), "imgsz": imgsz, **parts}
+
+
+def choice_message(choice: Choice, wishes: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """Return the line about the file that --hyp auto chose.
+
+    wishes: defaults of flags in the file; those that differ from the `given` flags are named.
+    """
+    line = f"hyperparameters: --hyp {choice.name}, because {choice.reason}"
+    for flag, value in wishes.items():
+        if flag in given and given[flag] != value:
+            line += f"; your --{flag.replace('_', '-')} {given[flag]} replaces its {value}"
+    return line + (f"; --hyp {choice.yolov5} has YOLOv5's values" if choice.yolov5 not in ("", choice.name) else "")

@@ -6,6 +6,7 @@ Made by utils/tracking/requested.py. The package is imported when a run starts.
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import os
 import shutil
@@ -236,6 +237,8 @@ def started(arguments: Mapping[str, Any], mode: str) -> Any:
     rest = {name: value for name, value in arguments.items() if name != "project"}
     tracker = WandBTracker(arguments["project"], mode=mode, **rest)
     tracker.start()
+    for handler in logging.getLogger("wandb").handlers:  # into a file of the run folder, whose disk may be full
+        handler.handleError = lambda record: None  # type: ignore[method-assign]  # else a traceback for every line
     return tracker
 
 

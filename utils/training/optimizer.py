@@ -78,8 +78,8 @@ class Rates(NamedTuple):
 class Schedule:
     """Learning rates and momentum as a pure function of the batch number.
 
-    The rate falls from epoch to epoch, linearly or as a cosine, from lr0 to lr0 x lrf. Warm-up interpolates linearly:
-    biases start at `warmup_bias_lr`, the other groups at 0, the momentum at `warmup_momentum`.
+    The rate falls from epoch to epoch, linearly or as a cosine, from `peak` to `peak` x lrf. Warm-up interpolates
+    linearly: biases start at `warmup_bias_lr`, the other groups at 0, the momentum at `warmup_momentum`.
     """
 
     epochs: int
@@ -92,6 +92,7 @@ class Schedule:
     warmup_momentum: float
     warmup_bias_lr: float
     warmup_share: float = 0.0
+    warmup_rise: float = 0.0
 
     @property
     def warmup(self) -> int:
@@ -99,13 +100,18 @@ class Schedule:
         warmup = max(round(self.warmup_epochs * self.batches), MIN_WARMUP_BATCHES) if self.warmup_epochs else 0
         return min(warmup, round(self.warmup_share * self.epochs * self.batches)) if self.warmup_share else warmup
 
+    @property
+    def peak(self) -> float:
+        """The rate after the warm-up: lr0, but no more than `warmup_rise` for each batch of the warm-up."""
+        return min(self.lr0, max(self.warmup, 1) * self.warmup_rise) if self.warmup_rise else self.lr0
+
     def epoch_rate(self, epoch: int) -> float:
         """Return the learning rate of an epoch without warm-up."""
         if self.cosine:
             share = (1 - math.cos(epoch * math.pi / self.epochs)) / 2 * (self.lrf - 1) + 1
         else:
             share = (1 - epoch / self.epochs) * (1 - self.lrf) + self.lrf
-        return self.lr0 * share
+        return self.peak * share
 
     def at(self, batch: int) -> Rates:
         """Return the rates of a batch, counted from the start of the run."""
@@ -131,8 +137,9 @@ def _interpolate(start: float, end: float, share: float) -> float:
 
 
 def warmup_messages(schedule: Schedule) -> list[str]:
-    """Return a message for a shorter warm-up than usual."""
+    """Return messages for a shorter warm-up than usual, and for the lower rate that it asks for."""
     usual = replace(schedule, warmup_share=0.0).warmup
     share = f"{schedule.warmup_share:.0%} of the run's {schedule.epochs * schedule.batches:,}"
     shorter = f"warm-up: {plural(schedule.warmup, 'batch')} instead of {usual}, for they are {share}"
-    return [shorter] * (schedule.warmup < usual)
+    lower = f"learning rate {schedule.peak:.2g} instead of {schedule.lr0:.2g}, for the warm-up is too short for more"
+    return [shorter] * (schedule.warmup < usual) + [lower] * (schedule.peak < schedule.lr0)

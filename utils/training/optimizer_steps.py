@@ -35,6 +35,7 @@ from utils.training.optimizer import (
     warmup_messages,
 )
 from utils.training.profiler import StepProfiler
+from utils.training.rising_loss import RisingLoss
 from utils.training.step_log import Point, StepLog
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class OptimizerSteps:
         self.optimizer, self.ema, self.progress = state.optimizer, state.ema, state.progress
         # The state must be loaded before: the guard copies the tensors.
         buffers = [buffer for replica in model.replicas for buffer in floating_buffers(replica).values()]
+        self.rising = RisingLoss(model.sum, enabled=not self.progress.step)
         self.guard = NonFiniteGuard([state.loss_sums, *buffers], options.max_skips)
         trained = self.progress.epoch * schedule.batches + self.progress.batch
         self.remaining = RemainingTime(options.epochs * schedule.batches - trained)
@@ -105,6 +107,11 @@ class OptimizerSteps:
         for share, images in zip(losses, paths, strict=True):
             self.guard.add_batch(share, images)
         self.remaining.done += 1
+        if rise := self.rising.add_batch(losses):
+            self.run.print(
+                f"warning: the loss rose {rise}: a learning rate of {self.schedule.peak:.2g} may destroy the weights; "
+                "lower it with --hyp.lr0, or lengthen the warm-up with --hyp.warmup_share"
+            )
 
     def step(self) -> Tensor:
         """Clip the gradients and take a step if they are finite; return whether it was taken, bool () on the device.

@@ -72,7 +72,7 @@ class Detect(DetectionHead):
 
     nc: classes. anchors: a flat list [w, h, w, h, ...] in pixels per level, or the number of anchors per level, which
     AutoAnchor then computes. channels: of the input maps. more: outputs per anchor after the classes.
-    The buffer `anchors` (levels, anchors, 2) is in stride units after `set_strides`.
+    The buffer `anchors` (levels, anchors, 2) is in stride units after `placed`.
     """
 
     description = "detection head"
@@ -110,14 +110,15 @@ class Detect(DetectionHead):
             return [convolve(x) for convolve, x in zip(self.m, maps, strict=True)]
         return [convolve(x, index) for convolve, x, index in zip(self.m, maps, cells, strict=True)]
 
-    def set_strides(self, strides: Sequence[float]) -> None:
-        """Set the strides of the levels in pixels, and the anchors in stride units, the small ones at small strides."""
+    def placed(self, strides: Sequence[float]) -> None:
+        """Set the strides in pixels, the anchors in stride units, the small ones at small strides, and the biases."""
         pixels = self._pixels
         growth = _mean_area(pixels[-1]) - _mean_area(pixels[0])
         if growth * (strides[-1] - strides[0]) < 0:
             pixels = pixels[::-1]
         self.stride.copy_(torch.tensor(strides))
         self.anchors.copy_(torch.tensor(pixels).view(self.nl, self.na, 2) / torch.tensor(strides).view(-1, 1, 1))
+        self._initialise_biases()
 
     def criterion(self, hyp: AnchorKeys, label_smoothing: float, imgsz: int) -> Criterion:
         """Return YOLOv5's loss, with gains scaled to the head and the image size."""
@@ -141,7 +142,7 @@ class Detect(DetectionHead):
         return [adapt_anchors(self, model.yaml, split.side_lengths(model.imgsz), hyp.anchor_t, hyp.anchor_recall)]
 
     @torch.no_grad()
-    def initialise_biases(self) -> None:
+    def _initialise_biases(self) -> None:
         """Add to the biases so that initial scores mean 8 objects per image of 640 px, and 0.6 / nc per class.
 
         Prior probabilities as in RetinaNet (arXiv 1708.02002, section 3.3), with YOLOv5's numbers.

@@ -69,13 +69,11 @@ class DetectDFL(DetectionHead):
         """Map (b, channels, h, w) of each level to its `DFLLevel`."""
         return [branches(x) for branches, x in zip(self.heads, maps, strict=True)]
 
-    def set_strides(self, strides: Sequence[float]) -> None:
-        """Set the strides of the levels in pixels."""
-        self.stride.copy_(torch.tensor(strides))
-
     @torch.no_grad()
-    def initialise_biases(self) -> None:
-        """Set the biases of the last convolutions: a class score is that of 5 objects among the cells of a level."""
+    def placed(self, strides: Sequence[float]) -> None:
+        """Set the strides of the levels in pixels, and the biases of the last convolutions: a class score is that of 5
+        objects among the cells of a level."""
+        self.stride.copy_(torch.tensor(strides))
         for branches, stride in zip(self.heads, self.stride, strict=True):
             branches.get_parameter("anchor_conv.2.bias").fill_(BOX_BIAS)
             bias = branches.get_parameter("class_conv.2.bias")

@@ -14,12 +14,12 @@ from models.fuse import fuse
 from models.layers import Classify
 from models.tasks.classification.loss import ClassificationCriterion
 from models.tasks.classification.metrics import CLASSIFICATION_METRICS, ClassificationMetrics
-from models.tasks.classification.prediction import ClassificationPostprocess, most_probable
+from models.tasks.classification.prediction import ClassificationPostprocess, ClassificationPrediction, most_probable
 from models.tasks.classification.torchvision_models import build_classifier
 from models.tasks.contract import ExportModule, ExportSettings, Image, Model, Task, Thresholds
 from models.yolo import build_model
 from utils.batch import Batch
-from utils.config.hyperparameters import Recipe, number
+from utils.config.hyperparameters import Recipe, Recipes, number
 from utils.config.values import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
 from utils.errors import UserError
 from utils.memory_format import layout
@@ -57,10 +57,11 @@ class ClassificationTask(Task):
     """Classification by torchvision's models (`architecture:` in the model YAML) or layers with a `Classify` head."""
 
     recipe = ClassificationRecipe
+    recipes = Recipes("classify")
+    prediction = ClassificationPrediction
     # YOLOv5's default weights are a detector's.
     defaults: ClassVar[Mapping[str, Any]] = {
         "weights": "",
-        "hyp": "data/hyps/classify.yaml",
         "imgsz": 224,
         "epochs": 30,
         "batch_size": 32,

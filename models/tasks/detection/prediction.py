@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models.heads.boxes import xywh_to_xyxy, xyxy_to_xywh
-from models.tasks.contract import BoxPrediction, Image
+from models.tasks.contract import Image, Prediction
 from models.tasks.shared.metric_matching import box_overlaps, match_by_overlap
 from utils.batch import CocoImage
 from utils.errors import plural
@@ -20,7 +20,7 @@ from utils.plots.drawing import Style, draw_boxes
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DetectionPrediction(BoxPrediction):
+class DetectionPrediction(Prediction):
     """The detections of one image, in falling confidence."""
 
     size: tuple[int, int]  # width and height of the file's image, pixels
@@ -28,7 +28,7 @@ class DetectionPrediction(BoxPrediction):
     labels: np.ndarray  # float32 (m, 5): class, normalised xywh
     iou_thres: float  # overlap above which `with_labels` drops a detection of a labelled object
 
-    VALUES = (*BoxPrediction.VALUES, "boxes", "xyxy", "xywh", "xyxyn", "xywhn")
+    VALUES = (*Prediction.VALUES, "boxes", "xyxy", "xywh", "xyxyn", "xywhn")
 
     @property
     def array(self) -> np.ndarray:

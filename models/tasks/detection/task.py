@@ -19,17 +19,19 @@ from models.tasks.contract import (
     ExportSettings,
     Image,
     Model,
+    Prediction,
     Task,
     Thresholds,
 )
 from models.tasks.detection.export_module import DecodedDetector, SuppressedDetector, graph_suppression
 from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.postprocess import DetectionPostprocess
+from models.tasks.detection.prediction import DetectionPrediction
 from models.tasks.shared.losses import UnavailableCriterion
 from models.tasks.shared.scores import DETECTION_METRICS
 from models.yolo import YoloModel, build_model, head_class
 from utils.batch import Batch, BoxSplit
-from utils.config.hyperparameters import Augmentation, Hyperparameters, keys_of
+from utils.config.hyperparameters import Augmentation, Hyperparameters, Recipes, keys_of
 from utils.memory_format import layout
 from utils.plots.drawing import draw_targets
 
@@ -40,6 +42,8 @@ class DetectionTask(Task):
     loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
     metric_names: ClassVar[tuple[str, ...]] = DETECTION_METRICS
     recipe = Hyperparameters
+    recipes = Recipes(trained="finetune", few="scratch-small", many="low", yolov5="low")
+    prediction: ClassVar[type[Prediction] | None] = DetectionPrediction
     official_weights = r"yolov5[nsmlx]6?\.pt|v9-[tsmc]\.pt"
     hub_tag = "object-detection"
     concerns = frozenset({"mixing", "padding", "detections", "suppression", "boxes", "copies", "examples"})

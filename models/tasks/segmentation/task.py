@@ -17,6 +17,7 @@ from models.tasks.segmentation.export_module import DecodedSegmenter, Suppressed
 from models.tasks.segmentation.loss import LOSS_NAMES, SegmentationCriterion
 from models.tasks.segmentation.metrics import SEGMENTATION_METRICS, SegmentationMetrics
 from models.tasks.segmentation.postprocess import SegmentationPostprocess
+from models.tasks.segmentation.prediction import SegmentationPrediction
 from models.tasks.shared.losses import UnavailableCriterion
 from models.yolo import YoloModel, head_class
 from utils.batch import MASK_STRIDE, Batch, SegmentationBatch
@@ -30,6 +31,7 @@ class SegmentationTask(DetectionTask):
     loss_names = LOSS_NAMES
     metric_names = SEGMENTATION_METRICS
     official_weights = r"yolov5[nsmlx]-seg\.pt"
+    prediction = SegmentationPrediction
     hub_tag = "image-segmentation"
     concerns = DetectionTask.concerns - {"copies"} | {"masks"}
     heads = (Segment,)

@@ -220,8 +220,8 @@ def test_flags_and_settings_are_merged(run: Path, monkeypatch: pytest.MonkeyPatc
 def test_hyperparameters_are_those_of_the_model_of_the_run(run: Path) -> None:
     models = []
 
-    def recipe_of(model: Mapping[str, Any]) -> type[Recipe]:
-        models.append(model)
+    def recipe_of(settings: Mapping[str, Any], given: Mapping[str, Any]) -> type[Recipe]:
+        models.append(settings["model"])
         return Hyperparameters
 
     flags = ("--resume", str(run), "--hyp", LOW)

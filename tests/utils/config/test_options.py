@@ -15,12 +15,12 @@ from utils.config.options import BUILT_IN_JOB, TrainOptions, ValOptions, flags_o
 from utils.files import ROOT
 
 KINDS = (TrainOptions, ValOptions)
-# Of YOLOv5, except for the recipe's file name.
+# Of YOLOv5, except for the recipe.
 YOLOV5_TRAIN = {
     "weights": "yolov5s.pt",
     "cfg": "",
     "data": "data/coco128.yaml",
-    "hyp": "data/hyps/low.yaml",
+    "hyp": "auto",
     "epochs": 100,
     "batch_size": 16,
     "imgsz": 640,

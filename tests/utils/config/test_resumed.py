@@ -31,8 +31,8 @@ class OtherRecipe(Recipe):
     stripes: float = number(3.0, Range(0))
 
 
-def recipe_of(model: Mapping[str, Any]) -> type[Recipe]:
-    return {"detect": Hyperparameters, "other": OtherRecipe}[model["task"]]
+def recipe_of(settings: Mapping[str, Any], given: Mapping[str, Any]) -> type[Recipe]:
+    return {"detect": Hyperparameters, "other": OtherRecipe}[settings["model"]["task"]]
 
 
 def saved(hyperparameters: Recipe | None = None, task: str = "detect", **options: Any) -> dict[str, Any]:
@@ -225,6 +225,10 @@ def test_hyperparameters_that_have_changed(tmp_path: Path) -> None:
         f"--hyp {hyp} has changed since {RUN} was started: lr0 is 0.02 and was 0.01, mosaic is 0.5 and was 1.0; "
         f"{ADVICE}"
     )
+
+
+def test_a_run_keeps_the_hyperparameters_that_auto_chose() -> None:
+    assert resumed(saved(), "--hyp", "auto").hyp == LOW
 
 
 def test_hyperparameters_that_the_start_of_the_run_computed_may_differ(tmp_path: Path) -> None:

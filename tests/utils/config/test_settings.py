@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import yaml
 
 from tests.making import write_yaml
-from utils.config.hyperparameters import Hyperparameters, Recipe, number
+from utils.config.hyperparameters import Hyperparameters, Recipe, Recipes, number, read_hyperparameters
 from utils.config.options import TrainOptions
 from utils.config.parser import given_flags, over_defaults
 from utils.config.settings import Settings
@@ -57,6 +58,66 @@ def test_a_default_may_name_the_hyperparameters(stripes: str) -> None:
     assert settings_of("--data", "a").resolve(StripesRecipe, {"hyp": stripes}).hyp.lr0 == 0.5
     flags = ["--data", "a", "--hyp", stripes, "--hyp.stripes", "5", "--hyp.lr0=0.25"]
     assert settings_of(*flags).resolve(StripesRecipe, {"hyp": NONE}).hyp == StripesRecipe(lr0=0.25, nbs=32, stripes=5.0)
+
+
+# --hyp auto
+
+
+DETECTOR = Recipes(trained="finetune", few="scratch-small", many="low", yolov5="low")
+
+
+@pytest.mark.parametrize(
+    ("trained", "images", "name", "reason"),
+    [
+        (True, None, "finetune", "the run starts from trained weights"),
+        (False, 1, "scratch-small", "the run starts from scratch on 1 image, fewer than 5000"),
+        (False, 4999, "scratch-small", "the run starts from scratch on 4999 images, fewer than 5000"),
+        (False, 5000, "low", "the run starts from scratch on 5000 images, at least 5000"),
+    ],
+)
+def test_the_choice(trained: bool, images: int | None, name: str, reason: str) -> None:
+    """Images are counted only if it matters."""
+    assert DETECTOR.choose(trained, lambda: images or pytest.fail("counted")) == (name, reason, "low")
+
+
+def test_a_task_with_fewer_files() -> None:
+    def count() -> int:
+        pytest.fail("counted")
+
+    assert [Recipes("mine").choose(trained, count).name for trained in (True, False)] == ["mine", "mine"]
+    assert Recipes("fine", "scratch").choose(False, count)[:2] == ("scratch", "the run starts from scratch")
+
+
+def chosen(*flags: str, **defaults: str) -> Settings:
+    """Return the settings of a detector that starts from trained weights."""
+    choose = partial(DETECTOR.choose, True, lambda: 0)
+    return settings_of("--data", "a", *flags).resolve(Hyperparameters, defaults, choose=choose)
+
+
+@pytest.mark.parametrize("flags", [(), ("--hyp", "auto")])
+def test_what_auto_chose_is_recorded_and_said(flags: tuple[str, ...]) -> None:
+    settings = chosen(*flags)
+    assert (settings.options.hyp, settings.options.optimizer, settings.options.cos_lr) == ("finetune", "AdamW", True)
+    assert settings.hyp == read_hyperparameters("finetune", Hyperparameters)
+    because = "hyperparameters: --hyp finetune, because the run starts from trained weights"
+    assert settings.choice == f"{because}; --hyp low has YOLOv5's values"
+    other = chosen(*flags, "--optimizer", "SGD", "--cos-lr")
+    assert (other.options.optimizer, other.options.cos_lr) == ("SGD", True)
+    assert other.choice == f"{because}; your --optimizer SGD replaces its AdamW; --hyp low has YOLOv5's values"
+
+
+def test_a_named_file_wins_over_the_choice() -> None:
+    """By a flag, or by the data YAML; --hyp auto wins over the latter."""
+    for settings in (chosen("--hyp", "low"), chosen(hyp="low")):
+        assert (settings.options.hyp, settings.choice) == ("low", "")
+    assert chosen("--hyp", "auto", hyp="low").options.hyp == "finetune"
+
+
+def test_the_value_of_a_flag_before_the_hyperparameters_are_known() -> None:
+    settings = settings_of("--data", "a", "--imgsz", "96")
+    layers = ({"weights": "", "imgsz": 224}, {"weights": "mine.pt", "imgsz": 64})
+    assert [settings.value(flag, *layers) for flag in ("imgsz", "weights", "seed")] == [96, "mine.pt", 0]
+    assert replace(settings, is_fixed=True).value("weights", *layers) == settings.options.weights
 
 
 @dataclass(frozen=True)

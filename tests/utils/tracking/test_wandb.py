@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,29 @@ def test_why_a_run_ended_is_an_alert(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (run.code, run.notes) == (1, "why")
     assert run.rows[0]["metrics/a.b"] == 0.5
     assert run.alerts == [("The run ended by an error", "20 steps were not finite", "ERROR")]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has /dev/full")
+def test_a_full_disk_prints_no_traceback_of_wandbs_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The lines of its debug.log are lost without a word."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracker = WandbTracker(tmp_path, RUN, print)
+    tracker.store_init_configuration({})
+    assert isinstance(tracker.tracker, wandb.Run)  # waits for the start
+    logger = logging.getLogger("wandb")
+    files = [handler for handler in logger.handlers if isinstance(handler, logging.FileHandler)]
+    full = Path("/dev/full").open("w")  # noqa: SIM115  # closing it would raise an error for what it did not take
+    before = [file.setStream(full) for file in files]
+    logger.info("a line of wandb's")
+    assert before
+    assert "Traceback" not in capfd.readouterr().err
+    for file, stream in zip(files, before, strict=True):
+        with suppress(OSError):  # of the line that the full disk did not take
+            file.setStream(stream)
+        file.stream = stream
+    tracker.finish()
 
 
 def test_epochs_that_a_killed_process_lost_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,21 @@ def test_warmup_is_at_most_a_share_of_the_run(share: float, warmup: int) -> None
     )
 
 
+@pytest.mark.parametrize(("rise", "peak"), [(0, 0.01), (0.0002, 0.01), (0.0001, 0.005)])
+def test_a_short_warmup_lowers_the_rate(rise: float, peak: float) -> None:
+    """The rate rises by at most `warmup_rise` in a batch; a warm-up of 50 batches reaches 50 times that."""
+    schedule = replace(LINEAR, warmup_share=0.1, warmup_rise=rise)
+    assert (schedule.warmup, schedule.peak) == (50, peak)
+    assert schedule.at(25).lrs[1] == pytest.approx(peak / 2)
+    assert schedule.at(50).lrs == pytest.approx([0.91 * peak] * 3)  # epoch 1: 0.9 x 0.9 + 0.1
+    assert any("learning rate 0.005 instead of 0.01" in text for text in warmup_messages(schedule)) == (peak < 0.01)
+
+
+def test_a_run_without_warmup_has_the_rate_of_its_first_batch() -> None:
+    schedule = replace(LINEAR, warmup_epochs=0, warmup_rise=0.0001)
+    assert (schedule.warmup, schedule.peak) == (0, 0.0001)
+
+
 def test_the_schedule_is_a_pure_function_of_the_batch() -> None:
     forwards = [LINEAR.at(batch) for batch in range(500)]
     order = list(range(500))

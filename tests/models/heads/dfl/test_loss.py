@@ -54,7 +54,7 @@ def batch_of(targets: Tensor, images: int = 2, height: int = 48, width: int = 64
 
 def criterion(**gains: float) -> DFLCriterion:
     head = DetectDFL(3, (8, 8))
-    head.set_strides(STRIDES)
+    head.placed(STRIDES)
     return DFLCriterion(LossSettings(**gains), head)
 
 

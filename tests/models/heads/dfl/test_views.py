@@ -90,8 +90,7 @@ def test_the_detections_of_an_image_do_not_depend_on_the_others() -> None:
 def test_a_fresh_head_expects_few_objects() -> None:
     """Its scores are those of 5 objects among the cells of a level of an image of 640 px, shared by the classes."""
     head = DetectDFL(4, (8, 16))
-    head.set_strides([8, 16])
-    head.initialise_biases()
+    head.placed([8, 16])
     for branches, cells in zip(head.heads, (80**2, 40**2), strict=True):
         bias = branches.get_parameter("class_conv.2.bias")
         torch.testing.assert_close(bias.exp() * 4 * cells, torch.full((4,), 5.0))

@@ -18,10 +18,9 @@ from models.tasks.contract import ExportSettings
 from models.yolo import YoloModel
 from tests.making import CLASS_NAMES, grey_batch
 from tests.models.tasks.classification.toy_batches import Identity, make, of_classes
-from utils.config.hyperparameters import from_mapping
+from utils.config.hyperparameters import find_hyperparameters, from_mapping
 from utils.config.options import TrainOptions
 from utils.errors import UserError
-from utils.files import ROOT
 from utils.plots.drawing import draw_captioned
 
 
@@ -46,7 +45,7 @@ def test_the_task_of_a_model_yaml() -> None:
 def test_defaults_are_flags() -> None:
     known = {field.name: type(field.default) for field in fields(TrainOptions)}
     assert {name: type(value) for name, value in ClassificationTask.defaults.items()}.items() <= known.items()
-    assert (ROOT / ClassificationTask.defaults["hyp"]).is_file()
+    assert find_hyperparameters(ClassificationTask.recipes.trained).is_file()
     assert TASKS["detect"].load().defaults == {}  # the flags' own
 
 

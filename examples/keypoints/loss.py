@@ -35,11 +35,11 @@ class HeatmapCriterion(Criterion):
 
 def heat(targets: Tensor, shape: torch.Size) -> Tensor:
     """Return the target maps, `shape` (b, classes, h, w), of keypoints (m, 4): image, class, normalised x and y."""
-    maps = targets.new_zeros(shape)
-    rows = torch.arange(shape[2], device=targets.device)[:, None] + 0.5
+    (image, label), (x, y) = targets[:, :2].long().unbind(1), targets[:, 2:].unbind(1)
+    rows = torch.arange(shape[2], device=targets.device) + 0.5
     columns = torch.arange(shape[3], device=targets.device) + 0.5
-    for image, label, x, y in targets.tolist():
-        distance = (columns - x * shape[3]) ** 2 + (rows - y * shape[2]) ** 2
-        part = maps[int(image), int(label)]
-        torch.maximum(part, (-distance / (2 * SIGMA_CELLS**2)).exp(), out=part)
-    return maps
+    across, down = (columns - x[:, None] * shape[3]) ** 2, (rows - y[:, None] * shape[2]) ** 2
+    peaks = (-(across[:, None] + down[:, :, None]) / (2 * SIGMA_CELLS**2)).exp()  # (m, h, w)
+    # A map of several keypoints has the highest of their peaks in each cell.
+    number = (image * shape[1] + label)[:, None, None].expand_as(peaks)
+    return targets.new_zeros(shape).flatten(0, 1).scatter_reduce(0, number, peaks, "amax").view(shape)

@@ -9,11 +9,12 @@ import cv2
 import numpy as np
 
 from models.tasks.contract import Image, Metrics, Prediction
-from models.tasks.heatmap.prediction import HeatmapPrediction
 from utils.batch import Batch, Split
 from utils.files import csv_text
 from utils.plots.drawing import draw_captioned
 from utils.summary import Row, Summary
+
+from .prediction import HeatmapPrediction
 
 METRIC_NAMES = ("distance", "PCK")
 NEAR = 0.1  # distance, in units of the image's width and height, up to which a keypoint is correct
@@ -48,12 +49,12 @@ class HeatmapMetrics(Metrics):
     def summarise(self, records: Sequence[ImageRecord]) -> Summary:
         records = sorted(records, key=lambda record: record.image)
         pairs = [pair for record in records for pair in record.distances]
-        distance = sum(value for _, value in pairs) / len(pairs)
-        near = sum(value < NEAR for _, value in pairs) / len(pairs)
+        distance = sum(value for _, value in pairs) / max(len(pairs), 1)
+        near = sum(value < NEAR for _, value in pairs) / max(len(pairs), 1)
         by_class = {name: [value for label, value in pairs if label == number] for number, name in self.names.items()}
-        rows = [[name, len(values), sum(values)] for name, values in by_class.items()]
+        rows = [(name, len(values), sum(values)) for name, values in by_class.items()]
         evidence = {
-            "classes": rows,
+            "classes": [list(row) for row in rows],
             "shown": [[record.image, [list(point) for point in record.shown]] for record in records if record.shown],
         }
         overall: list[Row | str] = [("Class", "Points", *METRIC_NAMES), ("all", len(pairs), distance, near)]

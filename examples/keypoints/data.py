@@ -94,7 +94,7 @@ class HeatmapData(DataSet[HeatmapSplit]):
 
     def split(self, name: str, hyp: Recipe | None = None) -> HeatmapSplit:
         images, unlisted, _ = self.spec.listing(name)
-        scanned = load_labels(images, f"{name} images", self.options.workers, "images")
+        scanned = load_labels(images, f"{name} images", self.options.workers, rules=None)
         problems = (*unlisted, *scanned.problems)
         readable = self.usable(name, scanned.sizes, problems)
         images = list(compress(images, readable))

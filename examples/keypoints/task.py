@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import cv2
@@ -11,19 +12,19 @@ import numpy as np
 from torch import Tensor
 
 from models.fuse import fuse
-from models.image_size import whole_strides
 from models.tasks.contract import ExportModule, ExportSettings, Image, Model, Task, Thresholds
-from models.tasks.heatmap.head import Heatmap
-from models.tasks.heatmap.loss import HeatmapCriterion
-from models.tasks.heatmap.metrics import METRIC_NAMES, HeatmapMetrics
-from models.tasks.heatmap.prediction import HeatmapPostprocess
 from models.yolo import build_model
 from utils.batch import Batch
-from utils.config.hyperparameters import Recipe, number
+from utils.config.hyperparameters import Recipe, Recipes, number
 from utils.config.values import SHARE
 from utils.plots.drawing import draw_captioned
 
-STRIDE = 4  # of models/heatmap.yaml
+from .head import Heatmap
+from .loss import HeatmapCriterion
+from .metrics import METRIC_NAMES, HeatmapMetrics
+from .prediction import HeatmapPostprocess, HeatmapPrediction
+
+HYP = Path(__file__).with_name("hyp.yaml")
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,16 @@ class HeatmapTask(Task):
     """One keypoint of each class in an image, at most."""
 
     recipe = HeatmapRecipe
-    defaults: ClassVar[Mapping[str, Any]] = {"weights": "", "hyp": "data/hyps/heatmap.yaml", "imgsz": 64}
+    recipes = Recipes(str(HYP))
+    defaults: ClassVar[Mapping[str, Any]] = {"weights": "", "imgsz": 64}
     concerns = frozenset({"detections", "copies"})
     loss_names = ("heat_loss",)
     metric_names = METRIC_NAMES
+    prediction = HeatmapPrediction
 
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> Model:
-        model = build_model(dict(yaml), nc=len(self.names), source=source, head=Heatmap)
-        model.names, model.stride, model.imgsz = self.names, STRIDE, whole_strides(imgsz, STRIDE)
+        model = build_model(dict(yaml), nc=len(self.names), source=source, head=Heatmap, imgsz=imgsz)
+        model.names = self.names
         return model
 
     def criterion(self, model: Model) -> HeatmapCriterion:

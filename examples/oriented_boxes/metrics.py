@@ -1,0 +1,60 @@
+"""Precision, recall and mean average precision by rotated overlap: the detector's metrics with other records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.tasks.contract import Prediction
+from models.tasks.detection.metrics import DetectionMetrics
+from models.tasks.shared.records import ImageRecord, ShownImage, matched_by, paired_by, shown_image, unmatched
+from utils.batch import Batch
+
+from .geometry import rotated_iou, smallest_boxes
+from .prediction import OrientedPrediction
+
+
+class OrientedMetrics(DetectionMetrics):
+    """The detector's metrics; sizes are those of the oriented boxes."""
+
+    def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[ImageRecord]:
+        """Return a record for each image."""
+        given = cast("Sequence[OrientedPrediction]", predictions)
+        true = [labelled_boxes(one) for one in given]
+        records = [
+            unmatched(
+                *(one.image, one.scores, one.array[:, 6], side(one.rows)),
+                *(info.rows[:, 0], side(boxes), shown(one, info.rows[:, 0]) if one.image in self.shown else None),
+            )
+            for one, boxes, info in zip(given, true, batch.infos, strict=True)
+        ]
+        every, every_true = torch.cat([one.rows[:, :5] for one in given]), torch.cat(true)
+
+        def overlaps(detection: np.ndarray, label: np.ndarray) -> np.ndarray:
+            return rotated_iou(every[torch.from_numpy(detection)], every_true[torch.from_numpy(label)]).numpy()
+
+        return paired_by(overlaps, matched_by(overlaps, records))
+
+
+def labelled_boxes(prediction: OrientedPrediction) -> Tensor:
+    """Return the boxes of the labels of an image, float32 (m, 5), in pixels of its file."""
+    size = np.array(prediction.size, np.float32)
+    return torch.from_numpy(smallest_boxes(outline * size for outline in prediction.label_outlines))
+
+
+def side(boxes: Tensor) -> np.ndarray:
+    """Return the square roots of the areas of boxes (k, 5 or more), float32 (k,)."""
+    return boxes[:, 2:4].prod(1).sqrt().float().numpy()
+
+
+def shown(prediction: OrientedPrediction, labels: np.ndarray) -> ShownImage:
+    """Return what is drawn of an image: the outlines of its labels, whose classes are (m,), and of its predictions."""
+    true = np.stack([*prediction.label_outlines, np.zeros((4, 2))])[:-1] * prediction.size
+    rows = np.concatenate((labels[:, None], true.min(1), true.max(1)), 1).astype(np.float32)
+    found = prediction.corners
+    detections = np.concatenate((found.min(1), found.max(1), prediction.array[:, 5:]), 1)
+    return shown_image(prediction.path, prediction.size, rows, detections, list(true), list(found))

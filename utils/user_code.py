@@ -1,0 +1,131 @@
+"""Run Python of a user: the files of --layers, and the files and packages of --task-file. Called by models/ and data/.
+
+What a run folder or a weight file names, and not the command line, is run only if this user has run the same before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from utils.errors import UserError, first_line
+from utils.files import cache_folder
+
+_modules: dict[str, Path] = {}  # paths of the files and packages of `imported`, by the names of their modules
+
+
+def class_named(place: str) -> Any:
+    """Import the class that `module:class` names. Raises ImportError or AttributeError if there is none."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def is_users(module: str) -> bool:
+    """Return whether a module's name is that of a user's task, or of a module in its package."""
+    name = module.partition(".")[0]
+    return name in _modules and name in sys.modules
+
+
+def load(module: str) -> ModuleType:
+    """Import a module of a user's task. Raises `UserError` if that fails."""
+    with running(_modules[module.partition(".")[0]]):
+        return importlib.import_module(module)
+
+
+def trust(path: Path, flag: str, is_named: bool, named_by: str) -> None:
+    """Remember that this user runs a Python file or package, at this path and with this content.
+
+    flag: with its value, as the user would give it. is_named: whether it is given; else `named_by` names the path, such
+    as a weight file, perhaps somebody else's. Raises `UserError` if it is not, and has not been run before.
+    """
+    mark = cache_folder() / flag.split()[0].strip("-") / _digest(path)
+    if not is_named and not mark.is_file():
+        raise UserError(
+            f"{named_by} names {path}, a Python {_kind(path)} that would be run and is not one that you have run "
+            f"before; read it, and if you trust it add {flag}"
+        )
+    with suppress(OSError):  # then it must be named each time
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+
+
+def _digest(path: Path) -> str:
+    """Return a hash of a file's path and content, or of a package's path, the names of its files and their contents."""
+    if not path.is_dir():
+        return hashlib.sha256(os.fsencode(path) + b"\0" + path.read_bytes()).hexdigest()
+    digest = hashlib.sha256(os.fsencode(path) + b"\0")
+    for file in sorted(path.rglob("*.py")):
+        digest.update(os.fsencode(file.relative_to(path)) + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+@contextmanager
+def running(path: Path) -> Iterator[None]:
+    """Run a block that imports a user's file or package. Writes no bytecode.
+
+    Raises `UserError` with file and line for any error in it.
+    """
+    dont_write, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        yield
+    except UserError:
+        raise
+    except SyntaxError as error:
+        where = Path(error.filename or path)
+        raise UserError(f"{where}, line {error.lineno or 1}: {error.msg}; fix the Python there") from None
+    except (Exception, SystemExit) as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_in(frame.filename, path)]
+        where_run = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else str(path)
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{where_run}: {reason}; fix it, so that the {_kind(path)} loads") from error
+    finally:
+        sys.dont_write_bytecode = dont_write
+
+
+def _is_in(file: str, path: Path) -> bool:
+    return Path(file) == path or path in Path(file).parents
+
+
+def _kind(path: Path) -> str:
+    return "package" if path.is_dir() else "file"
+
+
+@contextmanager
+def imported(path: Path, flag: str) -> Iterator[ModuleType]:
+    """Import a Python file or package under its own name, and run a block with it; if that fails, forget the module.
+
+    Its folder stays the last in `sys.path`, so that loader processes can import it too. path: resolved. flag: that
+    names it. Raises `UserError` if another module has the name, or for an error in the file or package.
+    """
+    name, folder = path.stem, str(path.parent)
+    file = path / "__init__.py" if path.is_dir() else path
+    before, is_first = list(sys.path), name not in sys.modules
+    if folder not in sys.path:
+        sys.path.append(folder)
+    importlib.invalidate_caches()
+    try:
+        with running(path):
+            spec = importlib.util.find_spec(name) if name.isidentifier() else None
+            if spec is None or spec.origin is None or Path(spec.origin).resolve() != file:
+                raise UserError(
+                    f"{flag} {path}: '{name}' is no name for a Python module, or another module has it; rename it"
+                )
+            module = importlib.import_module(name)
+            _modules[name] = path
+            yield module
+    except BaseException:
+        sys.path[:] = before
+        if is_first:
+            _modules.pop(name, None)
+            for loaded in [other for other in sys.modules if other.partition(".")[0] == name]:
+                del sys.modules[loaded]
+        raise
