@@ -192,7 +192,7 @@ def assemble(given: Mapping[str, Any]) -> Validation:
     files = located({"weights": members.files.values(), "data": [source.spec.file]})
     lines = [*run.description, files, *source.spec.warnings, *split.report(split_name)]
     about_files = members.class_warnings(names) + members.overridden({**given, "half": half})
-    run.print(*lines, *size.rounded(stride).messages, *messages(options, half, members), *about_files)
+    run.print(*lines, *size.rounded(stride).messages, *messages(options, half, members, size.is_fixed), *about_files)
     run.files.write_problems(split.problems)
     run.files.write_settings({**vars(options), "imgsz": models[0].imgsz})
     log = ValidationLog(run, vars(options), members.settings)
@@ -312,11 +312,13 @@ def with_size(options: ValOptions, sides: tuple[int, int], is_fixed: bool) -> Va
     return replace(options, imgsz=max(sides), square=options.square or is_fixed)
 
 
-def messages(options: ValOptions, half: bool, members: Members) -> list[str]:
-    """Return lines about precision, an ensemble, and --augment."""
+def messages(options: ValOptions, half: bool, members: Members, is_fixed: bool = False) -> list[str]:
+    """Return lines about precision, square images, an ensemble, and --augment. is_fixed: a file takes one size only."""
     lines = ["weights and images in half precision"] if half and len(members.exported) < len(members.files) else []
     if options.half and not half:
         lines.append("warning: --half is for CUDA; taking full precision")
+    if is_fixed and "padding" in members.concerns:
+        lines.append("images are square: the metrics compare with those of a .pt under --square")
     first, *others = members.files
     if others:
         lines.append(f"an ensemble of {len(members.files)} models; the losses are those of {first}")

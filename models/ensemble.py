@@ -188,15 +188,21 @@ class Members:
         name, content = next(iter(self.weights.items()))
         return content.class_warnings(names, name)
 
+    @property
+    def concerns(self) -> frozenset[str]:
+        """What flags may be about: what one of the models has, of `CONCERNS`."""
+        kind = self.entry.load()
+        return frozenset().union(*(kind.concerns_of(content.task_yaml) for content in self.weights.values()))
+
     def refuse(self, kind: type[DataclassInstance], given: Mapping[str, Any]) -> None:
         """Raise `UserError` for a flag that applies to none of the models, or not to their predictions.
 
         kind: the options. given: values by name.
         """
-        yamls, task = [content.task_yaml for content in self.weights.values()], self.entry.load()
-        concerns = frozenset().union(*map(task.concerns_of, yamls))
-        refuse_flags(kind, given, concerns, model_words(yamls[0]))
-        for name, reason in (task.prediction.refused() if task.prediction else {}).items():
+        first = next(iter(self.weights.values()))
+        refuse_flags(kind, given, self.concerns, model_words(first.task_yaml))
+        prediction = self.entry.load().prediction
+        for name, reason in (prediction.refused() if prediction else {}).items():
             if given.get(name):
                 raise UserError(f"--{name.replace('_', '-')} {reason}")
 

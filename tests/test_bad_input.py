@@ -309,7 +309,7 @@ ERRORS = {
     ),
     "no head": Case(model(head=[]), "model.yaml: the last row of `head` is no detection head"),
     "no backbone": Case(model(backbone=None), "model.yaml: `backbone` is None; give a list of rows"),
-    "other task": Case(model(task="pose"), "model.yaml is a model for the task 'pose'; give one for detect"),
+    "other task": Case(model(task="pose"), "model.yaml is a model for the task 'pose'; give one for "),
     "no model": Case(nothing, "model 'absent.yaml' is not a file; give", "--cfg absent.yaml"),
     "neither": Case(nothing, "no model is given; name one with --cfg", "--cfg="),
     # weights

@@ -319,6 +319,17 @@ def test_messages_about_precision() -> None:
     assert warning.startswith("warning: ")
 
 
+@pytest.mark.parametrize(("task", "said"), [("detect", True), ("classify", False)])
+def test_a_file_of_one_size_is_compared_with_square_images(task: str, said: bool) -> None:
+    """A classifier's images are square anyway."""
+    members = Members(
+        {"best.onnx": Path("best.onnx")}, {"best.onnx": Weights({}, {}, {}, task, {}, "exported")}, TASKS[task]
+    )
+    lines = messages(ValOptions(), half=False, members=members, is_fixed=True)
+    assert lines == ["images are square: the metrics compare with those of a .pt under --square"] * said
+    assert messages(ValOptions(), half=False, members=members) == []
+
+
 # Refused flags
 
 

@@ -17,7 +17,7 @@ from models.heads.anchors.head import Detect
 from models.initial_weights import gflops
 from models.layer_registry import LAYERS, LayerMaker
 from models.layers import Classify, Conv, Head
-from models.tasks import task_of
+from models.tasks import TASKS, task_of
 from models.tasks.detection.task import DetectionTask
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
@@ -437,7 +437,7 @@ def test_logits() -> None:
 def test_task_of_a_yaml() -> None:
     """`task:` passes unchanged into the model's YAML; without it the head decides."""
     assert build_model({**small_classifier(), "task": "pose"}).yaml["task"] == "pose"
-    tasks = "detect or classify or segment"
+    tasks = " or ".join(TASKS)
     named = "or name the Python file of that task with --task-file"
     with pytest.raises(UserError, match=rf"^mine.yaml is a model for the task 'pose'; give one for {tasks}, {named}$"):
         task_of({**small_classifier(), "task": "pose"}, "mine.yaml")
@@ -505,7 +505,7 @@ def test_invalid_row(index: int, row: Any, message: str) -> None:
         ({"anchors": [[1, "a"]]}, "`anchors` is "),
         ({"anchors": [[1, 2, 3], [1, 2, 3]]}, "row 3: Detect .*same number of width, height pairs"),
         ({"task": ["detect"]}, r"`task` is \['detect'\]; give one of"),
-        ({"task": None}, "`task` is None; give one of detect, classify, segment$"),
+        ({"task": None}, f"`task` is None; give one of {', '.join(TASKS)}$"),
     ],
 )
 def test_invalid_key(changes: dict[str, Any], message: str) -> None:
