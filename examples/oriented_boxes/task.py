@@ -16,7 +16,7 @@ from models.tasks.shared.losses import UnavailableCriterion
 from models.tasks.shared.scores import DETECTION_METRICS
 from models.yolo import build_model
 from utils.batch import Batch
-from utils.config.hyperparameters import Augmentation, number
+from utils.config.hyperparameters import Augmentation, Recipes, number
 from utils.config.values import NOT_NEGATIVE
 from utils.errors import UserError
 from utils.memory_format import layout
@@ -45,7 +45,8 @@ class OrientedTask(Task):
     metric_names: ClassVar[tuple[str, ...]] = DETECTION_METRICS
     recipe = OrientedRecipe
     prediction = OrientedPrediction
-    defaults: ClassVar[Mapping[str, Any]] = {"weights": "", "hyp": str(Path(__file__).with_name("hyp.yaml"))}
+    recipes = Recipes(str(Path(__file__).with_name("hyp.yaml")))
+    defaults: ClassVar[Mapping[str, Any]] = {"weights": ""}
     concerns = frozenset({"mixing", "padding", "detections", "suppression", "examples"})
 
     def __init__(self, names: Mapping[int, str], hyp: OrientedRecipe, label_smoothing: float = 0.0) -> None:
