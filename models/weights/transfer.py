@@ -59,13 +59,22 @@ def same_names(names: Mapping[int, str], new: Mapping[int, str]) -> dict[int, in
 
 
 def known_share(model: Model, weights: Weights, names: Mapping[int, str]) -> float | None:
-    """Return the share of the classes that a weight file has, by name; None if it is another model's.
+    """Return the share of the classes that a weight file knows, by name; None if it is another model's.
 
-    It is another model's if at most half of the tensors of `model` are in it.
+    It is another model's if at most half of the tensors of `model` are in it. It knows no class as this model needs it
+    if it lacks a part of the model's head: a detector's file has no masks.
     """
     state = model.state_dict()
     fitting = sum(name in weights.state and weights.state[name].shape == tensor.shape for name, tensor in state.items())
-    return len(same_names(weights.names, names)) / len(names) if fitting > len(state) / 2 else None
+    if fitting <= len(state) / 2:
+        return None
+    parts = model.head.state_dict(prefix=f"{head_prefix(model)}.") if model.head else ()
+    return len(same_names(weights.names, names)) / len(names) if all(name in weights.state for name in parts) else 0.0
+
+
+def head_prefix(model: Model) -> str:
+    """Return the name of the head among the modules of a model that has one."""
+    return next(name for name, module in model.named_modules() if module is model.head)
 
 
 def _keys(names: Iterable[str]) -> list[str]:

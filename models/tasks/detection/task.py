@@ -29,6 +29,7 @@ from models.tasks.detection.postprocess import DetectionPostprocess
 from models.tasks.detection.prediction import DetectionPrediction
 from models.tasks.shared.losses import UnavailableCriterion
 from models.tasks.shared.scores import DETECTION_METRICS
+from models.weights.transfer import head_prefix
 from models.yolo import YoloModel, build_model, head_class
 from utils.batch import Batch, BoxSplit
 from utils.config.hyperparameters import Augmentation, Hyperparameters, Recipes, keys_of
@@ -131,10 +132,11 @@ class DetectionTask(Task):
 
     def keep_head(self, model: Model, state: Mapping[str, Tensor], names: Mapping[int, str]) -> str:
         """Copy boxes, objectness, and classes of equal names from a weight file, if the hyperparameters say so."""
-        if not self.hyp.keep_head or dict(names) == self.names:
+        head, prefix = head_of(model), head_prefix(model)
+        parts = head.state_dict(prefix=f"{prefix}.")
+        fits = all(name not in state or state[name].shape == part.shape for name, part in parts.items())
+        if not self.hyp.keep_head or (fits and dict(names) == self.names):
             return ""
-        head = head_of(model)
-        prefix = next(name for name, module in model.named_modules() if module is head)
         return head.keep(prefix, state, names, self.names)
 
     def adapt(self, model: Model, split: BoxSplit) -> list[str]:

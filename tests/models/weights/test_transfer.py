@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from models.weights.transfer import transfer
+from models.weights.content import Weights
+from models.weights.transfer import known_share, transfer
 from models.yolo import build_model
 
 
@@ -32,3 +33,17 @@ def test_transfer_to_another_number_of_classes() -> None:
     heads = [f"model.24.m.{level}.{part}" for level in range(3) for part in ("weight", "bias")]
     assert [name for name, _, _ in result.misfits] == heads
     assert result.misfits[0][1:] == ((255, 64, 1, 1), (24, 64, 1, 1))  # 3 anchors x (5 + 80 or 3 classes)
+
+
+def test_the_share_of_the_classes_that_weights_know() -> None:
+    """By name; a detector's file knows none as a segmenter needs it, for it has no masks."""
+    names = {0: "person", 1: "Car ", 2: "cell", 3: "dog"}
+    new = {0: "car", 1: "tree"}
+    weights = Weights(build_model("yolov5n.yaml", nc=4).state_dict(), None, names, "", {}, "tensors")
+    assert known_share(build_model("yolov5n.yaml", nc=2), weights, new) == 0.5
+    assert known_share(build_model("yolov5n.yaml", nc=4), weights, names) == 1.0
+    assert known_share(build_model("yolov5n-seg.yaml", nc=4), weights, names) == 0.0
+    outlines = Weights(build_model("yolov5n-seg.yaml", nc=4).state_dict(), None, names, "", {}, "tensors")
+    assert known_share(build_model("yolov5n-seg.yaml", nc=2), outlines, new) == 0.5
+    assert known_share(build_model("yolov5n.yaml", nc=2), outlines, new) == 0.5
+    assert known_share(build_model("yolov5s.yaml", nc=2), weights, new) is None

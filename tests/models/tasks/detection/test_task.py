@@ -15,10 +15,12 @@ from models.tasks import TASKS, contract
 from models.tasks.contract import ExportSettings, Thresholds
 from models.tasks.detection.export_module import DecodedDetector, SuppressedDetector
 from models.tasks.detection.task import DetectionTask
+from models.tasks.segmentation.task import SegmentationTask
 from models.tasks.shared.losses import UnavailableCriterion
 from tests.making import CLASS_NAMES, grey_batch, image_info, tiny_detector
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
+from utils.files import ROOT, read_yaml
 
 
 @pytest.fixture
@@ -71,6 +73,18 @@ def test_the_head_is_kept_if_the_recipe_says_so_and_classes_differ(task: Detecti
     assert task.keep_head(model, state, names) == ""
     assert keeping.keep_head(model, state, CLASS_NAMES) == ""
     assert keeping.keep_head(model, state, names) == "not its head: it has other anchors"
+
+
+def test_the_head_is_kept_if_a_part_of_the_model_is_new_and_classes_are_equal() -> None:
+    """A segmenter takes boxes and classes from a detector of the same classes."""
+    detector = DetectionTask(CLASS_NAMES, Hyperparameters()).build_model(read_yaml(ROOT / "models/yolov5n.yaml"), 64)
+    segmenter = SegmentationTask(CLASS_NAMES, Hyperparameters(keep_head=1))
+    model = segmenter.build_model(read_yaml(ROOT / "models/yolov5n-seg.yaml"), 64)
+    message = "of its head the boxes and 3 of 3 classes"
+    assert segmenter.keep_head(model, detector.state_dict(), CLASS_NAMES) == message
+    rows = [each.head.m[0].weight.view(3, -1, 64)[:, : 5 + 3] for each in (detector, model)]
+    assert torch.equal(*rows)
+    assert segmenter.keep_head(model, model.state_dict(), CLASS_NAMES) == ""
 
 
 def test_anchors_are_adapted_to_the_split_at_the_models_size(task: DetectionTask) -> None:
