@@ -5,6 +5,7 @@ One curve on one and two processes, and resumed to the byte.
 
 from __future__ import annotations
 
+import csv
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -69,3 +70,27 @@ def test_killed_and_resumed(train: Train, single: Path, run_script: RunScript, t
     printed = run_script("train.py", "--resume", "--project", str(tmp_path), "--hyp", "auto", OMP_NUM_THREADS="1")
     assert "resuming " in printed
     identical(tmp_path / "exp", single)
+
+
+@pytest.mark.long
+def test_twenty_photos_of_two_classes_give_something_useful(
+    run_script: RunScript, shared: Path, tmp_path: Path
+) -> None:
+    """Without a flag for the recipe. YOLOv5's would still be warming up at the end."""
+    cells = shared / "data" / "bccd"
+    for folder in ("images", "labels"):
+        (tmp_path / folder).mkdir()
+    for photo in sorted((cells / "images" / "train").iterdir())[:20]:
+        (tmp_path / "images" / photo.name).symlink_to(photo)
+        labels = (cells / "labels" / "train" / f"{photo.stem}.txt").read_text().splitlines()
+        rows = [row for row in labels if row.split()[0] in ("0", "1")]
+        (tmp_path / "labels" / f"{photo.stem}.txt").write_text("\n".join(rows))
+    names = {0: "first", 1: "second"}
+    data = write_yaml(
+        tmp_path / "few.yaml", {"path": str(tmp_path), "train": "images", "val": "images", "names": names}
+    )
+    what = ("--data", str(data), "--weights", str(shared / "weights" / "yolov5n.pt"), "--imgsz", "192")
+    run_script("train.py", *what, "--epochs", "40", "--noval", "--workers", "1", "--project", str(tmp_path / "runs"))
+    with (tmp_path / "runs" / "exp" / "results.csv").open() as file:
+        last = list(csv.DictReader(file))[-1]
+    assert float(last["metrics/mAP_0.5"]) > 0.2
