@@ -61,15 +61,16 @@ def same_names(names: Mapping[int, str], new: Mapping[int, str]) -> dict[int, in
 def known_share(model: Model, weights: Weights, names: Mapping[int, str]) -> float | None:
     """Return the share of the classes that a weight file knows, by name; None if it is another model's.
 
-    It is another model's if at most half of the tensors of `model` are in it. It knows no class as this model needs it
-    if it lacks a part of the model's head: a detector's file has no masks.
+    It is another model's if at most half of the tensors of `model` are in it. If it lacks a part of the model's head,
+    as a detector's file lacks the masks, the share is half of that.
     """
     state = model.state_dict()
     fitting = sum(name in weights.state and weights.state[name].shape == tensor.shape for name, tensor in state.items())
     if fitting <= len(state) / 2:
         return None
     parts = model.head.state_dict(prefix=f"{head_prefix(model)}.") if model.head else ()
-    return len(same_names(weights.names, names)) / len(names) if all(name in weights.state for name in parts) else 0.0
+    share = len(same_names(weights.names, names)) / len(names)
+    return share if all(name in weights.state for name in parts) else share / 2
 
 
 def head_prefix(model: Model) -> str:

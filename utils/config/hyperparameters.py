@@ -93,7 +93,7 @@ class Recipe:
         factor = self.lr_factor * self.known_lr**known
         if factor != self.lr_factor:
             rate = f"learning rate {self.lr0 * factor:.2g} instead of {self.lr0 * self.lr_factor:.2g}"
-            messages.append(f"{rate}: the weights know {known:.0%} of the classes")
+            messages.append(f"{rate}: the weights know {known:.0%} of the classes and outputs")
         return dataclasses.replace(self, lr_factor=factor), messages
 
     @classmethod

@@ -253,8 +253,8 @@ KEPT = "BatchNorm statistics are those of the weights: few images estimate them 
     ("known", "factor", "norms", "messages"),
     [
         (0, 1, 1, [KEPT]),
-        (1, 0.04, 1, [KEPT, "learning rate 0.0004 instead of 0.01: the weights know 100% of the classes"]),
-        (0.5, 0.2, 1, [KEPT, "learning rate 0.002 instead of 0.01: the weights know 50% of the classes"]),
+        (1, 0.04, 1, [KEPT, "learning rate 0.0004 instead of 0.01: the weights know 100% of the classes and outputs"]),
+        (0.5, 0.2, 1, [KEPT, "learning rate 0.002 instead of 0.01: the weights know 50% of the classes and outputs"]),
         (None, 1, 0, ["BatchNorm statistics are learnt: no weights to keep them of"]),
     ],
 )
