@@ -57,7 +57,7 @@ class ClassificationTask(Task):
     """Classification by torchvision's models (`architecture:` in the model YAML) or layers with a `Classify` head."""
 
     recipe = ClassificationRecipe
-    recipes = Recipes("classify")
+    recipes = Recipes(trained="finetune-cls", few="classify")
     prediction = ClassificationPrediction
     # YOLOv5's default weights are a detector's.
     defaults: ClassVar[Mapping[str, Any]] = {
