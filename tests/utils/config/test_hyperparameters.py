@@ -175,7 +175,7 @@ def test_keys_of_a_file_without_effect_are_named_if_they_are_not_the_defaults() 
 # Shipped recipes
 
 
-CLASSIFY = ("classify", "shapes-cls")  # recipes for classifiers
+CLASSIFY = ("classify", "finetune-cls", "shapes-cls")
 AUGMENTATION = ("hsv_h", "hsv_s", "hsv_v", "translate", "scale", "fliplr", "mosaic")
 # Differences from the recipe `low`
 STRONGER = {"lrf": 0.1, "cls": 0.3, "obj": 0.7}
