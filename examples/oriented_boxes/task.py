@@ -46,7 +46,7 @@ class OrientedTask(Task):
     recipe = OrientedRecipe
     prediction = OrientedPrediction
     defaults: ClassVar[Mapping[str, Any]] = {"weights": "", "hyp": str(Path(__file__).with_name("hyp.yaml"))}
-    concerns = frozenset({"mixing", "padding", "detections", "suppression", "examples"})
+    concerns = frozenset({"mixing", "augmentation", "padding", "detections", "suppression", "examples"})
 
     def __init__(self, names: Mapping[int, str], hyp: OrientedRecipe, label_smoothing: float = 0.0) -> None:
         super().__init__(names, hyp, label_smoothing)
