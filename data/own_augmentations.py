@@ -267,7 +267,7 @@ def _of_python(path: Path, allow: Callable[[Path], None], labelling: Labelling) 
         listed = {"item": listed} if isinstance(listed, (list, tuple)) else listed
         if not isinstance(listed, dict):
             raise UserError(f"{path} has no list {LIST} of functions; write {LIST} = [my_function]")
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         line = next((number for number, text in enumerate(lines, 1) if text.startswith(LIST)), 1)
         where = f"{path}, line {line}"
         _check_places(listed, where)
@@ -290,11 +290,16 @@ def _of_yaml(path: Path, allow: Callable[[Path], None], labelling: Labelling) ->
     content = read_yaml(path)
     _check_places(content, str(path))
     root: Any = yaml.compose(path.read_text(encoding="utf-8-sig"))
-    nodes = {key.value: value.value for key, value in root.value}
+    lines = {
+        (key.value, number): f"{path}, line {node.start_mark.line + 1}"
+        for key, value in root.value
+        for number, node in enumerate(value.value)
+        if key.value in content
+    }
     return {
         place: [
-            _of_entry(entry, path, f"{path}, line {node.start_mark.line + 1}", allow, labelling)
-            for entry, node in zip(entries, nodes[place], strict=True)
+            _of_entry(entry, path, lines.get((place, number), str(path)), allow, labelling)  # none if merged by `<<`
+            for number, entry in enumerate(entries)
         ]
         for place, entries in content.items()
     }

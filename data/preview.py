@@ -21,6 +21,7 @@ import cv2
 import numpy as np
 
 from data.dataset import DataOptions, data_source
+from data.remote import shown_path
 from data.sampler import SampleIndex
 from models.initial_weights import ModelOptions, starting_point
 from models.tasks import model_words
@@ -87,7 +88,8 @@ def preview(settings: Settings) -> list[str]:
     samples: list[SampleIndex] = list(islice(chain.from_iterable(loader.batch_sampler), options.items))
     batches = ((sample, data.collate([loader.dataset[sample]])) for sample in samples)
     figures = (
-        figure(task.draw_batch(batch), f"{sample.position}: {split.images[sample.image]}") for sample, batch in batches
+        figure(task.draw_batch(batch), f"{sample.position}: {shown_path(split.images[sample.image])}")
+        for sample, batch in batches
     )
     lines = [settings.choice or f"hyperparameters: --hyp {settings.options.hyp}", *own.messages]
     title = f"{options.data}, epoch {options.epoch}"

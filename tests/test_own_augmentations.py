@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import RECIPE, RunScript
+from tests.conftest import RECIPE, CallMain, RunScript
 from tests.curves import identical, refused, untouched
 from tests.faults.fault_points import planted
 from tests.making import write_yaml
@@ -57,22 +57,24 @@ def test_four_processes(train: Train, alone: Path, tmp_path: Path) -> None:
     identical(tmp_path / "exp", alone)
 
 
-def test_a_resumed_run_keeps_its_augmentations(run_script: RunScript, alone: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_augmentations(call_main: CallMain, alone: Path) -> None:
     """Another file is refused, and so is the run's own for a user who has not run it."""
+    sentences = {
+        ("--augmentations", "x.py"): f"--augmentations is 'x.py' now, and {alone} was started with '{EXAMPLE}', which",
+        ("--epochs", "3"): f"the run's settings.yaml names {EXAMPLE}, a Python file that would be run and is not one",
+    }
     with untouched(alone):
-        other = run_script("train.py", "--resume", str(alone), "--augmentations", "x.py", fails=True)
-        refused(other, f"--augmentations is 'x.py' now, and {alone} was started with '{EXAMPLE}', which its curve")
-        user = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-        another = run_script("train.py", "--resume", str(alone), "--epochs", "3", fails=True, **user)
-        refused(another, f"the run's settings.yaml names {EXAMPLE}, a Python file that would be run and is not one")
+        for flags, sentence in sentences.items():
+            code, printed = call_main("train.py", "--resume", str(alone), *flags)
+            assert code == 1
+            refused(printed, sentence)
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_an_augmentation_that_fails(workers: str, train: Train, tmp_path: Path) -> None:
-    """One sentence, on two processes."""
+def test_an_augmentation_that_fails(train: Train, tmp_path: Path) -> None:
+    """One sentence, from a loader process of one of two processes."""
     file = tmp_path / "own_failing.py"
     file.write_text("def fail(image, rng):\n    assert rng.random() < 0\n\nAUGMENTATIONS = [fail]\n")
-    flags = ("--augmentations", str(file), "--workers", workers, "--processes", "2")
+    flags = ("--augmentations", str(file), "--workers", "2", "--processes", "2")
     printed = train(tmp_path / "runs", *flags, fails=True)
     sentence = printed.partition("error: ")[2].splitlines()[0]
     assert sentence.startswith(f"{file}, line 2: AssertionError: AssertionError, in the augmentation 'fail' of ")
@@ -80,9 +82,12 @@ def test_an_augmentation_that_fails(workers: str, train: Train, tmp_path: Path) 
     assert "Traceback" not in printed
 
 
-def test_a_file_that_does_not_load_writes_nothing(train: Train, tmp_path: Path) -> None:
+def test_a_file_that_does_not_load_writes_nothing(call_main: CallMain, small_data: Path, tmp_path: Path) -> None:
     file = tmp_path / "own_wrong.py"
     file.write_text("AUGMENTATIONS = []\n")
-    printed = train(tmp_path / "runs", "--augmentations", str(file), "--workers", "0", fails=True)
+    what = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--imgsz", "64", "--workers", "0")
+    where = ("--device", "cpu", "--project", str(tmp_path / "runs"))
+    code, printed = call_main("train.py", *what, *where, "--augmentations", str(file))
+    assert code == 1
     refused(printed, f"{file} lists no augmentation; add one, or leave --augmentations out")
     assert not (tmp_path / "runs").exists()
