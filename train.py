@@ -317,6 +317,7 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     batch_bytes = images * 3 * data_options.largest(model.imgsz) ** 2
     workers, warnings = memory.loader_processes(options.workers, batch_bytes)
     data = source.open(model.imgsz, model.stride, replace(data_options, workers=workers))
+    messages += data.own_augmentations(settings.hyp, "augmentations" in settings.given).messages
     with run.untimed_barrier():
         train_split, val_split = data.split("train", settings.hyp), data.split("val")
     messages += [*rules, *warnings, *data.messages(train_split, val_split)]
@@ -432,6 +433,9 @@ def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, S
     files: dict[str, Sequence[Path]] = {**job.source.files()}
     if job.start.weights_file:
         files["weights"] = [job.start.weights_file]
+    if options.augmentations:
+        data.own_augmentations(job.settings.hyp, "augmentations" in settings.given)
+        files["augmentations"] = [Path(options.augmentations)]
     return {**vars(job.settings.hyp), "model": job.start.yaml, "class names": job.task.names}, files, messages
 
 

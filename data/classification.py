@@ -18,6 +18,7 @@ from torch.nn.functional import one_hot
 from torch.utils.data import DataLoader
 
 from data import remote
+from data.augment import Sample
 from data.batches import Item, Items, loader, stack_in_place
 from data.cache import Images, open_images
 from data.data_yaml import DataSpec, images_below, packed_groups
@@ -25,8 +26,9 @@ from data.dataset import DataSet, labels_text, problem_warnings, split_identity
 from data.hold_out import held_out
 from data.images import read_image
 from data.labels import load_labels
-from data.sampler import SampleIndex, Sampling, evaluation_batches, item_generator, training_batches
-from data.transforms import Augmenter, TransformSettings, centre_crop
+from data.own_augmentations import NO_AUGMENTATIONS, OwnAugmentations
+from data.sampler import SampleIndex, Sampling, evaluation_batches, item_generator, own_generator, training_batches
+from data.transforms import Augmenter, Change, TransformSettings, centre_crop, unchanged
 from utils.batch import Batch, ClassInfo, Instances, Split
 from utils.config.hyperparameters import Recipe
 from utils.config.select import select
@@ -66,18 +68,30 @@ class TrainingItems(_Items):
         settings: TransformSettings,
         seed: int,
         sampling: Sampling,
+        own: OwnAugmentations = NO_AUGMENTATIONS,
     ) -> None:
         super().__init__(images, labels, classes)
-        self.seed, self.sampling = seed, sampling
+        self.seed, self.sampling, self.own = seed, sampling, own
         self.augmenter = Augmenter(settings, self.load, len(labels), classes)
         self.unmixed = Augmenter(replace(settings, mixup=0.0, cutmix=0.0), self.load, len(labels), classes)
 
     def __getitem__(self, sample: SampleIndex) -> Item:
         augmenter = self.augmenter if self.sampling.mixes(sample.epoch) else self.unmixed
         generator = item_generator(self.seed, sample)
-        pixels, target = augmenter(sample.image, sample.shape[0], generator, sample.partners)
+        change = self.change(sample) if self.own else unchanged
+        pixels, target = augmenter(sample.image, sample.shape[0], generator, sample.partners, change)
         self.images.release()
         return pixels, target, self.info(sample.image)
+
+    def change(self, sample: SampleIndex) -> Change:
+        """Return the user's augmentations of an item."""
+        rng = own_generator(self.seed, sample)
+
+        def changed(place: str, index: int, pixels: Tensor) -> Tensor:
+            given = Sample(to_array(pixels), np.zeros((0, 4), np.float32), np.zeros(0, np.float32))
+            return to_tensor(self.own.apply(place, given, rng, remote.shown_path(self.images.files[index])).image)
+
+        return changed
 
 
 class EvaluationItems(_Items):
@@ -92,6 +106,11 @@ class EvaluationItems(_Items):
 def to_tensor(image: np.ndarray) -> Tensor:
     """Convert pixels (h, w, 3) BGR to uint8 (3, h, w) RGB."""
     return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)[::-1]))
+
+
+def to_array(pixels: Tensor) -> np.ndarray:
+    """Convert pixels uint8 (3, h, w) RGB to (h, w, 3) BGR."""
+    return np.ascontiguousarray(pixels.numpy()[::-1].transpose(1, 2, 0))
 
 
 def collate(items: Sequence[Item]) -> Batch:
@@ -127,8 +146,7 @@ class ClassificationSplit(Split):
 
     def shown(self, index: int, side: int) -> np.ndarray:
         """Return the centre crop of an image, as in an evaluation, uint8 (side, side, 3) BGR."""
-        pixels = centre_crop(to_tensor(read_image(self.images[index])), side)
-        return np.ascontiguousarray(pixels.numpy()[::-1].transpose(1, 2, 0))
+        return to_array(centre_crop(to_tensor(read_image(self.images[index])), side))
 
 
 @dataclass
@@ -228,7 +246,8 @@ class ClassificationData(DataSet[ClassificationSplit]):
         settings = select(TransformSettings, hyp)
         capacity = self.options.images_in_use(len(split.images), batch_size, self.options.workers)
         images = self._open(split, self.train_cache, capacity if settings.mixup or settings.cutmix else 0)
-        items = TrainingItems(images, split.labels, len(self.names), settings, seed, self.options)
+        own = self.own_augmentations(hyp)
+        items = TrainingItems(images, split.labels, len(self.names), settings, seed, self.options, own)
         return loader(items, batches, collate, self.options.workers)
 
     def evaluation_batches(self, split: ClassificationSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:

@@ -21,6 +21,7 @@ from data import storage
 from data.batches import Item, Items
 from data.data_yaml import DataSpec, is_annotation_file, overlap, read_spec
 from data.detect_layout import read_annotation_file, read_folder
+from data.own_augmentations import Labelling, OwnAugmentations, read_augmentations
 from data.sampler import SampleIndex, Sampling
 from utils.batch import Batch, Split
 from utils.config.hyperparameters import Recipe
@@ -45,6 +46,7 @@ class DataOptions(Sampling):
     strict: bool = False  # what would be left out is an error
     mask_ratio: int = 4  # pixels of the image per pixel of the training masks, along a side (segmentation)
     no_overlap: bool = False  # each training mask has all its pixels, those of a smaller object on top too
+    augmentations: str = ""  # file with the user's augmentations
 
 
 @dataclass
@@ -116,6 +118,14 @@ class DataSet(ABC, Generic[S]):
     @abstractmethod
     def evaluation_loader(self, split: S, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
         """Return a loader over `batches`, a process's share of the evaluation's. Nothing is random."""
+
+    def labelling(self, hyp: Recipe) -> Labelling:
+        """Return what a user's augmentations may take beside images; nothing by default."""
+        return Labelling()
+
+    def own_augmentations(self, hyp: Recipe, is_named: bool = True) -> OwnAugmentations:
+        """Read the user's augmentations: see `read_augmentations`."""
+        return read_augmentations(self.options.augmentations, self.labelling(hyp), is_named)
 
     def usable(self, name: str, sizes: np.ndarray, problems: Sequence[str]) -> np.ndarray:
         """Return a mask of the usable images of a split, bool (n,). sizes: (n, 2), 0 for an image left out.

@@ -31,8 +31,9 @@ from data.dataset import DataOptions, DataSet, labels_text, problem_warnings, sp
 from data.images import read_image, resize_long_side, scaled_shape
 from data.label_rows import BOXES, POLYGONS, RowRules
 from data.labels import Labels, check_classes, load_labels
+from data.own_augmentations import NO_AUGMENTATIONS, Labelling, OwnAugmentations
 from data.remote import shown_path
-from data.sampler import SampleIndex, evaluation_batches, item_generator, training_batches
+from data.sampler import SampleIndex, evaluation_batches, item_generator, own_generator, training_batches
 from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement
 from utils.config.hyperparameters import Augmentation, Recipe
 from utils.config.select import select
@@ -87,10 +88,16 @@ class TrainingItems(_Items):
     masks: ClassVar[bool] = False  # of the `Augmenter`
 
     def __init__(
-        self, images: Images, labels: Labels, augment: AugmentSettings, seed: int, options: DataOptions
+        self,
+        images: Images,
+        labels: Labels,
+        augment: AugmentSettings,
+        seed: int,
+        options: DataOptions,
+        own: OwnAugmentations = NO_AUGMENTATIONS,
     ) -> None:
         super().__init__(images, labels)
-        self.seed, self.options = seed, options
+        self.seed, self.options, self.own = seed, options, own
         hsv = random_hsv_linear if options.partners == "window" else random_hsv
         self.augmenter = Augmenter(augment, images.imgsz, len(images.files), self.load, self.size, hsv, self.masks)
         self.unmixed = replace(self.augmenter, settings=replace(augment, mosaic=0.0))
@@ -103,7 +110,16 @@ class TrainingItems(_Items):
     def augmented(self, sample: SampleIndex) -> Sample:
         """Return the augmented image; its pixels may be those of the cache until `images.release`."""
         augmenter = self.augmenter if self.options.mixes(sample.epoch) else self.unmixed
-        return augmenter(sample.image, sample.shape, item_generator(self.seed, sample), sample.partners)
+        rng = item_generator(self.seed, sample)
+        if not self.own:
+            return augmenter(sample.image, sample.shape, rng, sample.partners)
+        own_rng = own_generator(self.seed, sample)
+
+        def changed(place: str, item: Sample, index: int) -> Sample:
+            return self.own.apply(place, item, own_rng, shown_path(self.images.files[index]))
+
+        augmenter = replace(augmenter, load=lambda index: changed("image", self.load(index), index))
+        return changed("item", augmenter(sample.image, sample.shape, rng, sample.partners), sample.image)
 
     def item(self, sample: SampleIndex, pixels: Tensor) -> Item:
         targets = to_tensors(self.augmented(sample), pixels)
@@ -226,6 +242,10 @@ class DetectionData(DataSet[DetectionSplit]):
         """Return how the rows of label files are read: see `split`."""
         return POLYGONS if isinstance(hyp, Augmentation) and hyp.copy_paste > 0 else BOXES
 
+    def labelling(self, hyp: Recipe) -> Labelling:
+        """Return the number of classes, and whether outlines are read."""
+        return Labelling(len(self.class_names(self.spec, self.options.single_cls)), self.row_rules(hyp).outlines)
+
     def split(self, name: str, hyp: Recipe | None = None) -> DetectionSplit:
         """Read and check a split.
 
@@ -303,7 +323,7 @@ class DetectionData(DataSet[DetectionSplit]):
         capacity = options.images_in_use(len(split.images), batch_size, options.workers)
         reduced = options.partners == "window"
         images = self._open(split, self.train_cache, False, capacity if augment.mosaic else 0, reduced)
-        items = self.training_items(images, split.labels, augment, seed, options)
+        items = self.training_items(images, split.labels, augment, seed, options, self.own_augmentations(hyp))
         return loader(items, batches, self.collate, self.options.workers)
 
     def evaluation_batches(self, split: DetectionSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:

@@ -1,5 +1,6 @@
 """`python -m data.split my.yaml --val 0.2 --seed 0`: split a data set's images into training and validation.
 
+`--folds 5` makes five such splits, and each image validates in one of them (cross-validation).
 Lists of images and a data YAML are written into a folder of their own; the data set is not changed. The shares of all
 classes are as equal as possible in both parts, and images of a group, such as the frames of a video, stay together.
 """
@@ -27,6 +28,7 @@ from utils.files import replacing
 YAML_FILE = "data.yaml"
 PRINTED_CLASSES = 5  # that validation lacks, at most
 WORKERS = 8  # processes that read labels, at most
+MAX_FOLDS = 1000
 
 
 class Pool(NamedTuple):
@@ -143,28 +145,26 @@ def yaml_content(pool: Pool, lists: Mapping[str, Path]) -> dict[str, Any]:
     return {**content, "names": dict(spec.names)}
 
 
-def write_split(pool: Pool, parts: np.ndarray, folder: Path) -> None:
-    """Write train.txt, val.txt and data.yaml. Raises `UserError`."""
+def write_split(pool: Pool, validates: np.ndarray, folder: Path) -> None:
+    """Write train.txt, val.txt and data.yaml. validates: bool (n,), by image. Raises `UserError`."""
     lists = {name: folder / f"{name}.txt" for name in ("train", "val")}
     try:
         for part, file in enumerate(lists.values()):
             with replacing(file) as opened:
-                opened.writelines(os.fsencode(f"{pool.images[k]}\n") for k in np.flatnonzero(parts == part))
+                opened.writelines(os.fsencode(f"{pool.images[k]}\n") for k in np.flatnonzero(validates == part))
         with replacing(folder / YAML_FILE) as opened:
             opened.write(yaml.safe_dump(yaml_content(pool, lists), sort_keys=False).encode())
     except OSError as error:
         raise UserError(f"{folder} cannot be written to ({error.strerror}); name another --out folder") from None
 
 
-def report(pool: Pool, parts: np.ndarray) -> list[str]:
+def report(pool: Pool, validates: np.ndarray) -> list[str]:
     """Return lines for the console: the images of each part, and how equal the classes' shares are."""
     present, names = presence(pool)[:, :-1], pool.spec.names
-    total, held = present.sum(0), present[parts == 1].sum(0)
+    total, held = present.sum(0), present[validates].sum(0)
     shares = held[total > 0] / total[total > 0]
     spread = f"; {shares.min():.0%} to {shares.max():.0%} of the images of each class" if len(shares) else ""
-    lines = [
-        f"train: {plural(int((parts == 0).sum()), 'image')}, val: {plural(int((parts == 1).sum()), 'image')}{spread}"
-    ]
+    lines = [f"train: {plural(int((~validates).sum()), 'image')}, val: {plural(int(validates.sum()), 'image')}{spread}"]
     absent = [f"'{names[k]}' ({plural(total[k], 'image')})" for k in names if total[k] and not held[k]]
     if absent:
         more = f" and {len(absent) - PRINTED_CLASSES} more" if len(absent) > PRINTED_CLASSES else ""
@@ -173,28 +173,45 @@ def report(pool: Pool, parts: np.ndarray) -> list[str]:
 
 
 def split(
-    data: str, val: float = 0.2, seed: int = 0, group: str = "", out: str = "", exist_ok: bool = False
+    data: str,
+    val: float = 0.2,
+    seed: int = 0,
+    group: str = "",
+    out: str = "",
+    exist_ok: bool = False,
+    folds: int | None = None,
 ) -> list[str]:
     """Split the data set that `data` names, as for train.py --data, and return lines for the console.
 
     val: share of the images for validation. group: see `group_names`. out: the folder to write to, by default
-    `<name>-split` in the working folder. exist_ok: replace what a folder has. Raises `UserError`.
+    `<name>-split` in the working folder, or `<name>-folds`. exist_ok: replace what a folder has. folds: the number of
+    splits, each in a folder `fold1`, `fold2` ... of its own, with another part of the images for validation; `val` is
+    not used then. None for a single split. Raises `UserError`.
     """
-    if not 0 < val < 1:
+    if folds is not None and not 2 <= folds <= MAX_FOLDS:
+        raise UserError(
+            f"--folds {folds} must be the number of parts that validate in turn, 2 to {MAX_FOLDS}, such as 5"
+        )
+    if not folds and not 0 < val < 1:
         raise UserError(f"--val {val:g} must be the share of the images for validation, between 0 and 1, such as 0.2")
     name = Path(os.path.abspath(data))
-    folder = Path(os.path.abspath(out or f"{name.name if name.is_dir() else name.stem}-split"))
+    ending = "folds" if folds else "split"
+    folder = Path(os.path.abspath(out or f"{name.name if name.is_dir() else name.stem}-{ending}"))
     if not exist_ok and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder} exists already; name another --out folder, or add --exist-ok to replace its files")
     pool = read_pool(data)
     groups, alone = group_names(pool.images, group)
-    parts = split_images(pool, groups, (1 - val, val), seed)
-    write_split(pool, parts, folder)
-    lines = [*pool.spec.warnings, *report(pool, parts)]
+    parts = split_images(pool, groups, [1 / folds] * folds if folds else (1 - val, val), seed)
+    lines = list(pool.spec.warnings)
+    splits = {f"fold{number + 1}": parts == number for number in range(folds)} if folds else {"": parts == 1}
+    for title, validates in splits.items():
+        write_split(pool, validates, folder / title)
+        lines += [f"{title} {line}".lstrip() for line in report(pool, validates)]
     if group:
         unmatched = f", {plural(alone, 'image')} without a match of --group" if alone else ""
         lines.append(f"{plural(len(set(groups)), 'group')}, each in one part only{unmatched}")
-    return [*lines, f"train with --data {folder / YAML_FILE}"]
+    files = [str(folder / title / YAML_FILE) for title in splits]
+    return [*lines, f"train with --data {files[0]}" + f", and so on to {files[-1]}" * (len(files) > 1)]
 
 
 def main() -> None:
@@ -203,15 +220,18 @@ def main() -> None:
         prog="python -m data.split", description="Split a data set's images into training and validation."
     )
     parser.add_argument("data", help="a data YAML, a folder or a COCO .json, as for train.py --data")
-    parser.add_argument("--val", type=float, default=0.2, help="share of the images for validation; default: 0.2")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--val", type=float, default=0.2, help="share of the images for validation; default: 0.2")
+    how.add_argument("--folds", type=int, help="make this many splits, at least 2; each image validates in one of them")
     parser.add_argument("--seed", type=int, default=0, help="another one gives another split; default: 0")
     parser.add_argument(
         "--group", default="", help="regular expression: images whose names match it with the same text stay together"
     )
-    parser.add_argument("--out", default="", help="folder for data.yaml, train.txt and val.txt; default: <name>-split")
+    parser.add_argument("--out", default="", help="folder to write; default: <name>-split, or <name>-folds")
     parser.add_argument("--exist-ok", action="store_true", help="replace files in the --out folder")
     given = parser.parse_args()
-    print(*split(given.data, given.val, given.seed, given.group, given.out, given.exist_ok), sep="\n")
+    chosen = (given.val, given.seed, given.group, given.out, given.exist_ok, given.folds)
+    print(*split(given.data, *chosen), sep="\n")
 
 
 if __name__ == "__main__":

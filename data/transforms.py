@@ -49,6 +49,14 @@ def torch_seeded_by(generator: np.random.Generator) -> Iterator[None]:
         yield
 
 
+Change = Callable[[str, int, Tensor], Tensor]  # from a place of `own_augmentations`, an image's index, and its pixels
+
+
+def unchanged(place: str, image: int, pixels: Tensor) -> Tensor:
+    """Return the pixels: the `Change` of a training without augmentations of the user."""
+    return pixels
+
+
 class Augmenter:
     """The whole augmentation of a training image.
 
@@ -62,11 +70,17 @@ class Augmenter:
         self.transforms: dict[int, torch.nn.Module] = {}  # by side
 
     def __call__(
-        self, image: int, side: int, generator: np.random.Generator, partners: Sequence[int] = ()
+        self,
+        image: int,
+        side: int,
+        generator: np.random.Generator,
+        partners: Sequence[int] = (),
+        change: Change = unchanged,
     ) -> tuple[Tensor, Tensor]:
         """Return image `image`, uint8 (3, side, side), and the share of each class, float32 (classes,).
 
-        partners: the index of the image to mix it with; if empty, one is drawn from all.
+        partners: the index of the image to mix it with; if empty, one is drawn from all. change: changes each image as
+        loaded, and again before two are mixed.
         """
         from torchvision.transforms import v2
 
@@ -77,22 +91,22 @@ class Augmenter:
             self.transforms[side] = torch.nn.Sequential(*_steps(settings, side))
         transform = self.transforms[side]
         with torch_seeded_by(generator):
-            pixels, label = self._transformed(image, transform)
+            pixels, label = self._transformed(image, transform, change)
             if chance < settings.mixup:
                 mix = v2.MixUp(alpha=settings.mixup_alpha, num_classes=self.classes)
             elif chance < settings.mixup + settings.cutmix:
                 mix = v2.CutMix(alpha=settings.cutmix_alpha, num_classes=self.classes)
             else:
                 return pixels, one_hot(torch.tensor(label), self.classes).float()
-            other, other_label = self._transformed(partner, transform)
+            other, other_label = self._transformed(partner, transform, change)
             # A batch of two, whose first image is mixed with the second: partners from the training batch would depend
             # on the number of processes.
             mixed, shares = mix(torch.stack((pixels, other)).float(), torch.tensor([label, other_label]))
             return mixed[0].round().to(torch.uint8), shares[0]
 
-    def _transformed(self, image: int, transform: torch.nn.Module) -> tuple[Tensor, int]:
+    def _transformed(self, image: int, transform: torch.nn.Module, change: Change) -> tuple[Tensor, int]:
         pixels, label = self.load(image)
-        return transform(pixels), label
+        return change("item", image, transform(change("image", image, pixels))), label
 
 
 def _steps(settings: TransformSettings, side: int) -> list[torch.nn.Module]:

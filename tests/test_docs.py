@@ -9,11 +9,13 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
+from data.preview import PreviewOptions
 from models.tasks import TASKS, head_name, task_of
 from tests.making import options_of
 from utils.config.options import DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
@@ -105,22 +107,29 @@ def commands(page: Path) -> list[str]:
     ]
 
 
+def flag_errors(kind: type[Any], flags: list[str]) -> list[str]:
+    """Return what the parser of an options class says about flags."""
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            options_of(kind, flags)
+    except SystemExit:
+        return [errors.getvalue().strip()]
+    return []
+
+
 def script_errors(words: list[str]) -> list[str]:
     """Return what is wrong with a script of ours and its flags."""
     script, *flags = words
     if script in SCRIPTS:
-        errors = io.StringIO()
-        try:
-            with contextlib.redirect_stderr(errors):
-                options_of(SCRIPTS[script], flags)
-        except SystemExit:
-            return [errors.getvalue().strip()]
-        return []
+        return flag_errors(SCRIPTS[script], flags)
     return [] if (ROOT / script).is_file() else [f"{script} does not exist"]
 
 
 def module_errors(module: str, flags: list[str]) -> list[str]:
     """Return what is wrong with `python -m` of a module of ours: no file, or flags that the file does not name."""
+    if module == "data.preview":
+        return flag_errors(PreviewOptions, flags)
     stem = ROOT.joinpath(*module.split("."))
     file = next((file for file in (stem.with_suffix(".py"), stem / "__main__.py") if file.is_file()), None)
     if file is None:

@@ -1,4 +1,6 @@
-"""Run Python of a user: the files of --layers, and the files and packages of --task-file. Called by models/ and data/.
+"""Run Python of a user: the files of --layers and --augmentations, and the files and packages of --task-file.
+
+Called by models/ and data/.
 
 What a run folder or a weight file names, and not the command line, is run only if this user has run the same before.
 """
@@ -83,12 +85,18 @@ def running(path: Path) -> Iterator[None]:
         where = Path(error.filename or path)
         raise UserError(f"{where}, line {error.lineno or 1}: {error.msg}; fix the Python there") from None
     except (Exception, SystemExit) as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_in(frame.filename, path)]
-        where_run = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else str(path)
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{where_run}: {reason}; fix it, so that the {_kind(path)} loads") from error
+        raise UserError(
+            f"{raised_at(error, path) or path}: {reason}; fix it, so that the {_kind(path)} loads"
+        ) from error
     finally:
         sys.dont_write_bytecode = dont_write
+
+
+def raised_at(error: BaseException, path: Path) -> str:
+    """Return the innermost line of a user's file or package that an error passed, `file, line 3`; '' if none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_in(frame.filename, path)]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
 
 
 def _is_in(file: str, path: Path) -> bool:

@@ -47,7 +47,7 @@ class OrientedTask(Task):
     prediction = OrientedPrediction
     recipes = Recipes(str(Path(__file__).with_name("hyp.yaml")))
     defaults: ClassVar[Mapping[str, Any]] = {"weights": ""}
-    concerns = frozenset({"mixing", "padding", "detections", "suppression", "examples"})
+    concerns = frozenset({"mixing", "augmentation", "padding", "detections", "suppression", "examples"})
 
     def __init__(self, names: Mapping[int, str], hyp: OrientedRecipe, label_smoothing: float = 0.0) -> None:
         super().__init__(names, hyp, label_smoothing)

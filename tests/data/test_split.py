@@ -136,6 +136,39 @@ def test_groups_stay_together(tmp_path: Path, pattern: str) -> None:
     assert {int(name[4]) % 3 for name in val if name.startswith("clip")} == {0, 1, 2}  # a clip of each class
 
 
+def test_each_image_validates_in_one_of_the_folds(tmp_path: Path) -> None:
+    """40 images with class a, of which 10 have b too and 5 have c; 20 without labels."""
+    file = photos(tmp_path / "set", *[(0, 1)] * 10, *[(0, 2)] * 5, *[(0,)] * 25, *[()] * 20)
+    lines = split(str(file), folds=5, out=str(tmp_path / "out"))
+    start = "train: 48 images, val: 12 images; 20% to 20% of the images of each class"
+    assert lines[:-1] == [f"fold{number} {start}" for number in range(1, 6)]
+    assert lines[-1] == f"train with --data {tmp_path}/out/fold1/data.yaml, and so on to {tmp_path}/out/fold5/data.yaml"
+    folds = [splits_of(tmp_path / f"out/fold{number}/data.yaml") for number in range(1, 6)]
+    assert sorted(image for _, val in folds for image in val.images) == sorted((tmp_path / "set/images").glob("*.png"))
+    for train, val in folds:
+        assert not {*train.images} & {*val.images}
+        assert val.counts(3)[0].tolist() == [8, 2, 1]
+        assert (val.labels.counts == 0).sum() == 4
+    split(str(file), folds=5, seed=1, out=str(tmp_path / "other"))
+    assert held(tmp_path / "other/fold1/data.yaml") != held(tmp_path / "out/fold1/data.yaml")
+
+
+def test_groups_stay_together_in_folds(tmp_path: Path) -> None:
+    for clip in range(6):
+        for frame in range(3):
+            write_image(tmp_path / f"set/images/clip{clip}_{frame}.png", None, f"{clip % 3} 0.5 0.5 0.5 0.5")
+    file = write_yaml(tmp_path / "set/my.yaml", {"train": "images", "names": ["a", "b", "c"]})
+    split(str(file), folds=2, group=r"^(clip\d)_", out=str(tmp_path / "out"))
+    for number in (1, 2):
+        train, val = (
+            {path.name[:5] for path in part.images} for part in splits_of(tmp_path / f"out/fold{number}/data.yaml")
+        )
+        assert (len(train), len(val), train & val) == (3, 3, set())
+        assert {int(name[4]) % 3 for name in val} == {0, 1, 2}
+    with pytest.raises(UserError, match="has 6 groups of images for 7 parts; add images"):
+        split(str(file), folds=7, group=r"^(clip\d)_", out=str(tmp_path / "more"))
+
+
 def test_five_parts_of_equal_shares() -> None:
     rng = np.random.default_rng(0)
     counts = (rng.random((200, 6)) < (0.5, 0.3, 0.2, 0.1, 0.05, 0.0)).astype(int)
@@ -166,6 +199,9 @@ def test_what_cannot_be_split(tmp_path: Path) -> None:
             UserError, match=r"--val .* must be the share of the images for validation, between 0 and 1"
         ):
             split(file, share)
+    for folds in (-1, 0, 1, 10**9):
+        with pytest.raises(UserError, match=rf"--folds {folds} must be the number of parts .*, 2 to 1000, such as 5"):
+            split(file, folds=folds)
     with pytest.raises(UserError, match=r"--group \( is not a regular expression"):
         split(file, group="(", out=str(tmp_path / "out"))
     with pytest.raises(UserError, match="has 1 group of images for 2 parts"):
@@ -185,3 +221,13 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         main()
         assert capsys.readouterr().out.endswith(f"\ntrain with --data {tmp_path}/animals-split/data.yaml\n")
     assert 9 <= len(held(tmp_path / "animals-split/data.yaml")) <= 11
+    monkeypatch.setattr(sys, "argv", ["split", "animals", "--folds", "3"])
+    main()
+    out = capsys.readouterr().out
+    assert out.endswith(
+        f"--data {tmp_path}/animals-folds/fold1/data.yaml, and so on to {tmp_path}/animals-folds/fold3/data.yaml\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["split", "animals", "--folds", "3", "--val", "0.5"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "not allowed with argument --folds" in capsys.readouterr().err

@@ -35,6 +35,7 @@ CONCERNS: Mapping[str, str] = {
     "anchors": "heads with anchors",
     "label smoothing": "losses with label smoothing",
     "mixing": "training images that are mixed from several",
+    "augmentation": "training images that functions of yours may change",
     "padding": "images that are padded to the shape of their batch",
     "masks": "masks",
     "detections": "objects that are detected",
@@ -149,6 +150,12 @@ class TrainOptions:
         "data",
         choices=("window", "any"),
         concerns="mixing",
+    )
+    augmentations: str = flag(
+        "",
+        "augmentations of your own: a Python file with a list AUGMENTATIONS, or a YAML; Python is executed",
+        "data",
+        concerns="augmentation",
     )
     mask_ratio: int = flag(
         4,

@@ -39,7 +39,7 @@ RecipeOf = Callable[[Mapping[str, Any], Mapping[str, Any]], type[Recipe]]
 CURVE_FLAGS = (
     *("weights", "cfg", "batch_size", "rect", "multi_scale", "image_weights", "repeat_factor", "close_mosaic"),
     *("partners", "mask_ratio", "no_overlap", "noautoanchor", "scale_lr", "single_cls", "optimizer", "cos_lr"),
-    *("label_smoothing", "freeze", "seed", "logical_processes", "image_padding"),
+    *("label_smoothing", "freeze", "seed", "logical_processes", "image_padding", "augmentations"),
 )
 LAUNCHER_FLAGS = ("device", "processes")  # not taken from the settings under a launcher, which decides them
 # Never taken from the settings: a run that reached its limit must continue, and a profile is of one start.

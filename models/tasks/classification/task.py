@@ -66,7 +66,7 @@ class ClassificationTask(Task):
         "epochs": 30,
         "batch_size": 32,
     }
-    concerns = frozenset({"label smoothing", "mixing", "copies"})
+    concerns = frozenset({"label smoothing", "mixing", "augmentation", "copies"})
     loss_names = ("loss",)
     metric_names = CLASSIFICATION_METRICS
     prefers_trained = True

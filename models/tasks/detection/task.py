@@ -47,7 +47,9 @@ class DetectionTask(Task):
     prediction: ClassVar[type[Prediction] | None] = DetectionPrediction
     official_weights = r"yolov5[nsmlx]6?\.pt|v9-[tsmc]\.pt"
     hub_tag = "object-detection"
-    concerns = frozenset({"mixing", "padding", "detections", "suppression", "boxes", "copies", "examples"})
+    concerns = frozenset(
+        {"mixing", "augmentation", "padding", "detections", "suppression", "boxes", "copies", "examples"}
+    )
     heads: ClassVar[tuple[type[Head], ...]] = (Detect, DetectDFL)  # of the models; the usual one first
     # Of exported files, without and with suppression.
     export_modules: ClassVar[tuple[type[DecodedDetector], type[SuppressedDetector]]] = (

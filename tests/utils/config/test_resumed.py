@@ -182,6 +182,7 @@ FIXED = {
     "label_smoothing": (0.1, 0.0),
     "freeze": ((3,), [0, 2]),
     "seed": (1, 0),
+    "augmentations": ("mine.py", ""),
 }
 
 

@@ -1,0 +1,109 @@
+"""Transforms of albumentations as callables for data/own_augmentations.py; only a file that names one imports it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from data.augment import MIN_AREA_SHARE
+from data.polygons import Polygons
+from utils.errors import UserError, nearest
+
+
+def named_transform(name: str, where: str) -> Callable[..., Any]:
+    """Import the class of a transform by its name, such as MotionBlur. where: it is named. Raises `UserError`."""
+    for variable in ("NO_ALBUMENTATIONS_UPDATE", "ALBUMENTATIONS_NO_TELEMETRY"):
+        os.environ.setdefault(variable, "1")  # an import asks no server for news
+    try:
+        import albumentations
+    except ImportError:
+        raise UserError(
+            f"{where}: '{name}' is a transform of albumentations, which is not installed; run pip install "
+            "albumentations, or name a function of your own as FILE.py:NAME"
+        ) from None
+    kinds = {word: kind for word, kind in vars(albumentations).items() if _is_transform_class(kind)}
+    if name not in kinds:
+        raise UserError(f"{where}: albumentations has no transform '{name}'{nearest(name, kinds)}; fix the name")
+    kind: Callable[..., Any] = kinds[name]
+    return kind
+
+
+def _is_transform_class(kind: Any) -> bool:
+    import albumentations
+
+    return inspect.isclass(kind) and issubclass(kind, (albumentations.BasicTransform, albumentations.BaseCompose))
+
+
+def adapted(call: Any, boxes: bool) -> Any:
+    """Return a transform of albumentations as a callable of its parts; anything else as it is.
+
+    boxes: whether there are labels besides the image.
+    """
+    if "albumentations" not in sys.modules or not _is_transform_class(type(call)):
+        return call
+    adapter = Adapter(call, boxes)
+    return adapter.labelled if boxes else adapter.image_only
+
+
+class Adapter:
+    """A transform of albumentations, with its random numbers from a generator that is passed."""
+
+    def __init__(self, transform: Any, boxes: bool) -> None:
+        import albumentations as package
+
+        labels = {
+            "bbox_params": package.BboxParams("pascal_voc", label_fields=["numbers"], min_visibility=MIN_AREA_SHARE),
+            "keypoint_params": package.KeypointParams("xy", remove_invisible=False),
+        }
+        self.compose = package.Compose([transform], **(labels if boxes else {}))
+
+    def image_only(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Return the changed image."""
+        self._seed(rng)
+        changed: np.ndarray = self.compose(image=image)["image"]
+        return changed
+
+    def labelled(
+        self,
+        image: np.ndarray,
+        boxes: np.ndarray,
+        classes: np.ndarray,
+        polygons: list[np.ndarray],
+        rng: np.random.Generator,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Return the changed image, and the objects of which enough is left in it.
+
+        The box of an outlined object is the extent of its outline in the image.
+        """
+        self._seed(rng)
+        height, width = image.shape[:2]
+        changed = self.compose(
+            image=image,
+            bboxes=boxes.clip(0, (width, height, width, height)),
+            numbers=np.arange(len(boxes)),
+            keypoints=np.concatenate([np.zeros((0, 2), np.float32), *polygons]),
+        )
+        kept = np.asarray(changed["numbers"], np.int64).reshape(-1)
+        boxes = np.asarray(changed["bboxes"], np.float32).reshape(-1, 4)
+        counts = [len(outline) for outline in polygons]
+        points = np.asarray(changed["keypoints"], np.float32).reshape(-1, 2)
+        outlines = np.split(points, np.cumsum(counts)[:-1]) if counts else []
+        is_outlined = np.array(counts, bool)[kept]
+        cut, extents = Polygons.of([outlines[k] for k in kept]).cut(np.array((0, 0, width, height), np.float32))
+        boxes = np.where(is_outlined[:, None], extents, boxes)
+        visible = np.all(boxes[:, 2:] > boxes[:, :2], axis=1)
+        return changed["image"], boxes[visible], classes[kept][visible], list(cut.subset(visible).outlines())
+
+    def _seed(self, rng: np.random.Generator) -> None:
+        """Give the transform the generator: by its seed its numbers would differ between loader processes.
+
+        Versions without that function draw from the global generators: see `own_augmentations.seeded`.
+        """
+        if hasattr(self.compose, "set_random_state"):
+            self.compose.set_random_state(rng, random.Random(int(rng.integers(2**63))))
