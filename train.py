@@ -296,7 +296,8 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     """Read and check everything that a run needs, and build its model; nothing is written. Raises `UserError`."""
     with run.untimed_barrier():  # one machine may have more to download than another
         job = read_job(settings)
-    if job.start.message and not all(run.collectives.gather([job.start.weights_name])):
+    everywhere = not job.start.message or all(run.collectives.gather([job.start.weights_name]))
+    if job.start.weights and not everywhere:
         job = read_job(replace(settings.with_options(weights=""), given={**settings.given, "weights": ""}))
         job = job._replace(start=job.start.from_scratch("not every machine has the weights"))
     settings, source, start_from, task = job

@@ -68,7 +68,8 @@ def known_share(model: Model, weights: Weights, names: Mapping[int, str]) -> flo
     fitting = sum(name in weights.state and weights.state[name].shape == tensor.shape for name, tensor in state.items())
     if fitting <= len(state) / 2:
         return None
-    parts = model.head.state_dict(prefix=f"{head_prefix(model)}.") if model.head else ()
+    head = getattr(model, "head", None)  # none in a model of torchvision
+    parts = head.state_dict(prefix=f"{head_prefix(model)}.") if isinstance(head, nn.Module) else ()
     share = len(same_names(weights.names, names)) / len(names)
     return share if all(name in weights.state for name in parts) else share / 2
 
