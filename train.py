@@ -47,6 +47,7 @@ from utils.python_api import call, write_result
 from utils.run import FolderOptions, Run
 from utils.tracking.run_log import RunLog, TrackingOptions, wandb_run_id
 from utils.training import memory, report
+from utils.training.fitness import Fitness
 from utils.training.optimizer_steps import OptimizerOptions, OptimizerSteps, prepare_training
 from utils.training.profiler import parsed_window
 from val import Evaluator, evaluator
@@ -88,6 +89,7 @@ class Training:
     steps: OptimizerSteps
     evaluate: Evaluator
     val_split: Split
+    fitness: Fitness
     run_log: RunLog
     weights_content: Mapping[str, Any]  # what goes into a weight file beside the tensors
 
@@ -164,7 +166,8 @@ class Training:
             if not options.nosave:
                 self.save_state()  # written while the epoch is validated; only its scores are missing
             began = time.monotonic()
-            summary = self.evaluate([steps.ema.model], run.stop_requested) if final or not options.noval else None
+            validates = final or not options.noval
+            summary = self.fitness.of(self.evaluate([steps.ema.model], run.stop_requested)) if validates else None
             timing = report.epoch_timing(bar, time.monotonic() - began, progress)
             row = report.results_row(epoch, losses, summary, self.task.metric_names, steps.optimizer)
             run.files.add_row(row)
@@ -253,6 +256,7 @@ class Job(NamedTuple):
     source: DataSource
     start: StartingPoint
     task: Task
+    fitness: Fitness
 
 
 class Inputs(NamedTuple):
@@ -289,7 +293,9 @@ def read_job(settings: Settings) -> Job:
     task = kind(source.names(settings.options.single_cls), settings.hyp, settings.options.label_smoothing)
     settings.refuse_unread(task.unread(start_from.yaml), model_words(start_from.yaml))
     yaml = start_from.yaml if settings.saved else task.model_yaml(start_from.yaml)
-    return Job(settings, source, replace(start_from, yaml=yaml), task)
+    names = task.names.values()
+    fitness = Fitness.parsed(settings.options.fitness, task.metric_names, task.class_metric_names, names)
+    return Job(settings, source, replace(start_from, yaml=yaml), task, fitness)
 
 
 def read_inputs(run: Run, settings: Settings) -> Inputs:
@@ -299,7 +305,7 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     if job.start.message and not all(run.collectives.gather([job.start.weights_name])):
         job = read_job(replace(settings.with_options(weights=""), given={**settings.given, "weights": ""}))
         job = job._replace(start=job.start.from_scratch("not every machine has the weights"))
-    settings, source, start_from, task = job
+    settings, source, start_from, task, fitness = job
     options, data_options = settings.options, settings.select(DataOptions)
     memory.check_batch_size(options.batch_size, options.logical_processes)
     parsed_window(options.profile)
@@ -311,6 +317,7 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     messages = [settings.choice] * bool(settings.choice)
     messages += [located({"weights": weights, "data": [source.spec.file]})]
     messages += load_and_freeze(model, start_from, task, settings.select(ModelOptions))
+    messages += [f"the best epoch is that of the highest {options.fitness}"] * bool(options.fitness)
     messages += unread_message(settings.hyp, task.unread(start_from.yaml), model_words(start_from.yaml))
     settings, rules = settings.for_weights(start_from.known_share(model, task))
     images = max(options.batch_size // run.accelerator.num_processes, VALIDATION_BATCH)  # of this process's batch
@@ -319,6 +326,8 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     data = source.open(model.imgsz, model.stride, replace(data_options, workers=workers))
     with run.untimed_barrier():
         train_split, val_split = data.split("train", settings.hyp), data.split("val")
+    if fitness.class_weights:
+        fitness.check_labels({task.names[number] for number in val_split.instances().classes.tolist()})
     messages += [*rules, *warnings, *data.messages(train_split, val_split)]
     return Inputs(job._replace(settings=settings), model, data, train_split, val_split, messages)
 
@@ -376,6 +385,7 @@ def assemble(settings: Settings) -> Training:
         steps=steps,
         evaluate=evaluate,
         val_split=val_split,
+        fitness=inputs.job.fitness,
         run_log=run_log,
         weights_content={"yaml": model.yaml, "names": task.names, "settings": flags, "half": half, **settings.origin},
     )

@@ -215,6 +215,11 @@ class TrainOptions:
     patience: int = flag(
         100, "stop after this many epochs without a better fitness; 0 never stops", "training", NOT_NEGATIVE
     )
+    fitness: str = flag(
+        "",
+        "metrics that choose the best epoch, by weight, such as mAP_0.5=0.2,recall=0.8 or AP(cat)=1; '' is the task's",
+        "training",
+    )
     freeze: tuple[int, ...] = flag(
         (0,),
         "N freezes the first N layers (backbone 10), -1 all but the last (the head); several numbers freeze just those",
