@@ -42,6 +42,7 @@ from utils.distributed.failure import run_main
 from utils.distributed.logical_processes import LogicalProcesses, SyncOptions, check_logical_processes
 from utils.distributed.spawn import spawn_for_devices
 from utils.distributed.stop import StopRequested
+from utils.errors import UserError
 from utils.files import located
 from utils.python_api import call, write_result
 from utils.run import FolderOptions, Run
@@ -309,12 +310,14 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     options, data_options = settings.options, settings.select(DataOptions)
     memory.check_batch_size(options.batch_size, options.logical_processes)
     parsed_window(options.profile)
+    if options.no_deterministic and options.logical_processes:
+        raise UserError("--no-deterministic cannot be used with --logical-processes, which promises equal bytes")
     if options.multi_scale:  # a model of one size only raises here
         task.build_model(start_from.yaml, data_options.largest(options.imgsz), start_from.source)
-    seed_everything(options.seed)
+    chosen_kernels = seed_everything(options.seed, not options.no_deterministic)
     model = task.build_model(start_from.yaml, options.imgsz, start_from.source)
     weights = [start_from.weights_file] if start_from.weights_file else []
-    messages = [settings.choice] * bool(settings.choice)
+    messages = [*chosen_kernels, *[settings.choice] * bool(settings.choice)]
     messages += [located({"weights": weights, "data": [source.spec.file]})]
     messages += load_and_freeze(model, start_from, task, settings.select(ModelOptions))
     messages += [f"the best epoch is that of the highest {options.fitness}"] * bool(options.fitness)

@@ -250,6 +250,9 @@ class TrainOptions:
         20, "stop after this many consecutive optimizer steps whose gradients are not finite", "training", Range(1)
     )
     seed: int = flag(0, "seed of every random choice", "training", Range(0, 2**32 - 1))
+    no_deterministic: bool = flag(
+        False, "CUDA kernels that may round differently each time: faster for some models, no equal runs", "training"
+    )
     mixed_precision: str = flag(
         "",
         "autocast precision; '' is what the launch file names, else bf16 or fp16 on CUDA",
