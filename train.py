@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from data.dataset import DataOptions, DataSet, DataSource, data_source
 from models.initial_weights import ModelOptions, StartingPoint, load_and_freeze, recipe_of, starting_point
+from models.parts import rate_factors
 from models.tasks import TASKS, add_tasks, model_words
 from models.tasks.contract import Criterion, LossTerms, Model, Task
 from models.weights.licence import Origin
@@ -268,6 +269,7 @@ class Inputs(NamedTuple):
     data: DataSet[Any]
     train_split: Split
     val_split: Split
+    factors: Mapping[str, float]  # of the learning rates of parameters, by name
     messages: list[str]
 
 
@@ -321,6 +323,8 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     messages += [located({"weights": weights, "data": [source.spec.file]})]
     messages += load_and_freeze(model, start_from, task, settings.select(ModelOptions))
     messages += [f"the best epoch is that of the highest {options.fitness}"] * bool(options.fitness)
+    factors, about_rates = rate_factors(model, options.lr_factor)
+    messages += about_rates
     messages += unread_message(settings.hyp, task.unread(start_from.yaml), model_words(start_from.yaml))
     settings, rules = settings.for_weights(start_from.known_share(model, task))
     images = max(options.batch_size // run.accelerator.num_processes, VALIDATION_BATCH)  # of this process's batch
@@ -332,7 +336,7 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     if fitness.class_weights:
         fitness.check_labels({task.names[number] for number in val_split.instances().classes.tolist()})
     messages += [*rules, *warnings, *data.messages(train_split, val_split)]
-    return Inputs(job._replace(settings=settings), model, data, train_split, val_split, messages)
+    return Inputs(job._replace(settings=settings), model, data, train_split, val_split, factors, messages)
 
 
 def assemble(settings: Settings) -> Training:
@@ -374,7 +378,7 @@ def assemble(settings: Settings) -> Training:
     with memory.explain_out_of_memory(loop.batch_size, model.imgsz):
         identity = replace(identity, settings=settings.content(model.yaml, model.imgsz))
         steps, loader = prepare_training(
-            run, model, loader, settings.hyp, optimizer, evaluate.loss_names, identity, saved
+            run, model, loader, settings.hyp, optimizer, evaluate.loss_names, identity, saved, inputs.factors
         )
     half = {"fp32": False, "fp16": True}.get(options.weights_precision, accelerator.mixed_precision != "no")
     flags = {**settings.flags(), "imgsz": model.imgsz}

@@ -220,10 +220,16 @@ class TrainOptions:
         "metrics that choose the best epoch, by weight, such as mAP_0.5=0.2,recall=0.8 or AP(cat)=1; '' is the task's",
         "training",
     )
-    freeze: tuple[int, ...] = flag(
+    freeze: tuple[int | str, ...] = flag(
         (0,),
-        "N freezes the first N layers (backbone 10), -1 all but the last (the head); several numbers freeze just those",
+        "N freezes the first N layers (backbone 10), -1 all but the last (the head); several numbers just those, "
+        "and so do backbone, head, or patterns of names of layers and parameters such as *.bn",
         "model",
+    )
+    lr_factor: str = flag(
+        "",
+        "factors of the learning rate by part, such as backbone=0.1,head=1; parts are named as for --freeze",
+        "training",
     )
     save_period: int = flag(-1, "epochs between two additional files weights/epochN.pt; -1 writes none", "saving")
     save_steps: int = flag(

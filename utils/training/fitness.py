@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
+from utils.config.values import named_numbers
 from utils.errors import UserError, nearest, shortened, shown
 from utils.summary import Summary
-
-# NAME=WEIGHT; a name may contain commas, for classes are named as people like.
-TERM = re.compile(r"\s*(?:metrics/)?(\S.*?)\s*=\s*([^=,()\s]+)\s*(?:,|$)")
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,14 @@ class Fitness:
         weights: dict[str, float] = {}
         by_class: dict[tuple[str, str], float] = {}
         known_of_classes = {f"{metric}({name})": (metric, name) for metric in class_metrics for name in classes}
-        for name, weight in _terms(text):
+        try:
+            terms = named_numbers(text)
+        except ValueError:
+            raise UserError(
+                f"--fitness {shown(text)}: it is not of the form METRIC=WEIGHT,METRIC=WEIGHT, such as "
+                "mAP_0.5:0.95=0.9,mAP_0.5=0.1"
+            ) from None
+        for name, weight in ((name.removeprefix("metrics/"), weight) for name, weight in terms):
             if name in weights or known_of_classes.get(name) in by_class:
                 raise UserError(f"--fitness {shown(text)}: '{name}' is there twice; add the weights")
             if name in metrics:
@@ -79,26 +82,3 @@ class Fitness:
         )
         headline = {**(summary.headline or summary.metrics), "fitness": value}
         return replace(summary, fitness=value, highest_fitness=self.highest, headline=headline)
-
-
-def _terms(text: str) -> list[tuple[str, float]]:
-    """Return the names and weights of --fitness. Raises `UserError` for another form."""
-    terms, end = [], 0
-    while end < len(text):
-        match = TERM.match(text, end)
-        weight = _number(match[2]) if match else math.nan
-        if match is None or not math.isfinite(weight):
-            raise UserError(
-                f"--fitness {shown(text)}: it is not of the form METRIC=WEIGHT,METRIC=WEIGHT, such as "
-                "mAP_0.5:0.95=0.9,mAP_0.5=0.1"
-            )
-        terms.append((match[1], weight))
-        end = match.end()
-    return terms
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

@@ -120,7 +120,7 @@ def test_settings_as_they_were_written() -> None:
         ({"data": None}, "`data` is None, which --data refuses"),
         ({"cache": "floppy"}, "`cache` is 'floppy', which --cache refuses"),
         ({"freeze": 3}, "`freeze` is 3, which --freeze refuses"),
-        ({"freeze": ["a"]}, r"`freeze` is \['a'\], which --freeze refuses"),
+        ({"freeze": [1.5]}, r"`freeze` is \[1.5\], which --freeze refuses"),
         ({"model": [1]}, r"`model` is \[1\]; it must be `key: value` lines"),
         ({"overrides": 3}, "`overrides` is 3; it must be `key: value` lines"),
     ],
@@ -181,6 +181,7 @@ FIXED = {
     "cos_lr": (True, False),
     "label_smoothing": (0.1, 0.0),
     "fitness": ("recall=1", ""),
+    "lr_factor": ("head=2", ""),
     "freeze": ((3,), [0, 2]),
     "seed": (1, 0),
 }
