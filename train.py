@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from data.dataset import DataOptions, DataSet, DataSource, data_source
 from models.initial_weights import ModelOptions, StartingPoint, load_and_freeze, recipe_of, starting_point
+from models.parts import rate_factors
 from models.tasks import TASKS, add_tasks, model_words
 from models.tasks.contract import Criterion, LossTerms, Model, Task
 from models.weights.licence import Origin
@@ -42,11 +43,13 @@ from utils.distributed.failure import run_main
 from utils.distributed.logical_processes import LogicalProcesses, SyncOptions, check_logical_processes
 from utils.distributed.spawn import spawn_for_devices
 from utils.distributed.stop import StopRequested
+from utils.errors import UserError
 from utils.files import located
 from utils.python_api import call, write_result
 from utils.run import FolderOptions, Run
 from utils.tracking.run_log import RunLog, TrackingOptions, wandb_run_id
 from utils.training import memory, report
+from utils.training.fitness import Fitness
 from utils.training.optimizer_steps import OptimizerOptions, OptimizerSteps, prepare_training
 from utils.training.profiler import parsed_window
 from val import Evaluator, evaluator
@@ -88,6 +91,7 @@ class Training:
     steps: OptimizerSteps
     evaluate: Evaluator
     val_split: Split
+    fitness: Fitness
     run_log: RunLog
     weights_content: Mapping[str, Any]  # what goes into a weight file beside the tensors
 
@@ -164,7 +168,8 @@ class Training:
             if not options.nosave:
                 self.save_state()  # written while the epoch is validated; only its scores are missing
             began = time.monotonic()
-            summary = self.evaluate([steps.ema.model], run.stop_requested) if final or not options.noval else None
+            validates = final or not options.noval
+            summary = self.fitness.of(self.evaluate([steps.ema.model], run.stop_requested)) if validates else None
             timing = report.epoch_timing(bar, time.monotonic() - began, progress)
             row = report.results_row(epoch, losses, summary, self.task.metric_names, steps.optimizer)
             run.files.add_row(row)
@@ -253,6 +258,7 @@ class Job(NamedTuple):
     source: DataSource
     start: StartingPoint
     task: Task
+    fitness: Fitness
 
 
 class Inputs(NamedTuple):
@@ -263,6 +269,7 @@ class Inputs(NamedTuple):
     data: DataSet[Any]
     train_split: Split
     val_split: Split
+    factors: Mapping[str, float]  # of the learning rates of parameters, by name
     messages: list[str]
 
 
@@ -289,7 +296,9 @@ def read_job(settings: Settings) -> Job:
     task = kind(source.names(settings.options.single_cls), settings.hyp, settings.options.label_smoothing)
     settings.refuse_unread(task.unread(start_from.yaml), model_words(start_from.yaml))
     yaml = start_from.yaml if settings.saved else task.model_yaml(start_from.yaml)
-    return Job(settings, source, replace(start_from, yaml=yaml), task)
+    names = task.names.values()
+    fitness = Fitness.parsed(settings.options.fitness, task.metric_names, task.class_metric_names, names)
+    return Job(settings, source, replace(start_from, yaml=yaml), task, fitness)
 
 
 def read_inputs(run: Run, settings: Settings) -> Inputs:
@@ -300,18 +309,23 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     if job.start.weights and not everywhere:
         job = read_job(replace(settings.with_options(weights=""), given={**settings.given, "weights": ""}))
         job = job._replace(start=job.start.from_scratch("not every machine has the weights"))
-    settings, source, start_from, task = job
+    settings, source, start_from, task, fitness = job
     options, data_options = settings.options, settings.select(DataOptions)
     memory.check_batch_size(options.batch_size, options.logical_processes)
     parsed_window(options.profile)
+    if options.no_deterministic and options.logical_processes:
+        raise UserError("--no-deterministic cannot be used with --logical-processes, which promises equal bytes")
     if options.multi_scale:  # a model of one size only raises here
         task.build_model(start_from.yaml, data_options.largest(options.imgsz), start_from.source)
-    seed_everything(options.seed)
+    chosen_kernels = seed_everything(options.seed, not options.no_deterministic)
     model = task.build_model(start_from.yaml, options.imgsz, start_from.source)
     weights = [start_from.weights_file] if start_from.weights_file else []
-    messages = [settings.choice] * bool(settings.choice)
+    messages = [*chosen_kernels, *[settings.choice] * bool(settings.choice)]
     messages += [located({"weights": weights, "data": [source.spec.file]})]
     messages += load_and_freeze(model, start_from, task, settings.select(ModelOptions))
+    messages += [f"the best epoch is that of the highest {options.fitness}"] * bool(options.fitness)
+    factors, about_rates = rate_factors(model, options.lr_factor)
+    messages += about_rates
     messages += unread_message(settings.hyp, task.unread(start_from.yaml), model_words(start_from.yaml))
     settings, rules = settings.for_weights(start_from.known_share(model, task))
     images = max(options.batch_size // run.accelerator.num_processes, VALIDATION_BATCH)  # of this process's batch
@@ -321,8 +335,10 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     messages += data.own_augmentations(settings.hyp, "augmentations" in settings.given).messages
     with run.untimed_barrier():
         train_split, val_split = data.split("train", settings.hyp), data.split("val")
+    if fitness.class_weights:
+        fitness.check_labels({task.names[number] for number in val_split.instances().classes.tolist()})
     messages += [*rules, *warnings, *data.messages(train_split, val_split)]
-    return Inputs(job._replace(settings=settings), model, data, train_split, val_split, messages)
+    return Inputs(job._replace(settings=settings), model, data, train_split, val_split, factors, messages)
 
 
 def assemble(settings: Settings) -> Training:
@@ -364,7 +380,7 @@ def assemble(settings: Settings) -> Training:
     with memory.explain_out_of_memory(loop.batch_size, model.imgsz):
         identity = replace(identity, settings=settings.content(model.yaml, model.imgsz))
         steps, loader = prepare_training(
-            run, model, loader, settings.hyp, optimizer, evaluate.loss_names, identity, saved
+            run, model, loader, settings.hyp, optimizer, evaluate.loss_names, identity, saved, inputs.factors
         )
     half = {"fp32": False, "fp16": True}.get(options.weights_precision, accelerator.mixed_precision != "no")
     flags = {**settings.flags(), "imgsz": model.imgsz}
@@ -378,6 +394,7 @@ def assemble(settings: Settings) -> Training:
         steps=steps,
         evaluate=evaluate,
         val_split=val_split,
+        fitness=inputs.job.fitness,
         run_log=run_log,
         weights_content={"yaml": model.yaml, "names": task.names, "settings": flags, "half": half, **settings.origin},
     )

@@ -32,6 +32,13 @@ from utils.user_code import class_named
 
 S = TypeVar("S", bound=Split)
 PRINTED_PROBLEMS = 5  # of a split, at most
+# Data YAMLs of YOLOv5 that are not here, and what their annotations are: code in these YAMLs converts them.
+SCRIPTED_SETS = {
+    "Argoverse": "JSON without the folders of its images",
+    "GlobalWheat2020": "JSON for each place",
+    "SKU-110K": "a CSV file",
+    "xView": "GeoJSON",
+}
 FEW_LABELS = 10  # of a class in training: with fewer the class is named at the start
 
 
@@ -208,8 +215,20 @@ def data_source(data: str, kind: str) -> DataSource:
     elif is_annotation_file(Path(data)):
         spec = read_annotation_file(Path(data))
     else:
+        refuse_scripted_set(data)
         spec = read_spec(find_file(data, "data set", ["data"], kind="a file or a folder"))
     return DataSource(spec, dataset_class(kind))
+
+
+def refuse_scripted_set(data: str) -> None:
+    """Raise `UserError` if --data names one of `SCRIPTED_SETS`, unless it is an existing file."""
+    name = Path(data).name.removesuffix(".yaml")
+    if name in SCRIPTED_SETS and not os.path.isfile(data):
+        raise UserError(
+            f"data set '{data}' is not here, for its annotations are {SCRIPTED_SETS[name]}, which code in YOLOv5's "
+            f"{name}.yaml converts and this repository never runs; give the path of that file once YOLOv5 has "
+            "downloaded the set, or write label files as docs/data.md says"
+        )
 
 
 def labels_text(names: Mapping[int, str], counts: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:

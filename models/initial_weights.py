@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from models.image_size import rounding
 from models.layer_registry import add_layers
 from models.layers import skip_norms
+from models.parts import layers_of, parameters_of
 from models.tasks import TASKS, TaskEntry, add_tasks, task_of
 from models.tasks.contract import Model, Task
 from models.weights.content import Weights
@@ -37,7 +38,7 @@ class ModelOptions:
     weights: str
     layers: str
     task_file: str
-    freeze: tuple[int, ...]
+    freeze: tuple[int | str, ...]
     imgsz: int
 
 
@@ -131,8 +132,11 @@ def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: Mod
     messages += [start.message] * bool(start.message)
     if start.weights:
         messages += [*_load(model, start, start.weights, task), f"licence of these weights: {start.origin}"]
-    if numbers := freeze(model, options.freeze):
-        messages.append(f"layers {', '.join(map(str, numbers))} are frozen")
+    numbers = [word for word in options.freeze if isinstance(word, int)]
+    if len(numbers) < len(options.freeze):
+        messages.append(freeze_parts(model, [str(word) for word in options.freeze]))
+    elif layers_frozen := freeze(model, numbers):
+        messages.append(f"layers {', '.join(map(str, layers_frozen))} are frozen")
     return messages
 
 
@@ -180,13 +184,11 @@ def gflops(model: nn.Module, imgsz: int) -> float:
 def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
     """Freeze layers and return their numbers: (N,) is the first N, (-N,) all but the last N, several are these layers.
 
-    The layers are the children of `model.model`, or of a model without that attribute. Those of an auxiliary branch,
-    after the head, are not among the last N. Raises `UserError` for a number that is no layer.
+    The layers are those of `layers_of`; an auxiliary branch, after the head, is not among the last N. Raises
+    `UserError` for a number that is no layer.
     """
-    layered = dict(model.named_children()).get("model", model)
-    rows = list(layered.children())
+    layered, _, rows, main = layers_of(model)
     count = len(rows)
-    main = next((number for number, row in enumerate(rows, 1) if row is getattr(model, "head", None)), count)
     if len(layers) > 1:
         chosen = list(layers)
     elif layers[0] >= 0:
@@ -204,6 +206,20 @@ def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"--freeze {' '.join(map(str, layers))} freezes all layers, 0 to {count - 1}; freeze fewer")
     return chosen
+
+
+def freeze_parts(model: nn.Module, words: Sequence[str]) -> str:
+    """Freeze the parameters that the words mean, see `parameters_of`; return a message that counts them.
+
+    Raises `UserError` for a word that means none, and if all are frozen.
+    """
+    frozen = {name for word in words for name in parameters_of(model, word, "--freeze")}
+    parameters = dict(model.named_parameters())
+    if len(frozen) == len(parameters):
+        raise UserError(f"--freeze {' '.join(words)} freezes all parameters; freeze fewer")
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    return f"{len(frozen)} of {len(parameters)} parameters are frozen: {', '.join(words)}"
 
 
 def recipe_of(settings: Mapping[str, Any], given: Mapping[str, Any]) -> type[Recipe]:

@@ -33,6 +33,7 @@ PYTHON_WORDS = {"None": None, "True": True, "False": False}  # as arguments, for
 MAX_MULTIPLE = 16  # of depth and width: a larger number is a typing error
 # Side of the image that a model is tried with while it is built, in pixels: the largest stride that it may have.
 PROBE_PIXELS = 128
+CHANNELS = 3  # of images: RGB
 MAX_LAYER_PARAMETERS = 1e9
 MAX_MAP_VALUES = 1e8  # of a layer's output for an image of PROBE_PIXELS
 
@@ -104,7 +105,6 @@ class YoloModel(Model):
 def build_model(
     yaml: dict[str, Any] | str | Path,
     nc: int | None = None,
-    channels: int = 3,
     source: str = "the model YAML",
     head: type[Head] | Sequence[type[Head]] = (),
     imgsz: int = 640,
@@ -112,7 +112,7 @@ def build_model(
     """Build the network that a YAML describes, in train mode, with random weights, on torch's default device.
 
     yaml: a path, the name of a shipped file, or the content, which errors call `source`. nc: overrides the number of
-    classes in the YAML. channels: of the images, unless the YAML has `ch`. head: the required class of the last layer,
+    classes in the YAML. head: the required class of the last layer,
     or several of which it must have one; the first is the usual one. imgsz: rounded up to whole strides, at least 2.
     Raises `UserError` if the YAML describes no such network.
     """
@@ -122,7 +122,7 @@ def build_model(
         path = find_file(str(yaml), "model YAML", ["models", "models/hub"])
         source, description = str(path), read_yaml(path)
     heads = (head,) if isinstance(head, type) else head
-    description, with_anchors = _resolve(source, description, nc, channels, heads)
+    description, with_anchors = _resolve(source, description, nc, heads)
     values = {"nc": description["nc"], "anchors": description.get("anchors"), **PYTHON_WORDS}
     contents = [*description["backbone"], *description["head"], *description.get("auxiliary", [])]
     rows = [_parse_row(source, index, row, values) for index, row in enumerate(contents)]
@@ -133,7 +133,7 @@ def build_model(
 
 
 def _resolve(
-    source: str, yaml: dict[str, Any], nc: int | None, channels: int, heads: Sequence[type[Head]]
+    source: str, yaml: dict[str, Any], nc: int | None, heads: Sequence[type[Head]]
 ) -> tuple[dict[str, Any], bool]:
     """Return the YAML with all keys that `build_model` needs, checked, and whether its head takes anchors."""
     for key in yaml:
@@ -141,10 +141,11 @@ def _resolve(
             known = ", ".join(MODEL_KEYS)
             raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), MODEL_KEYS)}; known are {known}")
     task = yaml["task"] if "task" in yaml else task_of(yaml, source)
-    sizes = {"task": task, "ch": channels, "depth_multiple": 1.0, "width_multiple": 1.0, "channel_multiple": 8}
+    sizes = {"task": task, "ch": CHANNELS, "depth_multiple": 1.0, "width_multiple": 1.0, "channel_multiple": 8}
     yaml = {**sizes, **yaml, **({} if nc is None else {"nc": nc})}
-    for key in ("nc", "ch", "channel_multiple"):
+    for key in ("nc", "channel_multiple"):
         _require(source, yaml, key, f"a whole number from 1 to {MAX_COUNT}", is_count(yaml.get(key)))
+    _require(source, yaml, "ch", f"{CHANNELS}, for images are read as RGB, or leave it out", yaml["ch"] == CHANNELS)
     for key in ("depth_multiple", "width_multiple"):
         fits = is_number(yaml[key]) and 0 < yaml[key] <= MAX_MULTIPLE
         _require(source, yaml, key, f"a number above 0, at most {MAX_MULTIPLE}", fits)

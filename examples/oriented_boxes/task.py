@@ -13,7 +13,7 @@ from torch import Tensor
 from models.fuse import fuse
 from models.tasks.contract import Criterion, ExportModule, ExportSettings, Image, Model, Task, Thresholds
 from models.tasks.shared.losses import UnavailableCriterion
-from models.tasks.shared.scores import DETECTION_METRICS
+from models.tasks.shared.scores import CLASS_METRICS, DETECTION_METRICS
 from models.yolo import build_model
 from utils.batch import Batch
 from utils.config.hyperparameters import Augmentation, Recipes, number
@@ -43,6 +43,7 @@ class OrientedTask(Task):
 
     loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
     metric_names: ClassVar[tuple[str, ...]] = DETECTION_METRICS
+    class_metric_names: ClassVar[tuple[str, ...]] = CLASS_METRICS
     recipe = OrientedRecipe
     prediction = OrientedPrediction
     recipes = Recipes(str(Path(__file__).with_name("hyp.yaml")))

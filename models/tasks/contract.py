@@ -217,6 +217,7 @@ class Task(ABC):
 
     loss_names: ClassVar[tuple[str, ...]]  # columns of results.csv after train/ and val/
     metric_names: ClassVar[tuple[str, ...]]  # columns of results.csv after metrics/
+    class_metric_names: ClassVar[tuple[str, ...]] = ()  # keys of `Summary.by_class`, which --fitness may name
     recipe: ClassVar[type[Recipe]]  # the keys of its hyperparameter YAML
     recipes: ClassVar[Recipes]  # its hyperparameter files
     defaults: ClassVar[Mapping[str, Any]] = {}  # for flags that are not on the command line

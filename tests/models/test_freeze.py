@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torchvision.models import resnet18, vit_b_32
 
-from models.initial_weights import freeze
+from models.initial_weights import freeze, freeze_parts
+from models.parts import parameters_of, rate_factors
 from models.yolo import YoloModel, build_model
-from tests.making import tiny_anchor_free
+from tests.making import tiny_anchor_free, tiny_detector
 from utils.errors import UserError
 
 
@@ -114,3 +115,85 @@ def test_all_but_the_head_of_a_transformer() -> None:
 def test_a_huge_number_is_no_layer(number: int) -> None:
     with pytest.raises(UserError, match=rf"--freeze {number}: the model has layers 0 to 4, no"):
         freeze(layered(), (number,))
+
+
+# Parts by name, also those of --lr-factor
+
+
+class Transformer(nn.Module):
+    """Named as transformers' models are: the backbone is a module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleDict({"backbone": nn.Linear(2, 2), "projection": nn.Linear(2, 2)})
+        self.classes = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("build", "backbone"),
+    [
+        (lambda: build_model(tiny_detector()), ("model.0.", "model.1.", "model.2.")),
+        (lambda: on_meta(resnet18), ("conv1.", "bn1.", "layer")),
+        (lambda: on_meta(vit_b_32), ("class_token", "conv_proj.", "encoder.")),
+        (Transformer, ("encoder.backbone.",)),
+    ],
+)
+def test_backbone_and_head(build: Callable[[], nn.Module], backbone: tuple[str, ...]) -> None:
+    model = build()
+    names = {name for name, _ in model.named_parameters()}
+    expected = {name for name in names if name.startswith(backbone)}
+    assert 0 < len(expected) < len(names)
+    assert parameters_of(model, "backbone", "--freeze") == expected
+    assert parameters_of(model, "head", "--freeze") == names - expected
+    freeze_parts(model, ["backbone"])
+    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["model.1"], {"model.1.weight", "model.1.bias"}),
+        (["1", "3"], {"model.1.weight", "model.1.bias", "model.3.weight", "model.3.bias"}),
+        (["*.bias", "4"], {*(f"model.{k}.bias" for k in range(5)), "model.4.weight"}),
+        (["model.[0-1].w*"], {"model.0.weight", "model.1.weight"}),
+        (["head"], {"model.4.weight", "model.4.bias"}),
+    ],
+)
+def test_patterns_of_layers_and_parameters(words: list[str], expected: set[str]) -> None:
+    model = layered()
+    assert freeze_parts(model, words) == f"{len(expected)} of 10 parameters are frozen: {', '.join(words)}"
+    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.7"], r"^--freeze 'model.7': no layer or parameter of the model has such a name \(did you mean 'model"),
+        (["backbone", "9"], "^--freeze '9': no layer or parameter of the model has such a name"),
+        (["model"], "^--freeze model freezes all parameters; freeze fewer$"),
+        (["backbone", "head"], "^--freeze backbone head freezes all parameters; freeze fewer$"),
+    ],
+)
+def test_words_that_freeze_nothing_or_everything(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        freeze_parts(layered(), words)
+
+
+def test_factors_of_learning_rates() -> None:
+    factors, messages = rate_factors(layered(), "backbone=0.1, *.bias=2, 4=0")
+    weights = {f"model.{k}.weight": 0.1 for k in range(4)}
+    assert factors == {**weights, **{f"model.{k}.bias": 2.0 for k in range(4)}, "model.4.weight": 0, "model.4.bias": 0}
+    assert messages == ["learning rate x 0 for 2 of 10 parameters, 0.1 for 4, 2 for 4"]
+    assert rate_factors(layered(), "head=0.5")[1] == ["learning rate x 0.5 for 2 of 10 parameters, 1 for 8"]
+    assert rate_factors(layered(), "") == ({}, [])
+
+
+@pytest.mark.parametrize("text", ["backbone", "backbone=", "head=-1", "head=fast", "head=inf", "=1", ","])
+def test_factors_of_another_form(text: str) -> None:
+    with pytest.raises(UserError, match=r"^--lr-factor '.*': it is not of the form PART=FACTOR,PART=FACTOR"):
+        rate_factors(layered(), text)
+
+
+def test_a_factor_of_no_parameter() -> None:
+    with pytest.raises(UserError, match=r"^--lr-factor 'bakbone': no layer or parameter of the model has such a name"):
+        rate_factors(layered(), "bakbone=1")

@@ -276,7 +276,7 @@ def test_number_of_classes() -> None:
 )
 def test_the_yaml_of_a_model_builds_it_again(description: dict[str, Any]) -> None:
     before = copy.deepcopy(description)
-    model = on_meta(description, nc=5, channels=4)
+    model = on_meta(description, nc=5)
     assert description == before
     again = on_meta(model.yaml)
     assert (shapes(again.state_dict()), repr(again)) == (shapes(model.state_dict()), repr(model))
@@ -499,6 +499,8 @@ def test_invalid_row(index: int, row: Any, message: str) -> None:
         ({"head": None}, "`head` is None; give a list of rows"),
         ({"head": [[[1, 2], 1, "Segment", ["nc", "anchors", 2, 16]]]}, "the last row of `head` is no detection head"),
         ({"nc": 0}, "`nc` is 0; give a whole number from 1 to 4096"),
+        ({"ch": 4}, "`ch` is 4; give 3, for images are read as RGB, or leave it out$"),
+        ({"ch": "3"}, "`ch` is '3'; give 3, "),
         ({"width_multiple": "wide"}, "`width_multiple` is 'wide'; give a number above 0"),
         ({"widht_multiple": 1}, r"unknown key 'widht_multiple' \(did you mean 'width_multiple'\?\)"),
         ({"anchors": []}, r"`anchors` is \[\]; give a list of width"),

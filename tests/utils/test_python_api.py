@@ -78,7 +78,7 @@ def test_several_weights() -> None:
         ({"optimizer": "Lion"}, "optimizer must be one of 'SGD', 'Adam', 'AdamW', not 'Lion'"),
         ({"evolve": 300}, "evolve is not built in: W&B sweeps tune hyperparameters"),
         ({"comm_hook": "powersgd"}, "comm_hook 'powersgd' is no longer built in: use comm_hook='bf16'"),
-        ({"freeze": [0, "x"]}, "freeze must be a whole number, or a list of such, not [0, 'x']"),
+        ({"freeze": [0, 1.5]}, "freeze must be a whole number or a name, or a list of such, not [0, 1.5]"),
     ],
 )
 def test_a_wrong_name_or_value_is_one_sentence(flags: dict[str, Any], message: str) -> None:

@@ -222,10 +222,21 @@ class TrainOptions:
     patience: int = flag(
         100, "stop after this many epochs without a better fitness; 0 never stops", "training", NOT_NEGATIVE
     )
-    freeze: tuple[int, ...] = flag(
+    fitness: str = flag(
+        "",
+        "metrics that choose the best epoch, by weight, such as mAP_0.5=0.2,recall=0.8 or AP(cat)=1; '' is the task's",
+        "training",
+    )
+    freeze: tuple[int | str, ...] = flag(
         (0,),
-        "N freezes the first N layers (backbone 10), -1 all but the last (the head); several numbers freeze just those",
+        "N freezes the first N layers (backbone 10), -1 all but the last (the head); several numbers just those, "
+        "and so do backbone, head, or patterns of names of layers and parameters such as *.bn",
         "model",
+    )
+    lr_factor: str = flag(
+        "",
+        "factors of the learning rate by part, such as backbone=0.1,head=1; parts are named as for --freeze",
+        "training",
     )
     save_period: int = flag(-1, "epochs between two additional files weights/epochN.pt; -1 writes none", "saving")
     save_steps: int = flag(
@@ -252,6 +263,9 @@ class TrainOptions:
         20, "stop after this many consecutive optimizer steps whose gradients are not finite", "training", Range(1)
     )
     seed: int = flag(0, "seed of every random choice", "training", Range(0, 2**32 - 1))
+    no_deterministic: bool = flag(
+        False, "CUDA kernels that may round differently each time: faster for some models, no equal runs", "training"
+    )
     mixed_precision: str = flag(
         "",
         "autocast precision; '' is what the launch file names, else bf16 or fp16 on CUDA",

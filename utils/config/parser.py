@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, find_hyperparameters
 from utils.config.options import CONCERNS, GROUPS, TrainOptions, flags_of
-from utils.config.values import Range, accepts, chosen, has_form, separated
+from utils.config.values import NUMBER_OR_NAME, Range, accepts, chosen, has_form, separated
 from utils.config.yolov5_flags import REFUSED
 from utils.console import is_silent
 from utils.errors import UserError, nearest
@@ -173,7 +173,11 @@ def _argument(hint: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
         return {"action": "store_true"}
     is_tuple = typing.get_origin(hint) is tuple
     kind = typing.get_args(hint)[0] if is_tuple else hint
-    convert = _of_form(metadata["form"]) if kind is str else _within(kind, metadata["within"])
+    convert: Callable[[str], Any]
+    if kind == NUMBER_OR_NAME:
+        convert = _number_or_name
+    else:
+        convert = _of_form(metadata["form"]) if kind is str else _within(kind, metadata["within"])
     argument: dict[str, Any] = {"type": convert}
     if metadata["choices"] and metadata["comma_separated"]:
         argument["type"] = _list_of(metadata["choices"])
@@ -211,6 +215,10 @@ def _list_of(choices: Sequence[str]) -> Callable[[str], str]:
         return ",".join(words)
 
     return convert
+
+
+def _number_or_name(text: str) -> int | str:
+    return int(text) if re.fullmatch(r"-?\d+", text) else text
 
 
 def _of_form(form: str) -> Callable[[str], str]:

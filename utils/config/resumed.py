@@ -40,6 +40,8 @@ CURVE_FLAGS = (
     *("weights", "cfg", "batch_size", "rect", "multi_scale", "image_weights", "repeat_factor", "close_mosaic"),
     *("partners", "mask_ratio", "no_overlap", "noautoanchor", "scale_lr", "single_cls", "optimizer", "cos_lr"),
     *("label_smoothing", "freeze", "seed", "logical_processes", "image_padding", "augmentations"),
+    "lr_factor",
+    "fitness",  # which --patience ends the curve by, and which one best.pt is chosen by throughout
 )
 LAUNCHER_FLAGS = ("device", "processes")  # not taken from the settings under a launcher, which decides them
 # Never taken from the settings: a run that reached its limit must continue, and a profile is of one start.

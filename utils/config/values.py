@@ -43,6 +43,8 @@ class Range:
 FINITE, NOT_NEGATIVE, POSITIVE = Range(), Range(0), Range(0, exclusive_minimum=True)
 SHARE, BELOW_ONE = Range(0, 1), Range(0, 1, exclusive_maximum=True)
 IMGSZ = Range(1, 2**14)  # the side of an image, in pixels
+NUMBER_OR_NAME = int | str
+NAMED_NUMBER = re.compile(r"\s*(\S.*?)\s*=\s*([^=,()\s]+)\s*(?:,|$)")
 OPSETS = Range(12, 21)  # of ONNX: those that torch's exporters write and ONNX Runtime 1.20 runs
 
 
@@ -79,6 +81,18 @@ def separated(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
+def named_numbers(text: str) -> list[tuple[str, float]]:
+    """Return the pairs of a text such as `recall=1,AP(cat, dog)=0.5`; a name may contain commas. Raises ValueError."""
+    pairs, end = [], 0
+    while end < len(text):
+        match = NAMED_NUMBER.match(text, end)
+        if match is None or not math.isfinite(number := float(match[2])):
+            raise ValueError(text)
+        pairs.append((match[1], number))
+        end = match.end()
+    return pairs
+
+
 def expected(hint: Any, metadata: Mapping[str, Any]) -> str:
     """Describe the values that `accepts` takes: `a whole number, 1 or more`."""
     if typing.get_origin(hint) is tuple:
@@ -87,6 +101,8 @@ def expected(hint: Any, metadata: Mapping[str, Any]) -> str:
         return f"one of {', '.join(map(repr, choices))}"
     if hint is bool:
         return "True or False"
+    if hint == NUMBER_OR_NAME:
+        return "a whole number or a name"
     if hint is str:
         return f"of the form {metadata['form']}" if metadata.get("form") else "a text or path"
     noun, within = "a whole number" if hint is int else "a number", metadata.get("within", FINITE)

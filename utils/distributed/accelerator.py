@@ -118,13 +118,21 @@ def reset_accelerate() -> None:
     GradientState._reset_state()
 
 
-def seed_everything(seed: int) -> None:
-    """Seed the random numbers outside of the data path (initial weights) and select deterministic kernels."""
+def seed_everything(seed: int, deterministic: bool = True) -> list[str]:
+    """Seed the random numbers outside of the data path (initial weights) and select deterministic kernels.
+
+    Returns a message if `deterministic` is False: CUDA's kernels may then add in another order each time.
+    """
     set_seed(seed)
+    if not deterministic:
+        torch.use_deterministic_algorithms(False)  # for a call from Python may have had a run before
+        effect = "equal runs differ by rounding" if torch.cuda.is_available() else "no effect without CUDA"
+        return [f"--no-deterministic: {effect}"]
     if torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with a fixed workspace
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    return []
 
 
 def plan(accelerator: Accelerator, batch_size: int, batches: int, epochs: int) -> list[str]:

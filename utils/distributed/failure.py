@@ -28,7 +28,15 @@ from utils.background import Background
 from utils.birth import PARENT
 from utils.console import silence, surviving_output, wrapped
 from utils.distributed.loader_processes import end_workers, remove_temporary_folders
-from utils.distributed.ranks import SPAWNED, check_launch, is_local_main, ranks, store_is_hosted, world_size
+from utils.distributed.ranks import (
+    SPAWNED,
+    adopt_launch,
+    check_launch,
+    is_local_main,
+    ranks,
+    store_is_hosted,
+    world_size,
+)
 from utils.distributed.store import query_store, run_store
 from utils.errors import UserError, first_line
 
@@ -77,6 +85,7 @@ def run_main(main: Callable[[], object]) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # the scripts change it during their imports
     gc.enable()  # the scripts disable it during their imports
     try:
+        adopt_launch()
         check_launch()
     except UserError as error:
         sys.exit(f"error: {error}")

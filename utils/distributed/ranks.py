@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -15,6 +16,10 @@ from utils.errors import UserError, shortened
 SPAWNED = "LOCKSTEP_SPAWNED"  # environment variable of the processes that `spawn` starts
 TRUE_VALUES = ("y", "yes", "t", "true", "on", "1")  # in Accelerate's environment variables
 TRUTH_VALUES = (*TRUE_VALUES, "n", "no", "f", "false", "off", "0", "")
+# Variables that say the same as a launcher's RANK, WORLD_SIZE, LOCAL_RANK, of Open MPI's mpirun and of srun.
+OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+OWN_LAUNCH = ("RANK", "WORLD_SIZE", "WANDB_SWEEP_ID")  # one of them: srun and mpirun have not started a single run
 TOKEN = "LOCKSTEP_TOKEN"  # environment variable: a secret of the run's processes, see store.py
 
 
@@ -45,6 +50,56 @@ def launch_number(name: str, default: int = 0, maximum: int = 2**31 - 1) -> int:
             "it, or unset it to start without a launcher"
         )
     return int(text)
+
+
+def adopt_launch() -> None:
+    """Join the processes that srun or Open MPI's mpirun has started into one run: set a launcher's variables.
+
+    Does nothing if another launcher has set them, and for a trial of a W&B sweep, since each task may be an agent.
+    MASTER_ADDR and MASTER_PORT of the environment take precedence. Raises `UserError` if mpirun has started processes
+    on several machines without MASTER_ADDR, and for variables that are no numbers.
+    """
+    if any(os.environ.get(name) for name in OWN_LAUNCH):
+        return
+    by_mpi = launch_number(OPEN_MPI[1], 1) > 1
+    rank, processes, local_rank = map(launch_number, OPEN_MPI if by_mpi else SLURM)
+    if processes < 2:
+        return
+    if by_mpi:
+        local_processes, address, port = launch_number("OMPI_COMM_WORLD_LOCAL_SIZE", 1), "", "29500"
+    else:
+        per_node = _tasks_per_node(os.environ.get("SLURM_STEP_TASKS_PER_NODE", str(processes)))
+        local_processes = per_node[min(launch_number("SLURM_NODEID"), len(per_node) - 1)]
+        address = _first_host(os.environ.get("SLURM_STEP_NODELIST", ""))
+        port = str(20000 + (launch_number("SLURM_JOB_ID") + 97 * launch_number("SLURM_STEP_ID")) % 20000)
+    if local_processes == processes:
+        address = "127.0.0.1"
+    if not os.environ.get("MASTER_ADDR", address):
+        raise UserError(
+            f"mpirun has started {processes} processes on several machines; pass the address of the first one to all, "
+            "with -x MASTER_ADDR=ADDRESS"
+        )
+    os.environ.setdefault("MASTER_ADDR", address)
+    os.environ.setdefault("MASTER_PORT", port)
+    values = {"RANK": rank, "WORLD_SIZE": processes, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_processes}
+    os.environ.update({name: str(value) for name, value in values.items()})
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Return the number of tasks of each node of a step, which SLURM writes as `4(x2),3`. Raises `UserError`."""
+    groups = [re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", word) for word in text.split(",")]
+    if not all(groups):
+        raise UserError(
+            f"the environment variable SLURM_STEP_TASKS_PER_NODE is '{shortened(text)}' instead of numbers such as "
+            "4(x2),3; correct it, or unset it"
+        )
+    return [int(group[1]) for group in groups if group for _ in range(int(group[2] or 1))]
+
+
+def _first_host(nodes: str) -> str:
+    """Return the first host of SLURM's list: node03 of `node[03-10,12],other`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else "")
 
 
 def check_launch() -> None:

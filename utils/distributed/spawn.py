@@ -68,7 +68,7 @@ def spawn_for_devices(main: Callable[[], object], device: str, processes: int) -
 def _enter(rank: int, main: Callable[[], object], environment: dict[str, str], loader_start_method: str) -> None:
     # A spawned process would spawn its loader processes too, each with a copy of the data set.
     multiprocessing.set_start_method(loader_start_method, force=True)
-    with suppress(OSError):
+    with suppress(OSError, AttributeError):  # Windows has no process groups
         os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the parent only, which passes it on
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until GracefulStop handles it
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))

@@ -17,7 +17,8 @@ from utils.distributed.ranks import is_local_main, ranks, world_size
 from utils.distributed.store import run_store
 
 TIME_LIMIT = "time"  # the reason of a stop that no signal has requested
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+# Windows has the first two.
+STOP_SIGNALS = tuple(s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"))
 SECOND_INTERRUPT_SECONDS = 0.5  # at least, between two Ctrl-C: a single one may arrive more than once
 
 
@@ -31,7 +32,7 @@ class StopRequested(Stopped):
 
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that stop a run: all of `STOP_SIGNALS`, without SIGHUP if it is ignored, as under nohup."""
-    return [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    return [n for n in STOP_SIGNALS if n.name != "SIGHUP" or signal.getsignal(n) != signal.SIG_IGN]
 
 
 class GracefulStop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,29 +15,47 @@ from utils.errors import plural
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 MIN_WARMUP_BATCHES = 100
 BIAS, WEIGHT, NORM = range(3)  # order of the groups, and so of x/lr0, x/lr1, x/lr2 in results.csv
+PLAIN_GROUPS = ((1.0, BIAS), (1.0, WEIGHT), (1.0, NORM))  # without --lr-factor
+NO_FACTORS: Mapping[str, float] = {}
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Return the groups of biases, weights, and weights of normalisation layers; only the second decays."""
-    groups: list[list[nn.Parameter]] = [[], [], []]
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
+Factors = Mapping[str, float]  # of the learning rate, by parameter name; 1 of the others
+GroupKey = tuple[float, int]  # factor of the learning rate; BIAS, WEIGHT or NORM
+
+
+def grouped_parameters(model: nn.Module, factors: Factors = NO_FACTORS) -> dict[GroupKey, list[nn.Parameter]]:
+    """Return the parameters of each group, in the order of the groups.
+
+    Without factors these are biases, weights, and weights of normalisation layers, even if there are none. With
+    factors there are up to three groups for each factor, the smallest first; none is empty.
+    """
+    steps = sorted({1.0, *factors.values()})
+    groups: dict[GroupKey, list[nn.Parameter]] = {(step, kind): [] for step in steps for kind in (BIAS, WEIGHT, NORM)}
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(prefix, recurse=False):
             kind = BIAS if name.endswith("bias") else NORM if isinstance(module, NORM_LAYERS) else WEIGHT
-            groups[kind].append(parameter)
-    decays = (0.0, weight_decay, 0.0)
-    return [{"params": params, "weight_decay": decay} for params, decay in zip(groups, decays, strict=True)]
+            groups[factors.get(name, 1.0), kind].append(parameter)
+    return {key: parameters for key, parameters in groups.items() if parameters or not factors}
 
 
-def numbered_parameters(model: nn.Module) -> list[nn.Parameter]:
+def parameter_groups(model: nn.Module, weight_decay: float, factors: Factors = NO_FACTORS) -> list[dict]:
+    """Return the groups of `grouped_parameters` for torch's optimizers; only weights decay."""
+    return [
+        {"params": parameters, "weight_decay": weight_decay if kind == WEIGHT else 0.0}
+        for (_, kind), parameters in grouped_parameters(model, factors).items()
+    ]
+
+
+def numbered_parameters(model: nn.Module, factors: Factors = NO_FACTORS) -> list[nn.Parameter]:
     """Return the parameters in the order of the groups, in which torch numbers them in an optimizer's state."""
-    return [parameter for group in parameter_groups(model, 0.0) for parameter in group["params"]]
+    return [parameter for parameters in grouped_parameters(model, factors).values() for parameter in parameters]
 
 
 def build_optimizer(
-    model: nn.Module, name: str, lr: float, momentum: float, weight_decay: float
+    model: nn.Module, name: str, lr: float, momentum: float, weight_decay: float, factors: Factors = NO_FACTORS
 ) -> torch.optim.Optimizer:
-    """Build SGD (with Nesterov momentum), Adam or AdamW over the three groups; `momentum` is Adam's first beta."""
-    groups = parameter_groups(model, weight_decay)
+    """Build SGD (with Nesterov momentum), Adam or AdamW over the groups; `momentum` is Adam's first beta."""
+    groups = parameter_groups(model, weight_decay, factors)
     if name == "SGD":
         return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=True, fused=True)
     kind = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[name]
@@ -68,7 +87,7 @@ def step_if(optimizer: Any, finite: Tensor) -> Tensor:
 
 
 class Rates(NamedTuple):
-    """Learning rates of the parameter groups, and momentum."""
+    """Learning rates of biases, weights and norms, and momentum."""
 
     lrs: tuple[float, float, float]
     momentum: float
@@ -93,6 +112,7 @@ class Schedule:
     warmup_bias_lr: float
     warmup_share: float = 0.0
     warmup_rise: float = 0.0
+    groups: tuple[GroupKey, ...] = PLAIN_GROUPS  # of the optimizer, in order
 
     @property
     def warmup(self) -> int:
@@ -125,8 +145,8 @@ class Schedule:
     def apply(self, optimizer: torch.optim.Optimizer, batch: int) -> Rates:
         """Set the rates of a batch in the optimizer and return them. Adam's betas are not warmed up."""
         rates = self.at(batch)
-        for group, lr in zip(optimizer.param_groups, rates.lrs, strict=True):
-            group["lr"] = lr
+        for group, (factor, kind) in zip(optimizer.param_groups, self.groups, strict=True):
+            group["lr"] = rates.lrs[kind] * factor
             if "momentum" in group:
                 group["momentum"] = rates.momentum
         return rates

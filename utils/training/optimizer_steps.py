@@ -27,8 +27,11 @@ from utils.errors import UserError
 from utils.training.ema import ModelEMA, ramp_messages, ramp_of
 from utils.training.nonfinite_steps import DeviceValue, NonFiniteGuard, Window, explain_skipped_steps
 from utils.training.optimizer import (
+    NO_FACTORS,
+    Factors,
     Schedule,
     build_optimizer,
+    grouped_parameters,
     numbered_parameters,
     start_momentum,
     step_if,
@@ -180,18 +183,20 @@ def prepare_training(
     loss_names: Sequence[str],
     identity: Identity,
     saved: Mapping[str, Any] | None,
+    factors: Factors = NO_FACTORS,
 ) -> tuple[OptimizerSteps, DataLoader[Any]]:
     """Make optimizer, schedule and EMA, let Accelerate prepare them, and load the `saved` state if there is one.
 
-    Returns the steps and the prepared loader. All processes must call it together.
+    factors: of the learning rates. Returns the steps and the prepared loader. All processes must call it together.
     """
     accelerator = run.accelerator
     place_model(accelerator, model)
     logical = LogicalProcesses.of(options, accelerator)
     factor = hyp.lr_factor * (logical.count if options.scale_lr else 1)
     hyp = replace(hyp, lr0=hyp.lr0 * factor, warmup_bias_lr=hyp.warmup_bias_lr * hyp.lr_factor)
-    optimizer: Any = build_optimizer(model, options.optimizer, hyp.lr0, hyp.momentum, hyp.decay(options.batch_size))
-    schedule = select(Schedule, hyp, epochs=options.epochs, batches=len(loader), cosine=options.cos_lr)
+    decay, groups = hyp.decay(options.batch_size), tuple(grouped_parameters(model, factors))
+    optimizer: Any = build_optimizer(model, options.optimizer, hyp.lr0, hyp.momentum, decay, factors)
+    schedule = select(Schedule, hyp, epochs=options.epochs, batches=len(loader), cosine=options.cos_lr, groups=groups)
     accumulation = accelerator.gradient_accumulation_steps
     updates = options.epochs * math.ceil(len(loader) / accumulation)
     ema = ModelEMA(model, ramp_of(hyp.ema_share, updates))
@@ -214,7 +219,7 @@ def prepare_training(
         identity=identity,
         progress=Progress(),
         replicas=distributed.replicas,
-        parameters=numbered_parameters(distributed.bare),
+        parameters=numbered_parameters(distributed.bare, factors),
         ema=ema,
         optimizer=optimizer,
         scaler=accelerator.scaler,

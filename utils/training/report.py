@@ -81,7 +81,7 @@ def best_epoch_table(progress: Progress, best: Summary, brief: bool) -> list[str
     of = f" ({progress.best:.4f} of {best.highest_fitness:g})" if best.highest_fitness != 1 else ""
     head = f"best epoch: {progress.best_epoch + 1} of {progress.epoch}, fitness {share:.4f}{of}"
     table = [head, *best.table(brief)]
-    if not brief and share < LOW_FITNESS:
+    if not brief and 0 <= share < LOW_FITNESS:
         table.append("the fitness is near 0: docs/map-is-zero.md lists the causes")
     return table
 

@@ -18,6 +18,7 @@ from utils.plots.drawing import draw_captioned
 from utils.summary import Row, Summary, confusion_text, dense_counts, sparse_counts
 
 CLASSIFICATION_METRICS = ("accuracy_top1", "accuracy_top5")
+CLASS_METRICS = ("precision", "recall")
 DRAWN_MISTAKES = 16
 MIN_PICTURE_SIDE_PIXELS = 160  # captions fit below it
 
@@ -61,7 +62,7 @@ class ClassificationMetrics(Metrics):
         labelled = {k: name for k, name in self.names.items() if confusion[k].any()}
         by_class = {
             metric: {name: float(values[k]) for k, name in labelled.items()}
-            for metric, values in (("precision", precision), ("recall", recall))
+            for metric, values in zip(CLASS_METRICS, (precision, recall), strict=True)
         }
         top = {"top-1": top1, "top-5": top5} if len(self.names) > TOP_CLASSES else {"top-1": top1}
         overall, details = self._table(confusion.sum(1), precision, recall, top)

@@ -13,7 +13,7 @@ from torch import Tensor
 from models.fuse import fuse
 from models.layers import Classify
 from models.tasks.classification.loss import ClassificationCriterion
-from models.tasks.classification.metrics import CLASSIFICATION_METRICS, ClassificationMetrics
+from models.tasks.classification.metrics import CLASS_METRICS, CLASSIFICATION_METRICS, ClassificationMetrics
 from models.tasks.classification.prediction import ClassificationPostprocess, ClassificationPrediction, most_probable
 from models.tasks.classification.torchvision_models import build_classifier
 from models.tasks.contract import ExportModule, ExportSettings, Image, Model, Task, Thresholds
@@ -69,6 +69,7 @@ class ClassificationTask(Task):
     concerns = frozenset({"label smoothing", "mixing", "augmentation", "copies"})
     loss_names = ("loss",)
     metric_names = CLASSIFICATION_METRICS
+    class_metric_names = CLASS_METRICS
     prefers_trained = True
     official_weights = r"yolov5[nsmlx]-cls\.pt"
     hub_tag = "image-classification"

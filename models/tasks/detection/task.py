@@ -28,7 +28,7 @@ from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.postprocess import DetectionPostprocess
 from models.tasks.detection.prediction import DetectionPrediction
 from models.tasks.shared.losses import UnavailableCriterion
-from models.tasks.shared.scores import DETECTION_METRICS
+from models.tasks.shared.scores import CLASS_METRICS, DETECTION_METRICS
 from models.weights.transfer import head_prefix
 from models.yolo import YoloModel, build_model, head_class
 from utils.batch import Batch, BoxSplit
@@ -42,6 +42,7 @@ class DetectionTask(Task):
 
     loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
     metric_names: ClassVar[tuple[str, ...]] = DETECTION_METRICS
+    class_metric_names: ClassVar[tuple[str, ...]] = CLASS_METRICS
     recipe = Hyperparameters
     recipes = Recipes(trained="finetune", few="scratch-small", many="low", yolov5="low")
     prediction: ClassVar[type[Prediction] | None] = DetectionPrediction

@@ -22,13 +22,22 @@ from models.tasks.shared.score_tables import (
     curve_rows,
     score_evidence,
 )
-from models.tasks.shared.scores import DETECTION_METRICS, ClassScores, SizeScores, join, score_classes, score_sizes
+from models.tasks.shared.scores import (
+    CLASS_METRICS,
+    DETECTION_METRICS,
+    ClassScores,
+    SizeScores,
+    join,
+    score_classes,
+    score_sizes,
+)
 from utils.batch import Batch, SegmentationBatch
 from utils.files import csv_text
 from utils.summary import Example, Row, Summary
 
 KINDS = ("B", "M")  # of boxes and of masks, YOLOv5's suffixes
 SEGMENTATION_METRICS = tuple(f"{name}({kind})" for kind in KINDS for name in DETECTION_METRICS)
+SEGMENTATION_CLASS_METRICS = tuple(f"{name}({kind})" for kind in KINDS for name in CLASS_METRICS)
 TITLES = ("Class", "Images", "Labels", "box P", "R", "mAP50", "50-95", "mask P", "R", "mAP50", "50-95")  # of the table
 
 

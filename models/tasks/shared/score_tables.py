@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.tasks.shared.scores import CURVE_POINTS, ClassScores, SizeScores
+from models.tasks.shared.scores import CLASS_METRICS, CURVE_POINTS, ClassScores, SizeScores
 from utils.summary import Row
 
 FITNESS_WEIGHTS = {"mAP_0.5": 0.1, "mAP_0.5:0.95": 0.9}  # YOLOv5's
@@ -37,7 +37,7 @@ def ap_by_class(scores: ClassScores, names: Mapping[int, str]) -> dict[str, dict
     """Return AP50 and AP of each class that has labels, by class name."""
     return {
         name: {names[int(k)]: float(value) for k, value in zip(scores.classes, values, strict=True)}
-        for name, values in (("AP50", scores.ap[:, 0]), ("AP", scores.ap.mean(1)))
+        for name, values in zip(CLASS_METRICS, (scores.ap[:, 0], scores.ap.mean(1)), strict=True)
     }
 
 

@@ -16,6 +16,7 @@ from models.tasks.shared.metric_matching import IOU_THRESHOLDS
 from models.tasks.shared.records import CONFIDENT_THRESHOLD, EMPTY_RECORD, ImageRecord
 
 DETECTION_METRICS = ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95")
+CLASS_METRICS = ("AP50", "AP")  # of each class
 F1_CONFIDENCES = np.linspace(0, 1, 1000)  # precision and recall are those at one of them
 F1_SMOOTHING_SHARE = 0.1  # width of the window that smooths the F1 curve, as a share of the curve's length
 AP_RECALLS = np.linspace(0, 1, 101)  # of the trapezoids that average precision adds up

@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from tests.conftest import OnProcesses
-from utils.distributed.accelerator import plan, reset_accelerate, start
+from utils.distributed.accelerator import plan, reset_accelerate, seed_everything, start
 from utils.distributed.ranks import ranks
 from utils.errors import UserError
 
@@ -43,6 +43,30 @@ def test_a_restarted_launch_ignores_the_addresses_of_the_last_attempt(on_process
 def test_plan(processes: int, accumulation: int, batch: str, epoch: str) -> None:
     accelerator: Any = SimpleNamespace(num_processes=processes, gradient_accumulation_steps=accumulation)
     assert plan(accelerator, batch_size=8, batches=5, epochs=4) == [batch, f"{epoch} per epoch; 4 epochs"]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "deterministic", "message"),
+    [
+        (True, True, []),
+        (False, True, []),
+        (True, False, ["--no-deterministic: equal runs differ by rounding"]),
+        (False, False, ["--no-deterministic: no effect without CUDA"]),
+    ],
+)
+def test_deterministic_kernels(
+    cuda: bool, deterministic: bool, message: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(cuda and not deterministic)  # of a run before
+    try:
+        assert seed_everything(7, deterministic) == message
+        assert torch.are_deterministic_algorithms_enabled() == (cuda and deterministic)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert int(torch.randint(10**9, ())) == int(torch.randint(10**9, (), generator=torch.Generator().manual_seed(7)))
 
 
 def test_a_process_on_the_cpu_keeps_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:

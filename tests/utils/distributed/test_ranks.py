@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.making import without_launcher
 from utils.distributed.ranks import (
     SPAWNED,
     Ranks,
+    adopt_launch,
     check_launch,
     is_local_main,
     launch_number,
@@ -72,3 +75,85 @@ def test_an_incomplete_launch(variables: dict[str, str], message: str, monkeypat
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"^the environment {message}"):
         check_launch()
+
+
+# Launchers that set variables of their own
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_TASKS_PER_NODE": "3,1,2",
+    "SLURM_STEP_NODELIST": "gpu-[07-08,12]",
+    "SLURM_JOB_ID": "40123",
+    "SLURM_STEP_ID": "1",
+}
+
+
+def adopted(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> tuple[Ranks, str, str]:
+    """Return the ranks, the main address and the port of a process with these variables."""
+    without_launcher(monkeypatch)
+    for name in (*OPEN_MPI, *SRUN, "WANDB_SWEEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    adopt_launch()
+    check_launch()
+    return ranks(), os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, (Ranks(0, 1, 0, 1), "", "")),
+        (SRUN, (Ranks(5, 6, 1, 2), "gpu-07", "20220")),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, (Ranks(5, 6, 1, 2), "gpu-07", "20220")),
+        ({**SRUN, "SLURM_STEP_NODELIST": "a[1-2]b[03,9],c"}, (Ranks(5, 6, 1, 2), "a1b03", "20220")),
+        ({**SRUN, "SLURM_STEP_NODELIST": "left,right"}, (Ranks(5, 6, 1, 2), "left", "20220")),
+        ({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"}, (Ranks(5, 6, 1, 2), "10.0.0.1", "5000")),
+        (
+            {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "6", "SLURM_NODEID": "0", "SLURM_LOCALID": "5"},
+            (Ranks(5, 6, 5, 6), "127.0.0.1", "20220"),
+        ),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, (Ranks(0, 1, 0, 1), "", "")),
+        (
+            {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"},
+            (Ranks(0, 1, 0, 1), "", ""),
+        ),  # in a batch file
+        ({**SRUN, "WANDB_SWEEP_ID": "s"}, (Ranks(0, 1, 0, 1), "", "")),
+        ({**SRUN, "WORLD_SIZE": "1"}, (Ranks(0, 1, 0, 1), "", "")),
+        ({**SRUN, "RANK": "1", "WORLD_SIZE": "2"}, (Ranks(1, 2, 0, 1), "", "")),  # accelerate launch, started by srun
+        ({**OPEN_MPI, "MASTER_ADDR": "first"}, (Ranks(3, 4, 1, 2), "first", "29500")),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, (Ranks(3, 4, 1, 4), "127.0.0.1", "29500")),
+        ({**SRUN, **OPEN_MPI, "MASTER_ADDR": "first"}, (Ranks(3, 4, 1, 2), "first", "29500")),  # mpirun in a SLURM job
+    ],
+)
+def test_srun_and_mpirun(
+    variables: dict[str, str], expected: tuple[Ranks, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert adopted(monkeypatch, variables) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (OPEN_MPI, r"mpirun has started 4 processes on several machines; .* -x MASTER_ADDR=ADDRESS$"),
+        ({**SRUN, "SLURM_PROCID": "first"}, "SLURM_PROCID is 'first' instead of a number"),
+        (
+            {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2*3"},
+            r"SLURM_STEP_TASKS_PER_NODE is '2\*3' instead of numbers such as",
+        ),
+    ],
+)
+def test_a_launch_that_cannot_be_adopted(
+    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=message):
+        adopted(monkeypatch, variables)

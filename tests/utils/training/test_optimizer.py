@@ -14,6 +14,8 @@ from torch import nn
 from utils.training.optimizer import (
     Schedule,
     build_optimizer,
+    grouped_parameters,
+    numbered_parameters,
     parameter_groups,
     start_momentum,
     step_if,
@@ -68,6 +70,38 @@ def test_optimizers(network: nn.Module) -> None:
         assert [(g["betas"], g["weight_decay"]) for g in optimizer.param_groups] == [
             ((0.9, 0.999), decay) for decay in (0, 0.1, 0)
         ]
+
+
+# Factors of the learning rate
+
+FACTORS = {"0.weight": 0.1, "0.bias": 0.1, "1.1.weight": 0.1, "4.weight": 2.0}
+
+
+def test_groups_by_factor(network: nn.Module) -> None:
+    """The smallest factor first, biases, weights and norms of each; none is empty, as DeepSpeed requires."""
+    assert [
+        (key, names(network, {"params": group})) for key, group in grouped_parameters(network, FACTORS).items()
+    ] == [
+        ((0.1, 0), ["0.bias"]),
+        ((0.1, 1), ["0.weight"]),
+        ((0.1, 2), ["1.1.weight"]),
+        ((1.0, 0), ["1.1.bias", "2.bias", "3.bias", "4.bias"]),
+        ((1.0, 1), ["1.0.weight"]),
+        ((1.0, 2), ["2.weight", "3.weight"]),
+        ((2.0, 1), ["4.weight"]),
+    ]
+
+
+def test_rates_and_numbers_by_factor(network: nn.Module) -> None:
+    optimizer = build_optimizer(network, "SGD", lr=0.01, momentum=0.9, weight_decay=0.1, factors=FACTORS)
+    schedule = replace(LINEAR, groups=tuple(grouped_parameters(network, FACTORS)))
+    bias, weight, norm = schedule.apply(optimizer, 50).lrs
+    assert [group["lr"] for group in optimizer.param_groups] == [
+        *(0.1 * bias, 0.1 * weight, 0.1 * norm, bias, weight, norm, 2 * weight)
+    ]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0, 0.1, 0, 0, 0.1, 0, 0.1]
+    numbered = numbered_parameters(network, FACTORS)
+    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [id(p) for p in numbered]
 
 
 # Schedule

@@ -1,0 +1,100 @@
+"""Parts of a model by name, for --freeze and --lr-factor: backbone, head, and patterns of layers or parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import nn
+
+from utils.config.values import NOT_NEGATIVE, named_numbers
+from utils.errors import UserError, nearest, shortened, shown
+
+
+class Layers(NamedTuple):
+    """The numbered layers of a model: the children of `model.model`, or of a model without that attribute."""
+
+    parent: nn.Module
+    names: list[str]  # as prefixes of parameters' names, such as `model.0`
+    modules: list[nn.Module]
+    main: int  # number of layers up to the head; those of an auxiliary branch follow it
+
+
+def layers_of(model: nn.Module) -> Layers:
+    """Return the numbered layers of a model."""
+    children = dict(model.named_children())
+    parent, prefix = (children["model"], "model.") if "model" in children else (model, "")
+    names, modules = [prefix + name for name, _ in parent.named_children()], list(parent.children())
+    head = getattr(model, "head", None)
+    main = next((number for number, layer in enumerate(modules, 1) if layer is head), len(modules))
+    return Layers(parent, names, modules, main)
+
+
+def parameters_of(model: nn.Module, word: str, flag: str) -> set[str]:
+    """Return the names of the parameters that a word of a flag means. Raises `UserError` if there is none.
+
+    word: `backbone` (the rows of that list of a model YAML; else the module of that name, or all but the last layer),
+    `head` (the rest), the number of a layer, or a pattern such as `model.2`, `*.bn` or `*.bias`. A pattern means the
+    parameters whose name it matches, and all of the modules whose name it matches.
+    """
+    parameters = {name for name, _ in model.named_parameters()}
+    layers = layers_of(model)
+    if word in ("backbone", "head"):
+        backbone = _backbone(model, parameters, layers)
+        chosen = backbone if word == "backbone" else parameters - backbone
+    else:
+        pattern = layers.names[int(word)] if word.isdecimal() and int(word) < len(layers.names) else word
+        modules = tuple(f"{name}." for name, _ in model.named_modules() if name and fnmatchcase(name, pattern))
+        chosen = {name for name in parameters if fnmatchcase(name, pattern) or name.startswith(modules)}
+    if not chosen:
+        known = sorted({name.rpartition(".")[0] for name in parameters} | parameters)
+        some = [name for name, _ in model.named_parameters()][:1]
+        raise UserError(
+            f"{flag} {shown(word)}: no layer or parameter of the model has such a name{nearest(word, known)}; give "
+            f"backbone, head, the number of a layer, or a name or pattern such as {', '.join([*some, '*.bias'])}"
+        )
+    return chosen
+
+
+def _backbone(model: nn.Module, parameters: set[str], layers: Layers) -> set[str]:
+    rows = getattr(model, "yaml", {}).get("backbone")
+    named = sorted((name for name, _ in model.named_modules() if name.split(".")[-1] == "backbone"), key=len)
+    if isinstance(rows, list):
+        prefixes = layers.names[: len(rows)]
+    elif named:
+        prefixes = named[:1]
+    else:
+        head = f"{layers.names[layers.main - 1]}."
+        return {name for name in parameters if not name.startswith(head)}
+    return {name for name in parameters if name.startswith(tuple(f"{prefix}." for prefix in prefixes))}
+
+
+def rate_factors(model: nn.Module, text: str) -> tuple[dict[str, float], list[str]]:
+    """Return the factors of the learning rates of parameters by name, as --lr-factor says, and messages.
+
+    A parameter of several parts has the factor of the last; one of none is not in the result. Raises `UserError` for
+    another form, a negative factor, and a name that no parameter has.
+    """
+    try:
+        terms = named_numbers(text)
+    except ValueError:
+        terms = [("", -1.0)]
+    if any(factor not in NOT_NEGATIVE for _, factor in terms):
+        raise UserError(
+            f"--lr-factor {shown(text)}: it is not of the form PART=FACTOR,PART=FACTOR with factors of 0 or more, such "
+            "as backbone=0.1,head=1"
+        )
+    factors = {name: factor for word, factor in terms for name in parameters_of(model, word, "--lr-factor")}
+    total = len(list(model.parameters()))
+    return factors, [f"learning rate x {_counts(factors, total)}"] * bool(factors)
+
+
+def _counts(factors: Mapping[str, float], total: int) -> str:
+    """Return how many parameters have which factor: `0.1 for 60 of 180 parameters, 1 for 120`."""
+    numbers = {1.0: total - len(factors)} if len(factors) < total else {}
+    for factor in factors.values():
+        numbers[factor] = numbers.get(factor, 0) + 1
+    first, *others = sorted(numbers.items())
+    texts = [f"{first[0]:g} for {first[1]} of {total} parameters", *(f"{f:g} for {n}" for f, n in others)]
+    return shortened(", ".join(texts))
