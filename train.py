@@ -30,6 +30,7 @@ from data.dataset import DataOptions, DataSet, DataSource, data_source
 from models.initial_weights import ModelOptions, StartingPoint, load_and_freeze, recipe_of, starting_point
 from models.tasks import TASKS, add_tasks, model_words
 from models.tasks.contract import Criterion, LossTerms, Model, Task
+from models.tasks.shared.losses import balanced_weights
 from models.weights.licence import Origin
 from utils.batch import Batch, Split
 from utils.checkpoint.resume import read_saved_state, resolve_settings
@@ -37,6 +38,7 @@ from utils.config.hyperparameters import unread_message
 from utils.config.options import TrainOptions
 from utils.config.parser import given_flags
 from utils.config.settings import Settings
+from utils.console import columns, listed
 from utils.distributed.accelerator import plan, seed_everything, start
 from utils.distributed.failure import run_main
 from utils.distributed.logical_processes import LogicalProcesses, SyncOptions, check_logical_processes
@@ -319,8 +321,24 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     data = source.open(model.imgsz, model.stride, replace(data_options, workers=workers))
     with run.untimed_barrier():
         train_split, val_split = data.split("train", settings.hyp), data.split("val")
-    messages += [*rules, *warnings, *data.messages(train_split, val_split)]
-    return Inputs(job._replace(settings=settings), model, data, train_split, val_split, messages)
+    settings, task, weighted = with_class_weights(settings, task, train_split)
+    messages += [*rules, *warnings, *data.messages(train_split, val_split), *weighted]
+    return Inputs(job._replace(settings=settings, task=task), model, data, train_split, val_split, messages)
+
+
+def with_class_weights(settings: Settings, task: Task, train_split: Split) -> tuple[Settings, Task, list[str]]:
+    """Return settings and task with the weights of --class-weights auto, over which those of --hyp prevail, and a line
+    about the weights of a run that has any. The settings of a resumed run have them already.
+    """
+    hyp: Any = settings.hyp
+    if settings.options.class_weights == "auto" and not settings.saved:
+        balanced = balanced_weights(task.names, train_split.instances().classes)
+        hyp = replace(hyp, class_weights={**balanced, **hyp.class_weights})
+        settings, task = replace(settings, hyp=hyp), type(task)(task.names, hyp, settings.options.label_smoothing)
+    weights = getattr(hyp, "class_weights", {})
+    title = "class weights in the loss: "
+    line = title + listed([f"{name} {weight:g}" for name, weight in weights.items()], columns() - len(title))
+    return settings, task, [line] * bool(weights)
 
 
 def assemble(settings: Settings) -> Training:

@@ -34,6 +34,7 @@ GROUPS = (
 CONCERNS: Mapping[str, str] = {
     "anchors": "heads with anchors",
     "label smoothing": "losses with label smoothing",
+    "class weights": "losses with class weights",
     "mixing": "training images that are mixed from several",
     "padding": "images that are padded to the shape of their batch",
     "masks": "masks",
@@ -211,6 +212,14 @@ class TrainOptions:
     cos_lr: bool = flag(False, "cosine learning rate instead of linear", "training")
     label_smoothing: float = flag(
         0.0, "label smoothing epsilon of the class term", "training", BELOW_ONE, concerns="label smoothing"
+    )
+    class_weights: str = flag(
+        "none",
+        "weights of the classes in the loss; auto: by inverse frequency in the training labels, at most 10; "
+        "class_weights of --hyp has weights of your own",
+        "training",
+        choices=("none", "auto"),
+        concerns="class weights",
     )
     patience: int = flag(
         100, "stop after this many epochs without a better fitness; 0 never stops", "training", NOT_NEGATIVE
