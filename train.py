@@ -49,6 +49,7 @@ from utils.python_api import call, write_result
 from utils.run import FolderOptions, Run
 from utils.tracking.run_log import RunLog, TrackingOptions, wandb_run_id
 from utils.training import memory, report
+from utils.training.batch_gradients import BatchGradients
 from utils.training.optimizer_steps import OptimizerOptions, OptimizerSteps, prepare_training
 from utils.training.profiler import parsed_window
 from val import Evaluator, evaluator
@@ -71,6 +72,7 @@ class LoopOptions:
     save_period: int
     save_steps: int
     keep_state: bool
+    no_oom_retry: bool
     time_limit: float
     dist_timeout: float
     verbose: bool
@@ -121,6 +123,13 @@ class Training:
         means = steps.model.sum(list(state.loss_sums)) / progress.taken
         return dict(zip(self.evaluate.loss_names, means.tolist(), strict=True)), bar
 
+    def __post_init__(self) -> None:
+        # Accelerate takes the mean over accumulated batches, which the images of an optimizer step account for.
+        images = self.options.batch_size * self.run.accelerator.gradient_accumulation_steps
+        retry = not self.options.no_oom_retry
+        objective = partial(self.criterion.objective, images=images)
+        self.add_gradients = BatchGradients(self.run, self.steps.model, self.loss_terms, objective, retry)
+
     def draw_batch(self, batch: Batch, number: int) -> dict[str, np.ndarray]:
         """Draw a training batch as the model sees it; return the picture by its file name."""
         return {f"train_batch{number}.jpg": self.task.draw_batch(batch)}
@@ -135,20 +144,15 @@ class Training:
 
         shares: the part of the batch of each of this process's logical processes; usually it is one.
         """
-        accelerator, criterion, steps = self.run.accelerator, self.criterion, self.steps
-        images = self.options.batch_size * accelerator.gradient_accumulation_steps  # of an optimizer step
+        accelerator, steps = self.run.accelerator, self.steps
         batches_so_far = steps.progress.epoch * len(self.loader) + number
         with accelerator.accumulate(steps.model.prepared):
             steps.schedule.apply(steps.optimizer, batches_so_far)
             # With the same seed everywhere, dropout depends on the batch alone.
-            terms = steps.model.map(self.loss_terms, shares, self.options.seed + batches_so_far)
-            counts = steps.model.sum([each.counts for each in terms])
-            losses = [each.means(counts) for each in terms]
-            # Accelerate takes the mean over accumulated batches, which `images` accounts for.
-            steps.model.backward([criterion.objective(each, images) for each in losses])
+            losses = self.add_gradients(shares, self.options.seed + batches_so_far)
             taken = steps.step() if accelerator.sync_gradients else None
             steps.optimizer.zero_grad()
-        steps.add_batch(torch.stack(losses).detach(), ([info.path for info in batch.infos] for batch in shares))
+        steps.add_batch(torch.stack(losses), ([info.path for info in batch.infos] for batch in shares))
         if taken is None:
             return
         steps.finish_step(taken, number + 1, len(self.loader))

@@ -27,7 +27,7 @@ from data.images import read_image
 from data.labels import load_labels
 from data.sampler import SampleIndex, Sampling, evaluation_batches, item_generator, training_batches
 from data.transforms import Augmenter, TransformSettings, centre_crop
-from utils.batch import Batch, ClassInfo, Instances, Split
+from utils.batch import Batch, ClassBatch, ClassInfo, Instances, Split
 from utils.config.hyperparameters import Recipe
 from utils.config.select import select
 from utils.errors import UserError, plural
@@ -97,7 +97,7 @@ def to_tensor(image: np.ndarray) -> Tensor:
 def collate(items: Sequence[Item]) -> Batch:
     """Join items of one shape."""
     images, targets, infos = zip(*items, strict=True)
-    return Batch(stack_in_place(images), torch.stack(targets), infos)
+    return ClassBatch(stack_in_place(images), torch.stack(targets), infos)
 
 
 @dataclass(frozen=True)

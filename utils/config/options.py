@@ -201,6 +201,11 @@ class TrainOptions:
     sync_bn: bool = flag(
         False, "BatchNorm over the batch of all processes: the curve of one process, up to rounding", "processes"
     )
+    no_oom_retry: bool = flag(
+        False,
+        "end the run when the memory is too small for a batch, instead of computing it in parts",
+        "processes",
+    )
     scale_lr: bool = flag(False, "multiply the learning rate by the number of processes", "training")
     comm_hook: str = flag("", "compress the gradients that processes exchange", "processes", choices=("fp16", "bf16"))
     single_cls: bool = flag(False, "treat all classes as one", "model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -224,3 +225,21 @@ def test_class_weights_are_duplicated_objects() -> None:
         results.append([means, *torch.autograd.grad(criterion.objective(means, 3), tensors)])
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_parts_of_a_batch_have_its_sums() -> None:
+    """Masks go with their targets."""
+    batch, (maps, prototypes) = random_batch(), random_outputs()
+    criterion = criterion_of()
+    whole = criterion((maps, prototypes), batch)
+    parts = []
+    infos = tuple(range(3))
+    batch = replace(batch, infos=infos)
+    assert batch.can_be_parted()
+    for first, end in ((0, 1), (1, 3)):
+        outputs = ([level[first:end] for level in maps], prototypes[first:end])
+        parts.append(criterion(outputs, batch.part(first, end)))
+    assert batch.part(1, 3).infos == (1, 2)
+    counts = parts[0].counts + parts[1].counts
+    torch.testing.assert_close(counts, whole.counts)
+    torch.testing.assert_close(sum(part.means(counts) for part in parts), whole.means(whole.counts))
