@@ -4,7 +4,8 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 LEAN := $(VENV)/.installed-for-training
 FULL := $(VENV)/.installed
-REQUIREMENTS := requirements.txt requirements-dev.txt requirements-deepspeed.txt requirements-export.txt
+REQUIREMENTS := requirements.txt requirements-dev.txt requirements-deepspeed.txt requirements-export.txt \
+	requirements-tune.txt
 
 .PHONY: setup train test test-long test-gpu test-gpu2 test-floors test-trackers lint constraints \
 	soak gpu gpu2 gpu-data readme bench bench-processes bench-versus bench-gpus
@@ -74,7 +75,7 @@ $(FLOORS)/.installed: $(REQUIREMENTS)
 	$(FLOORS_PYTHON) -m venv --clear $(FLOORS)
 	$(FLOORS)/bin/python -m pip install --quiet uv
 	$(FLOORS)/bin/uv pip install --quiet --python $(FLOORS)/bin/python --resolution lowest-direct \
-		-r requirements.txt -r requirements-deepspeed.txt -r requirements-export.txt \
+		-r requirements.txt -r requirements-deepspeed.txt -r requirements-export.txt -r requirements-tune.txt \
 		-c requirements-dev.txt pytest pytest-xdist hypothesis debugpy tensorboard mlflow-skinny wandb-workspaces
 	@touch $@
 

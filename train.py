@@ -31,6 +31,7 @@ from models.initial_weights import ModelOptions, StartingPoint, load_and_freeze,
 from models.parts import rate_factors
 from models.tasks import TASKS, add_tasks, model_words
 from models.tasks.contract import Criterion, LossTerms, Model, Task
+from models.tasks.shared.losses import balanced_weights
 from models.weights.licence import Origin
 from utils.batch import Batch, Split
 from utils.checkpoint.resume import read_saved_state, resolve_settings
@@ -38,6 +39,7 @@ from utils.config.hyperparameters import unread_message
 from utils.config.options import TrainOptions
 from utils.config.parser import given_flags
 from utils.config.settings import Settings
+from utils.console import columns, listed
 from utils.distributed.accelerator import plan, seed_everything, start
 from utils.distributed.failure import run_main
 from utils.distributed.logical_processes import LogicalProcesses, SyncOptions, check_logical_processes
@@ -49,6 +51,7 @@ from utils.python_api import call, write_result
 from utils.run import FolderOptions, Run
 from utils.tracking.run_log import RunLog, TrackingOptions, wandb_run_id
 from utils.training import memory, report
+from utils.training.batch_gradients import BatchGradients
 from utils.training.fitness import Fitness
 from utils.training.optimizer_steps import OptimizerOptions, OptimizerSteps, prepare_training
 from utils.training.profiler import parsed_window
@@ -72,6 +75,7 @@ class LoopOptions:
     save_period: int
     save_steps: int
     keep_state: bool
+    no_oom_retry: bool
     time_limit: float
     dist_timeout: float
     verbose: bool
@@ -123,6 +127,13 @@ class Training:
         means = steps.model.sum(list(state.loss_sums)) / progress.taken
         return dict(zip(self.evaluate.loss_names, means.tolist(), strict=True)), bar
 
+    def __post_init__(self) -> None:
+        # Accelerate takes the mean over accumulated batches, which the images of an optimizer step account for.
+        images = self.options.batch_size * self.run.accelerator.gradient_accumulation_steps
+        retry = not self.options.no_oom_retry
+        objective = partial(self.criterion.objective, images=images)
+        self.add_gradients = BatchGradients(self.run, self.steps.model, self.loss_terms, objective, retry)
+
     def draw_batch(self, batch: Batch, number: int) -> dict[str, np.ndarray]:
         """Draw a training batch as the model sees it; return the picture by its file name."""
         return {f"train_batch{number}.jpg": self.task.draw_batch(batch)}
@@ -137,20 +148,15 @@ class Training:
 
         shares: the part of the batch of each of this process's logical processes; usually it is one.
         """
-        accelerator, criterion, steps = self.run.accelerator, self.criterion, self.steps
-        images = self.options.batch_size * accelerator.gradient_accumulation_steps  # of an optimizer step
+        accelerator, steps = self.run.accelerator, self.steps
         batches_so_far = steps.progress.epoch * len(self.loader) + number
         with accelerator.accumulate(steps.model.prepared):
             steps.schedule.apply(steps.optimizer, batches_so_far)
             # With the same seed everywhere, dropout depends on the batch alone.
-            terms = steps.model.map(self.loss_terms, shares, self.options.seed + batches_so_far)
-            counts = steps.model.sum([each.counts for each in terms])
-            losses = [each.means(counts) for each in terms]
-            # Accelerate takes the mean over accumulated batches, which `images` accounts for.
-            steps.model.backward([criterion.objective(each, images) for each in losses])
+            losses = self.add_gradients(shares, self.options.seed + batches_so_far)
             taken = steps.step() if accelerator.sync_gradients else None
             steps.optimizer.zero_grad()
-        steps.add_batch(torch.stack(losses).detach(), ([info.path for info in batch.infos] for batch in shares))
+        steps.add_batch(torch.stack(losses), ([info.path for info in batch.infos] for batch in shares))
         if taken is None:
             return
         steps.finish_step(taken, number + 1, len(self.loader))
@@ -337,8 +343,24 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
         train_split, val_split = data.split("train", settings.hyp), data.split("val")
     if fitness.class_weights:
         fitness.check_labels({task.names[number] for number in val_split.instances().classes.tolist()})
-    messages += [*rules, *warnings, *data.messages(train_split, val_split)]
-    return Inputs(job._replace(settings=settings), model, data, train_split, val_split, factors, messages)
+    settings, task, weighted = with_class_weights(settings, task, train_split)
+    messages += [*rules, *warnings, *data.messages(train_split, val_split), *weighted]
+    return Inputs(job._replace(settings=settings, task=task), model, data, train_split, val_split, factors, messages)
+
+
+def with_class_weights(settings: Settings, task: Task, train_split: Split) -> tuple[Settings, Task, list[str]]:
+    """Return settings and task with the weights of --class-weights auto, over which those of --hyp prevail, and a line
+    about the weights of a run that has any. The settings of a resumed run have them already.
+    """
+    hyp: Any = settings.hyp
+    if settings.options.class_weights == "auto" and not settings.saved:
+        balanced = balanced_weights(task.names, train_split.instances().classes)
+        hyp = replace(hyp, class_weights={**balanced, **hyp.class_weights})
+        settings, task = replace(settings, hyp=hyp), type(task)(task.names, hyp, settings.options.label_smoothing)
+    weights = getattr(hyp, "class_weights", {})
+    title = "class weights in the loss: "
+    line = title + listed([f"{name} {weight:g}" for name, weight in weights.items()], columns() - len(title))
+    return settings, task, [line] * bool(weights)
 
 
 def assemble(settings: Settings) -> Training:

@@ -29,7 +29,7 @@ from data.labels import load_labels
 from data.own_augmentations import NO_AUGMENTATIONS, OwnAugmentations
 from data.sampler import SampleIndex, Sampling, evaluation_batches, item_generator, own_generator, training_batches
 from data.transforms import Augmenter, Change, TransformSettings, centre_crop, unchanged
-from utils.batch import Batch, ClassInfo, Instances, Split
+from utils.batch import Batch, ClassBatch, ClassInfo, Instances, Split
 from utils.config.hyperparameters import Recipe
 from utils.config.select import select
 from utils.errors import UserError, plural
@@ -116,7 +116,7 @@ def to_array(pixels: Tensor) -> np.ndarray:
 def collate(items: Sequence[Item]) -> Batch:
     """Join items of one shape."""
     images, targets, infos = zip(*items, strict=True)
-    return Batch(stack_in_place(images), torch.stack(targets), infos)
+    return ClassBatch(stack_in_place(images), torch.stack(targets), infos)
 
 
 @dataclass(frozen=True)

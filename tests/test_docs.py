@@ -135,6 +135,8 @@ def module_errors(module: str, flags: list[str]) -> list[str]:
     if file is None:
         return [f"{module} does not exist"]
     known = text_of(file)
+    if "given_flags(TrainOptions" in known:  # it passes them on
+        known += "".join(f'"--{field.name.replace("_", "-")}"' for field in flags_of(TrainOptions))
     return [f"{module} has no {flag}" for flag in flags if flag.startswith("--") and f'"{flag}"' not in known]
 
 

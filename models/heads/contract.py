@@ -84,10 +84,11 @@ class DetectionHead(Head):
         """Set the strides of the levels in pixels, and by them the biases from which a training from scratch starts."""
 
     @abstractmethod
-    def criterion(self, hyp: Any, label_smoothing: float, imgsz: int) -> Criterion:
+    def criterion(self, hyp: Any, label_smoothing: float, imgsz: int, class_weights: Sequence[float] = ()) -> Criterion:
         """Return the loss of the head's raw outputs.
 
-        hyp: the task's, with the keys of `hyperparameters`. imgsz: the model's image size in pixels.
+        hyp: the task's, with the keys of `hyperparameters`. imgsz: the model's image size in pixels. class_weights: of
+        an object, by class number; empty: all count the same.
         """
 
     @abstractmethod

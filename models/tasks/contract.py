@@ -45,16 +45,17 @@ class LossTerms:
 
     sums: (terms, parts), differentiable. counts: (terms, parts), the number of values in each sum, or of their weights.
     weights: (terms, parts). Counts of all processes are added before the division, so that the loss is that of the
-    global batch.
+    global batch. least: what a sum is divided by at least; below 1 if a count of weights may be.
     """
 
     sums: Tensor
     counts: Tensor
     weights: Tensor
+    least: float = 1.0
 
     def means(self, counts: Tensor) -> Tensor:
         """Return this process's share of each term, (terms,); `counts` are those of all processes. Shares add up."""
-        return (self.weights * self.sums / counts.clamp(min=1)).sum(1)
+        return (self.weights * self.sums / counts.clamp(min=self.least)).sum(1)
 
 
 class Criterion(ABC):

@@ -76,7 +76,7 @@ def test_several_weights() -> None:
         ({"data": 42}, "data must be a text or path, not 42"),
         ({"data": {"path": "x" * 99}}, "data must be a text or path, not {'path': 'xxx"),
         ({"optimizer": "Lion"}, "optimizer must be one of 'SGD', 'Adam', 'AdamW', not 'Lion'"),
-        ({"evolve": 300}, "evolve is not built in: W&B sweeps tune hyperparameters"),
+        ({"evolve": 300}, "evolve is not built in: python -m utils.tune searches by optuna, and"),
         ({"comm_hook": "powersgd"}, "comm_hook 'powersgd' is no longer built in: use comm_hook='bf16'"),
         ({"freeze": [0, 1.5]}, "freeze must be a whole number or a name, or a list of such, not [0, 1.5]"),
     ],

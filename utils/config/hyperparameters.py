@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import yaml
+
 from utils.config.values import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, accepts, expected
 from utils.errors import UserError, nearest, plural
 from utils.files import find_file, read_yaml
@@ -145,7 +147,15 @@ class Augmentation(Recipe):
 
 
 @dataclass(frozen=True)
-class AnchorKeys:
+class ClassWeightKeys:
+    """The key of a loss that weights objects by their class. An object of weight 2 counts as two equal ones."""
+
+    # By class name; other classes have weight 1.
+    class_weights: Mapping[str, float] = dataclasses.field(default_factory=dict, metadata={"within": Range(0.01, 100)})
+
+
+@dataclass(frozen=True)
+class AnchorKeys(ClassWeightKeys):
     """The keys that a head with anchors reads: its loss, and AutoAnchor."""
 
     box: float = number(0.05, NOT_NEGATIVE)  # gains of the loss terms
@@ -163,7 +173,7 @@ class AnchorKeys:
 
 
 @dataclass(frozen=True)
-class AlignmentKeys:
+class AlignmentKeys(ClassWeightKeys):
     """The keys that a head with task-aligned assignment (DetectDFL) reads: gains, and the auxiliary branch's weight."""
 
     tal_box: float = number(7.5, NOT_NEGATIVE)
@@ -277,6 +287,9 @@ def _numbers(kind: type[DataclassInstance], values: Mapping[str, Any], prefix: s
     hints, numbers = typing.get_type_hints(kind), {}
     for key, value in values.items():
         hint, metadata = hints[key], kind.__dataclass_fields__[key].metadata
+        if typing.get_origin(hint) is Mapping:
+            numbers[key] = _named_numbers(value, hint, metadata, prefix + key)
+            continue
         if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
             with suppress(ValueError):
                 value = float(value)
@@ -284,3 +297,13 @@ def _numbers(kind: type[DataclassInstance], values: Mapping[str, Any], prefix: s
             raise UserError(f"{prefix}{key} must be {expected(hint, metadata)}, not {value!r}")
         numbers[key] = hint(value)
     return numbers
+
+
+def _named_numbers(value: object, hint: Any, metadata: Mapping[str, Any], name: str) -> dict[str, float]:
+    """Return numbers by name, of a mapping or of its text in YAML, such as {cat: 2}. name: of the key in errors."""
+    if isinstance(value, str):
+        with suppress(yaml.YAMLError):
+            value = yaml.safe_load(value)
+    if not accepts(hint, metadata, value) or not isinstance(value, dict):
+        raise UserError(f"{name} must be {expected(hint, metadata)}, not {value!r}")
+    return {str(key): float(number) for key, number in value.items()}

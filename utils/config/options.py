@@ -34,6 +34,7 @@ GROUPS = (
 CONCERNS: Mapping[str, str] = {
     "anchors": "heads with anchors",
     "label smoothing": "losses with label smoothing",
+    "class weights": "losses with class weights",
     "mixing": "training images that are mixed from several",
     "augmentation": "training images that functions of yours may change",
     "padding": "images that are padded to the shape of their batch",
@@ -207,6 +208,11 @@ class TrainOptions:
     sync_bn: bool = flag(
         False, "BatchNorm over the batch of all processes: the curve of one process, up to rounding", "processes"
     )
+    no_oom_retry: bool = flag(
+        False,
+        "end the run when the memory is too small for a batch, instead of computing it in parts",
+        "processes",
+    )
     scale_lr: bool = flag(False, "multiply the learning rate by the number of processes", "training")
     comm_hook: str = flag("", "compress the gradients that processes exchange", "processes", choices=("fp16", "bf16"))
     single_cls: bool = flag(False, "treat all classes as one", "model")
@@ -218,6 +224,14 @@ class TrainOptions:
     cos_lr: bool = flag(False, "cosine learning rate instead of linear", "training")
     label_smoothing: float = flag(
         0.0, "label smoothing epsilon of the class term", "training", BELOW_ONE, concerns="label smoothing"
+    )
+    class_weights: str = flag(
+        "none",
+        "weights of the classes in the loss; auto: by inverse frequency in the training labels, at most 10; "
+        "class_weights of --hyp has weights of your own",
+        "training",
+        choices=("none", "auto"),
+        concerns="class weights",
     )
     patience: int = flag(
         100, "stop after this many epochs without a better fitness; 0 never stops", "training", NOT_NEGATIVE

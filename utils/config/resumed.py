@@ -39,7 +39,8 @@ RecipeOf = Callable[[Mapping[str, Any], Mapping[str, Any]], type[Recipe]]
 CURVE_FLAGS = (
     *("weights", "cfg", "batch_size", "rect", "multi_scale", "image_weights", "repeat_factor", "close_mosaic"),
     *("partners", "mask_ratio", "no_overlap", "noautoanchor", "scale_lr", "single_cls", "optimizer", "cos_lr"),
-    *("label_smoothing", "freeze", "seed", "logical_processes", "image_padding", "augmentations"),
+    *("label_smoothing", "class_weights", "freeze", "seed", "logical_processes", "image_padding"),
+    "augmentations",
     "lr_factor",
     "fitness",  # which --patience ends the curve by, and which one best.pt is chosen by throughout
 )
@@ -143,8 +144,9 @@ def _refuse_hyperparameters(
     run: Path, settings: Mapping[str, Any], given: Mapping[str, Any], kind: type[Recipe]
 ) -> None:
     saved, overrides = settings["hyperparameters"], given.get("overrides", {})
+    derived = (*DERIVED, *["class_weights"] * bool(settings.get("class_weights") == "auto"))  # which the flag changes
     for name, value in parse_overrides(kind, overrides).items():
-        if value != saved.get(name):
+        if value != saved.get(name) and name not in derived:
             raise _changed(run, OVERRIDE_PREFIX + name, value, saved.get(name))
     if "hyp" in given:
         saved = vars(from_mapping(kind, saved, run / "settings.yaml"))  # with keys that are newer than the run
@@ -152,7 +154,7 @@ def _refuse_hyperparameters(
         changed = [
             f"{name} is {now[name]} and was {saved.get(name)}"
             for name in now
-            if name not in DERIVED and now[name] != saved[name]
+            if name not in derived and now[name] != saved[name]
         ]
         if changed:
             raise UserError(

@@ -53,6 +53,9 @@ def accepts(hint: Any, metadata: Mapping[str, Any], value: object) -> bool:
 
     hint: the field's type; a tuple takes a list of values. metadata: of the field, see `options.flag`.
     """
+    if typing.get_origin(hint) is Mapping:
+        numbers = value.values() if isinstance(value, dict) else [None]
+        return all(is_number(number) and number in metadata["within"] for number in numbers)
     if typing.get_origin(hint) is tuple:
         return isinstance(value, list) and all(accepts(typing.get_args(hint)[0], metadata, item) for item in value)
     if hint in (int, float):
@@ -95,6 +98,8 @@ def named_numbers(text: str) -> list[tuple[str, float]]:
 
 def expected(hint: Any, metadata: Mapping[str, Any]) -> str:
     """Describe the values that `accepts` takes: `a whole number, 1 or more`."""
+    if typing.get_origin(hint) is Mapping:
+        return f"names with numbers, {metadata['within']}, such as {{cat: 2, dog: 1.5}}"
     if typing.get_origin(hint) is tuple:
         return f"{expected(typing.get_args(hint)[0], metadata)}, or a list of such"
     if choices := metadata.get("choices"):

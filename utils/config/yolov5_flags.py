@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 SWEEPS = (
-    "is not built in: W&B sweeps tune hyperparameters, each trial on as many devices as you like; see sweep.yaml and "
+    "is not built in: python -m utils.tune searches by optuna, and W&B sweeps on many machines; see "
     "docs/tracking.md#sweeps"
 )
 # By flag with underscores, or by flag and value. The error message is the flag and this text; a script that has the

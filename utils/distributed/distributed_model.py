@@ -5,7 +5,7 @@ Made by prepare; called by train.py and utils/training/optimizer_steps.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -132,25 +132,59 @@ class DistributedModel:
         if not self.logical.exact:
             accelerator.backward(objectives[0] * accelerator.num_processes)  # DDP takes the mean over processes
             return
-        partial_sums = PartialSums()
-        numbers = list(reversed(range(len(objectives))))
-        for number, gradients in zip(numbers, self._differentiated([objectives[n] for n in numbers]), strict=True):
-            if before := self._accumulated.pop(number, None):
-                gradients = torch._foreach_add(list(gradients), before)
-            if accelerator.sync_gradients:
-                partial_sums.add(gradients)
-            else:
-                self._accumulated[number] = list(gradients)
-        if accelerator.sync_gradients:
-            self._set_gradients(partial_sums.take())
+        self.exchange(self.differentiate(objectives))
 
-    def _differentiated(self, objectives: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-        """Yield the gradients of each objective."""
-        factor = self.accelerator.gradient_accumulation_steps  # as in Accelerate's `backward`
-        scaler = self.accelerator.scaler
-        scaled = [scaler.scale(each / factor) if scaler else each / factor for each in objectives]
-        differentiate = partial(torch.autograd.grad, inputs=self._trained, materialize_grads=True)
-        yield from self._threads.map(differentiate, scaled) if self._threads else map(differentiate, scaled)
+    def differentiate(self, objectives: Sequence[Tensor]) -> list[Tensor]:
+        """Return the sums of this process's gradients, [] in a batch that is not the last of its step (`exact`).
+
+        objectives: a scalar for each local logical process. Nothing is exchanged.
+        """
+        numbers = list(reversed(range(len(objectives))))
+        scaled = [self._scaled(objectives[number]) for number in numbers]
+        gradients = self._threads.map(self._gradients_of, scaled) if self._threads else map(self._gradients_of, scaled)
+        return self._local_sums(zip(numbers, gradients, strict=True))
+
+    def differentiate_in_turn(self, objectives: Iterable[tuple[int, Tensor]]) -> list[Tensor]:
+        """Do the same as `differentiate` with one objective after another. objectives: as from `in_turn`."""
+        return self._local_sums((number, self._gradients_of(self._scaled(each))) for number, each in objectives)
+
+    def in_turn(self, work: Callable[[nn.Module, B], T], batches: Sequence[B], seed: int) -> Iterator[tuple[int, T]]:
+        """Yield the results of `map`, from the last logical process to the first, each with its local number.
+
+        A result is computed when the one before is no longer needed.
+        """
+        for number in reversed(range(len(batches))):
+            self._generators[number].manual_seed(seed)
+            torch.manual_seed(seed)
+            yield number, work(self.modules[number], batches[number])
+
+    def exchange(self, sums: Sequence[Tensor]) -> None:
+        """Set the parameters' gradients to the sum over all processes of what `differentiate` returned, if anything.
+
+        All processes must call it together.
+        """
+        if sums:
+            self._set_gradients(sums)
+
+    def _local_sums(self, gradients: Iterable[tuple[int, Sequence[Tensor]]]) -> list[Tensor]:
+        partial_sums, accumulated = PartialSums(), {}
+        is_last = self.accelerator.sync_gradients
+        for number, each in gradients:
+            if before := self._accumulated.get(number):
+                each = torch._foreach_add(list(each), before)
+            if is_last:
+                partial_sums.add(each)
+            else:
+                accumulated[number] = list(each)
+        self._accumulated = accumulated  # not before: a process that lacks memory tries again
+        return partial_sums.take() if is_last else []
+
+    def _scaled(self, objective: Tensor) -> Tensor:
+        scaler, objective = self.accelerator.scaler, objective / self.accelerator.gradient_accumulation_steps
+        return scaler.scale(objective) if scaler else objective  # as in Accelerate's `backward`
+
+    def _gradients_of(self, objective: Tensor) -> Sequence[Tensor]:
+        return torch.autograd.grad(objective, self._trained, materialize_grads=True)
 
     def _set_gradients(self, sums: Sequence[Tensor]) -> None:
         """Set the parameters' gradients to the sum over all processes of `sums`, those of this process."""

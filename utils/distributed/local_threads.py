@@ -6,7 +6,7 @@ On a CPU each has one torch thread, and autograd runs in the thread that calls i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from threading import Barrier, BrokenBarrierError
 from typing import Any, TypeVar
@@ -54,6 +54,8 @@ class LocalThreads:
         except BrokenBarrierError as broken:
             errors = [call.exception() for call in calls]
             raise next((error for error in errors if error and type(error) is not BrokenBarrierError), broken) from None
+        finally:
+            wait(calls)  # after an error: who tries again must be alone
 
     def _call(self, work: Callable[..., T], *arguments: Any) -> T:
         try:

@@ -74,16 +74,22 @@ def loader_processes(requested: int, batch_bytes: int) -> tuple[int, list[str]]:
     ]
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error is a lack of memory, of a device or of the machine."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return any(message in str(error) for message in (MACHINE_FULL, *GPU_FULL))
+
+
 @contextmanager
 def explain_out_of_memory(batch_size: int, imgsz: int) -> Iterator[None]:
     """Turn a lack of memory, of a device or of the machine, into a `UserError` that names a batch size to try."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        of_machine = isinstance(error, MemoryError) or MACHINE_FULL in str(error)
-        of_gpu = isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in GPU_FULL)
-        if not of_machine and not of_gpu:
+        if not is_out_of_memory(error):
             raise
+        of_machine = isinstance(error, MemoryError) or MACHINE_FULL in str(error)
         processes = world_size()
         half = batch_size // processes // 2 * processes
         instead = f"--batch-size {half}" if half else f"a smaller --imgsz than {imgsz}, or a smaller model"

@@ -79,7 +79,7 @@ class Detect(DetectionHead):
     example = "[[17, 20, 23], 1, Detect, [nc, anchors]]"
     loss_names = LOSS_NAMES
     hyperparameters = keys_of(AnchorKeys)
-    concerns = frozenset({"anchors", "label smoothing"})
+    concerns = frozenset({"anchors", "label smoothing", "class weights"})
     takes_anchors = True
     anchors: Tensor
 
@@ -120,9 +120,12 @@ class Detect(DetectionHead):
         self.anchors.copy_(torch.tensor(pixels).view(self.nl, self.na, 2) / torch.tensor(strides).view(-1, 1, 1))
         self._initialise_biases()
 
-    def criterion(self, hyp: AnchorKeys, label_smoothing: float, imgsz: int) -> Criterion:
+    def criterion(
+        self, hyp: AnchorKeys, label_smoothing: float, imgsz: int, class_weights: Sequence[float] = ()
+    ) -> Criterion:
         """Return YOLOv5's loss, with gains scaled to the head and the image size."""
-        return DetectionCriterion(loss_settings(hyp, label_smoothing).scaled(self.nl, self.nc, imgsz), self)
+        settings = loss_settings(hyp, label_smoothing).scaled(self.nl, self.nc, imgsz)
+        return DetectionCriterion(settings, self, class_weights)
 
     def view(self, outputs: list[Tensor], more: int = 0) -> RawView:
         """Return the plain view of raw maps."""

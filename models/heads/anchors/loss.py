@@ -78,11 +78,14 @@ class DetectionCriterion(Criterion):
     """Box (CIoU), objectness and class terms over the cells that targets are matched to.
 
     Formulas, gains and level weights are YOLOv5's. settings: scaled to the model. head: the model's; its anchors are
-    read at each call because the model is moved to its device later.
+    read at each call because the model is moved to its device later. class_weights: by class number; an object of
+    weight 2 counts as two equal ones, which changes the box and the class term. Empty: all count the same.
     """
 
-    def __init__(self, settings: LossSettings, head: Detect) -> None:
+    def __init__(self, settings: LossSettings, head: Detect, class_weights: Sequence[float] = ()) -> None:
         self.settings, self.classes, self._head = settings, head.nc, head
+        self.class_weights = tuple(class_weights)
+        self.least_count = min(1.0, *self.class_weights) if class_weights else 1.0
         self._strides = [int(stride) for stride in head.stride]
 
     def hints(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -116,22 +119,23 @@ class DetectionCriterion(Criterion):
         centre = rows[..., :2].sigmoid() * 2 - 0.5
         size = (rows[..., 2:4].sigmoid() * 2) ** 2 * anchors[:, None]
         iou = complete_iou(torch.cat((centre, size), 3), cells.box[:, :, None])
-        box = torch.where(matched, 1 - iou, 0).sum((1, 2))
+        match_weights = self._match_weights(targets, rows)
+        box = _match_sums(1 - iou, matched, match_weights)
         overlaps = iou.detach().clamp(min=0).to(rows.dtype)
         obj = [
             self._objectness(at_least_float32(level.objectness), *matches)
             for level, *matches in zip(levels, cells.indices, matched, overlaps, strict=True)
         ]
-        cls = self._class_sums(rows[..., 5 : 5 + self.classes], targets[:, 1].long(), matched)
+        cls = self._class_sums(rows[..., 5 : 5 + self.classes], targets[:, 1].long(), matched, match_weights)
         sums = torch.stack((box, torch.stack(obj), cls))
-        match_counts = matched.sum((1, 2)).to(sums)
+        match_counts = _match_sums(matched, matched, match_weights).to(sums)
         cell_counts = device_constant(tuple(level.objectness.numel() for level in levels), sums.device).to(sums)
         counts = torch.stack((match_counts, cell_counts, match_counts * self.classes))
         level_weights = LEVEL_WEIGHTS.get(len(levels), LEVEL_WEIGHTS_DEEP[: len(levels)])
         equal = (1.0,) * len(levels)
         gains = ((settings.box, equal), (settings.obj, level_weights), (settings.cls, equal))
         weights = device_constant(tuple(tuple(gain * share for share in shares) for gain, shares in gains), sums.device)
-        return LossTerms(sums, counts, weights.to(sums))
+        return LossTerms(sums, counts, weights.to(sums), self.least_count)
 
     def objective(self, means: Tensor, images: int) -> Tensor:
         """Return YOLOv5's objective: the sum of the terms, times the images of a step."""
@@ -146,14 +150,24 @@ class DetectionCriterion(Criterion):
         target = _overlap_map(logits.shape, index, matched, overlaps)
         return self._cross_entropy(logits, target, self.settings.obj_pw).sum()
 
-    def _class_sums(self, logits: Tensor, labels: Tensor, matched: Tensor) -> Tensor:
-        """Return the class sums (levels,) of logits (levels, k, anchors, classes), where `matched`. labels: (n,)."""
+    def _match_weights(self, targets: Tensor, like: Tensor) -> Tensor | None:
+        """Return the weight of each cell's target, (k, 1) of the type of `like`; None if all are 1."""
+        if not self.class_weights:
+            return None
+        weights = device_constant(self.class_weights, like.device).to(like)[targets[:, 1].long()]
+        return weights.repeat(len(NEIGHBOURS))[:, None]
+
+    def _class_sums(self, logits: Tensor, labels: Tensor, matched: Tensor, weights: Tensor | None) -> Tensor:
+        """Return the class sums (levels,) of logits (levels, k, anchors, classes), where `matched`. labels: (n,).
+
+        weights: see `_match_weights`.
+        """
         if self.classes == 1:
             return logits.new_zeros(len(logits))  # a single class is always the right one
         smoothing = self.settings.label_smoothing / 2
         target = logits.new_full((len(labels), self.classes), smoothing).scatter_(1, labels[:, None], 1 - smoothing)
         target = target.repeat(len(NEIGHBOURS), 1)[:, None].expand_as(logits)
-        return torch.where(matched, self._cross_entropy(logits, target, self.settings.cls_pw).sum(3), 0).sum((1, 2))
+        return _match_sums(self._cross_entropy(logits, target, self.settings.cls_pw).sum(3), matched, weights)
 
     def _cross_entropy(self, logits: Tensor, target: Tensor, positive_weight: float) -> Tensor:
         """Return the binary cross-entropy of each logit, or the focal loss if fl_gamma is set (Lin et al. 2017)."""
@@ -165,6 +179,12 @@ class DetectionCriterion(Criterion):
         probability = logits.sigmoid()
         error = target * (1 - probability) + (1 - target) * probability
         return loss * (target * FOCAL_ALPHA + (1 - target) * (1 - FOCAL_ALPHA)) * error**gamma
+
+
+def _match_sums(values: Tensor, matched: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the sums (levels,) of values (levels, k, anchors) where `matched`. weights: (k, 1); None: all are 1."""
+    values = torch.where(matched, values, 0)
+    return (values if weights is None else values * weights).sum((1, 2))
 
 
 def _overlap_map(shape: torch.Size, index: Tensor, matched: Tensor, overlaps: Tensor) -> Tensor:

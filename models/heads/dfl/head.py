@@ -55,6 +55,7 @@ class DetectDFL(DetectionHead):
     example = "[[15, 18, 21], 1, DetectDFL, [nc]]"
     loss_names = LOSS_NAMES
     hyperparameters = keys_of(AlignmentKeys)
+    concerns = frozenset({"class weights"})
     takes_anchors = False
 
     def __init__(self, nc: int, channels: Sequence[int], score_channels: int | None = None) -> None:
@@ -79,9 +80,11 @@ class DetectDFL(DetectionHead):
             bias = branches.get_parameter("class_conv.2.bias")
             bias.copy_(torch.log(EXPECTED_OBJECTS / self.nc / (640 / stride) ** 2).expand_as(bias))
 
-    def criterion(self, hyp: AlignmentKeys, label_smoothing: float, imgsz: int) -> Criterion:
+    def criterion(
+        self, hyp: AlignmentKeys, label_smoothing: float, imgsz: int, class_weights: Sequence[float] = ()
+    ) -> Criterion:
         """Return YOLOv9's loss; its class targets are soft already, so `label_smoothing` changes nothing."""
-        return DFLCriterion(loss_settings(hyp), self)
+        return DFLCriterion(loss_settings(hyp), self, class_weights)
 
     def view(self, outputs: list[DFLLevel], more: int = 0) -> DFLView:
         """Return the plain view of raw outputs. more: 0, for no task adds outputs to this head."""

@@ -55,11 +55,12 @@ class DFLCriterion(Criterion):
 
     Every term of a head is divided by the sum of its class targets over the global batch, at least 1; the sums of the
     auxiliary head are weighted by `settings.aux`. head: the model's; its strides are read at each call because the
-    model is moved to its device later.
+    model is moved to its device later. class_weights: by class number; a cell that is assigned to an object of weight 2
+    counts twice in every term. Empty: all count the same.
     """
 
-    def __init__(self, settings: LossSettings, head: DetectDFL) -> None:
-        self.settings, self._head = settings, head
+    def __init__(self, settings: LossSettings, head: DetectDFL, class_weights: Sequence[float] = ()) -> None:
+        self.settings, self._head, self.class_weights = settings, head, tuple(class_weights)
 
     def __call__(self, outputs: Sequence[DFLLevel] | tuple[Sequence[DFLLevel], ...], batch: Batch) -> LossTerms:
         """Return the loss terms, whose parts are the heads.
@@ -84,12 +85,20 @@ class DFLCriterion(Criterion):
         with torch.no_grad():
             boxes = decode_xywh(cells.sides, cells.geometry)
             assigned = assign(boxes, cells.scores, cells.geometry, batch.targets, corners)
+        label = batch.targets[:, 1:2].long().expand_as(assigned.cell).flatten()
+        used = assigned.weight.flatten() > 0
+        if self.class_weights:
+            repeats = device_constant(self.class_weights, label.device).to(assigned.weight)[label]
+            assigned = Assignment(assigned.cell, assigned.weight * repeats.view_as(assigned.weight))
         box, dfl = _box_sums(cells, corners, assigned)
-        weights, label = assigned.weight.flatten(), batch.targets[:, 1:2].long().expand_as(assigned.cell).flatten()
+        weights = assigned.weight.flatten()
         classes = cells.scores.shape[2]
         positive = cells.scores.reshape(-1).index_select(0, assigned.cell.flatten() * classes + label)
         # Cross-entropy with soft targets t: softplus(x) - t x, and t is 0 but at the assigned cells.
         cls = functional.softplus(cells.scores).sum() - (positive * weights).sum()
+        if self.class_weights:  # softplus(x) of an assigned cell, as often as the cell counts
+            rows = functional.softplus(cells.scores.reshape(-1, classes).index_select(0, assigned.cell.flatten()))
+            cls = cls + torch.where(used, (repeats - 1) * rows.sum(1), 0).sum()
         return torch.stack((box, cls, dfl)), weights.sum().expand(3)
 
     def objective(self, means: Tensor, images: int) -> Tensor:

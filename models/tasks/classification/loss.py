@@ -5,23 +5,37 @@ Made by `ClassificationTask.criterion`; called by the training loop and the eval
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from models.tasks.contract import Criterion, LossTerms
+from models.tasks.shared.losses import device_constant
 from utils.batch import Batch
 
 
 class ClassificationCriterion(Criterion):
-    """Cross-entropy of logits (b, classes) against targets (b, classes), shares that add up to 1."""
+    """Cross-entropy of logits (b, classes) against targets (b, classes), shares that add up to 1.
 
-    def __init__(self, classes: int, label_smoothing: float = 0.0) -> None:
-        self.classes, self.label_smoothing = classes, label_smoothing
+    class_weights: by class number; an image of weight 2 counts as two equal ones, and of a mixture each share by its
+    class. Empty: all count the same.
+    """
+
+    def __init__(self, classes: int, label_smoothing: float = 0.0, class_weights: Sequence[float] = ()) -> None:
+        self.classes, self.label_smoothing, self.class_weights = classes, label_smoothing, tuple(class_weights)
 
     def __call__(self, outputs: Tensor, batch: Batch) -> LossTerms:
-        """Return the loss of logits (b, classes), in fp32 or fp64: one term, a sum over the images."""
+        """Return the loss of logits (b, classes), in fp32 or fp64: one term, a weighted sum over the images."""
         logits = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         smoothed = batch.targets * (1 - self.label_smoothing) + self.label_smoothing / self.classes
+        if self.class_weights:
+            weighted = batch.targets * device_constant(self.class_weights, logits.device).to(batch.targets)
+            images = weighted.sum(1, keepdim=True)
+            smoothed = weighted * (1 - self.label_smoothing) + images * (self.label_smoothing / self.classes)
+            total = -(smoothed * logits.log_softmax(1)).sum()
+            least = min(1.0, *self.class_weights)
+            return LossTerms(total.view(1, 1), images.sum().to(total).view(1, 1), total.new_ones(1, 1), least)
         total = -(smoothed * logits.log_softmax(1)).sum()
         return LossTerms(total.view(1, 1), total.new_full((1, 1), len(logits)), total.new_ones(1, 1))
 

@@ -17,9 +17,10 @@ from models.tasks.classification.metrics import CLASS_METRICS, CLASSIFICATION_ME
 from models.tasks.classification.prediction import ClassificationPostprocess, ClassificationPrediction, most_probable
 from models.tasks.classification.torchvision_models import build_classifier
 from models.tasks.contract import ExportModule, ExportSettings, Image, Model, Task, Thresholds
+from models.tasks.shared.losses import weights_by_class
 from models.yolo import build_model
 from utils.batch import Batch
-from utils.config.hyperparameters import Recipe, Recipes, number
+from utils.config.hyperparameters import ClassWeightKeys, Recipe, Recipes, number
 from utils.config.values import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
 from utils.errors import UserError
 from utils.memory_format import layout
@@ -30,7 +31,7 @@ IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
-class ClassificationRecipe(Recipe):
+class ClassificationRecipe(ClassWeightKeys, Recipe):
     """The keys of a classifier's hyperparameter YAML. Defaults are those of data/hyps/classify.yaml."""
 
     momentum: float = number(0.9, BELOW_ONE)
@@ -66,7 +67,7 @@ class ClassificationTask(Task):
         "epochs": 30,
         "batch_size": 32,
     }
-    concerns = frozenset({"label smoothing", "mixing", "augmentation", "copies"})
+    concerns = frozenset({"label smoothing", "class weights", "mixing", "augmentation", "copies"})
     loss_names = ("loss",)
     metric_names = CLASSIFICATION_METRICS
     class_metric_names = CLASS_METRICS
@@ -77,6 +78,7 @@ class ClassificationTask(Task):
     def __init__(self, names: Mapping[int, str], hyp: ClassificationRecipe, label_smoothing: float = 0.0) -> None:
         super().__init__(names, hyp, label_smoothing)
         self.label_smoothing = label_smoothing
+        self.class_weights = weights_by_class(names, hyp.class_weights)
         if hyp.mixup + hyp.cutmix > 1:
             raise UserError(
                 f"mixup {hyp.mixup:g} and cutmix {hyp.cutmix:g} are probabilities, and an image gets at most one "
@@ -98,8 +100,8 @@ class ClassificationTask(Task):
         return model
 
     def criterion(self, model: Model) -> ClassificationCriterion:
-        """Return the cross-entropy, with label smoothing."""
-        return ClassificationCriterion(len(self.names), self.label_smoothing)
+        """Return the cross-entropy, with label smoothing and class weights."""
+        return ClassificationCriterion(len(self.names), self.label_smoothing, self.class_weights)
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> ClassificationPostprocess:
         """Return the average of probabilities over views; no threshold applies."""

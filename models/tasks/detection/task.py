@@ -27,7 +27,7 @@ from models.tasks.detection.export_module import DecodedDetector, SuppressedDete
 from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.postprocess import DetectionPostprocess
 from models.tasks.detection.prediction import DetectionPrediction
-from models.tasks.shared.losses import UnavailableCriterion
+from models.tasks.shared.losses import UnavailableCriterion, weights_by_class
 from models.tasks.shared.scores import CLASS_METRICS, DETECTION_METRICS
 from models.weights.transfer import head_prefix
 from models.yolo import YoloModel, build_model, head_class
@@ -61,6 +61,7 @@ class DetectionTask(Task):
     def __init__(self, names: Mapping[int, str], hyp: Hyperparameters, label_smoothing: float = 0.0) -> None:
         super().__init__(names, hyp, label_smoothing)
         self.hyp, self.label_smoothing = hyp, label_smoothing
+        self.class_weights = weights_by_class(names, hyp.class_weights)
         self.anchors = round(hyp.anchors)  # per level, to search for; 0: the YAML's own
 
     @classmethod
@@ -103,7 +104,7 @@ class DetectionTask(Task):
         """Return the loss of `model`, as its head defines it; for an exported file every term is NaN."""
         if model.head is None:
             return UnavailableCriterion(len(self.loss_names_of(model)))
-        return head_of(model).criterion(self.hyp, self.label_smoothing, model.imgsz)
+        return head_of(model).criterion(self.hyp, self.label_smoothing, model.imgsz, self.class_weights)
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> DetectionPostprocess:
         """Return the conversion of outputs to detections. Raises `UserError` for an unknown class in `thresholds`."""

@@ -31,8 +31,8 @@ class SegmentationCriterion(DetectionCriterion):
     it copies the anchors when the criterion is made.
     """
 
-    def __init__(self, settings: LossSettings, head: Segment) -> None:
-        super().__init__(settings, head)
+    def __init__(self, settings: LossSettings, head: Segment, class_weights: Sequence[float] = ()) -> None:
+        super().__init__(settings, head, class_weights)
         self.masks = head.no - 5 - head.nc
         self._host_anchors = head.anchors.detach().cpu().clone()
 
@@ -65,14 +65,13 @@ class SegmentationCriterion(DetectionCriterion):
         sums = mask_sums(coefficients, at_least_float32(prototypes), given.mask_pixels, plan)
         counts = device_constant((float(len(prototypes)),) * len(maps), prototypes.device)
         weights = device_constant((self.settings.box,) * len(maps), prototypes.device)
-        return LossTerms(
-            *(
-                torch.cat((of_boxes[:1], of_masks[None].to(of_boxes), of_boxes[1:]))
-                for of_boxes, of_masks in zip(
-                    (terms.sums, terms.counts, terms.weights), (sums, counts, weights), strict=True
-                )
+        sums, counts, weights = (
+            torch.cat((of_boxes[:1], of_masks[None].to(of_boxes), of_boxes[1:]))
+            for of_boxes, of_masks in zip(
+                (terms.sums, terms.counts, terms.weights), (sums, counts, weights), strict=True
             )
         )
+        return LossTerms(sums, counts, weights, terms.least)
 
     def _mask_matches(self, sizes: MapSizes, targets: np.ndarray, size: tuple[int, int]) -> MaskMatches:
         """Match targets (m, 6) on the host, as the detector does; size: height and width of the mask maps."""
@@ -83,5 +82,9 @@ class SegmentationCriterion(DetectionCriterion):
         target = cell % max(len(targets), 1)
         image = targets[target, 0].astype(np.int64) * len(sizes) + level
         area = targets[target, 4] * targets[target, 5] * np.float32(size[0] * size[1])
-        weight = 1 / (area.clip(min=EPSILON) * np.bincount(image)[image]) if len(target) else area
+        if self.class_weights:  # the mean over an image's matches is weighted
+            share = np.array(self.class_weights)[targets[target, 1].astype(np.int64)]
+            weight = share / (area.clip(min=EPSILON) * np.bincount(image, share)[image]) if len(target) else area
+        else:
+            weight = 1 / (area.clip(min=EPSILON) * np.bincount(image)[image]) if len(target) else area
         return MaskMatches(target, (level * near + cell) * anchors + anchor, level, weight.astype(np.float32))

@@ -62,7 +62,7 @@ class SegmentationTask(DetectionTask):
         if not isinstance(head := model.head, Segment):
             return UnavailableCriterion(len(LOSS_NAMES))
         settings = loss_settings(self.hyp, self.label_smoothing)
-        return SegmentationCriterion(settings.scaled(head.nl, head.nc, model.imgsz), head)
+        return SegmentationCriterion(settings.scaled(head.nl, head.nc, model.imgsz), head, self.class_weights)
 
     def postprocess(  # type: ignore[override]
         self, model: Model, thresholds: Thresholds

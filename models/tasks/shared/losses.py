@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from models.tasks.contract import Criterion, LossTerms
 from utils.batch import Batch
+from utils.errors import UserError, nearest
+
+MOST_CLASS_WEIGHT = 10.0  # of --class-weights auto
 
 
 @cache
@@ -22,6 +27,32 @@ def device_constant(values: Any, device: torch.device) -> Tensor:
 def at_least_float32(values: Tensor) -> Tensor:
     """Return half-precision values as float32, others unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def balanced_weights(names: Mapping[int, str], labels: np.ndarray) -> dict[str, float]:
+    """Return a weight per class name: the number of labels of the commonest class over the class's own, at most 10.
+
+    names: of the classes, by number. labels: the class of each label, int64 (m,). A class without labels has weight 1.
+    """
+    counts = np.bincount(labels, minlength=len(names))
+    weights = np.minimum(counts.max(initial=0) / np.maximum(counts, 1), MOST_CLASS_WEIGHT)
+    return {names[k]: round(float(weights[k]), 4) if counts[k] else 1.0 for k in sorted(names)}
+
+
+def weights_by_class(names: Mapping[int, str], weights: Mapping[str, float]) -> tuple[float, ...]:
+    """Return the weight of each class, by number; () if all are 1.
+
+    names: of the classes, by number. weights: by name; other classes have weight 1. Raises `UserError` for an unknown
+    name.
+    """
+    known = set(names.values())
+    for name in weights:
+        if name not in known:
+            raise UserError(
+                f"class_weights: the data set has no class '{name}'{nearest(name, known)}; correct the name"
+            )
+    by_number = tuple(float(weights.get(names[k], 1.0)) for k in sorted(names))
+    return by_number if set(by_number) - {1.0} else ()
 
 
 class UnavailableCriterion(Criterion):

@@ -69,6 +69,7 @@ def test_a_task_that_says_nothing_takes_the_universal_flags_alone(script: str) -
         ("noautoanchor", {"detect with the head Detect", "segment with the head Segment"}),
         ("mask_ratio", {"segment with the head Segment"}),
         ("label_smoothing", {"detect with the head Detect", "segment with the head Segment", "classify"}),
+        ("class_weights", set(YAMLS)),
         ("rect", set(YAMLS) - {"classify"}),
         ("close_mosaic", set(YAMLS)),
         ("multi_scale", set(YAMLS)),

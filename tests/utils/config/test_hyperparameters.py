@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -103,8 +104,28 @@ def test_overrides_replace_values_of_the_file(tmp_path: Path) -> None:
 def test_every_hyperparameter_can_be_overridden(kind: type[Recipe]) -> None:
     name = "low" if kind is Hyperparameters else "classify"
     for field in fields(kind):
+        if field.name == "class_weights":
+            continue  # names with numbers: see below
         value = next(value for value in (1, 0.5, 0.0005, 2) if value in field.metadata["within"])
         assert getattr(read_hyperparameters(name, kind, {field.name: str(value)}), field.name) == value
+
+
+def test_class_weights_by_name(tmp_path: Path) -> None:
+    path = write_yaml(tmp_path / "mine.yaml", {"class_weights": {"cat": 2, 7: 0.5}})
+    assert read_hyperparameters(str(path), Hyperparameters).class_weights == {"cat": 2.0, "7": 0.5}
+    override = {"class_weights": "{traffic light: 1.5}"}
+    assert read_hyperparameters(str(path), Hyperparameters, override).class_weights == {"traffic light": 1.5}
+    assert read_hyperparameters("classify", ClassificationRecipe, override).class_weights == {"traffic light": 1.5}
+
+
+@pytest.mark.parametrize(
+    "text", ["2", "[1, 2]", "{cat: 0}", "{cat: many}", "{cat: 101}", "{cat", "cat=2", "{cat: true}"]
+)
+def test_wrong_class_weights(text: str) -> None:
+    with pytest.raises(
+        UserError, match=r"^--hyp\.class_weights must be names with numbers, 0\.01 to 100, such as {cat: 2"
+    ):
+        read_hyperparameters("low", Hyperparameters, {"class_weights": text})
 
 
 @pytest.mark.parametrize(
@@ -218,7 +239,8 @@ def test_all_shipped_recipes_can_be_read() -> None:
 def test_the_recipe_classify_states_the_defaults() -> None:
     content = read_yaml(ROOT / "data" / "hyps" / "classify.yaml")
     assert content == vars(ClassificationRecipe())
-    assert {key: type(value) for key, value in content.items()} == typing.get_type_hints(ClassificationRecipe)
+    types = {key: type(value) for key, value in content.items()}
+    assert {**types, "class_weights": Mapping[str, float]} == typing.get_type_hints(ClassificationRecipe)
 
 
 def test_the_recipe_of_the_built_in_classification() -> None:

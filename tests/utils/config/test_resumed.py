@@ -180,6 +180,7 @@ FIXED = {
     "optimizer": ("AdamW", "SGD"),
     "cos_lr": (True, False),
     "label_smoothing": (0.1, 0.0),
+    "class_weights": ("auto", "none"),
     "fitness": ("recall=1", ""),
     "lr_factor": ("head=2", ""),
     "freeze": ((3,), [0, 2]),

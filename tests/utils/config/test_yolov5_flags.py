@@ -10,7 +10,7 @@ from utils.config.yolov5_flags import REFUSED
 
 KINDS = (TrainOptions, ValOptions)
 EVOLUTION = (
-    "is not built in: W&B sweeps tune hyperparameters, each trial on as many devices as you like; see sweep.yaml and "
+    "is not built in: python -m utils.tune searches by optuna, and W&B sweeps on many machines; see "
     "docs/tracking.md#sweeps"
 )
 

@@ -350,3 +350,58 @@ def test_the_anchors_are_those_of_the_model_when_it_is_called() -> None:
     model.head.anchors.fill_(100)
     assert before[0] > 0
     assert criterion(model(images), given).counts[0].tolist() == [0, 0]
+
+
+# Class weights
+
+
+def weighted_loss(weights: tuple[float, ...], raw: Tensor, targets: Tensor, **settings: float) -> tuple[Tensor, Tensor]:
+    """Return the terms of a loss with class weights, and the gradient of the objective."""
+    criterion = criterion_of(LossSettings(**settings), 3, torch.tensor([[[1.0, 1], [2, 2]]], dtype=raw.dtype))
+    criterion = DetectionCriterion(criterion.settings, criterion._head.to(raw.dtype), weights)
+    raw = raw.clone().requires_grad_()
+    terms = criterion([raw], batch_of(targets))
+    means = terms.means(terms.counts)
+    criterion.objective(means, 4).backward()
+    assert raw.grad is not None
+    return means.detach(), raw.grad
+
+
+def random_objects(count: int, images: int = 4) -> Tensor:
+    labels = torch.arange(count) % 3
+    image = torch.arange(count) * images // max(count, 1)  # ascending, as a loader's
+    places = torch.rand(count, 4, dtype=torch.float64) * torch.tensor([1, 1, 0.5, 0.5])
+    return torch.cat((torch.stack((image, labels), 1), places), 1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"fl_gamma": 1.5, "cls_pw": 2.0, "label_smoothing": 0.1}])
+def test_class_weights_are_duplicated_objects(settings: dict[str, float]) -> None:
+    raw, targets = torch.randn(4, 2, 4, 4, 8, dtype=torch.float64), random_objects(30)
+    repeated = targets.repeat_interleave(torch.tensor([1, 3, 2])[targets[:, 1].long()], 0)
+    means, gradient = weighted_loss((1.0, 3.0, 2.0), raw, targets, **settings)
+    expected, duplicated = weighted_loss((), raw, repeated, **settings)
+    torch.testing.assert_close(means, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient, duplicated, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(gradient, weighted_loss((), raw, targets, **settings)[1], atol=1e-3)
+
+
+def test_only_the_ratio_of_class_weights_matters() -> None:
+    """Also if the weights of all objects add up to less than 1."""
+    raw, targets = torch.randn(4, 2, 4, 4, 8, dtype=torch.float64), random_objects(6)
+    _, gradient = weighted_loss((1.0, 3.0, 2.0), raw, targets)
+    _, small = weighted_loss((0.01, 0.03, 0.02), raw, targets)
+    torch.testing.assert_close(small, gradient, rtol=1e-6, atol=1e-6)
+
+
+def test_weighted_sums_of_processes_add_up() -> None:
+    raw, targets = torch.randn(4, 2, 4, 4, 8), random_objects(20).float()
+    criterion = criterion_of(LossSettings(), 3, torch.tensor([[[1.0, 1], [2, 2]]]))
+    criterion.class_weights = (5.0, 1.0, 0.5)
+    whole = criterion([raw], batch_of(targets))
+    parts = []
+    for first in (0, 2):
+        own = targets[(targets[:, 0] >= first) & (targets[:, 0] < first + 2)] - torch.tensor([first, 0, 0, 0, 0, 0])
+        parts.append(criterion([raw[first : first + 2]], batch_of(own)))
+    counts = parts[0].counts + parts[1].counts
+    # The objectness of all cells and the matches of both
+    torch.testing.assert_close(sum(part.means(counts) for part in parts), whole.means(whole.counts))

@@ -92,11 +92,16 @@ def assign_image(
 
 
 def head_sums(
-    sides: Tensor, scores: Tensor, cells: Sequence[Cell], targets: Sequence[Sequence[tuple[int, Box]]]
+    sides: Tensor,
+    scores: Tensor,
+    cells: Sequence[Cell],
+    targets: Sequence[Sequence[tuple[int, Box]]],
+    repeats: Sequence[int] = (1, 1, 1),
 ) -> tuple[float, float, float, float]:
     """Return the sums of box, class and distribution terms of one head, and the sum of the class targets.
 
     sides: (b, n, 4 x 16), scores: (b, n, classes), logits. targets: of each image, class and corners in pixels.
+    repeats: of each class; how often a cell that is assigned to such a target counts.
     """
     box = cls = dfl = count = 0.0
     for of_sides, of_scores, of_image in zip(sides.tolist(), scores.tolist(), targets, strict=True):
@@ -104,10 +109,12 @@ def head_sums(
         assigned = assign_image(boxes, of_scores, cells, of_image)
         for c, logits in enumerate(of_scores):
             target, weight = assigned.get(c, (None, 0.0))
-            for k, x in enumerate(logits):
-                t = weight if target is not None and of_image[target][0] == k else 0.0
-                cls += math.log1p(math.exp(-abs(x))) + max(x, 0) - x * t
-        for c, (target, weight) in assigned.items():
+            label = None if target is None else of_image[target][0]
+            for _ in range(1 if label is None else repeats[label]):
+                for k, x in enumerate(logits):
+                    t = weight if label == k else 0.0
+                    cls += math.log1p(math.exp(-abs(x))) + max(x, 0) - x * t
+        for c, (target, weight) in [pair for pair in assigned.items() for _ in range(repeats[of_image[pair[1][0]][0]])]:
             stride, corners = cells[c].stride, of_image[target][1]
             scaled = [tuple(side / stride for side in one) for one in (boxes[c], corners)]
             box += (1 - ciou(scaled[0], scaled[1])) * weight

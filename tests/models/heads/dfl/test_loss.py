@@ -66,14 +66,16 @@ def by_cell(levels: Sequence[DFLLevel], name: str) -> Tensor:
 # Against a plain implementation
 
 
-def expected_sums(levels: Sequence[DFLLevel], targets: Tensor, images: int = 2) -> tuple[float, ...]:
+def expected_sums(
+    levels: Sequence[DFLLevel], targets: Tensor, images: int = 2, repeats: Sequence[int] = (1, 1, 1)
+) -> tuple[float, ...]:
     cells = cells_of([(*level.sides.shape[2:], stride) for level, stride in zip(levels, STRIDES, strict=True)])
     size = torch.tensor([64, 48, 64, 48]).double()
     corners = xywh_to_xyxy(targets[:, 2:].double() * size).tolist()
     of_images: list[list[Any]] = [[] for _ in range(images)]
     for row, box in zip(targets.tolist(), corners, strict=True):
         of_images[int(row[0])].append((int(row[1]), tuple(box)))
-    return head_sums(by_cell(levels, "sides"), by_cell(levels, "scores"), cells, of_images)
+    return head_sums(by_cell(levels, "sides"), by_cell(levels, "scores"), cells, of_images, repeats)
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 40])  # the last have many cells in common
@@ -85,6 +87,31 @@ def test_sums_and_counts_of_the_plain_implementation(count: int) -> None:
         torch.testing.assert_close(terms.sums[:, part].tolist(), sums, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(terms.counts[:, part].tolist(), [weights] * 3, rtol=1e-5, atol=1e-6)
     assert terms.weights.tolist() == [[2, 1], [3, 1.5], [5, 2.5]]
+
+
+@pytest.mark.parametrize("repeats", [(3, 1, 2), (1, 4, 1)])
+def test_class_weights_repeat_the_cells_of_objects(repeats: tuple[int, ...]) -> None:
+    levels, targets = level_outputs(1), random_targets(7, 7)
+    head = DetectDFL(3, (8, 8))
+    head.placed(STRIDES)
+    terms = DFLCriterion(LossSettings(), head, repeats)(levels, batch_of(targets))
+    *sums, weights = expected_sums(levels, targets, repeats=repeats)
+    torch.testing.assert_close(terms.sums[:, 0].tolist(), sums, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(terms.counts[:, 0].tolist(), [weights] * 3, rtol=1e-6, atol=1e-6)
+
+
+def test_weighted_terms_add_up_over_processes() -> None:
+    levels, targets = level_outputs(1), random_targets(3, 9)
+    loss = criterion()
+    loss.class_weights = (3.0, 0.5, 1.0)
+    whole = loss(levels, batch_of(targets))
+    parts = []
+    for image in (0, 1):
+        of_image = targets[targets[:, 0] == image] * torch.tensor([0, 1, 1, 1, 1, 1])
+        cut = [DFLLevel(level.sides[image : image + 1], level.scores[image : image + 1]) for level in levels]
+        parts.append(loss(cut, batch_of(of_image, 1)))
+    counts = parts[0].counts + parts[1].counts
+    torch.testing.assert_close(sum(part.means(counts) for part in parts), whole.means(whole.counts))
 
 
 def test_in_evaluation_there_is_one_head() -> None:

@@ -78,3 +78,28 @@ def test_the_objective_is_the_mean_over_images() -> None:
 def test_batches_are_weighted_by_images_and_have_no_hints() -> None:
     assert criterion().weight(of_classes(0, 1, 2)) == 3
     assert criterion().hints(of_classes(0, 1)) == ()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_class_weights_are_duplicated_images(smoothing: float) -> None:
+    logits, labels = torch.randn(7, 3, dtype=torch.float64, requires_grad=True), torch.arange(7) % 3
+    repeats = torch.tensor([1, 4, 2])[labels]
+    weighted, plain = ClassificationCriterion(3, smoothing, (1.0, 4.0, 2.0)), ClassificationCriterion(3, smoothing)
+    again = logits.detach().repeat_interleave(repeats, 0)
+    terms = weighted(logits, of_classes(*labels.tolist()))
+    expected = plain(again, of_classes(*labels.repeat_interleave(repeats).tolist()))
+    assert terms.counts.item() == expected.counts.item()
+    torch.testing.assert_close(terms.sums, expected.sums, rtol=1e-6, atol=1e-6)
+    repeated = logits.repeat_interleave(repeats, 0)
+    duplicated = plain(repeated, of_classes(*labels.repeat_interleave(repeats).tolist()))
+    gradients = [torch.autograd.grad(each.means(each.counts).sum(), logits)[0] for each in (terms, duplicated)]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
+
+
+def test_the_shares_of_a_mixture_are_weighted_by_their_classes() -> None:
+    """As an image of each class would be, with its share as its weight."""
+    terms = ClassificationCriterion(3, 0.0, (2.0, 0.5, 1.0))(
+        LOGITS, of_classes(0, 0, targets=[[0.5, 0.5, 0], [0, 0, 1]])
+    )
+    assert terms.sums.item() == pytest.approx(1.25 * LN3 + 2 * LN2)
+    assert terms.counts.item() == pytest.approx(2.25)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -197,3 +198,48 @@ def test_without_masks(case: str) -> None:
     assert not gradient[0].any()
     assert bool(gradient[1].any()) == (case == "none in one image")
     assert (means[1] > 0) == (case == "none in one image")
+
+
+def test_class_weights_are_duplicated_objects() -> None:
+    """The mean over the masks of an image too."""
+    batch, outputs = random_batch(), random_outputs()
+    repeats = np.array([1, 3, 2])[batch.host_targets[:, 1].astype(int)]
+    order = np.repeat(np.arange(len(repeats)), repeats)
+    sizes = (batch.windows[:, 2:] - batch.windows[:, :2]).prod(1)
+    pixels = batch.mask_pixels.split(sizes.tolist())
+    duplicated = SegmentationBatch(
+        batch.images,
+        batch.targets[torch.from_numpy(order)],
+        batch.infos,
+        torch.cat([pixels[k] for k in order]),
+        batch.windows[order],
+        batch.host_targets[order],
+    )
+    plain = criterion_of()
+    weighted = SegmentationCriterion(plain.settings, plain._head, (1.0, 3.0, 2.0))
+    tensors = [*outputs[0], outputs[1]]
+    results = []
+    for criterion, given in ((weighted, batch), (plain, duplicated)):
+        terms = criterion(outputs, given)
+        means = terms.means(terms.counts)
+        results.append([means, *torch.autograd.grad(criterion.objective(means, 3), tensors)])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_parts_of_a_batch_have_its_sums() -> None:
+    """Masks go with their targets."""
+    batch, (maps, prototypes) = random_batch(), random_outputs()
+    criterion = criterion_of()
+    whole = criterion((maps, prototypes), batch)
+    parts = []
+    infos = tuple(range(3))
+    batch = replace(batch, infos=infos)
+    assert batch.can_be_parted()
+    for first, end in ((0, 1), (1, 3)):
+        outputs = ([level[first:end] for level in maps], prototypes[first:end])
+        parts.append(criterion(outputs, batch.part(first, end)))
+    assert batch.part(1, 3).infos == (1, 2)
+    counts = parts[0].counts + parts[1].counts
+    torch.testing.assert_close(counts, whole.counts)
+    torch.testing.assert_close(sum(part.means(counts) for part in parts), whole.means(whole.counts))

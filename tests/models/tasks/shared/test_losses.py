@@ -1,11 +1,14 @@
-"""The loss of an exported file, and constants on a device."""
+"""The loss of an exported file, constants on a device, and class weights."""
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
 
-from models.tasks.shared.losses import UnavailableCriterion, device_constant
-from tests.making import grey_batch
+from models.tasks.shared.losses import UnavailableCriterion, balanced_weights, device_constant, weights_by_class
+from tests.making import CLASS_NAMES, grey_batch
+from utils.errors import UserError
 
 
 def test_losses_of_an_exported_file_are_nan() -> None:
@@ -25,3 +28,18 @@ def test_a_constant_is_copied_once_and_serves_in_training() -> None:
     (weight * constant).sum().backward()  # a tensor of the inference mode would raise an error here
     assert weight.grad is not None
     assert weight.grad.tolist() == [0.5, 2.0]
+
+
+def test_weights_by_inverse_frequency() -> None:
+    """At most 10, and 1 for a class without labels."""
+    names = {0: "cat", 1: "dog", 2: "bird", 3: "fish"}
+    labels = np.repeat([0, 1, 2], [300, 120, 1])
+    assert balanced_weights(names, labels) == {"cat": 1, "dog": 2.5, "bird": 10, "fish": 1}
+    assert balanced_weights(names, labels[:0]) == dict.fromkeys(names.values(), 1.0)
+
+
+def test_class_weights_in_the_order_of_the_classes() -> None:
+    assert weights_by_class(CLASS_NAMES, {"bar": 2, "disc": 0.5}) == (0.5, 1.0, 2.0)
+    assert weights_by_class(CLASS_NAMES, {}) == weights_by_class(CLASS_NAMES, {"bar": 1.0}) == ()
+    with pytest.raises(UserError, match=r"^class_weights: the data set has no class 'bra' \(did you mean 'bar'\?\)"):
+        weights_by_class(CLASS_NAMES, {"bra": 2})

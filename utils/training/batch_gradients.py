@@ -1,0 +1,260 @@
+"""The gradients of a batch; if the memory is too small for it, of its parts one after another. Called by train.py.
+
+Who may retry, and when, follows from what processes wait for each other for, so that none waits for one that retries:
+with --logical-processes nothing is exchanged before a process has all of its own gradients, and its logical processes'
+gradients are the same bytes together or one by one; so each process decides for itself, in any step. One process alone
+has nobody to wait for. DDP exchanges gradients while they are computed: there all processes try the first batch without
+an exchange, and halve it together until it fits all of them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from utils.distributed.distributed_model import DistributedModel
+from utils.training.memory import is_out_of_memory
+
+if TYPE_CHECKING:
+    from models.tasks.contract import LossTerms
+    from utils.batch import Batch
+    from utils.run import Run
+
+T = TypeVar("T")
+Gradients = Sequence[tuple[nn.Parameter, Tensor]]
+
+
+class BatchGradients:
+    """Adds the gradients of batches to those of the parameters.
+
+    terms: runs the forward pass and the loss on a logical process's batch. objective: from the means of the terms to
+    the scalar to differentiate. retry: whether a lack of memory is answered by smaller parts (--no-oom-retry).
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        model: DistributedModel,
+        terms: Callable[[nn.Module, Batch], LossTerms],
+        objective: Callable[[Tensor], Tensor],
+        retry: bool = True,
+    ) -> None:
+        self.run, self.model, self.terms, self.objective = run, model, terms, objective
+        self.parts = 1  # of a logical process's batch; with `one_by_one` always 1
+        self.one_by_one = False  # the logical processes of this process take turns
+        logical, accelerator = model.logical, run.accelerator
+        processes = accelerator.num_processes
+        splits = retry and not logical.exact and accelerator.state.deepspeed_plugin is None
+        self._takes_turns = retry and logical.exact and not logical.sync_bn and logical.local > 1
+        self._splits = splits and processes == 1
+        self._rehearses = splits and processes > 1
+
+    def __call__(self, shares: Sequence[Batch], seed: int) -> list[Tensor]:
+        """Add the gradients of a batch; return the share of each local logical process in the loss terms, (terms,).
+
+        All processes must call it together. Raises torch's error if a part of one image does not fit.
+        """
+        if self._rehearses:
+            self._rehearse(shares[0])
+        if self._takes_turns:
+            return self._in_turn(shares, seed)
+        if not self._splits:
+            return self._once(shares, seed)
+        gradients = self._set_aside()
+        losses = self._attempt(shares, lambda: self._once(shares, seed), gradients)
+        self._add(gradients)
+        return losses
+
+    def _attempt(self, shares: Sequence[Batch], work: Callable[[], T], gradients: Gradients = ()) -> T:
+        """Return the result of `work`, which is repeated with less at once while the memory is too small for it.
+
+        gradients: those that were set aside.
+        """
+        buffers = [buffer for replica in self.model.replicas for buffer in replica.buffers()]
+        saved = _copied(buffers)
+        while True:
+            try:
+                return work()
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error) or not self._halve(shares):
+                    raise
+            _write(buffers, saved)
+            if self._splits:
+                for parameter in self.model.bare.parameters():
+                    parameter.grad = None
+            _release()
+
+    def _in_turn(self, shares: Sequence[Batch], seed: int) -> list[Tensor]:
+        """Run the logical processes of this process, if the memory is too small for all of them one by one.
+
+        What is exchanged is outside of the attempts: no process exchanges anything twice.
+        """
+        model = self.model
+        buffers = [buffer for replica in model.replicas for buffer in replica.buffers()]
+        saved = _copied(buffers)
+        terms: list[LossTerms] = []
+
+        def forward() -> list[Tensor]:
+            terms.clear()
+            if self.one_by_one:
+                with torch.no_grad():
+                    counts = {number: each.counts for number, each in model.in_turn(self.terms, shares, seed)}
+                return [counts[number] for number in range(len(shares))]
+            terms.extend(model.map(self.terms, shares, seed))
+            return [each.counts for each in terms]
+
+        counts = model.sum(self._attempt(shares, forward))
+
+        def backward() -> tuple[dict[int, Tensor], list[Tensor]]:
+            if not self.one_by_one:
+                losses = dict(enumerate(each.means(counts) for each in terms))
+                sums = model.differentiate([self.objective(each) for each in losses.values()])
+                return {number: each.detach() for number, each in losses.items()}, sums
+            terms.clear()
+            _write(buffers, saved)
+            losses = {}
+
+            def objectives() -> Iterator[tuple[int, Tensor]]:
+                for number, each in model.in_turn(self.terms, shares, seed):
+                    means = each.means(counts)
+                    losses[number] = means.detach()
+                    yield number, self.objective(means)
+
+            return losses, model.differentiate_in_turn(objectives())
+
+        losses, sums = self._attempt(shares, backward)
+        model.exchange(sums)
+        return [losses[number] for number in range(len(shares))]
+
+    def _once(self, shares: Sequence[Batch], seed: int) -> list[Tensor]:
+        return self._in_parts(shares[0], seed) if self.parts > 1 else self._together(shares, seed)
+
+    def _together(self, shares: Sequence[Batch], seed: int) -> list[Tensor]:
+        """Run all logical processes of this process at once."""
+        model = self.model
+        terms = model.map(self.terms, shares, seed)
+        total = model.sum([each.counts for each in terms])
+        losses = [each.means(total) for each in terms]
+        model.backward([self.objective(each) for each in losses])
+        return [each.detach() for each in losses]
+
+    def _in_parts(self, batch: Batch, seed: int) -> list[Tensor]:
+        """Run the parts of a batch one after another, with the counts of the whole: a first pass adds these."""
+        model, module, accelerator = self.model, self.model.modules[0], self.run.accelerator
+        size = -(-len(batch.infos) // self.parts)
+        parts = [batch.part(first, first + size) for first in range(0, len(batch.infos), size)]
+        buffers = list(model.bare.buffers())
+        saved = _copied(buffers)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            local = sum((self.terms(module, part).counts for part in parts[1:]), self.terms(module, parts[0]).counts)
+            _write(buffers, saved)
+        counts = model.sum([local])
+        torch.manual_seed(seed)
+        total: Tensor | None = None
+        for number, part in enumerate(parts, 1):
+            exchanged = number == len(parts) or not accelerator.sync_gradients  # `accumulate` holds back the rest
+            with nullcontext() if exchanged else accelerator.no_sync(model.prepared):
+                losses = self.terms(module, part).means(counts)
+                model.backward([self.objective(losses)])
+            total = losses.detach() if total is None else total + losses.detach()
+        assert total is not None
+        return [total]
+
+    def _halve(self, shares: Sequence[Batch]) -> bool:
+        """Halve what is computed at once, and say so; return False if that is not possible."""
+        if self._takes_turns:
+            if self.one_by_one:
+                return False
+            self.one_by_one = True
+            self._say(f"the {self.model.logical.local} logical processes of a process take turns; no byte changes")
+            return True
+        images = len(shares[0].infos)
+        if self.parts >= images or not shares[0].can_be_parted():
+            return False
+        self.parts = min(2 * self.parts, images)
+        self._say(
+            f"each batch is computed in {self.parts} parts of {-(-images // self.parts)} images, accumulated to the "
+            "same --batch-size; only BatchNorm sees the parts"
+        )
+        return True
+
+    def _say(self, what: str) -> None:
+        self.run.print(f"warning: out of memory: from here on {what} (--no-oom-retry ends the run instead)")
+
+    def _rehearse(self, batch: Batch) -> None:
+        """Try a batch on all processes, without an exchange of gradients, and halve it until it fits all of them."""
+        self._rehearses = False
+        while any(self.run.collectives.gather([not self._fits(batch)])):
+            if not all(self.run.collectives.gather([self._halve([batch])])):
+                return  # the step ends with the error
+
+    def _fits(self, batch: Batch) -> bool:
+        """Return whether forward and backward pass of a part fit the memory. Changes neither gradients nor buffers."""
+        model, part = self.model.bare, batch
+        if self.parts > 1:
+            part = batch.part(0, -(-len(batch.infos) // self.parts))
+        layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.training]
+        for layer in layers:
+            layer.eval()  # its statistics stay, and it waits for no other process
+        fits = True
+        try:
+            terms = self.terms(model, part)
+            parameters = [each for each in model.parameters() if each.requires_grad]
+            torch.autograd.grad(self.objective(terms.means(terms.counts)), parameters, allow_unused=True)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            fits = False
+        for layer in layers:
+            layer.train()
+        _release()
+        return fits
+
+    def _set_aside(self) -> Gradients:
+        """Return the gradients of the batches before, and take them away from the parameters of a process alone."""
+        if not self._splits:
+            return []
+        kept = [(each, each.grad) for each in self.model.bare.parameters() if each.grad is not None]
+        for parameter, _ in kept:
+            parameter.grad = None
+        return kept
+
+    def _add(self, gradients: Gradients) -> None:
+        """Add the gradients that were set aside to the new ones."""
+        for parameter, gradient in gradients:
+            if parameter.grad is not None:
+                gradient += parameter.grad
+            parameter.grad = gradient
+
+
+def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of tensors, made by few kernels."""
+    by_type: dict[Any, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        by_type.setdefault(tensor.dtype, []).append(number)
+    copies: list[Tensor] = list(tensors)
+    for numbers in by_type.values():
+        joined = torch.cat([tensors[n].detach().flatten() for n in numbers])
+        for n, part in zip(numbers, joined.split([tensors[n].numel() for n in numbers]), strict=True):
+            copies[n] = part.view(tensors[n].shape)
+    return copies
+
+
+@torch.no_grad()
+def _write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
+
+
+def _release() -> None:
+    """Free the memory of what is no longer used, cycles with a traceback too."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
