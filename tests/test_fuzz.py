@@ -160,7 +160,9 @@ def test_hyperparameters(content: Any) -> None:
             hyp = sentence_or(lambda kind=kind, name=name: read_hyperparameters(str(write(Path(name), content)), kind))
         if hyp is not None:
             for field in kind.__dataclass_fields__.values():
-                assert getattr(hyp, field.name) in field.metadata["within"]
+                value = getattr(hyp, field.name)
+                for number in value.values() if isinstance(value, dict) else [value]:
+                    assert number in field.metadata["within"]
 
 
 # Models

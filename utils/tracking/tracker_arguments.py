@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import logging
 import math
 import os
 import re
@@ -35,6 +36,8 @@ def arguments(tracker: str, location: RunLocation) -> dict[str, Any]:
 
 
 def _mlflow(location: RunLocation) -> dict[str, Any]:
+    # Otherwise it reports the tables of its database. The variable counts when it is imported, which may have been.
+    logging.getLogger("mlflow").setLevel(os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING").upper())
     _choose_mlflow_store(location.folder.parent)
     project, name = location.run["project"], location.run["name"]
     return {"experiment_name": project, "run_name": name, "run_id": location.position.remote_id or None}
