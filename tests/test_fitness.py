@@ -21,6 +21,7 @@ from utils.files import read_yaml
 COLUMN = "mAP_0.5:0.95"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_best_epoch_of_a_resumed_run(
     sign: int, fine_tune: Callable[..., str], run_script: RunScript, call_main: CallMain, single: Path, tmp_path: Path

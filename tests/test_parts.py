@@ -24,6 +24,7 @@ def moved(start: Path, end: Path) -> set[int]:
     return {int(name.split(".")[1]) for name in learned if not torch.equal(before[name], after[name])}
 
 
+@pytest.mark.long
 def test_factors_of_a_resumed_run_of_two_processes(
     fine_tune: Callable[..., str],
     run_script: RunScript,

@@ -48,7 +48,6 @@ def single(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "BatchNorm statistics are those of the weights",
         "the weights know 86% of the classes and outputs",
         "warm-up: 2 batches instead of 100",
-        "for the warm-up is too short for more",
         "EMA: a ramp of 10 steps instead of 2000",
     ):
         assert printed.count(message) == 1, printed
