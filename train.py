@@ -99,6 +99,13 @@ class Training:
     run_log: RunLog
     weights_content: Mapping[str, Any]  # what goes into a weight file beside the tensors
 
+    def __post_init__(self) -> None:
+        # Accelerate takes the mean over accumulated batches, which the images of an optimizer step account for.
+        images = self.options.batch_size * self.run.accelerator.gradient_accumulation_steps
+        retry = not self.options.no_oom_retry
+        objective = partial(self.criterion.objective, images=images)
+        self.add_gradients = BatchGradients(self.run, self.steps.model, self.loss_terms, objective, retry)
+
     def train_one_epoch(self) -> tuple[dict[str, float], Any]:
         """Train the rest of an epoch: one pass over the training images.
 
@@ -126,13 +133,6 @@ class Training:
         steps.model.average_statistics(state.ema.replicas)
         means = steps.model.sum(list(state.loss_sums)) / progress.taken
         return dict(zip(self.evaluate.loss_names, means.tolist(), strict=True)), bar
-
-    def __post_init__(self) -> None:
-        # Accelerate takes the mean over accumulated batches, which the images of an optimizer step account for.
-        images = self.options.batch_size * self.run.accelerator.gradient_accumulation_steps
-        retry = not self.options.no_oom_retry
-        objective = partial(self.criterion.objective, images=images)
-        self.add_gradients = BatchGradients(self.run, self.steps.model, self.loss_terms, objective, retry)
 
     def draw_batch(self, batch: Batch, number: int) -> dict[str, np.ndarray]:
         """Draw a training batch as the model sees it; return the picture by its file name."""

@@ -68,10 +68,14 @@ def known_share(model: Model, weights: Weights, names: Mapping[int, str]) -> flo
     fitting = sum(name in weights.state and weights.state[name].shape == tensor.shape for name, tensor in state.items())
     if fitting <= len(state) / 2:
         return None
-    head = getattr(model, "head", None)  # none in a model of torchvision
-    parts = head.state_dict(prefix=f"{head_prefix(model)}.") if isinstance(head, nn.Module) else ()
     share = len(same_names(weights.names, names)) / len(names)
-    return share if all(name in weights.state for name in parts) else share / 2
+    return share if all(name in weights.state for name in head_tensors(model)) else share / 2
+
+
+def head_tensors(model: Model) -> dict[str, Tensor]:
+    """Return the tensors of a model's head by their names in the model; {} if it has no head, as torchvision's."""
+    head = getattr(model, "head", None)
+    return head.state_dict(prefix=f"{head_prefix(model)}.") if isinstance(head, nn.Module) else {}
 
 
 def head_prefix(model: Model) -> str:

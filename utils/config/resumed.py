@@ -144,7 +144,7 @@ def _refuse_hyperparameters(
     run: Path, settings: Mapping[str, Any], given: Mapping[str, Any], kind: type[Recipe]
 ) -> None:
     saved, overrides = settings["hyperparameters"], given.get("overrides", {})
-    derived = (*DERIVED, *["class_weights"] * bool(settings.get("class_weights") == "auto"))  # which the flag changes
+    derived = (*DERIVED, *["class_weights"] * (settings.get("class_weights") == "auto"))  # which the flag changes
     for name, value in parse_overrides(kind, overrides).items():
         if value != saved.get(name) and name not in derived:
             raise _changed(run, OVERRIDE_PREFIX + name, value, saved.get(name))

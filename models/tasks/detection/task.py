@@ -29,7 +29,7 @@ from models.tasks.detection.postprocess import DetectionPostprocess
 from models.tasks.detection.prediction import DetectionPrediction
 from models.tasks.shared.losses import UnavailableCriterion, weights_by_class
 from models.tasks.shared.scores import CLASS_METRICS, DETECTION_METRICS
-from models.weights.transfer import head_prefix
+from models.weights.transfer import head_prefix, head_tensors
 from models.yolo import YoloModel, build_model, head_class
 from utils.batch import Batch, BoxSplit
 from utils.config.hyperparameters import Augmentation, Hyperparameters, Recipes, keys_of
@@ -136,12 +136,11 @@ class DetectionTask(Task):
 
     def keep_head(self, model: Model, state: Mapping[str, Tensor], names: Mapping[int, str]) -> str:
         """Copy boxes, objectness, and classes of equal names from a weight file, if the hyperparameters say so."""
-        head, prefix = head_of(model), head_prefix(model)
-        parts = head.state_dict(prefix=f"{prefix}.")
+        parts = head_tensors(model)
         fits = all(name not in state or state[name].shape == part.shape for name, part in parts.items())
         if not self.hyp.keep_head or (fits and dict(names) == self.names):
             return ""
-        return head.keep(prefix, state, names, self.names)
+        return head_of(model).keep(head_prefix(model), state, names, self.names)
 
     def adapt(self, model: Model, split: BoxSplit) -> list[str]:
         """Fit the head to the training boxes, by AutoAnchor if it has anchors; return messages."""
