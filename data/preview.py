@@ -54,7 +54,7 @@ figcaption {{ font-size: small; overflow-wrap: anywhere; }}
 
 @dataclass(frozen=True)
 class PreviewOptions(TrainOptions):
-    """The flags of train.py, and those of a preview."""
+    """The flags of train.py, and a few that only the preview has."""
 
     examples: ClassVar[tuple[str, ...]] = (
         "python -m data.preview --data my.yaml --augmentations my_augmentations.py",

@@ -53,7 +53,7 @@ Change = Callable[[str, int, Tensor], Tensor]  # from a place of `own_augmentati
 
 
 def unchanged(place: str, image: int, pixels: Tensor) -> Tensor:
-    """Return the pixels: the `Change` of a training without augmentations of the user."""
+    """Return the pixels as they are, for a training without --augmentations."""
     return pixels
 
 
