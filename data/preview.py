@@ -1,8 +1,8 @@
-"""`python -m data.preview --data my.yaml`: a page of pictures of what a training with the same flags shows its model.
+"""`python -m data.preview --data my.yaml`: a page of the images that training with the same flags shows its model.
 
-Takes the flags of train.py, and of those it reads what decides about the images: data, hyperparameters, size, seed,
---augmentations. The task is that of --cfg or --weights. Nothing is trained, and no weights are downloaded unless they
-are named without --cfg.
+Takes the flags of train.py, and reads only the ones that decide about the images: data, hyperparameters, size, seed,
+--augmentations. --cfg or --weights decides the task. Nothing is trained, and no weights are downloaded unless they are
+named without --cfg.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def preview(settings: Settings) -> list[str]:
 
 
 def figure(picture: np.ndarray, caption: str) -> str:
-    """Return a picture, uint8 (h, w, 3) BGR, and its caption in HTML."""
+    """Return an HTML figure of a picture, uint8 (h, w, 3) BGR, and its caption."""
     data = base64.b64encode(cv2.imencode(".jpg", picture)[1].tobytes()).decode()
     return f'<figure><img src="data:image/jpeg;base64,{data}"><figcaption>{html.escape(caption)}</figcaption></figure>'
 

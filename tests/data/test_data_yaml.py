@@ -170,7 +170,7 @@ def test_the_folder_of_another_machine(yaml_file: Path, path: str) -> None:
     spec = read_spec(write_spec(yaml_file, path=path, train="images/train", split=0.5))
     assert [len(spec.images(name)) for name in ("train", "val")] == [1, 1]
     folder = yaml_file.parent
-    assert spec.warnings == (f"{yaml_file}: `path: {path}` does not exist, so its own folder is taken, {folder}",)
+    assert spec.warnings == (f"{yaml_file}: `path: {path}` does not exist, so the YAML's own folder is used, {folder}",)
     spec = read_spec(write_spec(yaml_file, path=path, train="photos"))
     with pytest.raises(UserError, match=r"`train: photos` does not exist; looked for "):
         spec.images("train")
