@@ -172,7 +172,7 @@ class FileNames:
 
 
 class Output(ABC):
-    """Writes something about every frame: a context manager over all frames, called with each."""
+    """A writer for every frame: a context manager over all frames, called with each."""
 
     def __enter__(self) -> Output:
         return self

@@ -22,7 +22,7 @@ def custom(path: Any = "yolov5s.pt", *, pretrained: bool = True, _verbose: bool 
     Args:
         path: one name or several, for an ensemble
         pretrained: accepted as in YOLOv5; False raises `UserError`
-        _verbose: whether more than warnings is printed, as in YOLOv5
+        _verbose: whether to print more than warnings, as in YOLOv5
         arguments: arguments of `Predictor`
     """
     from predictor import Predictor

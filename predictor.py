@@ -207,9 +207,7 @@ class Predictor:
         size = ImageSize((sides[0], sides[-1])).rounded(self.stride)
         if self.size.is_fixed and size.sides != self.size.sides:
             height, width = self.size.sides
-            raise UserError(
-                f"size={imgsz}: the model was exported for images of {height}x{width} alone; leave size out"
-            )
+            raise UserError(f"size={imgsz}: the model was exported only for images of {height}x{width}; leave size out")
         return size
 
     def _predict_picture(self, picture: Picture) -> Prediction:

@@ -468,7 +468,7 @@ def measure_batch_size(run: Run, inputs: Inputs, criterion: Criterion) -> int:
 
 
 def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, Sequence[Path]], Sequence[str]]:
-    """Return the settings of a job, its files by purpose, and the messages of a start about the data.
+    """Return the settings of a job, its files by purpose, and the messages that a start prints about the data.
 
     Raises `UserError` if the job could not start.
     """

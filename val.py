@@ -52,7 +52,7 @@ SPLIT_OF_TASK = {"speed": "val"}  # the split of a --task that does not name one
 
 @dataclass
 class Evaluator:
-    """A validation of models over this process's share of a split.
+    """A validator of models on this process's share of a split.
 
     Attributes:
         run: processes, folder and console of the run
@@ -256,7 +256,7 @@ def write_labels(
     """Write a label file for each image of a batch.
 
     Args:
-        hybrid: whether to write the image's labels, and only the predictions that match none of them
+        hybrid: whether to write the image's labels too, and to leave out the predictions that match one of them
     """
     for prediction in [each.with_labels() for each in predictions] if hybrid else predictions:
         rows = prediction.label_rows(with_confidence)
@@ -318,16 +318,16 @@ def check_flags(members: Members, given: Mapping[str, Any], annotations: str) ->
 
 
 def with_size(options: ValOptions, sides: tuple[int, int], is_fixed: bool) -> ValOptions:
-    """Return the flags for images of a height and width.
+    """Return the flags for images of a height and width. Raises `UserError` if both are fixed and differ.
 
     Args:
-        is_fixed: whether images must have exactly these sides, for which `UserError` is raised if they differ;
-            otherwise the longer one is the side of a square
+        sides: height and width, pixels
+        is_fixed: whether images must have exactly these sides; otherwise the longer one is the side of a square
     """
     height, width = sides
     if is_fixed and height != width:
         raise UserError(
-            f"--weights takes images of {height}x{width} alone, and val.py makes square ones; "
+            f"--weights takes only images of {height}x{width}, and val.py makes square ones; "
             "export it with --dynamic, or with one number for --imgsz"
         )
     return replace(options, imgsz=max(sides), square=options.square or is_fixed)

@@ -1,4 +1,4 @@
-"""albumentations' transforms as callables for data/own_augmentations.py, imported only for a file that names one."""
+"""albumentations' transforms as callables for data/own_augmentations.py; the package is imported only if needed."""
 
 from __future__ import annotations
 

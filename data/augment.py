@@ -124,7 +124,7 @@ def warp_mosaic(
         load: returns the image for a position, by its number; its size may differ from the position's
         canvas: side of the canvas in pixels
         matrix: 3x3 matrix from pixels of the canvas to pixels of the result
-        scale: scale of `matrix`
+        scale: scale factor of `matrix`
         shape: height and width of the result
         masks: whether boxes are the extents of the visible parts of the outlines
     """

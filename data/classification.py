@@ -177,7 +177,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
         names = spec.names or dict(enumerate(_by_class(spec, "train")))
         if len(set(names.values())) < len(names):
             raise UserError(
-                f"{spec.file}: two classes under `names` have the same name, which one folder cannot serve; rename one"
+                f"{spec.file}: two classes under `names` have the same name, so they would share a folder; rename one"
             )
         return names
 

@@ -192,7 +192,7 @@ class DataSpec:
         return list(map(Path, chosen))
 
     def annotation_file(self, split: str) -> Path | None:
-        """Return the annotation file that a split consists of, or is held out of; None if there is another source."""
+        """Return the annotation file that a split consists of, or is held out of; None if it has other sources."""
         split = "train" if split == "val" and self.holds_out else split
         locations = self.locations(split)
         return locations[0] if len(locations) == 1 and is_annotation_file(locations[0]) else None
@@ -243,7 +243,7 @@ class DataSpec:
     def _fetch(self) -> str:
         """Download the data set if `download` has addresses and the data set's folder is absent or empty.
 
-        Return the reason why a file may still be absent, to end an error message with.
+        Return the reason why a file may still be absent, as the end of an error message.
         """
         if not self.download:
             return ""
@@ -479,12 +479,12 @@ def is_annotation_file(location: Path) -> bool:
 
 
 def _is_voc(location: Path) -> bool:
-    """Return whether a split's entry is a list of VOC's layout, or a folder of XML files."""
+    """Return whether a split's entry is an image list in VOC's layout, or a folder of XML files."""
     return is_voc_list(location) or has_annotations(location)
 
 
 def _pack_of(location: Path) -> Pack | None:
-    """Return the pack that has a split's entry as the name of a split."""
+    """Return the pack of a split's entry such as `PACK/train`; None if the entry does not name a packed split."""
     pack = find_pack(str(location.parent))
     return pack if pack and location.name in pack.shards else None
 

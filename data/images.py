@@ -220,7 +220,7 @@ def _missing_share(data: bytes) -> float:
 
 
 def _decoded(data: bytes, mode: str | None) -> tuple[np.ndarray, Any]:
-    """Return the pixels of a JPEG and its layers, which have horizontal and vertical sampling factors at 1 and 2.
+    """Return the pixels of a JPEG and its layers, whose items 1 and 2 are horizontal and vertical sampling factors.
 
     Args:
         mode: "L" to decode the luminance alone, which does not mix neighbours, if there is one; None for all colours

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 
 def label_name(image: str) -> str:
-    """Return an image's label file: in its path the last folder `images` becomes `labels`, and the suffix .txt.
+    """Return the path of an image's label file: the last folder `images` becomes `labels`, and the suffix .txt.
 
     Paths are text, because `Path` is slow for many images.
     """

@@ -43,7 +43,8 @@ class RowRules:
     def outline(self, values: list[float]) -> list[float]:
         """Return the coordinates x1 y1 x2 y2 ... of a row, moved to the image's edge if they are outside of the image.
 
-        Coordinates that are outside by rounding only stay. Raises ValueError with the reason if the row is invalid.
+        Coordinates that are outside only by rounding do not change. Raises ValueError with the reason if the row is
+        invalid.
 
         Args:
             values: coordinates in the file; [] for a box, which is passed too if `outlines` is true

@@ -112,7 +112,7 @@ def load_labels(
 
 
 def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: Path) -> None:
-    """Raise a `UserError` that names the first label file's row with a class outside of the data YAML's `names`.
+    """Raise a `UserError` that names the first row with a class outside of the data YAML's `names`, and its file.
 
     Args:
         classes: number of names

@@ -120,7 +120,7 @@ def _kind(path: str) -> str:
 def _read_list(file: Path, live: bool, lists: Sequence[Path]) -> list[MediaItem]:
     """Return the items on the lines of a text file, relative to the working folder or to the file's folder.
 
-    A line without an item becomes a picture.
+    A line that names no item becomes a picture, so that reading it reports the problem.
 
     Args:
         live: whether the lines are streams
@@ -219,7 +219,7 @@ class Media:
 def local_file(item: MediaItem) -> Path:
     """Return the file of a picture or video, downloaded to the cache if it is an address.
 
-    Raises `UserError`, even for a pipe or device, on which reading may wait forever.
+    Raises `UserError` if this fails, or for a pipe or device, on which reading may wait forever.
     """
     if urlparse(item.name).scheme not in WEB_SCHEMES:
         if os.path.exists(item.name) and not os.path.isfile(item.name):
@@ -274,7 +274,7 @@ def find_files(source: str) -> list[MediaItem]:
 
 
 def read_pictures(items: Iterable[MediaItem]) -> Iterator[Picture]:
-    """Read pictures, and every frame of videos, whose names end with its number.
+    """Read pictures, and every frame of videos, named after the video and the number of the frame.
 
     Raises `UserError` for an item that cannot be read; prints a warning for a video that ends early.
     """

@@ -94,7 +94,7 @@ def _texts(rows: AnnotatedRows) -> dict[str, str]:
 
 
 def planned_shards(images: Sequence[LooseImage], shard_bytes: int) -> list[list[LooseImage]]:
-    """Return the images of each shard. Only a single image larger than `shard_bytes` exceeds this size."""
+    """Return the images of each shard. A shard is larger than `shard_bytes` only if its single image is."""
     plan: list[list[LooseImage]] = []
     room = 0
     for image in images:
@@ -289,7 +289,9 @@ def pack(data: str, out: str, shard_size: str = "512M", task: str = "detect") ->
     yaml = yaml_text(names, splits)
     existing = Path(out, YAML_FILE)
     if storage.exists(existing) and storage.read_bytes(existing).decode(errors="replace") != yaml:
-        raise UserError(f"{remote.shown_path(existing)} exists and is of another data set; name another --out folder")
+        raise UserError(
+            f"{remote.shown_path(existing)} exists and belongs to another data set; name another --out folder"
+        )
     summaries: dict[str, list[Summary]] = {}
     for split, (images, _) in listed.items():
         total = sum(image.size for image in images)

@@ -1,8 +1,8 @@
 """`python -m data.preview --data my.yaml`: a page of the images that training with the same flags shows its model.
 
-Takes the flags of train.py, and reads only the ones that decide about the images: data, hyperparameters, size, seed,
---augmentations. --cfg or --weights decides the task. Nothing is trained, and no weights are downloaded unless they are
-named without --cfg.
+Takes the flags of train.py, and reads only the ones that affect the images: data, hyperparameters, size, seed,
+--augmentations. --cfg or --weights determines the task. Nothing is trained, and no weights are downloaded unless they
+are named without --cfg.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PreviewOptions(TrainOptions):
         "python -m data.preview --data my.yaml --cfg yolov5s-seg.yaml --hyp.mosaic 0 --items 8",
     )
     items: int = flag(32, "training items to show", "drawing", Range(1, 1000))
-    epoch: int = flag(0, "epoch that they are of, from 0", "drawing", NOT_NEGATIVE)
+    epoch: int = flag(0, "epoch of these items, from 0", "drawing", NOT_NEGATIVE)
     out: str = flag("preview.html", "file to write", "drawing")
 
 

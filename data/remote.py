@@ -29,7 +29,7 @@ REMOTE = re.compile(r"([a-z][a-z0-9+.-]+):/+(?=[^/])")
 # The file systems of fsspec to use: some of the others run code that an address or a file names.
 PROTOCOLS = ("http", "https", "s3", "s3a", "gs", "gcs", "hf", "file")
 MIN_FREE_SHARE = 0.1  # share of the disk that the caches leave free
-CACHE_RULE = f"as long as {MIN_FREE_SHARE:.0%} of its disk stay free"
+CACHE_RULE = f"as long as {MIN_FREE_SHARE:.0%} of its disk stays free"
 ATTEMPTS = 6  # attempts to read an object
 FIRST_WAIT_SECONDS = 0.5  # pause before the second attempt; doubled before each further one
 SILENT_SECONDS = 20  # timeout of a server that does not answer
@@ -108,7 +108,7 @@ def _filesystem(path: str, lists: bool = False) -> tuple[Any, str]:
         filesystem, name = url_to_fs(address, **options)
     except ImportError as error:
         package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}.get(protocol)
-        advice = f"pip install {package}" if package else f"install what fsspec names: {error}"
+        advice = f"pip install {package}" if package else f"install the package that fsspec names: {error}"
         raise UserError(f"{without_secrets(address)} cannot be read without another package: {advice}") from None
     except Exception as error:  # each store has its own kinds
         raise UserError(f"{without_secrets(address)} cannot be read ({_reason(error)}); correct the address") from None
@@ -124,7 +124,7 @@ def _http_timeout(total: float | None = None) -> Any:
 
 
 def _request(path: str, call: Callable[[Any, str], T], lists: bool = False) -> T:
-    """Return `call` of a path's file system and its name there, trying again after errors.
+    """Return `call` of a path's file system and the file's name in it, with retries after errors.
 
     Raises FileNotFoundError, or a `UserError` that names the object.
 
@@ -201,7 +201,7 @@ def forget() -> None:
 
 
 def refresh_versions(paths: Sequence[str]) -> None:
-    """Request the versions of objects again: with one listing per folder if it has versions, else one by one."""
+    """Request the versions of objects again: with one listing per folder if it includes them, else one by one."""
     folders = sorted({os.path.dirname(path) for path in paths})
     listed = {
         folder for folder, complete in zip(folders, _in_threads(_list_versions, folders), strict=True) if complete

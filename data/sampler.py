@@ -154,7 +154,7 @@ class Sampling:
         }
         flags = [name for name, on in chosen.items() if on]
         if len(flags) > 1:
-            raise UserError(f"{flags[0]} and {flags[1]} both say in what order images come; leave one of them out")
+            raise UserError(f"{flags[0]} and {flags[1]} both determine the order of the images; leave one of them out")
 
     def largest(self, imgsz: int) -> int:
         """Return the largest size of a batch in pixels, not rounded to strides."""
@@ -202,7 +202,7 @@ class Sampling:
             messages.append(f"--multi-scale: each batch at one of {len(sizes)} sizes, {sizes[0]} to {sizes[-1]} pixels")
         if self.close_mosaic:
             first = max(self.epochs - self.close_mosaic, 0) + 1
-            messages.append(f"--close-mosaic {self.close_mosaic}: no images mixed of several from epoch {first} on")
+            messages.append(f"--close-mosaic {self.close_mosaic}: no mixed images from epoch {first} on")
         return messages
 
 

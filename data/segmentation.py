@@ -142,7 +142,7 @@ class SegmentationData(DetectionData):
 
 
 def outlined(labels: Labels) -> Labels:
-    """Return labels with an outline for each row (a box's is its rectangle), clipped to the image."""
+    """Return labels with an outline for each row, clipped to the image; a box's outline is its rectangle."""
     polygons = labels.polygons
     assert polygons is not None
     is_box = polygons.counts == 0

@@ -76,7 +76,7 @@ def find_pack(root: str) -> Pack | None:
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}; copy it again from where it was packed") from None
     if version != INDEX_VERSION:
-        raise UserError(f"{file} is of another version of data.pack ({version}); pack the data set again")
+        raise UserError(f"{file} was written by another version of data.pack ({version}); pack the data set again")
     try:
         names = {int(number): str(name) for number, name in content["names"].items()}
         shards = {split: [str(shard["name"]) for shard in each] for split, each in content["splits"].items()}

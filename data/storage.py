@@ -88,7 +88,7 @@ def is_file(path: Path) -> bool:
 
 
 def file_test(folder: str) -> Callable[[str], bool]:
-    """Return a function from a path below a folder to whether it is a file; it may list a remote folder once."""
+    """Return a test of whether a path below a folder is a file; it may list a remote folder once."""
     return set(remote.files_below(folder)).__contains__ if remote.is_remote(folder) else os.path.isfile
 
 

@@ -165,7 +165,7 @@ def find_images(location: Path, folders: Sequence[Path], names: Sequence[str]) -
     found = {images[stem]: annotations[stem] for stem in stems if stem in images and stem in annotations}
     if not found:
         raise UserError(
-            f"{location}: none of {len(stems)} annotations has an image of its name, such as {stems[0]}.jpg in "
+            f"{location}: none of {len(stems)} annotations has an image of the same name, such as {stems[0]}.jpg in "
             f"{', '.join(map(str, searched))}; put the images there, or give their folder as `images:` of a data YAML"
             if stems
             else f"{location} names no image; write one image name per line, without suffix"

@@ -187,7 +187,7 @@ def test_an_exported_file_sets_the_image_size_of_val() -> None:
     assert (options.imgsz, options.square) == (64, True)
     assert with_size(ValOptions(), (320, 320), is_fixed=False) == ValOptions(imgsz=320)
     assert with_size(ValOptions(), (32, 64), is_fixed=False) == ValOptions(imgsz=64)
-    with pytest.raises(UserError, match=r"takes images of 32x64 alone, and val.py makes square ones"):
+    with pytest.raises(UserError, match=r"takes only images of 32x64, and val.py makes square ones"):
         with_size(ValOptions(), (32, 64), is_fixed=True)
 
 

@@ -325,7 +325,7 @@ def test_a_tenth_of_the_disk_stays_free(files: list[Path], monkeypatch: pytest.M
     images = opened(files, 32, True, "disk")
     assert "room for 2 of 4 images" in images.messages[0]
     usage.free = 1000 + room_for(files, 2) // 2  # another program has written
-    with pytest.warns(UserWarning, match="10% of its disk stay free") as warned:
+    with pytest.warns(UserWarning, match="10% of its disk stays free") as warned:
         pixels(images)
     assert len(warned) == 1
 

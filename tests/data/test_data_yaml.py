@@ -247,7 +247,7 @@ def test_draw_makes_a_built_in_data_set_at_its_path(
 )  # fmt: skip
 def test_draw_needs_a_known_name_and_a_seed(yaml_file: Path, drawn: Calls, draw: object) -> None:
     (yaml_file.parent / "own.py").write_text("raise SystemExit\n")
-    with pytest.raises(UserError, match=r"data\.yaml: `draw` must be the seed .* not .* are imported, no others$"):
+    with pytest.raises(UserError, match=r"data\.yaml: `draw` must be a seed .* not .*; only modules .* are imported$"):
         read_spec(write_spec(yaml_file, draw=draw))
     assert drawn == []
 
