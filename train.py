@@ -67,7 +67,7 @@ class LoopOptions:
     """The flags that the loop reads."""
 
     epochs: int
-    batch_size: int  # of all processes
+    batch_size: int  # images of all processes
     seed: int
     patience: int
     nosave: bool
@@ -327,7 +327,7 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     parsed_window(options.profile)
     if options.no_deterministic and options.logical_processes:
         raise UserError("--no-deterministic cannot be used with --logical-processes, which promises equal bytes")
-    if options.multi_scale:  # a model of one size only raises here
+    if options.multi_scale:  # raises here for a model of one size only
         task.build_model(start_from.yaml, data_options.largest(options.imgsz), start_from.source)
     chosen_kernels = seed_everything(options.seed, not options.no_deterministic)
     model = task.build_model(start_from.yaml, options.imgsz, start_from.source)

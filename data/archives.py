@@ -42,7 +42,7 @@ Sources = dict[str, tuple[str, ...]]  # archive addresses by target folder, rela
 class _Member(NamedTuple):
     """A file in an archive."""
 
-    parts: tuple[str, ...]  # of its path in the archive
+    parts: tuple[str, ...]  # parts of its path in the archive
     size: int  # bytes
     open: Callable[[], IO[bytes]]
 

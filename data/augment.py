@@ -189,7 +189,7 @@ class _MosaicTile(NamedTuple):
     """An image of a mosaic and its position."""
 
     image: np.ndarray  # (h, w, 3)
-    position: Corners  # on the canvas, pixels; may reach beyond the canvas
+    position: Corners  # box on the canvas in pixels; may reach beyond the canvas
     part: Corners  # the position, clipped to the canvas
     window: tuple[int, int, int, int]  # the pixels of the result to draw into: left, top, right, bottom
 

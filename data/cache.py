@@ -131,7 +131,7 @@ class ImagesInMemory(Images):
             image = super().read(index)
             if image.shape != cached.shape:  # the file has changed since its size was read
                 return image
-            cached[:] = image  # two processes at a time write the same
+            cached[:] = image  # if two processes do this at the same time, they write the same
             memory[index] = 1
         return cached
 

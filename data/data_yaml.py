@@ -94,7 +94,7 @@ class DataSpec:
     roots: tuple[Path, ...]  # folders that entries may be relative to, by precedence
     entries: dict[str, tuple[str, ...]]  # folders, list and annotation files of each split, as the YAML names them
     image_folders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # for annotation files, by split
-    lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # text files with a split's images, out of all
+    lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # text files that select a split's images
     warnings: tuple[str, ...] = ()  # lines for the console
     defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults for flags of train.py
     split: float = 0.0  # the share of the training images to hold out for validation, chosen by `split_seed`

@@ -62,7 +62,7 @@ class DataSet(ABC, Generic[S]):
 
     spec: DataSpec
     imgsz: int  # pixels, in whole strides
-    stride: int  # of the model; sides of an image are multiples of it
+    stride: int  # stride of the model; sides of an image are multiples of it
     options: DataOptions
 
     @staticmethod

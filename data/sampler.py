@@ -27,10 +27,10 @@ class SampleIndex(NamedTuple):
     """One item to load, with everything that its random choices depend on: loader processes have no state."""
 
     epoch: int
-    position: int  # in the epoch's order, over all processes
-    image: int  # the index in the split
+    position: int  # place in the epoch's order, over all processes
+    image: int  # index of the image in the split
     shape: tuple[int, int]  # height and width to deliver, pixels
-    partners: tuple[int, ...] = ()  # indices of the images to mix it with; empty: they are chosen among all images
+    partners: tuple[int, ...] = ()  # indices of the images to mix it with; if empty, they are chosen among all images
 
 
 def item_generator(seed: int, sample: SampleIndex) -> np.random.Generator:

@@ -33,13 +33,13 @@ OPEN_SHARDS = 64  # open shards of a process, at most
 class PackedImage(NamedTuple):
     """An image of a shard."""
 
-    name: str  # its path in the shard
-    offset: int  # of its bytes in the shard
+    name: str  # path in the shard
+    offset: int  # start of its bytes in the shard
     size: int  # bytes
     checksum: int  # CRC-32 of its bytes
     width: int  # pixels, as displayed; 0 if the file is not a whole image
     height: int
-    label: str | None = None  # the content of its label file, if there is one
+    label: str | None = None  # content of its label file, if there is one
     group: str = ""  # class name, if the image belongs to one class as a whole
     outlines: str | None = None  # replaces `label` if outlines are read and come from an annotation file
 

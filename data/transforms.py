@@ -32,7 +32,7 @@ class TransformSettings:
     contrast: float = 0.0
     saturation: float = 0.0
     hue: float = 0.0  # largest share of the colour circle
-    randaugment: int = 0  # operations
+    randaugment: int = 0  # number of operations
     randaugment_magnitude: int = 9  # 0 to 30
     erasing: float = 0.0  # probability, like the next two
     mixup: float = 0.0

@@ -94,7 +94,7 @@ class PlacedShape:
     left: int  # pixels, may be outside of the image
     top: int
     mask: np.ndarray  # (160, 160) bool, every pixel that the shape touches
-    box: Corners  # of the visible part, in steps of 1/4 pixel
+    box: Corners  # around the visible part, in steps of 1/4 pixel
 
 
 def _fit(contours: Contours, size: float, angle: float) -> Contours:
