@@ -243,7 +243,7 @@ ERRORS = {
     "empty split": Case(data(val="empty"), "`val:` has no images in"),
     "missing folder": Case(data(val="images/none"), "`val: images/none` does not exist; looked for"),
     "missing split": Case(data(val=None), "data.yaml has no `val:`"),
-    "no labels": Case(every_label(""), "no image of `train:` has a label; that of"),
+    "no labels": Case(every_label(""), "no image of `train:` has a label; the label file of"),
     "a key twice": Case(text("data.yaml", "train: a\nval: b\ntrain: c"), "data.yaml, line 3: the key 'train' again"),
     "too many names": Case(
         text("data.yaml", f"names: [{'cat, ' * 360000}]"), "data.yaml has 1800009 characters; at most"

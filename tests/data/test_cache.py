@@ -286,7 +286,7 @@ def test_an_unwritable_disk_is_a_warning(files: list[Path], cache_home: Path, mo
     with pytest.warns(UserWarning, match=r"--cache disk: nothing more is written to .*/images \(") as warned:
         found = [pixels(images := opened(files, 32, True, "disk")) for _ in range(2)]
     assert len(warned) == 1
-    assert "room for 0 of 4 images, 0 found" in images.messages[0]
+    assert "room for 0 of 4 images, 0 cached" in images.messages[0]
     assert same(found[0], expected)
 
 
